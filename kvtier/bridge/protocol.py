@@ -1,0 +1,259 @@
+"""What engine and cache process say to each other over the Unix socket.
+
+A frame is a length (u32, little-endian) and that many bytes of MessagePack: one tagged array. Both
+sides refuse a frame over :data:`MAX_FRAME_BYTES` before reading it and decode into the types below,
+nothing else. Chunk bytes never travel here: they lie in the arena, whose file descriptor comes with
+:class:`Welcome` (SCM_RIGHTS).
+
+The order of things::
+
+    engine                                cache process
+      Hello ──────────────────────────────►
+      ◄───────────────────────────── Welcome + arena fd
+    scheduler
+      LookUp(keys) ───────────────────────►
+      ◄──────── Found(leases, fetching=n)       at once
+      ◄──────── Found(more leases, fetching=0)  when what was fetched has arrived, or the deadline has passed
+      Reserve(keys) ──────────────────────►
+      ◄──────────────────── Reserved(leases)
+      Release(leases) ────────────────────►     after the workers have loaded
+    worker
+      Confirm(leases) ────────────────────►     after copying out of the arena, before anyone relies on it
+      ◄────────────────────── Confirmed(held)
+      Commit(leases) ─────────────────────►     after copying into the arena; READY when every rank has
+
+Rules that keep bytes right:
+
+- A lease number is never used twice in the life of a cache process, whose ``epoch`` is random.
+- Leases belong to the engine. They end with ``Release``, ``Abandon`` or ``Cancel``, with a new
+  scheduler ``Hello`` of the same engine that does not list them, or when its last connection is gone.
+- The cache process never ends an engine's leases on its own initiative: an engine that is merely slow
+  may still be copying.
+- A load counts only when ``Confirmed`` came back true after the copy.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Literal
+
+import msgspec
+
+from kvtier.errors import ProtocolError
+from kvtier.layout import ChunkLayout
+
+VERSION = 1
+MAX_FRAME_BYTES = 4 << 20
+LENGTH = struct.Struct("<I")
+
+Role = Literal["scheduler", "worker", "observer"]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Anything that travels."""
+
+
+class Hello(Message, frozen=True, array_like=True, tag=1):
+    """First frame of every connection.
+
+    ``engine`` is the same for the scheduler and the workers of one engine on this host. ``holding``
+    are the leases that a reconnecting scheduler still relies on. An ``observer`` may only ask for
+    :class:`Status` and owns nothing; its layout is empty.
+    """
+
+    version: int
+    engine: str
+    role: Role
+    rank: int
+    layout: ChunkLayout
+    namespace: bytes
+    changes: bool = False
+    """Whether this connection wants :class:`Changed`."""
+    holding: list[int] = []
+
+
+class Welcome(Message, frozen=True, array_like=True, tag=2):
+    """Answer to :class:`Hello`; the arena's file descriptor is attached."""
+
+    version: int
+    epoch: int
+    arena_bytes: int
+    tiers: list[str]
+    media: list[str]
+    """The type of each tier: ``cpu``, ``disk``, …"""
+
+
+class Refused(Message, frozen=True, array_like=True, tag=3):
+    """The cache process will not go on with this connection; the message says why."""
+
+    reason: str
+
+
+class LookUp(Message, frozen=True, array_like=True, tag=4):
+    """Which leading chunks of a prompt are held? ``tokens`` are covered by ``keys`` altogether."""
+
+    ticket: int
+    keys: bytes
+    tokens: int
+
+
+class Found(Message, frozen=True, array_like=True, tag=5):
+    """Further leading chunks: a lease, an arena offset and a source tier each, in prefix order.
+
+    ``fetching`` more are on their way; when it is 0 this ticket gets no further answer.
+    """
+
+    ticket: int
+    leases: list[int]
+    offsets: list[int]
+    sources: list[int]
+    fetching: int
+
+
+class Cancel(Message, frozen=True, array_like=True, tag=6):
+    """Forget a look-up: stop waiting, release every lease it was given."""
+
+    ticket: int
+
+
+class Release(Message, frozen=True, array_like=True, tag=7):
+    """The engine no longer needs these leases."""
+
+    leases: list[int]
+
+
+class Reserve(Message, frozen=True, array_like=True, tag=8):
+    """Make room for consecutive chunks of one prompt. ``parent`` is the key before the first.
+
+    All are full chunks but the last, which has ``last_tokens`` tokens.
+    """
+
+    ticket: int
+    parent: bytes
+    keys: bytes
+    last_tokens: int
+
+
+class Reserved(Message, frozen=True, array_like=True, tag=9):
+    """For each key a lease and an offset; lease 0 where there is no room or the chunk is already held."""
+
+    ticket: int
+    leases: list[int]
+    offsets: list[int]
+
+
+class Commit(Message, frozen=True, array_like=True, tag=10):
+    """This rank has filled its slices of these reservations."""
+
+    leases: list[int]
+
+
+class Abandon(Message, frozen=True, array_like=True, tag=11):
+    """These reservations will not be filled."""
+
+    leases: list[int]
+
+
+class Confirm(Message, frozen=True, array_like=True, tag=12):
+    """Were these leases held all along?"""
+
+    ticket: int
+    leases: list[int]
+
+
+class Confirmed(Message, frozen=True, array_like=True, tag=13):
+    """Whether all of the leases asked about still stand."""
+
+    ticket: int
+    held: bool
+
+
+class Clear(Message, frozen=True, array_like=True, tag=14):
+    """Remove every chunk of this engine's namespace from every local tier."""
+
+    ticket: int
+
+
+class Cleared(Message, frozen=True, array_like=True, tag=15):
+    """How many chunks were removed."""
+
+    ticket: int
+    chunks: int
+
+
+class Status(Message, frozen=True, array_like=True, tag=16):
+    """What is held, leased and on its way?"""
+
+    ticket: int
+
+
+class StatusReport(Message, frozen=True, array_like=True, tag=17):
+    """Answer to :class:`Status`: JSON for people and tests."""
+
+    ticket: int
+    report: bytes
+
+
+class Changed(Message, frozen=True, array_like=True, tag=18):
+    """Chunks of this connection's namespace that became READY in a tier, or left it."""
+
+    tier: int
+    stored: bytes
+    removed: bytes
+
+
+FromEngine = Hello | LookUp | Cancel | Release | Reserve | Commit | Abandon | Confirm | Clear | Status
+FromCache = Welcome | Refused | Found | Reserved | Confirmed | Cleared | StatusReport | Changed
+
+_encoder = msgspec.msgpack.Encoder()
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+_from_cache: msgspec.msgpack.Decoder[FromCache] = msgspec.msgpack.Decoder(FromCache)
+
+
+def encode(message: Message) -> bytes:
+    """One frame, length included."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"{type(message).__name__} of {len(body)} bytes is over {MAX_FRAME_BYTES}")
+    return LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream into frames. Holds at most one frame beyond what was fed last."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add what was read; the bodies of all frames that are now whole. Raises :class:`ProtocolError`."""
+        buffer = self._buffer
+        buffer += data
+        bodies: list[bytes] = []
+        start = 0
+        while len(buffer) - start >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(buffer, start)
+            if length > MAX_FRAME_BYTES:
+                raise ProtocolError(f"a frame of {length} bytes is over {MAX_FRAME_BYTES}")
+            stop = start + LENGTH.size + length
+            if len(buffer) < stop:
+                break
+            bodies.append(bytes(buffer[start + LENGTH.size : stop]))
+            start = stop
+        del buffer[:start]
+        return bodies
+
+
+def decode_from_engine(body: bytes) -> FromEngine:
+    """Raises :class:`ProtocolError` for anything that is not a message of an engine."""
+    try:
+        return _from_engine.decode(body)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a message of an engine: {error}") from error
+
+
+def decode_from_cache(body: bytes) -> FromCache:
+    """Raises :class:`ProtocolError` for anything that is not a message of a cache process."""
+    try:
+        return _from_cache.decode(body)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a message of a cache process: {error}") from error
