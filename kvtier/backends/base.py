@@ -111,6 +111,10 @@ class SupportsArena(Protocol):
         """A further lease on what is held under ``key``; the caller releases it."""
         ...
 
+    def idle(self, key: ChunkKey) -> bool:
+        """Whether ``key`` is held and nobody has a further lease on it."""
+        ...
+
     def discard(self, key: ChunkKey) -> None:
         """Let go of ``key``; its bytes are freed with their last lease."""
         ...
