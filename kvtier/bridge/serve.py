@@ -1,0 +1,123 @@
+"""The life of a cache process: claim the socket, serve, and on the way out lose nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+from anyio import CancelScope
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from kvtier.bridge.server import BridgeServer
+from kvtier.bridge.spawn import default_address
+from kvtier.cache import TieredCache
+from kvtier.errors import BridgeError
+from kvtier.settings import Settings
+from kvtier.tasks import open_tasks
+
+logger = logging.getLogger("kvtier")
+
+FIRST_ENGINE_SECONDS = 60.0
+"""How long a cache process that an engine started waits for that engine."""
+PROGRESS_SECONDS = 0.1
+
+
+async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idle: bool = False) -> None:
+    """Serve engines on a Unix socket until SIGTERM or SIGINT, or until the last has left.
+
+    Then no engine is served any longer, and what is on its way to a lower tier is written, for
+    ``drain_timeout`` at most; a second signal ends that at once. Raises :class:`BridgeError` where
+    another process serves on this socket, and what :meth:`TieredCache.open` raises.
+    """
+    path = socket or settings.socket or default_address(settings)
+    serving, draining = CancelScope(), CancelScope()
+    with _claim(path):
+        async with TieredCache.open(settings) as cache, open_tasks() as tasks:
+            tasks.start_soon(_stop_on_signals, serving, draining)
+            with serving:
+                await _serve_engines(cache, path, settings.linger if exit_when_idle else None, serving)
+            with draining:
+                await _drain(cache, settings.drain_timeout)
+            tasks.cancel_scope.cancel()
+
+
+async def _serve_engines(
+    cache: TieredCache, path: Path, linger: float | None, serving: CancelScope
+) -> None:
+    server = BridgeServer(cache)
+    listener = await anyio.create_unix_listener(path, mode=0o600)
+    names = ", ".join(f"{tier.name} ({tier.settings.type})" for tier in cache.hierarchy.tiers)
+    logger.info("serving %s on %s, process %d", names, path, os.getpid())
+    try:
+        async with listener, open_tasks() as tasks:
+            if linger is not None:
+                tasks.start_soon(_leave_when_idle, server, linger, serving)
+            await listener.serve(server.handle, tasks)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+async def _leave_when_idle(server: BridgeServer, linger: float, serving: CancelScope) -> None:
+    patience = max(linger, FIRST_ENGINE_SECONDS)
+    while True:
+        await anyio.sleep(patience)
+        if not server.engines:
+            logger.info("no engine for %g s: leaving", patience)
+            serving.cancel()
+        await server.left.wait()
+        patience = linger
+
+
+async def _stop_on_signals(serving: CancelScope, draining: CancelScope) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for number in signals:
+            if serving.cancel_called:
+                logger.warning("%s again: leaving at once", signal.Signals(number).name)
+                draining.cancel()
+            else:
+                logger.info("%s: leaving", signal.Signals(number).name)
+                serving.cancel()
+
+
+async def _drain(cache: TieredCache, seconds: float) -> None:
+    """Write what is still to be written, with a progress bar on a terminal."""
+    total = cache.pending_bytes
+    if not total:
+        return
+    logger.info("writing %.1f MiB to the lower tiers, for %g s at most", total / 2**20, seconds)
+    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("writing", total=total)
+        with anyio.move_on_after(seconds):
+            while cache.pending_bytes:
+                progress.update(bar, completed=total - cache.pending_bytes)
+                await anyio.sleep(PROGRESS_SECONDS)
+
+
+@contextmanager
+def _claim(path: Path) -> Iterator[None]:
+    """Hold the right to serve on ``path``; the kernel takes it back however this process ends."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with path.with_name(path.name + ".lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise BridgeError(
+                f"process {lock.read().strip() or 'unknown'} already serves on {path}: "
+                "stop it, or choose another `socket`"
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        path.unlink(missing_ok=True)
+        yield

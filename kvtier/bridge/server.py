@@ -1,0 +1,289 @@
+"""The cache process's end of the bridge: connections come and go, nothing of an engine outlives them.
+
+One task per connection reads frames and answers them in order. Answers are decided synchronously by
+:class:`~kvtier.cache.TieredCache`; only the wait for a fetch is a task of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+
+import anyio
+from anyio.abc import SocketAttribute, TaskGroup, UNIXSocketStream
+
+from kvtier.bridge import protocol
+from kvtier.bridge.engine import Engine
+from kvtier.bridge.protocol import (
+    Abandon,
+    Cancel,
+    Changed,
+    Clear,
+    Cleared,
+    Commit,
+    Confirm,
+    Confirmed,
+    FromEngine,
+    Hello,
+    LookUp,
+    Message,
+    Refused,
+    Release,
+    Reserve,
+    Status,
+    StatusReport,
+    Welcome,
+)
+from kvtier.cache import LookUp as CacheLookUp
+from kvtier.cache import TieredCache
+from kvtier.errors import ProtocolError
+from kvtier.events import Report
+from kvtier.keys import ChunkKey, join_keys
+
+logger = logging.getLogger("kvtier")
+
+READ_BYTES = 1 << 18
+HELLO_SECONDS = 10.0
+CHANGES_SECONDS = 0.05
+"""How long changes are gathered before they are told."""
+CHANGES_LIMIT = 50_000
+"""Changed keys in one telling. What an engine that does not read misses beyond that is not told."""
+
+_CREDENTIALS = struct.Struct("3i")
+_GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)
+
+
+class BridgeServer:
+    """Serves every engine of this host."""
+
+    def __init__(self, cache: TieredCache) -> None:
+        self.cache = cache
+        self.epoch = secrets.randbits(63)
+        self._numbers = itertools.count(1)
+        self._engines: dict[str, Engine] = {}
+        self._connections: dict[str, set[Connection]] = {}
+        self.left = anyio.Event()
+        """Set when the last engine has left; a new event once one has come."""
+
+    async def handle(self, stream: UNIXSocketStream) -> None:
+        """Serve one connection until either side closes it."""
+        async with stream, anyio.create_task_group() as tasks:
+            if not _same_user(stream):
+                logger.warning("refused a connection from another user")
+                return
+            try:
+                await Connection(self, stream, tasks).serve()
+            except ProtocolError as error:
+                await _refuse(stream, str(error))
+            except (*_GONE, TimeoutError):
+                logger.debug("a connection ended without a word")
+            except Exception:
+                # The last resort: whatever is wrong with one engine must not end the others.
+                logger.exception("a connection failed")
+            finally:
+                tasks.cancel_scope.cancel()
+
+    @property
+    def engines(self) -> int:
+        """How many engines are connected."""
+        return len(self._engines)
+
+    def join(self, connection: Connection, hello: Hello) -> Engine:
+        """Let a connection into its engine, which begins with its first."""
+        engine = self._engines.get(hello.engine)
+        if engine is None:
+            engine = self._engines[hello.engine] = Engine(self.cache, hello, self._numbers)
+            self._connections[hello.engine] = set()
+            self.left = anyio.Event()
+            logger.info("engine %s has come", hello.engine)
+        elif engine.layout != hello.layout or engine.namespace != hello.namespace:
+            raise ProtocolError(f"engine {hello.engine} is here with another layout")
+        if not 0 <= hello.rank < engine.layout.ranks:
+            raise ProtocolError(f"rank {hello.rank} of a layout with {engine.layout.ranks}")
+        if hello.role == "scheduler":
+            engine.keep_only(hello.holding)
+        self._connections[hello.engine].add(connection)
+        return engine
+
+    def leave(self, connection: Connection, engine: Engine) -> None:
+        """Take a connection out of its engine, which ends with its last."""
+        connections = self._connections[engine.name]
+        connections.discard(connection)
+        if not connections:
+            del self._connections[engine.name], self._engines[engine.name]
+            engine.close()
+            logger.info("engine %s has left", engine.name)
+            if not self._engines:
+                self.left.set()
+
+    def status(self) -> dict[str, object]:
+        """What is held, by whom, and what has happened since the start."""
+        engines = [engine.status() for engine in self._engines.values()]
+        return {"pid": os.getpid(), "epoch": self.epoch, "engines": engines, **self.cache.status()}
+
+
+class Connection:
+    """One scheduler, worker or observer."""
+
+    def __init__(self, server: BridgeServer, stream: UNIXSocketStream, tasks: TaskGroup) -> None:
+        self._server = server
+        self._stream = stream
+        self._tasks = tasks
+        self._sending = anyio.Lock()
+        self._reader = protocol.FrameReader()
+
+    async def serve(self) -> None:
+        """Greet, then answer until the other side closes. Raises :class:`ProtocolError`."""
+        with anyio.fail_after(HELLO_SECONDS):
+            first, *more = await self._read()
+        if not isinstance(first, Hello):
+            raise ProtocolError(f"the first frame is {type(first).__name__}, not Hello")
+        if first.version != protocol.VERSION:
+            raise ProtocolError(
+                f"this cache process speaks version {protocol.VERSION} and the engine {first.version}: "
+                "restart both with the same kvtier"
+            )
+        if first.role == "observer":
+            await self._welcome()
+            await self._answer_all(None, 0, more)
+            return
+        engine = self._server.join(self, first)
+        try:
+            await self._welcome()
+            if first.changes:
+                self._tasks.start_soon(self._tell_changes)
+            await self._answer_all(engine, first.rank, more)
+        finally:
+            self._server.leave(self, engine)
+
+    async def _welcome(self) -> None:
+        cache = self._server.cache
+        welcome = Welcome(
+            protocol.VERSION,
+            self._server.epoch,
+            cache.arena.capacity,
+            [tier.name for tier in cache.hierarchy.tiers],
+            [tier.settings.type for tier in cache.hierarchy.tiers],
+        )
+        await self._stream.send_fds(protocol.encode(welcome), [cache.arena.fd])
+
+    async def _read(self) -> list[FromEngine]:
+        messages: list[FromEngine] = []
+        while not messages:
+            bodies = self._reader.feed(await self._stream.receive(READ_BYTES))
+            messages = [protocol.decode_from_engine(body) for body in bodies]
+        return messages
+
+    async def _answer_all(self, engine: Engine | None, rank: int, messages: list[FromEngine]) -> None:
+        while True:
+            answers = []
+            for message in messages:
+                answer = await self._answer(engine, rank, message)
+                if answer is not None:
+                    answers.append(answer)
+            if answers:
+                await self._send(answers)
+            messages = await self._read()
+
+    async def _answer(self, engine: Engine | None, rank: int, message: FromEngine) -> Message | None:
+        if isinstance(message, Status):
+            return StatusReport(message.ticket, json.dumps(self._server.status()).encode())
+        if engine is None or isinstance(message, Hello):
+            raise ProtocolError(f"{type(message).__name__} is not for an observer, nor Hello for a second time")
+        match message:
+            case LookUp():
+                answer, fetched = engine.look_up(message.ticket, message.keys)
+                if fetched is not None:
+                    self._tasks.start_soon(self._tell_fetched, engine, message.ticket, fetched)
+                return answer
+            case Reserve():
+                return engine.reserve(message)
+            case Confirm():
+                return Confirmed(message.ticket, engine.holds(message.leases))
+            case Clear():
+                return Cleared(message.ticket, await self._server.cache.clear(namespace=engine.namespace))
+            case Commit():
+                engine.commit(message, rank)
+            case Release():
+                engine.release(message.leases)
+            case Abandon():
+                engine.abandon(message.leases)
+            case Cancel():
+                engine.cancel(message.ticket)
+        return None
+
+    async def _tell_fetched(self, engine: Engine, ticket: int, found: CacheLookUp) -> None:
+        try:
+            await self._server.cache.settle(found)
+            answer = engine.fetched(ticket, found)
+        except BaseException:
+            found.release()
+            raise
+        if answer is not None:
+            await self._send([answer])
+
+    async def _tell_changes(self) -> None:
+        gathered = _Changes()
+        self._server.cache.add_observer(gathered)
+        try:
+            while True:
+                await anyio.sleep(CHANGES_SECONDS)
+                if changes := gathered.take():
+                    await self._send(changes)
+        finally:
+            self._server.cache.remove_observer(gathered)
+
+    async def _send(self, messages: Sequence[Message]) -> None:
+        data = b"".join(map(protocol.encode, messages))
+        with suppress(*_GONE):  # The task that reads sees it too, and ends the connection.
+            async with self._sending:
+                await self._stream.send(data)
+
+
+class _Changes:
+    """An observer that gathers what came into each tier and what left it."""
+
+    def __init__(self) -> None:
+        self._gathered: dict[int, tuple[list[ChunkKey], list[ChunkKey]]] = {}
+        self._room = CHANGES_LIMIT
+
+    def observe(self, report: Report) -> None:
+        """Transfers are not of interest here."""
+
+    def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
+        """Remember for the next telling."""
+        self._room -= len(stored) + len(removed)
+        if self._room >= 0:
+            came, went = self._gathered.setdefault(tier, ([], []))
+            came += stored
+            went += removed
+
+    def take(self) -> list[Changed]:
+        """Everything since the last call."""
+        gathered, self._gathered, self._room = self._gathered, {}, CHANGES_LIMIT
+        return [Changed(tier, join_keys(came), join_keys(went)) for tier, (came, went) in gathered.items()]
+
+
+def _same_user(stream: UNIXSocketStream) -> bool:
+    raw = stream.extra(SocketAttribute.raw_socket)
+    credentials = raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    return uid in (0, os.getuid())
+
+
+async def _refuse(stream: UNIXSocketStream, reason: str) -> None:
+    """Say why, then wait for the engine to close: until it does, it may still be copying."""
+    logger.warning("refused an engine: %s", reason)
+    try:
+        await stream.send(protocol.encode(Refused(reason)))
+        while True:
+            await stream.receive(READ_BYTES)
+    except _GONE:
+        return

@@ -1,0 +1,349 @@
+"""The façade over all tiers of one host.
+
+Deciding is synchronous: :meth:`TieredCache.look_up`, :meth:`~TieredCache.reserve` and
+:meth:`~TieredCache.commit` answer in microseconds and never wait. Only bytes move asynchronously, in
+tasks that belong to the open cache. All of it runs in one event loop and none of it is thread-safe:
+from other threads and processes use the bridge (:mod:`kvtier.bridge`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+from anyio.abc import TaskGroup
+
+from kvtier.arena import Arena, Lease
+from kvtier.backends.base import SupportsArena, SupportsRegistration, SupportsScan
+from kvtier.backends.guarded import GuardedBackend
+from kvtier.backends.sealed import SealedBackend
+from kvtier.catalog import Catalog, State
+from kvtier.errors import SettingsError
+from kvtier.events import Evict, Move, Observer, Prefetch, Priority
+from kvtier.header import ChunkHeader
+from kvtier.keys import ChunkKey
+from kvtier.model import ModelCache
+from kvtier.pipeline.base import Hierarchy
+from kvtier.pipeline.evict import EvictStage
+from kvtier.pipeline.move import MoveStage
+from kvtier.pipeline.prefetch import Flight, PrefetchStage
+from kvtier.pipeline.store import Reservation, StoreStage
+from kvtier.plugins import Plugins
+from kvtier.router import FIRST, Router, Transfer
+from kvtier.settings import Settings, TierSettings, load_settings
+from kvtier.tasks import open_tasks
+from kvtier.tier import Tier
+
+logger = logging.getLogger("kvtier")
+
+DRAIN_POLL_SECONDS = 0.02
+
+
+@dataclass(slots=True)
+class FoundChunk:
+    """One chunk of a look-up: leased, and where it was when it was asked for."""
+
+    key: ChunkKey
+    source: int
+    lease: Lease
+    flight: Flight | None = None
+
+    @property
+    def arrived(self) -> bool:
+        """Whether its bytes may be read."""
+        return self.flight is None or self.flight.arrived
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it may yet arrive."""
+        return self.flight is not None and not self.flight.landed.is_set()
+
+
+@dataclass(slots=True)
+class LookUp:
+    """The leading chunks of a prompt that are held, each with a lease that is the caller's to release."""
+
+    chunks: list[FoundChunk] = field(default_factory=list)
+
+    @property
+    def ready(self) -> int:
+        """How many leading chunks can be read now."""
+        for count, chunk in enumerate(self.chunks):
+            if not chunk.arrived:
+                return count
+        return len(self.chunks)
+
+    async def settle(self, seconds: float | None) -> None:
+        """Wait for what is on its way, ``None`` for as long as it takes, then forget what did not arrive."""
+        with anyio.move_on_after(seconds):
+            for chunk in self.chunks:
+                if chunk.flight is not None:
+                    await chunk.flight.landed.wait()
+                if not chunk.arrived:
+                    break
+        self.keep(self.ready)
+
+    def keep(self, count: int) -> None:
+        """Release all but the first ``count`` chunks."""
+        for chunk in self.chunks[count:]:
+            chunk.lease.release()
+        del self.chunks[count:]
+
+    def release(self) -> None:
+        """Release everything; harmless when repeated."""
+        self.keep(0)
+
+
+class TieredCache:
+    """Chunks in tiers. Made with :meth:`open`."""
+
+    def __init__(self, settings: Settings, hierarchy: Hierarchy) -> None:
+        self.settings = settings
+        self.hierarchy = hierarchy
+        capacity = hierarchy.tiers[FIRST].settings.capacity
+        queue_bytes = [tier.settings.queue or capacity // 4 for tier in hierarchy.tiers]
+        self._evicting = EvictStage(hierarchy)
+        self._storing = StoreStage(hierarchy, self._evicting, queue_bytes)
+        self._prefetching = PrefetchStage(hierarchy, self._evicting)
+        self._moving = MoveStage(hierarchy, self._evicting, self._prefetching)
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, settings: Settings | None = None) -> AsyncIterator[TieredCache]:
+        """Open every tier, take in what they held, and serve until the block is left.
+
+        On the way out, what is still to be written is written, for ``drain_timeout`` at most. Raises
+        :class:`kvtier.errors.SettingsError` and :class:`kvtier.errors.TierError`.
+        """
+        settings = settings or load_settings()
+        plugins = Plugins.load(settings.plugins)
+        tier_settings = plugins.tier_settings(settings)
+        catalog = Catalog([plugins.eviction(tier.eviction)() for tier in tier_settings])
+        async with AsyncExitStack() as stack:
+            backends = [
+                await _open_backend(stack, plugins, tier, settings.checksum) for tier in tier_settings
+            ]
+            memory = backends[FIRST]
+            if not isinstance(memory, SupportsArena):
+                raise SettingsError(f"tiers[0] is {tier_settings[FIRST].type}: the first tier must be memory")
+            tasks = await stack.enter_async_context(open_tasks())
+            tiers = [
+                Tier(index, tier, backend, catalog, tasks)
+                for index, (tier, backend) in enumerate(zip(tier_settings, backends, strict=True))
+            ]
+            hierarchy = Hierarchy(
+                tiers, catalog, Router(catalog, tiers), memory, tasks, list(plugins.observers(settings))
+            )
+            cache = cls(settings, hierarchy)
+            await cache._take_in(backends)
+            cache._start(tasks)
+            try:
+                yield cache
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await cache.drain(settings.drain_timeout)
+                tasks.cancel_scope.cancel()
+
+    async def _take_in(self, backends: Sequence[GuardedBackend]) -> None:
+        """Enter what the tiers held when they were opened, the longest unused first."""
+        catalog = self.hierarchy.catalog
+        for index, backend in enumerate(backends):
+            if index > FIRST and isinstance(backend, SupportsRegistration):
+                await backend.register(self.arena)
+            if index == FIRST or not isinstance(backend, SupportsScan):
+                continue
+            held = []
+            async for batch in backend.scan():
+                for stored in batch:
+                    header = ChunkHeader.parse(stored.head)
+                    held.append((stored.last_used, stored.key, stored.length, header))
+            held.sort(key=lambda entry: entry[0])
+            for _, key, length, header in held:
+                catalog.add(key, index, length, State.READY, header.parent, header.namespace)
+            await self._evicting.make_room(index, 0)
+            if held:
+                logger.info(
+                    "tier %s: %d chunks (%.2f GiB) held from before",
+                    self.hierarchy.name(index),
+                    catalog.count(index),
+                    catalog.used(index) / 2**30,
+                )
+
+    def _start(self, tasks: TaskGroup) -> None:
+        tasks.start_soon(self._evicting.run)
+        for tier in self.hierarchy.tiers[FIRST + 1 :]:
+            tasks.start_soon(self._storing.run, tier.index)
+
+    @property
+    def arena(self) -> Arena:
+        """The memory of the first tier."""
+        return self.hierarchy.memory.arena
+
+    def model(self, name: str, *, token_bytes: int, salt: str = "") -> ModelCache:
+        """One model's chunks by token ids, for programs that hold ``token_bytes`` of KV for each token."""
+        return ModelCache(self, name, token_bytes=token_bytes, salt=salt)
+
+    def add_observer(self, observer: Observer) -> None:
+        """Tell ``observer`` of every transfer and change from now on."""
+        self.hierarchy.observers.append(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """The inverse of :meth:`add_observer`."""
+        self.hierarchy.observers.remove(observer)
+
+    # Deciding: synchronous.
+
+    def look_up(self, keys: Sequence[ChunkKey]) -> LookUp:
+        """Lease the longest prefix of ``keys`` that some tier holds, and start fetching what is below.
+
+        What can be read now and what is on its way are told by the answer; nothing is waited for.
+        """
+        hierarchy = self.hierarchy
+        sources = hierarchy.catalog.prefix(keys)
+        held = keys[: len(sources)]
+        hierarchy.catalog.touch(held)
+        if any(source != FIRST for source in sources):
+            self._prefetching.start(Prefetch(keys=held, priority=Priority.REQUESTED))
+        found = LookUp()
+        for key, source in zip(held, sources, strict=True):
+            flight = self._prefetching.flights.get(key)
+            lease = flight.lease.share() if flight is not None else hierarchy.share(key)
+            if lease is None:
+                break
+            found.chunks.append(FoundChunk(key, source if flight is None else flight.source, lease, flight))
+        self._count(found, len(keys))
+        return found
+
+    def _count(self, found: LookUp, asked: int) -> None:
+        counts = self.hierarchy.counts
+        counts["looked_up"] += asked
+        for chunk in found.chunks:
+            counts[f"found_{self.hierarchy.tiers[chunk.source].name}"] += 1
+
+    async def settle(self, found: LookUp) -> None:
+        """Wait for what a look-up is fetching as long as ``prefetch.policy`` says, then keep what arrived."""
+        prefetch = self.settings.prefetch
+        if prefetch.policy == "best_effort":
+            found.keep(found.ready)
+        else:
+            await found.settle(prefetch.deadline if prefetch.policy == "timeout" else None)
+
+    def reserve(self, header: ChunkHeader) -> Reservation | None:
+        """Room in the arena for one chunk; ``None`` where it is held already or there is none to be had."""
+        return self._storing.reserve(header)
+
+    def commit(self, reservations: Sequence[Reservation]) -> None:
+        """The chunks have been filled: serve them, and write them on to the tiers below."""
+        self._storing.commit(reservations)
+
+    def abandon(self, reservation: Reservation) -> None:
+        """The chunk will not be filled."""
+        self._storing.abandon(reservation)
+
+    def pin(self, keys: Sequence[ChunkKey], seconds: float | None = None) -> int:
+        """Keep the leading chunks that are held from being evicted; how many there are."""
+        held = keys[: len(self.hierarchy.catalog.prefix(keys))]
+        self.hierarchy.catalog.pin(held, None if seconds is None else time.monotonic() + seconds)
+        return len(held)
+
+    def unpin(self, keys: Sequence[ChunkKey]) -> None:
+        """The inverse of :meth:`pin`."""
+        self.hierarchy.catalog.unpin(keys)
+
+    # Moving: asynchronous.
+
+    async def prefetch(self, keys: Sequence[ChunkKey]) -> int:
+        """Bring the leading chunks up into the first tier; how many are there when it is done."""
+        found = self.look_up(keys)
+        try:
+            await found.settle(None)
+            return found.ready
+        finally:
+            found.release()
+
+    async def move(self, keys: Sequence[ChunkKey], source: str, target: str, *, copy: bool = False) -> int:
+        """Bring chunks from one tier to another; how many ``target`` holds afterwards."""
+        move = Move(keys=keys, source=self._index(source), target=self._index(target), copy=copy)
+        return await self._moving.carry_out(move)
+
+    async def clear(
+        self, keys: Sequence[ChunkKey] | None = None, *, namespace: bytes | None = None
+    ) -> int:
+        """Remove chunks from every local tier; those named, those of a namespace, or all. How many went.
+
+        A chunk that is on its way into a tier is not kept when it arrives.
+        """
+        catalog = self.hierarchy.catalog
+        gone: set[ChunkKey] = set()
+        for tier in self.hierarchy.tiers:
+            doomed = catalog.keys(tier.index, namespace) if keys is None else keys
+            there = [key for key in doomed if catalog.state(key, tier.index) is not State.ABSENT]
+            ready = [key for key in there if catalog.state(key, tier.index) is State.READY]
+            self.hierarchy.unwanted[tier.index].update(set(there).difference(ready))
+            gone.update(ready)
+            if tier.index == FIRST:
+                self.hierarchy.drop(ready)
+            else:
+                event = Evict(keys=ready, tier=tier.index)
+                await self._evicting.delete(event, Transfer(tier.index, None, ready))
+        return len(gone)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that a lower tier has still to write."""
+        return self._storing.pending_bytes
+
+    async def drain(self, seconds: float) -> bool:
+        """Wait until everything is written, ``seconds`` at most; whether it is."""
+        with anyio.move_on_after(seconds):
+            while self.pending_bytes:
+                await anyio.sleep(DRAIN_POLL_SECONDS)
+        if self.pending_bytes:
+            logger.warning("%d bytes were not written in %g s and are lost", self.pending_bytes, seconds)
+        return not self.pending_bytes
+
+    def _index(self, name: str) -> int:
+        for tier in self.hierarchy.tiers:
+            if tier.name == name:
+                return tier.index
+        names = ", ".join(tier.name for tier in self.hierarchy.tiers)
+        raise SettingsError(f"there is no tier {name!r}: there are {names}")
+
+    def status(self) -> dict[str, object]:
+        """What is held and what has happened, for people and tests."""
+        hierarchy = self.hierarchy
+        return {
+            "tiers": [
+                {
+                    "name": tier.name,
+                    "type": tier.settings.type,
+                    "capacity_bytes": tier.settings.capacity,
+                    "used_bytes": tier.used_bytes,
+                    "chunks": hierarchy.catalog.count(tier.index),
+                    "available": tier.available,
+                }
+                for tier in hierarchy.tiers
+            ],
+            "arena": {"used_bytes": self.arena.used, "leases": self.arena.leases},
+            "flights": len(self._prefetching.flights),
+            "pending_bytes": self.pending_bytes,
+            "counts": dict(hierarchy.counts),
+        }
+
+
+async def _open_backend(
+    stack: AsyncExitStack, plugins: Plugins, tier: TierSettings, checksum: bool
+) -> GuardedBackend:
+    """A backend in its wrappers, open until the stack is left."""
+    backend = plugins.backend(tier.type)(tier)
+    guarded = GuardedBackend(
+        backend if isinstance(backend, SupportsArena) else SealedBackend(backend, checksum=checksum)
+    )
+    await guarded.open()
+    stack.push_async_callback(guarded.close)
+    return guarded
+

@@ -1,0 +1,150 @@
+"""One model's chunks by token ids: the way in for programs that are not vLLM."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from anyio import to_thread
+
+from kvtier.errors import LayoutError
+from kvtier.header import HEADER_BYTES, ChunkHeader
+from kvtier.keys import ChunkKey, chunk_keys, root_key
+from kvtier.layout import ChunkLayout, GroupLayout, namespace
+
+if TYPE_CHECKING:
+    from kvtier.cache import TieredCache
+
+
+class HostTensor(Protocol):
+    """What is used of a tensor: enough to find its bytes without importing torch."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def data_ptr(self) -> int: ...
+    def is_contiguous(self) -> bool: ...
+
+
+Rows = bytes | bytearray | memoryview | HostTensor
+"""KV of consecutive tokens: a C-contiguous buffer or CPU tensor whose first dimension is the token."""
+
+
+class ModelCache:
+    """A :class:`~kvtier.cache.TieredCache` as one model and one tenant see it.
+
+    The KV of a token is ``token_bytes`` opaque bytes. Chunks are whole: what is left over at the end of
+    a prompt is not stored, unless ``partial_chunks`` is set.
+    """
+
+    def __init__(self, cache: TieredCache, name: str, *, token_bytes: int, salt: str = "") -> None:
+        settings = cache.settings
+        self._cache = cache
+        self._layout = ChunkLayout(settings.chunk_tokens, (GroupLayout(1, (token_bytes,)),), platform="rows")
+        self._namespace = namespace(name, self._layout)
+        self._root = root_key(self._namespace, salt)
+        self._token_bytes = token_bytes
+        self._partial = settings.partial_chunks
+
+    def keys(self, tokens: Sequence[int]) -> list[ChunkKey]:
+        """The keys of a prompt's chunks in prefix order."""
+        return chunk_keys(self._root, tokens, self._layout.chunk_tokens, tail=self._partial)
+
+    async def store(self, tokens: Sequence[int], rows: Rows) -> int:
+        """Store the KV of a prompt; how many tokens are held afterwards, those known before included.
+
+        Copies in a worker thread. Chunks for which there is no room are left out.
+        """
+        view = _bytes_of(rows)
+        if len(view) < len(tokens) * self._token_bytes:
+            raise LayoutError(
+                f"{len(tokens)} tokens of {self._token_bytes} bytes need {len(tokens) * self._token_bytes} bytes "
+                f"of KV, not {len(view)}"
+            )
+        keys = self.keys(tokens)
+        parents = [self._root, *keys]
+        reservations, copies = [], []
+        for index, key in enumerate(keys):
+            source = self._slice(view, index, len(tokens))
+            header = ChunkHeader(key, parents[index], self._namespace, len(source))
+            reservation = self._cache.reserve(header)
+            if reservation is not None:
+                reservations.append(reservation)
+                copies.append((reservation.lease.view[HEADER_BYTES:], source))
+        try:
+            await to_thread.run_sync(_copy_all, copies)
+        except BaseException:
+            for reservation in reservations:
+                self._cache.abandon(reservation)
+            raise
+        self._cache.commit(reservations)
+        return self._tokens(len(self._cache.hierarchy.catalog.prefix(keys)), len(tokens))
+
+    async def retrieve(self, tokens: Sequence[int], rows: Rows) -> int:
+        """Fill ``rows`` with the KV of the longest prefix that is held; how many tokens that are."""
+        view = _bytes_of(rows)
+        found = self._cache.look_up(self.keys(tokens))
+        try:
+            await self._cache.settle(found)
+            fits = min(len(tokens), len(view) // self._token_bytes)
+            copies = []
+            for index, chunk in enumerate(found.chunks):
+                target = self._slice(view, index, len(tokens))
+                if self._tokens(index + 1, len(tokens)) > fits:
+                    break
+                copies.append((target, chunk.lease.view[HEADER_BYTES : HEADER_BYTES + len(target)]))
+            await to_thread.run_sync(_copy_all, copies)
+            return self._tokens(len(copies), len(tokens))
+        finally:
+            found.release()
+
+    def held_tokens(self, tokens: Sequence[int]) -> int:
+        """How many leading tokens some tier holds; moves nothing."""
+        return self._tokens(len(self._cache.hierarchy.catalog.prefix(self.keys(tokens))), len(tokens))
+
+    async def prefetch(self, tokens: Sequence[int]) -> int:
+        """Bring a prompt's chunks up into memory; how many leading tokens are there afterwards."""
+        return self._tokens(await self._cache.prefetch(self.keys(tokens)), len(tokens))
+
+    async def move(self, tokens: Sequence[int], source: str, target: str, *, copy: bool = False) -> int:
+        """Bring a prompt's chunks from one tier to another; how many tokens ``target`` holds afterwards."""
+        return self._tokens(
+            await self._cache.move(self.keys(tokens), source, target, copy=copy), len(tokens)
+        )
+
+    def pin(self, tokens: Sequence[int], seconds: float | None = None) -> int:
+        """Keep a prompt's chunks from being evicted; how many leading tokens are pinned."""
+        return self._tokens(self._cache.pin(self.keys(tokens), seconds), len(tokens))
+
+    def unpin(self, tokens: Sequence[int]) -> None:
+        """The inverse of :meth:`pin`."""
+        self._cache.unpin(self.keys(tokens))
+
+    async def clear(self, tokens: Sequence[int] | None = None) -> int:
+        """Remove a prompt's chunks, or all of this model's; how many chunks went."""
+        if tokens is None:
+            return await self._cache.clear(namespace=self._namespace)
+        return await self._cache.clear(self.keys(tokens))
+
+    def _slice(self, view: memoryview, index: int, tokens: int) -> memoryview:
+        start = index * self._layout.chunk_tokens
+        stop = min(start + self._layout.chunk_tokens, tokens)
+        return view[start * self._token_bytes : stop * self._token_bytes]
+
+    def _tokens(self, chunks: int, tokens: int) -> int:
+        return min(chunks * self._layout.chunk_tokens, tokens)
+
+
+def _bytes_of(rows: Rows) -> memoryview:
+    if isinstance(rows, bytes | bytearray | memoryview):
+        return memoryview(rows).cast("B")
+    if not rows.is_contiguous():
+        raise LayoutError("the KV tensor is not contiguous: pass tensor.contiguous()")
+    if str(getattr(rows, "device", "cpu")) != "cpu":
+        raise LayoutError("the KV tensor is not in host memory: pass tensor.cpu()")
+    return memoryview((ctypes.c_char * rows.nbytes).from_address(rows.data_ptr())).cast("B")
+
+
+def _copy_all(copies: Sequence[tuple[memoryview, memoryview]]) -> None:
+    for target, source in copies:
+        target[: len(source)] = source

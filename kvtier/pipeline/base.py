@@ -1,0 +1,180 @@
+"""What every stage of the pipeline works on: the tiers, the catalog, the arena, and who is told."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from anyio.abc import TaskGroup
+
+from kvtier.arena import Lease
+from kvtier.backends.base import Outcome, SupportsArena
+from kvtier.catalog import Catalog, State
+from kvtier.events import Event, Observer, Report
+from kvtier.header import ChunkHeader
+from kvtier.keys import ChunkKey
+from kvtier.router import FIRST, Router, Transfer
+from kvtier.tier import ChunkBytes, Tier
+
+logger = logging.getLogger("kvtier")
+
+
+@dataclass
+class Hierarchy:
+    """The tiers of one host in order, and all that is decided about them synchronously."""
+
+    tiers: Sequence[Tier]
+    catalog: Catalog
+    router: Router
+    memory: SupportsArena
+    """The backend of the first tier: its arena is what engines copy to and from."""
+    tasks: TaskGroup
+    observers: list[Observer]
+    counts: Counter[str] = field(default_factory=Counter)
+    """Outcomes since the start, for the status report."""
+    unwanted: defaultdict[int, set[ChunkKey]] = field(default_factory=lambda: defaultdict(set))
+    """By tier: chunks that were cleared while they were on their way in, to be dropped on arrival."""
+
+    def share(self, key: ChunkKey) -> Lease | None:
+        """A lease on a chunk that is READY in the first tier."""
+        if self.catalog.state(key, FIRST) is not State.READY:
+            return None
+        return self.memory.lease(key)
+
+    def shares(self, keys: Sequence[ChunkKey]) -> list[ChunkBytes]:
+        """Leases on those of ``keys`` that are READY in the first tier."""
+        leased = ((key, self.share(key)) for key in keys)
+        return [ChunkBytes(key, lease) for key, lease in leased if lease is not None]
+
+    def adopt(self, chunks: Sequence[ChunkBytes]) -> None:
+        """Chunks are complete in the arena: the first tier holds them, and their leases, from now on."""
+        stored = []
+        for key, lease in chunks:
+            if key in self.unwanted[FIRST]:
+                self.forget(key, FIRST)
+                lease.release()
+                continue
+            self.memory.adopt(key, lease)
+            self.catalog.set_ready(key, FIRST)
+            stored.append(key)
+        self.changed(FIRST, stored=stored)
+
+    def expect(self, chunk: ChunkBytes, tier: int) -> None:
+        """A chunk object in memory is on its way into a tier: PENDING there until that is settled."""
+        header = ChunkHeader.parse(chunk.lease.view)
+        self.catalog.add(
+            chunk.key, tier, chunk.lease.length, State.PENDING, header.parent, header.namespace
+        )
+
+    def drop(self, keys: Sequence[ChunkKey]) -> None:
+        """Take READY chunks out of the first tier. Bytes are freed with their last lease."""
+        for key in keys:
+            self.catalog.remove(key, FIRST)
+            self.memory.discard(key)
+        self.changed(FIRST, removed=keys)
+
+    def settle_put(self, keys: Sequence[ChunkKey], tier: int, outcomes: Sequence[Outcome]) -> None:
+        """Enter into the catalog what became of chunks that were PENDING in a lower tier."""
+        stored = []
+        for key, outcome in zip(keys, outcomes, strict=True):
+            self.counts[f"put_{outcome.value}"] += 1
+            if outcome is not Outcome.OK:
+                self.forget(key, tier)
+            elif key in self.unwanted[tier]:
+                self.unwanted[tier].discard(key)
+                self.tasks.start_soon(self.tiers[tier].delete, [key])
+            else:
+                self.catalog.set_ready(key, tier)
+                stored.append(key)
+        self.changed(tier, stored=stored)
+
+    def forget(self, key: ChunkKey, tier: int) -> None:
+        """A chunk that was PENDING in a tier did not get there."""
+        self.catalog.remove(key, tier)
+        self.unwanted[tier].discard(key)
+
+    def changed(
+        self, tier: int, *, stored: Sequence[ChunkKey] = (), removed: Sequence[ChunkKey] = ()
+    ) -> None:
+        """Tell the observers what came into a tier or left it."""
+        if stored or removed:
+            for observer in self.observers:
+                observer.changed(tier, stored, removed)
+
+    def name(self, tier: int | None) -> str | None:
+        """The tier's name in the settings."""
+        return None if tier is None else self.tiers[tier].name
+
+    async def write(self, event: Event, target: int, chunks: Sequence[ChunkBytes]) -> Sequence[Outcome]:
+        """Put leased chunk objects into a lower tier that has room; takes over the leases.
+
+        What is there already, or on its way, is OK without another write.
+        """
+        keys = [chunk.key for chunk in chunks]
+        verdict = dict.fromkeys(keys, Outcome.OK)
+        absent: list[ChunkBytes] = []
+        for chunk in chunks:
+            if self.catalog.state(chunk.key, target) is not State.ABSENT:
+                chunk.lease.release()
+            elif not self.tiers[target].fits(chunk.lease.length):
+                chunk.lease.release()
+                verdict[chunk.key] = Outcome.FULL
+                self.counts["put_full"] += 1
+            else:
+                self.expect(chunk, target)
+                absent.append(chunk)
+        sent = [chunk.key for chunk in absent]
+        with self.reporting(event, Transfer(FIRST, target, sent)) as outcomes:
+            settle = partial(self.settle_put, sent, target)
+            outcomes += await self.tiers[target].put(absent, settle)
+        verdict.update(zip(sent, outcomes, strict=True))
+        return [verdict[key] for key in keys]
+
+    async def lift(
+        self, event: Event, source: int, keys: Sequence[ChunkKey], allocate: Callable[[int], Lease | None]
+    ) -> list[ChunkBytes]:
+        """Leases on copies of chunks of a lower tier, outside the catalog; fewer where something failed."""
+        room = ((key, allocate(self.catalog.length(key))) for key in keys)
+        chunks = [ChunkBytes(key, lease) for key, lease in room if lease is not None]
+        mine = [ChunkBytes(chunk.key, chunk.lease.share()) for chunk in chunks]
+        transfer = Transfer(source, FIRST, [chunk.key for chunk in chunks])
+        with self.reporting(event, transfer) as outcomes:
+            outcomes += await self.tiers[source].get(chunks, self.nothing_to_settle)
+        lifted = []
+        for chunk, outcome in zip(mine, outcomes, strict=True):
+            if outcome is Outcome.OK:
+                lifted.append(chunk)
+            else:
+                chunk.lease.release()
+        return lifted
+
+    @staticmethod
+    def nothing_to_settle(outcomes: Sequence[Outcome]) -> None:
+        """For transfers that the catalog does not know of."""
+
+    @contextmanager
+    def reporting(self, event: Event, transfer: Transfer) -> Iterator[list[Outcome]]:
+        """Time a transfer and report the outcomes that the caller puts into the list."""
+        started = time.monotonic()
+        outcomes: list[Outcome] = []
+        yield outcomes
+        report = Report(
+            event=event,
+            source=self.name(transfer.source),
+            target=self.name(transfer.target),
+            keys=transfer.keys,
+            outcomes=outcomes,
+            transferred_bytes=sum(
+                self.catalog.length(key)
+                for key, outcome in zip(transfer.keys, outcomes, strict=True)
+                if outcome is Outcome.OK and key in self.catalog
+            ),
+            seconds=time.monotonic() - started,
+        )
+        for observer in self.observers:
+            observer.observe(report)

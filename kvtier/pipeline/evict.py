@@ -1,0 +1,140 @@
+"""Evict: make room, coldest leaves first, and lose nothing that a lower tier would keep.
+
+Room in the arena must be found while an engine waits, so :meth:`EvictStage.allocate` only drops what
+is safe to drop at once. The rest is demoted ahead of need by one background task, between a high and a
+low watermark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
+
+import anyio
+
+from kvtier.arena import Lease
+from kvtier.backends.base import Outcome
+from kvtier.events import Evict
+from kvtier.keys import ChunkKey
+from kvtier.pipeline.base import Hierarchy
+from kvtier.router import FIRST, Transfer
+
+BATCH_BYTES = 64 << 20
+"""Demoted in one go: enough to keep a disk busy, little enough to free memory soon."""
+SCAN_LIMIT = 1024
+"""Victims looked at in one go: what is leased is passed over, and many may be."""
+RETRY_SECONDS = 0.05
+"""Pause where everything cold is leased or stuck, before looking again."""
+
+class EvictStage:
+    """Makes room in every tier."""
+
+    def __init__(self, hierarchy: Hierarchy) -> None:
+        self._hierarchy = hierarchy
+        self._needed = anyio.Event()
+
+    def allocate(self, length: int) -> Lease | None:
+        """A lease on ``length`` bytes of the arena, evicting for it what may go at once; never waits.
+
+        ``None`` where all that is cold is leased, pinned or has still to be demoted.
+        """
+        arena = self._hierarchy.memory.arena
+        lease = arena.allocate(length)
+        if lease is None:
+            lease = self._allocate_by_dropping(length)
+        if lease is None or self._hierarchy.tiers[FIRST].excess_bytes(0):
+            self._needed.set()
+        return lease
+
+    def _allocate_by_dropping(self, length: int) -> Lease | None:
+        hierarchy = self._hierarchy
+        for limit in (SCAN_LIMIT // 16, SCAN_LIMIT):
+            event = Evict(keys=self._idle_victims(limit), tier=FIRST)
+            droppable = (plan.keys for plan in hierarchy.router.evict(event) if plan.target is None)
+            freed = 0
+            for key in chain.from_iterable(droppable):
+                freed += hierarchy.catalog.length(key)
+                self._drop_first([key])
+                if freed >= length and (lease := hierarchy.memory.arena.allocate(length)) is not None:
+                    return lease
+        return None
+
+    def _idle_victims(self, limit: int) -> list[ChunkKey]:
+        """Those of the ``limit`` coldest chunks of the arena that nobody is using."""
+        coldest = islice(self._hierarchy.catalog.victims(FIRST), limit)
+        return [key for key in coldest if self._hierarchy.memory.idle(key)]
+
+    def _drop_first(self, keys: Sequence[ChunkKey]) -> None:
+        self._hierarchy.drop(keys)
+        self._hierarchy.counts["evicted"] += len(keys)
+
+    async def run(self) -> None:
+        """Keep the arena under its high watermark for as long as the cache is open."""
+        while True:
+            await self._needed.wait()
+            self._needed = anyio.Event()
+            while excess := self._hierarchy.tiers[FIRST].excess_bytes(0):
+                if not await self._relieve(excess):
+                    await anyio.sleep(RETRY_SECONDS)
+                    break
+
+    async def _relieve(self, excess: int) -> int:
+        """Evict up to ``excess`` bytes from the arena; how many chunks went."""
+        hierarchy = self._hierarchy
+        event = Evict(keys=self._up_to(self._idle_victims(SCAN_LIMIT), min(excess, BATCH_BYTES)), tier=FIRST)
+        gone = 0
+        for transfer in hierarchy.router.evict(event):
+            if transfer.target is not None:
+                # A tier that takes nothing must not keep the arena full of what is cold: after one
+                # try the chunk goes, demoted or not.
+                await self._demote(event, transfer)
+            idle = [key for key in transfer.keys if hierarchy.memory.idle(key)]
+            self._drop_first(idle)
+            gone += len(idle)
+        return gone
+
+    def _up_to(self, keys: Iterable[ChunkKey], wanted: float) -> list[ChunkKey]:
+        taken: list[ChunkKey] = []
+        total = 0
+        for key in keys:
+            if total >= wanted:
+                break
+            taken.append(key)
+            total += self._hierarchy.catalog.length(key)
+        return taken
+
+    async def make_room(self, tier: int, incoming: int) -> None:
+        """Delete the coldest chunks of a lower tier until ``incoming`` bytes more are under its watermark."""
+        target = self._hierarchy.tiers[tier]
+        excess = target.excess_bytes(incoming)
+        if not excess:
+            return
+        victims = self._up_to(self._hierarchy.catalog.victims(tier), min(excess, incoming + BATCH_BYTES))
+        event = Evict(keys=victims, tier=tier)
+        for transfer in self._hierarchy.router.evict(event):
+            if transfer.target is not None:
+                await self._demote(event, transfer)
+            await self.delete(event, transfer)
+
+    async def _demote(self, event: Evict, transfer: Transfer) -> None:
+        """Write what would be lost to the tier that inherits it."""
+        hierarchy = self._hierarchy
+        assert transfer.target is not None
+        if transfer.source == FIRST:
+            chunks = hierarchy.shares(transfer.keys)
+        else:
+            chunks = await hierarchy.lift(event, transfer.source, transfer.keys, self.allocate)
+        await self.make_room(transfer.target, sum(chunk.lease.length for chunk in chunks))
+        outcomes = await hierarchy.write(event, transfer.target, chunks)
+        hierarchy.counts["demoted"] += outcomes.count(Outcome.OK)
+
+    async def delete(self, event: Evict, transfer: Transfer) -> None:
+        """Remove what is READY in a lower tier."""
+        hierarchy = self._hierarchy
+        held = [key for key in transfer.keys if transfer.source in hierarchy.catalog.tiers(key)]
+        with hierarchy.reporting(event, Transfer(transfer.source, None, held)) as outcomes:
+            await hierarchy.tiers[transfer.source].delete(held)
+            outcomes += [Outcome.OK] * len(held)
+        hierarchy.counts["evicted"] += len(held)
+        hierarchy.changed(transfer.source, removed=held)
+

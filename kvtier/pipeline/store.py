@@ -1,0 +1,134 @@
+"""Store: a chunk is reserved in the arena, filled by its engine, committed, and written on downwards.
+
+Nothing here makes an engine wait. Where the arena or a tier's queue has no room the chunk is dropped
+from there and counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import anyio
+
+from kvtier.arena import Lease
+from kvtier.catalog import State
+from kvtier.events import Event, Store
+from kvtier.header import ChunkHeader, object_bytes
+from kvtier.keys import ChunkKey
+from kvtier.pipeline.base import Hierarchy
+from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
+from kvtier.router import FIRST
+from kvtier.tier import ChunkBytes
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Room in the arena for one chunk that an engine is about to fill."""
+
+    header: ChunkHeader
+    lease: Lease
+
+
+@dataclass
+class WriteQueue:
+    """What waits to be written to one tier. Bounded, since it keeps the arena's memory leased."""
+
+    capacity_bytes: int
+    chunks: deque[tuple[Event, ChunkBytes]] = field(default_factory=deque)
+    queued_bytes: int = 0
+    writing_bytes: int = 0
+    wake: anyio.Event = field(default_factory=anyio.Event)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that are not yet in the tier."""
+        return self.queued_bytes + self.writing_bytes
+
+    def offer(self, event: Event, chunk: ChunkBytes) -> bool:
+        """Take over the chunk's lease, or return ``False`` where there is no room."""
+        if self.queued_bytes + chunk.lease.length > self.capacity_bytes:
+            return False
+        self.chunks.append((event, chunk))
+        self.queued_bytes += chunk.lease.length
+        self.wake.set()
+        return True
+
+    def take(self) -> tuple[Event, list[ChunkBytes]]:
+        """The oldest chunks of one event, about :data:`BATCH_BYTES` of them."""
+        event = self.chunks[0][0]
+        batch: list[ChunkBytes] = []
+        room = BATCH_BYTES
+        while self.chunks and (not batch or self.chunks[0][1].lease.length <= room):
+            _, chunk = self.chunks.popleft()
+            batch.append(chunk)
+            room -= chunk.lease.length
+        taken = sum(chunk.lease.length for chunk in batch)
+        self.queued_bytes -= taken
+        self.writing_bytes = taken
+        return event, batch
+
+
+class StoreStage:
+    """Takes chunks in and writes them to the tiers below."""
+
+    def __init__(self, hierarchy: Hierarchy, evicting: EvictStage, queue_bytes: Sequence[int]) -> None:
+        self._hierarchy = hierarchy
+        self._evicting = evicting
+        self.queues = [WriteQueue(capacity) for capacity in queue_bytes]
+
+    def reserve(self, header: ChunkHeader) -> Reservation | None:
+        """Room for one chunk, or ``None`` where it is already held, on its way, or does not fit."""
+        hierarchy = self._hierarchy
+        if hierarchy.catalog.state(header.key, FIRST) is not State.ABSENT:
+            hierarchy.counts["store_known"] += 1
+            return None
+        lease = self._evicting.allocate(object_bytes(header.payload_bytes))
+        if lease is None:
+            hierarchy.counts["store_dropped"] += 1
+            return None
+        header.seal(lease.view, checksum=False)
+        hierarchy.expect(ChunkBytes(header.key, lease), FIRST)
+        return Reservation(header, lease)
+
+    def abandon(self, reservation: Reservation) -> None:
+        """The chunk will not be filled after all."""
+        self._hierarchy.forget(reservation.header.key, FIRST)
+        reservation.lease.release()
+        self._hierarchy.counts["store_abandoned"] += 1
+
+    def commit(self, reservations: Sequence[Reservation]) -> None:
+        """The chunks are complete: READY in the first tier, and queued for the tiers that want them now."""
+        chunks = [ChunkBytes(reservation.header.key, reservation.lease) for reservation in reservations]
+        self._hierarchy.adopt(chunks)
+        self._hierarchy.counts["stored"] += len(chunks)
+        self._write_down([chunk.key for chunk in chunks])
+
+    def _write_down(self, keys: Sequence[ChunkKey]) -> None:
+        """Queue chunks of the first tier for every tier that is written through."""
+        hierarchy = self._hierarchy
+        event = Store(keys=keys)
+        for transfer in hierarchy.router.store(event):
+            queue = self.queues[transfer.target or FIRST]
+            for chunk in hierarchy.shares(transfer.keys):
+                if not queue.offer(event, chunk):
+                    chunk.lease.release()
+                    hierarchy.counts["write_dropped"] += 1
+
+    async def run(self, tier: int) -> None:
+        """Write what is queued for one tier, for as long as the cache is open."""
+        queue = self.queues[tier]
+        while True:
+            await queue.wake.wait()
+            queue.wake = anyio.Event()
+            while queue.chunks:
+                event, chunks = queue.take()
+                await self._evicting.make_room(tier, queue.writing_bytes)
+                await self._hierarchy.write(event, tier, chunks)
+                queue.writing_bytes = 0
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that some tier has still to write."""
+        return sum(queue.pending_bytes for queue in self.queues)
