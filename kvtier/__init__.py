@@ -1,0 +1,43 @@
+"""kvtier keeps the KV cache of LLM prompts in tiers outside the GPU, so that no prompt is prefilled twice.
+
+The names below are the public API; everything else may change between minor versions.
+"""
+
+from kvtier.cache import TieredCache
+from kvtier.errors import (
+    ArenaError,
+    BridgeClosed,
+    BridgeError,
+    CorruptChunk,
+    KVTierError,
+    LayoutError,
+    PluginError,
+    ProtocolError,
+    SettingsError,
+    TierError,
+    UnsupportedEngine,
+)
+from kvtier.hookspecs import hookimpl
+from kvtier.model import ModelCache
+from kvtier.settings import Settings, load_settings
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArenaError",
+    "BridgeClosed",
+    "BridgeError",
+    "CorruptChunk",
+    "KVTierError",
+    "LayoutError",
+    "ModelCache",
+    "PluginError",
+    "ProtocolError",
+    "Settings",
+    "SettingsError",
+    "TierError",
+    "TieredCache",
+    "UnsupportedEngine",
+    "hookimpl",
+    "load_settings",
+]
