@@ -1,0 +1,156 @@
+"""Where settings are read from: the YAML file and the ``KVTIER_*`` variables."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource
+
+from kvtier.errors import SettingsError
+
+PREFIX = "KVTIER_"
+DELIMITER = "__"
+FILE_VARIABLE = "KVTIER_CONFIG_FILE"
+
+_ORCHESTRATOR_NAME = re.compile(r".*_SERVICE_(HOST|PORT(_.*)?)|.*_PORT_\d+_(TCP|UDP|SCTP)(_.*)?")
+_ORCHESTRATOR_VALUE = re.compile(r"(tcp|udp|sctp)://.*")
+
+
+def configured_file() -> Path | None:
+    """The file that ``KVTIER_CONFIG_FILE`` names, if it names one."""
+    name = os.environ.get(FILE_VARIABLE, "")
+    return Path(name).expanduser() if name else None
+
+
+def nested_model(field: FieldInfo) -> type[BaseModel] | None:
+    """The model that a field's value is nested in, such as ``prefetch``'s."""
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def variable_name(key: str) -> str:
+    """The variable that sets the dotted ``key``."""
+    return PREFIX + key.upper().replace(".", DELIMITER)
+
+
+def field_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all settings, nested ones after what they are nested in."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        nested = nested_model(field)
+        if nested is not None:
+            yield from field_names(nested, f"{prefix}{name}.")
+
+
+def given_names(model: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of what ``values`` holds, down to what is not nested further."""
+    for name, value in values.items():
+        field = model.model_fields.get(name)
+        nested = nested_model(field) if field is not None else None
+        if nested is not None and isinstance(value, Mapping):
+            yield from given_names(nested, value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """What to write instead of a name that is not known."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"write one of {', '.join(known)}"
+
+
+def merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """``upper`` over ``lower``: mappings are merged, everything else is replaced."""
+    both = dict(lower)
+    for name, value in upper.items():
+        below = both.get(name)
+        both[name] = (
+            merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        )
+    return both
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file. Blocks; raises :class:`SettingsError`."""
+    try:
+        content = yaml.load(path.read_bytes(), _UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+    except OSError as error:
+        raise SettingsError(
+            f"the settings file {path} cannot be read ({error.strerror}): "
+            f"name another with {FILE_VARIABLE} or --config, or write it"
+        ) from error
+    except yaml.YAMLError as error:
+        raise SettingsError(f"the settings file {path} is not YAML: {_place(error)}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise SettingsError(
+            f"the settings file {path} must hold settings by their names: "
+            "write lines such as chunk_tokens: 256"
+        )
+    return content
+
+
+def read_environment(settings: type[BaseSettings]) -> dict[str, Any]:
+    """The settings that are in ``KVTIER_*`` variables. Raises :class:`SettingsError` for one that is none."""
+    known = [variable_name(name) for name in field_names(settings)]
+    for name, value in os.environ.items():
+        upper = name.upper()
+        if (
+            upper.startswith(PREFIX)
+            and upper not in (FILE_VARIABLE, *known)
+            and not _is_foreign(upper, value)
+        ):
+            raise SettingsError(
+                f"the variable {name} is not a setting: {nearest(upper, [*known, FILE_VARIABLE])}"
+            )
+    return _Environment(settings)()
+
+
+class _Environment(EnvSettingsSource):
+    """The environment, naming the variable that is not JSON where it should be."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: object) -> object:
+        """Decode JSON. Raises :class:`SettingsError`."""
+        try:
+            return super().decode_complex_value(field_name, field, value)
+        except ValueError as error:
+            name = variable_name(field_name)
+            example = (field.examples or ["{...}"])[0]
+            raise SettingsError(f"{name} is not JSON ({error}): write it like {name}='{example}'") from error
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping, of which YAML would silently drop the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping. Raises ``yaml.YAMLError`` with the line."""
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} stands here for the second time", key.start_mark
+                )
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _place(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
+
+
+def _is_foreign(name: str, value: str) -> bool:
+    """Kubernetes and Docker links set KVTIER_PORT and the like where a service is called kvtier."""
+    return bool(_ORCHESTRATOR_NAME.fullmatch(name) or _ORCHESTRATOR_VALUE.fullmatch(value))

@@ -1,0 +1,104 @@
+"""Sizes and durations as people write them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BeforeValidator, WithJsonSchema
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+SIZE_UNITS = {
+    "B": 1,
+    "KiB": KIB,
+    "MiB": MIB,
+    "GiB": GIB,
+    "TiB": 1 << 40,
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def parse_size(value: object) -> int:
+    """Bytes from ``"5GiB"``, ``"500MB"``, ``"4096"`` or ``4096``. Raises ``ValueError`` with the remedy."""
+    amount = _quantity(value, SIZE_UNITS)
+    if amount is None:
+        raise ValueError(f"{value!r} is no size: write a number of bytes, or a size such as 5GiB or 500MB")
+    return int(amount)
+
+
+def parse_duration(value: object) -> float:
+    """Seconds from ``"250ms"``, ``"2s"``, ``"1m"`` or ``0.5``. Raises ``ValueError`` with the remedy."""
+    amount = _quantity(value, DURATION_UNITS)
+    if amount is None:
+        raise ValueError(
+            f"{value!r} is no duration: write a number of seconds, or one such as 250ms, 2s or 1m"
+        )
+    return amount
+
+
+def format_size(count: float) -> str:
+    """Bytes in the largest binary unit that leaves a number of at least one: ``"1.5GiB"``."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if count >= SIZE_UNITS[unit]:
+            return f"{_short(count / SIZE_UNITS[unit])}{unit}"
+    return f"{_short(count)}B"
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as ``"250ms"``, ``"2s"``, ``"1m"`` or ``"1h"``."""
+    for unit in ("h", "m", "s", "ms"):
+        if seconds >= DURATION_UNITS[unit]:
+            return f"{_short(seconds / DURATION_UNITS[unit])}{unit}"
+    return f"{_short(seconds / DURATION_UNITS['us'])}us" if seconds else "0s"
+
+
+def _quantity(value: object, units: Mapping[str, float]) -> float | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return value if value >= 0 and math.isfinite(value) else None
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return None
+    number, unit = match.groups()
+    scale = units.get(unit) if unit else 1
+    if scale is None:
+        return None
+    # Whole numbers are kept exact: a float would round sizes beyond 2**53.
+    return (int(number) if number.isdecimal() else float(number)) * scale
+
+
+def _short(number: float) -> str:
+    return f"{number:.2f}".rstrip("0").rstrip(".")
+
+
+_SIZE_PATTERN = rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(SIZE_UNITS)})?\s*$"
+_DURATION_PATTERN = rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(DURATION_UNITS)})?\s*$"
+
+Size = Annotated[
+    int,
+    BeforeValidator(parse_size),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string", "pattern": _SIZE_PATTERN}, {"type": "integer", "minimum": 0}]}
+    ),
+]
+"""Bytes, in a setting."""
+
+Duration = Annotated[
+    float,
+    BeforeValidator(parse_duration),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string", "pattern": _DURATION_PATTERN}, {"type": "number", "minimum": 0}]}
+    ),
+]
+"""Seconds, in a setting."""
