@@ -270,9 +270,7 @@ class TieredCache:
         move = Move(keys=keys, source=self._index(source), target=self._index(target), copy=copy)
         return await self._moving.carry_out(move)
 
-    async def clear(
-        self, keys: Sequence[ChunkKey] | None = None, *, namespace: bytes | None = None
-    ) -> int:
+    async def clear(self, keys: Sequence[ChunkKey] | None = None, *, namespace: bytes | None = None) -> int:
         """Remove chunks from every local tier; those named, those of a namespace, or all. How many went.
 
         A chunk that is on its way into a tier is not kept when it arrives.
@@ -300,7 +298,7 @@ class TieredCache:
     async def drain(self, seconds: float) -> bool:
         """Wait until everything is written, ``seconds`` at most; whether it is."""
         with anyio.move_on_after(seconds):
-            while self.pending_bytes:
+            while self.pending_bytes:  # noqa: ASYNC110 - many queues, and no one else waits for them
                 await anyio.sleep(DRAIN_POLL_SECONDS)
         if self.pending_bytes:
             logger.warning("%d bytes were not written in %g s and are lost", self.pending_bytes, seconds)
@@ -346,4 +344,3 @@ async def _open_backend(
     await guarded.open()
     stack.push_async_callback(guarded.close)
     return guarded
-

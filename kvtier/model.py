@@ -21,9 +21,17 @@ class HostTensor(Protocol):
     """What is used of a tensor: enough to find its bytes without importing torch."""
 
     @property
-    def nbytes(self) -> int: ...
-    def data_ptr(self) -> int: ...
-    def is_contiguous(self) -> bool: ...
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        ...
+
+    def data_ptr(self) -> int:
+        """Address of the first element."""
+        ...
+
+    def is_contiguous(self) -> bool:
+        """Whether the elements follow one another in C order."""
+        ...
 
 
 Rows = bytes | bytearray | memoryview | HostTensor
@@ -58,8 +66,7 @@ class ModelCache:
         view = _bytes_of(rows)
         if len(view) < len(tokens) * self._token_bytes:
             raise LayoutError(
-                f"{len(tokens)} tokens of {self._token_bytes} bytes need {len(tokens) * self._token_bytes} bytes "
-                f"of KV, not {len(view)}"
+                f"{len(tokens)} tokens of {self._token_bytes} bytes of KV each are not {len(view)} bytes"
             )
         keys = self.keys(tokens)
         parents = [self._root, *keys]
@@ -108,9 +115,7 @@ class ModelCache:
 
     async def move(self, tokens: Sequence[int], source: str, target: str, *, copy: bool = False) -> int:
         """Bring a prompt's chunks from one tier to another; how many tokens ``target`` holds afterwards."""
-        return self._tokens(
-            await self._cache.move(self.keys(tokens), source, target, copy=copy), len(tokens)
-        )
+        return self._tokens(await self._cache.move(self.keys(tokens), source, target, copy=copy), len(tokens))
 
     def pin(self, tokens: Sequence[int], seconds: float | None = None) -> int:
         """Keep a prompt's chunks from being evicted; how many leading tokens are pinned."""

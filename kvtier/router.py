@@ -45,7 +45,7 @@ class Router:
         self._tiers = tiers
 
     def store(self, event: Store) -> list[Transfer]:
-        """New chunks go to every lower tier that wants them at once and has them neither yet nor under way."""
+        """New chunks go to every lower tier that wants them at once and does not have them yet."""
         plan = []
         for target, tier in enumerate(self._tiers):
             if target == FIRST or tier.write != "through" or not tier.available:
@@ -72,7 +72,7 @@ class Router:
         return plan
 
     def evict(self, event: Evict) -> list[Transfer]:
-        """Drop what a lower tier holds or none wants; demote the rest to the first lower tier that takes it."""
+        """Drop what a lower tier holds or none wants; demote the rest to the first that takes it."""
         heir = self._heir(event.tier)
         drop: list[ChunkKey] = []
         demote: list[ChunkKey] = []

@@ -49,9 +49,7 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
             tasks.cancel_scope.cancel()
 
 
-async def _serve_engines(
-    cache: TieredCache, path: Path, linger: float | None, serving: CancelScope
-) -> None:
+async def _serve_engines(cache: TieredCache, path: Path, linger: float | None, serving: CancelScope) -> None:
     server = BridgeServer(cache)
     listener = await anyio.create_unix_listener(path, mode=0o600)
     names = ", ".join(f"{tier.name} ({tier.settings.type})" for tier in cache.hierarchy.tiers)

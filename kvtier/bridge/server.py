@@ -196,7 +196,7 @@ class Connection:
         if isinstance(message, Status):
             return StatusReport(message.ticket, json.dumps(self._server.status()).encode())
         if engine is None or isinstance(message, Hello):
-            raise ProtocolError(f"{type(message).__name__} is not for an observer, nor Hello for a second time")
+            raise ProtocolError(f"{type(message).__name__} is not for an observer, nor Hello twice")
         match message:
             case LookUp():
                 answer, fetched = engine.look_up(message.ticket, message.keys)

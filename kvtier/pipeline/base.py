@@ -67,9 +67,7 @@ class Hierarchy:
     def expect(self, chunk: ChunkBytes, tier: int) -> None:
         """A chunk object in memory is on its way into a tier: PENDING there until that is settled."""
         header = ChunkHeader.parse(chunk.lease.view)
-        self.catalog.add(
-            chunk.key, tier, chunk.lease.length, State.PENDING, header.parent, header.namespace
-        )
+        self.catalog.add(chunk.key, tier, chunk.lease.length, State.PENDING, header.parent, header.namespace)
 
     def drop(self, keys: Sequence[ChunkKey]) -> None:
         """Take READY chunks out of the first tier. Bytes are freed with their last lease."""

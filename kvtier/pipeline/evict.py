@@ -26,6 +26,7 @@ SCAN_LIMIT = 1024
 RETRY_SECONDS = 0.05
 """Pause where everything cold is leased or stuck, before looking again."""
 
+
 class EvictStage:
     """Makes room in every tier."""
 
@@ -137,4 +138,3 @@ class EvictStage:
             outcomes += [Outcome.OK] * len(held)
         hierarchy.counts["evicted"] += len(held)
         hierarchy.changed(transfer.source, removed=held)
-

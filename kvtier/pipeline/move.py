@@ -28,9 +28,7 @@ class MoveStage:
                 await self._raise(transfer.keys)
             else:
                 await self._write(event, transfer)
-        there = [
-            key for key in event.keys if self._hierarchy.catalog.state(key, event.target) is State.READY
-        ]
+        there = [key for key in event.keys if self._hierarchy.catalog.state(key, event.target) is State.READY]
         if not event.copy:
             await self._leave(event, there)
         return len(there)
@@ -71,5 +69,3 @@ class MoveStage:
             if total > BATCH_BYTES and count:
                 return keys[:count]
         return keys
-
-

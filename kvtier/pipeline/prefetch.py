@@ -21,7 +21,7 @@ from kvtier.tier import ChunkBytes
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One chunk on its way into the arena. ``lease`` may be shared from the start, and read once ``arrived``."""
+    """One chunk on its way into the arena. Its lease may be shared at once, and read once it has arrived."""
 
     key: ChunkKey
     source: int
@@ -40,7 +40,7 @@ class PrefetchStage:
         self.flights: dict[ChunkKey, Flight] = {}
 
     def start(self, event: Prefetch) -> None:
-        """Put in flight, in prefix order, all chunks of ``event`` that are below and find room; never waits."""
+        """Put in flight, in prefix order, what is below and finds room; never waits."""
         for transfer in self._hierarchy.router.prefetch(event):
             flights = self._take_off(transfer)
             if flights:
