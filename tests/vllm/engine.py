@@ -1,0 +1,235 @@
+"""A real vLLM in a process of its own, so that a test can kill it, start it again, or have two.
+
+Processes are forked from one that has imported vLLM already: an engine is there in two seconds instead
+of fifteen, so that every test has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import engine_process
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_CI_ENV": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+}
+ARGUMENTS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 64 << 20,
+    "block_size": 32,
+    "max_model_len": 4096,
+    "skip_tokenizer_init": True,
+    "disable_log_stats": False,
+    "seed": 0,
+}
+ANSWER_SECONDS = 120.0
+"""How long any one answer may take before the test fails; nothing is judged by it."""
+
+_IMPORTED_ONCE = ["vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "transformers"]
+TENSOR_PARALLEL = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""Environment of an engine with several workers: they would each claim a NUMA node otherwise."""
+
+
+class EngineDied(Exception):
+    """The process is gone."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request came back with. ``cached`` counts the prompt tokens that were not computed."""
+
+    tokens: list[int]
+    cached: int
+    reason: str
+
+
+@dataclass
+class Engine:
+    """One engine. Every call blocks until its answer is there; :meth:`submit` is the one that does not."""
+
+    process: Any
+    connection: Any
+    log: Path
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _answers: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid)
+
+    def open(self, model: Path, connector: dict[str, Any] | None, **arguments: Any) -> None:
+        """Build the engine. ``connector`` is kvtier's settings, or ``None`` for a vLLM without kvtier."""
+        transfer = None if connector is None else {"kv_connector_extra_config": connector}
+        self._call("open", arguments={**ARGUMENTS, "model": str(model), **arguments}, connector=transfer)
+
+    def generate(self, tokens: Sequence[int], new: int = 16, **options: Any) -> Answer:
+        """One request, greedily decoded."""
+        return self.answer(self.submit(tokens, new, **options))
+
+    def generate_all(self, prompts: Sequence[Sequence[int]], new: int = 16, **options: Any) -> list[Answer]:
+        """Several requests at once."""
+        return [self.answer(number) for number in [self.submit(prompt, new, **options) for prompt in prompts]]
+
+    def submit(
+        self,
+        tokens: Sequence[int],
+        new: int = 16,
+        *,
+        salt: str | None = None,
+        lora: dict[str, Any] | None = None,
+    ) -> int:
+        """Send a request; :meth:`answer` and :meth:`abort` take the number that comes back."""
+        number = next(self._numbers)
+        sampling = {"temperature": 0.0, "max_tokens": new, "ignore_eos": True, "detokenize": False}
+        message = {"request": str(number), "tokens": list(tokens), "sampling": sampling}
+        self._send(number, "generate", **message, salt=salt, lora=lora)
+        return number
+
+    def answer(self, number: int) -> Answer:
+        return Answer(**self._receive(number))
+
+    def finished(self, number: int) -> bool:
+        """Whether a request's answer is there already."""
+        while self.connection.poll(0):
+            self._take()
+        return number in self._answers
+
+    def abort(self, *numbers: int) -> None:
+        self._call("abort", requests=[str(number) for number in numbers])
+
+    def reset_prefix_cache(self, *, external: bool = False) -> None:
+        """Empty vLLM's own cache, with ``external`` kvtier's too. Waits for blocks that are being freed."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not self._call("reset", external=external):
+            assert time.monotonic() < deadline, "vLLM still holds blocks of finished requests"
+            time.sleep(0.02)
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's counters and gauges, and ``free_blocks``."""
+        metrics: dict[str, float] = self._call("metrics")
+        return metrics
+
+    def workers(self) -> list[int]:
+        """Process ids of the workers, where they have processes of their own."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        named = [int(pid) for pid in children if b"multiprocessing" not in _command_line(pid)]
+        return sorted(named)
+
+    def kill(self, sent: signal.Signals = signal.SIGKILL) -> None:
+        """kill -9 of the engine and all its workers. Nothing of it can clean up."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, sent)
+        self.process.join()
+        self.connection.close()
+
+    def close(self) -> None:
+        """Tear the engine down in good order."""
+        if self.process.is_alive():
+            self._call("close")
+            self.process.join()
+
+    def tail(self, lines: int = 60) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _call(self, call: str, **message: Any) -> Any:
+        number = next(self._numbers)
+        self._send(number, call, **message)
+        return self._receive(number)
+
+    def _send(self, number: int, call: str, **message: Any) -> None:
+        try:
+            self.connection.send_bytes(json.dumps({"number": number, "call": call, **message}).encode())
+        except OSError as error:
+            raise EngineDied(self.tail()) from error
+
+    def _receive(self, number: int) -> Any:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while number not in self._answers:
+            if not self.connection.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"no answer in {ANSWER_SECONDS} s; the engine's log ends in\n{self.tail()}")
+            self._take()
+        answer = self._answers.pop(number)
+        if "error" in answer:
+            raise RuntimeError(f"{answer['error']}; the engine's log ends in\n{self.tail()}")
+        return answer["result"]
+
+    def _take(self) -> None:
+        try:
+            answer = json.loads(self.connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise EngineDied(self.tail()) from error
+        self._answers[answer["number"]] = answer
+
+
+def _command_line(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+class Engines:
+    """Starts engines. Make one for a whole test session."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._started = itertools.count()
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_IMPORTED_ONCE)
+        with _environment(ENVIRONMENT):
+            forkserver.ensure_running()
+
+    @contextlib.contextmanager
+    def engine(
+        self,
+        model: Path,
+        connector: dict[str, Any] | None = None,
+        *,
+        environment: dict[str, str] | None = None,
+        **arguments: Any,
+    ) -> Iterator[Engine]:
+        """An engine for as long as the ``with`` block lasts, in a process of its own."""
+        engine = self._start(environment or {})
+        try:
+            engine.open(model, connector, **arguments)
+            yield engine
+            engine.close()
+        finally:
+            engine.kill()
+
+    def _start(self, environment: dict[str, str]) -> Engine:
+        here, there = self._context.Pipe()
+        log = self._directory / f"engine-{next(self._started)}.log"
+        log.touch()
+        arguments = (there, {**ENVIRONMENT, **environment}, str(log))
+        process = self._context.Process(target=engine_process.serve, args=arguments)
+        process.start()
+        there.close()
+        return Engine(process, here, log)
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,150 @@
+"""What runs inside an engine's process: a real vLLM, driven by JSON messages over a connection.
+
+The loop does what vLLM's own engine core does: it steps while the scheduler holds anything, and looks
+for messages between the steps. So requests can be added, aborted and counted while others run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+CONNECTOR = {
+    "kv_connector": "KVTierConnector",
+    "kv_connector_module_path": "kvtier.integrations.vllm.connector",
+    "kv_role": "kv_both",
+}
+
+
+def serve(connection: Connection, environment: dict[str, str], log: str) -> None:
+    """The process's main function: answer messages until the other side closes or sends ``close``."""
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(environment)
+    host = _Host(connection)
+    try:
+        host.run()
+    except EOFError:
+        host.close()
+
+
+class _Host:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._llm: Any = None
+        self._running = True
+        self._calls = {
+            "open": self._open,
+            "generate": self._generate,
+            "abort": self._abort,
+            "reset": self._reset,
+            "metrics": self._metrics,
+            "close": self._close,
+        }
+        self._pending: dict[str, int] = {}
+
+    def run(self) -> None:
+        while self._running:
+            stepping = self._llm is not None and self._core.scheduler.has_requests()
+            if not stepping or self._connection.poll(0):
+                self._answer(json.loads(self._connection.recv_bytes()))
+            else:
+                self._step()
+
+    @property
+    def _core(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        number = message.pop("number")
+        try:
+            answer = self._calls[message.pop("call")](number, **message)
+        except Exception as error:  # every failure is the caller's to judge
+            traceback.print_exc()
+            self._send(number, error=f"{type(error).__name__}: {error}")
+        else:
+            if answer is not None:
+                self._send(number, result=answer)
+
+    def _send(self, number: int, **answer: Any) -> None:
+        self._connection.send_bytes(json.dumps({"number": number, **answer}).encode())
+
+    def _open(self, number: int, arguments: dict[str, Any], connector: dict[str, Any] | None) -> bool:
+        from vllm import LLM
+
+        if connector is not None:
+            connector = {**CONNECTOR, **connector}
+            arguments = {**arguments, "kv_transfer_config": connector}
+        self._llm = LLM(**arguments)
+        return True
+
+    def _generate(
+        self,
+        number: int,
+        request: str,
+        tokens: list[int],
+        sampling: dict[str, Any],
+        salt: str | None,
+        lora: dict[str, Any] | None,
+    ) -> None:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+        if salt is not None:
+            prompt["cache_salt"] = salt
+        self._pending[request] = number
+        self._llm.llm_engine.add_request(
+            request, prompt, SamplingParams(**sampling), lora_request=LoRARequest(**lora) if lora else None
+        )
+
+    def _step(self) -> None:
+        for output in self._llm.llm_engine.step():
+            if output.finished and output.request_id in self._pending:
+                completion = output.outputs[0]
+                self._send(
+                    self._pending.pop(output.request_id),
+                    result={
+                        "tokens": list(completion.token_ids),
+                        "cached": output.num_cached_tokens or 0,
+                        "reason": completion.finish_reason,
+                    },
+                )
+
+    def _abort(self, number: int, requests: list[str]) -> bool:
+        self._llm.llm_engine.abort_request(requests)
+        for request in requests:
+            if (waiting := self._pending.pop(request, None)) is not None:
+                self._send(waiting, result={"tokens": [], "cached": 0, "reason": "abort"})
+        return True
+
+    def _reset(self, number: int, external: bool) -> bool:
+        return bool(self._llm.reset_prefix_cache(reset_connector=external))
+
+    def _metrics(self, number: int) -> dict[str, float]:
+        """Every counter and gauge, named ``name`` or ``name{source}`` where it has that label."""
+        found: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            if hasattr(metric, "value"):
+                source = metric.labels.get("source")
+                name = f"{metric.name}{{{source}}}" if source else metric.name
+                found[name] = found.get(name, 0) + metric.value
+        pool = self._core.scheduler.kv_cache_manager.block_pool
+        found["free_blocks"] = pool.get_num_free_blocks()
+        found["blocks"] = pool.num_gpu_blocks
+        return found
+
+    def _close(self, number: int) -> bool:
+        self.close()
+        self._running = False
+        return True
+
+    def close(self) -> None:
+        """Tear the engine down as a server that ends does."""
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
