@@ -158,8 +158,8 @@ class PrefetchSettings(BaseModel):
         default="timeout",
         description=(
             "`best_effort`: a request takes what is in memory already and waits for nothing. `wait`: it "
-            "waits until all that is held has been brought up. `timeout`: it waits until `prefetch.deadline`, then "
-            "takes the leading chunks that have arrived."
+            "waits until all that is held has been brought up. `timeout`: it waits until "
+            "`prefetch.deadline`, then takes the leading chunks that have arrived."
         ),
         examples=["timeout"],
     )
@@ -260,7 +260,7 @@ class Settings(BaseSettings):
     _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)
 
     def origin(self, key: str) -> Origin:
-        """Where the value of ``key``, a dotted name, came from; for ``tiers[1].path``, where ``tiers`` did."""
+        """Where the value of ``key``, a dotted name, came from; for ``tiers[1].path``: where ``tiers``."""
         return _origin(self._origins, key)
 
     @classmethod

@@ -9,10 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from kvtier.arena import Arena, Lease
 from kvtier.keys import ChunkKey
+from kvtier.settings import TierSettings
 
 
 class Outcome(Enum):
@@ -40,6 +41,12 @@ class Backend(ABC):
     medium is raised from ``contains``, ``put``, ``get`` or ``delete``: it is an outcome (``False`` in
     ``contains``). A cancelled call must not touch the caller's memory after it has ended.
     """
+
+    settings_type: ClassVar[type[TierSettings]] = TierSettings
+    """The settings that a tier of this type has: a subclass of ``TierSettings`` where there are more."""
+
+    def __init__(self, settings: TierSettings) -> None:  # noqa: B027 - has a default on purpose
+        """Called with a ``settings_type``, already validated. Opens nothing and does not block."""
 
     @abstractmethod
     async def open(self) -> None:
