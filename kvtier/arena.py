@@ -1,0 +1,224 @@
+"""One region of shared memory, and the slices of it that are leased.
+
+The cache process makes the :class:`Arena` and alone decides who has which slice; engines map the same
+memory with :class:`ArenaMap`. The region is a memfd: it has no name, its file descriptor travels over the
+bridge, and nothing of it is left behind however its processes end. Memory is taken from the system when a
+page is first touched. Nothing here blocks or is thread-safe, but for the copies that others make.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sortedcontainers import SortedList
+
+from kvtier.errors import ArenaError
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("kvtier")
+
+PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
+
+# From linux/memfd.h: os has no name for the size.
+_MFD_HUGE_2MB = 21 << 26
+
+
+class _Extent:
+    """A run of leased bytes and how many handles there are on it."""
+
+    __slots__ = ("handles", "length", "offset")
+
+    def __init__(self, offset: int, length: int) -> None:
+        self.offset = offset
+        self.length = length
+        self.handles = 1
+
+
+class Lease:
+    """A handle on a slice of the arena; the slice is freed when the last handle on it is released."""
+
+    __slots__ = ("_arena", "_extent", "_released", "length", "offset")
+
+    def __init__(self, arena: Arena, extent: _Extent, length: int) -> None:
+        self._arena = arena
+        self._extent = extent
+        self._released = False
+        self.offset = extent.offset
+        self.length = length
+
+    @property
+    def view(self) -> memoryview:
+        """The slice's bytes. Do not keep it longer than the lease."""
+        return self._arena.slice(self.offset, self.length)
+
+    @property
+    def sole(self) -> bool:
+        """Whether this is the only handle on the slice."""
+        return self._extent.handles == 1
+
+    def share(self) -> Lease:
+        """A further handle on the same bytes."""
+        if self._released:
+            raise ArenaError("a lease that was released cannot be shared")
+        self._extent.handles += 1
+        self._arena.leases += 1
+        return Lease(self._arena, self._extent, self.length)
+
+    def release(self) -> None:
+        """Let go; harmless when repeated."""
+        if self._released:
+            return
+        self._released = True
+        self._arena.leases -= 1
+        self._extent.handles -= 1
+        if not self._extent.handles:
+            self._arena.free(self._extent.offset, self._extent.length)
+
+
+class _Mapping:
+    """A memfd mapped into this process."""
+
+    def __init__(self, fd: int, capacity: int) -> None:
+        self.fd = fd
+        self.capacity = capacity
+        self._map = mmap.mmap(fd, capacity, flags=mmap.MAP_SHARED)
+        self._bytes = memoryview(self._map)
+
+    def slice(self, offset: int, length: int) -> memoryview:
+        """A view of some bytes."""
+        return self._bytes[offset : offset + length]
+
+    def close(self) -> None:
+        """Let go of the mapping, or leave it to the last view on it. Harmless when repeated."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self._bytes.release()
+        try:
+            self._map.close()
+        except BufferError:
+            # Somebody still holds a view: the mapping goes when that does.
+            logger.debug("an arena is closed while a view of it is held")
+
+
+class Arena(_Mapping):
+    """Shared memory that is leased out in slices, aligned to 4 KiB, best fit."""
+
+    def __init__(self, fd: int, capacity: int, page_bytes: int) -> None:
+        super().__init__(fd, capacity)
+        self.page_bytes = page_bytes
+        self.used = 0
+        """Bytes leased out, in whole pages of 4 KiB."""
+        self.leases = 0
+        """Handles that are open."""
+        self._free_by_size: SortedList[tuple[int, int]] = SortedList([(capacity, 0)])
+        self._free_by_start: dict[int, int] = {0: capacity}
+        self._free_by_stop: dict[int, int] = {capacity: 0}
+
+    @classmethod
+    def create(cls, capacity: int, *, huge: bool = False, fallback: bool = True) -> Arena:
+        """Make a region of at least ``capacity`` bytes.
+
+        With ``huge`` of 2 MiB pages; where the system has too few of them, of normal ones with a warning,
+        or :class:`ArenaError` unless ``fallback``.
+        """
+        if huge:
+            problem = _too_few_huge_pages(capacity)
+            if problem is None:
+                return cls._make(_round_up(capacity, HUGE_PAGE_BYTES), HUGE_PAGE_BYTES)
+            if not fallback:
+                raise ArenaError(f"{problem}, or allow normal pages with `fallback: true`")
+            logger.warning("%s; going on with normal pages", problem)
+        return cls._make(_round_up(capacity, PAGE_BYTES), PAGE_BYTES)
+
+    @classmethod
+    def _make(cls, capacity: int, page_bytes: int) -> Arena:
+        flags = os.MFD_CLOEXEC
+        if page_bytes == HUGE_PAGE_BYTES:
+            flags |= os.MFD_HUGETLB | _MFD_HUGE_2MB
+        fd = os.memfd_create("kvtier-arena", flags)
+        try:
+            os.ftruncate(fd, capacity)
+            return cls(fd, capacity, page_bytes)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise ArenaError(f"cannot get {capacity} bytes of shared memory: {error}") from error
+
+    @property
+    def fragments(self) -> int:
+        """How many runs the free bytes are in."""
+        return len(self._free_by_start)
+
+    def allocate(self, length: int) -> Lease | None:
+        """Lease the smallest free run that holds ``length`` bytes; ``None`` where no run does."""
+        rounded = _round_up(max(length, 1), PAGE_BYTES)
+        at = self._free_by_size.bisect_left((rounded, 0))
+        if at == len(self._free_by_size):
+            return None
+        size, offset = self._free_by_size[at]
+        self._take_run(offset, size)
+        if size > rounded:
+            self._add_run(offset + rounded, size - rounded)
+        self.used += rounded
+        self.leases += 1
+        return Lease(self, _Extent(offset, rounded), length)
+
+    def free(self, offset: int, length: int) -> None:
+        """Take back a run whose last handle is gone, joined with the free runs beside it."""
+        self.used -= length
+        before = self._free_by_stop.get(offset)
+        if before is not None:
+            self._take_run(before, offset - before)
+            length += offset - before
+            offset = before
+        after = self._free_by_start.get(offset + length)
+        if after is not None:
+            self._take_run(offset + length, after)
+            length += after
+        self._add_run(offset, length)
+
+    def _add_run(self, offset: int, length: int) -> None:
+        self._free_by_size.add((length, offset))
+        self._free_by_start[offset] = length
+        self._free_by_stop[offset + length] = offset
+
+    def _take_run(self, offset: int, length: int) -> None:
+        self._free_by_size.remove((length, offset))
+        del self._free_by_start[offset], self._free_by_stop[offset + length]
+
+
+class ArenaMap(_Mapping):
+    """An engine's view of the arena. Takes over the file descriptor."""
+
+    def tensor(self) -> torch.Tensor:
+        """The whole arena as a one-dimensional tensor of bytes, sharing its memory. Imports torch."""
+        import torch  # Here alone: the cache process runs without torch.
+
+        return torch.frombuffer(self._map, dtype=torch.uint8)
+
+
+def _round_up(length: int, unit: int) -> int:
+    return -(-length // unit) * unit
+
+
+def _too_few_huge_pages(capacity: int) -> str | None:
+    """What to say and type where there are too few free huge pages."""
+    needed = -(-capacity // HUGE_PAGE_BYTES)
+    info = Path("/proc/meminfo").read_text()
+    counted = dict(re.findall(r"^HugePages_(Total|Free):\s+(\d+)$", info, re.MULTILINE))
+    total, free = int(counted.get("Total", 0)), int(counted.get("Free", 0))
+    if free >= needed:
+        return None
+    return (
+        f"{needed} huge pages of 2 MiB are needed and {free} are free: "
+        f"type `sysctl -w vm.nr_hugepages={total - free + needed}`"
+    )

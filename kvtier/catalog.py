@@ -1,0 +1,214 @@
+"""Which chunk is in which local tier, in which state, and pinned or not.
+
+Made for ten million chunks: a structure of arrays. Ten million Python objects would cost seconds at each
+full garbage collection, and one dictionary of them half a second when it grows; so keys lie in 256
+dictionaries by their first byte, and all else in flat arrays indexed by the chunk's *row*. Synchronous,
+not thread-safe, and nothing here takes longer than what it is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+
+from kvtier.eviction.base import EvictionPolicy
+from kvtier.keys import ChunkKey
+
+MAX_TIERS = 8
+"""As many as a byte has bits."""
+
+_FASTEST = [(mask & -mask).bit_length() - 1 for mask in range(1 << MAX_TIERS)]
+"""The lowest tier number in a mask of tiers; -1 for none."""
+
+
+class State(IntEnum):
+    """A chunk's state in one tier."""
+
+    ABSENT = 0
+    PENDING = 1
+    """On its way in: its room is taken, its bytes must not be read."""
+    READY = 2
+
+
+class Catalog:
+    """The chunks of one host's tiers, numbered from the fastest; one eviction policy for each."""
+
+    def __init__(self, policies: Sequence[EvictionPolicy]) -> None:
+        if not 0 < len(policies) <= MAX_TIERS:
+            raise ValueError(f"{len(policies)} tiers: there can be 1 to {MAX_TIERS}")
+        self._policies = policies
+        self._rows: list[dict[ChunkKey, int]] = [{} for _ in range(256)]
+        self._keys: list[ChunkKey | None] = []
+        self._lengths = array("Q")
+        self._ready = array("B")
+        self._pending = array("B")
+        self._spaces = array("H")
+        self._space_numbers: dict[bytes, int] = {b"": 0}
+        self._vacant: list[int] = []
+        self._pins: dict[ChunkKey, float | None] = {}
+        self._used = [0] * len(policies)
+        self._count = [0] * len(policies)
+
+    def __len__(self) -> int:
+        return len(self._keys) - len(self._vacant)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._rows[key[0]]
+
+    def add(
+        self,
+        key: ChunkKey,
+        tier: int,
+        length: int,
+        state: State,
+        parent: ChunkKey | None = None,
+        namespace: bytes = b"",
+    ) -> None:
+        """Enter a chunk object of ``length`` bytes into a tier. ``ValueError`` where it is there already."""
+        row = self._rows[key[0]].get(key)
+        if row is None:
+            row = self._new_row(key, length, namespace)
+        bit = 1 << tier
+        if (self._ready[row] | self._pending[row]) & bit:
+            raise ValueError(f"chunk {key.hex()[:16]} is in tier {tier} already")
+        (self._ready if state is State.READY else self._pending)[row] |= bit
+        self._used[tier] += self._lengths[row]
+        self._count[tier] += 1
+        parent_row = -1 if parent is None else self._rows[parent[0]].get(parent, -1)
+        self._policies[tier].added(row, parent_row)
+
+    def _new_row(self, key: ChunkKey, length: int, namespace: bytes) -> int:
+        space = self._space_numbers.setdefault(namespace, len(self._space_numbers))
+        if self._vacant:
+            row = self._vacant.pop()
+            self._keys[row] = key
+            self._lengths[row] = length
+            self._spaces[row] = space
+        else:
+            row = len(self._keys)
+            self._keys.append(key)
+            self._lengths.append(length)
+            self._spaces.append(space)
+            self._ready.append(0)
+            self._pending.append(0)
+        self._rows[key[0]][key] = row
+        return row
+
+    def set_ready(self, key: ChunkKey, tier: int) -> None:
+        """What was PENDING has arrived. ``KeyError`` where it was not PENDING."""
+        row = self._rows[key[0]][key]
+        bit = 1 << tier
+        if not self._pending[row] & bit:
+            raise KeyError(f"chunk {key.hex()[:16]} is not on its way into tier {tier}")
+        self._pending[row] ^= bit
+        self._ready[row] |= bit
+
+    def remove(self, key: ChunkKey, tier: int) -> None:
+        """Take a chunk out of a tier, and forget it when it is in none. ``KeyError`` if it was not there."""
+        row = self._rows[key[0]][key]
+        bit = 1 << tier
+        if not (self._ready[row] | self._pending[row]) & bit:
+            raise KeyError(f"chunk {key.hex()[:16]} is not in tier {tier}")
+        self._ready[row] &= ~bit
+        self._pending[row] &= ~bit
+        self._used[tier] -= self._lengths[row]
+        self._count[tier] -= 1
+        self._policies[tier].removed(row)
+        if not self._ready[row] | self._pending[row]:
+            del self._rows[key[0]][key]
+            self._keys[row] = None
+            self._vacant.append(row)
+            self._pins.pop(key, None)
+
+    def state(self, key: ChunkKey, tier: int) -> State:
+        """A chunk's state in one tier."""
+        row = self._rows[key[0]].get(key)
+        if row is None:
+            return State.ABSENT
+        if self._ready[row] >> tier & 1:
+            return State.READY
+        return State.PENDING if self._pending[row] >> tier & 1 else State.ABSENT
+
+    def length(self, key: ChunkKey) -> int:
+        """Bytes of the chunk object. ``KeyError`` for a chunk in no tier."""
+        return self._lengths[self._rows[key[0]][key]]
+
+    def tiers(self, key: ChunkKey) -> list[int]:
+        """The tiers in which a chunk is READY, fastest first."""
+        row = self._rows[key[0]].get(key)
+        ready = 0 if row is None else self._ready[row]
+        return [tier for tier in range(len(self._policies)) if ready >> tier & 1]
+
+    def fastest(self, key: ChunkKey) -> int:
+        """The fastest tier in which a chunk is READY, or -1."""
+        row = self._rows[key[0]].get(key)
+        return -1 if row is None else _FASTEST[self._ready[row]]
+
+    def prefix(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """The fastest tier of each leading chunk, up to the first that is READY in none."""
+        rows, ready, fastest = self._rows, self._ready, _FASTEST
+        found: list[int] = []
+        for key in keys:
+            row = rows[key[0]].get(key)
+            if row is None or not ready[row]:
+                break
+            found.append(fastest[ready[row]])
+        return found
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """A prefix was asked for."""
+        rows = [row for key in keys if (row := self._rows[key[0]].get(key)) is not None]
+        for policy in self._policies:
+            policy.used(rows)
+
+    def pin(self, keys: Sequence[ChunkKey], until: float | None) -> None:
+        """Keep chunks from being victims until a time of ``time.monotonic()``, or ``None`` for good."""
+        for key in keys:
+            self._pins[key] = until
+
+    def unpin(self, keys: Sequence[ChunkKey]) -> None:
+        """The inverse of :meth:`pin`; keys that are not pinned are passed over."""
+        for key in keys:
+            self._pins.pop(key, None)
+
+    def pinned(self, key: ChunkKey, now: float) -> bool:
+        """Whether a chunk is pinned at a time of ``time.monotonic()``."""
+        if key not in self._pins:
+            return False
+        until = self._pins[key]
+        if until is not None and until <= now:
+            del self._pins[key]
+            return False
+        return True
+
+    def used(self, tier: int) -> int:
+        """Bytes of chunk objects in a tier, READY or PENDING."""
+        return self._used[tier]
+
+    def count(self, tier: int) -> int:
+        """Chunks in a tier, READY or PENDING."""
+        return self._count[tier]
+
+    def victims(self, tier: int) -> Iterator[ChunkKey]:
+        """READY chunks of a tier that are not pinned, in the order in which they should go.
+
+        Lazily: stop at any time, and change nothing before.
+        """
+        now = time.monotonic()
+        for row in self._policies[tier].victims():
+            key = self._keys[row]
+            if key is not None and self._ready[row] >> tier & 1 and not self.pinned(key, now):
+                yield key
+
+    def keys(self, tier: int, namespace: bytes | None = None) -> list[ChunkKey]:
+        """The chunks of a tier, READY or PENDING; of one namespace where that is given."""
+        space = None if namespace is None else self._space_numbers.get(namespace, -1)
+        return [
+            key
+            for row, key in enumerate(self._keys)
+            if key is not None
+            and (self._ready[row] | self._pending[row]) >> tier & 1
+            and (space is None or self._spaces[row] == space)
+        ]

@@ -1,0 +1,33 @@
+"""The contract of eviction policies: which chunk goes first."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+
+class EvictionPolicy(ABC):
+    """Orders the chunks of one tier. Named by the hook ``kvtier_eviction_policies``.
+
+    A chunk is named by its *row*: the small dense integer under which the catalog keeps it, given to
+    another chunk after its removal. So a policy can hold its state in flat arrays, and must, to serve ten
+    million chunks. All calls come from the event loop and must not block.
+    """
+
+    @abstractmethod
+    def added(self, row: int, parent: int) -> None:
+        """A chunk came into the tier; ``parent`` is the row of the chunk before it, or -1 if unknown."""
+
+    @abstractmethod
+    def used(self, rows: Sequence[int]) -> None:
+        """A prefix was asked for: its rows from the root on. Rows that are not in this tier are passed over."""
+
+    @abstractmethod
+    def removed(self, row: int) -> None:
+        """A chunk left the tier."""
+
+    @abstractmethod
+    def victims(self) -> Iterator[int]:
+        """Rows in the order in which they should go. The caller may stop at any time;
+        it changes nothing before.
+        """

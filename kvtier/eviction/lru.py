@@ -1,0 +1,69 @@
+"""Least recently used first, a leaf before its parent."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+from kvtier.eviction.base import EvictionPolicy
+
+_ABSENT = -1
+_ENDS = 0
+"""Place 0 of the ring stands for both ends; the chunk in row *n* has place *n* + 1."""
+
+
+class LruPolicy(EvictionPolicy):
+    """A ring of places in two flat arrays, from the coldest to the warmest: 8 bytes a chunk.
+
+    A new chunk is linked just colder than its parent, and a used prefix is touched from its end to its
+    root. So a leaf is always colder than its parent, without a count of children.
+    """
+
+    def __init__(self) -> None:
+        self._warmer = array("i", [_ENDS])
+        self._colder = array("i", [_ENDS])
+
+    def added(self, row: int, parent: int) -> None:
+        """Link a chunk just colder than its parent, or as the warmest where there is none."""
+        place = row + 1
+        missing = place + 1 - len(self._warmer)
+        if missing > 0:
+            unlinked = array("i", [_ABSENT]) * missing
+            self._warmer += unlinked
+            self._colder += unlinked
+        self._link(place, parent + 1 if self._holds(parent + 1) else _ENDS)
+
+    def used(self, rows: Sequence[int]) -> None:
+        """Make a prefix the warmest, its root last."""
+        for row in reversed(rows):
+            place = row + 1
+            if self._holds(place):
+                self._unlink(place)
+                self._link(place, _ENDS)
+
+    def removed(self, row: int) -> None:
+        """Unlink a chunk."""
+        place = row + 1
+        if self._holds(place):
+            self._unlink(place)
+            self._warmer[place] = self._colder[place] = _ABSENT
+
+    def victims(self) -> Iterator[int]:
+        """From the coldest on."""
+        place = self._warmer[_ENDS]
+        while place != _ENDS:
+            yield place - 1
+            place = self._warmer[place]
+
+    def _holds(self, place: int) -> bool:
+        return 0 < place < len(self._warmer) and self._warmer[place] != _ABSENT
+
+    def _link(self, place: int, warmer: int) -> None:
+        colder = self._colder[warmer]
+        self._warmer[place], self._colder[place] = warmer, colder
+        self._warmer[colder] = self._colder[warmer] = place
+
+    def _unlink(self, place: int) -> None:
+        warmer, colder = self._warmer[place], self._colder[place]
+        self._warmer[colder] = warmer
+        self._colder[warmer] = colder
