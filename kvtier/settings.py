@@ -305,7 +305,7 @@ def load_settings(overrides: Mapping[str, Any] | None = None, *, file: Path | No
 def describe(origin: Origin) -> str:
     """Where a value was written, as a phrase to follow its name in a message."""
     if origin.kind == "override":
-        return " (given in code or in kv_connector_extra_config)"
+        return " (given on the command line, in code or in kv_connector_extra_config)"
     return f" (in {origin.where})" if origin.where else ""
 
 

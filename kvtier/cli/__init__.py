@@ -1,0 +1,89 @@
+"""The command line. Each command is a file here; what is slow to import is imported where it is used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+import kvtier
+from kvtier.cli import config, doctor, inspect, plugins, serve
+from kvtier.cli.terminal import messages
+from kvtier.errors import KVTierError
+
+DEMO_MODULE = "kvtier.cli.demo"
+
+
+def make_app() -> typer.Typer:
+    """The command line without the commands of plugins."""
+    app = typer.Typer(
+        name="kvtier",
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        pretty_exceptions_show_locals=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    if find_spec(DEMO_MODULE) is not None:
+        from kvtier.cli import demo
+
+        app.command()(demo.demo)
+    app.command()(serve.serve)
+    app.command()(doctor.doctor)
+    app.add_typer(config.app)
+    app.add_typer(inspect.app)
+    app.command("plugins")(plugins.plugins)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line. An error that kvtier raises on purpose is one message and exit status 1."""
+    app = make_app()
+    _add_plugin_commands(app)
+    errors: list[KVTierError] = []
+    try:
+        app(args=arguments)
+    except* KVTierError as group:
+        errors = _leaves(group)
+    if errors:
+        for error in errors:
+            _say("error", "red", error)
+        sys.exit(1)
+
+
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """Keep the KV cache of LLM prompts in memory and on disk, so that no prompt is prefilled twice."""
+    if version:
+        typer.echo(f"kvtier {kvtier.__version__}")
+        raise typer.Exit
+
+
+def _add_plugin_commands(app: typer.Typer) -> None:
+    """Add them, or say why not: `kvtier doctor` must run where a plugin is broken."""
+    if not entry_points(group="kvtier"):
+        return
+    from kvtier.plugins import Plugins
+    from kvtier.settings import load_settings
+
+    try:
+        Plugins.load(load_settings().plugins).add_commands(app)
+    except KVTierError as error:
+        _say("warning: no commands of plugins", "yellow", error)
+
+
+def _leaves(group: ExceptionGroup[KVTierError]) -> list[KVTierError]:
+    errors: list[KVTierError] = []
+    for error in group.exceptions:
+        errors += _leaves(error) if isinstance(error, ExceptionGroup) else [error]
+    return errors
+
+
+def _say(what: str, colour: str, error: KVTierError) -> None:
+    messages().print(f"[{colour}]{what}:[/{colour}] {escape(str(error))}")

@@ -20,7 +20,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def used(self, rows: Sequence[int]) -> None:
-        """A prefix was asked for: its rows from the root on. Rows that are not in this tier are passed over."""
+        """A prefix was asked for: its rows from the root on. Those not in this tier are passed over."""
 
     @abstractmethod
     def removed(self, row: int) -> None:

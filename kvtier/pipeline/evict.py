@@ -23,8 +23,9 @@ BATCH_BYTES = 64 << 20
 """Demoted in one go: enough to keep a disk busy, little enough to free memory soon."""
 SCAN_LIMIT = 1024
 """Victims looked at in one go: what is leased is passed over, and many may be."""
-RETRY_SECONDS = 0.05
-"""Pause where everything cold is leased or stuck, before looking again."""
+RETRY_SECONDS = 0.01
+LONGEST_RETRY_SECONDS = 1.0
+"""Pause where everything cold is leased or pinned, before looking again: from the first to the second."""
 
 
 class EvictStage:
@@ -43,7 +44,8 @@ class EvictStage:
         lease = arena.allocate(length)
         if lease is None:
             lease = self._allocate_by_dropping(length)
-        if lease is None or self._hierarchy.tiers[FIRST].excess_bytes(0):
+        # Including this lease, which the catalog does not count yet.
+        if lease is None or self._hierarchy.tiers[FIRST].excess_bytes(length):
             self._needed.set()
         return lease
 
@@ -74,10 +76,13 @@ class EvictStage:
         while True:
             await self._needed.wait()
             self._needed = anyio.Event()
+            pause = RETRY_SECONDS
             while excess := self._hierarchy.tiers[FIRST].excess_bytes(0):
-                if not await self._relieve(excess):
-                    await anyio.sleep(RETRY_SECONDS)
-                    break
+                if await self._relieve(excess):
+                    pause = RETRY_SECONDS
+                else:
+                    await anyio.sleep(pause)
+                    pause = min(2 * pause, LONGEST_RETRY_SECONDS)
 
     async def _relieve(self, excess: int) -> int:
         """Evict up to ``excess`` bytes from the arena; how many chunks went."""

@@ -1,0 +1,214 @@
+"""Tokens in, the same bytes out: from memory, from disk, after a restart, and never from another prompt."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from kvtier import LayoutError, ModelCache, Settings, SettingsError, TieredCache
+
+from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
+
+pytestmark = pytest.mark.anyio
+Prompt = Callable[..., list[int]]
+MakeSettings = Callable[..., Settings]
+
+
+@asynccontextmanager
+async def opened(settings: Settings) -> AsyncIterator[tuple[TieredCache, ModelCache]]:
+    """A cache and a model in it; at the end nobody holds a lease but the first tier itself."""
+    async with TieredCache.open(settings) as cache:
+        yield cache, cache.model("llama", token_bytes=TOKEN_BYTES)
+        await cache.drain(10)
+        assert cache.arena.leases == cache.hierarchy.catalog.count(0)
+        assert not cache.status()["flights"]
+
+
+async def retrieve(model: ModelCache, tokens: list[int]) -> tuple[int, bytearray]:
+    out = bytearray(len(tokens) * TOKEN_BYTES)
+    return await model.retrieve(tokens, out), out
+
+
+async def test_what_was_stored_comes_back(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings(ssd=0)) as (_, model):
+        tokens = prompt(1100)
+        assert await model.store(tokens, rows(tokens)) == 1024
+        hit, out = await retrieve(model, tokens)
+        assert hit == 1024
+        assert out[: hit * TOKEN_BYTES] == rows(tokens)[: hit * TOKEN_BYTES]
+
+
+async def test_a_longer_prompt_hits_its_prefix(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings(ssd=0)) as (_, model):
+        tokens = prompt(1024)
+        await model.store(tokens, rows(tokens))
+        longer = tokens + prompt(512, seed=1)
+        hit, out = await retrieve(model, longer)
+        assert hit == 1024
+        assert out[: hit * TOKEN_BYTES] == rows(longer)[: hit * TOKEN_BYTES]
+
+
+async def test_equal_tokens_behind_another_prefix_are_a_miss(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings(ssd=0)) as (_, model):
+        tokens = prompt(1024)
+        await model.store(tokens, rows(tokens))
+        assert (await retrieve(model, [1, *tokens[1:]]))[0] == 0
+
+
+async def test_models_sizes_and_salts_are_apart(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings(ssd=0)) as (cache, model):
+        tokens = prompt(512)
+        await model.store(tokens, rows(tokens))
+        assert model.held_tokens(tokens) == 512
+        assert cache.model("qwen", token_bytes=TOKEN_BYTES).held_tokens(tokens) == 0
+        assert cache.model("llama", token_bytes=TOKEN_BYTES * 2).held_tokens(tokens) == 0
+        assert cache.model("llama", token_bytes=TOKEN_BYTES, salt="tenant").held_tokens(tokens) == 0
+
+
+async def test_partial_chunks_are_kept_where_wanted(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings(ssd=0, partial_chunks=True)) as (_, model):
+        tokens = prompt(1100)
+        assert await model.store(tokens, rows(tokens)) == 1100
+        hit, out = await retrieve(model, tokens)
+        assert (hit, out) == (1100, rows(tokens))
+
+
+async def test_a_restart_finds_everything_on_disk(settings: MakeSettings, prompt: Prompt) -> None:
+    tokens = prompt(2048)
+    async with opened(settings()) as (_, model):
+        await model.store(tokens, rows(tokens))
+    async with opened(settings()) as (cache, model):
+        assert cache.hierarchy.catalog.used(1) == 8 * CHUNK_OBJECT_BYTES
+        hit, out = await retrieve(model, tokens)
+        assert (hit, out) == (2048, rows(tokens))
+        counts = cache.status()["counts"]
+        assert isinstance(counts, dict)
+        assert counts["found_ssd"] == 8
+
+
+async def test_corrupt_and_truncated_files_are_misses_and_go(
+    settings: MakeSettings, prompt: Prompt, tmp_path: Path
+) -> None:
+    tokens = prompt(2048)
+    async with opened(settings()) as (_, model):
+        await model.store(tokens, rows(tokens))
+        keys = model.keys(tokens)
+    flipped = next((tmp_path / "ssd").rglob(f"{keys[4].hex()}*"))
+    content = bytearray(flipped.read_bytes())
+    content[5000] ^= 1
+    flipped.write_bytes(content)
+    truncated = next((tmp_path / "ssd").rglob(f"{keys[6].hex()}*"))
+    truncated.write_bytes(truncated.read_bytes()[:9000])
+    async with opened(settings()) as (cache, model):
+        hit, out = await retrieve(model, tokens)
+        assert hit == 4 * 256
+        assert out[: hit * TOKEN_BYTES] == rows(tokens)[: hit * TOKEN_BYTES]
+        assert not flipped.exists()
+        assert not truncated.exists()
+        assert cache.hierarchy.catalog.used(1) == 6 * CHUNK_OBJECT_BYTES
+
+
+async def test_capacities_are_never_exceeded(
+    settings: MakeSettings, prompt: Prompt, tmp_path: Path
+) -> None:
+    async with opened(settings(ram=16, ssd=24)) as (cache, model):
+        for seed in range(30):
+            tokens = prompt(1024, seed=seed)
+            await model.store(tokens, rows(tokens))
+            await cache.drain(10)
+            on_disk = sum(path.stat().st_size for path in (tmp_path / "ssd").rglob("*.kv"))
+            assert on_disk <= 24 * CHUNK_OBJECT_BYTES
+            assert cache.arena.used <= 16 * CHUNK_OBJECT_BYTES
+        hit, out = await retrieve(model, prompt(1024, seed=29))
+        assert (hit, out) == (1024, rows(prompt(1024, seed=29)))
+
+
+async def test_on_evict_writes_only_what_must_go(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings(ram=16, disk={"write": "on_evict"})) as (cache, model):
+        first = prompt(2048, seed=1)
+        await model.store(first, rows(first))
+        assert cache.hierarchy.catalog.count(1) == 0
+        for seed in range(2, 8):
+            tokens = prompt(1024, seed=seed)
+            await model.store(tokens, rows(tokens))
+            with anyio.fail_after(5):
+                while cache.hierarchy.tiers[0].excess_bytes(0):
+                    await anyio.sleep(0.01)
+        assert cache.hierarchy.catalog.count(1) > 0
+        hit, out = await retrieve(model, first)
+        assert hit > 0
+        assert out[: hit * TOKEN_BYTES] == rows(first)[: hit * TOKEN_BYTES]
+
+
+async def test_never_keeps_a_tier_out_of_it(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings(ram=16, disk={"write": "never"})) as (cache, model):
+        for seed in range(6):
+            tokens = prompt(1024, seed=seed)
+            await model.store(tokens, rows(tokens))
+        await cache.drain(5)
+        assert cache.hierarchy.catalog.count(1) == 0
+
+
+async def test_move_and_copy_between_tiers(settings: MakeSettings, prompt: Prompt) -> None:
+    tokens = prompt(1024)
+    async with opened(settings(disk={"write": "never"})) as (cache, model):
+        await model.store(tokens, rows(tokens))
+        catalog = cache.hierarchy.catalog
+        assert await model.move(tokens, "ram", "ssd", copy=True) == 1024
+        assert (catalog.count(0), catalog.count(1)) == (4, 4)
+        assert await model.move(tokens, "ram", "ssd") == 1024
+        assert (catalog.count(0), catalog.count(1)) == (0, 4)
+        assert await model.move(tokens, "ssd", "ram") == 1024
+        assert (catalog.count(0), catalog.count(1)) == (4, 0)
+        assert (await retrieve(model, tokens)) == (1024, rows(tokens))
+        assert await model.move(tokens, "ssd", "ram") == 1024, "a move that is done stays done"
+        with pytest.raises(SettingsError, match="there are ram, ssd"):
+            await model.move(tokens, "ram", "tape")
+
+
+async def test_pinned_chunks_stay(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings(ram=16, ssd=0)) as (_, model):
+        pinned = prompt(1024, seed=100)
+        await model.store(pinned, rows(pinned))
+        assert model.pin(pinned) == 1024
+        for seed in range(10):
+            tokens = prompt(1024, seed=seed)
+            await model.store(tokens, rows(tokens))
+        assert (await retrieve(model, pinned)) == (1024, rows(pinned))
+        model.unpin(pinned)
+        for seed in range(10, 20):
+            tokens = prompt(1024, seed=seed)
+            await model.store(tokens, rows(tokens))
+        assert model.held_tokens(pinned) < 1024
+
+
+async def test_clear_removes_one_prompt_or_one_model(settings: MakeSettings, prompt: Prompt) -> None:
+    one, two = prompt(1024, seed=1), prompt(1024, seed=2)
+    async with opened(settings()) as (cache, model):
+        other = cache.model("qwen", token_bytes=TOKEN_BYTES)
+        for tokens in (one, two):
+            await model.store(tokens, rows(tokens))
+        await other.store(one, rows(one))
+        await cache.drain(5)
+        assert await model.clear(one) == 4
+        assert (model.held_tokens(one), model.held_tokens(two)) == (0, 1024)
+        assert await model.clear() == 4
+        assert (model.held_tokens(two), other.held_tokens(one)) == (0, 1024)
+        assert await cache.clear() == 4
+        assert len(cache.hierarchy.catalog) == 0
+
+
+async def test_wrong_buffers_are_refused(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings(ssd=0)) as (_, model):
+        with pytest.raises(LayoutError, match="are not 10 bytes"):
+            await model.store(prompt(256), bytes(10))
+
+
+async def test_errors_in_the_block_come_out_as_they_are(settings: MakeSettings) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with TieredCache.open(settings(ssd=0)):
+            raise ZeroDivisionError
