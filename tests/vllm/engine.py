@@ -162,7 +162,7 @@ class Engine:
         deadline = time.monotonic() + ANSWER_SECONDS
         while number not in self._answers:
             if not self.connection.poll(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"no answer in {ANSWER_SECONDS} s; the engine's log ends in\n{self.tail()}")
+                raise TimeoutError(f"no answer; the engine's log ends in\n{self.tail()}")
             self._take()
         answer = self._answers.pop(number)
         if "error" in answer:

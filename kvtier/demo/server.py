@@ -1,0 +1,122 @@
+"""The demo's two kinds of subprocess, a vLLM server and ``kvtier serve``, and how they start and end.
+
+Each leads a session of its own, so that one signal reaches it with all its children and a Ctrl-C in the
+terminal reaches the demo alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+POLL_SECONDS = 0.1
+STOP_SECONDS = 40.0
+TAIL_LINES = 40
+
+CONNECTOR = {
+    "kv_connector": "KVTierConnector",
+    "kv_connector_module_path": "kvtier.integrations.vllm.connector",
+    "kv_role": "kv_both",
+}
+
+
+class DemoFailed(Exception):
+    """The demo cannot go on. The message says why, with the end of the log that tells more."""
+
+
+class Server:
+    """A subprocess that serves, and its log."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.name = name
+        self.log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_until(self, ready: Callable[[], bool], seconds: float) -> None:
+        """Block until ``ready``. Raises :class:`DemoFailed` where the process ends, or the time is over."""
+        deadline = time.monotonic() + seconds
+        while not ready():
+            if self._process.poll() is not None:
+                raise self.failure(f"ended with status {self._process.returncode}")
+            if time.monotonic() > deadline:
+                raise self.failure(f"was not ready in {seconds:.0f} s")
+            time.sleep(POLL_SECONDS)
+
+    def failure(self, what: str) -> DemoFailed:
+        """An error about this server that ends in the last lines of its log."""
+        lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        return DemoFailed("\n".join([f"{self.name} {what}; its log ends in", *lines]))
+
+    def kill(self) -> None:
+        """End the process and all its children with kill -9; harmless when they are gone."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> None:
+        """Ask it to end, and wait; kill it where it does not listen."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+        self.kill()
+
+    def _signal(self, sent: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, sent)
+
+
+def start_cache(config: Path, log: Path) -> Server:
+    """``kvtier serve``, with the settings in the file ``config`` and no others."""
+    command = [sys.executable, "-m", "kvtier", "serve"]
+    return Server("the cache process", command, _environment(config), log)
+
+
+def start_vllm(
+    model: str, *, port: int, config: Path, log: Path, max_tokens: int, arguments: Sequence[str]
+) -> Server:
+    """A vLLM server with kvtier's connector on 127.0.0.1. ``arguments`` are vLLM's, and win over these."""
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", model),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--max-model-len", str(max_tokens)),
+        *("--kv-transfer-config", json.dumps(CONNECTOR)),
+        "--enable-prompt-tokens-details",
+        "--enforce-eager",
+        *("--distributed-executor-backend", "uni"),
+        *arguments,
+    ]
+    environment = {
+        **_environment(config),
+        "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return Server("vLLM", command, environment, log)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on at this moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _environment(config: Path) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    return {**inherited, "KVTIER_CONFIG_FILE": str(config)}
