@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -41,6 +41,9 @@ from kvtier.tier import Tier
 logger = logging.getLogger("kvtier")
 
 DRAIN_POLL_SECONDS = 0.02
+
+Progress = Callable[[int], None]
+"""Told how many bytes are left."""
 
 
 @dataclass(slots=True)
@@ -110,17 +113,23 @@ class TieredCache:
         self._storing = StoreStage(hierarchy, self._evicting, queue_bytes)
         self._prefetching = PrefetchStage(hierarchy, self._evicting)
         self._moving = MoveStage(hierarchy, self._evicting, self._prefetching)
+        self._finished = False
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, settings: Settings | None = None) -> AsyncIterator[TieredCache]:
+    async def open(
+        cls, settings: Settings | None = None, *, plugins: Plugins | None = None
+    ) -> AsyncIterator[TieredCache]:
         """Open every tier, take in what they held, and serve until the block is left.
+
+        Settings that are not given are read from the environment and the file that it names; plugins
+        that are not given are those that the settings let in.
 
         On the way out, what is still to be written is written, for ``drain_timeout`` at most. Raises
         :class:`kvtier.errors.SettingsError` and :class:`kvtier.errors.TierError`.
         """
         settings = settings or load_settings()
-        plugins = Plugins.load(settings.plugins)
+        plugins = plugins or Plugins.load(settings.plugins)
         tier_settings = plugins.tier_settings(settings)
         catalog = Catalog([plugins.eviction(tier.eviction)() for tier in tier_settings])
         async with AsyncExitStack() as stack:
@@ -145,7 +154,7 @@ class TieredCache:
                 yield cache
             finally:
                 with anyio.CancelScope(shield=True):
-                    await cache.drain(settings.drain_timeout)
+                    await cache.finish()
                 tasks.cancel_scope.cancel()
 
     async def _take_in(self, backends: Sequence[GuardedBackend]) -> None:
@@ -295,14 +304,30 @@ class TieredCache:
         """Bytes that a lower tier has still to write."""
         return self._storing.pending_bytes
 
-    async def drain(self, seconds: float) -> bool:
-        """Wait until everything is written, ``seconds`` at most; whether it is."""
+    async def drain(self, seconds: float, progress: Progress | None = None) -> bool:
+        """Wait until everything that is queued is written, ``seconds`` at most; whether it is."""
         with anyio.move_on_after(seconds):
-            while self.pending_bytes:  # noqa: ASYNC110 - many queues, and no one else waits for them
+            while pending := self.pending_bytes:
+                if progress is not None:
+                    progress(pending)
                 await anyio.sleep(DRAIN_POLL_SECONDS)
-        if self.pending_bytes:
-            logger.warning("%d bytes were not written in %g s and are lost", self.pending_bytes, seconds)
         return not self.pending_bytes
+
+    async def finish(self, progress: Progress | None = None) -> None:
+        """Write what would be lost with the arena, for ``drain_timeout`` at most; a second call does nothing.
+
+        For the end, when no one stores any longer. ``progress`` is told the bytes that are left.
+        """
+        if self._finished:
+            return
+        self._finished = True
+        self._storing.flush()
+        if not await self.drain(self.settings.drain_timeout, progress):
+            logger.warning(
+                "%d bytes could not be written within drain_timeout (%g s) and are lost",
+                self.pending_bytes,
+                self.settings.drain_timeout,
+            )
 
     def _index(self, name: str) -> int:
         for tier in self.hierarchy.tiers:

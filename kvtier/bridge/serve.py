@@ -27,7 +27,6 @@ logger = logging.getLogger("kvtier")
 
 FIRST_ENGINE_SECONDS = 60.0
 """How long a cache process that an engine started waits for that engine."""
-PROGRESS_SECONDS = 0.1
 
 
 async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idle: bool = False) -> None:
@@ -45,7 +44,7 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
             with serving:
                 await _serve_engines(cache, path, settings.linger if exit_when_idle else None, serving)
             with draining:
-                await _drain(cache, settings.drain_timeout)
+                await _finish(cache)
             tasks.cancel_scope.cancel()
 
 
@@ -85,20 +84,22 @@ async def _stop_on_signals(serving: CancelScope, draining: CancelScope) -> None:
                 serving.cancel()
 
 
-async def _drain(cache: TieredCache, seconds: float) -> None:
+async def _finish(cache: TieredCache) -> None:
     """Write what is still to be written, with a progress bar on a terminal."""
-    total = cache.pending_bytes
-    if not total:
-        return
-    logger.info("writing %.1f MiB to the lower tiers, for %g s at most", total / 2**20, seconds)
-    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("writing", total=total)
-        with anyio.move_on_after(seconds):
-            while cache.pending_bytes:
-                progress.update(bar, completed=total - cache.pending_bytes)
-                await anyio.sleep(PROGRESS_SECONDS)
+    columns = (TextColumn("writing to the lower tiers"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        most = 0
+
+        def show(left: int) -> None:
+            nonlocal most
+            if not most:
+                logger.info("writing %.1f MiB to the lower tiers", left / 2**20)
+            most = max(most, left)
+            bar.update(task, total=most, completed=most - left)
+
+        await cache.finish(show)
 
 
 @contextmanager

@@ -67,9 +67,10 @@ class PrefetchStage:
         try:
             while at < len(flights):
                 batch = _batch(flights[at:])
-                await self._read(event, source, batch)
                 at += len(batch)
+                await self._read(event, source, batch)
         finally:
+            # Cancelled: a batch that a tier was given is settled by that tier, the rest is settled here.
             self._settle(source, flights[at:], [Outcome.FAILED] * (len(flights) - at))
             for flight in flights[at:]:
                 flight.lease.release()
@@ -79,9 +80,11 @@ class PrefetchStage:
         tier = self._hierarchy.tiers[source]
         chunks = [ChunkBytes(flight.key, flight.lease) for flight in flights]
         keys = [flight.key for flight in flights]
-        with self._hierarchy.reporting(event, Transfer(source, FIRST, keys)) as outcomes:
-            outcomes += await tier.get(chunks, partial(self._settle, source, flights))
-        self._land(flights)
+        try:
+            with self._hierarchy.reporting(event, Transfer(source, FIRST, keys)) as outcomes:
+                outcomes += await tier.get(chunks, partial(self._settle, source, flights))
+        finally:
+            self._land(flights)
 
     def _settle(self, source: int, flights: Sequence[Flight], outcomes: Sequence[Outcome]) -> None:
         """The tier has let go of the memory: enter into the catalog what is there now."""

@@ -14,7 +14,7 @@ import anyio
 
 from kvtier.arena import Lease
 from kvtier.catalog import State
-from kvtier.events import Event, Store
+from kvtier.events import Event, Evict, Store
 from kvtier.header import ChunkHeader, object_bytes
 from kvtier.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
@@ -50,10 +50,14 @@ class WriteQueue:
         """Take over the chunk's lease, or return ``False`` where there is no room."""
         if self.queued_bytes + chunk.lease.length > self.capacity_bytes:
             return False
+        self.push(event, chunk)
+        return True
+
+    def push(self, event: Event, chunk: ChunkBytes) -> None:
+        """Take over the chunk's lease whatever waits already."""
         self.chunks.append((event, chunk))
         self.queued_bytes += chunk.lease.length
         self.wake.set()
-        return True
 
     def take(self) -> tuple[Event, list[ChunkBytes]]:
         """The oldest chunks of one event, about :data:`BATCH_BYTES` of them."""
@@ -127,6 +131,15 @@ class StoreStage:
                 await self._evicting.make_room(tier, queue.writing_bytes)
                 await self._hierarchy.write(event, tier, chunks)
                 queue.writing_bytes = 0
+
+    def flush(self) -> None:
+        """Queue, warmest first, all that would be lost with the arena; for the end, when no one stores."""
+        hierarchy = self._hierarchy
+        event = Evict(keys=list(hierarchy.catalog.victims(FIRST))[::-1], tier=FIRST)
+        for transfer in hierarchy.router.evict(event):
+            if transfer.target is not None:
+                for chunk in hierarchy.shares(transfer.keys):
+                    self.queues[transfer.target].push(event, chunk)
 
     @property
     def pending_bytes(self) -> int:

@@ -1,0 +1,224 @@
+"""A tier that fails, hangs or lies: requests go on, memory stays leased as long as it is written to."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from kvtier import ModelCache, Settings, TieredCache, hookimpl
+from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
+from kvtier.keys import ChunkKey
+from kvtier.plugins import Plugins
+
+from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
+
+pytestmark = pytest.mark.anyio
+Prompt = Callable[..., list[int]]
+MakeSettings = Callable[..., Settings]
+
+
+class Puppet(Backend):
+    """A backend that does what the test says: answers, fails, raises, or waits until it may go on."""
+
+    def __init__(self, settings: object) -> None:
+        self.held: dict[ChunkKey, bytes] = {}
+        self.may_go_on = anyio.Event()
+        self.may_go_on.set()
+        self.fails = False
+        self.raises = False
+        self.gets = 0
+        Puppet.latest = self
+
+    async def _act(self) -> bool:
+        if self.raises:
+            raise ConnectionError("cut")
+        with anyio.CancelScope(shield=True):
+            await self.may_go_on.wait()
+        return not self.fails
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        return [key in self.held for key in keys]
+
+    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        if not await self._act():
+            return [Outcome.FAILED] * len(items)
+        self.held.update((key, bytes(view)) for key, view in items)
+        return [Outcome.OK] * len(items)
+
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        self.gets += len(items)
+        if not await self._act():
+            return [Outcome.FAILED] * len(items)
+        for key, view in items:
+            view[:] = self.held[key]
+        return [Outcome.OK] * len(items)
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        await self._act()
+        for key in keys:
+            self.held.pop(key, None)
+
+
+class PuppetPlugin:
+    @hookimpl
+    def kvtier_backends(self) -> dict[str, type[Backend]]:
+        return {"puppet": Puppet}
+
+
+@asynccontextmanager
+async def opened(
+    settings: MakeSettings, **more: Any
+) -> AsyncIterator[tuple[TieredCache, ModelCache, Puppet]]:
+    plugins = Plugins.load([])
+    plugins.register(PuppetPlugin(), "puppet", "a test")
+    base = settings(ssd=0, ram=more.pop("ram", 16), **more)
+    tiers = [*base.tiers, {"name": "doll", "type": "puppet", "capacity": 2**30, "deadline": "200ms"}]
+    chosen = base.model_copy(update={"tiers": tiers})
+    async with TieredCache.open(chosen, plugins=plugins) as cache:
+        puppet = Puppet.latest
+        yield cache, cache.model("llama", token_bytes=TOKEN_BYTES), puppet
+        puppet.fails = puppet.raises = False
+        puppet.may_go_on.set()
+        with anyio.fail_after(10):
+            while cache.pending_bytes or cache.arena.leases != cache.hierarchy.catalog.count(0):
+                await anyio.sleep(0.01)
+
+
+async def stored_below_only(cache: TieredCache, model: ModelCache, tokens: list[int]) -> None:
+    """Store a prompt and take it out of memory again."""
+    assert await model.store(tokens, rows(tokens)) == len(tokens)
+    assert await cache.drain(5)
+    assert await model.move(tokens, "ram", "doll") == len(tokens)
+    assert cache.hierarchy.catalog.count(0) == 0
+
+
+@pytest.mark.parametrize("fault", ["fails", "raises"])
+async def test_a_tier_that_fails_costs_a_miss(settings: MakeSettings, prompt: Prompt, fault: str) -> None:
+    async with opened(settings) as (cache, model, puppet):
+        tokens = prompt(1024)
+        await stored_below_only(cache, model, tokens)
+        setattr(puppet, fault, True)
+        out = bytearray(len(tokens) * TOKEN_BYTES)
+        assert await model.retrieve(tokens, out) == 0
+        setattr(puppet, fault, False)
+        with anyio.fail_after(5):
+            while await model.retrieve(tokens, out) != 1024:
+                await anyio.sleep(0.05)
+        assert out == rows(tokens)
+
+
+async def test_a_write_that_fails_leaves_the_chunk_in_memory(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings) as (cache, model, puppet):
+        puppet.fails = True
+        tokens = prompt(1024)
+        await model.store(tokens, rows(tokens))
+        await cache.drain(5)
+        assert cache.hierarchy.catalog.count(1) == 0
+        assert model.held_tokens(tokens) == 1024
+
+
+async def test_a_tier_that_hangs_is_given_up_and_its_memory_stays_leased(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    async with opened(settings) as (cache, model, puppet):
+        tokens = prompt(1024)
+        await stored_below_only(cache, model, tokens)
+        puppet.may_go_on = anyio.Event()
+        out = bytearray(len(tokens) * TOKEN_BYTES)
+        with anyio.fail_after(5):
+            assert await model.retrieve(tokens, out) == 0
+        assert cache.arena.used == 4 * CHUNK_OBJECT_BYTES, "the backend may still write into it"
+        puppet.may_go_on.set()
+        with anyio.fail_after(5):
+            while await model.retrieve(tokens, out) != 1024:
+                await anyio.sleep(0.01)
+        assert out == rows(tokens)
+
+
+async def test_a_hanging_write_keeps_its_memory_and_is_entered_late(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    async with opened(settings) as (cache, model, puppet):
+        puppet.may_go_on = anyio.Event()
+        tokens = prompt(1024)
+        await model.store(tokens, rows(tokens))
+        await anyio.sleep(0.4)
+        assert cache.arena.leases > cache.hierarchy.catalog.count(0)
+        assert not any(cache.hierarchy.catalog.tiers(key) == [0, 1] for key in model.keys(tokens))
+        puppet.may_go_on.set()
+        with anyio.fail_after(5):
+            while cache.arena.leases != cache.hierarchy.catalog.count(0):
+                await anyio.sleep(0.01)
+        assert all(cache.hierarchy.catalog.tiers(key) == [0, 1] for key in model.keys(tokens))
+
+
+async def test_many_requests_for_one_prompt_are_one_flight_each_chunk(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    async with opened(settings) as (cache, model, puppet):
+        tokens = prompt(2048)
+        await stored_below_only(cache, model, tokens)
+        hits = []
+
+        async def ask() -> None:
+            out = bytearray(len(tokens) * TOKEN_BYTES)
+            hits.append(await model.retrieve(tokens, out))
+            assert out == rows(tokens)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(8):
+                tasks.start_soon(ask)
+        assert hits == [2048] * 8
+        assert puppet.gets == 8
+
+
+async def test_a_cancelled_request_frees_what_it_held(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings) as (cache, model, puppet):
+        tokens = prompt(1024)
+        await stored_below_only(cache, model, tokens)
+        puppet.may_go_on = anyio.Event()
+        with anyio.move_on_after(0.05) as scope:
+            await model.retrieve(tokens, bytearray(len(tokens) * TOKEN_BYTES))
+        assert scope.cancelled_caught
+
+
+async def test_a_full_queue_drops_the_write_and_counts_it(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, ram=64) as (cache, model, puppet):
+        puppet.may_go_on = anyio.Event()
+        for seed in range(6):
+            tokens = prompt(2048, seed=seed)
+            await model.store(tokens, rows(tokens))
+        assert cache.hierarchy.counts["write_dropped"] > 0
+        assert model.held_tokens(prompt(2048, seed=5)) == 2048
+
+
+async def test_what_is_cleared_on_its_way_in_does_not_arrive(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings) as (cache, model, puppet):
+        tokens = prompt(1024)
+        puppet.may_go_on = anyio.Event()
+        await model.store(tokens, rows(tokens))
+        await anyio.sleep(0.01)
+        assert await model.clear() == 4
+        puppet.may_go_on.set()
+        with anyio.fail_after(5):
+            while puppet.held or len(cache.hierarchy.catalog):
+                await anyio.sleep(0.01)
+
+
+async def test_a_lying_tier_is_found_out(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings) as (cache, model, puppet):
+        tokens = prompt(1024)
+        await stored_below_only(cache, model, tokens)
+        one, two, *_ = model.keys(tokens)
+        puppet.held[one] = puppet.held[two]
+        out = bytearray(len(tokens) * TOKEN_BYTES)
+        assert await model.retrieve(tokens, out) == 0
+        assert one not in puppet.held
