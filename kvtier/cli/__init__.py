@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Annotated
@@ -30,9 +31,7 @@ def make_app() -> typer.Typer:
     )
     app.callback()(_root)
     if find_spec(DEMO_MODULE) is not None:
-        from kvtier.cli import demo
-
-        app.command()(demo.demo)
+        app.command("demo")(import_module(DEMO_MODULE).demo)
     app.command()(serve.serve)
     app.command()(doctor.doctor)
     app.add_typer(config.app)
@@ -56,13 +55,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
-) -> None:
-    """Keep the KV cache of LLM prompts in memory and on disk, so that no prompt is prefilled twice."""
-    if version:
+def _print_version(asked: bool) -> None:
+    if asked:
         typer.echo(f"kvtier {kvtier.__version__}")
         raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Keep the KV cache of LLM prompts in memory and on disk, so that no prompt is prefilled twice."""
 
 
 def _add_plugin_commands(app: typer.Typer) -> None:

@@ -1,0 +1,46 @@
+"""``kvtier serve``: run a cache process."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvtier.cli.terminal import ConfigFile, set_up_logging
+
+
+def serve(
+    config: ConfigFile = None,
+    socket: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="The Unix socket to serve on, instead of the one in the settings."),
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")
+    ] = None,
+    exit_when_idle: Annotated[
+        bool, typer.Option("--exit-when-idle", hidden=True, help="Leave some time after the last engine has.")
+    ] = False,
+) -> None:
+    """Run a cache process: hold chunks in the tiers of the settings, and serve this host's engines.
+
+    Name its socket in the `socket` setting of your engines. Stop it with Ctrl-C or SIGTERM: it then writes
+    what still waits for the disk, for `drain_timeout` at most; a second signal ends that at once.
+    """
+    from kvtier.settings import load_settings
+
+    overrides: dict[str, Any] = {}
+    if socket is not None:
+        overrides["socket"] = socket
+    if log_level is not None:
+        overrides["log_level"] = log_level
+    settings = load_settings(overrides, file=config)
+    set_up_logging(settings.log_level)
+
+    import anyio
+
+    from kvtier.bridge.serve import serve as serve_engines
+
+    anyio.run(partial(serve_engines, settings, socket=settings.socket, exit_when_idle=exit_when_idle))

@@ -1,0 +1,65 @@
+"""What all commands share: where they print to, how they log, the options that they have in common."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+PIPE_COLUMNS = 240
+"""Wide enough that a table that is piped into another program keeps a row on a line."""
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="FILE",
+        help="The YAML file with the settings. Left out: the one that KVTIER_CONFIG_FILE names, if any.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def output() -> Console:
+    """For results."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+
+
+def messages() -> Console:
+    """For progress, questions and errors."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_json(value: object) -> None:
+    """Print a value that JSON can hold."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def table(*columns: str) -> Table:
+    """An empty table that folds long cells instead of cutting them."""
+    result = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        result.add_column(column, overflow="fold")
+    return result
+
+
+def set_up_logging(level: str) -> None:
+    """Send the log to standard error: in colour on a terminal, in plain lines otherwise."""
+    handler: logging.Handler
+    if sys.stderr.isatty():
+        from rich.logging import RichHandler
+
+        handler = RichHandler(console=Console(stderr=True), show_path=False, rich_tracebacks=False)
+        handler.setFormatter(logging.Formatter("%(message)s", "%X"))
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("kvtier").setLevel(level)
