@@ -1,0 +1,60 @@
+# Everything is installed into .venv. Stamp files in it say what is there, so that nothing is installed twice.
+
+PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
+DEVICE ?= auto
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO ?=
+PYTEST ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow test-gpu lint format bench clean
+
+help:  ## Show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "PYTHON=…  the Python to use (3.11 or newer)    DEVICE=cpu|cuda  which vLLM, where auto is wrong"
+	@echo "DEMO='--tokens 4000'  options of kvtier demo    PYTEST='-k disk'  options of pytest"
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or newer: make PYTHON=…")'
+	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python tools/pip_install.py "pip" --upgrade pip
+	@touch $@
+
+$(VENV)/.kvtier: $(VENV)/.python pyproject.toml
+	@$(BIN)/python tools/pip_install.py "kvtier with its tests and tools" -e '.[demo]' --group test --group lint
+	@touch $@
+
+$(VENV)/.vllm: $(VENV)/.python tools/install_vllm.py
+	@$(BIN)/python tools/install_vllm.py $(DEVICE)
+	@touch $@
+
+install: $(VENV)/.vllm $(VENV)/.kvtier  ## Install torch, a vLLM that fits this machine, and kvtier into .venv
+
+demo: install  ## Serve one long prompt four times with a real vLLM: cold, from memory, after kill -9, from disk
+	@$(BIN)/kvtier demo $(DEMO)
+
+test: install  ## Run the tests, real vLLM engines included
+	$(BIN)/pytest -m "not slow and not gpu" $(PYTEST)
+
+test-slow: install  ## Run the tests that take minutes each
+	$(BIN)/pytest -m "slow and not gpu" $(PYTEST)
+
+test-gpu: install  ## Run the tests that need a CUDA device
+	$(BIN)/pytest -m gpu $(PYTEST)
+
+lint: $(VENV)/.kvtier  ## Check style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/.kvtier  ## Put the code into shape
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: install  ## Measure; the figures are explained in benchmarks/README.md
+	$(BIN)/python -m benchmarks
+
+clean:  ## Remove .venv and everything else that was made here
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
