@@ -16,6 +16,7 @@ from anyio import CancelScope
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from kvtier.bridge.channel import listening
 from kvtier.bridge.server import BridgeServer
 from kvtier.bridge.spawn import default_address
 from kvtier.cache import TieredCache
@@ -42,7 +43,7 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
         async with TieredCache.open(settings) as cache, open_tasks() as tasks:
             tasks.start_soon(_stop_on_signals, serving, draining)
             with serving:
-                await _serve_engines(cache, path, settings.linger if exit_when_idle else None, serving)
+                await _serve_engines(cache, path, settings.linger if exit_when_idle else None)
             with draining:
                 await _finish(cache)
             tasks.cancel_scope.cancel()
@@ -50,25 +51,22 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
 
 async def _serve_engines(cache: TieredCache, path: Path, linger: float | None, serving: CancelScope) -> None:
     server = BridgeServer(cache)
-    listener = await anyio.create_unix_listener(path, mode=0o600)
     names = ", ".join(f"{tier.name} ({tier.settings.type})" for tier in cache.hierarchy.tiers)
-    logger.info("serving %s on %s, process %d", names, path, os.getpid())
-    try:
-        async with listener, open_tasks() as tasks:
-            if linger is not None:
-                tasks.start_soon(_leave_when_idle, server, linger, serving)
-            await listener.serve(server.handle, tasks)
-    finally:
-        path.unlink(missing_ok=True)
+    async with listening(path, server.handle):
+        logger.info("serving %s on %s, process %d", names, path, os.getpid())
+        if linger is None:
+            await anyio.sleep_forever()
+        else:
+            await _until_idle(server, linger)
 
 
-async def _leave_when_idle(server: BridgeServer, linger: float, serving: CancelScope) -> None:
+async def _until_idle(server: BridgeServer, linger: float) -> None:
     patience = max(linger, FIRST_ENGINE_SECONDS)
     while True:
         await anyio.sleep(patience)
         if not server.engines:
             logger.info("no engine for %g s: leaving", patience)
-            serving.cancel()
+            return
         await server.left.wait()
         patience = linger
 

@@ -11,15 +11,14 @@ import json
 import logging
 import os
 import secrets
-import socket
-import struct
 from collections.abc import Sequence
 from contextlib import suppress
 
 import anyio
-from anyio.abc import SocketAttribute, TaskGroup, UNIXSocketStream
+from anyio.abc import TaskGroup
 
 from kvtier.bridge import protocol
+from kvtier.bridge.channel import Channel
 from kvtier.bridge.engine import Engine
 from kvtier.bridge.protocol import (
     Abandon,
@@ -43,21 +42,17 @@ from kvtier.bridge.protocol import (
 )
 from kvtier.cache import LookUp as CacheLookUp
 from kvtier.cache import TieredCache
-from kvtier.errors import ProtocolError
+from kvtier.errors import BridgeClosed, ProtocolError
 from kvtier.events import Report
 from kvtier.keys import ChunkKey, join_keys
 
 logger = logging.getLogger("kvtier")
 
-READ_BYTES = 1 << 18
 HELLO_SECONDS = 10.0
 CHANGES_SECONDS = 0.05
 """How long changes are gathered before they are told."""
 CHANGES_LIMIT = 50_000
 """Changed keys in one telling. What an engine that does not read misses beyond that is not told."""
-
-_CREDENTIALS = struct.Struct("3i")
-_GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)
 
 
 class BridgeServer:
@@ -72,18 +67,16 @@ class BridgeServer:
         self.left = anyio.Event()
         """Set when the last engine has left; a new event once one has come."""
 
-    async def handle(self, stream: UNIXSocketStream) -> None:
-        """Serve one connection until either side closes it."""
-        async with stream, anyio.create_task_group() as tasks:
-            if not _same_user(stream):
-                logger.warning("refused a connection from another user")
-                return
+    async def handle(self, channel: Channel) -> None:
+        """Serve one connection until the engine closes it."""
+        if channel.peer_uid not in (0, os.getuid()):
+            logger.warning("refused a connection of user %d", channel.peer_uid)
+            return
+        async with anyio.create_task_group() as tasks:
             try:
-                await Connection(self, stream, tasks).serve()
-            except ProtocolError as error:
-                await _refuse(stream, str(error))
-            except (*_GONE, TimeoutError):
-                logger.debug("a connection ended without a word")
+                await Connection(self, channel, tasks).serve()
+            except (BridgeClosed, TimeoutError) as error:
+                logger.debug("a connection has ended: %s", error)
             except Exception:
                 # The last resort: whatever is wrong with one engine must not end the others.
                 logger.exception("a connection failed")
@@ -132,15 +125,37 @@ class BridgeServer:
 class Connection:
     """One scheduler, worker or observer."""
 
-    def __init__(self, server: BridgeServer, stream: UNIXSocketStream, tasks: TaskGroup) -> None:
+    def __init__(self, server: BridgeServer, channel: Channel, tasks: TaskGroup) -> None:
         self._server = server
-        self._stream = stream
+        self._channel = channel
         self._tasks = tasks
-        self._sending = anyio.Lock()
         self._reader = protocol.FrameReader()
 
     async def serve(self) -> None:
-        """Greet, then answer until the other side closes. Raises :class:`ProtocolError`."""
+        """Answer until the other side closes. Raises :class:`BridgeClosed` then."""
+        try:
+            hello, more = await self._greeting()
+        except ProtocolError as error:
+            await self._refuse(str(error))
+            return
+        if hello.role == "observer":
+            await self._welcome()
+            await self._answer_all(None, 0, more)
+            return
+        try:
+            engine = self._server.join(self, hello)
+        except ProtocolError as error:
+            await self._refuse(str(error))
+            return
+        try:
+            await self._welcome()
+            if hello.changes:
+                self._tasks.start_soon(self._tell_changes)
+            await self._answer_all(engine, hello.rank, more)
+        finally:
+            self._server.leave(self, engine)
+
+    async def _greeting(self) -> tuple[Hello, list[FromEngine]]:
         with anyio.fail_after(HELLO_SECONDS):
             first, *more = await self._read()
         if not isinstance(first, Hello):
@@ -150,18 +165,7 @@ class Connection:
                 f"this cache process speaks version {protocol.VERSION} and the engine {first.version}: "
                 "restart both with the same kvtier"
             )
-        if first.role == "observer":
-            await self._welcome()
-            await self._answer_all(None, 0, more)
-            return
-        engine = self._server.join(self, first)
-        try:
-            await self._welcome()
-            if first.changes:
-                self._tasks.start_soon(self._tell_changes)
-            await self._answer_all(engine, first.rank, more)
-        finally:
-            self._server.leave(self, engine)
+        return first, more
 
     async def _welcome(self) -> None:
         cache = self._server.cache
@@ -172,25 +176,23 @@ class Connection:
             [tier.name for tier in cache.hierarchy.tiers],
             [tier.settings.type for tier in cache.hierarchy.tiers],
         )
-        await self._stream.send_fds(protocol.encode(welcome), [cache.arena.fd])
+        await self._channel.send(protocol.encode(welcome), [cache.arena.fd])
 
     async def _read(self) -> list[FromEngine]:
         messages: list[FromEngine] = []
         while not messages:
-            bodies = self._reader.feed(await self._stream.receive(READ_BYTES))
+            bodies = self._reader.feed(await self._channel.receive())
             messages = [protocol.decode_from_engine(body) for body in bodies]
         return messages
 
     async def _answer_all(self, engine: Engine | None, rank: int, messages: list[FromEngine]) -> None:
-        while True:
-            answers = []
-            for message in messages:
-                answer = await self._answer(engine, rank, message)
-                if answer is not None:
-                    answers.append(answer)
-            if answers:
-                await self._send(answers)
-            messages = await self._read()
+        try:
+            while True:
+                answers = [await self._answer(engine, rank, message) for message in messages]
+                await self._send([answer for answer in answers if answer is not None])
+                messages = await self._read()
+        except ProtocolError as error:
+            await self._refuse(str(error))
 
     async def _answer(self, engine: Engine | None, rank: int, message: FromEngine) -> Message | None:
         if isinstance(message, Status):
@@ -240,11 +242,17 @@ class Connection:
         finally:
             self._server.cache.remove_observer(gathered)
 
+    async def _refuse(self, reason: str) -> None:
+        """Say why, then wait for the engine to close: until it does, it may still be copying."""
+        logger.warning("refused an engine: %s", reason)
+        await self._send([Refused(reason)])
+        while True:
+            await self._channel.receive()
+
     async def _send(self, messages: Sequence[Message]) -> None:
         data = b"".join(map(protocol.encode, messages))
-        with suppress(*_GONE):  # The task that reads sees it too, and ends the connection.
-            async with self._sending:
-                await self._stream.send(data)
+        with suppress(BridgeClosed):  # The task that reads sees it too, and ends the connection.
+            await self._channel.send(data)
 
 
 class _Changes:
@@ -269,21 +277,3 @@ class _Changes:
         """Everything since the last call."""
         gathered, self._gathered, self._room = self._gathered, {}, CHANGES_LIMIT
         return [Changed(tier, join_keys(came), join_keys(went)) for tier, (came, went) in gathered.items()]
-
-
-def _same_user(stream: UNIXSocketStream) -> bool:
-    raw = stream.extra(SocketAttribute.raw_socket)
-    credentials = raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(credentials)
-    return uid in (0, os.getuid())
-
-
-async def _refuse(stream: UNIXSocketStream, reason: str) -> None:
-    """Say why, then wait for the engine to close: until it does, it may still be copying."""
-    logger.warning("refused an engine: %s", reason)
-    try:
-        await stream.send(protocol.encode(Refused(reason)))
-        while True:
-            await stream.receive(READ_BYTES)
-    except _GONE:
-        return

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from kvtier import Settings
 
 TOKEN_BYTES = 64

@@ -8,7 +8,6 @@ from typing import Any
 
 import anyio
 import pytest
-
 from kvtier import ModelCache, Settings, TieredCache, hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.keys import ChunkKey

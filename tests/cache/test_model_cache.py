@@ -8,7 +8,6 @@ from pathlib import Path
 
 import anyio
 import pytest
-
 from kvtier import LayoutError, ModelCache, Settings, SettingsError, TieredCache
 
 from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
@@ -113,9 +112,7 @@ async def test_corrupt_and_truncated_files_are_misses_and_go(
         assert cache.hierarchy.catalog.used(1) == 6 * CHUNK_OBJECT_BYTES
 
 
-async def test_capacities_are_never_exceeded(
-    settings: MakeSettings, prompt: Prompt, tmp_path: Path
-) -> None:
+async def test_capacities_are_never_exceeded(settings: MakeSettings, prompt: Prompt, tmp_path: Path) -> None:
     async with opened(settings(ram=16, ssd=24)) as (cache, model):
         for seed in range(30):
             tokens = prompt(1024, seed=seed)

@@ -1,0 +1,114 @@
+"""A Unix socket in the event loop: bytes in, bytes and file descriptors out, and who is at the other end.
+
+Over :func:`anyio.wait_readable` and not anyio's own Unix streams: those report an error to the loop when a
+read is cancelled in the moment in which the peer closes, which is how every cache process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+
+from kvtier.errors import BridgeClosed
+from kvtier.tasks import open_tasks
+
+READ_BYTES = 1 << 18
+BACKLOG = 64
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Channel:
+    """One connection. At most one task reads; sends of several tasks do not mix."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+        self._sending = anyio.Lock()
+
+    @property
+    def peer_uid(self) -> int:
+        """The user who runs the other side, as the kernel says."""
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        uid: int = _CREDENTIALS.unpack(credentials)[1]
+        return uid
+
+    async def receive(self) -> bytes:
+        """What has come, at least one byte. Raises :class:`BridgeClosed`."""
+        while True:
+            try:
+                data = self._socket.recv(READ_BYTES)
+            except BlockingIOError:
+                await anyio.wait_readable(self._socket)
+                continue
+            except OSError as error:
+                raise BridgeClosed(str(error)) from error
+            if not data:
+                raise BridgeClosed("the other side has closed")
+            return data
+
+    async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Send all of ``data``, and ``fds`` with its first byte. Raises :class:`BridgeClosed`."""
+        async with self._sending:
+            left = memoryview(data)
+            while left:
+                try:
+                    if fds:
+                        sent = socket.send_fds(self._socket, [left], list(fds))
+                        fds = ()
+                    else:
+                        sent = self._socket.send(left)
+                except BlockingIOError:
+                    await anyio.wait_writable(self._socket)
+                    continue
+                except OSError as error:
+                    raise BridgeClosed(str(error)) from error
+                left = left[sent:]
+
+    def close(self) -> None:
+        """End the connection; harmless when repeated."""
+        self._socket.close()
+
+
+@asynccontextmanager
+async def listening(path: Path, handle: Callable[[Channel], Awaitable[None]]) -> AsyncIterator[None]:
+    """Serve every connection to ``path`` in a task of its own; only this user may connect.
+
+    On the way out no further connection is taken, those that are open are ended, and the path is removed.
+    """
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.setblocking(False)
+        mask = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(mask)
+        listener.listen(BACKLOG)
+        try:
+            async with open_tasks() as tasks:
+                tasks.start_soon(_accept_all, listener, handle)
+                yield
+                tasks.cancel_scope.cancel()
+        finally:
+            path.unlink(missing_ok=True)
+
+
+async def _accept_all(listener: socket.socket, handle: Callable[[Channel], Awaitable[None]]) -> None:
+    async def serve(connected: socket.socket) -> None:
+        with connected:
+            await handle(Channel(connected))
+
+    async with anyio.create_task_group() as tasks:
+        while True:
+            try:
+                connected, _ = listener.accept()
+            except BlockingIOError:
+                await anyio.wait_readable(listener)
+            else:
+                tasks.start_soon(serve, connected)

@@ -1,0 +1,311 @@
+"""The cache process against engines that are scripted frame by frame, in one loop."""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio import to_thread
+from anyio.abc import UNIXSocketStream
+from kvtier import Settings, TieredCache
+from kvtier.arena import ArenaMap
+from kvtier.bridge import protocol
+from kvtier.bridge.channel import listening
+from kvtier.bridge.protocol import (
+    Abandon,
+    Cancel,
+    Changed,
+    Clear,
+    Cleared,
+    Commit,
+    Confirm,
+    Confirmed,
+    Found,
+    Hello,
+    LookUp,
+    Message,
+    Refused,
+    Release,
+    Reserve,
+    Reserved,
+    Status,
+    StatusReport,
+    Welcome,
+)
+from kvtier.bridge.server import BridgeServer
+from kvtier.header import HEADER_BYTES
+from kvtier.keys import ChunkKey, chunk_keys, join_keys, root_key
+from kvtier.layout import ChunkLayout, GroupLayout
+
+pytestmark = pytest.mark.anyio
+
+CHUNK_TOKENS = 64
+LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024, 1024)),), ranks=2)
+NAMESPACE = bytes(range(32))
+ROOT = root_key(NAMESPACE)
+KEYS = chunk_keys(ROOT, list(range(CHUNK_TOKENS * 6)), CHUNK_TOKENS)
+
+
+class Peer:
+    """One connection of a scripted engine."""
+
+    def __init__(self, stream: UNIXSocketStream) -> None:
+        self.stream = stream
+        self.frames: list[bytes] = []
+        self.reader = protocol.FrameReader()
+        self.arena: ArenaMap
+
+    async def say(self, *messages: Message) -> None:
+        await self.stream.send(b"".join(map(protocol.encode, messages)))
+
+    async def hear(self) -> protocol.FromCache:
+        with anyio.fail_after(5):
+            while not self.frames:
+                self.frames += self.reader.feed(await self.stream.receive(65536))
+        return protocol.decode_from_cache(self.frames.pop(0))
+
+    async def ask(self, message: Message) -> protocol.FromCache:
+        await self.say(message)
+        return await self.hear()
+
+    async def greet(self, role: protocol.Role = "scheduler", rank: int = 0, **more: object) -> Welcome:
+        hello = Hello(protocol.VERSION, "engine", role, rank, LAYOUT, NAMESPACE, **more)  # type: ignore[arg-type]
+        await self.say(hello)
+        with anyio.fail_after(5):
+            data, fds = await self.stream.receive_fds(65536, 1)
+        self.frames += self.reader.feed(data)
+        welcome = protocol.decode_from_cache(self.frames.pop(0))
+        assert isinstance(welcome, Welcome)
+        self.arena = ArenaMap(fds[0], welcome.arena_bytes)
+        return welcome
+
+    async def status(self) -> dict[str, object]:
+        report = await self.ask(Status(99))
+        assert isinstance(report, StatusReport)
+        parsed: dict[str, object] = json.loads(report.report)
+        return parsed
+
+
+class Host:
+    """A cache process's insides on a socket."""
+
+    def __init__(self, path: Path, server: BridgeServer) -> None:
+        self.path = path
+        self.server = server
+
+    @asynccontextmanager
+    async def peer(self) -> AsyncIterator[Peer]:
+        async with await anyio.connect_unix(self.path) as stream:
+            yield Peer(stream)
+
+    async def nobody(self) -> None:
+        """Wait until every engine has left; then nothing is leased but what the first tier holds."""
+        with anyio.fail_after(5):
+            while self.server.engines:
+                await anyio.sleep(0.005)
+            cache = self.server.cache
+            while cache.pending_bytes or cache.arena.leases != cache.hierarchy.catalog.count(0):
+                await anyio.sleep(0.005)
+
+
+@asynccontextmanager
+async def host(tmp_path: Path, **more: object) -> AsyncIterator[Host]:
+    tiers = [
+        {"name": "ram", "type": "cpu", "capacity": "4MiB"},
+        {"name": "ssd", "type": "disk", "path": str(tmp_path / "ssd"), "capacity": "8MiB"},
+    ]
+    settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=tiers, **more)  # type: ignore[arg-type]
+    async with TieredCache.open(settings) as cache:
+        server = BridgeServer(cache)
+        async with listening(tmp_path / "socket", server.handle):
+            yield Host(tmp_path / "socket", server)
+
+
+async def store(scheduler: Peer, workers: list[Peer], keys: list[ChunkKey]) -> list[int]:
+    """Reserve, fill and commit chunks, each filled with its key."""
+    reserved = await scheduler.ask(Reserve(1, ROOT, join_keys(keys), CHUNK_TOKENS))
+    assert isinstance(reserved, Reserved)
+    half = LAYOUT.rank_bytes(CHUNK_TOKENS)
+    for rank, worker in enumerate(workers):
+        for key, lease, offset in zip(keys, reserved.leases, reserved.offsets, strict=True):
+            if lease:
+                start = offset + HEADER_BYTES + rank * half
+                worker.arena.slice(start, half)[:] = key * (half // len(key))
+        await worker.say(Commit(reserved.leases))
+        await worker.status()
+    return reserved.leases
+
+
+async def test_what_one_engine_stored_is_found_when_every_rank_has_committed(tmp_path: Path) -> None:
+    async with host(tmp_path) as home, home.peer() as scheduler, home.peer() as one, home.peer() as two:
+        await scheduler.greet()
+        await one.greet("worker", 0)
+        await two.greet("worker", 1)
+        leases = await store(scheduler, [one], KEYS)
+        assert all(leases)
+        assert await scheduler.ask(LookUp(5, join_keys(KEYS), 0)) == Found(5, [], [], [], 0)
+        await two.say(Commit(leases))
+        await two.status()
+        found = await scheduler.ask(LookUp(6, join_keys(KEYS), 0))
+        assert isinstance(found, Found)
+        assert (len(found.leases), found.fetching, set(found.sources)) == (6, 0, {0})
+        assert bytes(one.arena.slice(found.offsets[2] + HEADER_BYTES, 32)) == KEYS[2]
+        assert await one.ask(Confirm(7, found.leases)) == Confirmed(7, held=True)
+        await scheduler.say(Release(found.leases[:3]))
+        assert await scheduler.ask(Confirm(8, found.leases)) == Confirmed(8, held=False)
+        await scheduler.say(Cancel(6))
+        assert (await scheduler.status())["engines"] == [
+            {"name": "engine", "leases": 0, "reservations": 0, "tickets": 0}
+        ]
+
+
+async def test_what_is_on_disk_is_fetched_and_told_when_it_is_there(tmp_path: Path) -> None:
+    async with host(tmp_path) as home, home.peer() as scheduler, home.peer() as one, home.peer() as two:
+        await scheduler.greet()
+        await one.greet("worker", 0)
+        await two.greet("worker", 1)
+        await store(scheduler, [one, two], KEYS)
+        cache = home.server.cache
+        assert await cache.drain(5)
+        assert await cache.move(KEYS[2:], "ram", "ssd") == 4
+        first = await scheduler.ask(LookUp(1, join_keys(KEYS), 0))
+        assert isinstance(first, Found)
+        assert (len(first.leases), first.fetching) == (2, 4)
+        final = await scheduler.hear()
+        assert isinstance(final, Found)
+        assert (final.ticket, len(final.leases), final.fetching, set(final.sources)) == (1, 4, 0, {1})
+        assert bytes(one.arena.slice(final.offsets[0] + HEADER_BYTES, 32)) == KEYS[2]
+
+
+async def test_an_engine_that_is_gone_leaves_nothing(tmp_path: Path) -> None:
+    async with host(tmp_path) as home:
+        async with home.peer() as scheduler, home.peer() as one, home.peer() as two:
+            await scheduler.greet()
+            await one.greet("worker", 0)
+            await two.greet("worker", 1)
+            await store(scheduler, [one, two], KEYS[:3])
+            await store(scheduler, [one], KEYS[3:])
+            await scheduler.ask(LookUp(5, join_keys(KEYS), 0))
+        await home.nobody()
+        assert home.server.cache.hierarchy.catalog.count(0) == 3
+
+
+async def test_half_an_engine_keeps_what_it_may_still_write_to(tmp_path: Path) -> None:
+    async with host(tmp_path) as home, home.peer() as worker:
+        async with home.peer() as scheduler:
+            await scheduler.greet()
+            await worker.greet("worker", 0)
+            await store(scheduler, [worker], KEYS)
+            await worker.status()
+        assert (await worker.status())["engines"][0]["reservations"] == 6  # type: ignore[index]
+
+
+async def test_a_new_scheduler_takes_over_what_it_names(tmp_path: Path) -> None:
+    async with host(tmp_path) as home, home.peer() as one, home.peer() as two:
+        await one.greet("worker", 0)
+        await two.greet("worker", 1)
+        async with home.peer() as scheduler:
+            await scheduler.greet()
+            await store(scheduler, [one, two], KEYS)
+            found = await scheduler.ask(LookUp(5, join_keys(KEYS), 0))
+            assert isinstance(found, Found)
+        async with home.peer() as successor:
+            await successor.greet(holding=found.leases[:2])
+            assert await one.ask(Confirm(1, found.leases[:2])) == Confirmed(1, held=True)
+            assert await one.ask(Confirm(2, found.leases[2:3])) == Confirmed(2, held=False)
+
+
+async def test_reservations_are_refused_where_known_or_full_and_can_be_given_back(tmp_path: Path) -> None:
+    async with host(tmp_path) as home, home.peer() as scheduler:
+        await scheduler.greet()
+        first = await scheduler.ask(Reserve(1, ROOT, join_keys(KEYS), CHUNK_TOKENS))
+        again = await scheduler.ask(Reserve(2, ROOT, join_keys(KEYS), CHUNK_TOKENS))
+        assert isinstance(first, Reserved)
+        assert again == Reserved(2, [0] * 6, [0] * 6)
+        await scheduler.say(Abandon(first.leases))
+        many = chunk_keys(ROOT, list(range(CHUNK_TOKENS * 300)), CHUNK_TOKENS)
+        flood = await scheduler.ask(Reserve(3, ROOT, join_keys(many), CHUNK_TOKENS))
+        assert isinstance(flood, Reserved)
+        granted = sum(map(bool, flood.leases))
+        assert 0 < granted < 300
+        assert not any(flood.leases[granted:])
+
+
+async def test_clear_takes_one_namespace(tmp_path: Path) -> None:
+    async with host(tmp_path) as home, home.peer() as scheduler, home.peer() as one, home.peer() as two:
+        await scheduler.greet()
+        await one.greet("worker", 0)
+        await two.greet("worker", 1)
+        await store(scheduler, [one, two], KEYS)
+        await home.server.cache.drain(5)
+        assert await scheduler.ask(Clear(1)) == Cleared(1, 6)
+        assert await scheduler.ask(LookUp(2, join_keys(KEYS), 0)) == Found(2, [], [], [], 0)
+
+
+async def test_changes_are_told_to_who_wants_them(tmp_path: Path) -> None:
+    async with host(tmp_path) as home, home.peer() as scheduler, home.peer() as one, home.peer() as two:
+        await scheduler.greet(changes=True)
+        await one.greet("worker", 0)
+        await two.greet("worker", 1)
+        reserved = await scheduler.ask(Reserve(1, ROOT, join_keys(KEYS), CHUNK_TOKENS))
+        assert isinstance(reserved, Reserved)
+        await one.say(Commit(reserved.leases))
+        await two.say(Commit(reserved.leases))
+        told: dict[int, bytes] = {}
+        while len(told) < 2:
+            changed = await scheduler.hear()
+            assert isinstance(changed, Changed)
+            told[changed.tier] = told.get(changed.tier, b"") + changed.stored
+        assert told == {0: join_keys(KEYS), 1: join_keys(KEYS)}
+
+
+async def test_an_observer_may_only_watch(tmp_path: Path) -> None:
+    async with host(tmp_path) as home, home.peer() as observer:
+        await observer.greet("observer")
+        assert (await observer.status())["pid"] == os.getpid()
+        assert isinstance(await observer.ask(LookUp(1, join_keys(KEYS), 0)), Refused)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x05\x00\x00\x00\xc1\xc1\xc1\xc1\xc1",
+        protocol.encode(Status(1)),
+        protocol.encode(Hello(999, "engine", "scheduler", 0, LAYOUT, NAMESPACE)),
+        protocol.encode(Hello(protocol.VERSION, "engine", "worker", 7, LAYOUT, NAMESPACE)),
+    ],
+    ids=["endless", "not-msgpack", "no-hello", "wrong-version", "rank-that-is-none"],
+)
+async def test_nonsense_is_refused_and_others_are_served_on(tmp_path: Path, frame: bytes) -> None:
+    async with host(tmp_path) as home, home.peer() as good, home.peer() as bad:
+        await good.greet()
+        await bad.stream.send(frame)
+        assert isinstance(await bad.hear(), Refused)
+        assert await good.ask(LookUp(1, join_keys(KEYS), 0)) == Found(1, [], [], [], 0)
+
+
+async def test_keys_that_are_cut_short_are_refused(tmp_path: Path) -> None:
+    async with host(tmp_path) as home, home.peer() as bad:
+        await bad.greet()
+        assert isinstance(await bad.ask(LookUp(1, join_keys(KEYS)[:-1], 0)), Refused)
+        assert home.server.engines == 1, "it may still be copying until it closes"
+
+
+async def test_a_file_descriptor_comes_with_the_welcome_only(tmp_path: Path) -> None:
+    async with host(tmp_path) as home:
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.settimeout(5)
+            await to_thread.run_sync(raw.connect, str(home.path))
+            raw.sendall(protocol.encode(Hello(protocol.VERSION, "e", "observer", 0, LAYOUT, NAMESPACE)))
+            _, control, _, _ = await to_thread.run_sync(raw.recvmsg, 65536, 64)
+            fds = array.array("i", control[0][2])
+            assert len(fds) == 1
+            os.close(fds[0])
