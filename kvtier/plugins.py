@@ -54,7 +54,7 @@ class Plugins:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._sources: dict[str, str] = {}
-        self._provided: dict[str, dict[str, tuple[type, str]]] = {}
+        self._provided: dict[str, dict[str, tuple[type, str]]] = {hook: {} for hook in _PROVIDING_HOOKS}
 
     @classmethod
     def load(cls, only: Sequence[str] | None = None) -> Plugins:
@@ -104,7 +104,7 @@ class Plugins:
         label = _label(name, self._sources[name])
         if not isinstance(answer, Mapping) or not all(isinstance(value, type) for value in answer.values()):
             raise PluginError(f"plugin {label}: {hook} must return a dict from names to classes")
-        provided = self._provided.setdefault(hook, {})
+        provided = self._provided[hook]
         for key, value in answer.items():
             if key in provided:
                 first = _label(provided[key][1], self._sources[provided[key][1]])
@@ -116,7 +116,7 @@ class Plugins:
 
     def names(self, hook: str) -> list[str]:
         """The names that a hook's implementations provide, in the order in which they were loaded."""
-        return list(self._provided.get(hook, {}))
+        return list(self._provided[hook])
 
     def backend(self, type_name: str) -> type[Backend]:
         """The backend that a tier's ``type`` names. Raises :class:`SettingsError` listing those there are."""
@@ -131,7 +131,7 @@ class Plugins:
         return self._find("kvtier_eviction_policies", name, "eviction policy")
 
     def _find(self, hook: str, name: str, what: str) -> type:
-        provided = self._provided.get(hook, {})
+        provided = self._provided[hook]
         if name not in provided:
             known = ", ".join(provided) or "none"
             raise SettingsError(

@@ -1,0 +1,67 @@
+"""A plugin package, installed where only a process that is told so finds it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent / "package"
+
+Python = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def install(source: Path, site: Path) -> None:
+    """What pip does with a wheel of pure Python: copy the modules, write the metadata."""
+    project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
+    for module in (source / "src").iterdir():
+        shutil.copytree(module, site / module.name, ignore=shutil.ignore_patterns("__pycache__"))
+    write_metadata(site, project["name"], project["version"], project["entry-points"]["kvtier"])
+
+
+def write_metadata(site: Path, name: str, version: str, entry_points: dict[str, str]) -> None:
+    """Describe an installed distribution."""
+    folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    lines = [f"{entry} = {target}" for entry, target in entry_points.items()]
+    (folder / "entry_points.txt").write_text("\n".join(["[kvtier]", *lines, ""]))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """Where plugins are installed."""
+    path = tmp_path / "site"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def example_installed(site: Path) -> Path:
+    """The example package is installed."""
+    install(PACKAGE, site)
+    return site
+
+
+@pytest.fixture
+def python(site: Path) -> Python:
+    """Run an interpreter that finds what is installed in ``site``."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env={**clean, "PYTHONPATH": str(site), "COLUMNS": "200", "NO_COLOR": "1", **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    return run

@@ -1,0 +1,1 @@
+"""A plugin for kvtier that uses every hook."""

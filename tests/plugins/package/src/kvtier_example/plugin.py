@@ -1,0 +1,138 @@
+"""Every hook, in the least code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
+
+import typer
+from kvtier import Settings, hookimpl
+from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
+from kvtier.events import Observer, Report
+from kvtier.eviction.base import EvictionPolicy
+from kvtier.keys import ChunkKey
+from kvtier.settings import TierSettings
+from pydantic import Field
+
+
+class ShelfSettings(TierSettings):
+    """Settings of a tier of type ``shelf``."""
+
+    label: str = Field(description="What is written on the shelf.", examples=["top"])
+
+
+class ShelfBackend(Backend):
+    """Objects in a dict."""
+
+    settings_type: ClassVar[type[TierSettings]] = ShelfSettings
+
+    def __init__(self, settings: ShelfSettings) -> None:
+        self.label = settings.label
+        self._held: dict[ChunkKey, bytes] = {}
+
+    async def open(self) -> None:
+        """Nothing to open."""
+
+    async def close(self) -> None:
+        """Forget everything."""
+        self._held.clear()
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        """Whether each is there."""
+        return [key in self._held for key in keys]
+
+    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        """Copy each."""
+        self._held.update((key, bytes(view)) for key, view in items)
+        return [Outcome.OK] * len(items)
+
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        """Copy each back."""
+        outcomes = []
+        for key, view in items:
+            held = self._held.get(key)
+            fits = held is not None and len(held) == len(view)
+            if held is not None and fits:
+                view[:] = held
+            outcomes.append(Outcome.OK if fits else Outcome.MISS)
+        return outcomes
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        """Forget each."""
+        for key in keys:
+            self._held.pop(key, None)
+
+
+class FifoPolicy(EvictionPolicy):
+    """First in, first out."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, None] = {}
+
+    def added(self, row: int, parent: int) -> None:
+        """At the end."""
+        self._rows[row] = None
+
+    def used(self, rows: Sequence[int]) -> None:
+        """Does not matter."""
+
+    def removed(self, row: int) -> None:
+        """Gone."""
+        self._rows.pop(row, None)
+
+    def victims(self) -> Iterator[int]:
+        """The oldest first."""
+        return iter(self._rows)
+
+
+class NamingObserver:
+    """Notes the phases."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.phases: list[str] = []
+
+    def observe(self, report: Report) -> None:
+        """Note one."""
+        self.phases.append(type(report.event).__name__)
+
+    def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
+        """Does not matter."""
+
+
+class Pigeon:
+    """Would be a transport."""
+
+
+@hookimpl
+def kvtier_backends() -> dict[str, type[Backend]]:
+    """One backend."""
+    return {"shelf": ShelfBackend}
+
+
+@hookimpl
+def kvtier_transports() -> dict[str, type]:
+    """One transport."""
+    return {"pigeon": Pigeon}
+
+
+@hookimpl
+def kvtier_eviction_policies() -> dict[str, type[EvictionPolicy]]:
+    """One policy."""
+    return {"fifo": FifoPolicy}
+
+
+@hookimpl
+def kvtier_observers(settings: Settings) -> Iterable[Observer]:
+    """One observer."""
+    return [NamingObserver(settings.chunk_tokens)]
+
+
+@hookimpl
+def kvtier_commands(app: typer.Typer) -> None:
+    """One command."""
+
+    @app.command()
+    def hello(name: str) -> None:
+        """Greet NAME."""
+        typer.echo(f"Hello {name}, from a plugin")

@@ -1,0 +1,73 @@
+"""The page and the schema in docs/ say what the models say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kvtier.plugins import Plugins
+from kvtier.settings import Settings, load_settings
+from kvtier.settings_schema import EXAMPLE, json_schema, markdown_page, shown
+from kvtier.settings_sources import field_names, variable_name
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def plugins() -> Plugins:
+    return Plugins.load([])
+
+
+def test_the_page_is_up_to_date(plugins: Plugins) -> None:
+    assert (DOCS / "settings.md").read_text() == markdown_page(plugins), (
+        "run: kvtier config schema --markdown > docs/settings.md"
+    )
+
+
+def test_the_schema_is_up_to_date(plugins: Plugins) -> None:
+    assert json.loads((DOCS / "settings.schema.json").read_text()) == json_schema(plugins), (
+        "run: kvtier config schema > docs/settings.schema.json"
+    )
+
+
+def test_every_setting_is_on_the_page_with_its_variable(plugins: Plugins) -> None:
+    page = markdown_page(plugins)
+    for key in field_names(Settings):
+        if key != "prefetch":
+            assert f"### `{key}`\n\n`{variable_name(key)}`" in page
+
+
+def test_every_setting_is_described(plugins: Plugins) -> None:
+    models = [Settings, type(Settings().prefetch)]
+    models += [plugins.backend(name).settings_type for name in plugins.names("kvtier_backends")]
+    for model in models:
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name} needs a description="
+
+
+def test_the_example_on_the_page_is_right(plugins: Plugins) -> None:
+    tiers = plugins.tier_settings(load_settings(yaml.safe_load(EXAMPLE)))
+    assert [tier.type for tier in tiers] == ["hugepage", "disk"]
+
+
+def test_the_schema_knows_each_tier_type(plugins: Plugins) -> None:
+    schema = json_schema(plugins)
+    kinds = [item["$ref"].rpartition("/")[2] for item in schema["properties"]["tiers"]["items"]["anyOf"]]
+    assert kinds == ["tier_cpu", "tier_hugepage", "tier_disk"]
+    disk: dict[str, Any] = schema["$defs"]["tier_disk"]
+    assert disk["properties"]["type"]["const"] == "disk"
+    assert "path" in disk["required"]
+    assert disk["additionalProperties"] is False
+
+
+def test_values_are_shown_as_people_write_them(plugins: Plugins) -> None:
+    disk = plugins.backend("disk").settings_type.model_fields
+    assert shown(disk["capacity"], 5 << 30) == "5GiB"
+    assert shown(disk["queue"], 1 << 20) == "1MiB"
+    assert shown(disk["queue"], None) == ""
+    assert shown(disk["deadline"], 0.25) == "250ms"
+    assert shown(disk["direct"], True) == "true"
+    assert shown(disk["concurrency"], 4) == "4"

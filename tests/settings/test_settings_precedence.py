@@ -1,0 +1,162 @@
+"""Where values come from, and which wins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvtier.settings import Origin, Settings, load_settings
+from kvtier.settings_sources import field_names, nested_model, variable_name
+
+WriteFile = Callable[[str], Path]
+
+# One value for each setting that is not its default: in the file, in the environment, as it is read.
+EXAMPLES: dict[str, tuple[str, str, Any]] = {
+    "chunk_tokens": ("128", "128", 128),
+    "partial_chunks": ("true", "true", True),
+    "save_decode": ("false", "0", False),
+    "tiers": (
+        "[{name: a, type: cpu, capacity: 1MiB}]",
+        '[{"name": "a", "type": "cpu", "capacity": "1MiB"}]',
+        [{"name": "a", "type": "cpu", "capacity": "1MiB"}],
+    ),
+    "socket": ("/run/a.sock", "/run/a.sock", Path("/run/a.sock")),
+    "linger": ("3s", "3s", 3.0),
+    "drain_timeout": ("1m", "60", 60.0),
+    "checksum": ("false", "false", False),
+    "plugins": ("[a, b]", '["a", "b"]', ["a", "b"]),
+    "prefetch.policy": ("wait", "wait", "wait"),
+    "prefetch.deadline": ("250ms", "250ms", 0.25),
+    "log_level": ("debug", "debug", "DEBUG"),
+}
+
+
+def leaves() -> list[str]:
+    nested = {name for name, field in Settings.model_fields.items() if nested_model(field)}
+    return [name for name in field_names(Settings) if name not in nested]
+
+
+def value_of(settings: Settings, key: str) -> object:
+    value: object = settings
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def test_every_setting_is_tested_here() -> None:
+    assert set(EXAMPLES) == set(leaves())
+
+
+@pytest.mark.parametrize("key", EXAMPLES)
+def test_each_setting_from_the_file(key: str, write_file: WriteFile) -> None:
+    written, _, value = EXAMPLES[key]
+    outer, _, inner = key.partition(".")
+    path = write_file(f"{outer}: {{{inner}: {written}}}" if inner else f"{key}: {written}")
+    settings = load_settings(file=path)
+    assert value_of(settings, key) == value
+    assert value_of(Settings(), key) != value
+    assert settings.origin(key) == Origin("file", str(path))
+
+
+@pytest.mark.parametrize("key", EXAMPLES)
+def test_each_setting_from_its_variable(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, written, value = EXAMPLES[key]
+    monkeypatch.setenv(variable_name(key), written)
+    settings = load_settings()
+    assert value_of(settings, key) == value
+    assert settings.origin(key) == Origin("environment", variable_name(key))
+
+
+@pytest.mark.parametrize("key", EXAMPLES)
+def test_each_setting_from_code(key: str) -> None:
+    _, _, value = EXAMPLES[key]
+    outer, _, inner = key.partition(".")
+    settings = load_settings({outer: {inner: value}} if inner else {key: value})
+    assert value_of(settings, key) == value
+    assert settings.origin(key) == Origin("override")
+
+
+def test_code_wins_over_the_environment_and_that_over_the_file(
+    write_file: WriteFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "KVTIER_CONFIG_FILE", str(write_file("{chunk_tokens: 1, linger: 1, drain_timeout: 1}"))
+    )
+    monkeypatch.setenv("KVTIER_LINGER", "2s")
+    monkeypatch.setenv("KVTIER_DRAIN_TIMEOUT", "2s")
+    settings = load_settings({"drain_timeout": "3s"})
+    assert (settings.chunk_tokens, settings.linger, settings.drain_timeout) == (1, 2.0, 3.0)
+    kinds = [settings.origin(key).kind for key in ("chunk_tokens", "linger", "drain_timeout", "checksum")]
+    assert kinds == ["file", "environment", "override", "default"]
+
+
+def test_nested_settings_are_merged_and_lists_replaced(
+    write_file: WriteFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_file("{prefetch: {policy: wait, deadline: 9s}, plugins: [a, b]}")
+    monkeypatch.setenv("KVTIER_PREFETCH__DEADLINE", "4s")
+    settings = load_settings({"plugins": ["c"]}, file=path)
+    assert (settings.prefetch.policy, settings.prefetch.deadline) == ("wait", 4.0)
+    assert settings.plugins == ["c"]
+    assert settings.origin("prefetch.policy").kind == "file"
+    assert settings.origin("prefetch.deadline") == Origin("environment", "KVTIER_PREFETCH__DEADLINE")
+
+
+def test_nested_settings_in_one_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_PREFETCH", json.dumps({"policy": "wait"}))
+    settings = load_settings()
+    assert settings.prefetch.policy == "wait"
+    assert settings.origin("prefetch.policy") == Origin("environment", "KVTIER_PREFETCH")
+
+
+def test_a_file_that_is_given_replaces_the_one_in_the_variable(
+    write_file: WriteFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text("linger: 1s")
+    monkeypatch.setenv("KVTIER_CONFIG_FILE", str(other))
+    settings = load_settings(file=write_file("chunk_tokens: 64"))
+    assert (settings.chunk_tokens, settings.linger) == (64, Settings().linger)
+
+
+def test_an_empty_file_and_an_empty_variable_set_nothing(
+    write_file: WriteFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIER_CHUNK_TOKENS", "")
+    assert load_settings(file=write_file("# nothing yet\n")).model_dump() == Settings().model_dump()
+
+
+def test_the_constructor_alone_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_CHUNK_TOKENS", "64")
+    monkeypatch.setenv("KVTIER_CONFIG_FILE", "/does/not/exist.yaml")
+    assert Settings().chunk_tokens == 256
+
+
+def test_variables_that_kubernetes_sets_for_a_service_called_kvtier_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {
+        "KVTIER_PORT": "tcp://10.0.0.1:8200",
+        "KVTIER_SERVICE_HOST": "10.0.0.1",
+        "KVTIER_SERVICE_PORT": "8200",
+        "KVTIER_SERVICE_PORT_HTTP": "8200",
+        "KVTIER_PORT_8200_TCP": "tcp://10.0.0.1:8200",
+        "KVTIER_PORT_8200_TCP_ADDR": "10.0.0.1",
+        "KVTIER_PORT_8200_TCP_PROTO": "tcp",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert load_settings().model_dump() == Settings().model_dump()
+
+
+def test_settings_survive_the_way_to_another_process() -> None:
+    settings = load_settings({key: EXAMPLES[key][2] for key in EXAMPLES if "." not in key})
+    again = load_settings(json.loads(settings.model_dump_json()))
+    assert again.model_dump() == settings.model_dump()
+
+
+def test_a_home_directory_in_the_socket_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load_settings({"socket": "~/a.sock"}).socket == Path("/home/someone/a.sock")
