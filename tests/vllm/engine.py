@@ -19,7 +19,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-import engine_process
+from tests.vllm import engine_process
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -118,6 +118,13 @@ class Engine:
         deadline = time.monotonic() + ANSWER_SECONDS
         while not self._call("reset", external=external):
             assert time.monotonic() < deadline, "vLLM still holds blocks of finished requests"
+            time.sleep(0.02)
+
+    def wait_until_free(self) -> None:
+        """Wait until every block of vLLM's pool, but the null block, belongs to nobody."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while (metrics := self.metrics())["free_blocks"] != metrics["blocks"] - 1:
+            assert time.monotonic() < deadline, f"{metrics['free_blocks']} of {metrics['blocks']} blocks free"
             time.sleep(0.02)
 
     def metrics(self) -> dict[str, float]:

@@ -1,0 +1,113 @@
+"""Models, engines, cache processes, and the oracle: the same vLLM without kvtier."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.vllm import models
+from tests.vllm.cache_process import CacheProcess
+from tests.vllm.engine import Engine, Engines
+
+StartEngine = Callable[..., AbstractContextManager[Engine]]
+Oracle = Callable[..., list[int]]
+MakeCache = Callable[..., CacheProcess]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama: full attention, one KV-cache group."""
+    return models.make_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Gemma 3: alternating sliding and full attention, several KV-cache groups."""
+    return models.make_hybrid(tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    return Engines(tmp_path_factory.mktemp("engines"))
+
+
+@pytest.fixture
+def make_cache() -> Iterator[MakeCache]:
+    """Makes cache processes that are not yet started; they are gone at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**settings: Any) -> CacheProcess:
+            # Short, as a socket's path may have 107 bytes only.
+            folder = Path(tempfile.mkdtemp(prefix="kvt-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            cache = CacheProcess(folder, **settings)
+            stack.callback(cache.kill)
+            return cache
+
+        yield make
+
+
+@pytest.fixture
+def cache(make_cache: MakeCache) -> CacheProcess:
+    """A running cache process of 64 MiB of memory and 256 MiB of disk."""
+    cache = make_cache()
+    cache.start()
+    return cache
+
+
+@pytest.fixture
+def start(engines: Engines) -> StartEngine:
+    """``with start(model, cache, **LLM's arguments) as engine``: a real vLLM with the connector.
+
+    At the end of the block nobody may hold anything any more: no lease, reservation, ticket or block.
+    """
+
+    @contextlib.contextmanager
+    def start(model: Path, cache: CacheProcess, **arguments: Any) -> Iterator[Engine]:
+        with engines.engine(model, cache.connector, **arguments) as engine:
+            yield engine
+            if engine.process.is_alive():
+                cache.wait_until_idle()
+                engine.wait_until_free()
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def oracle(engines: Engines) -> Iterator[Oracle]:
+    """``oracle(model, prompt, new)``: the tokens that a vLLM without kvtier and without caches answers with."""
+    known: dict[tuple[Any, ...], list[int]] = {}
+    running: dict[tuple[Path, bool], Engine] = {}
+    with contextlib.ExitStack() as stack:
+
+        def ask(
+            model: Path, prompt: Sequence[int], new: int = 16, *, lora: dict[str, Any] | None = None
+        ) -> list[int]:
+            question = (model, tuple(prompt), new, lora and lora["lora_path"])
+            if question not in known:
+                known[question] = engine(model, lora is not None).generate(prompt, new, lora=lora).tokens
+            return known[question]
+
+        def engine(model: Path, adapters: bool) -> Engine:
+            if (model, adapters) not in running:
+                arguments = {"enable_lora": True, "max_lora_rank": 8} if adapters else {}
+                started = engines.engine(model, None, enable_prefix_caching=False, **arguments)
+                running[model, adapters] = stack.enter_context(started)
+            return running[model, adapters]
+
+        yield ask

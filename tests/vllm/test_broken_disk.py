@@ -1,0 +1,109 @@
+"""A disk that lies, is full, fails or hangs costs a miss, never a wrong token and never a request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.cache_process import CHUNK, MIB, CacheProcess
+from tests.vllm.conftest import MakeCache, Oracle, StartEngine
+from tests.vllm.models import prompt
+
+LENGTH = 1000
+WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
+
+
+def corrupt(path: Path) -> None:
+    """Flip one bit in the middle of the payload."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def swap(path: Path) -> None:
+    """Put another chunk's object, whole and with a good checksum, under this name."""
+    other = next(file for file in sorted(path.parent.parent.rglob("*.kv")) if file != path)
+    path.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("damage", [corrupt, truncate, swap, Path.unlink])
+def test_a_damaged_file_is_recomputed(
+    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, damage: Callable[[Path], None]
+) -> None:
+    with start(llama, cache) as engine:
+        engine.generate(prompt(LENGTH))
+    cache.stop()
+    files = sorted(cache.disk.rglob("*.kv"), key=lambda file: file.stat().st_mtime_ns)
+    assert len(files) == LENGTH // CHUNK
+    damage(files[len(files) // 2])
+    cache.start()
+    with start(llama, cache) as engine:
+        recomputed = engine.generate(prompt(LENGTH))
+        engine.reset_prefix_cache()
+        cache.wait_until_stored(LENGTH)
+        again = engine.generate(prompt(LENGTH))
+    assert recomputed.tokens == again.tokens == oracle(llama, prompt(LENGTH))
+    assert recomputed.cached < WHOLE_CHUNKS
+    assert again.cached == WHOLE_CHUNKS
+
+
+def test_a_full_disk(llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle) -> None:
+    cache = make_cache(ssd={"capacity": 2 * MIB})  # three chunks
+    cache.start()
+    with start(llama, cache) as engine:
+        for number in range(3):
+            tokens = prompt(LENGTH, start=2000 * number)
+            assert engine.generate(tokens).tokens == oracle(llama, tokens)
+            cache.wait_until_idle()
+            on_disk = sum(file.stat().st_size for file in cache.disk.rglob("*") if file.is_file())
+            assert on_disk <= 2 * MIB
+    cache.stop()
+    cache.start()
+    with start(llama, cache) as engine:
+        for number in range(3):
+            tokens = prompt(LENGTH, start=2000 * number)
+            assert engine.generate(tokens).tokens == oracle(llama, tokens)
+
+
+@pytest.mark.parametrize("fault", ["fail-get", "hang-get"])
+def test_a_disk_that_cannot_be_read(
+    llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle, fault: str
+) -> None:
+    cache = make_cache(ssd={"deadline": "300ms"})
+    cache.start()
+    with start(llama, cache) as engine:
+        engine.generate(prompt(LENGTH))
+    cache.stop()
+    cache.start(fault=[fault])
+    prompts = [prompt(LENGTH), prompt(LENGTH + 300), prompt(600, start=9000)]
+    # What hangs keeps its memory, so nobody waits for the cache process to be idle here.
+    with start(llama, cache) as engine:
+        for tokens in prompts:
+            assert engine.generate(tokens).tokens == oracle(llama, tokens)
+            engine.reset_prefix_cache()
+        engine.wait_until_free()
+        engine.kill()
+
+
+@pytest.mark.parametrize("fault", ["fail-put", "hang-put"])
+def test_a_disk_that_cannot_be_written(
+    llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle, fault: str
+) -> None:
+    cache = make_cache(ssd={"deadline": "300ms"}, drain_timeout="1s")
+    cache.start(fault=[fault])
+    with start(llama, cache) as engine:
+        for hit in (0, WHOLE_CHUNKS):
+            answer = engine.generate(prompt(LENGTH))
+            assert (answer.tokens, answer.cached) == (oracle(llama, prompt(LENGTH)), hit)
+            cache.wait_until(lambda status: status["tiers"][0]["chunks"] == LENGTH // CHUNK)
+            engine.reset_prefix_cache()
+        engine.kill()

@@ -1,0 +1,210 @@
+"""What was prefilled once is not prefilled again: from memory, from disk, across engines and restarts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.cache_process import CHUNK, CacheProcess, is_idle
+from tests.vllm.conftest import MakeCache, Oracle, StartEngine
+from tests.vllm.engine import TENSOR_PARALLEL, Answer, Engine, Engines
+from tests.vllm.models import prompt
+
+LENGTH = 1000
+WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
+
+
+def from_tier(engine: Engine, source: str) -> float:
+    """Tokens that vLLM counted as supplied by ``host`` or ``disk``."""
+    return engine.metrics()[f"vllm:prompt_tokens_cached_by_source{{{source}}}"]
+
+
+def test_cold_then_warm_from_memory(
+    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
+) -> None:
+    with start(llama, cache) as engine:
+        cold = engine.generate(prompt(LENGTH))
+        cache.wait_until_stored(LENGTH)
+        engine.reset_prefix_cache()
+        warm = engine.generate(prompt(LENGTH))
+        assert from_tier(engine, "host") == WHOLE_CHUNKS
+    expected = oracle(llama, prompt(LENGTH))
+    assert cold == Answer(expected, 0, "length")
+    assert warm == Answer(expected, WHOLE_CHUNKS, "length")
+
+
+def test_warm_from_disk_in_new_processes(
+    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
+) -> None:
+    with start(llama, cache) as engine:
+        engine.generate(prompt(LENGTH))
+    cache.stop()
+    cache.start()
+    with start(llama, cache) as engine:
+        warm = engine.generate(prompt(LENGTH))
+        assert from_tier(engine, "disk") == WHOLE_CHUNKS
+        engine.reset_prefix_cache()
+        again = engine.generate(prompt(LENGTH))
+        assert from_tier(engine, "host") == WHOLE_CHUNKS
+    assert warm == again == Answer(oracle(llama, prompt(LENGTH)), WHOLE_CHUNKS, "length")
+
+
+def test_memory_outlives_the_engine(
+    llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
+) -> None:
+    cache = make_cache(ssd={"write": "never"})
+    cache.start()
+    with start(llama, cache) as engine:
+        engine.generate(prompt(LENGTH))
+        cache.wait_until(lambda status: status["tiers"][0]["chunks"] == LENGTH // CHUNK)
+        engine.kill()
+    with start(llama, cache) as engine:
+        assert engine.generate(prompt(LENGTH)) == Answer(
+            oracle(llama, prompt(LENGTH)), WHOLE_CHUNKS, "length"
+        )
+
+
+def test_two_engines_hit_each_others_chunks(
+    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
+) -> None:
+    first, second = prompt(LENGTH), prompt(LENGTH, start=5000)
+    with start(llama, cache) as one, start(llama, cache) as other:
+        one.generate(first)
+        other.generate(second)
+        cache.wait_until_stored(2 * LENGTH)
+        answers = [one.generate(second), other.generate(first)]
+    assert answers == [
+        Answer(oracle(llama, second), WHOLE_CHUNKS, "length"),
+        Answer(oracle(llama, first), WHOLE_CHUNKS, "length"),
+    ]
+
+
+def test_a_chat_reuses_the_tokens_that_were_decoded(
+    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
+) -> None:
+    turns = [prompt(300), prompt(200, start=4000), prompt(150, start=8000)]
+    conversation: list[int] = []
+    with start(llama, cache) as engine:
+        for turn in turns:
+            known = len(conversation)
+            conversation += turn
+            engine.reset_prefix_cache()
+            answer = engine.generate(conversation, 200)
+            # The last token that was decoded has no KV yet.
+            assert answer.cached == max(0, known - 1) // CHUNK * CHUNK
+            assert answer.tokens == oracle(llama, conversation, 200)
+            conversation += answer.tokens
+            cache.wait_until_stored(len(conversation) - 1)
+
+
+def test_decoded_tokens_are_left_out_where_told(
+    llama: Path, make_cache: MakeCache, start: StartEngine
+) -> None:
+    cache = make_cache(save_decode=False)
+    cache.start()
+    with start(llama, cache) as engine:
+        engine.generate(prompt(300), 300)
+        cache.wait_until_stored(300)
+        assert cache.status()["tiers"][0]["chunks"] == 300 // CHUNK
+
+
+def test_the_partial_last_chunk_is_reused_where_told(
+    llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
+) -> None:
+    cache = make_cache(partial_chunks=True)
+    cache.start()
+    with start(llama, cache) as engine:
+        engine.generate(prompt(LENGTH), 1)
+        cache.wait_until_stored(LENGTH)
+        engine.reset_prefix_cache()
+        warm = engine.generate(prompt(LENGTH))
+    assert warm.tokens == oracle(llama, prompt(LENGTH))
+    assert warm.cached > WHOLE_CHUNKS
+
+
+def test_a_prompt_of_whole_chunks(
+    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
+) -> None:
+    with start(llama, cache) as engine:
+        engine.generate(prompt(WHOLE_CHUNKS))
+        cache.wait_until_stored(WHOLE_CHUNKS)
+        engine.reset_prefix_cache()
+        warm = engine.generate(prompt(WHOLE_CHUNKS))
+    assert warm.tokens == oracle(llama, prompt(WHOLE_CHUNKS))
+    assert warm.cached >= WHOLE_CHUNKS - CHUNK
+
+
+def test_sliding_window_hybrid(hybrid: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle) -> None:
+    longer = prompt(LENGTH + 500)
+    with start(hybrid, cache) as engine:
+        cold = engine.generate(prompt(LENGTH))
+        cache.wait_until_stored(LENGTH)
+        engine.reset_prefix_cache()
+        warm = engine.generate(prompt(LENGTH))
+        engine.reset_prefix_cache()
+        further = engine.generate(longer)
+    assert cold == Answer(oracle(hybrid, prompt(LENGTH)), 0, "length")
+    assert warm == Answer(oracle(hybrid, prompt(LENGTH)), WHOLE_CHUNKS, "length")
+    assert further == Answer(oracle(hybrid, longer), WHOLE_CHUNKS, "length")
+
+
+def test_tensor_parallel(llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle) -> None:
+    settings = {"tensor_parallel_size": 2, "environment": TENSOR_PARALLEL}
+    with start(llama, cache, **settings) as engine:
+        cold = engine.generate(prompt(LENGTH))
+        cache.wait_until_stored(LENGTH)
+        engine.reset_prefix_cache()
+        warm = engine.generate(prompt(LENGTH))
+        status = cache.status()
+    assert cold == Answer(oracle(llama, prompt(LENGTH)), 0, "length")
+    assert warm == Answer(oracle(llama, prompt(LENGTH)), WHOLE_CHUNKS, "length")
+    assert len(status["engines"]) == 1
+
+
+def test_engines_of_another_layout_do_not_meet(llama: Path, cache: CacheProcess, start: StartEngine) -> None:
+    with start(llama, cache) as engine:
+        engine.generate(prompt(LENGTH))
+    with start(llama, cache, block_size=64) as engine:
+        assert engine.generate(prompt(LENGTH)).cached == 0
+
+
+def test_reset_empties_kvtier_too(llama: Path, cache: CacheProcess, start: StartEngine) -> None:
+    with start(llama, cache) as engine:
+        engine.generate(prompt(LENGTH))
+        cache.wait_until_stored(LENGTH)
+        engine.reset_prefix_cache(external=True)
+        cache.wait_until(lambda status: not any(tier["chunks"] for tier in status["tiers"]))
+        assert engine.generate(prompt(LENGTH)).cached == 0
+
+
+def test_the_connector_starts_a_cache_process_where_no_socket_is_named(
+    llama: Path, make_cache: MakeCache, engines: Engines, tmp_path: Path, oracle: Oracle
+) -> None:
+    from kvtier.bridge.spawn import default_address
+    from kvtier.settings import load_settings
+
+    started = make_cache(linger="2s")
+    del started.settings["socket"]
+    started.settings["socket"] = str(default_address(load_settings(started.settings)))
+    own = {name: value for name, value in started.settings.items() if name != "socket"}
+    with engines.engine(llama, own) as engine:
+        engine.generate(prompt(LENGTH))
+        started.wait_until_stored(LENGTH)
+    with engines.engine(llama, own) as engine:
+        warm = engine.generate(prompt(LENGTH))
+        pid = started.status()["pid"]
+        started.wait_until(is_idle)
+    assert warm == Answer(oracle(llama, prompt(LENGTH)), WHOLE_CHUNKS, "length")
+    started.wait_until_gone(pid)
+
+
+@pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1])
+def test_around_one_chunk(
+    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, length: int
+) -> None:
+    with start(llama, cache) as engine:
+        engine.generate(prompt(length))
+        cache.wait_until_stored(length)
+        engine.reset_prefix_cache()
+        assert engine.generate(prompt(length)).tokens == oracle(llama, prompt(length))

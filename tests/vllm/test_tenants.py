@@ -1,0 +1,63 @@
+"""What must never be shared: the KV of another tenant, or of another adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.vllm import models
+from tests.vllm.cache_process import CHUNK, CacheProcess
+from tests.vllm.conftest import Oracle, StartEngine
+from tests.vllm.models import prompt
+
+LENGTH = 1000
+WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
+
+
+def test_tenants_with_different_salts_never_hit_each_other(
+    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
+) -> None:
+    with start(llama, cache) as engine:
+        for stored, salt in enumerate(("one", "other", None), 1):
+            engine.reset_prefix_cache()
+            cold = engine.generate(prompt(LENGTH), salt=salt)
+            assert (cold.cached, cold.tokens) == (0, oracle(llama, prompt(LENGTH)))
+            cache.wait_until_stored(stored * WHOLE_CHUNKS)
+        for salt in ("one", "other", None):
+            engine.reset_prefix_cache()
+            warm = engine.generate(prompt(LENGTH), salt=salt)
+            assert (warm.cached, warm.tokens) == (WHOLE_CHUNKS, oracle(llama, prompt(LENGTH)))
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    """Two adapters, as vLLM is told of them."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return [
+        {
+            "lora_name": f"adapter-{number}",
+            "lora_int_id": number,
+            "lora_path": str(models.make_lora(folder / str(number), seed=number)),
+        }
+        for number in (1, 2)
+    ]
+
+
+def test_adapters_do_not_share(
+    llama: Path,
+    cache: CacheProcess,
+    start: StartEngine,
+    oracle: Oracle,
+    adapters: list[dict[str, object]],
+) -> None:
+    asked = [None, *adapters]
+    expected = [oracle(llama, prompt(LENGTH), lora=lora) for lora in asked]
+    assert len({tuple(tokens) for tokens in expected}) == len(asked), "the adapters change nothing"
+    with start(llama, cache, enable_lora=True, max_lora_rank=8, max_loras=2) as engine:
+        for hit in (0, WHOLE_CHUNKS):
+            for number, lora in enumerate(asked):
+                engine.reset_prefix_cache()
+                answer = engine.generate(prompt(LENGTH), lora=lora)
+                assert (answer.cached, answer.tokens) == (hit, expected[number])
+                cache.wait_until_idle()
