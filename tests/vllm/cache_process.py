@@ -130,4 +130,4 @@ def is_idle(status: dict[str, Any]) -> bool:
     """Whether a status shows that nobody holds anything: memory is leased by the chunks in it alone."""
     held = sum(engine[what] for engine in status["engines"] for what in ("leases", "reservations", "tickets"))
     under_way = status["flights"] + status["pending_bytes"]
-    return held == 0 and under_way == 0 and status["arena"]["leases"] == status["tiers"][0]["chunks"]
+    return bool(held == under_way == 0 and status["arena"]["leases"] == status["tiers"][0]["chunks"])

@@ -7,12 +7,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
 
 from tests.vllm import models
 from tests.vllm.cache_process import CacheProcess
@@ -24,9 +23,12 @@ MakeCache = Callable[..., CacheProcess]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = find_spec("vllm") is None
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make install"))
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +92,7 @@ def start(engines: Engines) -> StartEngine:
 
 @pytest.fixture(scope="session")
 def oracle(engines: Engines) -> Iterator[Oracle]:
-    """``oracle(model, prompt, new)``: the tokens that a vLLM without kvtier and without caches answers with."""
+    """``oracle(model, prompt, new)``: what a vLLM without kvtier or any cache answers."""
     known: dict[tuple[Any, ...], list[int]] = {}
     running: dict[tuple[Path, bool], Engine] = {}
     with contextlib.ExitStack() as stack:
@@ -105,7 +107,7 @@ def oracle(engines: Engines) -> Iterator[Oracle]:
 
         def engine(model: Path, adapters: bool) -> Engine:
             if (model, adapters) not in running:
-                arguments = {"enable_lora": True, "max_lora_rank": 8} if adapters else {}
+                arguments: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8} if adapters else {}
                 started = engines.engine(model, None, enable_prefix_caching=False, **arguments)
                 running[model, adapters] = stack.enter_context(started)
             return running[model, adapters]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -38,7 +39,7 @@ class _Host:
         self._connection = connection
         self._llm: Any = None
         self._running = True
-        self._calls = {
+        self._calls: dict[str, Callable[..., Any]] = {
             "open": self._open,
             "generate": self._generate,
             "abort": self._abort,

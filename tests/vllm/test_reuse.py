@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,7 +151,7 @@ def test_sliding_window_hybrid(hybrid: Path, cache: CacheProcess, start: StartEn
 
 
 def test_tensor_parallel(llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle) -> None:
-    settings = {"tensor_parallel_size": 2, "environment": TENSOR_PARALLEL}
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "environment": TENSOR_PARALLEL}
     with start(llama, cache, **settings) as engine:
         cold = engine.generate(prompt(LENGTH))
         cache.wait_until_stored(LENGTH)
