@@ -1,0 +1,200 @@
+"""A circuit breaker around any medium: one that is down costs a miss, not a wait.
+
+=========  =====================================================  ==============================
+state      what a call gets                                       left when
+=========  =====================================================  ==============================
+closed     the medium's answer                                    ``failures`` batches failed in a row
+open       an answer at once: not held, ``FAILED``                the cooldown is over
+probing    one call the medium's answer, the others as in open    the probe has its answer
+=========  =====================================================  ==============================
+
+Deadlines are not here: :mod:`kvtier.tier` owns them, since a call that is out of time keeps its memory
+until it ends. It tells of each by :meth:`GuardedBackend.record_failure`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from enum import Enum
+from typing import TypeVar
+
+from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
+from kvtier.backends.logs import RareWarning
+from kvtier.backends.wrapper import WrapperBackend
+from kvtier.keys import ChunkKey
+
+logger = logging.getLogger("kvtier")
+
+QuestionT = TypeVar("QuestionT")
+AnswerT = TypeVar("AnswerT")
+
+
+class BreakerState(Enum):
+    """Whether calls reach the medium."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
+
+
+class GuardedBackend(WrapperBackend):
+    """Answers in the place of ``inner`` while that only fails, and translates what it raises.
+
+    A batch failed where an outcome is ``FAILED``, where the medium raised, or where it answered with
+    another number of outcomes than there were questions. After ``failures`` of them in a row nothing
+    reaches the medium for ``cooldown`` seconds; then one call does, as a probe, and each probe that
+    fails doubles the time to the next, up to ``max_cooldown``. Keys whose deletion did not reach the
+    medium are deleted before anything else is asked of it, so that it never comes to hold more than its
+    tier accounts for.
+    """
+
+    def __init__(
+        self,
+        inner: Backend,
+        failures: int = 5,
+        cooldown: float = 1.0,
+        max_cooldown: float = 30.0,
+        *,
+        name: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(inner)
+        self.state = BreakerState.CLOSED
+        self._name = name or type(inner).__name__
+        self._failures = failures
+        self._first_cooldown = cooldown
+        self._max_cooldown = max_cooldown
+        self._clock = clock
+        self._warn = RareWarning(logger)
+        self._failed_in_a_row = 0
+        self._cooldown = cooldown
+        self._open_until = 0.0
+        self._epoch = 0
+        self._undeleted: set[ChunkKey] = set()
+
+    @property
+    def available(self) -> bool:
+        """Whether a call would reach the medium now."""
+        return self.state is BreakerState.CLOSED or self._probe_is_due()
+
+    def record_failure(self) -> None:
+        """A call is out of time. It counts as failed, and what it may yet answer counts for nothing."""
+        if self.state is not BreakerState.OPEN:
+            self._epoch += 1
+            self._count_failure()
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        """Whether each key is held; ``False`` where the medium cannot tell."""
+        return await self._ask(self._inner.contains, keys, refusal=False)
+
+    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        """See :meth:`Backend.put`. ``FAILED`` at once while the medium is down."""
+        return await self._ask(self._inner.put, items, refusal=Outcome.FAILED)
+
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        """See :meth:`Backend.get`. ``FAILED`` at once while the medium is down."""
+        return await self._ask(self._inner.get, items, refusal=Outcome.FAILED)
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove each key, now or before the next call that reaches the medium."""
+        self._undeleted.update(keys)
+        await self._ask(_nothing_more, keys, refusal=False)
+
+    async def scan_inner(self) -> AsyncIterator[Sequence[StoredObject]]:
+        """What the medium held, as far as it could tell."""
+        try:
+            async for batch in super().scan_inner():
+                yield batch
+        except Exception as error:
+            self._warn("%s: stopped telling what it holds: %r", self._name, error)
+            self.record_failure()
+
+    async def _ask(
+        self,
+        operation: Callable[[Sequence[QuestionT]], Awaitable[Sequence[AnswerT]]],
+        batch: Sequence[QuestionT],
+        *,
+        refusal: AnswerT,
+    ) -> Sequence[AnswerT]:
+        """The medium's answers, or ``refusal`` for each question of the batch."""
+        refused = [refusal] * len(batch)
+        if not batch or not self._admits():
+            return refused
+        epoch = self._epoch
+        try:
+            await self._catch_up()
+            answers = await operation(batch)
+        except Exception as error:
+            self._warn("%s: a batch failed: %r", self._name, error)
+            answers = []
+        except BaseException:
+            self._call_gave_up(epoch)
+            raise
+        complete = len(answers) == len(batch)
+        if epoch == self._epoch:
+            if complete and Outcome.FAILED not in answers:
+                self._count_success()
+            else:
+                self._count_failure()
+        return answers if complete else refused
+
+    async def _catch_up(self) -> None:
+        """Delete what could not be deleted when it was asked for."""
+        if not self._undeleted:
+            return
+        keys, self._undeleted = self._undeleted, set()
+        try:
+            await self._inner.delete(list(keys))
+        except BaseException:
+            self._undeleted.update(keys)
+            raise
+
+    def _probe_is_due(self) -> bool:
+        return self.state is BreakerState.OPEN and self._clock() >= self._open_until
+
+    def _admits(self) -> bool:
+        if self._probe_is_due():
+            self.state = BreakerState.PROBING
+            logger.info("%s: trying it again", self._name)
+            return True
+        return self.state is BreakerState.CLOSED
+
+    def _count_success(self) -> None:
+        self._failed_in_a_row = 0
+        if self.state is BreakerState.PROBING:
+            self.state = BreakerState.CLOSED
+            self._cooldown = self._first_cooldown
+            # Answers of calls that began before the outage say nothing of what comes after it.
+            self._epoch += 1
+            logger.info("%s: works again", self._name)
+
+    def _count_failure(self) -> None:
+        self._failed_in_a_row += 1
+        if self.state is BreakerState.PROBING:
+            self._cooldown = min(2 * self._cooldown, self._max_cooldown)
+            self._break(self._cooldown)
+        elif self._failed_in_a_row >= self._failures:
+            self._break(self._cooldown)
+
+    def _call_gave_up(self, epoch: int) -> None:
+        """A cancelled call says nothing of the medium. If it was the probe, the next call is one."""
+        if self.state is BreakerState.PROBING and epoch == self._epoch:
+            self._break(0.0)
+
+    def _break(self, seconds: float) -> None:
+        self.state = BreakerState.OPEN
+        self._epoch += 1
+        self._open_until = self._clock() + seconds
+        logger.warning(
+            "%s: %d batches failed in a row; doing without it for %g s",
+            self._name,
+            self._failed_in_a_row,
+            seconds,
+        )
+
+
+async def _nothing_more(keys: Sequence[ChunkKey]) -> Sequence[bool]:
+    """What is left to do for a deletion once :meth:`GuardedBackend._catch_up` has been through."""
+    return [True] * len(keys)
