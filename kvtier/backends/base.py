@@ -111,7 +111,7 @@ class SupportsArena(Protocol):
         ...
 
     def adopt(self, key: ChunkKey, lease: Lease) -> None:
-        """Hold under ``key`` what ``lease`` covers, without a copy. The lease is the backend's from then on."""
+        """Hold under ``key`` what ``lease`` covers, without a copy. The lease is the backend's now."""
         ...
 
     def lease(self, key: ChunkKey) -> Lease | None:

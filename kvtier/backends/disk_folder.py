@@ -221,7 +221,7 @@ class ObjectFolder:
                     if attempt + 1 == LOCK_ATTEMPTS:
                         raise self._taken(_read_holder(descriptor)) from error
                     time.sleep(LOCK_PAUSE_SECONDS)
-            since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
+            since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
             holder = f"process {os.getpid()} on host {socket.gethostname()} since {since}"
             with suppress(OSError):
                 os.ftruncate(descriptor, 0)
