@@ -184,9 +184,9 @@ class Plugins:
         """
         place = describe(settings.origin("tiers"))
         tiers = [self._tier(index, raw, place) for index, raw in enumerate(settings.tiers)]
-        if not _is_memory(self.backend(tiers[0].type)):
+        if not is_memory(self.backend(tiers[0].type)):
             memory = ", ".join(
-                name for name in self.names("kvtier_backends") if _is_memory(self.backend(name))
+                name for name in self.names("kvtier_backends") if is_memory(self.backend(name))
             )
             raise SettingsError(
                 f"tiers[0].type{place} is {tiers[0].type}, which engines cannot copy to: the first tier must "
@@ -230,6 +230,11 @@ def source_of(entry: EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value
 
 
+def is_memory(backend: type[Backend]) -> bool:
+    """Whether it has the powers of ``SupportsArena``, for which ``issubclass`` cannot be used."""
+    return all(hasattr(backend, power) for power in _MEMORY_POWERS)
+
+
 def _chosen(entries: Sequence[EntryPoint], only: Sequence[str] | None) -> list[EntryPoint]:
     if only is None:
         return list(entries)
@@ -266,8 +271,3 @@ def _named(key: str, find: Callable[[str], Found], name: str) -> Found:
         return find(name)
     except SettingsError as error:
         raise SettingsError(f"{key}: {error}") from error
-
-
-def _is_memory(backend: type[Backend]) -> bool:
-    """Whether it has the powers of ``SupportsArena``, for which ``issubclass`` cannot be used."""
-    return all(hasattr(backend, power) for power in _MEMORY_POWERS)

@@ -26,7 +26,7 @@ def make_app() -> typer.Typer:
         name="kvtier",
         no_args_is_help=True,
         rich_markup_mode="rich",
-        pretty_exceptions_show_locals=False,
+        pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _add_plugin_commands(app)
     errors: list[KVTierError] = []
     try:
-        app(args=arguments)
+        app(args=arguments, prog_name="kvtier")
     except* KVTierError as group:
         errors = _leaves(group)
     if errors:

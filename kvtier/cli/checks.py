@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from kvtier.errors import KVTierError
-from kvtier.plugins import BUILT_IN, Plugins
-from kvtier.settings import Settings, TierSettings
+from kvtier.plugins import BUILT_IN, Plugins, is_memory
+from kvtier.settings import TierSettings, load_settings
 from kvtier.units import MIB, format_size
 
 OLDEST_PYTHON = (3, 11)
@@ -42,36 +42,47 @@ class Check(NamedTuple):
     remedy: str = ""
 
 
-def check_settings(file: Path | None) -> tuple[list[Check], list[TierSettings]]:
-    """Whether settings and plugins are right; the tiers where they are, else none."""
-    from kvtier.settings import load_settings
+class Wanted(NamedTuple):
+    """What the settings ask of the machine; nothing where they are wrong."""
 
+    tiers: list[TierSettings]
+    memory_bytes: int
+    """Of all tiers that are memory."""
+
+
+def check_settings(file: Path | None) -> tuple[list[Check], Wanted]:
+    """Whether settings and plugins are right, and what they ask for."""
+    nothing = Wanted([], 0)
     try:
-        settings: Settings = load_settings(file=file)
+        settings = load_settings(file=file)
     except KVTierError as error:
-        return [Check("settings", "fail", str(error), "kvtier config schema --markdown")], []
+        return [Check("settings", "fail", str(error), "kvtier config schema --markdown")], nothing
     try:
         plugins = Plugins.load(settings.plugins)
     except KVTierError as error:
-        return [Check("plugins", "fail", str(error))], []
+        return [Check("plugins", "fail", str(error))], nothing
     third = [f"{plugin.name} ({plugin.source})" for plugin in plugins.loaded() if plugin.source != BUILT_IN]
     plugins_check = Check("plugins", "ok", ", ".join(third) or "only what is built in")
     try:
         tiers = plugins.tier_settings(settings)
     except KVTierError as error:
-        return [plugins_check, Check("settings", "fail", str(error), "kvtier config schema --markdown")], []
+        return [
+            plugins_check,
+            Check("settings", "fail", str(error), "kvtier config schema --markdown"),
+        ], nothing
     names = ", ".join(f"{tier.name} ({tier.type}, {format_size(tier.capacity)})" for tier in tiers)
-    return [Check("settings", "ok", f"tiers: {names}"), plugins_check], tiers
+    memory = sum(tier.capacity for tier in tiers if is_memory(plugins.backend(tier.type)))
+    return [Check("settings", "ok", f"tiers: {names}"), plugins_check], Wanted(tiers, memory)
 
 
-def check_machine(tiers: Sequence[TierSettings]) -> Iterator[Check]:
+def check_machine(wanted: Wanted) -> Iterator[Check]:
     """Everything that does not depend on the settings alone."""
-    memory_tiers = [tier for tier in tiers if tier.type in ("cpu", "hugepage")]
-    capacity = sum(tier.capacity for tier in memory_tiers)
+    tiers, capacity = wanted
     yield check_python()
     yield check_cores()
-    yield check_memory(capacity, memory_bytes())
-    yield check_huge_pages(tiers, memory_info())
+    info = memory_info()
+    yield check_memory(capacity - huge_page_bytes(tiers, info), memory_bytes())
+    yield check_huge_pages(tiers, info)
     yield check_memlock(capacity)
     yield check_memfd()
     yield check_shm()
@@ -106,7 +117,7 @@ def check_cores() -> Check:
 
 def check_memory(capacity: int, available: int) -> Check:
     """Whether the memory tiers fit into what is free."""
-    found = f"{format_size(available)} available, memory tiers take {format_size(capacity)}"
+    found = f"{format_size(available)} available, memory tiers take {format_size(capacity)} of it"
     if capacity > available:
         return Check("memory", "fail", found, "lower the capacity of the memory tiers")
     if capacity > 0.8 * available:
@@ -265,6 +276,12 @@ def check_vllm(version: str | None) -> Check:
         remedy = f"pip install 'vllm=={SUPPORTED_VLLM}.*'"
         return Check("vLLM", "fail", f"{version}; the connector is built for {SUPPORTED_VLLM}", remedy)
     return Check("vLLM", "ok", version)
+
+
+def huge_page_bytes(tiers: Sequence[TierSettings], info: dict[str, int]) -> int:
+    """What the tiers take of huge pages set aside already, which do not count as available memory."""
+    wanted = sum(tier.capacity for tier in tiers if tier.type == "hugepage")
+    return min(wanted, info.get("HugePages_Free", 0) * HUGE_PAGE_BYTES)
 
 
 def memory_info() -> dict[str, int]:

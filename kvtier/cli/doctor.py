@@ -18,8 +18,8 @@ def doctor(config: ConfigFile = None, as_json: AsJson = False) -> None:
     from kvtier.cli.checks import check_machine, check_settings
 
     with messages().status("looking at this machine"):
-        checks, tiers = check_settings(config)
-        checks = [*checks, *check_machine(tiers)]
+        checks, wanted = check_settings(config)
+        checks = [*checks, *check_machine(wanted)]
     failed = any(check.status == "fail" for check in checks)
     if as_json:
         print_json({"ok": not failed, "checks": [check._asdict() for check in checks]})

@@ -152,3 +152,8 @@ def test_pip_installs_the_example(tmp_path: Path, python: Python) -> None:
 def test_installing_by_hand_is_what_the_fixture_does(tmp_path: Path) -> None:
     install(PACKAGE, tmp_path / "again")
     assert (tmp_path / "again" / "kvtier_example" / "plugin.py").is_file()
+
+
+def test_every_hook_is_on_its_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "extending" / "hooks.md").read_text()
+    assert re.findall(r"^## `(\w+)\(", page, re.MULTILINE) == hook_names()

@@ -48,7 +48,7 @@ def test_two_plugins_of_one_name(plugins: Plugins) -> None:
 
 def test_a_hook_that_does_not_exist(plugins: Plugins) -> None:
     with pytest.raises(PluginError, match=r"mine \(mine 1\) does not fit kvtier's hooks: .*kvtier_backend"):
-        plugins.register(plugin(kvtier_backend=dict), "mine", "mine 1")
+        plugins.register(plugin(kvtier_backend=lambda: {"a": CpuBackend}), "mine", "mine 1")
 
 
 def test_a_hook_with_other_arguments(plugins: Plugins) -> None:

@@ -1,0 +1,85 @@
+"""Commands, run in this process or in one of their own, and a disk tier's folder to look into."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from kvtier.backends.disk import object_path
+from kvtier.cli import main
+from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.keys import ChunkKey
+
+PAYLOAD_BYTES = 5000
+
+
+class Result(NamedTuple):
+    """What a command has printed."""
+
+    status: int
+    output: str
+    errors: str
+
+
+Kvtier = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.upper().startswith("KVTIER_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def kvtier(capsys: pytest.CaptureFixture[str]) -> Kvtier:
+    """Run a command in this process."""
+
+    def run(*arguments: object) -> Result:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        code = ended.value.code
+        return Result(code if isinstance(code, int) else 0, printed.out, printed.err)
+
+    return run
+
+
+def spawn(*arguments: object, **variables: str) -> subprocess.Popen[str]:
+    """Start a command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvtier", *map(str, arguments)],
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def store(folder: Path, number: int, *, last_used: float = 1e9) -> Path:
+    """Write a chunk object as the disk backend does."""
+    key = ChunkKey(number.to_bytes(2, "big") + bytes(30))
+    content = bytearray(object_bytes(PAYLOAD_BYTES))
+    content[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = os.urandom(PAYLOAD_BYTES)
+    header = ChunkHeader(key, ChunkKey(bytes(32)), bytes([number % 256]) * 32, PAYLOAD_BYTES)
+    header.seal(memoryview(content))
+    path = object_path(folder, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    os.utime(path, (last_used, last_used))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A disk tier's folder with three chunks, number 2 the last used."""
+    path = tmp_path / "disk"
+    for number in range(3):
+        store(path, number, last_used=1e9 + number)
+    return path

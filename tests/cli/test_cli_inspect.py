@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from kvtier.backends.disk_folder import ObjectFolder
+from kvtier.cli import inspect
+
+from .conftest import Kvtier, store
+
+OBJECT_BYTES = 8192
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[str]:
+    """Hold a folder as a cache process does; yields how the holder is named."""
+    claimed = ObjectFolder("ssd", folder, direct=False)
+    try:
+        yield (folder / ".lock").read_text()
+    finally:
+        claimed.close()
+
+
+def chunks(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.kv"))
+
+
+def test_ls_lists_the_last_used_first(kvtier: Kvtier, folder: Path) -> None:
+    lines = kvtier("inspect", "ls", folder).output.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == [
+        "0002" + "0" * 12,
+        "0001" + "0" * 12,
+        "0000" + "0" * 12,
+    ]
+    assert "2001-09-09T01:46:42+00:00" in lines[1]
+    assert "02" * 8 in lines[1]
+    assert lines[4] == "3 chunks, 24KiB. In use by no process."
+
+
+def test_ls_is_limited(kvtier: Kvtier, folder: Path) -> None:
+    result = kvtier("inspect", "ls", folder, "--limit", 1)
+    assert "3 chunks, 24KiB (2 not listed: --limit 0)" in result.output
+    assert "0001000" not in result.output
+    assert "0001000" in kvtier("inspect", "ls", folder, "--limit", 0).output
+
+
+def test_ls_as_json(kvtier: Kvtier, folder: Path) -> None:
+    with held(folder) as holder:
+        shown = json.loads(kvtier("inspect", "ls", folder, "--json").output)
+    assert (shown["chunks"], shown["bytes"], shown["holder"]) == (3, 3 * OBJECT_BYTES, holder)
+    assert shown["listed"][0] == {
+        "key": "0002" + "00" * 30,
+        "bytes": OBJECT_BYTES,
+        "last_used": "2001-09-09T01:46:42+00:00",
+        "payload_bytes": 5000,
+        "parent": "00" * 32,
+        "namespace": "02" * 32,
+    }
+
+
+def test_ls_says_what_is_wrong_with_a_header(kvtier: Kvtier, folder: Path) -> None:
+    chunks(folder)[0].write_bytes(b"torn")
+    assert "is 4 bytes, shorter than a header" in kvtier("inspect", "ls", folder).output
+
+
+def test_ls_of_an_empty_folder(kvtier: Kvtier, tmp_path: Path) -> None:
+    assert kvtier("inspect", "ls", tmp_path).output == "0 chunks, 0B. In use by no process.\n"
+
+
+def test_ls_names_who_has_the_folder(kvtier: Kvtier, folder: Path) -> None:
+    with held(folder) as holder:
+        assert f"In use by {holder}." in kvtier("inspect", "ls", folder).output
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "purge"])
+def test_a_folder_that_does_not_exist(kvtier: Kvtier, tmp_path: Path, command: str) -> None:
+    result = kvtier("inspect", command, tmp_path / "none")
+    assert result.status == 2
+    assert "does not exist" in " ".join(result.errors.replace("│", " ").split())
+    assert not (tmp_path / "none").exists()
+
+
+def test_verify_of_sound_chunks(kvtier: Kvtier, folder: Path) -> None:
+    result = kvtier("inspect", "verify", folder)
+    assert (result.status, result.output) == (0, "3 chunks, 24KiB read, 0 corrupt.\n")
+
+
+def spoil(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "flipped":
+        content[1000] ^= 1
+    elif how == "truncated":
+        del content[4096:]
+    elif how == "empty":
+        content.clear()
+    else:
+        content = bytearray(store(path.parents[2] / "other", 9).read_bytes())
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("how", "problem"),
+    [
+        ("flipped", "payload does not match its checksum"),
+        ("truncated", "is 4096 bytes for a payload of 5000"),
+        ("empty", "is 0 bytes, shorter than a header"),
+        ("another's", "holds chunk 0009000000000000, not 0001000000000000"),
+    ],
+)
+def test_verify_finds_what_is_corrupt(kvtier: Kvtier, folder: Path, how: str, problem: str) -> None:
+    path = chunks(folder)[1]
+    spoil(path, how)
+    result = kvtier("inspect", "verify", folder)
+    assert result.status == 1
+    assert f"corrupt {path}: {problem}" in result.output
+    assert "3 chunks" in result.output
+    assert "1 corrupt." in result.output
+    assert path.exists()
+
+
+def test_verify_removes_what_is_corrupt_where_it_is_told_to(kvtier: Kvtier, folder: Path) -> None:
+    before = chunks(folder)
+    spoil(before[1], "flipped")
+    result = kvtier("inspect", "verify", folder, "--delete")
+    assert result.status == 1
+    assert "1 corrupt and removed." in result.output
+    assert chunks(folder) == [before[0], before[2]]
+    assert kvtier("inspect", "verify", folder).status == 0
+
+
+def test_verify_while_a_cache_process_runs(kvtier: Kvtier, folder: Path) -> None:
+    spoil(chunks(folder)[1], "flipped")
+    with held(folder) as holder:
+        assert "1 corrupt." in kvtier("inspect", "verify", folder).output
+        result = kvtier("inspect", "verify", folder, "--delete")
+    assert f"is in use by {holder}: stop that process first" in result.errors
+    assert len(chunks(folder)) == 3
+
+
+def test_a_chunk_that_goes_while_it_is_verified_is_not_corrupt(
+    kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = list(inspect._files(folder))
+    files[1].path.unlink()
+    monkeypatch.setattr(inspect, "_files", lambda _: iter(files))
+    result = kvtier("inspect", "verify", folder)
+    assert (result.status, result.output) == (0, "2 chunks, 16KiB read, 0 corrupt.\n")
+
+
+def test_purge_removes_chunks_and_what_interrupted_writes_left_but_nothing_else(
+    kvtier: Kvtier, folder: Path
+) -> None:
+    path = chunks(folder)[0]
+    temporary = path.with_name(f"{path.stem}.0011aabb-0.tmp")
+    temporary.write_bytes(b"half")
+    (folder / "notes.txt").write_text("mine")
+    result = kvtier("inspect", "purge", folder, "--yes")
+    assert (result.status, result.output) == (0, "3 chunks removed, 24KiB freed.\n")
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "notes.txt"]
+
+
+def test_purge_asks_first(kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(question: str, **_: object) -> bool:
+        asked.append(question)
+        raise inspect.typer.Abort
+
+    monkeypatch.setattr(inspect.typer, "confirm", refuse)
+    assert kvtier("inspect", "purge", folder).status == 1
+    assert asked == [f"Remove 3 chunks, 24KiB, from {folder}?"]
+    assert len(chunks(folder)) == 3
+
+
+def test_purge_is_refused_while_a_cache_process_has_the_folder(kvtier: Kvtier, folder: Path) -> None:
+    with held(folder) as holder:
+        result = kvtier("inspect", "purge", folder, "--yes")
+    assert result.status == 1
+    assert f"is in use by {holder}: stop that process first" in result.errors
+    assert len(chunks(folder)) == 3

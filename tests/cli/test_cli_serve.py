@@ -1,0 +1,111 @@
+"""``kvtier serve``, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from kvtier.cli import terminal
+from kvtier.settings import Settings
+
+from .conftest import Kvtier, spawn
+
+TIERS = json.dumps([{"name": "ram", "type": "cpu", "capacity": "1MiB"}])
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Path:
+    return tmp_path / "kvtier.sock"
+
+
+@pytest.fixture
+def serving(address: Path) -> Iterator[subprocess.Popen[str]]:
+    """A cache process that has said that it serves."""
+    process = spawn("serve", "--socket", address, KVTIER_TIERS=TIERS)
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        assert f"serving ram (cpu) on {address}" in line, line + process.stderr.read()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_it_is_told_to_stop(
+    serving: subprocess.Popen[str], address: Path, number: signal.Signals
+) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(address))
+    serving.send_signal(number)
+    _, errors = serving.communicate(timeout=30)
+    assert serving.returncode == 0
+    assert f"INFO kvtier: {number.name}: leaving" in errors
+    assert not address.exists()
+
+
+def test_a_second_one_on_the_same_socket_is_refused(serving: subprocess.Popen[str], address: Path) -> None:
+    second = spawn("serve", "--socket", address, KVTIER_TIERS=TIERS)
+    _, errors = second.communicate(timeout=30)
+    assert second.returncode == 1
+    assert errors.startswith(f"error: process {serving.pid} already serves on {address}")
+
+
+def test_a_path_that_cannot_be_written(tmp_path: Path, address: Path) -> None:
+    (tmp_path / "file").touch()
+    disk = {"name": "ssd", "type": "disk", "capacity": "1MiB", "path": str(tmp_path / "file" / "disk")}
+    process = spawn("serve", "--socket", address, KVTIER_TIERS=json.dumps([*json.loads(TIERS), disk]))
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert errors.startswith(f"error: tier 'ssd': path {tmp_path}/file/disk cannot be used (Not a directory)")
+    assert "Traceback" not in errors
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Sequence[tuple[Settings, dict[str, Any]]]:
+    """What the cache process would have been started with."""
+    calls: list[tuple[Settings, dict[str, Any]]] = []
+
+    def run(function: partial[None]) -> None:
+        calls.append((function.args[0], function.keywords))
+
+    monkeypatch.setattr(anyio, "run", run)
+    monkeypatch.setattr(terminal.logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(logging.getLogger("kvtier"), "level", logging.WARNING)
+    return calls
+
+
+def test_options_win_over_the_file(
+    kvtier: Kvtier, served: Sequence[tuple[Settings, dict[str, Any]]], tmp_path: Path
+) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("{socket: /run/a.sock, log_level: ERROR, chunk_tokens: 64}")
+    assert kvtier("serve", "-c", file, "--socket", "/run/b.sock", "--log-level", "debug").status == 0
+    ((settings, keywords),) = served
+    assert (settings.socket, settings.log_level, settings.chunk_tokens) == (Path("/run/b.sock"), "DEBUG", 64)
+    assert keywords == {"socket": Path("/run/b.sock"), "exit_when_idle": False}
+    assert logging.getLogger("kvtier").level == logging.DEBUG
+
+
+def test_the_connectors_child_leaves_when_idle(
+    kvtier: Kvtier, served: Sequence[tuple[Settings, dict[str, Any]]]
+) -> None:
+    assert kvtier("serve", "--exit-when-idle").status == 0
+    assert served[0][1] == {"socket": None, "exit_when_idle": True}
+    assert "--exit-when-idle" not in kvtier("serve", "--help").output
+
+
+def test_an_option_that_is_wrong_names_the_setting(kvtier: Kvtier) -> None:
+    result = kvtier("serve", "--log-level", "loud")
+    assert result.status == 1
+    assert result.errors.startswith("error: log_level (given on the command line, ")
