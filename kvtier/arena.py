@@ -2,16 +2,20 @@
 
 The cache process makes the :class:`Arena` and alone decides who has which slice; engines map the same
 memory with :class:`ArenaMap`. The region is a memfd: it has no name, its file descriptor travels over the
-bridge, and nothing of it is left behind however its processes end. Memory is taken from the system when a
-page is first touched. Nothing here blocks or is thread-safe, but for the copies that others make.
+bridge, and nothing of it is left behind however its processes end. Its size is sealed, so that nobody who
+has the descriptor can cut it short under the others. Normal pages are taken from the system when they are
+first touched, huge ones are set aside at once. Nothing here blocks or is thread-safe, but for the copies
+that others make.
+
+memfd_create(2), fcntl(2), https://docs.kernel.org/admin-guide/mm/hugetlbpage.html
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +31,8 @@ logger = logging.getLogger("kvtier")
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 
-# From linux/memfd.h: os has no name for the size.
-_MFD_HUGE_2MB = 21 << 26
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_HUGE_PAGE_COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 
 
 class _Extent:
@@ -56,8 +60,10 @@ class Lease:
 
     @property
     def view(self) -> memoryview:
-        """The slice's bytes. Do not keep it longer than the lease."""
-        return self._arena.slice(self.offset, self.length)
+        """The slice's bytes, as many as were asked for. Do not keep it longer than the lease."""
+        if self._released:
+            raise ArenaError("a lease that was released has no bytes")
+        return self._arena.view(self.offset, self.length)
 
     @property
     def sole(self) -> bool:
@@ -92,8 +98,8 @@ class _Mapping:
         self._map = mmap.mmap(fd, capacity, flags=mmap.MAP_SHARED)
         self._bytes = memoryview(self._map)
 
-    def slice(self, offset: int, length: int) -> memoryview:
-        """A view of some bytes."""
+    def view(self, offset: int, length: int) -> memoryview:
+        """``length`` bytes from ``offset`` on."""
         return self._bytes[offset : offset + length]
 
     def close(self) -> None:
@@ -106,7 +112,6 @@ class _Mapping:
         try:
             self._map.close()
         except BufferError:
-            # Somebody still holds a view: the mapping goes when that does.
             logger.debug("an arena is closed while a view of it is held")
 
 
@@ -129,28 +134,32 @@ class Arena(_Mapping):
         """Make a region of at least ``capacity`` bytes.
 
         With ``huge`` of 2 MiB pages; where the system has too few of them, of normal ones with a warning,
-        or :class:`ArenaError` unless ``fallback``.
+        or :class:`ArenaError` unless ``fallback``. Setting huge pages aside clears them: about 0.1 s a GiB.
         """
         if huge:
-            problem = _too_few_huge_pages(capacity)
-            if problem is None:
+            try:
                 return cls._make(_round_up(capacity, HUGE_PAGE_BYTES), HUGE_PAGE_BYTES)
-            if not fallback:
-                raise ArenaError(f"{problem}, or allow normal pages with `fallback: true`")
-            logger.warning("%s; going on with normal pages", problem)
+            except ArenaError as error:
+                advice = _huge_page_advice(-(-capacity // HUGE_PAGE_BYTES))
+                if not fallback:
+                    raise ArenaError(f"{advice}, or allow normal pages with `fallback: true`") from error
+                logger.warning("%s; going on with normal pages (%s)", advice, error)
         return cls._make(_round_up(capacity, PAGE_BYTES), PAGE_BYTES)
 
     @classmethod
     def _make(cls, capacity: int, page_bytes: int) -> Arena:
-        flags = os.MFD_CLOEXEC
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         if page_bytes == HUGE_PAGE_BYTES:
-            flags |= os.MFD_HUGETLB | _MFD_HUGE_2MB
-        fd = os.memfd_create("kvtier-arena", flags)
+            flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
+        fd = -1
         try:
+            fd = os.memfd_create("kvtier-arena", flags)
             os.ftruncate(fd, capacity)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd, capacity, page_bytes)
-        except (OSError, ValueError) as error:
-            os.close(fd)
+        except (OSError, ValueError, OverflowError) as error:
+            if fd >= 0:
+                os.close(fd)
             raise ArenaError(f"cannot get {capacity} bytes of shared memory: {error}") from error
 
     @property
@@ -199,26 +208,44 @@ class Arena(_Mapping):
 class ArenaMap(_Mapping):
     """An engine's view of the arena. Takes over the file descriptor."""
 
+    def __init__(self, fd: int, capacity: int) -> None:
+        try:
+            super().__init__(fd, capacity)
+        except (OSError, ValueError, OverflowError) as error:
+            os.close(fd)
+            raise ArenaError(f"cannot map {capacity} bytes of shared memory: {error}") from error
+
     def tensor(self) -> torch.Tensor:
-        """The whole arena as a one-dimensional tensor of bytes, sharing its memory. Imports torch."""
+        """The whole arena as a one-dimensional tensor of bytes, sharing its memory. Imports torch.
+
+        The memory stays mapped as long as the tensor or a view of it lives, past :meth:`close` too.
+        """
         import torch  # Here alone: the cache process runs without torch.
 
-        return torch.frombuffer(self._map, dtype=torch.uint8)
+        # torch keeps the object that it was given, not the buffer: only a view of its own keeps the mapping.
+        return torch.frombuffer(memoryview(self._map), dtype=torch.uint8)
 
 
 def _round_up(length: int, unit: int) -> int:
     return -(-length // unit) * unit
 
 
-def _too_few_huge_pages(capacity: int) -> str | None:
-    """What to say and type where there are too few free huge pages."""
-    needed = -(-capacity // HUGE_PAGE_BYTES)
-    info = Path("/proc/meminfo").read_text()
-    counted = dict(re.findall(r"^HugePages_(Total|Free):\s+(\d+)$", info, re.MULTILINE))
-    total, free = int(counted.get("Total", 0)), int(counted.get("Free", 0))
-    if free >= needed:
-        return None
-    return (
-        f"{needed} huge pages of 2 MiB are needed and {free} are free: "
-        f"type `sysctl -w vm.nr_hugepages={total - free + needed}`"
+def _huge_page_advice(needed: int) -> str:
+    """What to say and type where ``needed`` huge pages could not be had."""
+    try:
+        total, free, reserved = (
+            int((_HUGE_PAGE_COUNTS / name).read_text())
+            for name in ("nr_hugepages", "free_hugepages", "resv_hugepages")
+        )
+    except OSError:
+        return f"{needed} huge pages of 2 MiB are needed and this kernel has none"
+    available = free - reserved
+    target = total - available + needed
+    # Where the default size is another, as on hosts set up for DPDK, sysctl would make pages of that size.
+    two_mib_is_default = "Hugepagesize:       2048 kB" in Path("/proc/meminfo").read_text()
+    remedy = (
+        f"sysctl -w vm.nr_hugepages={target}"
+        if two_mib_is_default
+        else f"echo {target} > {_HUGE_PAGE_COUNTS}/nr_hugepages"
     )
+    return f"{needed} huge pages of 2 MiB are needed and {available} are free: type `{remedy}`"

@@ -35,11 +35,17 @@ class LruPolicy(EvictionPolicy):
 
     def used(self, rows: Sequence[int]) -> None:
         """Make a prefix the warmest, its root last."""
+        warmer, colder = self._warmer, self._colder
+        places = len(warmer)
+        # Written out, not in terms of _unlink and _link: this runs for every chunk of every look-up.
         for row in reversed(rows):
             place = row + 1
-            if self._holds(place):
-                self._unlink(place)
-                self._link(place, _ENDS)
+            if place < places and warmer[place] != _ABSENT:
+                above, below = warmer[place], colder[place]
+                warmer[below], colder[above] = above, below
+                warmest = colder[_ENDS]
+                warmer[place], colder[place] = _ENDS, warmest
+                warmer[warmest] = colder[_ENDS] = place
 
     def removed(self, row: int) -> None:
         """Unlink a chunk."""
