@@ -32,7 +32,8 @@ WARM_UP_TOKENS = 32
 VLLM_READY_SECONDS = 600.0
 CACHE_READY_SECONDS = 30.0
 STORED_SECONDS = 60.0
-LOCAL_MODEL_ARGUMENTS = ("--kv-cache-memory-bytes", "1G")
+LOCAL_MODEL_ARGUMENTS = ("--kv-cache-memory-bytes", "1G", "--gpu-memory-utilization", "0.3")
+"""The small model needs 2 GB, and vLLM starts only where all that it may take is free."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def run_demo(options: Options, console: Console) -> bool:
         except (httpx.HTTPError, BridgeError) as error:
             raise demo.failure(error) from error
         finally:
-            demo.stop()
+            demo.kill()
         console.print(report.table(runs))
         found = report.problems(runs, (options.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
         for problem in found:
@@ -129,6 +130,12 @@ class _Demo:
             if server is not None:
                 server.stop()
         self.vllm = self.cache = None
+
+    def kill(self) -> None:
+        """End whatever still runs, at once."""
+        for server in (self.vllm, self.cache):
+            if server is not None:
+                server.kill()
 
     def failure(self, error: Exception) -> DemoFailed:
         """An error of a call to one of the servers, told with that server's log."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,8 @@ from pathlib import Path
 POLL_SECONDS = 0.1
 STOP_SECONDS = 40.0
 TAIL_LINES = 40
+ERROR_LINES = 5
+_ERROR = re.compile(r"\b\w*(?:Error|Exception|UnsupportedEngine)\b: .*")
 
 CONNECTOR = {
     "kv_connector": "KVTierConnector",
@@ -60,8 +63,11 @@ class Server:
 
     def failure(self, what: str) -> DemoFailed:
         """An error about this server that ends in the last lines of its log."""
-        lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        return DemoFailed("\n".join([f"{self.name} {what}; its log ends in", *lines]))
+        lines = self.log.read_text(errors="replace").splitlines()
+        # What went wrong first is said long before the end, in the log of a process below this one.
+        errors = dict.fromkeys(match[0] for line in lines if (match := _ERROR.search(line)))
+        told = ["", "Errors in it, the first one first:", *list(errors)[:ERROR_LINES]] if errors else []
+        return DemoFailed("\n".join([f"{self.name} {what}; its log ends in", *lines[-TAIL_LINES:], *told]))
 
     def kill(self) -> None:
         """End the process and all its children with kill -9; harmless when they are gone."""

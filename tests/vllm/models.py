@@ -50,6 +50,25 @@ def make_hybrid(directory: Path) -> Path:
     return _save(Gemma3ForCausalLM, config, directory)
 
 
+def make_mamba(directory: Path) -> Path:
+    """A Mamba 2 model, whose layers keep a state and no KV."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    config = Mamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        num_hidden_layers=2,
+        num_heads=8,
+        head_dim=64,
+        n_groups=1,
+        state_size=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return _save(Mamba2ForCausalLM, config, directory)
+
+
 def _save(model_type: Any, config: Any, directory: Path) -> Path:
     import torch
 
