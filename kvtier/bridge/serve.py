@@ -49,7 +49,7 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
             tasks.cancel_scope.cancel()
 
 
-async def _serve_engines(cache: TieredCache, path: Path, linger: float | None, serving: CancelScope) -> None:
+async def _serve_engines(cache: TieredCache, path: Path, linger: float | None) -> None:
     server = BridgeServer(cache)
     names = ", ".join(f"{tier.name} ({tier.settings.type})" for tier in cache.hierarchy.tiers)
     async with listening(path, server.handle):

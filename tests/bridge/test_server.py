@@ -137,7 +137,7 @@ async def store(scheduler: Peer, workers: list[Peer], keys: list[ChunkKey]) -> l
         for key, lease, offset in zip(keys, reserved.leases, reserved.offsets, strict=True):
             if lease:
                 start = offset + HEADER_BYTES + rank * half
-                worker.arena.slice(start, half)[:] = key * (half // len(key))
+                worker.arena.view(start, half)[:] = key * (half // len(key))
         await worker.say(Commit(reserved.leases))
         await worker.status()
     return reserved.leases
@@ -156,7 +156,7 @@ async def test_what_one_engine_stored_is_found_when_every_rank_has_committed(tmp
         found = await scheduler.ask(LookUp(6, join_keys(KEYS), 0))
         assert isinstance(found, Found)
         assert (len(found.leases), found.fetching, set(found.sources)) == (6, 0, {0})
-        assert bytes(one.arena.slice(found.offsets[2] + HEADER_BYTES, 32)) == KEYS[2]
+        assert bytes(one.arena.view(found.offsets[2] + HEADER_BYTES, 32)) == KEYS[2]
         assert await one.ask(Confirm(7, found.leases)) == Confirmed(7, held=True)
         await scheduler.say(Release(found.leases[:3]))
         assert await scheduler.ask(Confirm(8, found.leases)) == Confirmed(8, held=False)
@@ -181,7 +181,7 @@ async def test_what_is_on_disk_is_fetched_and_told_when_it_is_there(tmp_path: Pa
         final = await scheduler.hear()
         assert isinstance(final, Found)
         assert (final.ticket, len(final.leases), final.fetching, set(final.sources)) == (1, 4, 0, {1})
-        assert bytes(one.arena.slice(final.offsets[0] + HEADER_BYTES, 32)) == KEYS[2]
+        assert bytes(one.arena.view(final.offsets[0] + HEADER_BYTES, 32)) == KEYS[2]
 
 
 async def test_an_engine_that_is_gone_leaves_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,205 @@
+"""`kvtier serve` as a process: it starts once, drains on SIGTERM, leaves when idle, and survives kill -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from kvtier.bridge import protocol
+from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.protocol import Hello
+from kvtier.errors import BridgeError
+from kvtier.header import HEADER_BYTES
+from kvtier.keys import ChunkKey, chunk_keys, root_key
+from kvtier.layout import ChunkLayout, GroupLayout
+
+CHUNK_TOKENS = 64
+LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (65_536,)),))
+NAMESPACE = bytes(32)
+ROOT = root_key(NAMESPACE)
+KEYS = chunk_keys(ROOT, list(range(CHUNK_TOKENS * 40)), CHUNK_TOKENS)
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def answers(socket: Path) -> bool:
+    try:
+        return bool(status(socket))
+    except BridgeError:
+        return False
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a cache process on ``tmp_path/socket``."""
+    config = {
+        "chunk_tokens": CHUNK_TOKENS,
+        "socket": str(tmp_path / "socket"),
+        "linger": "300ms",
+        "tiers": [
+            {"name": "ram", "type": "cpu", "capacity": "32MiB"},
+            {"name": "ssd", "type": "disk", "path": str(tmp_path / "ssd"), "capacity": "64MiB"},
+        ],
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    processes: list[subprocess.Popen[str]] = []
+
+    def run(*options: str) -> subprocess.Popen[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "kvtier",
+            "serve",
+            "--config",
+            str(tmp_path / "config.yaml"),
+            *options,
+        ]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+_bridges: list[SchedulerBridge | WorkerBridge] = []
+
+
+@pytest.fixture(autouse=True)
+def _engines_leave() -> Iterator[None]:
+    yield
+    while _bridges:
+        _bridges.pop().close()
+
+
+def hello(role: protocol.Role) -> Hello:
+    return Hello(protocol.VERSION, "engine", role, 0, LAYOUT, NAMESPACE)
+
+
+def store(socket: Path, keys: list[ChunkKey]) -> tuple[SchedulerBridge, WorkerBridge]:
+    """Store chunks that are filled with their keys; the engine stays connected."""
+    worker = WorkerBridge(hello("worker"), socket)
+    scheduler = SchedulerBridge(hello("scheduler"), socket)
+    worker.connect()
+    scheduler.connect()
+    _bridges.extend([worker, scheduler])
+    assert worker.arena is not None
+    slots = scheduler.reserve(ROOT, keys, CHUNK_TOKENS)
+    for key, slot in zip(keys, slots, strict=True):
+        assert slot is not None
+        payload = LAYOUT.payload_bytes(CHUNK_TOKENS)
+        worker.arena.view(slot.offset + HEADER_BYTES, payload)[:] = key * (payload // len(key))
+    worker.commit([slot.lease for slot in slots if slot is not None])
+    wait_until(lambda: status(socket)["counts"].get("stored", 0) >= len(keys))
+    return scheduler, worker
+
+
+def test_sigterm_writes_everything_before_it_ends(tmp_path: Path, start: Start) -> None:
+    process = start()
+    wait_until(lambda: answers(tmp_path / "socket"))
+    store(tmp_path / "socket", KEYS)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert not (tmp_path / "socket").exists()
+    start()
+    wait_until(lambda: answers(tmp_path / "socket"))
+    report = status(tmp_path / "socket")
+    assert report["tiers"][1]["chunks"] == len(KEYS)
+
+
+def test_kill_9_in_the_middle_of_writing_leaves_only_whole_chunks(tmp_path: Path, start: Start) -> None:
+    for pause in (0, 0.002, 0.005, 0.01, 0.03):
+        process = start()
+        wait_until(lambda: answers(tmp_path / "socket"))
+        scheduler, worker = store(tmp_path / "socket", KEYS)
+        time.sleep(pause)
+        process.kill()
+        process.wait()
+        scheduler.close()
+        worker.close()
+        again = start()
+        wait_until(lambda: answers(tmp_path / "socket"))
+        report = status(tmp_path / "socket")
+        files = list((tmp_path / "ssd").rglob("*.kv"))
+        assert report["tiers"][1]["chunks"] == len(files)
+        assert report["tiers"][1]["used_bytes"] == sum(file.stat().st_size for file in files)
+        assert not list((tmp_path / "ssd").rglob("*.tmp"))
+        scheduler = SchedulerBridge(hello("scheduler"), tmp_path / "socket")
+        worker = WorkerBridge(hello("worker"), tmp_path / "socket")
+        worker.connect()
+        assert worker.arena is not None
+        ticket = scheduler.look_up(KEYS, CHUNK_TOKENS * len(KEYS))
+        assert ticket is not None
+        finding = scheduler.found(ticket, wait=5)
+        while finding is not None and not finding.final:
+            time.sleep(0.01)
+            finding = scheduler.found(ticket)
+        assert finding is not None
+        for key, offset in zip(KEYS, finding.offsets, strict=False):
+            payload = bytes(worker.arena.view(offset + HEADER_BYTES, LAYOUT.payload_bytes(CHUNK_TOKENS)))
+            assert payload == key * (len(payload) // len(key))
+        scheduler.close()
+        worker.close()
+        again.kill()
+        again.wait()
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
+def test_a_second_process_on_one_socket_names_the_first(tmp_path: Path, start: Start) -> None:
+    first = start()
+    wait_until(lambda: answers(tmp_path / "socket"))
+    second = start()
+    _, message = second.communicate(timeout=20)
+    assert second.returncode != 0
+    assert str(first.pid) in message
+    assert "Traceback" not in message
+    assert status(tmp_path / "socket")["pid"] == first.pid
+
+
+def test_it_leaves_after_its_last_engine_where_it_was_told_to(tmp_path: Path, start: Start) -> None:
+    process = start("--exit-when-idle")
+    wait_until(lambda: answers(tmp_path / "socket"))
+    scheduler, worker = store(tmp_path / "socket", KEYS[:2])
+    time.sleep(0.6)
+    assert process.poll() is None
+    scheduler.close()
+    worker.close()
+    assert process.wait(10) == 0
+
+
+def test_a_killed_engine_leaves_nothing(tmp_path: Path, start: Start) -> None:
+    start()
+    wait_until(lambda: answers(tmp_path / "socket"))
+    pid = os.fork()
+    if pid == 0:
+        store(tmp_path / "socket", KEYS[:3])
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    wait_until(lambda: status(tmp_path / "socket")["engines"] == [])
+    report = status(tmp_path / "socket")
+    assert report["tiers"][0]["chunks"] == 3
+
+
+def test_it_runs_without_torch(tmp_path: Path) -> None:
+    code = "import sys, kvtier.bridge.serve, kvtier.backends.disk, kvtier.cli; print('torch' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "False"
