@@ -102,7 +102,7 @@ def _weights() -> dict[str, np.ndarray]:
     random = np.random.default_rng(SEED)
 
     def matrix(rows: int, columns: int) -> np.ndarray:
-        values = random.standard_normal((rows, columns), dtype=np.float32)
+        values: np.ndarray = random.standard_normal((rows, columns), dtype=np.float32)
         values *= np.float32(WEIGHT_SCALE)
         return values
 
