@@ -1,0 +1,119 @@
+"""A watchdog for the event loop: was it blocked, for how long, and where.
+
+A timer on the loop beats every few milliseconds; a monitor thread looks whether it does. What a missing
+beat means is the question: on a busy machine a thread that is ready to run may not get a core for tens of
+milliseconds, and no test may fail for that. So time is not taken from the clock on the wall. Of the time
+without a beat two kinds are counted:
+
+- CPU time of the loop's thread (``pthread_getcpuclockid``): it computed, in Python or in C, and did not
+  come back to the loop. A thread that waits for a core consumes none.
+- Time in which the thread was asleep in the kernel (``/proc/self/task/<id>/stat``: ``S`` or ``D``) at one
+  and the same instruction from one look to the next, other than in the loop's own ``select``: it sits in
+  a blocking call, such as ``time.sleep``, a lock or a read from a disk. A thread that waits for a core is
+  ``R``. One such look counts as one period, however late the monitor itself came.
+
+Both err on the side of too little; twice the limit is found on any machine. A worker thread that holds the
+GIL for long without computing in the loop's thread is not found: the monitor needs the GIL too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+BEAT_SECONDS = 0.005
+PERIOD_SECONDS = 0.01
+
+
+class Block(NamedTuple):
+    """One time that the loop was blocked."""
+
+    seconds: float
+    stack: str
+    """Where the loop's thread was when the limit was passed."""
+
+
+class LoopWatch:
+    """Watches the running loop from :meth:`start` to :meth:`stop`, both called on it."""
+
+    def __init__(self, limit: float = 0.05) -> None:
+        self.limit = limit
+        self.blocks: list[Block] = []
+        self._beats = 0
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Begin, in a thread of its own."""
+        self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
+        self._cpu_clock = time.pthread_getcpuclockid(self._thread_id)
+        self._status = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
+        self._beat()
+        self._monitor = threading.Thread(target=self._watch, name="kvtier-loop-watch", daemon=True)
+        self._monitor.start()
+
+    def stop(self) -> None:
+        """End. What was found is in :attr:`blocks`."""
+        self._timer.cancel()
+        self._stopped.set()
+        self._monitor.join()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._timer = self._loop.call_later(BEAT_SECONDS, self._beat)
+
+    def _watch(self) -> None:
+        stall = _Stall(self._cpu_seconds())
+        beats = -1
+        while not self._stopped.wait(PERIOD_SECONDS):
+            if self._beats != beats or not self._loop.is_running():
+                self._note(stall)
+                beats = self._beats
+                stall = _Stall(self._cpu_seconds())
+            else:
+                self._look(stall)
+        self._note(stall)
+
+    def _look(self, stall: _Stall) -> None:
+        frame = sys._current_frames().get(self._thread_id)
+        place = (id(frame), frame.f_lasti) if frame is not None else None
+        cpu_seconds = self._cpu_seconds()
+        asleep = self._is_asleep() and place == stall.place and not _is_select(frame)
+        stall.seconds += max(cpu_seconds - stall.cpu_seconds, PERIOD_SECONDS if asleep else 0.0)
+        stall.cpu_seconds = cpu_seconds
+        stall.place = place
+        if stall.seconds > self.limit and not stall.stack:
+            stall.stack = "".join(traceback.format_stack(frame))
+
+    def _note(self, stall: _Stall) -> None:
+        if stall.stack:
+            self.blocks.append(Block(stall.seconds, stall.stack))
+
+    def _cpu_seconds(self) -> float:
+        return time.clock_gettime(self._cpu_clock)
+
+    def _is_asleep(self) -> bool:
+        # The state is the first field after the thread's name, which is in parentheses and may hold others.
+        return self._status.read_text().rpartition(")")[2].split()[0] in {"S", "D"}
+
+
+class _Stall:
+    """The time since the last beat."""
+
+    __slots__ = ("cpu_seconds", "place", "seconds", "stack")
+
+    def __init__(self, cpu_seconds: float) -> None:
+        self.cpu_seconds = cpu_seconds
+        self.place: tuple[int, int] | None = None
+        self.seconds = 0.0
+        self.stack = ""
+
+
+def _is_select(frame: FrameType | None) -> bool:
+    return frame is not None and Path(frame.f_code.co_filename).name == "selectors.py"

@@ -1,0 +1,165 @@
+"""Backends with one fault each, to show that the conformance suite finds it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
+from kvtier.backends.cpu import CpuBackend
+from kvtier.keys import ChunkKey
+from kvtier.settings import TierSettings
+from kvtier.testing.backend import BackendConformance
+
+
+class DictBackend(Backend):
+    """The simplest backend that keeps to the contract."""
+
+    def __init__(self, folder: dict[ChunkKey, bytes]) -> None:
+        self.held = folder
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        return [key in self.held for key in keys]
+
+    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        await anyio.lowlevel.checkpoint()
+        self.held.update((key, bytes(view)) for key, view in items)
+        return [Outcome.OK for _ in items]
+
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        await anyio.lowlevel.checkpoint()
+        return [self.fill(key, view) for key, view in items]
+
+    def fill(self, key: ChunkKey, view: memoryview) -> Outcome:
+        if len(self.held.get(key, b"")) != len(view):
+            return Outcome.MISS
+        view[:] = self.held[key]
+        return Outcome.OK
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            self.held.pop(key, None)
+
+    async def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
+        yield [
+            StoredObject(key, len(value), asyncio.get_running_loop().time(), value[:300])
+            for key, value in self.held.items()
+        ]
+
+
+class AnswersBackwards(DictBackend):
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        return list(await super().get(items))[::-1]
+
+
+class RaisesWhatIsMissing(DictBackend):
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        for key, _ in items:
+            self.held[key]
+        return await super().get(items)
+
+
+class NeverReplaces(DictBackend):
+    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        return await super().put([item for item in items if item[0] not in self.held]) or [Outcome.OK]
+
+
+class FillsInPart(DictBackend):
+    def fill(self, key: ChunkKey, view: memoryview) -> Outcome:
+        value = self.held.get(key, b"")[: len(view)]
+        view[: len(value)] = value
+        return Outcome.OK if value else Outcome.MISS
+
+
+class KeepsTheMemory(DictBackend):
+    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        self.held.update(items)
+        return [Outcome.OK for _ in items]
+
+
+class DeletesNothing(DictBackend):
+    async def delete(self, keys: Sequence[ChunkKey]) -> None: ...
+
+
+class OneMissSpoilsAll(DictBackend):
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        outcomes = await super().get(items)
+        return [Outcome.MISS] * len(items) if Outcome.MISS in outcomes else outcomes
+
+
+class WritesInPlace(DictBackend):
+    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        for key, view in items:
+            half = len(view) // 2
+            value = self.held.setdefault(key, bytes(view))
+            self.held[key] = bytes(view[:half]) + value[half:]
+            await asyncio.sleep(0)
+            self.held[key] = self.held.get(key, bytes(view))[:half] + bytes(view[half:])
+        return [Outcome.OK for _ in items]
+
+
+class WritesAfterTheEnd(DictBackend):
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        # A task of its own, as a worker thread is: nobody waits for it when the call is cancelled.
+        self.task = asyncio.ensure_future(super().get(items))
+        return await asyncio.shield(self.task)
+
+
+class LosesWhatItReplaces(DictBackend):
+    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        await self.delete([key for key, _ in items])
+        return await super().put(items)
+
+
+class SwallowsCancellation(DictBackend):
+    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        try:
+            return await super().put(items)
+        except asyncio.CancelledError:
+            self.held.clear()
+            raise
+
+
+class ForgetsWhenClosed(DictBackend):
+    async def close(self) -> None:
+        self.held.clear()
+
+
+class TellsTwice(DictBackend):
+    async def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
+        for _ in range(2):
+            async for batch in super().scan():
+                yield batch
+
+
+class CannotBeEmpty(DictBackend):
+    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        return [True] if not keys else await super().contains(keys)
+
+
+class LeaksALease(CpuBackend):
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        self.leaked = self.arena.allocate(1)
+        return await super().get(items)
+
+
+class Suite(BackendConformance):
+    """The suite over one of these. Not collected: its tests are called one by one."""
+
+    persistent = True
+
+    def __init__(self, broken: type[Backend]) -> None:
+        self.broken = broken
+        self.folders: dict[Path, dict[ChunkKey, bytes]] = {}
+
+    def make_backend(self, path: Path) -> Backend:
+        if issubclass(self.broken, DictBackend):
+            return self.broken(self.folders.setdefault(path, {}))
+        return self.broken(TierSettings(name="ram", type="cpu", capacity=64 << 20))

@@ -1,0 +1,85 @@
+"""Every backend that comes with kvtier proves itself, bare and in its wrappers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.backends.base import Backend
+from kvtier.backends.cpu import CpuBackend
+from kvtier.backends.disk import DiskBackend, DiskSettings, object_path
+from kvtier.backends.guarded import GuardedBackend
+from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
+from kvtier.backends.sealed import SealedBackend
+from kvtier.keys import ChunkKey
+from kvtier.settings import TierSettings
+from kvtier.testing.backend import BackendConformance
+
+CAPACITY = 256 << 20
+
+
+class TestCpu(BackendConformance):
+    def make_backend(self, path: Path) -> Backend:
+        return CpuBackend(TierSettings(name="ram", type="cpu", capacity=CAPACITY))
+
+
+class TestGuardedCpu(TestCpu):
+    def make_backend(self, path: Path) -> Backend:
+        return GuardedBackend(super().make_backend(path))
+
+
+class TestSealedCpu(TestCpu):
+    chunk_objects = True
+
+    def make_backend(self, path: Path) -> Backend:
+        return GuardedBackend(SealedBackend(super().make_backend(path)))
+
+
+class TestHugePage(BackendConformance):
+    def make_backend(self, path: Path) -> Backend:
+        return HugePageBackend(HugePageSettings(name="ram", type="hugepage", capacity=CAPACITY))
+
+
+class TestDisk(BackendConformance):
+    persistent = True
+    direct = True
+
+    def make_backend(self, path: Path) -> Backend:
+        return DiskBackend(
+            DiskSettings(name="ssd", type="disk", capacity=CAPACITY, path=path / "ssd", direct=self.direct)
+        )
+
+    def corrupt(self, path: Path, key: ChunkKey) -> bool:
+        with object_path(path / "ssd", key).open("r+b") as file:
+            file.seek(5000)
+            byte = file.read(1)
+            file.seek(5000)
+            file.write(bytes([byte[0] ^ 0x10]))
+        return True
+
+
+class TestBufferedDisk(TestDisk):
+    direct = False
+
+
+class TestGuardedDisk(TestDisk):
+    def make_backend(self, path: Path) -> Backend:
+        return GuardedBackend(super().make_backend(path))
+
+
+class TestSealedDisk(TestDisk):
+    chunk_objects = True
+
+    def make_backend(self, path: Path) -> Backend:
+        return SealedBackend(super().make_backend(path))
+
+
+class TestUncheckedDisk(TestDisk):
+    """Without a checksum a flipped payload is not found; all else holds."""
+
+    chunk_objects = True
+
+    def make_backend(self, path: Path) -> Backend:
+        return GuardedBackend(SealedBackend(super().make_backend(path), checksum=False))
+
+    def corrupt(self, path: Path, key: ChunkKey) -> bool:
+        return False

@@ -1,0 +1,127 @@
+"""Blocking work in threads: in order, bounded, and never longer than the call."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import anyio
+import pytest
+from anyio import CapacityLimiter
+from kvtier.backends.threads import limited_hop, spread
+
+pytestmark = pytest.mark.anyio
+
+
+class Work:
+    """Items that wait until they are let go, and what is known of them."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.begun = 0
+        self.running = 0
+        self.most = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, item: int) -> int:
+        with self._lock:
+            self.begun += 1
+            self.running += 1
+            self.most = max(self.most, self.running)
+        self.go.wait(10)
+        with self._lock:
+            self.running -= 1
+        return item * 10
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        with anyio.fail_after(10):
+            while not condition():
+                await anyio.sleep(0.001)
+
+
+async def test_results_come_in_order_from_as_many_threads_as_allowed() -> None:
+    work = Work()
+    limiter = CapacityLimiter(8)
+    async with anyio.create_task_group() as group:
+        group.start_soon(work.until, lambda: work.running == 3)
+
+        async def let_go() -> None:
+            await work.until(lambda: work.running == 3)
+            work.go.set()
+
+        group.start_soon(let_go)
+        results = await spread(work, range(20), parts=3, hop=limited_hop(limiter))
+    assert results == [item * 10 for item in range(20)]
+    assert work.most == 3
+
+
+async def test_the_limiter_bounds_several_calls_together() -> None:
+    work = Work()
+    hop = limited_hop(CapacityLimiter(2))
+    async with anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(lambda: spread(work, range(4), parts=4, hop=hop))
+        await work.until(lambda: work.running == 2)
+        work.go.set()
+    assert (work.begun, work.most) == (12, 2)
+
+
+async def test_nothing_to_do_takes_no_thread() -> None:
+    async def no_hop(function: Callable[[], None]) -> None:
+        raise AssertionError("a hop for nothing")
+
+    assert await spread(str, [], parts=4, hop=no_hop) == []
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_cancelled_task_waits_for_its_threads_and_drops_the_rest(times: int) -> None:
+    work = Work()
+    task = asyncio.ensure_future(spread(work, range(50), parts=2, hop=limited_hop(CapacityLimiter(2))))
+    await work.until(lambda: work.running == 2)
+    for _ in range(times):
+        task.cancel()
+        await anyio.sleep(0.02)
+        assert not task.done()
+    work.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (work.running, work.begun) == (0, 2)
+
+
+async def test_a_cancelled_scope_waits_for_its_threads_and_drops_the_rest() -> None:
+    work = Work()
+    ended = False
+
+    async def call() -> None:
+        nonlocal ended
+        try:
+            await spread(work, range(50), parts=2, hop=limited_hop(CapacityLimiter(2)))
+        finally:
+            ended = True
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(call)
+        await work.until(lambda: work.running == 2)
+        group.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(0.02)
+            assert not ended
+            work.go.set()
+    assert ended
+    assert (work.running, work.begun) == (0, 2)
+
+
+async def test_an_error_is_raised_when_all_threads_are_through() -> None:
+    through = []
+
+    def work(item: int) -> None:
+        if item == 0:
+            raise ZeroDivisionError
+        time.sleep(0.05)
+        through.append(item)
+
+    with pytest.raises(ZeroDivisionError):
+        await spread(work, range(4), parts=4, hop=limited_hop(CapacityLimiter(4)))
+    assert sorted(through) == [1, 2, 3]
