@@ -1,0 +1,57 @@
+"""The demo's subprocesses: they start, they fail with a useful message, and nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from pathlib import Path
+
+import pytest
+from kvtier.demo.server import DemoFailed, Server
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen(["sleep", "1000"])
+print(child.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def python(code: str, log: Path) -> Server:
+    return Server("it", [sys.executable, "-c", code], os.environ, log)
+
+
+def test_kill_reaches_the_children(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    server = python(PARENT, log)
+    server.wait_until(lambda: log.read_text().endswith("\n"), 30)
+    child = os.pidfd_open(int(log.read_text()))
+    assert not ended(child, 0)
+    server.kill()
+    assert ended(child, 30)
+    os.close(child)
+    server.kill()
+
+
+def ended(process: int, seconds: float) -> bool:
+    """Whether a process, named by a pidfd, ends in so many seconds."""
+    return bool(select.select([process], [], [], seconds)[0])
+
+
+def test_a_server_that_ends_tells_its_first_error(tmp_path: Path) -> None:
+    code = "print('ValueError: the cause'); print('noise\\n' * 100); raise SystemExit(3)"
+    server = python(code, tmp_path / "log")
+    with pytest.raises(DemoFailed) as failed:
+        server.wait_until(lambda: False, 30)
+    message = str(failed.value)
+    assert message.startswith("it ended with status 3; its log ends in\nnoise")
+    assert message.endswith("ValueError: the cause")
+    server.kill()
+
+
+def test_a_server_that_is_never_ready(tmp_path: Path) -> None:
+    server = python("import time; time.sleep(1000)", tmp_path / "log")
+    with pytest.raises(DemoFailed, match="was not ready in 0 s"):
+        server.wait_until(lambda: False, 0.2)
+    server.stop()
