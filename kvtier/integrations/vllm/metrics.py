@@ -1,0 +1,103 @@
+"""What the connector tells vLLM's own ``/metrics`` and its periodic log line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+BY_TIER = "hit_tokens"
+
+COUNTERS: Mapping[str, str] = {
+    "looked_up_tokens": "Tokens of prompts that kvtier was asked for",
+    BY_TIER: "Tokens that were found, by the tier that held them",
+    "loaded_tokens": "Tokens copied into vLLM's KV cache",
+    "loaded_bytes": "Bytes copied into vLLM's KV cache, all ranks together",
+    "load_seconds": "Seconds that copying into vLLM's KV cache took",
+    "stored_tokens": "Tokens copied out of vLLM's KV cache, by each rank",
+    "stored_bytes": "Bytes copied out of vLLM's KV cache, all ranks together",
+    "store_seconds": "Seconds that copying out of vLLM's KV cache took",
+    "not_stored_chunks": "Chunks that were held already or found no room",
+    "failed_loads": "Requests whose load failed and that were computed instead",
+}
+"""Each counter of vLLM's ``/metrics``, as ``kvtier_<name>_total``."""
+
+
+class TransferStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts since the last report. Travels between vLLM's processes as a plain dictionary."""
+
+    def add(self, name: str, amount: float, tier: str = "") -> None:
+        """Count something."""
+        key = f"{name}/{tier}" if tier else name
+        self.data[key] = self.data.get(key, 0) + amount
+
+    def take(self) -> TransferStats | None:
+        """Everything so far, and begin anew."""
+        if self.is_empty():
+            return None
+        taken = TransferStats(data=self.data)
+        self.data = {}
+        return taken
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> TransferStats:
+        """Add another's counts to these."""
+        for key, amount in other.data.items():
+            self.data[key] = self.data.get(key, 0) + amount
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The counts and what they mean, for a log line."""
+        reduced: dict[str, int | float] = {
+            key: round(amount, 3) for key, amount in self.data.items() if not key.endswith("_seconds")
+        }
+        for what, verb in (("loaded", "load"), ("stored", "store")):
+            seconds = self.data.get(f"{verb}_seconds", 0)
+            if seconds:
+                reduced[f"{what}_GB_per_s"] = round(self.data.get(f"{what}_bytes", 0) / seconds / 1e9, 2)
+        return reduced
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class TransferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """Counters beside vLLM's own, with its labels."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter = metric_types[Counter]
+        self._counters = {
+            name: counter(
+                name=f"kvtier_{name}",
+                documentation=f"{text}.",
+                labelnames=[*labelnames, "tier"] if name == BY_TIER else labelnames,
+            )
+            for name, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what one engine counted."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for key, amount in transfer_stats_data.items():
+            name, _, tier = key.partition("/")
+            values = [*labels, tier] if name == BY_TIER else labels
+            self._counters[name].labels(*values).inc(amount)

@@ -1,0 +1,91 @@
+"""What the scheduler's connector remembers of one request."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvtier.keys import ChunkKey, chunk_key, encode_extra, encode_tokens, root_key
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request from its arrival to its end."""
+
+    request: Request
+    root: ChunkKey
+    chunk_tokens: int
+    keys: list[ChunkKey] = field(default_factory=list)
+    """Keys of the whole chunks whose tokens are known, in prefix order."""
+    ticket: int | None = None
+    """The look-up that is not used yet."""
+    asked_at: float = 0.0
+    waited: bool = False
+    """Whether the scheduler has already waited a moment for the look-up's answer."""
+    local_tokens: int = 0
+    """What vLLM's own cache held when it was last asked."""
+    next_chunk: int = 0
+    """The first chunk that is neither held nor saved."""
+    tail_saved: bool = False
+    load_failed: bool = False
+    """A load failed: compute this request, do not try again."""
+    hits_by_tier: dict[int, int] = field(default_factory=dict)
+
+    def ask(self) -> None:
+        """A look-up has been sent."""
+        self.asked_at = time.monotonic()
+
+    @property
+    def seconds_waited(self) -> float:
+        """How long the look-up has been under way."""
+        return time.monotonic() - self.asked_at
+
+    def extend(self, tokens: int) -> list[ChunkKey]:
+        """Keys of the whole chunks within the first ``tokens`` tokens; none is hashed twice."""
+        parent = self.keys[-1] if self.keys else self.root
+        for index in range(len(self.keys), tokens // self.chunk_tokens):
+            start = index * self.chunk_tokens
+            parent = self._key(parent, start, start + self.chunk_tokens)
+            self.keys.append(parent)
+        return self.keys[: tokens // self.chunk_tokens]
+
+    def tail_key(self, tokens: int) -> ChunkKey | None:
+        """The key of the partial chunk at the end of the first ``tokens`` tokens, if there is one."""
+        whole = self.extend(tokens)
+        start = len(whole) * self.chunk_tokens
+        return self._key(whole[-1] if whole else self.root, start, tokens) if start < tokens else None
+
+    def parent(self, index: int) -> ChunkKey:
+        """The key before chunk number ``index``."""
+        return self.keys[index - 1] if index else self.root
+
+    def _key(self, parent: ChunkKey, start: int, stop: int) -> ChunkKey:
+        tokens = encode_tokens(self.request.all_token_ids[start:stop])
+        return chunk_key(parent, tokens, _extra(self.request, start, stop))
+
+
+def cacheable(request: Request) -> bool:
+    """Whether the request's KV follows from token ids and known extra keys alone."""
+    return request.prompt_embeds is None and request.prompt_token_ids is not None
+
+
+def request_root(namespace: bytes, request: Request) -> ChunkKey:
+    """The root of a request's chunks: its tenant's."""
+    return root_key(namespace, request.cache_salt or "")
+
+
+def _extra(request: Request, start: int, stop: int) -> bytes:
+    """LoRA and images: what a chunk's KV depends on besides its tokens."""
+    parts: list[object] = []
+    lora = request.lora_request
+    if lora is not None:
+        parts.append(("lora", lora.lora_name, lora.lora_path))
+    for feature in request.mm_features:
+        offset, length = feature.mm_position.offset, feature.mm_position.length
+        if offset < stop and start < offset + length:
+            parts.append(("mm", feature.identifier, offset - start))
+    return encode_extra(parts)
