@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import aiofiles.os
+from anyio import CancelScope, to_thread
 from pydantic import Field
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject, SupportsScan
@@ -76,13 +77,13 @@ class DiskBackend(Backend, SupportsScan):
                 lambda: ObjectFolder(settings.name, settings.path, direct=settings.direct)
             )
         except BaseException:
-            self._threads.shutdown(wait=False)
+            await self._end_threads()
             raise
 
     async def close(self) -> None:
         """Unlock the folder for the next process."""
         await self._in_thread(self._folder.close)
-        self._threads.shutdown()
+        await self._end_threads()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Whether each key has a file."""
@@ -113,6 +114,10 @@ class DiskBackend(Backend, SupportsScan):
         while paths := await self._in_thread(next_batch):
             described = await self._spread(self._folder.describe, paths)
             yield [stored for stored in described if stored is not None]
+
+    async def _end_threads(self) -> None:
+        with CancelScope(shield=True):
+            await to_thread.run_sync(self._threads.shutdown)
 
     async def _spread(
         self, work: Callable[[ItemT], ResultT], items: Sequence[ItemT], items_per_thread: int = 1

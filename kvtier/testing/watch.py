@@ -8,9 +8,11 @@ without a beat two kinds are counted:
 - CPU time of the loop's thread (``pthread_getcpuclockid``): it computed, in Python or in C, and did not
   come back to the loop. A thread that waits for a core consumes none.
 - Time in which the thread was asleep in the kernel (``/proc/self/task/<id>/stat``: ``S`` or ``D``) at one
-  and the same instruction from one look to the next, other than in the loop's own ``select``: it sits in
-  a blocking call, such as ``time.sleep``, a lock or a read from a disk. A thread that waits for a core is
-  ``R``. One such look counts as one period, however late the monitor itself came.
+  and the same instruction from one look to the next, other than in the loop's own ``select``, and no other
+  thread of the process was ready to run (``R``): it sits in a blocking call, such as ``time.sleep``, a
+  lock or a read from a disk. A thread that waits for a core is ``R``, and one that waits for such a
+  thread, as ``Thread.start`` does, is not to blame either. One such look counts as one period, however
+  late the monitor itself came.
 
 Both err on the side of too little; twice the limit is found on any machine. A worker thread that holds the
 GIL for long without computing in the loop's thread is not found: the monitor needs the GIL too.
@@ -23,6 +25,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -53,7 +56,7 @@ class LoopWatch:
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._cpu_clock = time.pthread_getcpuclockid(self._thread_id)
-        self._status = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
+        self._native_id = str(threading.get_native_id())
         self._beat()
         self._monitor = threading.Thread(target=self._watch, name="kvtier-loop-watch", daemon=True)
         self._monitor.start()
@@ -99,8 +102,9 @@ class LoopWatch:
         return time.clock_gettime(self._cpu_clock)
 
     def _is_asleep(self) -> bool:
-        # The state is the first field after the thread's name, which is in parentheses and may hold others.
-        return self._status.read_text().rpartition(")")[2].split()[0] in {"S", "D"}
+        states = _thread_states()
+        states.pop(str(threading.get_native_id()), None)
+        return states.pop(self._native_id, "") in {"S", "D"} and "R" not in states.values()
 
 
 class _Stall:
@@ -113,6 +117,16 @@ class _Stall:
         self.place: tuple[int, int] | None = None
         self.seconds = 0.0
         self.stack = ""
+
+
+def _thread_states() -> dict[str, str]:
+    """The state of each thread of this process."""
+    states = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            # The first field after the thread's name, which is in parentheses and may hold others.
+            states[task.name] = (task / "stat").read_text().rpartition(")")[2].split()[0]
+    return states
 
 
 def _is_select(frame: FrameType | None) -> bool:

@@ -1,0 +1,54 @@
+"""Chunk objects to put, and backends to put them into."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
+from kvtier.backends.cpu import CpuBackend
+from kvtier.backends.disk import DiskBackend, DiskSettings
+from kvtier.header import ChunkHeader, object_bytes
+from kvtier.keys import ChunkKey
+from kvtier.settings import TierSettings
+from kvtier.testing.backend import blank, make_key, noise
+
+PAYLOAD = 20_000
+OK, MISS, FULL, FAILED = Outcome.OK, Outcome.MISS, Outcome.FULL, Outcome.FAILED
+
+BackendT = TypeVar("BackendT", bound=Backend)
+
+
+def chunk(key: ChunkKey, payload: int = PAYLOAD, *, seed: bytes = b"") -> memoryview:
+    """A chunk object as an engine leaves it in the arena: sealed without a checksum."""
+    view = blank(object_bytes(payload))
+    ChunkHeader(key, make_key(0), bytes(32), payload).seal(view, checksum=False)
+    view[256 : 256 + payload] = noise(seed + key, payload)
+    return view
+
+
+def chunks(numbers: Sequence[int], payload: int = PAYLOAD) -> list[PutItem]:
+    return [(make_key(number), chunk(make_key(number), payload)) for number in numbers]
+
+
+def blanks(numbers: Sequence[int], payload: int = PAYLOAD) -> list[GetItem]:
+    return [(make_key(number), blank(object_bytes(payload))) for number in numbers]
+
+
+def memory(capacity: int = 16 << 20) -> CpuBackend:
+    return CpuBackend(TierSettings(name="ram", type="cpu", capacity=capacity))
+
+
+def disk(path: Path, **more: Any) -> DiskBackend:
+    return DiskBackend(DiskSettings(name="ssd", type="disk", capacity=1 << 30, path=path, **more))
+
+
+@asynccontextmanager
+async def opened(backend: BackendT) -> AsyncIterator[BackendT]:
+    await backend.open()
+    try:
+        yield backend
+    finally:
+        await backend.close()

@@ -1,0 +1,502 @@
+"""What the disk backend does beyond the conformance suite: its folder, its lock, its refusals."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import socket
+import stat
+import sys
+import threading
+from pathlib import Path
+
+import anyio
+import pytest
+from kvtier.backends import disk_folder
+from kvtier.backends.disk import DiskSettings, lock_holder, object_path, walk
+from kvtier.backends.disk_folder import ObjectFolder
+from kvtier.errors import TierError
+from kvtier.testing.backend import blank, make_key, noise, same
+
+from tests.backends.chunks import FAILED, FULL, MISS, OK, disk, opened
+
+pytestmark = pytest.mark.anyio
+
+PAGE = 4096
+
+
+def files(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def filled(length: int, seed: bytes = b"") -> memoryview:
+    view = blank(length)
+    view[:] = noise(seed, length)
+    return view
+
+
+# Where things are.
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, 3 * PAGE, 3 * PAGE + 5])
+async def test_a_file_is_its_object(tmp_path: Path, length: int, direct: bool) -> None:
+    async with opened(disk(tmp_path, direct=direct)) as backend:
+        key, value = make_key(1), filled(length)
+        assert list(await backend.put([(key, value)])) == [OK]
+        path = tmp_path / key.hex()[:3] / f"{key.hex()}.kv"
+        assert path == object_path(tmp_path, key)
+        assert path.read_bytes() == value
+        assert files(tmp_path) == sorted([".lock", str(path.relative_to(tmp_path))])
+        assert list(walk(tmp_path)) == [path]
+
+
+async def test_others_cannot_read_what_people_have_typed(tmp_path: Path) -> None:
+    async with opened(disk(tmp_path / "made")) as backend:
+        await backend.put([(make_key(1), filled(PAGE))])
+        for path in [tmp_path / "made", *(tmp_path / "made").rglob("*")]:
+            assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
+
+
+async def test_get_notes_the_use(tmp_path: Path) -> None:
+    async with opened(disk(tmp_path)) as backend:
+        key = make_key(1)
+        await backend.put([(key, filled(PAGE))])
+        os.utime(object_path(tmp_path, key), (1e9, 1e9))
+        ((stored,),) = [batch async for batch in backend.scan()]
+        assert stored.last_used == 1e9
+        await backend.get([(key, blank(PAGE))])
+        assert object_path(tmp_path, key).stat().st_mtime > 1.6e9
+
+
+async def test_a_batch_takes_one_hop_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(disk(tmp_path, concurrency=3)) as backend:
+        hops = 0
+        hop = backend._hop
+
+        async def counted(function) -> None:
+            nonlocal hops
+            hops += 1
+            await hop(function)
+
+        monkeypatch.setattr(backend, "_hop", counted)
+        items = [(make_key(number), filled(PAGE)) for number in range(20)]
+        assert list(await backend.put(items)) == [OK] * 20
+        assert hops == 3
+        assert list(await backend.contains([key for key, _ in items])) == [True] * 20
+        assert hops == 4
+
+
+async def test_its_threads_end_with_it(tmp_path: Path) -> None:
+    async with opened(disk(tmp_path, concurrency=5)) as backend:
+        await backend.put([(make_key(number), filled(PAGE)) for number in range(20)])
+        assert [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-ssd")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-ssd")]
+
+
+# O_DIRECT.
+
+
+def flags_of_opens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    seen: list[int] = []
+    real = os.open
+
+    def recorded(path, flags, *more, **named) -> int:
+        if str(path).endswith((".kv", ".tmp")):
+            seen.append(flags & os.O_DIRECT)
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", recorded)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("direct", "length", "shift", "expected"),
+    [
+        (True, 2 * PAGE, 0, True),
+        (True, 2 * PAGE, 512, False),
+        (True, 2 * PAGE + 512, 0, False),
+        (False, 2 * PAGE, 0, False),
+    ],
+)
+async def test_aligned_objects_go_past_the_page_cache(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    direct: bool,
+    length: int,
+    shift: int,
+    expected: bool,
+) -> None:
+    async with opened(disk(tmp_path, direct=direct)) as backend:
+        if direct and not backend._folder.direct:
+            pytest.skip("the file system of the temporary folder has no O_DIRECT")
+        seen = flags_of_opens(monkeypatch)
+        view = blank(length + shift)[shift:]
+        assert list(await backend.put([(make_key(1), view)])) == [OK]
+        assert list(await backend.get([(make_key(1), view)])) == [OK]
+        assert [bool(flag) for flag in seen if seen] == [expected, expected] or (
+            # The folder is made on the way: the first open found it missing.
+            [bool(flag) for flag in seen] == [expected] * 3
+        )
+
+
+async def test_a_file_system_without_direct_io(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = os.open
+
+    def refuse(path, flags, *more, **named) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with caplog.at_level(logging.WARNING, "kvtier"):
+        async with opened(disk(tmp_path)) as backend:
+            items = [(make_key(number), filled(PAGE)) for number in range(3)]
+            assert list(await backend.put(items)) == [OK] * 3
+            assert list(await backend.get([(make_key(0), blank(PAGE))])) == [OK]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"tier 'ssd': the file system of {tmp_path} has no O_DIRECT, so that its page cache is used"
+    ]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("step", [1000, PAGE])
+async def test_short_reads_and_writes_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, step: int
+) -> None:
+    calls = []
+
+    def shortened(real):
+        def move(descriptor, views, offset):
+            calls.append(offset)
+            aligned = offset % PAGE == 0 and step % PAGE == 0
+            if disk_folder.fcntl.fcntl(descriptor, disk_folder.fcntl.F_GETFL) & os.O_DIRECT and not aligned:
+                # As a medium that is all but full does: it takes a part of a page, and the call succeeds.
+                head = bytes(views[0][:step])
+                flags = disk_folder.fcntl.fcntl(descriptor, disk_folder.fcntl.F_GETFL)
+                disk_folder.fcntl.fcntl(descriptor, disk_folder.fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                try:
+                    return real(descriptor, [head if real is os_pwritev else views[0][:step]], offset)
+                finally:
+                    disk_folder.fcntl.fcntl(descriptor, disk_folder.fcntl.F_SETFL, flags)
+            return real(descriptor, [views[0][:step]], offset)
+
+        return move
+
+    os_pwritev = os.pwritev
+    async with opened(disk(tmp_path, direct=direct)) as backend:
+        monkeypatch.setattr(os, "pwritev", shortened(os.pwritev))
+        monkeypatch.setattr(os, "preadv", shortened(os.preadv))
+        key, value, view = make_key(1), filled(3 * PAGE), blank(3 * PAGE)
+        assert list(await backend.put([(key, value)])) == [OK]
+        assert list(await backend.get([(key, view)])) == [OK]
+        assert same(view, value)
+    assert len(calls) > 4
+
+
+# The lock.
+
+
+def test_a_folder_that_nobody_has(tmp_path: Path) -> None:
+    assert lock_holder(tmp_path) is None
+    ObjectFolder("ssd", tmp_path, direct=True).close()
+    assert (tmp_path / ".lock").exists()
+    assert lock_holder(tmp_path) is None
+
+
+async def test_a_second_opener_is_told_who_has_it(tmp_path: Path) -> None:
+    async with opened(disk(tmp_path)):
+        holder = lock_holder(tmp_path)
+        assert holder is not None
+        assert re.fullmatch(
+            rf"process {os.getpid()} on host {re.escape(socket.gethostname())} "
+            r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC",
+            holder,
+        )
+        with pytest.raises(TierError) as refused:
+            await disk(tmp_path).open()
+        assert str(refused.value) == (
+            f"tier 'ssd': path {tmp_path} is in use by {holder}: stop that process, or set this tier's "
+            "`path` to a folder of its own"
+        )
+        assert lock_holder(tmp_path) == holder, "the refusal has taken the lock away"
+    async with opened(disk(tmp_path)):
+        pass
+
+
+async def test_another_process_is_refused(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from kvtier.backends.disk_folder import ObjectFolder\n"
+        "ObjectFolder('other', Path(sys.argv[1]), direct=True)"
+    )
+    async with opened(disk(tmp_path)):
+        found = await anyio.run_process([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert found.returncode
+    assert f"is in use by process {os.getpid()} on host".encode() in found.stderr
+
+
+async def test_inspecting_does_not_keep_anybody_out(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def inspect() -> None:
+        while not stop.is_set():
+            lock_holder(tmp_path)
+
+    ObjectFolder("ssd", tmp_path, direct=True).close()
+    thread = threading.Thread(target=inspect)
+    thread.start()
+    try:
+        for _ in range(50):
+            await anyio.to_thread.run_sync(lambda: ObjectFolder("ssd", tmp_path, direct=True).close())
+    finally:
+        stop.set()
+        thread.join()
+
+
+async def test_a_lock_whose_holder_has_not_written_its_name(tmp_path: Path) -> None:
+    async with opened(disk(tmp_path)):
+        (tmp_path / ".lock").write_text("")
+        assert lock_holder(tmp_path) == "another process"
+
+
+# Paths that will not do.
+
+
+async def refusal(path: Path) -> str:
+    with pytest.raises(TierError) as refused:
+        await disk(path).open()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-ssd")]
+    return str(refused.value)
+
+
+async def test_a_path_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        message = await refusal(path)
+        assert message.startswith(f"tier 'ssd': path {path} cannot be used (")
+        assert message.endswith("that this user may write to, or set the tier's `path` to one")
+
+
+async def test_a_path_that_this_user_may_not_write_to(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        code = (
+            "import sys, os; from pathlib import Path; from kvtier.backends.disk_folder import ObjectFolder\n"
+            "os.setuid(65534)\nObjectFolder('ssd', Path(sys.argv[1]), direct=True)"
+        )
+        for parent in tmp_path.parents[:3]:
+            parent.chmod(0o755)
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        found = await anyio.run_process(command, check=False)
+        assert (
+            f"TierError: tier 'ssd': path {tmp_path} cannot be used (Permission denied)"
+            in found.stderr.decode()
+        )
+    else:
+        tmp_path.chmod(0o500)
+        assert "cannot be used (Permission denied)" in await refusal(tmp_path)
+
+
+async def test_a_file_system_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The lock is there already; only the trial write finds out.
+    ObjectFolder("ssd", tmp_path, direct=True).close()
+
+    def refuse(descriptor, data, offset) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    assert "cannot be used (Read-only file system)" in await refusal(tmp_path)
+    monkeypatch.undo()
+    assert lock_holder(tmp_path) is None, "the lock is left behind"
+
+
+async def test_a_full_disk_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(disk(tmp_path)) as backend:
+        await backend.put([(make_key(1), filled(PAGE))])
+
+    def refuse(descriptor, data, offset) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    async with opened(disk(tmp_path)) as backend:
+        assert list(await backend.get([(make_key(1), blank(PAGE))])) == [OK]
+    assert not (tmp_path / ".probe").exists()
+
+
+def test_settings_say_what_they_are() -> None:
+    fields = DiskSettings.model_json_schema()["properties"]
+    assert all(field.get("description") for field in fields.values())
+
+
+# Errors of the medium.
+
+
+@pytest.mark.parametrize(
+    ("number", "outcome"),
+    [
+        (errno.ENOSPC, FULL),
+        (errno.EDQUOT, FULL),
+        (errno.EIO, FAILED),
+        (errno.EROFS, FAILED),
+        (errno.EFBIG, FAILED),
+    ],
+)
+@pytest.mark.parametrize("after", [0, 1])
+async def test_a_write_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, outcome: object, after: int
+) -> None:
+    async with opened(disk(tmp_path)) as backend:
+        key, old = make_key(1), filled(4 * PAGE, b"old")
+        assert list(await backend.put([(key, old)])) == [OK]
+        real, calls = os.pwritev, 0
+
+        def write(descriptor, views, offset) -> int:
+            nonlocal calls
+            calls += 1
+            if calls > after:
+                raise OSError(number, os.strerror(number))
+            return real(descriptor, [views[0][:PAGE]], offset)
+
+        monkeypatch.setattr(os, "pwritev", write)
+        assert list(await backend.put([(key, filled(4 * PAGE, b"new"))])) == [outcome]
+        view = blank(4 * PAGE)
+        assert list(await backend.get([(key, view)])) == [OK]
+        assert same(view, old)
+        assert len(files(tmp_path)) == 2
+
+
+async def test_a_read_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    async with opened(disk(tmp_path)) as backend:
+        items = [(make_key(number), filled(PAGE)) for number in range(3)]
+        await backend.put(items)
+
+        def fail(descriptor, views, offset) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(os, "preadv", fail)
+        with caplog.at_level(logging.WARNING, "kvtier"):
+            assert list(await backend.get(items)) == [FAILED] * 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "tier 'ssd' cannot read: [Errno 5] Input/output error"
+    ]
+
+
+async def test_a_file_that_ends_early_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(disk(tmp_path)) as backend:
+        await backend.put([(make_key(1), filled(4 * PAGE))])
+        monkeypatch.setattr(os, "preadv", lambda descriptor, views, offset: 0 if offset else PAGE)
+        assert list(await backend.get([(make_key(1), blank(4 * PAGE))])) == [MISS]
+
+
+async def test_a_use_that_cannot_be_noted_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(disk(tmp_path)) as backend:
+        await backend.put([(make_key(1), filled(PAGE))])
+
+        def refuse(descriptor) -> None:
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        monkeypatch.setattr(os, "utime", refuse)
+        assert list(await backend.get([(make_key(1), blank(PAGE))])) == [OK]
+
+
+async def test_a_delete_that_fails_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with opened(disk(tmp_path)) as backend:
+        object_path(tmp_path, make_key(1)).mkdir(parents=True)
+        await backend.delete([make_key(1)])
+    assert "tier 'ssd' cannot delete" in caplog.text
+
+
+# What else is in the folder.
+
+
+async def test_foreign_files_are_left_alone_and_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = make_key(1)
+    name = key.hex()
+    foreign = [
+        "README",
+        "notes/inner.kv",
+        f"{name[:3]}/{name[:60]}.kv",
+        f"{name[:3]}/{name}.kv.bak",
+        f"{name[:3]}/{name.upper()}.kv" if name.upper() != name else "X",
+        f"{'fff' if name[:3] != 'fff' else '000'}/{name}.kv",
+        f"{name[:3]}/something.tmp",
+    ]
+    async with opened(disk(tmp_path)) as backend:
+        await backend.put([(key, filled(PAGE))])
+        for path in foreign:
+            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).write_text("not kvtier's")
+        before = files(tmp_path)
+        with caplog.at_level(logging.WARNING, "kvtier"):
+            found = [stored.key async for batch in backend.scan() for stored in batch]
+        assert found == [key]
+        assert files(tmp_path) == before
+        assert list(walk(tmp_path)) == [object_path(tmp_path, key)]
+    (record,) = caplog.records
+    assert "7 files in" in record.getMessage()
+
+
+async def test_what_interrupted_writes_have_left_goes_but_not_what_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = make_key(1)
+    folder = tmp_path / key.hex()[:3]
+    folder.mkdir()
+    leftover = folder / f"{key.hex()}.0badc0de-7.tmp"
+    leftover.write_text("half a chu")
+    go_on = threading.Event()
+    real = os.pwritev
+
+    def slowly(descriptor, views, offset) -> int:
+        assert go_on.wait(10)
+        return real(descriptor, views, offset)
+
+    async with opened(disk(tmp_path)) as backend:
+        monkeypatch.setattr(os, "pwritev", slowly)
+        async with anyio.create_task_group() as group:
+            outcomes = []
+
+            async def put() -> None:
+                outcomes.extend(await backend.put([(key, filled(PAGE))]))
+
+            group.start_soon(put)
+            with anyio.fail_after(5):
+                while len(list(folder.iterdir())) < 2:
+                    await anyio.sleep(0.001)
+            assert [batch async for batch in backend.scan()] == []
+            assert not leftover.exists()
+            go_on.set()
+        assert outcomes == [OK]
+        assert files(tmp_path) == sorted([".lock", str(object_path(tmp_path, key).relative_to(tmp_path))])
+
+
+async def test_scan_of_very_many(tmp_path: Path) -> None:
+    async with opened(disk(tmp_path)) as backend:
+        items = [(make_key(number), memoryview(b"x" * (number % 7 + 1))) for number in range(2500)]
+        assert set(await backend.put(items)) == {OK}
+        batches = [batch async for batch in backend.scan()]
+        assert len(batches) == 3
+        assert {stored.key: stored.length for batch in batches for stored in batch} == {
+            key: len(value) for key, value in items
+        }
+
+
+async def test_scan_beside_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(disk(tmp_path)) as backend:
+        items = [(make_key(number), filled(PAGE)) for number in range(10)]
+        await backend.put(items)
+        describe = backend._folder.describe
+
+        def delete_first(path: Path):
+            path.unlink()
+            return describe(path)
+
+        monkeypatch.setattr(backend._folder, "describe", delete_first)
+        assert [stored async for batch in backend.scan() for stored in batch] == []

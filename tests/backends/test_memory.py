@@ -1,0 +1,120 @@
+"""What the memory backends do beyond the conformance suite."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import anyio
+import pytest
+from kvtier.arena import Arena
+from kvtier.backends import cpu
+from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
+from kvtier.errors import ArenaError, TierError
+from kvtier.testing.backend import blank, make_key, noise
+
+from tests.backends.chunks import FULL, OK, memory, opened
+
+pytestmark = pytest.mark.anyio
+
+PAGE = 4096
+
+
+async def test_full_keeps_what_is_held(leak_check: list[Arena]) -> None:
+    async with opened(memory(8 * PAGE)) as backend:
+        values = {make_key(number): memoryview(noise(b"%d" % number, 3 * PAGE)) for number in range(3)}
+        assert list(await backend.put(list(values.items()))) == [OK, OK, FULL]
+        assert list(await backend.put([(make_key(0), blank(4 * PAGE))])) == [FULL]
+        assert backend.arena.used == 6 * PAGE
+        view = blank(3 * PAGE)
+        assert list(await backend.get([(make_key(0), view)])) == [OK]
+        assert bytes(view) == values[make_key(0)]
+        await backend.delete(list(values))
+        assert backend.arena.used == 0
+        assert list(await backend.put([(make_key(0), blank(8 * PAGE))])) == [OK]
+
+
+async def test_what_is_read_lives_until_it_has_been_read(
+    leak_check: list[Arena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    copy_one = cpu._copy_one
+
+    def slowly(pair: tuple[memoryview, memoryview]) -> None:
+        assert go_on.wait(10)
+        copy_one(pair)
+
+    async with opened(memory(4 << 20)) as backend:
+        key, value = make_key(1), memoryview(noise(b"value", 1 << 20))
+        assert list(await backend.put([(key, value)])) == [OK]
+        monkeypatch.setattr(cpu, "_copy_one", slowly)
+        view = blank(1 << 20)
+        async with anyio.create_task_group() as group:
+            group.start_soon(backend.get, [(key, view)])
+            await anyio.wait_all_tasks_blocked()
+            await backend.delete([key])
+            assert backend.arena.used == 1 << 20, "freed while it is read"
+            go_on.set()
+        assert bytes(view) == value
+        assert backend.arena.used == 0
+
+
+async def test_a_cancelled_put_gives_its_room_back(
+    leak_check: list[Arena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(cpu, "_copy_one", lambda _: go_on.wait(10))
+    async with opened(memory(4 << 20)) as backend:
+        async with anyio.create_task_group() as group:
+            group.start_soon(backend.put, [(make_key(1), blank(1 << 20))])
+            await anyio.wait_all_tasks_blocked()
+            group.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.01)
+                assert backend.arena.used == 1 << 20, "freed while it is written"
+                go_on.set()
+        assert (backend.arena.used, backend.arena.leases) == (0, 0)
+        assert list(await backend.contains([make_key(1)])) == [False]
+
+
+async def test_large_copies_are_made_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    copy_one = cpu._copy_one
+
+    def note(pair: tuple[memoryview, memoryview]) -> None:
+        threads.append(threading.get_ident())
+        copy_one(pair)
+
+    monkeypatch.setattr(cpu, "_copy_one", note)
+    async with opened(memory()) as backend:
+        await backend.put([(make_key(1), blank(cpu.INLINE_COPY_BYTES))])
+        assert threads == [threading.get_ident()]
+        await backend.put([(make_key(1), blank(cpu.INLINE_COPY_BYTES + 1))])
+        assert len(threads) == 2
+        assert threads[1] != threading.get_ident()
+
+
+async def test_memory_that_is_not_there_names_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(capacity: int, *, huge: bool = False, fallback: bool = True) -> Arena:
+        raise ArenaError(f"none left: {huge=} {fallback=}")
+
+    monkeypatch.setattr(Arena, "create", refuse)
+    with pytest.raises(TierError, match="tier 'ram': none left: huge=False"):
+        await memory().open()
+    settings = HugePageSettings(name="huge", type="hugepage", capacity=1 << 30, fallback=False)
+    with pytest.raises(TierError, match="tier 'huge': none left: huge=True fallback=False"):
+        await HugePageBackend(settings).open()
+
+
+async def test_huge_pages_that_there_are_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # More than any machine that runs this has set aside.
+    settings = {"name": "huge", "type": "hugepage", "capacity": 1 << 46}
+    with pytest.raises(TierError, match=r"tier 'huge': .* huge pages .*fallback"):
+        await HugePageBackend(HugePageSettings(fallback=False, **settings)).open()
+    with caplog.at_level(logging.WARNING, "kvtier"):
+        async with opened(HugePageBackend(HugePageSettings(**settings))) as backend:
+            assert backend.arena.page_bytes == PAGE
+            assert list(await backend.put([(make_key(1), blank(PAGE))])) == [OK]
+    assert "huge pages" in caplog.text

@@ -1,0 +1,207 @@
+"""The pytest plugin: silent unless asked, and then it finds what blocks the loop, stays on it, or leaks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+from kvtier.testing.watch import LoopWatch
+
+CONFTEST = """
+import pytest
+
+@pytest.fixture(scope="session")
+def anyio_backend():
+    return "asyncio"
+"""
+
+TESTS = """
+import asyncio, hashlib, socket, subprocess, threading, time
+import anyio, pytest
+from kvtier.arena import Arena
+
+pytestmark = pytest.mark.anyio
+
+@pytest.fixture
+async def slow_to_set_up():
+    time.sleep(0.4)
+
+@pytest.fixture
+async def server():
+    async with anyio.create_task_group() as group:
+        group.start_soon(anyio.sleep_forever)
+        yield
+        group.cancel_scope.cancel()
+
+async def test_bad_sleeps():
+    time.sleep(0.4)
+
+async def test_bad_computes():
+    end = time.thread_time() + 0.2
+    while time.thread_time() < end:
+        pass
+
+async def test_bad_computes_in_c():
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 700_000)
+
+async def test_bad_waits_for_a_lock():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire(timeout=0.4)
+
+async def test_bad_waits_for_a_process():
+    subprocess.run(["sleep", "0.4"])
+
+async def test_bad_fixture(slow_to_set_up):
+    pass
+
+async def test_bad_leaves_a_task():
+    global task
+    task = asyncio.ensure_future(asyncio.sleep(3600))
+
+async def test_bad_leak(leak_check):
+    arena = Arena.create(1 << 20)
+    lease = arena.allocate(4096)
+
+async def test_bad_leak_check_without_arena(leak_check):
+    pass
+
+async def test_good_awaits():
+    await anyio.sleep(0.3)
+
+async def test_good_works_in_small_steps():
+    for _ in range(100):
+        time.sleep(0.004)
+        await anyio.sleep(0)
+
+async def test_good_blocks_a_thread():
+    await anyio.to_thread.run_sync(time.sleep, 0.3)
+
+async def test_good_fixture(server):
+    await anyio.sleep(0)
+
+async def test_good_task_that_is_about_to_end():
+    asyncio.ensure_future(asyncio.sleep(0.05))
+
+@pytest.mark.loop_may_block("on purpose")
+async def test_good_may_block():
+    time.sleep(0.4)
+
+async def test_good_no_leak(leak_check):
+    arena = Arena.create(1 << 20)
+    lease = arena.allocate(4096)
+    lease.release()
+
+def test_good_is_not_on_the_loop():
+    time.sleep(0.2)
+"""
+
+
+def run_pytest(folder: Path, *options: str) -> str:
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_it.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "--rootdir", str(folder)]
+    found = subprocess.run(
+        [*command, *options, str(folder)], cwd=folder, capture_output=True, text=True, check=False
+    )
+    return found.stdout
+
+
+def results(output: str) -> dict[str, set[str]]:
+    """Which tests are named as what in the summary."""
+    summary = output.partition("short test summary info")[2]
+    found: dict[str, set[str]] = {}
+    for line in summary.splitlines():
+        kind, _, rest = line.partition(" ")
+        if kind in {"PASSED", "FAILED", "ERROR"}:
+            found.setdefault(kind, set()).add(rest.partition("::")[2].partition(" ")[0])
+    return found
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("checked")
+    (folder / "pytest.ini").write_text("[pytest]\nkvtier_checks = true\naddopts = --strict-markers\n")
+    return run_pytest(folder)
+
+
+def test_what_it_finds(checked: str) -> None:
+    found = results(checked)
+    bad = {f"test_bad_{name}" for name in ("sleeps", "computes", "computes_in_c", "waits_for_a_lock")}
+    bad |= {f"test_bad_{name}" for name in ("waits_for_a_process", "fixture", "leaves_a_task", "leak")}
+    bad |= {"test_bad_leak_check_without_arena"}
+    assert found["ERROR"] == bad
+    assert {name for name in found["PASSED"] if name.startswith("test_good")} == {
+        line.removeprefix("async ").removeprefix("def ").partition("(")[0]
+        for line in TESTS.splitlines()
+        if "def test_good" in line
+    }
+    assert "FAILED" not in found
+
+
+def test_what_it_says(checked: str) -> None:
+    assert "the event loop was blocked for" in checked
+    assert "(at most 50 ms are allowed) here:" in checked
+    assert "hashlib.pbkdf2_hmac(" in checked, "the stack does not show what blocked"
+    assert "coro=<sleep()" in checked
+    assert "1 leases on 4096 bytes of an arena are open" in checked
+    assert "leak_check saw no arena" in checked
+
+
+def test_it_does_nothing_unless_asked(tmp_path: Path) -> None:
+    found = results(run_pytest(tmp_path, "-k", "not leak"))
+    assert set(found) == {"PASSED"}
+    assert "test_bad_sleeps" in found["PASSED"]
+
+
+def test_it_is_cheap_to_load() -> None:
+    code = "import sys, pytest; before = set(sys.modules); import kvtier.testing.plugin\n" + (
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & "
+        "{'torch', 'vllm', 'numpy', 'hypothesis', 'transformers'}), "
+        "[name for name in sys.modules if name in ('kvtier.testing.checks', 'kvtier.testing.backend')])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[] []"
+
+
+@pytest.mark.anyio
+@pytest.mark.loop_may_block("it is blocked to see that it is found")
+async def test_the_watch_tells_how_long_and_where() -> None:
+    watch = LoopWatch()
+    watch.start()
+    await anyio.sleep(0.05)
+    time.sleep(0.5)  # noqa: ASYNC251 - that is what is tested
+    await anyio.sleep(0.05)
+    watch.stop()
+    (block,) = watch.blocks
+    assert 0.05 < block.seconds < 5
+    assert "time.sleep(0.5)" in block.stack
+
+
+@pytest.mark.anyio
+async def test_the_watch_does_not_blame_a_loop_that_waits_for_a_core() -> None:
+    """As ``Thread.start`` does: the other thread is ready, but does not get a core or the GIL."""
+    release = threading.Lock()
+    release.acquire()
+
+    def compute() -> None:
+        end = time.thread_time() + 0.15
+        while time.thread_time() < end:
+            pass
+        release.release()
+
+    watch = LoopWatch()
+    watch.start()
+    await anyio.sleep(0.02)
+    thread = threading.Thread(target=compute)
+    thread.start()
+    release.acquire()
+    thread.join()
+    await anyio.sleep(0.02)
+    watch.stop()
+    assert watch.blocks == []

@@ -1,0 +1,124 @@
+"""Nothing that does not match its header comes out of a sealed medium."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from kvtier.backends.sealed import SealedBackend
+from kvtier.header import HEADER_BYTES, ChunkHeader
+from kvtier.testing.backend import blank, make_key
+from kvtier.testing.faults import Fault, FaultyBackend
+
+from tests.backends.chunks import FAILED, MISS, OK, blanks, chunk, chunks, disk, memory, opened
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_put_seals_and_get_verifies() -> None:
+    inner = memory()
+    async with opened(SealedBackend(inner)) as sealed:
+        (item,) = chunks([1])
+        payload = bytes(item[1][HEADER_BYTES:])
+        assert list(await sealed.put([item])) == [OK]
+        ((key, raw),) = blanks([1])
+        assert list(await inner.get([(key, raw)])) == [OK]
+        assert raw[10] == 1, "the checksum's algorithm"
+        assert bytes(raw[HEADER_BYTES:]) == payload
+        assert ChunkHeader.verify(raw, key).key == key
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize(
+    "header",
+    [
+        pytest.param(bytes(HEADER_BYTES), id="none"),
+        pytest.param(bytes(chunk(make_key(9))[:HEADER_BYTES]), id="another key"),
+        pytest.param(bytes(chunk(make_key(1), 50_000)[:HEADER_BYTES]), id="another length"),
+    ],
+)
+async def test_a_put_whose_header_is_not_its_own_fails_alone(header: bytes, checksum: bool) -> None:
+    async with opened(SealedBackend(memory(), checksum=checksum)) as sealed:
+        items = chunks([0, 1, 2])
+        items[1][1][:HEADER_BYTES] = header
+        assert list(await sealed.put(items)) == [OK, FAILED, OK]
+        assert list(await sealed.contains([key for key, _ in items])) == [True, False, True]
+        assert list(await sealed.get(blanks([0, 2]))) == [OK, OK]
+
+
+@pytest.mark.parametrize("at", [0, 9, 30, 60, 100, 130, 140, HEADER_BYTES, HEADER_BYTES + 19_999])
+async def test_a_flipped_bit_anywhere_that_counts_is_a_miss(at: int) -> None:
+    inner = memory()
+    async with opened(SealedBackend(inner)) as sealed:
+        items = chunks([1, 2])
+        assert list(await sealed.put(items)) == [OK, OK]
+        items[0][1][at] ^= 1
+        assert list(await inner.put(items[:1])) == [OK]
+        assert list(await sealed.get(blanks([1, 2]))) == [MISS, OK]
+        assert sealed.corrupt == 1
+        assert list(await inner.contains([make_key(1), make_key(2)])) == [False, True]
+
+
+async def test_an_object_under_another_key_is_a_miss() -> None:
+    inner = memory()
+    async with opened(SealedBackend(inner)) as sealed:
+        await sealed.put(chunks([1]))
+        await inner.put([(make_key(2), chunks([1])[0][1])])
+        assert list(await sealed.get(blanks([2, 1]))) == [MISS, OK]
+
+
+async def test_what_lies_while_it_is_read_is_a_miss() -> None:
+    faulty = FaultyBackend(memory())
+    async with opened(SealedBackend(faulty)) as sealed:
+        await sealed.put(chunks(range(4)))
+        faulty.fault, faulty.only = Fault.FLIP, frozenset({make_key(2)})
+        assert list(await sealed.get(blanks(range(4)))) == [OK, OK, MISS, OK]
+        assert sealed.corrupt == 1
+
+
+async def test_other_outcomes_pass() -> None:
+    faulty = FaultyBackend(memory(1 << 16))
+    async with opened(SealedBackend(faulty)) as sealed:
+        big = chunks([1], 1 << 20)
+        assert [outcome.value for outcome in await sealed.put([*big, *chunks([2])])] == ["full", "ok"]
+        faulty.fault, faulty.only = Fault.FAIL, frozenset({make_key(2)})
+        assert list(await sealed.get(blanks([2, 3]))) == [FAILED, MISS]
+        assert sealed.corrupt == 0
+
+
+async def test_without_checksum_the_header_still_counts() -> None:
+    inner = memory()
+    async with opened(SealedBackend(inner, checksum=False)) as sealed:
+        items = chunks([1, 2])
+        await sealed.put(items)
+        items[0][1][5000] ^= 1
+        items[1][1][60] ^= 1
+        await inner.put(items)
+        assert list(await sealed.get(blanks([1, 2]))) == [OK, MISS]
+
+
+async def test_corruption_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    faulty = FaultyBackend(memory())
+    async with opened(SealedBackend(faulty)) as sealed:
+        faulty.fault = Fault.FLIP
+        with caplog.at_level(logging.WARNING, "kvtier"):
+            for number in range(5):
+                await sealed.put(chunks([number]))
+                await sealed.get(blanks([number]))
+    assert sealed.corrupt == 5
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "is corrupt and is deleted: it payload does not match" in caplog.text
+
+
+async def test_scan_gives_only_what_can_be_a_chunk(tmp_path) -> None:
+    inner = disk(tmp_path)
+    async with opened(inner):
+        good, flipped, renamed, short = chunks(range(4))
+        flipped[1][20] ^= 1
+        await inner.put([good, flipped, (make_key(7), renamed[1]), (short[0], short[1][:8192])])
+        await inner.put([(make_key(8), blank(1))])
+    async with opened(SealedBackend(inner)) as sealed:
+        found = [stored async for batch in sealed.scan() for stored in batch]
+        assert [stored.key for stored in found] == [make_key(0)]
+        assert sealed.corrupt == 4
+        assert len(list(tmp_path.rglob("*.kv"))) == 1

@@ -1,0 +1,37 @@
+"""A process that writes chunks to a disk tier until it is killed: ``python -m tests.backends.writer DIR``."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import anyio
+from kvtier.backends.sealed import SealedBackend
+from kvtier.testing.backend import make_key
+
+from tests.backends.chunks import chunk, disk
+
+KEYS = [make_key(number) for number in range(24)]
+
+
+def payload_bytes(turn: int, number: int) -> int:
+    return 1000 + (turn * 7919 + number * 104_729) % 600_000
+
+
+async def main(path: Path) -> None:
+    backend = SealedBackend(disk(path))
+    await backend.open()
+    for turn in itertools.count():
+        items = [
+            (key, chunk(key, payload_bytes(turn, number), seed=b"%d" % turn))
+            for number, key in enumerate(KEYS)
+            if (turn + number) % 3
+        ]
+        outcomes = await backend.put(items)
+        await backend.delete([key for number, key in enumerate(KEYS) if not (turn + number) % 5])
+        print(turn, [outcome.value for outcome in outcomes].count("ok"), flush=True)
+
+
+if __name__ == "__main__":
+    anyio.run(main, Path(sys.argv[1]))
