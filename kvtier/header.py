@@ -1,4 +1,4 @@
-"""The header that every chunk carries outside the arena, and the checks that make a misread impossible.
+r"""The header that every chunk carries outside the arena, and the checks that make a misread impossible.
 
 A *chunk object* is header and payload in one run of bytes, padded to whole pages: one value in a
 pool, one file on a disk, one aligned slice of the arena. So a backend moves it with one call, with
@@ -7,7 +7,7 @@ O_DIRECT too, and it can never be half of one write and half of another.
 ======  =====  ==========================================================
 offset  bytes  field (little-endian)
 ======  =====  ==========================================================
-0       8      magic ``KVTIER\\r\\n``
+0       8      magic ``KVTIER\r\n``
 8       2      version
 10      2      checksum algorithm: 0 none, 1 XXH3-128
 12      4      reserved, zero
@@ -41,6 +41,7 @@ OBJECT_ALIGNMENT = 4096
 
 _FIELDS = struct.Struct("<8sHHIQ32s32s32s16s")
 _NO_CHECKSUM = bytes(16)
+_RESERVED = bytes(112)
 _ALGORITHM_NONE, _ALGORITHM_XXH3 = 0, 1
 
 
@@ -108,6 +109,8 @@ def _parse(head: bytes | memoryview) -> tuple[ChunkHeader, int, bytes]:
         raise CorruptChunk(f"has format version {version}, not {VERSION}")
     if bytes(head[_FIELDS.size : _FIELDS.size + 8]) != xxh3_64_digest(fields):
         raise CorruptChunk("header does not match its checksum")
+    if bytes(head[_FIELDS.size + 8 : HEADER_BYTES]) != _RESERVED:
+        raise CorruptChunk("has bytes set that are reserved")
     if algorithm not in (_ALGORITHM_NONE, _ALGORITHM_XXH3):
         raise CorruptChunk(f"has unknown checksum algorithm {algorithm}")
     return ChunkHeader(ChunkKey(key), ChunkKey(parent), space, payload_bytes), algorithm, checksum

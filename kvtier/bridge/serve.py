@@ -13,6 +13,7 @@ from pathlib import Path
 
 import anyio
 from anyio import CancelScope
+from anyio.abc import TaskStatus
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -41,7 +42,7 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
     serving, draining = CancelScope(), CancelScope()
     with _claim(path):
         async with TieredCache.open(settings) as cache, open_tasks() as tasks:
-            tasks.start_soon(_stop_on_signals, serving, draining)
+            await tasks.start(_stop_on_signals, serving, draining)
             with serving:
                 await _serve_engines(cache, path, settings.linger if exit_when_idle else None)
             with draining:
@@ -61,18 +62,22 @@ async def _serve_engines(cache: TieredCache, path: Path, linger: float | None) -
 
 
 async def _until_idle(server: BridgeServer, linger: float) -> None:
-    patience = max(linger, FIRST_ENGINE_SECONDS)
+    with anyio.move_on_after(FIRST_ENGINE_SECONDS):
+        await server.came.wait()
     while True:
-        await anyio.sleep(patience)
+        if server.engines:
+            await server.left.wait()
+        await anyio.sleep(linger)
         if not server.engines:
-            logger.info("no engine for %g s: leaving", patience)
+            logger.info("no engine for %g s: leaving", linger)
             return
-        await server.left.wait()
-        patience = linger
 
 
-async def _stop_on_signals(serving: CancelScope, draining: CancelScope) -> None:
+async def _stop_on_signals(
+    serving: CancelScope, draining: CancelScope, *, task_status: TaskStatus[None]
+) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
         async for number in signals:
             if serving.cancel_called:
                 logger.warning("%s again: leaving at once", signal.Signals(number).name)

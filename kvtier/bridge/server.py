@@ -64,6 +64,8 @@ class BridgeServer:
         self._numbers = itertools.count(1)
         self._engines: dict[str, Engine] = {}
         self._connections: dict[str, set[Connection]] = {}
+        self.came = anyio.Event()
+        """Set when the first engine has come."""
         self.left = anyio.Event()
         """Set when the last engine has left; a new event once one has come."""
 
@@ -94,6 +96,7 @@ class BridgeServer:
         if engine is None:
             engine = self._engines[hello.engine] = Engine(self.cache, hello, self._numbers)
             self._connections[hello.engine] = set()
+            self.came.set()
             self.left = anyio.Event()
             logger.info("engine %s has come", hello.engine)
         elif engine.layout != hello.layout or engine.namespace != hello.namespace:

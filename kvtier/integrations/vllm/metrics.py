@@ -34,6 +34,8 @@ COUNTERS: Mapping[str, str] = {
 class TransferStats(KVConnectorStats):  # type: ignore[misc]
     """Counts since the last report. Travels between vLLM's processes as a plain dictionary."""
 
+    data: dict[str, Any]
+
     def add(self, name: str, amount: float, tier: str = "") -> None:
         """Count something."""
         key = f"{name}/{tier}" if tier else name

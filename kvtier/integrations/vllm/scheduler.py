@@ -123,7 +123,7 @@ class SchedulerSide:
             state.ticket = None
 
     def _tokens(self, state: RequestState, chunks: int) -> int:
-        return min(chunks * self._layout.chunk_tokens, state.request.num_tokens)
+        return min(chunks * self._layout.chunk_tokens, int(state.request.num_tokens))
 
     # Loading: when a request has been given blocks.
 
@@ -227,7 +227,7 @@ class SchedulerSide:
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
         else:
             computed = min(request.num_computed_tokens + scheduled, request.num_tokens)
-        return computed if self._settings.save_decode else min(computed, request.num_prompt_tokens)
+        return int(computed if self._settings.save_decode else min(computed, request.num_prompt_tokens))
 
     def _has_unsaved(self, state: RequestState, computed: int) -> bool:
         whole = computed // self._layout.chunk_tokens > state.next_chunk
