@@ -16,6 +16,7 @@ import fcntl
 import logging
 import mmap
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HUGE_PAGE_COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+_MEMINFO = Path("/proc/meminfo")
 
 
 class _Extent:
@@ -242,7 +244,7 @@ def _huge_page_advice(needed: int) -> str:
     available = free - reserved
     target = total - available + needed
     # Where the default size is another, as on hosts set up for DPDK, sysctl would make pages of that size.
-    two_mib_is_default = "Hugepagesize:       2048 kB" in Path("/proc/meminfo").read_text()
+    two_mib_is_default = re.search(r"^Hugepagesize:\s+2048 kB$", _MEMINFO.read_text(), re.MULTILINE)
     remedy = (
         f"sysctl -w vm.nr_hugepages={target}"
         if two_mib_is_default

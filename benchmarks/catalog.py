@@ -1,0 +1,121 @@
+"""The catalog at full size: bytes an entry, times of what it is asked, and the longest pauses.
+
+::
+
+    python benchmarks/catalog.py                     # ten million entries: 2 GiB and a minute
+    python benchmarks/catalog.py --entries 100000
+
+Prompts of 128 chunks, all in the second tier and every tenth in the first too. Look-ups are of prompts
+picked at random, with keys that were made anew, as they come from the socket: neither the processor's
+caches nor a remembered hash helps. Bytes are what the process grew by, the keys included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from blake3 import blake3
+
+from kvtier.catalog import Catalog, State
+from kvtier.eviction.lru import LruPolicy
+from kvtier.keys import KEY_BYTES, ChunkKey, split_keys
+
+PROMPT_CHUNKS = 128
+CHUNK_BYTES = 4 << 20
+FAST, SLOW = 0, 1
+FAST_EVERY = 10
+VICTIMS = 1024
+CALLS = 2000
+
+ArgumentT = TypeVar("ArgumentT")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="The catalog at full size.")
+    parser.add_argument("--entries", type=int, default=10_000_000, help="default: %(default)s")
+    prompts = max(1, parser.parse_args(arguments).entries // PROMPT_CHUNKS)
+
+    catalog = Catalog([LruPolicy(), LruPolicy()])
+    seconds = array("f", bytes(4 * prompts * PROMPT_CHUNKS))
+    before = resident_bytes()
+    fill(catalog, prompts, seconds)
+    grown = resident_bytes() - before
+
+    print(f"{'entries':<28}{len(catalog):>12,}")
+    print(f"{'bytes an entry':<28}{grown / len(catalog):>12.0f}")
+    print(f"{'microseconds':<28}{'median':>12}{'99 %':>12}{'worst':>12}")
+    report("add a chunk", seconds)
+    picked = random.Random(0).choices(range(prompts), k=CALLS)
+    report(f"prefix of {PROMPT_CHUNKS} chunks", timed(catalog.prefix, map(prompt_keys, picked)))
+    report("  the same prompt again", timed(catalog.prefix, [prompt_keys(0)] * CALLS))
+    report(f"touch of {PROMPT_CHUNKS} chunks", timed(catalog.touch, map(prompt_keys, picked)))
+    report(f"the {VICTIMS} coldest", timed(lambda tier: coldest(catalog, tier), [SLOW] * 100))
+    report("replace the coldest", timed(lambda key: replace_coldest(catalog, key), newcomers(CALLS)))
+    report("full garbage collection", timed(lambda _: gc.collect(), range(3)))
+
+
+def fill(catalog: Catalog, prompts: int, seconds: array[float]) -> None:
+    """Enter every prompt's chunks into the second tier, noting what each took, and some into the first."""
+    for prompt in range(prompts):
+        keys = prompt_keys(prompt)
+        for index, (parent, key) in enumerate(zip([None, *keys], keys, strict=False)):
+            started = time.perf_counter()
+            catalog.add(key, SLOW, CHUNK_BYTES, State.READY, parent)
+            seconds[prompt * PROMPT_CHUNKS + index] = time.perf_counter() - started
+            if prompt % FAST_EVERY == 0:
+                catalog.add(key, FAST, CHUNK_BYTES, State.READY, parent)
+
+
+def prompt_keys(prompt: int) -> list[ChunkKey]:
+    """The keys of a prompt, as new objects each time."""
+    return split_keys(blake3(prompt.to_bytes(8, "little")).digest(KEY_BYTES * PROMPT_CHUNKS))
+
+
+def newcomers(count: int) -> Iterator[ChunkKey]:
+    """Keys of no prompt."""
+    return (ChunkKey(blake3(b"newcomer" + bytes([*divmod(index, 256)])).digest()) for index in range(count))
+
+
+def coldest(catalog: Catalog, tier: int) -> list[ChunkKey]:
+    return list(itertools.islice(catalog.victims(tier), VICTIMS))
+
+
+def replace_coldest(catalog: Catalog, key: ChunkKey) -> None:
+    catalog.remove(next(catalog.victims(SLOW)), SLOW)
+    catalog.add(key, SLOW, CHUNK_BYTES, State.READY)
+
+
+def timed(call: Callable[[ArgumentT], object], arguments: Iterable[ArgumentT]) -> list[float]:
+    """Seconds of each call; the arguments are made outside of them."""
+    seconds = []
+    for argument in arguments:
+        started = time.perf_counter()
+        call(argument)
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def report(name: str, seconds: Sequence[float]) -> None:
+    ordered = sorted(seconds)
+    high = ordered[len(ordered) * 99 // 100]
+    figures = (statistics.median(ordered), high, ordered[-1])
+    print(f"{name:<28}" + "".join(f"{figure * 1e6:>12,.2f}" for figure in figures))
+
+
+def resident_bytes() -> int:
+    """Physical memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()

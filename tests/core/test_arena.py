@@ -1,0 +1,408 @@
+"""Nobody is leased bytes that another has, no byte is lost, and no page is unmapped under a view."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtier import arena as arena_module
+from kvtier.arena import HUGE_PAGE_BYTES, PAGE_BYTES, Arena, ArenaMap, Lease
+from kvtier.errors import ArenaError
+
+HUGE_PAGE_COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+
+
+def allocate(arena: Arena, pages: int) -> Lease:
+    lease = arena.allocate(pages * PAGE_BYTES)
+    assert lease is not None
+    return lease
+
+
+def mappings() -> int:
+    """How many arenas are mapped into this process."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:kvtier-arena")
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(16 * PAGE_BYTES)
+    yield arena
+    arena.close()
+
+
+# Leases.
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(1, 1), (4095, 1), (4096, 1), (4097, 2), (12288, 3)])
+def test_a_lease_is_whole_pages_and_its_view_what_was_asked_for(arena: Arena, asked: int, taken: int) -> None:
+    first, second = arena.allocate(asked), arena.allocate(1)
+    assert first is not None
+    assert second is not None
+    assert (first.offset, first.length, len(first.view)) == (0, asked, asked)
+    assert second.offset == taken * PAGE_BYTES
+    assert arena.used == (taken + 1) * PAGE_BYTES
+
+
+def test_a_fresh_arena_is_one_run_of_whole_pages() -> None:
+    arena = Arena.create(PAGE_BYTES + 1)
+    assert (arena.capacity, arena.page_bytes) == (2 * PAGE_BYTES, PAGE_BYTES)
+    assert (arena.used, arena.leases, arena.fragments) == (0, 0, 1)
+    arena.close()
+
+
+def test_the_smallest_hole_that_fits_is_taken(arena: Arena) -> None:
+    runs = [allocate(arena, pages) for pages in (4, 1, 2, 1, 3, 1)]
+    holes = {run.length // PAGE_BYTES: run.offset for run in runs[::2]}
+    for run in runs[::2]:
+        run.release()
+    assert allocate(arena, 2).offset == holes[2]
+    assert allocate(arena, 3).offset == holes[3]
+    assert allocate(arena, 1).offset == holes[4]
+
+
+def test_holes_apart_do_not_make_a_run(arena: Arena) -> None:
+    runs = [allocate(arena, 1) for _ in range(16)]
+    for run in runs[::2]:
+        run.release()
+    assert arena.capacity - arena.used == 8 * PAGE_BYTES
+    assert arena.allocate(2 * PAGE_BYTES) is None
+    runs[1].release()
+    assert allocate(arena, 3).offset == 0
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_freed_runs_are_joined_whatever_the_order(arena: Arena, order: tuple[int, ...]) -> None:
+    runs = [allocate(arena, 4) for _ in range(4)]
+    assert arena.fragments == 0
+    assert arena.allocate(1) is None
+    for index in order:
+        runs[index].release()
+    assert (arena.fragments, arena.used, arena.leases) == (1, 0, 0)
+    assert allocate(arena, 16).offset == 0
+
+
+def test_bytes_are_freed_with_the_last_handle(arena: Arena) -> None:
+    lease = allocate(arena, 16)
+    shared = lease.share()
+    again = shared.share()
+    assert (arena.leases, arena.used, lease.sole) == (3, arena.capacity, False)
+    lease.release()
+    shared.release()
+    assert (arena.leases, arena.used, again.sole) == (1, arena.capacity, True)
+    assert arena.allocate(1) is None
+    again.release()
+    assert (arena.leases, arena.used) == (0, 0)
+
+
+def test_a_handle_that_is_released_twice_frees_once(arena: Arena) -> None:
+    lease = allocate(arena, 1)
+    shared = lease.share()
+    lease.release()
+    lease.release()
+    assert (arena.leases, arena.used) == (1, PAGE_BYTES)
+    shared.release()
+    taken_over = allocate(arena, 1)
+    shared.release()
+    lease.release()
+    assert (arena.leases, arena.used, taken_over.offset) == (1, PAGE_BYTES, 0)
+
+
+def test_a_released_lease_gives_no_bytes_and_no_handles(arena: Arena) -> None:
+    lease = allocate(arena, 1)
+    lease.release()
+    with pytest.raises(ArenaError, match="released"):
+        _ = lease.view
+    with pytest.raises(ArenaError, match="released"):
+        lease.share()
+    assert arena.leases == 0
+
+
+# Memory.
+
+
+def test_memory_is_taken_when_it_is_touched() -> None:
+    arena = Arena.create(1 << 40)
+    assert os.fstat(arena.fd).st_blocks == 0
+    allocate(arena, 1).view[0] = 1
+    assert 0 < os.fstat(arena.fd).st_blocks * 512 <= HUGE_PAGE_BYTES
+    arena.close()
+
+
+@pytest.mark.parametrize("capacity", [0, -4096, 1 << 62, 1 << 80])
+def test_a_capacity_that_cannot_be_had_is_refused(capacity: int) -> None:
+    before = descriptors()
+    with pytest.raises(ArenaError, match=f"cannot get {capacity} bytes"):
+        Arena.create(capacity)
+    assert descriptors() == before
+
+
+def test_another_process_writes_what_we_read(arena: Arena) -> None:
+    lease = allocate(arena, 2)
+    program = (
+        "import sys; from kvtier.arena import ArenaMap\n"
+        "fd, capacity, offset, length = map(int, sys.argv[1:])\n"
+        "ArenaMap(fd, capacity).view(offset, length)[:] = bytes([7]) * length"
+    )
+    numbers = [arena.fd, arena.capacity, lease.offset + 5, 4096]
+    subprocess.run([sys.executable, "-c", program, *map(str, numbers)], pass_fds=[arena.fd], check=True)
+    assert bytes(lease.view) == bytes(5) + bytes([7]) * 4096 + bytes(4096 - 5)
+
+
+@pytest.mark.parametrize("capacity", [0, 15 * PAGE_BYTES, 17 * PAGE_BYTES])
+def test_nobody_can_cut_or_stretch_it(arena: Arena, capacity: int) -> None:
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, capacity)
+    allocate(arena, 16).view[-1] = 1
+
+
+def test_mapping_more_than_there_is_is_refused(arena: Arena) -> None:
+    descriptor = os.dup(arena.fd)
+    with pytest.raises(ArenaError, match="cannot map"):
+        ArenaMap(descriptor, arena.capacity + PAGE_BYTES)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_closing_unmaps_and_may_be_repeated() -> None:
+    before = mappings()
+    arena = Arena.create(PAGE_BYTES)
+    engine = ArenaMap(os.dup(arena.fd), arena.capacity)
+    closed = [arena.fd, engine.fd]
+    assert mappings() == before + 2
+    for mapped in (arena, engine, arena, engine):
+        mapped.close()
+    assert mappings() == before
+    for descriptor in closed:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+
+def test_a_view_keeps_the_closed_arena_mapped() -> None:
+    before = mappings()
+    arena = Arena.create(PAGE_BYTES)
+    lease = allocate(arena, 1)
+    view = lease.view
+    arena.close()
+    view[:3] = b"kvt"
+    assert (bytes(view[:3]), mappings()) == (b"kvt", before + 1)
+    lease.release()
+    del view, lease, arena
+    assert mappings() == before
+
+
+def test_a_tensor_shares_the_memory_and_keeps_it_mapped() -> None:
+    torch = pytest.importorskip("torch")
+    before = mappings()
+    arena = Arena.create(4 * PAGE_BYTES)
+    engine = ArenaMap(os.dup(arena.fd), arena.capacity)
+    page = engine.tensor()[PAGE_BYTES : 2 * PAGE_BYTES]
+    page.fill_(9)
+    assert page.dtype == torch.uint8
+    assert bytes(arena.view(PAGE_BYTES, PAGE_BYTES)) == bytes([9]) * PAGE_BYTES
+    arena.close()
+    engine.close()
+    # Asked before it is touched: reading a page that is gone would end the tests, not fail this one.
+    assert mappings() == before + 1
+    assert int(page.sum()) == 9 * PAGE_BYTES
+    del page, engine, arena
+    assert mappings() == before
+
+
+# Huge pages.
+
+
+@pytest.fixture
+def huge_pages() -> Iterator[int]:
+    """Eight huge pages beyond those that are in use."""
+    count = HUGE_PAGE_COUNTS / "nr_hugepages"
+    try:
+        before = int(count.read_text())
+        count.write_text(str(before + 8))
+    except OSError as error:
+        pytest.skip(f"the number of huge pages cannot be set here: {error}")
+    try:
+        if available_huge_pages() < 8:
+            pytest.skip("the system finds no eight huge pages")
+        yield available_huge_pages()
+    finally:
+        count.write_text(str(before))
+
+
+def available_huge_pages() -> int:
+    try:
+        free, reserved = (
+            int((HUGE_PAGE_COUNTS / name).read_text()) for name in ("free_hugepages", "resv_hugepages")
+        )
+    except OSError:
+        return 0
+    return free - reserved
+
+
+def test_huge_pages_are_huge(huge_pages: int) -> None:
+    arena = Arena.create(HUGE_PAGE_BYTES + 1, huge=True, fallback=False)
+    assert (arena.capacity, arena.page_bytes) == (2 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
+    lease = allocate(arena, 1)
+    lease.view[:] = bytes([3]) * PAGE_BYTES
+    engine = ArenaMap(os.dup(arena.fd), arena.capacity)
+    assert bytes(engine.view(0, PAGE_BYTES)) == bytes(lease.view)
+    smaps = Path("/proc/self/smaps").read_text()
+    page_sizes = re.findall(r"memfd:kvtier-arena(?:.*\n)+?KernelPageSize:\s+(\d+) kB", smaps)
+    assert page_sizes == ["2048", "2048"]
+    assert available_huge_pages() == huge_pages - 2
+    engine.close()
+    arena.close()
+    assert available_huge_pages() == huge_pages
+
+
+def test_huge_pages_set_aside_for_another_are_not_free(huge_pages: int) -> None:
+    first = Arena.create(huge_pages * HUGE_PAGE_BYTES, huge=True, fallback=False)
+    with pytest.raises(ArenaError, match="1 huge pages of 2 MiB are needed and 0 are free"):
+        Arena.create(1, huge=True, fallback=False)
+    first.close()
+
+
+def test_without_huge_pages_normal_ones_are_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    needed = available_huge_pages() + 4096
+    with caplog.at_level(logging.WARNING, "kvtier"):
+        arena = Arena.create(needed * HUGE_PAGE_BYTES, huge=True)
+    assert (arena.page_bytes, arena.capacity) == (PAGE_BYTES, needed * HUGE_PAGE_BYTES)
+    assert f"{needed} huge pages of 2 MiB are needed" in caplog.text
+    assert "going on with normal pages" in caplog.text
+    allocate(arena, 1).view[0] = 1
+    arena.close()
+
+
+def test_without_huge_pages_and_fallback_it_says_what_to_type() -> None:
+    needed = available_huge_pages() + 4096
+    with pytest.raises(ArenaError) as refused:
+        Arena.create(needed * HUGE_PAGE_BYTES, huge=True, fallback=False)
+    assert f"{needed} huge pages of 2 MiB are needed" in str(refused.value)
+    assert "fallback: true" in str(refused.value)
+
+
+@pytest.fixture
+def huge_page_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Ten huge pages, three of them in use and two set aside."""
+    for name, count in (("nr_hugepages", 10), ("free_hugepages", 7), ("resv_hugepages", 2)):
+        (tmp_path / name).write_text(f"{count}\n")
+    monkeypatch.setattr(arena_module, "_HUGE_PAGE_COUNTS", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("default_kib", [2048, 1048576])
+def test_what_to_type_leaves_others_what_they_have(
+    huge_page_counts: Path, monkeypatch: pytest.MonkeyPatch, default_kib: int
+) -> None:
+    meminfo = huge_page_counts / "meminfo"
+    meminfo.write_text(f"MemTotal: 1 kB\nHugepagesize:    {default_kib:>7} kB\n")
+    monkeypatch.setattr(arena_module, "_MEMINFO", meminfo)
+    remedy = (
+        "sysctl -w vm.nr_hugepages=4101"
+        if default_kib == 2048
+        else f"echo 4101 > {huge_page_counts}/nr_hugepages"
+    )
+    with pytest.raises(ArenaError) as refused:
+        Arena.create(4096 * HUGE_PAGE_BYTES, huge=True, fallback=False)
+    assert "4096 huge pages of 2 MiB are needed and 5 are free" in str(refused.value)
+    assert f"type `{remedy}`" in str(refused.value)
+
+
+def test_a_kernel_without_huge_pages_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_HUGE_PAGE_COUNTS", tmp_path / "absent")
+    needed = available_huge_pages() + 4096
+    with pytest.raises(ArenaError, match="this kernel has none"):
+        Arena.create(needed * HUGE_PAGE_BYTES, huge=True, fallback=False)
+
+
+# Against a model.
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    """The model is a list of handles and, for each slice, its pages and the byte that it was filled with."""
+
+    pages = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = Arena.create(self.pages * PAGE_BYTES)
+        self.handles: list[Lease] = []
+        self.slices: dict[int, tuple[int, int]] = {}
+        """Offset → bytes taken, fill."""
+        self.fills = itertools.cycle(range(1, 256))
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Free runs as (length, offset)."""
+        gaps, stop = [], 0
+        for offset, (length, _) in [*sorted(self.slices.items()), (self.arena.capacity, (0, 0))]:
+            assert offset >= stop, "two slices overlap"
+            if offset > stop:
+                gaps.append((offset - stop, stop))
+            stop = offset + length
+        return gaps
+
+    @rule(length=st.integers(1, 8 * PAGE_BYTES) | st.integers(1, 8).map(PAGE_BYTES.__mul__))
+    def allocate(self, length: int) -> None:
+        taken = -(-length // PAGE_BYTES) * PAGE_BYTES
+        fitting = sorted(gap for gap in self.gaps() if gap[0] >= taken)
+        lease = self.arena.allocate(length)
+        if not fitting:
+            assert lease is None
+            return
+        assert lease is not None
+        assert (lease.offset, lease.length) == (fitting[0][1], length)
+        fill = next(self.fills)
+        lease.view[:] = bytes([fill]) * length
+        self.handles.append(lease)
+        self.slices[lease.offset] = taken, fill
+
+    @precondition(lambda self: self.handles)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        self.handles.append(data.draw(st.sampled_from(self.handles)).share())
+
+    @precondition(lambda self: self.handles)
+    @rule(data=st.data(), times=st.integers(1, 2))
+    def release(self, data: st.DataObject, times: int) -> None:
+        lease = self.handles.pop(data.draw(st.integers(0, len(self.handles) - 1)))
+        _, fill = self.slices[lease.offset]
+        assert bytes(lease.view) == bytes([fill]) * lease.length
+        for _ in range(times):
+            lease.release()
+        if all(other.offset != lease.offset for other in self.handles):
+            del self.slices[lease.offset]
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.arena.used == sum(length for length, _ in self.slices.values())
+        assert self.arena.leases == len(self.handles)
+        assert self.arena.fragments == len(self.gaps())
+        for lease in self.handles:
+            others = sum(other.offset == lease.offset for other in self.handles)
+            assert lease.sole == (others == 1)
+
+    def teardown(self) -> None:
+        for lease in self.handles:
+            lease.release()
+        assert (self.arena.used, self.arena.leases, self.arena.fragments) == (0, 0, 1)
+        self.arena.close()
+
+
+TestArenaMachine = ArenaMachine.TestCase
+TestArenaMachine.settings = hypothesis_settings(max_examples=100, stateful_step_count=50, deadline=None)

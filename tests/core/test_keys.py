@@ -1,0 +1,206 @@
+"""Equal keys mean an equal whole prefix in one namespace of one tenant, everywhere and for ever."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.keys import (
+    KEY_BYTES,
+    ChunkKey,
+    chunk_key,
+    chunk_keys,
+    encode_extra,
+    encode_tokens,
+    join_keys,
+    root_key,
+    split_keys,
+)
+
+NAMESPACE = bytes(range(32))
+ROOT = root_key(NAMESPACE)
+
+token_ids = st.integers(0, 2**32 - 1)
+prompts = st.lists(token_ids, max_size=40)
+chunk_sizes = st.integers(1, 8)
+
+
+def first_difference(left: list[int], right: list[int]) -> int:
+    """Index of the first token that differs, or the length of the shorter one."""
+    pairs = zip(left, right, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+# Whatever changes one of these makes every chunk that anybody has stored a miss.
+
+
+def test_roots_are_what_they_have_always_been() -> None:
+    assert ROOT.hex() == "c538a47890e2a7e2e01c5c55530147bc6b745e8758770179c6703966af9ffd90"
+    tenant = root_key(NAMESPACE, "tenant")
+    assert tenant.hex() == "3d54fa486bdbb95938788b4e5f863284548e9ef3cd539993bad2a030bd07aac7"
+
+
+def test_keys_are_what_they_have_always_been() -> None:
+    assert [key.hex() for key in chunk_keys(ROOT, range(10), 4, tail=True)] == [
+        "6b65eff81f87595b31e307b49aa61fbfc972ea5fd88800765d7b6d6d690ca330",
+        "9b58ab1ed8b1ae647e6bf012004a43a7b6fe0806536f848fff939bb9a10a8058",
+        "737e2851c0cc0673d6b6301b119bb70e9b54a7632368ec456b60b554c731141d",
+    ]
+
+
+def test_keys_with_extra_are_what_they_have_always_been() -> None:
+    keys = chunk_keys(ROOT, range(10), 4, tail=True, extra=lambda start, _: encode_extra(["lora", start]))
+    assert [key.hex() for key in keys] == [
+        "6cfd0cfe995cbbed79a08a5d6d604285a95c9eeacf7bd5c58e0c7249a530de4c",
+        "6178975e6865d4435311faaa75ea721ed039a99b3774d9f3818b45c98e830085",
+        "fbb1f8361969cceab1731ba7c6952c9962a1cbb321fbea5e644be798b96c039f",
+    ]
+
+
+def test_keys_do_not_depend_on_the_process() -> None:
+    program = (
+        "from kvtier.keys import chunk_keys, root_key\n"
+        "print(chunk_keys(root_key(bytes(range(32))), range(10), 4, tail=True)[-1].hex())"
+    )
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == chunk_keys(ROOT, range(10), 4, tail=True)[-1].hex()
+
+
+# The chain.
+
+
+@given(prompts, chunk_sizes)
+def test_a_key_for_every_full_chunk_and_with_tail_for_the_rest(tokens: list[int], size: int) -> None:
+    keys = chunk_keys(ROOT, tokens, size)
+    assert len(keys) == len(tokens) // size
+    with_tail = chunk_keys(ROOT, tokens, size, tail=True)
+    assert len(with_tail) == -(-len(tokens) // size)
+    assert with_tail[: len(keys)] == keys
+    assert all(len(key) == KEY_BYTES for key in with_tail)
+    assert len(set(with_tail)) == len(with_tail)
+
+
+@given(prompts, prompts, prompts, chunk_sizes)
+def test_keys_are_shared_exactly_as_far_as_tokens_are(
+    prefix: list[int], left: list[int], right: list[int], size: int
+) -> None:
+    left, right = prefix + left, prefix + right
+    left_keys, right_keys = chunk_keys(ROOT, left, size), chunk_keys(ROOT, right, size)
+    shared = first_difference(left, right) // size
+    assert left_keys[:shared] == right_keys[:shared]
+    assert not set(left_keys[shared:]) & set(right_keys[shared:])
+
+
+@given(prompts, chunk_sizes)
+def test_keys_chain_one_by_one_as_all_at_once(tokens: list[int], size: int) -> None:
+    parent, keys = ROOT, []
+    for start in range(0, len(tokens), size):
+        parent = chunk_key(parent, encode_tokens(tokens[start : start + size]))
+        keys.append(parent)
+    assert keys == chunk_keys(ROOT, tokens, size, tail=True)
+
+
+@given(st.lists(token_ids, min_size=2, max_size=20))
+def test_a_tail_is_another_chunk_than_the_full_one_that_grows_from_it(tokens: list[int]) -> None:
+    (tail,) = chunk_keys(ROOT, tokens[:-1], len(tokens), tail=True)
+    (full,) = chunk_keys(ROOT, tokens, len(tokens), tail=True)
+    assert tail != full
+    padded = chunk_keys(ROOT, [*tokens[:-1], 0], len(tokens))
+    assert tail not in padded
+
+
+def test_chunk_sizes_do_not_meet_but_where_the_tokens_are_the_same() -> None:
+    fours, eights = chunk_keys(ROOT, range(8), 4), chunk_keys(ROOT, range(8), 8)
+    assert not set(fours) & set(eights)
+
+
+# What keeps chunks apart.
+
+
+@given(
+    st.binary(min_size=32, max_size=32), st.text(max_size=8), st.binary(min_size=32, max_size=32), st.text()
+)
+def test_roots_are_equal_only_in_one_namespace_of_one_tenant(
+    namespace: bytes, salt: str, other_namespace: bytes, other_salt: str
+) -> None:
+    same = (namespace, salt) == (other_namespace, other_salt)
+    assert (root_key(namespace, salt) == root_key(other_namespace, other_salt)) is same
+
+
+@given(st.lists(token_ids, min_size=1, max_size=20), chunk_sizes)
+def test_tenants_never_share_a_key(tokens: list[int], size: int) -> None:
+    ours = chunk_keys(root_key(NAMESPACE, "a"), tokens, size, tail=True)
+    theirs = chunk_keys(root_key(NAMESPACE, "b"), tokens, size, tail=True)
+    assert not set(ours) & set(theirs)
+
+
+extras = st.lists(st.text(max_size=4) | st.integers(0, 9) | st.binary(max_size=4), max_size=4)
+
+
+@given(
+    st.lists(token_ids, min_size=1, max_size=4), extras, st.lists(token_ids, min_size=1, max_size=4), extras
+)
+def test_a_key_tells_tokens_and_extra_apart(
+    tokens: list[int], extra: list[object], other_tokens: list[int], other_extra: list[object]
+) -> None:
+    left = chunk_key(ROOT, encode_tokens(tokens), encode_extra(extra))
+    right = chunk_key(ROOT, encode_tokens(other_tokens), encode_extra(other_extra))
+    assert (left == right) is ((tokens, extra) == (other_tokens, other_extra))
+
+
+def test_extra_that_looks_like_tokens_is_not_taken_for_them() -> None:
+    whole, half = encode_tokens([1, 2]), encode_tokens([1])
+    assert chunk_key(ROOT, half, whole[len(half) :]) != chunk_key(ROOT, whole)
+
+
+def test_extra_concerns_its_chunk_and_all_that_follow() -> None:
+    def image(start: int, stop: int) -> bytes:
+        return encode_extra(["image"]) if start <= 5 < stop else b""
+
+    plain, shown = chunk_keys(ROOT, range(16), 4), chunk_keys(ROOT, range(16), 4, extra=image)
+    assert [a == b for a, b in zip(plain, shown, strict=True)] == [True, False, False, False]
+
+
+def test_extra_is_asked_for_the_tokens_of_each_chunk() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def extra(start: int, stop: int) -> bytes:
+        asked.append((start, stop))
+        return b""
+
+    assert chunk_keys(ROOT, range(10), 4, extra=extra, tail=True) == chunk_keys(ROOT, range(10), 4, tail=True)
+    assert asked == [(0, 4), (4, 8), (8, 10)]
+
+
+# Encodings.
+
+
+@given(st.lists(token_ids, max_size=20))
+def test_tokens_are_little_endian_words(tokens: list[int]) -> None:
+    assert encode_tokens(tokens) == b"".join(token.to_bytes(4, "little") for token in tokens)
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_a_token_that_is_no_word_is_refused(token: int) -> None:
+    with pytest.raises(OverflowError):
+        chunk_keys(ROOT, [token], 1)
+
+
+@given(st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES).map(ChunkKey), max_size=5))
+def test_keys_are_joined_and_split(keys: list[ChunkKey]) -> None:
+    assert split_keys(join_keys(keys)) == keys
+
+
+@pytest.mark.parametrize("length", [1, 31, 33])
+def test_half_a_key_is_refused(length: int) -> None:
+    with pytest.raises(ValueError, match=f"{length} bytes are not a whole number of 32-byte keys"):
+        split_keys(bytes(length))

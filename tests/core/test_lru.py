@@ -1,0 +1,149 @@
+"""The least recently used goes first, and a leaf before its parent."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtier.eviction.lru import LruPolicy
+
+ROOTLESS = -1
+
+
+def policy(*chunks: tuple[int, int]) -> LruPolicy:
+    """A policy to which chunks were added, each as (row, parent)."""
+    lru = LruPolicy()
+    for row, parent in chunks:
+        lru.added(row, parent)
+    return lru
+
+
+def order(lru: LruPolicy) -> list[int]:
+    """From the coldest; no longer than could be right, so that a broken ring fails and does not hang."""
+    return list(islice(lru.victims(), 1000))
+
+
+def test_nothing_held_means_no_victims() -> None:
+    assert order(LruPolicy()) == []
+
+
+def test_strangers_go_in_the_order_in_which_they_came() -> None:
+    assert order(policy((5, ROOTLESS), (0, ROOTLESS), (3, ROOTLESS))) == [5, 0, 3]
+
+
+def test_a_prompt_goes_from_its_end() -> None:
+    assert order(policy((0, ROOTLESS), (1, 0), (2, 1))) == [2, 1, 0]
+
+
+def test_a_branch_goes_before_what_it_shares() -> None:
+    shared, left, right = 0, 1, 2
+    lru = policy((shared, ROOTLESS), (left, shared), (right, shared), (3, left))
+    assert order(lru) == [3, left, right, shared]
+
+
+def test_a_chunk_whose_parent_is_elsewhere_is_the_warmest() -> None:
+    assert order(policy((0, ROOTLESS), (1, 7))) == [0, 1]
+
+
+def test_a_used_prefix_is_the_warmest_with_its_root_last() -> None:
+    lru = policy((0, ROOTLESS), (1, 0), (2, 1), (8, ROOTLESS), (9, 8))
+    lru.used([0, 1])
+    assert order(lru) == [2, 9, 8, 1, 0]
+
+
+def test_rows_that_are_not_held_are_passed_over() -> None:
+    lru = policy((0, ROOTLESS), (4, 0))
+    for row in (2, 77):
+        lru.removed(row)
+        lru.used([row, 0, row])
+    assert order(lru) == [4, 0]
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_what_was_removed_is_gone_wherever_it_stood(gone: int) -> None:
+    lru = policy((0, ROOTLESS), (1, 0), (2, 1))
+    lru.removed(gone)
+    assert order(lru) == [row for row in (2, 1, 0) if row != gone]
+
+
+def test_a_row_given_to_another_chunk_has_no_past() -> None:
+    lru = policy((0, ROOTLESS), (1, 0), (2, ROOTLESS))
+    lru.removed(1)
+    lru.added(1, ROOTLESS)
+    assert order(lru) == [0, 2, 1]
+    lru.used([0])
+    assert order(lru) == [2, 1, 0]
+
+
+def test_the_last_one_leaves_an_empty_policy() -> None:
+    lru = policy((6, ROOTLESS))
+    lru.removed(6)
+    assert order(lru) == []
+    lru.added(6, ROOTLESS)
+    assert order(lru) == [6]
+
+
+class LruMachine(RuleBasedStateMachine):
+    """The model is a list. Chunks come behind their parents, and go in any order a cache may choose."""
+
+    rows = 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lru = LruPolicy()
+        self.coldest_first: list[int] = []
+        self.parents: dict[int, int] = {}
+
+    def children(self, row: int) -> list[int]:
+        return [child for child, parent in self.parents.items() if parent == row]
+
+    def forget(self, row: int) -> None:
+        self.lru.removed(row)
+        self.coldest_first.remove(row)
+        del self.parents[row]
+        for child in self.children(row):
+            self.parents[child] = ROOTLESS
+
+    @precondition(lambda self: len(self.parents) < self.rows)
+    @rule(data=st.data())
+    def add(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from([row for row in range(self.rows) if row not in self.parents]))
+        parent = data.draw(st.sampled_from([ROOTLESS, *self.parents]))
+        self.lru.added(row, parent)
+        at = len(self.coldest_first) if parent == ROOTLESS else self.coldest_first.index(parent)
+        self.coldest_first.insert(at, row)
+        self.parents[row] = parent
+
+    @precondition(lambda self: self.parents)
+    @rule(data=st.data(), strangers=st.lists(st.integers(rows, rows + 3), max_size=2))
+    def use(self, data: st.DataObject, strangers: list[int]) -> None:
+        prefix = [data.draw(st.sampled_from(sorted(self.parents)))]
+        while (parent := self.parents[prefix[0]]) != ROOTLESS:
+            prefix.insert(0, parent)
+        self.lru.used([*strangers, *prefix, *strangers])
+        rest = [row for row in self.coldest_first if row not in prefix]
+        self.coldest_first = rest + prefix[::-1]
+
+    @precondition(lambda self: self.parents)
+    @rule(count=st.integers(1, 4))
+    def evict(self, count: int) -> None:
+        for row in list(islice(self.lru.victims(), count)):
+            assert not self.children(row), "a parent goes before its child"
+            self.forget(row)
+
+    @precondition(lambda self: self.parents)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        self.forget(data.draw(st.sampled_from(sorted(self.parents))))
+
+    @invariant()
+    def agrees(self) -> None:
+        assert order(self.lru) == self.coldest_first
+
+
+TestLruMachine = LruMachine.TestCase
+TestLruMachine.settings = hypothesis_settings(max_examples=150, stateful_step_count=40, deadline=None)
