@@ -410,7 +410,6 @@ def test_the_collector_passes_the_chunks_over(catalog: Catalog) -> None:
     assert visited() - before < 2_000
 
 
-
 def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "catalog.py"
     runpy.run_path(str(script))["main"](["--entries", "2560"])
