@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvtier.backends.base import Backend
 from kvtier.testing.backend import BackendConformance
-
 from tests.backends import broken
 from tests.backends.broken import Suite
 

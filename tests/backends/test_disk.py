@@ -14,12 +14,12 @@ from pathlib import Path
 
 import anyio
 import pytest
+
 from kvtier.backends import disk_folder
 from kvtier.backends.disk import DiskSettings, lock_holder, object_path, walk
 from kvtier.backends.disk_folder import ObjectFolder
 from kvtier.errors import TierError
 from kvtier.testing.backend import blank, make_key, noise, same
-
 from tests.backends.chunks import FAILED, FULL, MISS, OK, disk, opened
 
 pytestmark = pytest.mark.anyio

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from kvtier.backends.base import StoredObject
 from kvtier.backends.disk import lock_holder, object_path
 from kvtier.backends.sealed import SealedBackend
 from kvtier.header import HEADER_BYTES, object_bytes
 from kvtier.testing.backend import blank, make_key, noise
-
 from tests.backends.chunks import FAILED, FULL, MISS, OK, blanks, chunks, disk, opened
 from tests.backends.writer import KEYS
 

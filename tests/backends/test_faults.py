@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import anyio
 import pytest
+
 from kvtier.testing.backend import make_key
 from kvtier.testing.faults import Fault, FaultyBackend, SlowBackend
-
 from tests.backends.chunks import FAILED, FULL, MISS, OK, blanks, chunks, memory, opened
 
 pytestmark = pytest.mark.anyio

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Sequence
 
 import anyio
 import pytest
+
 from kvtier.backends.base import StoredObject
 from kvtier.backends.guarded import BreakerState, GuardedBackend
 from kvtier.testing.backend import make_key
 from kvtier.testing.faults import Fault, FaultyBackend, SlowBackend
-
 from tests.backends.chunks import FAILED, FULL, MISS, OK, blanks, chunks, disk, memory, opened
 
 pytestmark = pytest.mark.anyio

@@ -7,12 +7,12 @@ import threading
 
 import anyio
 import pytest
+
 from kvtier.arena import Arena
 from kvtier.backends import cpu
 from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
 from kvtier.errors import ArenaError, TierError
 from kvtier.testing.backend import blank, make_key, noise
-
 from tests.backends.chunks import FULL, OK, memory, opened
 
 pytestmark = pytest.mark.anyio

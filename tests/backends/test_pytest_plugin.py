@@ -10,6 +10,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+
 from kvtier.testing.watch import LoopWatch
 
 CONFTEST = """

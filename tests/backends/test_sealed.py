@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 
 import pytest
+
 from kvtier.backends.sealed import SealedBackend
 from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.testing.backend import blank, make_key
 from kvtier.testing.faults import Fault, FaultyBackend
-
 from tests.backends.chunks import FAILED, MISS, OK, blanks, chunk, chunks, disk, memory, opened
 
 pytestmark = pytest.mark.anyio

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import anyio
 import pytest
 from anyio import CapacityLimiter
+
 from kvtier.backends.threads import limited_hop, spread
 
 pytestmark = pytest.mark.anyio

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import permutations
 
 import pytest
+
 from kvtier.arena import Arena
 from kvtier.backends.base import (
     Backend,
@@ -22,7 +23,6 @@ from kvtier.backends.sealed import SealedBackend
 from kvtier.backends.wrapper import WrapperBackend
 from kvtier.keys import ChunkKey
 from kvtier.testing.faults import FaultyBackend, SlowBackend
-
 from tests.backends.chunks import OK, blanks, chunks, disk, memory, opened
 
 pytestmark = pytest.mark.anyio

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import anyio
+
 from kvtier.backends.sealed import SealedBackend
 from kvtier.testing.backend import make_key
-
 from tests.backends.chunks import chunk, disk
 
 KEYS = [make_key(number) for number in range(24)]
