@@ -73,7 +73,7 @@ def test_two_engines_hit_each_others_chunks(
     with start(llama, cache) as one, start(llama, cache) as other:
         one.generate(first)
         other.generate(second)
-        cache.wait_until_stored(2 * LENGTH)
+        cache.wait_until_stored(2 * WHOLE_CHUNKS)
         answers = [one.generate(second), other.generate(first)]
     assert answers == [
         Answer(oracle(llama, second), WHOLE_CHUNKS, "length"),

@@ -110,7 +110,7 @@ def test_requests_aborted_while_they_wait_for_the_disk_free_everything(
 def test_a_request_that_waits_for_the_disk_blocks_nobody(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
-    cache = make_cache(ssd={"deadline": "10m"})
+    cache = make_cache(ssd={"deadline": "10m"}, prefetch={"policy": "timeout", "deadline": "10m"})
     cache.start()
     with start(llama, cache) as engine:
         engine.generate(prompt(LENGTH))
