@@ -91,7 +91,9 @@ def test_a_chunk_is_not_entered_twice_into_a_tier(catalog: Catalog, state: State
 
 def test_only_what_is_pending_becomes_ready(catalog: Catalog) -> None:
     catalog.add(A, RAM, LENGTH, READY)
-    for key, tier in ((A, RAM), (A, SSD), (B, RAM)):
+    catalog.add(A, POOL, LENGTH, PENDING)
+    catalog.set_ready(A, POOL)
+    for key, tier in ((A, RAM), (A, SSD), (A, POOL), (B, RAM)):
         with pytest.raises(KeyError):
             catalog.set_ready(key, tier)
 
@@ -307,32 +309,41 @@ class CatalogMachine(RuleBasedStateMachine):
         order = self.coldest_first[tier]
         order.insert(order.index(parent) if parent in order else len(order), node)
 
-    @rule(node=nodes, tier=tiers)
-    def arrive(self, node: int, tier: int) -> None:
-        if self.states.get((node, tier)) is PENDING:
+    @precondition(lambda self: self.states)
+    @rule(data=st.data())
+    def arrive(self, data: st.DataObject) -> None:
+        node, tier = data.draw(st.sampled_from(sorted(self.states)))
+        if self.states[node, tier] is PENDING:
             self.catalog.set_ready(TREE[node], tier)
             self.states[node, tier] = READY
         else:
             with pytest.raises(KeyError):
                 self.catalog.set_ready(TREE[node], tier)
 
-    @rule(node=nodes, tier=tiers)
-    def remove(self, node: int, tier: int) -> None:
-        if (node, tier) not in self.states:
-            with pytest.raises(KeyError):
-                self.catalog.remove(TREE[node], tier)
-            return
+    @precondition(lambda self: self.states)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        self.take_out(*data.draw(st.sampled_from(sorted(self.states))))
+
+    def take_out(self, node: int, tier: int) -> None:
         self.catalog.remove(TREE[node], tier)
         del self.states[node, tier]
         self.coldest_first[tier].remove(node)
         if not self.held(node):
             self.pins.discard(node)
 
+    @rule(node=nodes, tier=tiers)
+    def refuse(self, node: int, tier: int) -> None:
+        if (node, tier) not in self.states:
+            for refused in (self.catalog.set_ready, self.catalog.remove):
+                with pytest.raises(KeyError):
+                    refused(TREE[node], tier)
+
     @precondition(lambda self: self.states)
     @rule(tier=tiers, count=st.integers(1, 4))
     def evict(self, tier: int, count: int) -> None:
         for key in list(itertools.islice(self.catalog.victims(tier), count)):
-            self.remove(TREE.index(key), tier)
+            self.take_out(TREE.index(key), tier)
 
     @rule(node=nodes)
     def touch(self, node: int) -> None:

@@ -79,6 +79,15 @@ def test_a_row_given_to_another_chunk_has_no_past() -> None:
     assert order(lru) == [2, 1, 0]
 
 
+def test_what_was_removed_neither_comes_back_nor_is_a_parent() -> None:
+    lru = policy((0, ROOTLESS), (1, 0), (2, ROOTLESS))
+    lru.removed(0)
+    lru.used([0, 1])
+    lru.removed(0)
+    lru.added(3, 0)
+    assert order(lru) == [2, 1, 3]
+
+
 def test_the_last_one_leaves_an_empty_policy() -> None:
     lru = policy((6, ROOTLESS))
     lru.removed(6)
@@ -98,6 +107,9 @@ class LruMachine(RuleBasedStateMachine):
         self.coldest_first: list[int] = []
         self.parents: dict[int, int] = {}
 
+    def absent(self) -> list[int]:
+        return [row for row in range(self.rows + 2) if row not in self.parents]
+
     def children(self, row: int) -> list[int]:
         return [child for child, parent in self.parents.items() if parent == row]
 
@@ -111,16 +123,18 @@ class LruMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.parents) < self.rows)
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:
-        row = data.draw(st.sampled_from([row for row in range(self.rows) if row not in self.parents]))
+        row = data.draw(st.sampled_from(self.absent()))
         parent = data.draw(st.sampled_from([ROOTLESS, *self.parents]))
-        self.lru.added(row, parent)
+        absent = st.sampled_from([ROOTLESS, *self.absent()]).filter(row.__ne__)
+        self.lru.added(row, data.draw(absent) if parent == ROOTLESS else parent)
         at = len(self.coldest_first) if parent == ROOTLESS else self.coldest_first.index(parent)
         self.coldest_first.insert(at, row)
         self.parents[row] = parent
 
     @precondition(lambda self: self.parents)
-    @rule(data=st.data(), strangers=st.lists(st.integers(rows, rows + 3), max_size=2))
-    def use(self, data: st.DataObject, strangers: list[int]) -> None:
+    @rule(data=st.data())
+    def use(self, data: st.DataObject) -> None:
+        strangers = data.draw(st.lists(st.sampled_from(self.absent()), max_size=2))
         prefix = [data.draw(st.sampled_from(sorted(self.parents)))]
         while (parent := self.parents[prefix[0]]) != ROOTLESS:
             prefix.insert(0, parent)
