@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -136,7 +137,7 @@ class TieredCache:
             backends = [
                 await _open_backend(stack, plugins, tier, settings.checksum) for tier in tier_settings
             ]
-            memory = backends[FIRST]
+            memory = backends[FIRST].inner
             if not isinstance(memory, SupportsArena):
                 raise SettingsError(f"tiers[0] is {tier_settings[FIRST].type}: the first tier must be memory")
             tasks = await stack.enter_async_context(open_tasks())
@@ -219,19 +220,21 @@ class TieredCache:
             self._prefetching.start(Prefetch(keys=held, priority=Priority.REQUESTED))
         found = LookUp()
         for key, source in zip(held, sources, strict=True):
-            flight = self._prefetching.flights.get(key)
-            lease = flight.lease.share() if flight is not None else hierarchy.share(key)
-            if lease is None:
+            chunk = self._find(key, source)
+            if chunk is None:
                 break
-            found.chunks.append(FoundChunk(key, source if flight is None else flight.source, lease, flight))
-        self._count(found, len(keys))
+            found.chunks.append(chunk)
+        hierarchy.counts["looked_up"] += len(keys)
+        for source, chunks in Counter(chunk.source for chunk in found.chunks).items():
+            hierarchy.counts[f"found_{hierarchy.tiers[source].name}"] += chunks
         return found
 
-    def _count(self, found: LookUp, asked: int) -> None:
-        counts = self.hierarchy.counts
-        counts["looked_up"] += asked
-        for chunk in found.chunks:
-            counts[f"found_{self.hierarchy.tiers[chunk.source].name}"] += 1
+    def _find(self, key: ChunkKey, source: int) -> FoundChunk | None:
+        if source == FIRST:
+            lease = self.hierarchy.memory.lease(key)
+            return None if lease is None else FoundChunk(key, source, lease)
+        flight = self._prefetching.flights.get(key)
+        return None if flight is None else FoundChunk(key, flight.source, flight.lease.share(), flight)
 
     async def settle(self, found: LookUp) -> None:
         """Wait for what a look-up is fetching as long as ``prefetch.policy`` says, then keep what arrived."""
