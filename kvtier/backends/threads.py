@@ -36,16 +36,18 @@ async def spread(
     of its item, whether it was cancelled through an anyio scope or through ``Task.cancel``. Raises what
     ``work`` raises, then also only when all threads are through.
     """
-    waiting = deque(range(len(items)))
+    # Each item leaves the queue with the thread that takes it: a thread holds on to this function, and so to
+    # the queue, for a moment after it has returned, and the memory may be unmapped by then.
+    waiting = deque(enumerate(items))
     results: dict[int, ResultT] = {}
 
     def take_turns() -> None:
         while True:
             try:
-                index = waiting.popleft()
+                index, item = waiting.popleft()
             except IndexError:
                 return
-            results[index] = work(items[index])
+            results[index] = work(item)
 
     hops = [asyncio.ensure_future(hop(take_turns)) for _ in range(min(parts, len(items)))]
     try:

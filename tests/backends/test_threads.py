@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import anyio
@@ -74,6 +75,23 @@ async def test_nothing_to_do_takes_no_thread() -> None:
         raise AssertionError("a hop for nothing")
 
     assert await spread(str, [], parts=4, hop=no_hop) == []
+
+
+async def test_a_thread_that_lingers_holds_no_item() -> None:
+    """As a thread does between its result and its next turn: an arena could not be unmapped meanwhile."""
+    lingering = []
+    hop = limited_hop(CapacityLimiter(2))
+
+    async def lingering_hop(function: Callable[[], None]) -> None:
+        lingering.append(function)
+        await hop(function)
+
+    items = [{number} for number in range(5)]
+    known = [weakref.ref(item) for item in items]
+    assert await spread(len, items, parts=2, hop=lingering_hop) == [1] * 5
+    del items
+    assert len(lingering) == 2
+    assert [item() for item in known] == [None] * 5
 
 
 @pytest.mark.parametrize("times", [1, 3])

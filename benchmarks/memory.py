@@ -1,0 +1,126 @@
+"""The memory backends beside memmove of the same bytes, in the same run.
+
+::
+
+    python -m benchmarks.memory                   # needs 2 GiB of memory
+    sysctl -w vm.nr_hugepages=600                 # before it, for huge pages of 2 MiB
+
+``put`` and ``get`` are what a tier below the first does: they copy. ``adopt`` is what a commit in the first
+tier does: it takes over the memory that the engine has filled, and copies nothing, so that its speed is
+that of the bookkeeping. memmove goes from one place to another in one thread, over memory of 4 KiB pages
+that has been touched before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+from collections.abc import Sequence
+
+import anyio
+
+from benchmarks.common import MIB, filled, ratio, show, speed, take_turns
+from kvtier.backends.base import Outcome
+from kvtier.backends.cpu import CpuBackend, MemoryBackend
+from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
+from kvtier.keys import KEY_BYTES, ChunkKey
+from kvtier.settings import TierSettings
+
+Chunks = Sequence[tuple[ChunkKey, memoryview]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="The memory backends beside memmove.")
+    parser.add_argument("--runs", type=int, default=7, help="default: %(default)s")
+    parser.add_argument("--small", action="store_true", help="a few megabytes, to see that it runs")
+    given = parser.parse_args(arguments)
+    sizes, total = ([256 * 1024, 4 * MIB, 32 * MIB], 512 * MIB)
+    if given.small:
+        sizes, total = ([256 * 1024, MIB], 8 * MIB)
+    memory, elsewhere = filled(total), filled(total)
+    rows = []
+    for kind in ("cpu", "hugepage"):
+        for size in sizes:
+            rows += anyio.run(measure, kind, memory, elsewhere, size, given.runs)
+    show("memory backends and memmove", ("", "page", "memmove GB/s", "GB/s", "ratio", "us a chunk"), rows)
+
+
+def make(kind: str, capacity: int) -> MemoryBackend:
+    if kind == "hugepage":
+        return HugePageBackend(HugePageSettings(name="ram", type=kind, capacity=capacity))
+    return CpuBackend(TierSettings(name="ram", type=kind, capacity=capacity))
+
+
+async def measure(
+    kind: str, memory: memoryview, elsewhere: memoryview, size: int, runs: int
+) -> list[tuple[object, ...]]:
+    """A row each for put, get and adopt."""
+    backend = make(kind, len(memory))
+    await backend.open()
+    chunks = [
+        (ChunkKey(index.to_bytes(2, "big") * (KEY_BYTES // 2)), memory[index * size : (index + 1) * size])
+        for index in range(len(memory) // size)
+    ]
+    keys = [key for key, _ in chunks]
+    targets = [elsewhere[index * size : (index + 1) * size] for index in range(len(chunks))]
+    addresses = [
+        (ctypes.addressof(ctypes.c_char.from_buffer(to)), ctypes.addressof(ctypes.c_char.from_buffer(view)))
+        for to, (_, view) in zip(targets, chunks, strict=True)
+    ]
+
+    async def copy() -> None:
+        for to, source in addresses:
+            ctypes.memmove(to, source, size)
+
+    async def put() -> None:
+        expect_ok(await backend.put(chunks))
+
+    async def get() -> None:
+        expect_ok(await backend.get([(key, to) for key, to in zip(keys, targets, strict=True)]))
+
+    async def adopt() -> None:
+        for key in keys:
+            lease = backend.arena.allocate(size)
+            if lease is None:
+                raise SystemExit("the arena is full")
+            backend.adopt(key, lease)
+
+    def empty() -> None:
+        for key in keys:
+            backend.discard(key)
+
+    stored = await take_turns({"memmove": copy, "put": put, "adopt": adopt}, runs, empty)
+    empty()
+    await put()
+    fetched = await take_turns({"memmove": copy, "get": get}, runs)
+    page = f"{backend.arena.page_bytes // 1024} KiB"
+    await backend.close()
+    return [
+        row(f"{kind} {name} {len(chunks)} x {size // 1024} KiB", page, chunks, seconds, name)
+        for name, seconds in (("put", stored), ("get", fetched), ("adopt", stored))
+    ]
+
+
+def row(
+    title: str, page: str, chunks: Chunks, seconds: dict[str, list[float]], name: str
+) -> tuple[object, ...]:
+    length = sum(len(view) for _, view in chunks)
+    copied = name != "adopt"
+    return (
+        title,
+        page,
+        speed(length, seconds["memmove"]),
+        speed(length, seconds[name]) if copied else "no copy",
+        ratio(seconds[name], seconds["memmove"]) if copied else "",
+        statistics.median(seconds[name]) / len(chunks) * 1e6,
+    )
+
+
+def expect_ok(outcomes: Sequence[Outcome]) -> None:
+    if set(outcomes) != {Outcome.OK}:
+        raise SystemExit(f"the memory did not take it: {outcomes}")
+
+
+if __name__ == "__main__":
+    main()
