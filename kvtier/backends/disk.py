@@ -6,11 +6,11 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import aiofiles.os
 from anyio import CancelScope, to_thread
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject, SupportsScan
 from kvtier.backends.disk_folder import ObjectFolder, lock_holder, object_path, walk
@@ -32,7 +32,7 @@ ResultT = TypeVar("ResultT")
 class DiskSettings(TierSettings):
     """Settings of a tier of type ``disk``."""
 
-    path: Path = Field(
+    path: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
         description="The folder that holds the chunks, made where it is missing. No two processes share one.",
         examples=["/var/cache/kvtier"],
     )

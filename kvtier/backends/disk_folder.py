@@ -178,23 +178,20 @@ class ObjectFolder:
             )
 
     def describe(self, path: Path) -> StoredObject | None:
-        """What a file that :meth:`objects` named says of itself; ``None`` where it cannot be read."""
+        """What a file that :meth:`objects` named says of itself; ``None`` where it has gone.
+
+        A file that cannot be read has no first bytes: it counts, until somebody deletes it for that.
+        """
         key = _key_of(path)
+        if key is None:
+            return None
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                # Without this the kernel reads on, some hundred kilobytes for each header.
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-                status = os.fstat(descriptor)
-                head = os.pread(descriptor, HEADER_BYTES, 0)
-            finally:
-                os.close(descriptor)
-        except FileNotFoundError:
+            status, head = path.stat(), b""
+            with suppress(OSError):
+                head = _first_bytes(path)
+        except OSError:
             return None
-        except OSError as error:
-            self._warn("tier %r cannot read: %s", self._tier, error)
-            return None
-        return None if key is None else StoredObject(key, status.st_size, status.st_mtime, head)
+        return StoredObject(key, status.st_size, status.st_mtime, head)
 
     def _write_file(self, path: Path, view: memoryview) -> None:
         direct = self._direct and _is_aligned(view)
@@ -292,6 +289,16 @@ def _files(root: Path) -> Iterator[Path]:
 def _read_holder(descriptor: int) -> str:
     # Empty for a moment after another process has taken the lock.
     return os.pread(descriptor, 256, 0).decode(errors="replace") or "another process"
+
+
+def _first_bytes(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # Without this the kernel reads on, some hundred kilobytes for each header.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        return os.pread(descriptor, HEADER_BYTES, 0)
+    finally:
+        os.close(descriptor)
 
 
 def _is_aligned(view: memoryview) -> bool:

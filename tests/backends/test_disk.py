@@ -18,9 +18,10 @@ import pytest
 from kvtier.backends import disk_folder
 from kvtier.backends.disk import DiskSettings, lock_holder, object_path, walk
 from kvtier.backends.disk_folder import ObjectFolder
+from kvtier.backends.sealed import SealedBackend
 from kvtier.errors import TierError
 from kvtier.testing.backend import blank, make_key, noise, same
-from tests.backends.chunks import FAILED, FULL, MISS, OK, disk, opened
+from tests.backends.chunks import FAILED, FULL, MISS, OK, chunks, disk, opened
 
 pytestmark = pytest.mark.anyio
 
@@ -326,6 +327,12 @@ async def test_a_full_disk_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not (tmp_path / ".probe").exists()
 
 
+def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    settings = DiskSettings(name="ssd", type="disk", capacity=1 << 30, path="~/chunks")
+    assert settings.path == Path("/home/someone/chunks")
+
+
 def test_settings_say_what_they_are() -> None:
     fields = DiskSettings.model_json_schema()["properties"]
     assert all(field.get("description") for field in fields.values())
@@ -500,3 +507,25 @@ async def test_scan_beside_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(backend._folder, "describe", delete_first)
         assert [stored async for batch in backend.scan() for stored in batch] == []
+
+
+async def test_what_cannot_be_read_counts_until_it_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed = SealedBackend(disk(tmp_path))
+    async with opened(sealed):
+        await sealed.put(chunks(range(2)))
+        real = os.pread
+
+        def fail(descriptor, length, offset) -> bytes:
+            head = real(descriptor, length, offset)
+            if make_key(1) in head:
+                raise OSError(errno.EIO, "Input/output error")
+            return head
+
+        monkeypatch.setattr(os, "pread", fail)
+        told = [stored async for batch in sealed.inner.scan() for stored in batch]
+        assert sorted(stored.length for stored in told) == [20_480, 20_480]
+        told = [stored.key async for batch in sealed.scan() for stored in batch]
+        assert told == [make_key(0)]
+        assert list(await sealed.contains([make_key(0), make_key(1)])) == [True, False]
