@@ -11,15 +11,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import anyio
 from anyio.abc import TaskGroup
 
 from kvtier.arena import Arena, Lease
-from kvtier.backends.base import SupportsArena, SupportsRegistration, SupportsScan
+from kvtier.backends.base import StoredObject, SupportsArena, SupportsRegistration, SupportsScan
 from kvtier.backends.guarded import GuardedBackend
 from kvtier.backends.sealed import SealedBackend
 from kvtier.catalog import Catalog, State
@@ -166,16 +167,15 @@ class TieredCache:
                 await backend.register(self.arena)
             if index == FIRST or not isinstance(backend, SupportsScan):
                 continue
-            held = []
+            held: list[_HeldChunk] = []
             async for batch in backend.scan():
-                for stored in batch:
-                    header = ChunkHeader.parse(stored.head)
-                    held.append((stored.last_used, stored.key, stored.length, header))
-            held.sort(key=lambda entry: entry[0])
-            for _, key, length, header in held:
-                catalog.add(key, index, length, State.READY, header.parent, header.namespace)
+                held += [_HeldChunk.of(stored) for stored in batch]
+            for chunk in _parents_first(held):
+                catalog.add(
+                    chunk.key, index, chunk.length, State.READY, chunk.header.parent, chunk.header.namespace
+                )
             await self._evicting.make_room(index, 0)
-            if held:
+            if catalog.count(index):
                 logger.info(
                     "tier %s: %d chunks (%.2f GiB) held from before",
                     self.hierarchy.name(index),
@@ -305,7 +305,7 @@ class TieredCache:
     @property
     def pending_bytes(self) -> int:
         """Bytes that a lower tier has still to write."""
-        return self._storing.pending_bytes
+        return self._storing.pending_bytes + self._evicting.demoting_bytes
 
     async def drain(self, seconds: float, progress: Progress | None = None) -> bool:
         """Wait until everything that is queued is written, ``seconds`` at most; whether it is."""
@@ -359,6 +359,31 @@ class TieredCache:
             "pending_bytes": self.pending_bytes,
             "counts": dict(hierarchy.counts),
         }
+
+
+class _HeldChunk(NamedTuple):
+    """A chunk that a tier held when it was opened."""
+
+    last_used: float
+    key: ChunkKey
+    length: int
+    header: ChunkHeader
+
+    @classmethod
+    def of(cls, stored: StoredObject) -> _HeldChunk:
+        return cls(stored.last_used, stored.key, stored.length, ChunkHeader.parse(stored.head))
+
+
+def _parents_first(held: list[_HeldChunk]) -> Iterator[_HeldChunk]:
+    """The longest unused first, but none before its parent: so the eviction policy knows each one's place."""
+    waiting = {chunk.key: chunk for chunk in held}
+    for oldest in sorted(held):
+        chain = []
+        key = oldest.key
+        while key in waiting:
+            chain.append(waiting.pop(key))
+            key = chain[-1].header.parent
+        yield from reversed(chain)
 
 
 async def _open_backend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import logging
 import os
 import signal
@@ -43,6 +44,8 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
     with _claim(path):
         async with TieredCache.open(settings) as cache, open_tasks() as tasks:
             await tasks.start(_stop_on_signals, serving, draining)
+            # What is there by now stays: full collections need not look at it again.
+            gc.freeze()
             with serving:
                 await _serve_engines(cache, path, settings.linger if exit_when_idle else None)
             with draining:

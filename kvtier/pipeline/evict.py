@@ -34,6 +34,8 @@ class EvictStage:
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
         self._needed = anyio.Event()
+        self.demoting_bytes = 0
+        """Bytes on their way from one tier to the next."""
 
     def allocate(self, length: int) -> Lease | None:
         """A lease on ``length`` bytes of the arena, evicting for it what may go at once; never waits.
@@ -130,8 +132,13 @@ class EvictStage:
             chunks = hierarchy.shares(transfer.keys)
         else:
             chunks = await hierarchy.lift(event, transfer.source, transfer.keys, self.allocate)
-        await self.make_room(transfer.target, sum(chunk.lease.length for chunk in chunks))
-        outcomes = await hierarchy.write(event, transfer.target, chunks)
+        length = sum(chunk.lease.length for chunk in chunks)
+        self.demoting_bytes += length
+        try:
+            await self.make_room(transfer.target, length)
+            outcomes = await hierarchy.write(event, transfer.target, chunks)
+        finally:
+            self.demoting_bytes -= length
         hierarchy.counts["demoted"] += outcomes.count(Outcome.OK)
 
     async def delete(self, event: Evict, transfer: Transfer) -> None:

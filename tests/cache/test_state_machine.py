@@ -102,8 +102,8 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.portal.call(self.cache.drain, 10)
             catalog = self.cache.hierarchy.catalog
             assert self.bytes_on_disk() == catalog.used(1)
-            self.opened.__exit__(None, None, None)
         finally:
+            self.opened.__exit__(None, None, None)
             self.stack.close()
             shutil.rmtree(self.folder)
 
