@@ -36,12 +36,18 @@ class CacheProcess:
         """``ram`` and ``ssd`` are settings of the two tiers that differ from the usual ones."""
         self.disk = folder / "ssd"
         memory = {"name": "ram", "type": "cpu", "capacity": 64 * MIB, **(ram or {})}
-        disk = {"name": "ssd", "type": "disk", "path": str(self.disk), "capacity": 256 * MIB, **(ssd or {})}
+        disk = {
+            "name": "ssd",
+            "type": "disk",
+            "path": str(self.disk),
+            "capacity": 256 * MIB,
+            "queue": 64 * MIB,
+        }
         self.settings = {
             "socket": str(folder / "kv.sock"),
             "chunk_tokens": CHUNK,
             "prefetch": {"policy": "wait"},
-            "tiers": [memory, disk],
+            "tiers": [memory, {**disk, **(ssd or {})}],
             **settings,
         }
         self._config = folder / "kvtier.yaml"

@@ -77,10 +77,13 @@ class _Host:
 
     def _open(self, number: int, arguments: dict[str, Any], connector: dict[str, Any] | None) -> bool:
         from vllm import LLM
+        from vllm.config import KVEventsConfig
 
         if connector is not None:
             connector = {**CONNECTOR, **connector}
             arguments = {**arguments, "kv_transfer_config": connector}
+        if "kv_events_config" in arguments:
+            arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
         self._llm = LLM(**arguments)
         return True
 
@@ -128,13 +131,15 @@ class _Host:
         return bool(self._llm.reset_prefix_cache(reset_connector=external))
 
     def _metrics(self, number: int) -> dict[str, float]:
-        """Every counter and gauge, named ``name`` or ``name{source}`` where it has that label."""
+        """Every counter and gauge, named ``name`` or ``name{source}`` where it has such a label."""
+        from prometheus_client import REGISTRY
+
         found: dict[str, float] = {}
-        for metric in self._llm.get_metrics():
-            if hasattr(metric, "value"):
-                source = metric.labels.get("source")
-                name = f"{metric.name}{{{source}}}" if source else metric.name
-                found[name] = found.get(name, 0) + metric.value
+        for metric in REGISTRY.collect():
+            for sample in metric.samples:
+                label = sample.labels.get("source") or sample.labels.get("tier")
+                name = f"{sample.name}{{{label}}}" if label else sample.name
+                found[name] = found.get(name, 0) + sample.value
         pool = self._core.scheduler.kv_cache_manager.block_pool
         found["free_blocks"] = pool.get_num_free_blocks()
         found["blocks"] = pool.num_gpu_blocks

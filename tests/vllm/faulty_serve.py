@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import anyio
+
 from kvtier.backends.base import Outcome
 from kvtier.backends.disk import DiskBackend
 from kvtier.cli import main

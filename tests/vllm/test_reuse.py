@@ -18,7 +18,7 @@ WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
 
 def from_tier(engine: Engine, source: str) -> float:
     """Tokens that vLLM counted as supplied by ``host`` or ``disk``."""
-    return engine.metrics()[f"vllm:prompt_tokens_cached_by_source{{{source}}}"]
+    return engine.metrics()[f"vllm:prompt_tokens_cached_by_source_total{{{source}}}"]
 
 
 def test_cold_then_warm_from_memory(

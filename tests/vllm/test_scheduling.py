@@ -71,7 +71,7 @@ def test_preemption(llama: Path, cache: CacheProcess, start: StartEngine, oracle
             assert [answer.tokens for answer in answers] == expected
             cache.wait_until_idle()
             engine.reset_prefix_cache()
-        assert engine.metrics()["vllm:num_preemptions"] > 0
+        assert engine.metrics()["vllm:num_preemptions_total"] > 0
 
 
 def test_aborted_requests_free_everything(

@@ -1,0 +1,94 @@
+"""What is told of it: vLLM's metrics, its log, and its KV events."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from tests.vllm.cache_process import CHUNK, CacheProcess
+from tests.vllm.conftest import StartEngine
+from tests.vllm.models import prompt
+
+LENGTH = 1000
+CHUNKS = LENGTH // CHUNK
+TOKEN_BYTES = 4096
+"""Bytes of KV of one token of the small Llama in float32."""
+
+
+def test_metrics_and_log(llama: Path, cache: CacheProcess, start: StartEngine) -> None:
+    with start(llama, cache) as engine:
+        engine.generate(prompt(LENGTH))
+        cache.wait_until_stored(LENGTH)
+        engine.reset_prefix_cache()
+        engine.generate(prompt(LENGTH))
+        metrics = engine.metrics()
+        log = engine.log.read_text()
+    told = {
+        name: metrics[f"kvtier_{name}"]
+        for name in (
+            "hit_tokens_total{ram}",
+            "loaded_tokens_total",
+            "loaded_bytes_total",
+            "stored_tokens_total",
+            "stored_bytes_total",
+        )
+    }
+    tokens = CHUNKS * CHUNK
+    assert told == {
+        "hit_tokens_total{ram}": tokens,
+        "loaded_tokens_total": tokens,
+        "loaded_bytes_total": tokens * TOKEN_BYTES,
+        "stored_tokens_total": tokens,
+        "stored_bytes_total": tokens * TOKEN_BYTES,
+    }
+    assert metrics["kvtier_load_seconds_total"] > 0
+    assert metrics["kvtier_store_seconds_total"] > 0
+    assert re.search(rf"{tokens} of {LENGTH} tokens hit \(ram {tokens}\)", log)
+    assert re.search(rf"stored {tokens} tokens for request \S+ in [\d.]+ ms \([\d.]+ GB/s\)", log)
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
+    """A subscriber of vLLM's KV events."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        subscriber.setsockopt(zmq.RCVTIMEO, 30_000)
+        subscriber.connect(f"ipc://{tmp_path}/events")
+        yield subscriber
+
+
+def test_kv_events(
+    llama: Path, cache: CacheProcess, start: StartEngine, events: zmq.Socket[bytes], tmp_path: Path
+) -> None:
+    stored: dict[str, dict[tuple[int, ...], bytes]] = {"CPU": {}, "STORAGE": {}}
+    removed: dict[str, set[bytes]] = {"CPU": set(), "STORAGE": set()}
+
+    def take() -> None:
+        _, _, batch = events.recv_multipart()
+        for event in msgspec.msgpack.decode(batch)[1]:
+            match event:
+                case {"type": "BlockStored", "block_hashes": [key], "token_ids": tokens, "medium": medium}:
+                    stored.get(medium, {})[tuple(tokens)] = key
+                case {"type": "BlockRemoved", "block_hashes": keys, "medium": medium}:
+                    removed.get(medium, set()).update(keys)
+
+    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{tmp_path}/events"}
+    with start(llama, cache, kv_events_config=config) as engine:
+        engine.generate(prompt(LENGTH))
+        cache.wait_until_stored(LENGTH)
+        while not all(len(chunks) == CHUNKS for chunks in stored.values()):
+            engine.generate(prompt(20))  # events are told of in steps
+            take()
+        expected = {tuple(prompt(CHUNK, start=CHUNK * index)) for index in range(CHUNKS)}
+        assert set(stored["CPU"]) == set(stored["STORAGE"]) == expected
+        engine.reset_prefix_cache(external=True)
+        while not all(len(keys) == CHUNKS for keys in removed.values()):
+            engine.generate(prompt(20))
+            take()
+    for medium, keys in removed.items():
+        assert keys == set(stored[medium].values())
