@@ -160,7 +160,7 @@ class _Demo:
                 {"name": "ram", "type": "cpu", "capacity": "4GiB"},
                 {"name": "ssd", "type": "disk", "path": str(self.work.folder / "disk"), "capacity": "16GiB"},
             ],
-            "prefetch": {"policy": "wait"},
+            "prefetch": {"policy": "timeout", "deadline": "60s"},
         }
         self.work.config.write_text(yaml.safe_dump(settings, sort_keys=False))
 
