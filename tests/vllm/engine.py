@@ -27,6 +27,10 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    # A small model gains nothing from threads that spin, and loses much where cores are few.
+    "OMP_NUM_THREADS": "1",
+    # Workers of one engine would each claim a NUMA node otherwise.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 ARGUMENTS: dict[str, Any] = {
     "dtype": "float32",
@@ -42,8 +46,6 @@ ANSWER_SECONDS = 120.0
 """How long any one answer may take before the test fails; nothing is judged by it."""
 
 _IMPORTED_ONCE = ["vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "transformers"]
-TENSOR_PARALLEL = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-"""Environment of an engine with several workers: they would each claim a NUMA node otherwise."""
 
 
 class EngineDied(Exception):
@@ -207,12 +209,10 @@ class Engines:
         self,
         model: Path,
         connector: dict[str, Any] | None = None,
-        *,
-        environment: dict[str, str] | None = None,
         **arguments: Any,
     ) -> Iterator[Engine]:
         """An engine for as long as the ``with`` block lasts, in a process of its own."""
-        engine = self._start(environment or {})
+        engine = self._start()
         try:
             engine.open(model, connector, **arguments)
             yield engine
@@ -220,12 +220,11 @@ class Engines:
         finally:
             engine.kill()
 
-    def _start(self, environment: dict[str, str]) -> Engine:
+    def _start(self) -> Engine:
         here, there = self._context.Pipe()
         log = self._directory / f"engine-{next(self._started)}.log"
         log.touch()
-        arguments = (there, {**ENVIRONMENT, **environment}, str(log))
-        process = self._context.Process(target=engine_process.serve, args=arguments)
+        process = self._context.Process(target=engine_process.serve, args=(there, str(log)))
         process.start()
         there.close()
         return Engine(process, here, log)

@@ -20,13 +20,12 @@ CONNECTOR = {
 }
 
 
-def serve(connection: Connection, environment: dict[str, str], log: str) -> None:
+def serve(connection: Connection, log: str) -> None:
     """The process's main function: answer messages until the other side closes or sends ``close``."""
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os.environ.update(environment)
     host = _Host(connection)
     try:
         host.run()

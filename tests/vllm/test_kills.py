@@ -11,7 +11,7 @@ import pytest
 
 from tests.vllm.cache_process import CHUNK, CacheProcess
 from tests.vllm.conftest import Oracle, StartEngine
-from tests.vllm.engine import TENSOR_PARALLEL, Engine
+from tests.vllm.engine import Engine
 from tests.vllm.models import prompt
 
 LENGTH = 1000
@@ -85,15 +85,14 @@ def test_kill_of_the_cache_process(
 def test_kill_of_one_worker(
     llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, moment: str
 ) -> None:
-    settings: dict[str, Any] = {"tensor_parallel_size": 2, "environment": TENSOR_PARALLEL}
-    prepare(moment, llama, cache, start, **settings)
-    with start(llama, cache, max_num_batched_tokens=256, **settings) as engine:
+    prepare(moment, llama, cache, start, tensor_parallel_size=2)
+    with start(llama, cache, max_num_batched_tokens=256, tensor_parallel_size=2) as engine:
         provoke(moment, engine, cache)
         os.kill(engine.workers()[0], signal.SIGKILL)
         # vLLM cannot go on without a worker; an operator starts it again.
         engine.kill()
     cache.wait_until_idle()
     assert cache.status()["engines"] == []
-    with start(llama, cache, **settings) as engine:
+    with start(llama, cache, tensor_parallel_size=2) as engine:
         for tokens in PROMPTS[:2]:
             assert engine.generate(tokens).tokens == oracle(llama, tokens)

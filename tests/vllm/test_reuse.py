@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.vllm.cache_process import CHUNK, CacheProcess, is_idle
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
-from tests.vllm.engine import TENSOR_PARALLEL, Answer, Engine, Engines
+from tests.vllm.engine import Answer, Engine, Engines
 from tests.vllm.models import prompt
 
 LENGTH = 1000
@@ -151,8 +150,7 @@ def test_sliding_window_hybrid(hybrid: Path, cache: CacheProcess, start: StartEn
 
 
 def test_tensor_parallel(llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle) -> None:
-    settings: dict[str, Any] = {"tensor_parallel_size": 2, "environment": TENSOR_PARALLEL}
-    with start(llama, cache, **settings) as engine:
+    with start(llama, cache, tensor_parallel_size=2) as engine:
         cold = engine.generate(prompt(LENGTH))
         cache.wait_until_stored(LENGTH)
         engine.reset_prefix_cache()
