@@ -288,6 +288,7 @@ class TieredCache:
         A chunk that is on its way into a tier is not kept when it arrives.
         """
         catalog = self.hierarchy.catalog
+        self.hierarchy.clearings += 1
         gone: set[ChunkKey] = set()
         for tier in self.hierarchy.tiers:
             doomed = catalog.keys(tier.index, namespace) if keys is None else keys
@@ -392,7 +393,8 @@ async def _open_backend(
     """A backend in its wrappers, open until the stack is left."""
     backend = plugins.backend(tier.type)(tier)
     guarded = GuardedBackend(
-        backend if isinstance(backend, SupportsArena) else SealedBackend(backend, checksum=checksum)
+        backend if isinstance(backend, SupportsArena) else SealedBackend(backend, checksum=checksum),
+        name=tier.name,
     )
     await guarded.open()
     stack.push_async_callback(guarded.close)

@@ -29,6 +29,9 @@ START_SECONDS = 30.0
 POLL_SECONDS = 0.02
 MESSAGE_BYTES = 4096
 
+_started: list[subprocess.Popen[bytes]] = []
+"""Children outlive what started them, and are meant to: kept, so that none is reported as forgotten."""
+
 
 def default_address(settings: Settings) -> Path:
     """The socket of the cache process that these settings make, in a folder that only this user can enter.
@@ -81,6 +84,7 @@ class CacheProcess:
                     start_new_session=True,
                     pass_fds=[lock.fileno()],
                 )
+            _started.append(self._child)
             assert self._child.stdin is not None
             with self._child.stdin as settings:
                 settings.write(self._settings.model_dump_json().encode())
@@ -97,9 +101,9 @@ class CacheProcess:
                 connect()
                 return
             except BridgeError as error:
-                self.start()
                 if self._child is not None and self._child.poll() not in (None, 0):
                     raise BridgeError(f"the cache process could not start: {self._last_words()}") from error
+                self.start()
                 if time.monotonic() > deadline:
                     raise BridgeError(
                         f"the cache process did not come up in {START_SECONDS:g} s, see {self.log}: {error}"

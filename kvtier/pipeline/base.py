@@ -37,6 +37,8 @@ class Hierarchy:
     observers: list[Observer]
     counts: Counter[str] = field(default_factory=Counter)
     """Outcomes since the start, for the status report."""
+    clearings: int = 0
+    """How often chunks were cleared: what was lifted before must not be written after."""
     unwanted: defaultdict[int, set[ChunkKey]] = field(default_factory=lambda: defaultdict(set))
     """By tier: chunks that were cleared while they were on their way in, to be dropped on arrival."""
 
@@ -50,6 +52,28 @@ class Hierarchy:
         """Leases on those of ``keys`` that are READY in the first tier."""
         leased = ((key, self.share(key)) for key in keys)
         return [ChunkBytes(key, lease) for key, lease in leased if lease is not None]
+
+    def still_held(self, source: int, chunks: Sequence[ChunkBytes], clearings: int) -> list[ChunkBytes]:
+        """Those chunks that ``source`` still holds as they are leased; the leases of the others are released.
+
+        Between leasing a chunk and writing it down it may have been cleared, and even stored anew by a
+        model whose weights have changed. Of the arena the slice tells; of other tiers, that nothing at
+        all was cleared since ``clearings`` was read.
+        """
+        held = []
+        for chunk in chunks:
+            if source != FIRST:
+                same = clearings == self.clearings
+            else:
+                lease = self.share(chunk.key)
+                same = lease is not None and lease.offset == chunk.lease.offset
+                if lease is not None:
+                    lease.release()
+            if same:
+                held.append(chunk)
+            else:
+                chunk.lease.release()
+        return held
 
     def adopt(self, chunks: Sequence[ChunkBytes]) -> None:
         """Chunks are complete in the arena: the first tier holds them, and their leases, from now on."""

@@ -128,6 +128,7 @@ class EvictStage:
         """Write what would be lost to the tier that inherits it."""
         hierarchy = self._hierarchy
         assert transfer.target is not None
+        clearings = hierarchy.clearings
         if transfer.source == FIRST:
             chunks = hierarchy.shares(transfer.keys)
         else:
@@ -136,7 +137,8 @@ class EvictStage:
         self.demoting_bytes += length
         try:
             await self.make_room(transfer.target, length)
-            outcomes = await hierarchy.write(event, transfer.target, chunks)
+            held = hierarchy.still_held(transfer.source, chunks, clearings)
+            outcomes = await hierarchy.write(event, transfer.target, held)
         finally:
             self.demoting_bytes -= length
         hierarchy.counts["demoted"] += outcomes.count(Outcome.OK)

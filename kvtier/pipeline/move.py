@@ -45,12 +45,14 @@ class MoveStage:
         while at < len(transfer.keys):
             keys = self._batch(transfer.keys[at:])
             at += len(keys)
+            clearings = hierarchy.clearings
             if transfer.source == FIRST:
                 chunks = hierarchy.shares(keys)
             else:
                 chunks = await hierarchy.lift(event, transfer.source, keys, self._evicting.allocate)
             await self._evicting.make_room(event.target, sum(chunk.lease.length for chunk in chunks))
-            await hierarchy.write(event, event.target, chunks)
+            held = hierarchy.still_held(transfer.source, chunks, clearings)
+            await hierarchy.write(event, event.target, held)
 
     async def _leave(self, event: Move, keys: Sequence[ChunkKey]) -> None:
         """Take from the source what the target has confirmed."""

@@ -31,11 +31,18 @@ class Reservation:
     lease: Lease
 
 
+OVERFLOW_KEYS = 100_000
+
+
 @dataclass
 class WriteQueue:
-    """What waits to be written to one tier. Bounded, since it keeps the arena's memory leased."""
+    """What waits to be written to one tier. Bounded, since it keeps the arena's memory leased.
+
+    What does not fit is remembered by its key alone and written later, if memory still holds it then.
+    """
 
     capacity_bytes: int
+    overflow: deque[ChunkKey] = field(default_factory=deque)
     chunks: deque[tuple[Event, ChunkBytes]] = field(default_factory=deque)
     queued_bytes: int = 0
     writing_bytes: int = 0
@@ -115,10 +122,25 @@ class StoreStage:
         event = Store(keys=keys)
         for transfer in hierarchy.router.store(event):
             queue = self.queues[transfer.target or FIRST]
-            for chunk in hierarchy.shares(transfer.keys):
-                if not queue.offer(event, chunk):
-                    chunk.lease.release()
-                    hierarchy.counts["write_dropped"] += 1
+            self._offer(queue, event, transfer.keys)
+
+    def _offer(self, queue: WriteQueue, event: Event, keys: Sequence[ChunkKey]) -> None:
+        for chunk in self._hierarchy.shares(keys):
+            if queue.offer(event, chunk):
+                continue
+            chunk.lease.release()
+            if len(queue.overflow) < OVERFLOW_KEYS:
+                queue.overflow.append(chunk.key)
+                self._hierarchy.counts["write_deferred"] += 1
+            else:
+                self._hierarchy.counts["write_dropped"] += 1
+
+    def _refill(self, queue: WriteQueue) -> None:
+        """The queue is empty: take in what did not fit before."""
+        event = Store(keys=())
+        while queue.overflow and queue.queued_bytes < queue.capacity_bytes // 2:
+            for chunk in self._hierarchy.shares([queue.overflow.popleft()]):
+                queue.push(event, chunk)
 
     async def run(self, tier: int) -> None:
         """Write what is queued for one tier, for as long as the cache is open."""
@@ -129,8 +151,11 @@ class StoreStage:
             while queue.chunks:
                 event, chunks = queue.take()
                 await self._evicting.make_room(tier, queue.writing_bytes)
-                await self._hierarchy.write(event, tier, chunks)
+                held = self._hierarchy.still_held(FIRST, chunks, self._hierarchy.clearings)
+                await self._hierarchy.write(event, tier, held)
                 queue.writing_bytes = 0
+                if not queue.chunks:
+                    self._refill(queue)
 
     def flush(self) -> None:
         """Queue, warmest first, all that would be lost with the arena; for the end, when no one stores."""

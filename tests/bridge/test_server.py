@@ -14,6 +14,7 @@ import anyio
 import pytest
 from anyio import to_thread
 from anyio.abc import UNIXSocketStream
+
 from kvtier import Settings, TieredCache
 from kvtier.arena import ArenaMap
 from kvtier.bridge import protocol

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvtier import Settings
 
 TOKEN_BYTES = 64

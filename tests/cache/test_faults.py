@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import pytest
+
 from kvtier import ModelCache, Settings, TieredCache, hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.keys import ChunkKey
@@ -189,14 +190,19 @@ async def test_a_cancelled_request_frees_what_it_held(settings: MakeSettings, pr
         assert scope.cancelled_caught
 
 
-async def test_a_full_queue_drops_the_write_and_counts_it(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_what_finds_the_queue_full_is_written_later(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings, ram=64) as (cache, model, puppet):
         puppet.may_go_on = anyio.Event()
         for seed in range(6):
             tokens = prompt(2048, seed=seed)
             await model.store(tokens, rows(tokens))
-        assert cache.hierarchy.counts["write_dropped"] > 0
+        assert cache.hierarchy.counts["write_deferred"] > 0
+        assert cache.pending_bytes <= 2 * 64 * CHUNK_OBJECT_BYTES // 4, "memory is not held by what waits"
         assert model.held_tokens(prompt(2048, seed=5)) == 2048
+        puppet.may_go_on.set()
+        with anyio.fail_after(5):
+            while len(puppet.held) < 48:
+                await anyio.sleep(0.01)
 
 
 async def test_what_is_cleared_on_its_way_in_does_not_arrive(settings: MakeSettings, prompt: Prompt) -> None:
@@ -221,3 +227,24 @@ async def test_a_lying_tier_is_found_out(settings: MakeSettings, prompt: Prompt)
         out = bytearray(len(tokens) * TOKEN_BYTES)
         assert await model.retrieve(tokens, out) == 0
         assert one not in puppet.held
+
+
+async def test_what_is_cleared_while_it_waits_to_be_written_is_not_written(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    async with opened(settings, ram=64) as (cache, model, puppet):
+        puppet.may_go_on = anyio.Event()
+        first, waiting = prompt(256, seed=1), prompt(1024, seed=2)
+        await model.store(first, rows(first))
+        await anyio.sleep(0.01)
+        await model.store(waiting, rows(waiting))
+        assert await model.clear() == 5
+        assert await model.store(waiting, rows(waiting)[::-1]) == 1024, "with other weights"
+        puppet.may_go_on.set()
+        with anyio.fail_after(5):
+            while len(puppet.held) != 4:
+                await anyio.sleep(0.01)
+        assert await model.move(waiting, "ram", "doll") == 1024
+        out = bytearray(len(waiting) * TOKEN_BYTES)
+        assert await model.retrieve(waiting, out) == 1024
+        assert out == rows(waiting)[::-1]

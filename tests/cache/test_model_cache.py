@@ -8,6 +8,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+
 from kvtier import LayoutError, ModelCache, Settings, SettingsError, TieredCache
 
 from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows

@@ -1,0 +1,111 @@
+"""A real `kvtier serve` for each test, and engines that are scripted through the bridge's own clients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvtier.bridge import protocol
+from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.protocol import Hello
+from kvtier.errors import BridgeError
+from kvtier.header import HEADER_BYTES
+from kvtier.keys import ChunkKey, chunk_keys, root_key
+from kvtier.layout import ChunkLayout, GroupLayout
+
+CHUNK_TOKENS = 64
+LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (65_536,)),))
+NAMESPACE = bytes(32)
+ROOT = root_key(NAMESPACE)
+KEYS = chunk_keys(ROOT, list(range(CHUNK_TOKENS * 40)), CHUNK_TOKENS)
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def answers(socket: Path) -> bool:
+    try:
+        return bool(status(socket))
+    except BridgeError:
+        return False
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a cache process on ``tmp_path/socket``."""
+    config = {
+        "chunk_tokens": CHUNK_TOKENS,
+        "socket": str(tmp_path / "socket"),
+        "linger": "300ms",
+        "tiers": [
+            {"name": "ram", "type": "cpu", "capacity": "32MiB"},
+            {"name": "ssd", "type": "disk", "path": str(tmp_path / "ssd"), "capacity": "64MiB"},
+        ],
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    processes: list[subprocess.Popen[str]] = []
+
+    def run(*options: str) -> subprocess.Popen[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "kvtier",
+            "serve",
+            "--config",
+            str(tmp_path / "config.yaml"),
+            *options,
+        ]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+_bridges: list[SchedulerBridge | WorkerBridge] = []
+
+
+@pytest.fixture(autouse=True)
+def _engines_leave() -> Iterator[None]:
+    yield
+    while _bridges:
+        _bridges.pop().close()
+
+
+def hello(role: protocol.Role) -> Hello:
+    return Hello(protocol.VERSION, "engine", role, 0, LAYOUT, NAMESPACE)
+
+
+def store(socket: Path, keys: list[ChunkKey]) -> tuple[SchedulerBridge, WorkerBridge]:
+    """Store chunks that are filled with their keys; the engine stays connected."""
+    worker = WorkerBridge(hello("worker"), socket)
+    scheduler = SchedulerBridge(hello("scheduler"), socket)
+    worker.connect()
+    scheduler.connect()
+    _bridges.extend([worker, scheduler])
+    assert worker.arena is not None
+    slots = scheduler.reserve(ROOT, keys, CHUNK_TOKENS)
+    for key, slot in zip(keys, slots, strict=True):
+        assert slot is not None
+        payload = LAYOUT.payload_bytes(CHUNK_TOKENS)
+        worker.arena.view(slot.offset + HEADER_BYTES, payload)[:] = key * (payload // len(key))
+    worker.commit([slot.lease for slot in slots if slot is not None])
+    wait_until(lambda: status(socket)["counts"].get("stored", 0) >= len(keys))
+    return scheduler, worker
