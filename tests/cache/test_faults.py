@@ -232,7 +232,7 @@ async def test_a_lying_tier_is_found_out(settings: MakeSettings, prompt: Prompt)
 async def test_what_is_cleared_while_it_waits_to_be_written_is_not_written(
     settings: MakeSettings, prompt: Prompt
 ) -> None:
-    async with opened(settings, ram=64) as (cache, model, puppet):
+    async with opened(settings, ram=64) as (_, model, puppet):
         puppet.may_go_on = anyio.Event()
         first, waiting = prompt(256, seed=1), prompt(1024, seed=2)
         await model.store(first, rows(first))

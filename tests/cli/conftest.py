@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
 from kvtier.backends.disk import object_path
 from kvtier.cli import main
 from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
+
 from kvtier.cli import config
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, TierSettings, load_settings
 from kvtier.settings_schema import json_schema, markdown_page
-from pydantic import SecretStr
 
 from .conftest import Kvtier
 

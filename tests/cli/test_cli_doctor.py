@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from kvtier.backends.disk import DiskSettings
 from kvtier.backends.hugepage import HugePageSettings
 from kvtier.cli import checks

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from kvtier.backends.disk_folder import ObjectFolder
 from kvtier.cli import inspect
 

@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kvtier as package
 import pytest
+
+import kvtier as package
 from kvtier import cli
 from kvtier.errors import SettingsError, TierError
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import anyio
 import pytest
+
 from kvtier.cli import terminal
 from kvtier.settings import Settings
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 
+from rich.console import Console
+
 from kvtier.demo.client import Completion
 from kvtier.demo.report import Run, Steps, problems, table
-from rich.console import Console
 
 COLD = Completion(1000, 0, [1, 2, 3], "abc", 2.0, {"host": 0, "disk": 0})
 FROM_MEMORY = dataclasses.replace(COLD, cached_tokens=768, ttft=0.1, sources={"host": 768, "disk": 0})

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from kvtier.hookspecs import hookspec
 
+from kvtier.hookspecs import hookspec
 from tests.plugins.conftest import PACKAGE, Python, install, write_metadata
 
 pytestmark = pytest.mark.usefixtures("example_installed")

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
 from kvtier.backends.cpu import CpuBackend
 from kvtier.errors import PluginError, SettingsError
 from kvtier.eviction.lru import LruPolicy

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, load_settings
 from kvtier.settings_schema import EXAMPLE, json_schema, markdown_page, shown

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import Field, SecretStr, ValidationError
+
 from kvtier.errors import SettingsError
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, TierSettings, load_settings
 from kvtier.settings_errors import explain
-from pydantic import Field, SecretStr, ValidationError
 
 WriteFile = Callable[[str], Path]
 RAM = {"name": "ram", "type": "cpu", "capacity": "1GiB"}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvtier.settings import Origin, Settings, load_settings
 from kvtier.settings_sources import field_names, nested_model, variable_name
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvtier.units import format_duration, format_size, parse_duration, parse_size
 
 

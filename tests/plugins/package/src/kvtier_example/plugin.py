@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import typer
+from pydantic import Field
+
 from kvtier import Settings, hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.events import Observer, Report
 from kvtier.eviction.base import EvictionPolicy
 from kvtier.keys import ChunkKey
 from kvtier.settings import TierSettings
-from pydantic import Field
 
 
 class ShelfSettings(TierSettings):
