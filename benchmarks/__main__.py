@@ -1,0 +1,29 @@
+"""Every benchmark, one after the other: ``make bench``, or ``python -m benchmarks``; fifteen minutes.
+
+With ``--small`` each is run as briefly as it can be, to see that it runs: the figures mean nothing then.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks import catalog, disk, engine, look_up, memory
+
+SMALL = {
+    catalog: ["--entries", "100000"],
+    look_up: ["--runs", "5"],
+    memory: ["--small"],
+    disk: ["--small"],
+    engine: ["--rounds", "1"],
+}
+
+
+def main() -> None:
+    small = "--small" in sys.argv[1:]
+    for benchmark, arguments in SMALL.items():
+        print(f"\n── {benchmark.__name__.removeprefix('benchmarks.')} ──\n", flush=True)
+        benchmark.main(arguments if small else [])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""What a real vLLM gains, and what it costs requests that never hit.
+
+::
+
+    python benchmarks/engine.py                      # both, ten minutes
+    python benchmarks/engine.py --rounds 3
+
+Two servers with the same model, one with kvtier and one without, take turns. *Cost*: eight requests at
+once with prompts that were never seen, so that every look-up misses and every chunk is stored. *Gain*: the
+time to the first token of a long prompt, cold, from memory, and from disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+from benchmarks.common import show
+from kvtier.bridge.client import status
+from kvtier.demo.client import Client
+from kvtier.demo.model import make_model
+from kvtier.demo.run import LOCAL_MODEL_ARGUMENTS
+from kvtier.demo.server import free_port, start_cache, start_vllm
+
+AT_ONCE = 8
+PROMPT_TOKENS, NEW_TOKENS = 768, 16
+LONG_TOKENS = 4096
+VOCABULARY = 4000
+READY_SECONDS = 600
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="A real vLLM with and without kvtier.")
+    parser.add_argument("--rounds", type=int, default=8, help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder, servers(Path(folder)) as (plain, kvtier):
+        cost(plain, kvtier, options.rounds)
+        gain(kvtier, Path(folder), max(1, options.rounds // 2))
+
+
+def cost(plain: Client, kvtier: Client, rounds: int) -> None:
+    """Requests that never hit: the server with kvtier against the one without, in pairs."""
+    seconds: dict[str, list[float]] = {"plain": [], "kvtier": []}
+    clients = {"plain": plain, "kvtier": kvtier}
+    seeds = random.Random(1)
+    for turn in range(-1, rounds):
+        # Each goes first every other time.
+        for name in sorted(clients, reverse=turn % 2 == 0):
+            prompts = [fresh_prompt(seeds.random(), PROMPT_TOKENS) for _ in range(AT_ONCE)]
+            started = time.perf_counter()
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                list(pool.map(lambda prompt, name=name: clients[name].complete(prompt, NEW_TOKENS), prompts))
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - started)
+    tokens = AT_ONCE * (PROMPT_TOKENS + NEW_TOKENS)
+    ratios = [there / here for there, here in zip(seconds["plain"], seconds["kvtier"], strict=True)]
+    show(
+        f"never hit: {AT_ONCE} at once, {PROMPT_TOKENS} tokens in, {NEW_TOKENS} out, {rounds} pairs",
+        ("server", "tokens/s", "ratio to plain", "lowest", "highest"),
+        [
+            ("plain vLLM", tokens / statistics.median(seconds["plain"]), 1.0, 1.0, 1.0),
+            (
+                "with kvtier",
+                tokens / statistics.median(seconds["kvtier"]),
+                statistics.median(ratios),
+                min(ratios),
+                max(ratios),
+            ),
+        ],
+    )
+
+
+def gain(client: Client, folder: Path, rounds: int) -> None:
+    """The time to the first token of a long prompt."""
+    ttft: dict[str, list[float]] = {"cold": [], "memory": [], "disk": []}
+    for turn in range(rounds):
+        prompt = fresh_prompt(1000 + turn, LONG_TOKENS)
+        cold = client.complete(prompt, 4)
+        settle(folder)
+        client.reset_prefix_cache()
+        memory = client.complete(prompt, 4)
+        push_out_of_memory(client, folder, turn)
+        client.reset_prefix_cache()
+        disk = client.complete(prompt, 4)
+        assert cold.tokens == memory.tokens == disk.tokens, "tokens differ"
+        assert cold.cached_tokens == 0
+        assert memory.sources.get("host"), "nothing came from memory"
+        assert disk.sources.get("disk"), "nothing came from disk"
+        for name, answer in (("cold", cold), ("memory", memory), ("disk", disk)):
+            ttft[name].append(answer.ttft)
+    cold_seconds = statistics.median(ttft["cold"])
+    show(
+        f"time to first token of {LONG_TOKENS:,} tokens, {rounds} prompts",
+        ("from", "median ms", "speed-up"),
+        [
+            (name, statistics.median(seconds) * 1e3, cold_seconds / statistics.median(seconds))
+            for name, seconds in ttft.items()
+        ],
+    )
+
+
+def push_out_of_memory(client: Client, folder: Path, turn: int) -> None:
+    """Store other prompts until the first tier has had to let the measured one go."""
+    for number in range(3):
+        client.complete(fresh_prompt(5000 + 10 * turn + number, LONG_TOKENS), 1)
+        settle(folder)
+
+
+def settle(folder: Path) -> None:
+    """Wait until nothing is on its way to disk."""
+    while status(folder / "socket")["pending_bytes"]:
+        time.sleep(0.02)
+    time.sleep(0.1)
+
+
+def fresh_prompt(seed: float, tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(100, VOCABULARY), k=tokens)
+
+
+@contextmanager
+def servers(folder: Path) -> Iterator[tuple[Client, Client]]:
+    """A plain vLLM and one with kvtier, whose first tier holds two long prompts."""
+    model = folder / "model"
+    make_model(model)
+    settings = {
+        "socket": str(folder / "socket"),
+        "tiers": [
+            {"name": "ram", "type": "cpu", "capacity": "256MiB"},
+            {"name": "ssd", "type": "disk", "path": str(folder / "disk"), "capacity": "16GiB"},
+        ],
+        "prefetch": {"policy": "wait"},
+    }
+    (folder / "kvtier.yaml").write_text(yaml.safe_dump(settings))
+    started = [start_cache(folder / "kvtier.yaml", folder / "cache.log")]
+    clients = []
+    try:
+        started[0].wait_until((folder / "socket").exists, 30)
+        for name, more in (("plain", ["--kv-transfer-config", "null"]), ("kvtier", [])):
+            port = free_port()
+            client = Client(port, str(model))
+            clients.append(client)
+            server = start_vllm(
+                str(model),
+                port=port,
+                config=folder / "kvtier.yaml",
+                log=folder / f"{name}.log",
+                max_tokens=LONG_TOKENS + 64,
+                arguments=[*LOCAL_MODEL_ARGUMENTS, "--dtype", "float32", *more],
+            )
+            started.append(server)
+            server.wait_until(client.healthy, READY_SECONDS)
+        yield clients[0], clients[1]
+    finally:
+        for client in clients:
+            client.__exit__(None, None, None)
+        for server in reversed(started):
+            server.stop()
+
+
+if __name__ == "__main__":
+    main()
