@@ -1,6 +1,6 @@
 """Ask a vLLM server the same long question twice, and print the time to the first token of each.
 
-    python query_twice.py man-bash.txt [http://localhost:8000]
+python query_twice.py man-bash.txt [http://localhost:8000]
 """
 
 from __future__ import annotations

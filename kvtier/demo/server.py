@@ -94,15 +94,25 @@ def start_cache(config: Path, log: Path) -> Server:
 
 
 def start_vllm(
-    model: str, *, port: int, config: Path, log: Path, max_tokens: int, arguments: Sequence[str]
+    model: str,
+    *,
+    port: int,
+    config: Path,
+    log: Path,
+    max_tokens: int,
+    arguments: Sequence[str],
+    connector: bool = True,
 ) -> Server:
-    """A vLLM server with kvtier's connector on 127.0.0.1. ``arguments`` are vLLM's, and win over these."""
+    """A vLLM server on 127.0.0.1, with kvtier's connector or without.
+
+    ``arguments`` are vLLM's, and win over these.
+    """
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--max-model-len", str(max_tokens)),
-        *("--kv-transfer-config", json.dumps(CONNECTOR)),
+        *(("--kv-transfer-config", json.dumps(CONNECTOR)) if connector else ()),
         "--enable-prompt-tokens-details",
         "--enforce-eager",
         *("--distributed-executor-backend", "uni"),
