@@ -57,7 +57,7 @@ RESERVE_SECONDS = 0.1
 CONFIRM_SECONDS = 1.0
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 30.0
 
-AnswerT = TypeVar("AnswerT", bound=Message)
+AnswerT = TypeVar("AnswerT")
 
 
 class Slot(NamedTuple):
@@ -368,7 +368,7 @@ class SchedulerBridge(_Bridge):
         if not finding.final:
             self.poll()
             if wait > 0:
-                self._await(lambda: _NOTHING if self._answered(ticket) else None, wait)
+                self._await(lambda: self._answered(ticket) or None, wait)
         return self._findings.get(ticket)
 
     def _answered(self, ticket: int) -> bool:
@@ -433,10 +433,6 @@ class SchedulerBridge(_Bridge):
         """What came into the tiers and left them since the last call."""
         changes, self._changes = self._changes, []
         return changes
-
-
-_NOTHING = Cleared(0, 0)
-"""Stands for an answer that has been noted elsewhere."""
 
 
 class WorkerBridge(_Bridge):

@@ -192,6 +192,7 @@ class _Demo:
                     log=self.work.log("vllm"),
                     max_tokens=self.options.tokens + NEW_TOKENS + SPARE_TOKENS,
                     arguments=arguments,
+                    scratch=self.work.socket.parent,
                 )
                 self.vllm.wait_until(client.healthy, VLLM_READY_SECONDS)
                 if not self.prompt:

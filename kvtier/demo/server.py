@@ -102,10 +102,12 @@ def start_vllm(
     max_tokens: int,
     arguments: Sequence[str],
     connector: bool = True,
+    scratch: Path | None = None,
 ) -> Server:
     """A vLLM server on 127.0.0.1, with kvtier's connector or without.
 
-    ``arguments`` are vLLM's, and win over these.
+    ``arguments`` are vLLM's, and win over these. ``scratch`` is a folder with a short name for sockets and
+    temporary files, which vLLM leaves behind where it is killed.
     """
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -122,6 +124,7 @@ def start_vllm(
         **_environment(config),
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
         "VLLM_NO_USAGE_STATS": "1",
+        **({"TMPDIR": str(scratch)} if scratch is not None else {}),
     }
     return Server("vLLM", command, environment, log)
 

@@ -142,10 +142,20 @@ class Engine:
 
     def kill(self, sent: signal.Signals = signal.SIGKILL) -> None:
         """kill -9 of the engine and all its workers. Nothing of it can clean up."""
+        shared = self._shared_memory()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, sent)
         self.process.join()
         self.connection.close()
+        for path in shared:  # vLLM's, which it cannot remove any longer
+            path.unlink(missing_ok=True)
+
+    def _shared_memory(self) -> set[Path]:
+        maps = []
+        with contextlib.suppress(OSError):
+            maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (self.pid, *self.workers())]
+        lines = "".join(maps).splitlines()
+        return {Path(line.split()[5]) for line in lines if " /dev/shm/" in line}
 
     def close(self) -> None:
         """Tear the engine down in good order."""

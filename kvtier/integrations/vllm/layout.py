@@ -8,6 +8,7 @@ decides that is part of the layout's platform.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ def model_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_
         "pipeline_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
+        "nnodes",
     ):
         if getattr(parallel, setting, 1) > 1:
             raise LayoutError(f"{setting} is {getattr(parallel, setting)}: kvtier supports 1 so far")
@@ -92,16 +94,12 @@ def _window(group: KVCacheGroupSpec) -> int:
     )
 
 
-def _regions(config: KVCacheConfig, group: KVCacheGroupSpec) -> list[Region]:
+def _regions(config: KVCacheConfig, group: KVCacheGroupSpec) -> Iterator[Region]:
     """Where the pages of a group's layers lie; see vLLM's ``KVCacheTensor`` for the arithmetic."""
     names = set(group.layer_names)
-    found: dict[tuple[str, int], Region] = {}
     for tensor in config.kv_cache_tensors:
-        mine = [layer for layer in tensor.layers if layer in names]
-        if mine:
-            for region in _tensor_regions(config.num_blocks, tensor, names):
-                found.setdefault((tensor.layers[0] if tensor.offset else "", region.offset), region)
-    return list(found.values())
+        if names.intersection(tensor.layers):
+            yield from _tensor_regions(config.num_blocks, tensor, names)
 
 
 def _tensor_regions(num_blocks: int, tensor: KVCacheTensor, names: set[str]) -> list[Region]:

@@ -33,6 +33,8 @@ FIRST_ANSWER_SECONDS = 0.001
 """How long the scheduler waits, once, for an answer that takes 0.1 ms: asking again costs a whole step."""
 PATIENCE_SECONDS = 1.0
 """How much longer than the prefetch deadline an answer may take before a request is computed instead."""
+LONGEST_WAIT_SECONDS = 120.0
+"""How long an answer may take with ``prefetch.policy: wait``: a cache process may be stopped for good."""
 CLEAR_SECONDS = 10.0
 NOTHING = (0, False)
 ASK_AGAIN = (None, False)
@@ -57,6 +59,8 @@ class SchedulerSide:
         self._layout = model.layout
         self._bridge = bridge
         self._speculative = speculative
+        waits = settings.prefetch.policy == "wait"
+        self._patience = LONGEST_WAIT_SECONDS if waits else settings.prefetch.deadline + PATIENCE_SECONDS
         self._stats = TransferStats()
         self._changes = ChangeLog(self._layout.chunk_tokens) if events else None
         self._requests: dict[str, RequestState] = {}
@@ -109,7 +113,7 @@ class SchedulerSide:
             state.ticket = None
             return NOTHING
         if not finding.final:
-            if state.seconds_waited < self._settings.prefetch.deadline + PATIENCE_SECONDS:
+            if state.seconds_waited < self._patience:
                 return ASK_AGAIN
             self._give_up_look_up(state)
             return NOTHING
