@@ -1,0 +1,27 @@
+"""The public API is a short list, and grows on purpose only."""
+
+from __future__ import annotations
+
+import kvtier
+
+
+def test_public_names() -> None:
+    assert kvtier.__all__ == [
+        "ArenaError",
+        "BridgeClosed",
+        "BridgeError",
+        "CorruptChunk",
+        "KVTierError",
+        "LayoutError",
+        "ModelCache",
+        "PluginError",
+        "ProtocolError",
+        "Settings",
+        "SettingsError",
+        "TierError",
+        "TieredCache",
+        "UnsupportedEngine",
+        "hookimpl",
+        "load_settings",
+    ]
+    assert all(hasattr(kvtier, name) for name in kvtier.__all__)
