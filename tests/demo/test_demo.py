@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +21,13 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install"),
 ]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short, as there are sockets below it whose paths may have 107 bytes only."""
+    with tempfile.TemporaryDirectory(prefix="kvt-") as name:
+        yield Path(name)
 
 
 def start_demo(folder: Path, *options: str) -> subprocess.Popen[str]:
@@ -44,17 +53,17 @@ def processes_that_mention(folder: Path) -> list[str]:
     return found
 
 
-def test_the_demo_passes_and_cleans_up(tmp_path: Path) -> None:
-    with start_demo(tmp_path) as demo:
+def test_the_demo_passes_and_cleans_up(folder: Path) -> None:
+    with start_demo(folder) as demo:
         shown = demo.communicate()[0]
     assert demo.returncode == 0, shown
     assert shown.count("yes") == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert processes_that_mention(tmp_path) == []
+    assert [path.name for path in folder.iterdir()] == ["model"]
+    assert processes_that_mention(folder) == []
 
 
-def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
-    with start_demo(tmp_path) as demo:
+def test_an_interrupted_demo_leaves_nothing(folder: Path) -> None:
+    with start_demo(folder) as demo:
         assert demo.stdout is not None
         while "starting vLLM" not in demo.stdout.readline():
             assert demo.poll() is None
@@ -62,13 +71,13 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
         demo.send_signal(signal.SIGINT)
         demo.communicate()
     assert demo.returncode != 0
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert processes_that_mention(tmp_path) == []
+    assert [path.name for path in folder.iterdir()] == ["model"]
+    assert processes_that_mention(folder) == []
 
 
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    with start_demo(tmp_path, "--model", json.dumps(str(tmp_path / "nothing"))) as demo:
+def test_a_model_that_is_not_there(folder: Path) -> None:
+    with start_demo(folder, "--model", json.dumps(str(folder / "nothing"))) as demo:
         shown = demo.communicate()[0]
     assert demo.returncode == 1
     assert "its log ends in" in shown
-    assert processes_that_mention(tmp_path) == []
+    assert processes_that_mention(folder) == []
