@@ -95,6 +95,11 @@ class TransferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, text in COUNTERS.items()
         }
+        # Shown as 0 from the start: a counter that appears late hides its first increase.
+        for name, labelled in self._counters.items():
+            for values in per_engine_labelvalues.values():
+                if name != BY_TIER:
+                    labelled.labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what one engine counted."""
