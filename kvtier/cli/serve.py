@@ -20,9 +20,6 @@ def serve(
     log_level: Annotated[
         str | None, typer.Option(metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")
     ] = None,
-    exit_when_idle: Annotated[
-        bool, typer.Option("--exit-when-idle", hidden=True, help="Leave some time after the last engine has.")
-    ] = False,
 ) -> None:
     """Run a cache process: hold chunks in the tiers of the settings, and serve this host's engines.
 
@@ -43,4 +40,4 @@ def serve(
 
     from kvtier.bridge.serve import serve as serve_engines
 
-    anyio.run(partial(serve_engines, settings, socket=settings.socket, exit_when_idle=exit_when_idle))
+    anyio.run(partial(serve_engines, settings, socket=settings.socket))

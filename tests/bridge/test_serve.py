@@ -1,4 +1,4 @@
-"""`kvtier serve` as a process: it starts once, drains on SIGTERM, leaves when idle, and survives kill -9."""
+"""`kvtier serve` as a process: it starts once, drains on SIGTERM, and survives kill -9."""
 
 from __future__ import annotations
 
@@ -79,17 +79,6 @@ def test_a_second_process_on_one_socket_names_the_first(tmp_path: Path, start: S
     assert str(first.pid) in message
     assert "Traceback" not in message
     assert status(tmp_path / "socket")["pid"] == first.pid
-
-
-def test_it_leaves_after_its_last_engine_where_it_was_told_to(tmp_path: Path, start: Start) -> None:
-    process = start("--exit-when-idle")
-    wait_until(lambda: answers(tmp_path / "socket"))
-    scheduler, worker = store(tmp_path / "socket", KEYS[:2])
-    time.sleep(0.6)
-    assert process.poll() is None
-    scheduler.close()
-    worker.close()
-    assert process.wait(10) == 0
 
 
 def test_a_killed_engine_leaves_nothing(tmp_path: Path, start: Start) -> None:

@@ -94,16 +94,8 @@ def test_options_win_over_the_file(
     assert kvtier("serve", "-c", file, "--socket", "/run/b.sock", "--log-level", "debug").status == 0
     ((settings, keywords),) = served
     assert (settings.socket, settings.log_level, settings.chunk_tokens) == (Path("/run/b.sock"), "DEBUG", 64)
-    assert keywords == {"socket": Path("/run/b.sock"), "exit_when_idle": False}
+    assert keywords == {"socket": Path("/run/b.sock")}
     assert logging.getLogger("kvtier").level == logging.DEBUG
-
-
-def test_the_connectors_child_leaves_when_idle(
-    kvtier: Kvtier, served: Sequence[tuple[Settings, dict[str, Any]]]
-) -> None:
-    assert kvtier("serve", "--exit-when-idle").status == 0
-    assert served[0][1] == {"socket": None, "exit_when_idle": True}
-    assert "--exit-when-idle" not in kvtier("serve", "--help").output
 
 
 def test_an_option_that_is_wrong_names_the_setting(kvtier: Kvtier) -> None:
