@@ -8,10 +8,10 @@ DEMO ?=
 PYTEST ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-gpu lint format bench clean
+.PHONY: help install system-packages demo test test-slow test-gpu lint format bench clean
 
 help:  ## Show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "PYTHON=…  the Python to use (3.11 or newer)    DEVICE=cpu|cuda  which vLLM, where auto is wrong"
 	@echo "DEMO='--tokens 4000'  options of kvtier demo    PYTEST='-k disk'  options of pytest"
 
@@ -31,13 +31,17 @@ $(VENV)/.vllm: $(VENV)/.python tools/install_vllm.py
 
 install: $(VENV)/.vllm $(VENV)/.kvtier  ## Install torch, a vLLM that fits this machine, and kvtier into .venv
 
+# Asked anew each time, in milliseconds: a stamp would outlive the packages, and silence what is missing.
+system-packages: $(VENV)/.python  ## Install what the tests need of the system, or say what to type
+	@$(BIN)/python tools/system_packages.py
+
 demo: install  ## Serve one long prompt four times with a real vLLM: cold, from memory, after kill -9, from disk
 	@$(BIN)/kvtier demo $(DEMO)
 
-test: install  ## Run the tests, real vLLM engines included
+test: install system-packages  ## Run the tests, real vLLM engines included
 	$(BIN)/pytest -m "not slow and not gpu" $(PYTEST)
 
-test-slow: install  ## Run the tests that take minutes each
+test-slow: install system-packages  ## Run the tests that take minutes each
 	$(BIN)/pytest -m "slow and not gpu" $(PYTEST)
 
 test-gpu: install  ## Run the tests that need a CUDA device

@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import Sequence
 
+from progress import Progress
+
 LARGE_MEGABYTES = 20
-LINE = 78
 _COLLECTING = re.compile(r"Collecting (\S+)")
 _DOWNLOADING = re.compile(r"\s*Downloading (?:\S+/)?(\S+?)-\d\S* \(([\d.]+) (kB|MB|GB)\)")
 _MEGABYTES = {"kB": 0.001, "MB": 1.0, "GB": 1000.0}
@@ -38,40 +38,26 @@ def pip_install(title: str, arguments: Sequence[str]) -> None:
     shown.end("done")
 
 
-class _Shown:
-    """A line that is rewritten on a terminal; elsewhere a line for what takes long."""
+class _Shown(Progress):
+    """pip's own words in few of them."""
 
     def __init__(self, title: str) -> None:
-        self._title = title
+        super().__init__(title)
         self._collected = 0
-        self._started = time.monotonic()
-        self._terminal = sys.stdout.isatty()
-        print(f"installing {title}", flush=True)
 
     def follow(self, line: str) -> None:
+        """Show what one line of pip's says."""
         if match := _COLLECTING.match(line):
             self._collected += 1
-            self._rewrite(f"{self._collected} packages, now {match[1]}")
+            self.rewrite(f"{self._collected} packages, now {match[1]}")
         elif match := _DOWNLOADING.match(line):
             megabytes = float(match[2]) * _MEGABYTES[match[3]]
             if megabytes >= LARGE_MEGABYTES:
-                self._say(f"downloading {match[1]}, {megabytes:,.0f} MB")
+                self.say(f"downloading {match[1]}, {megabytes:,.0f} MB")
         elif line.startswith("Building wheel"):
-            self._say(line.strip().lower())
+            self.say(line.strip().lower())
         elif line.startswith("Installing collected packages"):
-            self._say(f"unpacking {line.count(',') + 1} packages")
-
-    def end(self, how: str) -> None:
-        seconds = time.monotonic() - self._started
-        self._say(f"{how} in {seconds:.0f} s")
-
-    def _rewrite(self, text: str) -> None:
-        if self._terminal:
-            print(f"\r  {text}"[:LINE].ljust(LINE), end="", flush=True)
-
-    def _say(self, text: str) -> None:
-        start = "\r" if self._terminal else ""
-        print(f"{start}  {text}".ljust(LINE if self._terminal else 0), flush=True)
+            self.say(f"unpacking {line.count(',') + 1} packages")
 
 
 if __name__ == "__main__":
