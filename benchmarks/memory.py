@@ -25,7 +25,7 @@ from kvtier.backends.base import Outcome
 from kvtier.backends.cpu import CpuBackend, MemoryBackend
 from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
 from kvtier.keys import KEY_BYTES, ChunkKey
-from kvtier.settings import TierSettings
+from kvtier.settings import LocalTierSettings
 
 Chunks = Sequence[tuple[ChunkKey, memoryview]]
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def make(kind: str, capacity: int) -> MemoryBackend:
     if kind == "hugepage":
         return HugePageBackend(HugePageSettings(name="ram", type=kind, capacity=capacity))
-    return CpuBackend(TierSettings(name="ram", type=kind, capacity=capacity))
+    return CpuBackend(LocalTierSettings(name="ram", type=kind, capacity=capacity))
 
 
 async def measure(

@@ -30,13 +30,14 @@ from kvtier.header import ChunkHeader
 from kvtier.keys import ChunkKey
 from kvtier.model import ModelCache
 from kvtier.pipeline.base import Hierarchy
+from kvtier.pipeline.discover import DiscoverStage, Expected
 from kvtier.pipeline.evict import EvictStage
 from kvtier.pipeline.move import MoveStage
 from kvtier.pipeline.prefetch import Flight, PrefetchStage
 from kvtier.pipeline.store import Reservation, StoreStage
 from kvtier.plugins import Plugins
 from kvtier.router import FIRST, Router, Transfer
-from kvtier.settings import Settings, TierSettings, load_settings
+from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
 from kvtier.tasks import open_tasks
 from kvtier.tier import Tier
 
@@ -62,17 +63,16 @@ class FoundChunk:
         """Whether its bytes may be read."""
         return self.flight is None or self.flight.arrived
 
-    @property
-    def under_way(self) -> bool:
-        """Whether it may yet arrive."""
-        return self.flight is not None and not self.flight.landed.is_set()
-
 
 @dataclass(slots=True)
 class LookUp:
     """The leading chunks of a prompt that are held, each with a lease that is the caller's to release."""
 
     chunks: list[FoundChunk] = field(default_factory=list)
+    unknown: int = 0
+    """How many chunks after these the shared pools are being asked for, while anybody wants to know."""
+    answered: anyio.Event = field(default_factory=anyio.Event)
+    """Set when they have answered, and what they hold is among the chunks. Not set where none was asked."""
 
     @property
     def ready(self) -> int:
@@ -82,9 +82,22 @@ class LookUp:
                 return count
         return len(self.chunks)
 
+    @property
+    def under_way(self) -> int:
+        """How many further chunks may yet arrive."""
+        return len(self.chunks) - self.ready + self.unknown
+
+    def take_ready(self) -> list[FoundChunk]:
+        """The leading chunks that can be read now, with their leases; what is under way stays here."""
+        ready = self.chunks[: self.ready]
+        del self.chunks[: len(ready)]
+        return ready
+
     async def settle(self, seconds: float | None) -> None:
         """Wait for what is on its way, ``None`` for as long as it takes, then forget what did not arrive."""
         with anyio.move_on_after(seconds):
+            if self.unknown:
+                await self.answered.wait()
             for chunk in self.chunks:
                 if chunk.flight is not None:
                     await chunk.flight.landed.wait()
@@ -93,7 +106,8 @@ class LookUp:
         self.keep(self.ready)
 
     def keep(self, count: int) -> None:
-        """Release all but the first ``count`` chunks."""
+        """Release all but the first ``count`` chunks, and want nothing that comes after them."""
+        self.unknown = 0
         for chunk in self.chunks[count:]:
             chunk.lease.release()
         del self.chunks[count:]
@@ -109,11 +123,12 @@ class TieredCache:
     def __init__(self, settings: Settings, hierarchy: Hierarchy) -> None:
         self.settings = settings
         self.hierarchy = hierarchy
-        capacity = hierarchy.tiers[FIRST].settings.capacity
+        capacity = hierarchy.memory.arena.capacity
         queue_bytes = [tier.settings.queue or capacity // 4 for tier in hierarchy.tiers]
         self._evicting = EvictStage(hierarchy)
         self._storing = StoreStage(hierarchy, self._evicting, queue_bytes)
         self._prefetching = PrefetchStage(hierarchy, self._evicting)
+        self._discovering = DiscoverStage(hierarchy)
         self._moving = MoveStage(hierarchy, self._evicting, self._prefetching)
         self._finished = False
 
@@ -133,7 +148,7 @@ class TieredCache:
         settings = settings or load_settings()
         plugins = plugins or Plugins.load(settings.plugins)
         tier_settings = plugins.tier_settings(settings)
-        catalog = Catalog([plugins.eviction(tier.eviction)() for tier in tier_settings])
+        catalog = Catalog([plugins.eviction(_eviction(tier))() for tier in tier_settings])
         async with AsyncExitStack() as stack:
             backends = [
                 await _open_backend(stack, plugins, tier, settings.checksum) for tier in tier_settings
@@ -207,27 +222,51 @@ class TieredCache:
 
     # Deciding: synchronous.
 
-    def look_up(self, keys: Sequence[ChunkKey]) -> LookUp:
+    def look_up(self, keys: Sequence[ChunkKey], expected: Expected | None = None) -> LookUp:
         """Lease the longest prefix of ``keys`` that some tier holds, and start fetching what is below.
 
-        What can be read now and what is on its way are told by the answer; nothing is waited for.
+        Where it is told what to expect, the shared pools are asked for the rest. What can be read now and
+        what is on its way are told by the answer; nothing is waited for.
         """
+        self.hierarchy.counts["looked_up"] += len(keys)
+        found = LookUp()
+        reached = self._extend(found, keys)
+        rest = keys[len(found.chunks) :]
+        if rest and reached and expected is not None and self._discovering.pools(expected.namespace):
+            found.unknown = len(rest)
+            self.hierarchy.tasks.start_soon(self._ask_pools, found, keys, expected)
+        return found
+
+    def _extend(self, found: LookUp, keys: Sequence[ChunkKey]) -> bool:
+        """Add the chunks at the head of ``keys`` that are held; whether that are all that are known."""
         hierarchy = self.hierarchy
         sources = hierarchy.catalog.prefix(keys)
         held = keys[: len(sources)]
         hierarchy.catalog.touch(held)
         if any(source != FIRST for source in sources):
             self._prefetching.start(Prefetch(keys=held, priority=Priority.REQUESTED))
-        found = LookUp()
+        chunks: list[FoundChunk] = []
         for key, source in zip(held, sources, strict=True):
             chunk = self._find(key, source)
             if chunk is None:
                 break
-            found.chunks.append(chunk)
-        hierarchy.counts["looked_up"] += len(keys)
-        for source, chunks in Counter(chunk.source for chunk in found.chunks).items():
-            hierarchy.counts[f"found_{hierarchy.tiers[source].name}"] += chunks
-        return found
+            chunks.append(chunk)
+        found.chunks += chunks
+        for source, count in Counter(chunk.source for chunk in chunks).items():
+            hierarchy.counts[f"found_{hierarchy.tiers[source].name}"] += count
+        return len(chunks) == len(held)
+
+    async def _ask_pools(self, found: LookUp, keys: Sequence[ChunkKey], expected: Expected) -> None:
+        """Add to a look-up what only shared pools hold, if it is wanted by the time that they answer."""
+        try:
+            known = await self._discovering.ask(keys, expected)
+            if found.unknown:
+                self._extend(found, keys[len(keys) - found.unknown :])
+            elif self.settings.prefetch.policy == "best_effort":
+                self._prefetching.start(Prefetch(keys=keys[:known], priority=Priority.AHEAD))
+        finally:
+            found.unknown = 0
+            found.answered.set()
 
     def _find(self, key: ChunkKey, source: int) -> FoundChunk | None:
         if source == FIRST:
@@ -268,9 +307,9 @@ class TieredCache:
 
     # Moving: asynchronous.
 
-    async def prefetch(self, keys: Sequence[ChunkKey]) -> int:
+    async def prefetch(self, keys: Sequence[ChunkKey], expected: Expected | None = None) -> int:
         """Bring the leading chunks up into the first tier; how many are there when it is done."""
-        found = self.look_up(keys)
+        found = self.look_up(keys, expected)
         try:
             await found.settle(None)
             return found.ready
@@ -283,12 +322,16 @@ class TieredCache:
         return await self._moving.carry_out(move)
 
     async def clear(self, keys: Sequence[ChunkKey] | None = None, *, namespace: bytes | None = None) -> int:
-        """Remove chunks from every local tier; those named, those of a namespace, or all. How many went.
+        """Remove chunks from every tier; those named, those of a namespace, or all. How many went.
 
-        A chunk that is on its way into a tier is not kept when it arrives.
+        A chunk that is on its way into a tier is not kept when it arrives. From a shared pool goes what is
+        known of it here. What others have left there of a cleared namespace stays, since they may need it,
+        but is not asked for any more while this cache is open.
         """
         catalog = self.hierarchy.catalog
         self.hierarchy.clearings += 1
+        if keys is None:
+            self.hierarchy.distrusted.add(namespace)
         gone: set[ChunkKey] = set()
         for tier in self.hierarchy.tiers:
             doomed = catalog.keys(tier.index, namespace) if keys is None else keys
@@ -348,7 +391,7 @@ class TieredCache:
                 {
                     "name": tier.name,
                     "type": tier.settings.type,
-                    "capacity_bytes": tier.settings.capacity,
+                    "capacity_bytes": tier.capacity,
                     "used_bytes": tier.used_bytes,
                     "chunks": hierarchy.catalog.count(tier.index),
                     "available": tier.available,
@@ -385,6 +428,11 @@ def _parents_first(held: list[_HeldChunk]) -> Iterator[_HeldChunk]:
             chain.append(waiting.pop(key))
             key = chain[-1].header.parent
         yield from reversed(chain)
+
+
+def _eviction(tier: TierSettings) -> str:
+    """The policy of a tier. What is known of a shared pool is put out of mind by the usual one."""
+    return tier.eviction if isinstance(tier, LocalTierSettings) else "lru"
 
 
 async def _open_backend(

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 from anyio import to_thread
 
 from kvtier.errors import LayoutError
-from kvtier.header import HEADER_BYTES, ChunkHeader
+from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.keys import ChunkKey, chunk_keys, root_key
 from kvtier.layout import ChunkLayout, GroupLayout, namespace
+from kvtier.pipeline.discover import Expected
 
 if TYPE_CHECKING:
     from kvtier.cache import TieredCache
@@ -90,7 +91,7 @@ class ModelCache:
     async def retrieve(self, tokens: Sequence[int], rows: Rows) -> int:
         """Fill ``rows`` with the KV of the longest prefix that is held; how many tokens that are."""
         view = _bytes_of(rows)
-        found = self._cache.look_up(self.keys(tokens))
+        found = self._cache.look_up(self.keys(tokens), self._expected(len(tokens)))
         try:
             await self._cache.settle(found)
             fits = min(len(tokens), len(view) // self._token_bytes)
@@ -106,12 +107,13 @@ class ModelCache:
             found.release()
 
     def held_tokens(self, tokens: Sequence[int]) -> int:
-        """How many leading tokens some tier holds; moves nothing."""
+        """How many leading tokens some tier is known to hold; moves nothing and asks no pool."""
         return self._tokens(len(self._cache.hierarchy.catalog.prefix(self.keys(tokens))), len(tokens))
 
     async def prefetch(self, tokens: Sequence[int]) -> int:
         """Bring a prompt's chunks up into memory; how many leading tokens are there afterwards."""
-        return self._tokens(await self._cache.prefetch(self.keys(tokens)), len(tokens))
+        there = await self._cache.prefetch(self.keys(tokens), self._expected(len(tokens)))
+        return self._tokens(there, len(tokens))
 
     async def move(self, tokens: Sequence[int], source: str, target: str, *, copy: bool = False) -> int:
         """Bring a prompt's chunks from one tier to another; how many tokens ``target`` holds afterwards."""
@@ -130,6 +132,11 @@ class ModelCache:
         if tokens is None:
             return await self._cache.clear(namespace=self._namespace)
         return await self._cache.clear(self.keys(tokens))
+
+    def _expected(self, tokens: int) -> Expected:
+        whole = self._layout.chunk_tokens
+        chunks = [min(whole, tokens - start) for start in range(0, tokens, whole)]
+        return Expected(self._namespace, [object_bytes(chunk * self._token_bytes) for chunk in chunks])
 
     def _slice(self, view: memoryview, index: int, tokens: int) -> memoryview:
         start = index * self._layout.chunk_tokens

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from kvtier import hookspecs
 from kvtier.errors import PluginError, SettingsError
-from kvtier.settings import Settings, TierSettings, describe
+from kvtier.settings import LocalTierSettings, Settings, TierSettings, describe
 from kvtier.settings_errors import explain
 from kvtier.settings_sources import nearest
 
@@ -184,7 +184,7 @@ class Plugins:
         """
         place = describe(settings.origin("tiers"))
         tiers = [self._tier(index, raw, place) for index, raw in enumerate(settings.tiers)]
-        if not is_memory(self.backend(tiers[0].type)):
+        if not is_memory(self.backend(tiers[0].type)) or not isinstance(tiers[0], LocalTierSettings):
             memory = ", ".join(
                 name for name in self.names("kvtier_backends") if is_memory(self.backend(name))
             )
@@ -200,7 +200,9 @@ class Plugins:
                     "already: write another name"
                 )
             seen[tier.name] = index
-        quarter = tiers[0].capacity // 4
+        first = tiers[0]
+        assert isinstance(first, LocalTierSettings)
+        quarter = first.capacity // 4
         return [tier if tier.queue else tier.model_copy(update={"queue": quarter}) for tier in tiers]
 
     def _tier(self, index: int, raw: Mapping[str, Any], place: str) -> TierSettings:
@@ -216,7 +218,8 @@ class Plugins:
             tier = settings_type.model_validate(dict(raw))
         except ValidationError as error:
             raise SettingsError(explain(error, settings_type, lambda _: place, f"{key}.")) from error
-        _named(f"{key}.eviction{place}", self.eviction, tier.eviction)
+        if isinstance(tier, LocalTierSettings):
+            _named(f"{key}.eviction{place}", self.eviction, tier.eviction)
         return tier
 
 

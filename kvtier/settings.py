@@ -71,7 +71,11 @@ LogLevel = Annotated[
 
 
 class TierSettings(BaseModel):
-    """What every tier has. A backend that has more subclasses this and names it as its ``settings_type``."""
+    """What every tier has, and all that a shared pool needs: how much that holds is its own business.
+
+    A backend that has more subclasses this, or :class:`LocalTierSettings`, and names it as its
+    ``settings_type``.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -81,27 +85,6 @@ class TierSettings(BaseModel):
         examples=["ram"],
     )
     type: str = Field(description="Which backend holds the tier's chunks.", examples=["cpu"])
-    capacity: Size = Field(
-        description="The most bytes that the tier may take. It is never exceeded.", examples=["5GiB"]
-    )
-    eviction: str = Field(
-        default="lru", description="Which chunk goes first when room is needed.", examples=["lru"]
-    )
-    high_watermark: float = Field(
-        default=0.95,
-        gt=0,
-        le=1,
-        description="The filled share of the capacity at which eviction starts.",
-        examples=[0.95],
-    )
-    low_watermark: float = Field(
-        default=0.9,
-        validate_default=True,
-        gt=0,
-        le=1,
-        description="The filled share of the capacity at which eviction stops.",
-        examples=[0.9],
-    )
     write: Literal["through", "on_evict", "never"] = Field(
         default="through",
         description=(
@@ -128,6 +111,32 @@ class TierSettings(BaseModel):
     )
     concurrency: int = Field(
         default=4, ge=1, le=256, description="How many batches may be under way here at once.", examples=[4]
+    )
+
+
+class LocalTierSettings(TierSettings):
+    """What a tier has whose medium is this host's alone: kvtier knows all that is in it, and bounds it."""
+
+    capacity: Size = Field(
+        description="The most bytes that the tier may take. It is never exceeded.", examples=["5GiB"]
+    )
+    eviction: str = Field(
+        default="lru", description="Which chunk goes first when room is needed.", examples=["lru"]
+    )
+    high_watermark: float = Field(
+        default=0.95,
+        gt=0,
+        le=1,
+        description="The filled share of the capacity at which eviction starts.",
+        examples=[0.95],
+    )
+    low_watermark: float = Field(
+        default=0.9,
+        validate_default=True,
+        gt=0,
+        le=1,
+        description="The filled share of the capacity at which eviction stops.",
+        examples=[0.9],
     )
 
     @field_validator("capacity")

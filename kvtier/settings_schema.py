@@ -7,11 +7,11 @@ import types
 from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BaseModel, BeforeValidator, SecretStr
 from pydantic.fields import FieldInfo
 
 from kvtier.plugins import Plugins
-from kvtier.settings import Settings, TierSettings
+from kvtier.settings import LocalTierSettings, Settings, TierSettings
 from kvtier.settings_sources import nested_model, variable_name
 from kvtier.units import format_duration, format_size, parse_duration, parse_size
 
@@ -53,7 +53,8 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
         definitions.update(tier.pop("$defs", {}))
         tier["title"] = f"Tier of type {type_name}"
         tier["properties"]["type"]["const"] = type_name
-        tier["properties"]["eviction"]["enum"] = plugins.names("kvtier_eviction_policies")
+        if issubclass(model, LocalTierSettings):
+            tier["properties"]["eviction"]["enum"] = plugins.names("kvtier_eviction_policies")
         definitions[f"tier_{type_name}"] = tier
         names.append(f"tier_{type_name}")
     schema["properties"]["tiers"]["items"] = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
@@ -66,10 +67,16 @@ def markdown_page(plugins: Plugins) -> str:
     parts += [_entry(key, field, variable_name(key)) for key, field in _fields(Settings)]
     parts.append("## Every tier\n")
     parts += [_entry(key, field) for key, field in _fields(TierSettings)]
+    local = [f"`{name}`" for name, model in _tier_types(plugins) if issubclass(model, LocalTierSettings)]
+    parts.append(
+        f"## Every tier of this host alone\n\nOf type {', '.join(local)}; others are shared pools.\n"
+    )
+    parts += [_entry(key, field) for key, field in _own_fields(LocalTierSettings, TierSettings)]
     for type_name, model in _tier_types(plugins):
         parts.append(f"## Tiers of type `{type_name}`\n")
-        own = [(key, field) for key, field in _fields(model) if _is_own(key, field)]
-        parts += [_entry(key, field) for key, field in own] or ["Nothing besides what every tier has.\n"]
+        base = LocalTierSettings if issubclass(model, LocalTierSettings) else TierSettings
+        own = list(_own_fields(model, base))
+        parts += [_entry(key, field) for key, field in own] or ["Nothing besides what every such tier has.\n"]
     return "\n".join(parts)
 
 
@@ -107,9 +114,12 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
             yield from _fields(nested, f"{prefix}{name}.")
 
 
-def _is_own(key: str, field: FieldInfo) -> bool:
-    common = TierSettings.model_fields.get(key)
-    return common is None or common.description != field.description
+def _own_fields(model: type[BaseModel], base: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """The fields that ``model`` has or describes otherwise than ``base``."""
+    for key, field in _fields(model):
+        common = base.model_fields.get(key)
+        if common is None or common.description != field.description:
+            yield key, field
 
 
 def _entry(key: str, field: FieldInfo, variable: str = "") -> str:
@@ -141,6 +151,8 @@ def _named(annotation: object) -> str:
         return " or ".join(_named(part) for part in get_args(annotation) if part is not type(None))
     if get_origin(annotation) is not None and hasattr(annotation, "__metadata__"):
         return _named(get_args(annotation)[0])
+    if annotation is SecretStr:
+        return "text, `{env: NAME}` or `{file: PATH}`"
     names = {"bool": "true or false", "int": "whole number", "float": "number", "str": "text"}
     plain = get_origin(annotation) or annotation
     name = getattr(plain, "__name__", str(plain)).lower()

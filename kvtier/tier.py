@@ -13,11 +13,14 @@ import anyio
 from anyio.abc import TaskGroup
 
 from kvtier.arena import Lease
-from kvtier.backends.base import GetItem, Outcome
+from kvtier.backends.base import GetItem, Outcome, SupportsPrefix
 from kvtier.backends.guarded import GuardedBackend
 from kvtier.catalog import Catalog
 from kvtier.keys import ChunkKey
-from kvtier.settings import TierSettings
+from kvtier.settings import LocalTierSettings, TierSettings
+
+KNOWN_CHUNKS = 1_000_000
+"""Of what a shared pool holds so many are kept in mind, some 200 MB; others are asked for when wanted."""
 
 Settle = Callable[[Sequence[Outcome]], None]
 """Told the outcomes once the backend has let go of the memory, be it after the deadline."""
@@ -60,8 +63,18 @@ class Tier:
         return self.backend.available
 
     @property
+    def shared(self) -> bool:
+        """Whether it is a pool that others fill and empty, too: of what is in it the catalog knows a part."""
+        return not isinstance(self.settings, LocalTierSettings)
+
+    @property
+    def capacity(self) -> int | None:
+        """The most bytes that it may take; ``None`` where that is the medium's own business."""
+        return self.settings.capacity if isinstance(self.settings, LocalTierSettings) else None
+
+    @property
     def used_bytes(self) -> int:
-        """Bytes of chunk objects held here, on their way in, or not yet out."""
+        """Bytes of chunk objects known to be here, on their way in, or not yet out."""
         return self._catalog.used(self.index) + self._deleting_bytes
 
     def excess_bytes(self, incoming: int) -> int:
@@ -69,14 +82,35 @@ class Tier:
 
         Down to the low watermark where any must go, so that eviction comes in batches.
         """
-        high = self.settings.capacity * self.settings.high_watermark
-        if self.used_bytes + incoming <= high:
+        settings, wanted = self.settings, self.used_bytes + incoming
+        if not isinstance(settings, LocalTierSettings):
             return 0
-        return max(0, int(self.used_bytes + incoming - self.settings.capacity * self.settings.low_watermark))
+        if wanted <= settings.capacity * settings.high_watermark:
+            return 0
+        return max(0, int(wanted - settings.capacity * settings.low_watermark))
 
     def fits(self, length: int) -> bool:
         """Whether ``length`` more bytes stay within the capacity."""
-        return self.used_bytes + length <= self.settings.capacity
+        return self.capacity is None or self.used_bytes + length <= self.capacity
+
+    @property
+    def surplus_chunks(self) -> int:
+        """How many chunks of a shared pool the catalog should put out of its mind."""
+        return max(0, self._catalog.count(self.index) - KNOWN_CHUNKS) if self.shared else 0
+
+    async def held_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        """Ask the medium how many leading keys it holds; 0 where it does not say so within the deadline."""
+        held = 0
+
+        async def run() -> None:
+            nonlocal held
+            if isinstance(self.backend, SupportsPrefix):
+                held = await self.backend.held_prefix(keys)
+            else:
+                there = await self.backend.contains(keys)
+                held = next((index for index, one in enumerate(there) if not one), len(there))
+
+        return held if await self._in_time(run) else 0
 
     async def put(self, chunks: Sequence[ChunkBytes], settle: Settle) -> Sequence[Outcome]:
         """Write chunk objects; takes over their leases. ``FAILED`` for all where the deadline passes."""
@@ -98,14 +132,8 @@ class Tier:
                 await self.backend.delete(keys)
             finally:
                 self._deleting_bytes -= doomed
-                done.set()
 
-        done = anyio.Event()
-        self._tasks.start_soon(run)
-        with anyio.move_on_after(self.settings.deadline) as scope:
-            await done.wait()
-        if scope.cancelled_caught:
-            self.backend.record_failure()
+        await self._in_time(run)
 
     async def _carry(
         self,
@@ -114,7 +142,6 @@ class Tier:
         settle: Settle,
     ) -> Sequence[Outcome]:
         outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(chunks)
-        done = anyio.Event()
 
         async def run() -> None:
             nonlocal outcomes
@@ -125,12 +152,22 @@ class Tier:
                 settle(outcomes)
                 for chunk in chunks:
                     chunk.lease.release()
+
+        return outcomes if await self._in_time(run) else [Outcome.FAILED] * len(chunks)
+
+    async def _in_time(self, run: Callable[[], Awaitable[None]]) -> bool:
+        """Start a call to the backend; whether it ended within the deadline. If not, it goes on."""
+        done = anyio.Event()
+
+        async def call() -> None:
+            try:
+                await run()
+            finally:
                 done.set()
 
-        self._tasks.start_soon(run)
+        self._tasks.start_soon(call)
         with anyio.move_on_after(self.settings.deadline):
             await done.wait()
         if not done.is_set():
             self.backend.record_failure()
-            return [Outcome.FAILED] * len(chunks)
-        return outcomes
+        return done.is_set()

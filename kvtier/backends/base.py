@@ -43,14 +43,23 @@ class Backend(ABC):
     """
 
     settings_type: ClassVar[type[TierSettings]] = TierSettings
-    """The settings that a tier of this type has: a subclass of ``TierSettings`` where there are more."""
+    """The settings that a tier of this type has.
+
+    A subclass of ``LocalTierSettings`` says that the medium is this host's alone: its capacity is kept, and
+    the catalog knows all that is in it. Any other makes it a shared pool, which others fill and empty too: it
+    is asked what it holds, and what it has no room for is its own business.
+    """
 
     def __init__(self, settings: TierSettings) -> None:  # noqa: B027 - has a default on purpose
         """Called with a ``settings_type``, already validated. Opens nothing and does not block."""
 
     @abstractmethod
     async def open(self) -> None:
-        """Make the medium ready. Raises :class:`kvtier.errors.TierError` where that cannot be."""
+        """Make the medium ready. Raises :class:`kvtier.errors.TierError` where that cannot be.
+
+        A server that does not answer is no reason: an engine starts without its cache. Connect when first
+        asked, and again whenever the connection was lost; raise only for what waiting does not mend.
+        """
 
     @abstractmethod
     async def close(self) -> None:
@@ -133,6 +142,28 @@ class SupportsRegistration(Protocol):
 
     async def register(self, arena: Arena) -> None:
         """Called once, after ``open`` and before the first ``put`` or ``get``."""
+        ...
+
+
+@runtime_checkable
+class SupportsPrefix(Protocol):
+    """A medium that can tell how much of a prompt it holds, cheaper than by :meth:`Backend.contains`."""
+
+    async def held_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        """How many of ``keys`` are held before the first that is not; 0 where the medium cannot tell."""
+        ...
+
+
+@runtime_checkable
+class SupportsCheck(Protocol):
+    """A medium that can say in words how it is."""
+
+    async def check(self) -> str:
+        """Reach the medium now, and say in a phrase what it is: ``Redis 7.0.15, 1GiB of 4GiB used``.
+
+        For people, after ``open``. Raises :class:`kvtier.errors.TierError`, whose message says what is wrong
+        and which setting or command mends it, and holds no secret.
+        """
         ...
 
 

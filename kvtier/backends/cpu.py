@@ -13,7 +13,7 @@ from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsAre
 from kvtier.backends.threads import limited_hop, spread
 from kvtier.errors import ArenaError, TierError
 from kvtier.keys import ChunkKey
-from kvtier.settings import TierSettings
+from kvtier.settings import LocalTierSettings, TierSettings
 
 INLINE_COPY_BYTES = 256 * 1024
 """Up to here a copy is done in the event loop: it takes 20 microseconds, a hop into a thread takes 60."""
@@ -30,9 +30,9 @@ class MemoryBackend(Backend, SupportsArena):
     that is replaced or deleted keeps its bytes until the last lease on it is gone. Not thread-safe.
     """
 
-    settings_type: ClassVar[type[TierSettings]] = TierSettings
+    settings_type: ClassVar[type[TierSettings]] = LocalTierSettings
 
-    def __init__(self, settings: TierSettings) -> None:
+    def __init__(self, settings: LocalTierSettings) -> None:
         self._settings = settings
         self._held: dict[ChunkKey, Lease] = {}
         self._hop = limited_hop(CapacityLimiter(settings.concurrency))

@@ -16,7 +16,7 @@ from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObjec
 from kvtier.backends.disk_folder import ObjectFolder, lock_holder, object_path, walk
 from kvtier.backends.threads import spread
 from kvtier.keys import ChunkKey
-from kvtier.settings import TierSettings
+from kvtier.settings import LocalTierSettings, TierSettings
 
 __all__ = ["DiskBackend", "DiskSettings", "lock_holder", "object_path", "walk"]
 
@@ -29,7 +29,7 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 
-class DiskSettings(TierSettings):
+class DiskSettings(LocalTierSettings):
     """Settings of a tier of type ``disk``."""
 
     path: Annotated[Path, AfterValidator(Path.expanduser)] = Field(

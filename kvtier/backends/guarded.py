@@ -89,6 +89,15 @@ class GuardedBackend(WrapperBackend):
         """Whether each key is held; ``False`` where the medium cannot tell."""
         return await self._ask(self._inner.contains, keys, refusal=False)
 
+    async def held_prefix_inner(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading keys are held; 0 where the medium cannot tell."""
+
+        async def ask(batch: Sequence[ChunkKey]) -> Sequence[bool]:
+            held = await super(GuardedBackend, self).held_prefix_inner(batch)
+            return [index < held for index in range(len(batch))]
+
+        return sum(await self._ask(ask, keys, refusal=False))
+
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """See :meth:`Backend.put`. ``FAILED`` at once while the medium is down."""
         return await self._ask(self._inner.put, items, refusal=Outcome.FAILED)

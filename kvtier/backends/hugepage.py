@@ -8,10 +8,10 @@ from pydantic import Field
 
 from kvtier.arena import Arena
 from kvtier.backends.cpu import MemoryBackend
-from kvtier.settings import TierSettings
+from kvtier.settings import LocalTierSettings, TierSettings
 
 
-class HugePageSettings(TierSettings):
+class HugePageSettings(LocalTierSettings):
     """Settings of a tier of type ``hugepage``."""
 
     fallback: bool = Field(

@@ -19,6 +19,8 @@ from kvtier.backends.base import (
     PutItem,
     StoredObject,
     SupportsArena,
+    SupportsCheck,
+    SupportsPrefix,
     SupportsRegistration,
     SupportsScan,
     SupportsTTL,
@@ -29,8 +31,9 @@ from kvtier.keys import ChunkKey
 class WrapperBackend(Backend):
     """Does what the wrapped backend does. Subclass it and override what shall differ.
 
-    A subclass that has something to say about scanning overrides :meth:`scan_inner`, not ``scan``, which
-    it only has where the wrapped backend has it.
+    A subclass that has something to say about scanning or prefixes overrides :meth:`scan_inner` or
+    :meth:`held_prefix_inner`, not ``scan`` or ``held_prefix``, which it only has where the wrapped backend
+    has them.
     """
 
     def __new__(cls, inner: Backend, *_args: object, **_kwargs: object) -> Self:
@@ -76,6 +79,12 @@ class WrapperBackend(Backend):
         if not isinstance(self._inner, SupportsScan):
             raise TypeError(f"{type(self._inner).__name__} cannot tell what it holds")
         return self._inner.scan()
+
+    async def held_prefix_inner(self, keys: Sequence[ChunkKey]) -> int:
+        """What ``held_prefix`` answers. Only asked where the wrapped backend has it."""
+        if not isinstance(self._inner, SupportsPrefix):
+            raise TypeError(f"{type(self._inner).__name__} cannot tell how much of a prompt it holds")
+        return await self._inner.held_prefix(keys)
 
 
 class _Scan(SupportsScan):
@@ -124,6 +133,25 @@ class _Registration(SupportsRegistration):
         await self._inner.register(arena)
 
 
+class _Prefix(SupportsPrefix):
+    """Can tell how much of a prompt it holds, as the wrapped backend can."""
+
+    async def held_prefix(self: Any, keys: Sequence[ChunkKey]) -> int:
+        """See :meth:`SupportsPrefix.held_prefix`."""
+        held: int = await self.held_prefix_inner(keys)
+        return held
+
+
+class _Check(SupportsCheck):
+    """Says how the wrapped backend is."""
+
+    _inner: SupportsCheck
+
+    async def check(self) -> str:
+        """See :meth:`SupportsCheck.check`."""
+        return await self._inner.check()
+
+
 class _TTL(SupportsTTL):
     """Forgets when the wrapped backend does."""
 
@@ -139,6 +167,8 @@ _POWERS: tuple[tuple[Any, type], ...] = (
     (SupportsScan, _Scan),
     (SupportsArena, _Arena),
     (SupportsRegistration, _Registration),
+    (SupportsPrefix, _Prefix),
+    (SupportsCheck, _Check),
     (SupportsTTL, _TTL),
 )
 

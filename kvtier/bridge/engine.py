@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from kvtier.arena import Lease
 from kvtier.bridge.protocol import Commit, Found, Hello, Reserve, Reserved
+from kvtier.bridge.protocol import LookUp as AskLookUp
 from kvtier.cache import FoundChunk, LookUp, TieredCache
 from kvtier.errors import ProtocolError
-from kvtier.header import ChunkHeader
+from kvtier.header import ChunkHeader, object_bytes
 from kvtier.keys import ChunkKey, split_keys
+from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.store import Reservation
 
 NO_LEASE = 0
@@ -45,14 +47,23 @@ class Engine:
         self._tickets: dict[int, Ticket] = {}
         self._fillings: dict[int, Filling] = {}
 
-    def look_up(self, number: int, joined_keys: bytes) -> tuple[Found, LookUp | None]:
-        """The answer to give at once, and what is still being fetched."""
-        found = self._cache.look_up(_keys(joined_keys))
-        ready = found.ready
-        fetched = LookUp(found.chunks[ready:])
-        ticket = self._tickets[number] = Ticket()
-        answer = self._grant(number, ticket, found.chunks[:ready], fetching=len(fetched.chunks))
-        return answer, fetched if fetched.chunks else None
+    def look_up(self, ask: AskLookUp) -> tuple[Found, LookUp | None]:
+        """The answer to give at once, and what is still being fetched or asked for."""
+        keys = _keys(ask.keys)
+        found = self._cache.look_up(keys, self._expected(len(keys), ask.tokens))
+        ticket = self._tickets[ask.ticket] = Ticket()
+        ready = found.take_ready()
+        answer = self._grant(ask.ticket, ticket, ready, fetching=found.under_way)
+        return answer, found if found.under_way else None
+
+    def _expected(self, chunks: int, tokens: int) -> Expected:
+        whole = self.layout.chunk_tokens
+        last = tokens - (chunks - 1) * whole
+        if chunks and not 0 < last <= whole:
+            raise ProtocolError(f"{tokens} tokens are not {chunks} chunks of {whole}")
+        lengths = [object_bytes(self.layout.payload_bytes(whole))] * chunks
+        lengths[-1:] = [object_bytes(self.layout.payload_bytes(last))] if chunks else []
+        return Expected(self.namespace, lengths)
 
     def fetched(self, number: int, found: LookUp) -> Found | None:
         """The final answer of a look-up, or ``None`` where it was cancelled meanwhile."""

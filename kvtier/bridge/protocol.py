@@ -100,7 +100,7 @@ class LookUp(Message, frozen=True, array_like=True, tag=4):
 class Found(Message, frozen=True, array_like=True, tag=5):
     """Further leading chunks: a lease, an arena offset and a source tier each, in prefix order.
 
-    ``fetching`` more are on their way; when it is 0 this ticket gets no further answer.
+    ``fetching`` more are on their way, or being asked for; when it is 0 this ticket gets no further answer.
     """
 
     ticket: int

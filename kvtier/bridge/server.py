@@ -204,7 +204,7 @@ class Connection:
             raise ProtocolError(f"{type(message).__name__} is not for an observer, nor Hello twice")
         match message:
             case LookUp():
-                answer, fetched = engine.look_up(message.ticket, message.keys)
+                answer, fetched = engine.look_up(message)
                 if fetched is not None:
                     self._tasks.start_soon(self._tell_fetched, engine, message.ticket, fetched)
                 return answer

@@ -39,6 +39,8 @@ class Hierarchy:
     """Outcomes since the start, for the status report."""
     clearings: int = 0
     """How often chunks were cleared: what was lifted before must not be written after."""
+    distrusted: set[bytes | None] = field(default_factory=set)
+    """Namespaces that were cleared, ``None`` for all: what others left of them in pools is not asked for."""
     unwanted: defaultdict[int, set[ChunkKey]] = field(default_factory=lambda: defaultdict(set))
     """By tier: chunks that were cleared while they were on their way in, to be dropped on arrival."""
 

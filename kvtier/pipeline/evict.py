@@ -112,8 +112,14 @@ class EvictStage:
         return taken
 
     async def make_room(self, tier: int, incoming: int) -> None:
-        """Delete the coldest chunks of a lower tier until ``incoming`` bytes more are under its watermark."""
+        """Delete the coldest chunks of a lower tier until ``incoming`` bytes more are under its watermark.
+
+        Of a shared pool the coldest are only put out of mind: they are not this host's to delete.
+        """
         target = self._hierarchy.tiers[tier]
+        if surplus := target.surplus_chunks:
+            for key in list(islice(self._hierarchy.catalog.victims(tier), surplus)):
+                self._hierarchy.catalog.remove(key, tier)
         excess = target.excess_bytes(incoming)
         if not excess:
             return

@@ -13,7 +13,7 @@ import anyio.lowlevel
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.backends.cpu import CpuBackend
 from kvtier.keys import ChunkKey
-from kvtier.settings import TierSettings
+from kvtier.settings import LocalTierSettings
 from kvtier.testing.backend import BackendConformance
 
 
@@ -165,4 +165,4 @@ class Suite(BackendConformance):
     def make_backend(self, path: Path) -> Backend:
         if issubclass(self.broken, DictBackend):
             return self.broken(self.folders.setdefault(path, {}))
-        return self.broken(TierSettings(name="ram", type="cpu", capacity=64 << 20))
+        return self.broken(LocalTierSettings(name="ram", type="cpu", capacity=64 << 20))

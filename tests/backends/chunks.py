@@ -12,7 +12,7 @@ from kvtier.backends.cpu import CpuBackend
 from kvtier.backends.disk import DiskBackend, DiskSettings
 from kvtier.header import ChunkHeader, object_bytes
 from kvtier.keys import ChunkKey
-from kvtier.settings import TierSettings
+from kvtier.settings import LocalTierSettings
 from kvtier.testing.backend import blank, make_key, noise
 
 PAYLOAD = 20_000
@@ -38,7 +38,7 @@ def blanks(numbers: Sequence[int], payload: int = PAYLOAD) -> list[GetItem]:
 
 
 def memory(capacity: int = 16 << 20) -> CpuBackend:
-    return CpuBackend(TierSettings(name="ram", type="cpu", capacity=capacity))
+    return CpuBackend(LocalTierSettings(name="ram", type="cpu", capacity=capacity))
 
 
 def disk(path: Path, **more: Any) -> DiskBackend:

@@ -11,7 +11,7 @@ from kvtier.backends.guarded import GuardedBackend
 from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
 from kvtier.backends.sealed import SealedBackend
 from kvtier.keys import ChunkKey
-from kvtier.settings import TierSettings
+from kvtier.settings import LocalTierSettings
 from kvtier.testing.backend import BackendConformance
 
 CAPACITY = 256 << 20
@@ -19,7 +19,7 @@ CAPACITY = 256 << 20
 
 class TestCpu(BackendConformance):
     def make_backend(self, path: Path) -> Backend:
-        return CpuBackend(TierSettings(name="ram", type="cpu", capacity=CAPACITY))
+        return CpuBackend(LocalTierSettings(name="ram", type="cpu", capacity=CAPACITY))
 
 
 class TestGuardedCpu(TestCpu):

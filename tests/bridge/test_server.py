@@ -51,7 +51,8 @@ CHUNK_TOKENS = 64
 LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024, 1024)),), ranks=2)
 NAMESPACE = bytes(range(32))
 ROOT = root_key(NAMESPACE)
-KEYS = chunk_keys(ROOT, list(range(CHUNK_TOKENS * 6)), CHUNK_TOKENS)
+TOKENS = CHUNK_TOKENS * 6
+KEYS = chunk_keys(ROOT, list(range(TOKENS)), CHUNK_TOKENS)
 
 
 class Peer:
@@ -151,10 +152,10 @@ async def test_what_one_engine_stored_is_found_when_every_rank_has_committed(tmp
         await two.greet("worker", 1)
         leases = await store(scheduler, [one], KEYS)
         assert all(leases)
-        assert await scheduler.ask(LookUp(5, join_keys(KEYS), 0)) == Found(5, [], [], [], 0)
+        assert await scheduler.ask(LookUp(5, join_keys(KEYS), TOKENS)) == Found(5, [], [], [], 0)
         await two.say(Commit(leases))
         await two.status()
-        found = await scheduler.ask(LookUp(6, join_keys(KEYS), 0))
+        found = await scheduler.ask(LookUp(6, join_keys(KEYS), TOKENS))
         assert isinstance(found, Found)
         assert (len(found.leases), found.fetching, set(found.sources)) == (6, 0, {0})
         assert bytes(one.arena.view(found.offsets[2] + HEADER_BYTES, 32)) == KEYS[2]
@@ -176,7 +177,7 @@ async def test_what_is_on_disk_is_fetched_and_told_when_it_is_there(tmp_path: Pa
         cache = home.server.cache
         assert await cache.drain(5)
         assert await cache.move(KEYS[2:], "ram", "ssd") == 4
-        first = await scheduler.ask(LookUp(1, join_keys(KEYS), 0))
+        first = await scheduler.ask(LookUp(1, join_keys(KEYS), TOKENS))
         assert isinstance(first, Found)
         assert (len(first.leases), first.fetching) == (2, 4)
         final = await scheduler.hear()
@@ -193,7 +194,7 @@ async def test_an_engine_that_is_gone_leaves_nothing(tmp_path: Path) -> None:
             await two.greet("worker", 1)
             await store(scheduler, [one, two], KEYS[:3])
             await store(scheduler, [one], KEYS[3:])
-            await scheduler.ask(LookUp(5, join_keys(KEYS), 0))
+            await scheduler.ask(LookUp(5, join_keys(KEYS), TOKENS))
         await home.nobody()
         assert home.server.cache.hierarchy.catalog.count(0) == 3
 
@@ -215,7 +216,7 @@ async def test_a_new_scheduler_takes_over_what_it_names(tmp_path: Path) -> None:
         async with home.peer() as scheduler:
             await scheduler.greet()
             await store(scheduler, [one, two], KEYS)
-            found = await scheduler.ask(LookUp(5, join_keys(KEYS), 0))
+            found = await scheduler.ask(LookUp(5, join_keys(KEYS), TOKENS))
             assert isinstance(found, Found)
         async with home.peer() as successor:
             await successor.greet(holding=found.leases[:2])
@@ -247,7 +248,7 @@ async def test_clear_takes_one_namespace(tmp_path: Path) -> None:
         await store(scheduler, [one, two], KEYS)
         await home.server.cache.drain(5)
         assert await scheduler.ask(Clear(1)) == Cleared(1, 6)
-        assert await scheduler.ask(LookUp(2, join_keys(KEYS), 0)) == Found(2, [], [], [], 0)
+        assert await scheduler.ask(LookUp(2, join_keys(KEYS), TOKENS)) == Found(2, [], [], [], 0)
 
 
 async def test_changes_are_told_to_who_wants_them(tmp_path: Path) -> None:
@@ -271,7 +272,7 @@ async def test_an_observer_may_only_watch(tmp_path: Path) -> None:
     async with host(tmp_path) as home, home.peer() as observer:
         await observer.greet("observer")
         assert (await observer.status())["pid"] == os.getpid()
-        assert isinstance(await observer.ask(LookUp(1, join_keys(KEYS), 0)), Refused)
+        assert isinstance(await observer.ask(LookUp(1, join_keys(KEYS), TOKENS)), Refused)
 
 
 @pytest.mark.parametrize(
@@ -290,13 +291,13 @@ async def test_nonsense_is_refused_and_others_are_served_on(tmp_path: Path, fram
         await good.greet()
         await bad.stream.send(frame)
         assert isinstance(await bad.hear(), Refused)
-        assert await good.ask(LookUp(1, join_keys(KEYS), 0)) == Found(1, [], [], [], 0)
+        assert await good.ask(LookUp(1, join_keys(KEYS), TOKENS)) == Found(1, [], [], [], 0)
 
 
 async def test_keys_that_are_cut_short_are_refused(tmp_path: Path) -> None:
     async with host(tmp_path) as home, home.peer() as bad:
         await bad.greet()
-        assert isinstance(await bad.ask(LookUp(1, join_keys(KEYS)[:-1], 0)), Refused)
+        assert isinstance(await bad.ask(LookUp(1, join_keys(KEYS)[:-1], TOKENS)), Refused)
         assert home.server.engines == 1, "it may still be copying until it closes"
 
 

@@ -13,6 +13,7 @@ from kvtier import ModelCache, Settings, TieredCache, hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.keys import ChunkKey
 from kvtier.plugins import Plugins
+from kvtier.settings import LocalTierSettings
 
 from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
 
@@ -23,6 +24,8 @@ MakeSettings = Callable[..., Settings]
 
 class Puppet(Backend):
     """A backend that does what the test says: answers, fails, raises, or waits until it may go on."""
+
+    settings_type = LocalTierSettings
 
     def __init__(self, settings: object) -> None:
         self.held: dict[ChunkKey, bytes] = {}

@@ -13,10 +13,10 @@ from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.events import Observer, Report
 from kvtier.eviction.base import EvictionPolicy
 from kvtier.keys import ChunkKey
-from kvtier.settings import TierSettings
+from kvtier.settings import LocalTierSettings, TierSettings
 
 
-class ShelfSettings(TierSettings):
+class ShelfSettings(LocalTierSettings):
     """Settings of a tier of type ``shelf``."""
 
     label: str = Field(description="What is written on the shelf.", examples=["top"])
