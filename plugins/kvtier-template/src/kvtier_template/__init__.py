@@ -1,0 +1,98 @@
+"""Chunks as files in a folder that several hosts mount: the smallest backend that does all it must."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from anyio import CapacityLimiter, to_thread
+from pydantic import Field
+
+from kvtier import TierError, hookimpl
+from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
+from kvtier.backends.threads import limited_hop, spread
+from kvtier.keys import ChunkKey
+from kvtier.settings import TierSettings
+
+
+class TemplateSettings(TierSettings):
+    """Settings of a tier of type ``template``."""
+
+    path: Path = Field(description="The folder that all hosts mount.", examples=["/mnt/kvtier"])
+
+
+class TemplateBackend(Backend):
+    """A file for each chunk."""
+
+    settings_type = TemplateSettings
+
+    def __init__(self, settings: TemplateSettings) -> None:
+        self._name, self._path, self._threads = settings.name, settings.path, settings.concurrency
+        self._hop = limited_hop(CapacityLimiter(self._threads))
+
+    async def open(self) -> None:
+        """Make the folder. Raises :class:`TierError` where that cannot be."""
+        try:
+            await to_thread.run_sync(lambda: self._path.mkdir(parents=True, exist_ok=True))
+        except OSError as error:
+            raise TierError(f"tier {self._name!r}: path: {error}: write that of a folder") from error
+
+    async def close(self) -> None:
+        """Nothing was held open."""
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        """Whether each key has a file."""
+        return await self._each(lambda key: self._file(key).is_file(), keys, failed=False)
+
+    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        """Write each view to a file."""
+        return await self._each(self._write, items, failed=Outcome.FAILED)
+
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        """Read each file into its view."""
+        return await self._each(self._read, items, failed=Outcome.FAILED)
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove each file."""
+        await self._each(lambda key: self._file(key).unlink(), keys, failed=None)
+
+    async def _each(self, work: Callable[[Any], Any], items: Sequence[Any], *, failed: object) -> list[Any]:
+        def attempt(item: object) -> object:
+            try:
+                return work(item)
+            except OSError:
+                return failed
+
+        return await spread(attempt, items, parts=self._threads, hop=self._hop)
+
+    def _file(self, key: ChunkKey) -> Path:
+        return self._path / key.hex()
+
+    def _write(self, item: PutItem) -> Outcome:
+        key, view = item
+        temporary = self._file(key).with_suffix(f".{secrets.token_hex(8)}")
+        try:
+            temporary.write_bytes(view)
+            temporary.replace(self._file(key))
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            return Outcome.FULL if error.errno == errno.ENOSPC else Outcome.FAILED
+        return Outcome.OK
+
+    def _read(self, item: GetItem) -> Outcome:
+        key, view = item
+        try:
+            file = self._file(key).open("rb")
+        except FileNotFoundError:
+            return Outcome.MISS
+        with file:
+            return Outcome.OK if file.readinto(view) == len(view) and not file.read(1) else Outcome.MISS
+
+
+@hookimpl
+def kvtier_backends() -> dict[str, type[Backend]]:
+    """Backends, by the name that a tier's ``type`` calls them by."""
+    return {"template": TemplateBackend}
