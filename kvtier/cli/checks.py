@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from kvtier.errors import KVTierError
 from kvtier.plugins import BUILT_IN, Plugins, is_memory
-from kvtier.settings import TierSettings, load_settings
+from kvtier.settings import LocalTierSettings, TierSettings, load_settings
 from kvtier.units import MIB, format_size
 
 OLDEST_PYTHON = (3, 11)
@@ -48,6 +48,8 @@ class Wanted(NamedTuple):
     tiers: list[TierSettings]
     memory_bytes: int
     """Of all tiers that are memory."""
+    plugins: Plugins | None = None
+    checksum: bool = True
 
 
 def check_settings(file: Path | None) -> tuple[list[Check], Wanted]:
@@ -70,17 +72,28 @@ def check_settings(file: Path | None) -> tuple[list[Check], Wanted]:
             plugins_check,
             Check("settings", "fail", str(error), "kvtier config schema --markdown"),
         ], nothing
-    names = ", ".join(f"{tier.name} ({tier.type}, {format_size(tier.capacity)})" for tier in tiers)
-    memory = sum(tier.capacity for tier in tiers if is_memory(plugins.backend(tier.type)))
-    return [Check("settings", "ok", f"tiers: {names}"), plugins_check], Wanted(tiers, memory)
+    names = ", ".join(_described(tier) for tier in tiers)
+    memory = sum(tier.capacity for tier in _local(tiers) if is_memory(plugins.backend(tier.type)))
+    wanted = Wanted(tiers, memory, plugins, settings.checksum)
+    return [Check("settings", "ok", f"tiers: {names}"), plugins_check], wanted
+
+
+def _described(tier: TierSettings) -> str:
+    room = f", {format_size(tier.capacity)}" if isinstance(tier, LocalTierSettings) else ""
+    return f"{tier.name} ({tier.type}{room})"
+
+
+def _local(tiers: Sequence[TierSettings]) -> list[LocalTierSettings]:
+    """Those that take room on this host; a shared pool takes none."""
+    return [tier for tier in tiers if isinstance(tier, LocalTierSettings)]
 
 
 def check_machine(wanted: Wanted) -> Iterator[Check]:
     """Everything that does not depend on the settings alone."""
-    tiers, capacity = wanted
+    tiers, capacity = _local(wanted.tiers), wanted.memory_bytes
+    info = memory_info()
     yield check_python()
     yield check_cores()
-    info = memory_info()
     yield check_memory(capacity - huge_page_bytes(tiers, info), memory_bytes())
     yield check_huge_pages(tiers, info)
     yield check_memlock(capacity)
@@ -125,7 +138,7 @@ def check_memory(capacity: int, available: int) -> Check:
     return Check("memory", "ok", found)
 
 
-def check_huge_pages(tiers: Sequence[TierSettings], info: dict[str, int]) -> Check:
+def check_huge_pages(tiers: Sequence[LocalTierSettings], info: dict[str, int]) -> Check:
     """Whether the pages of 2 MiB that the tiers want are free."""
     total, free = info.get("HugePages_Total", 0), info.get("HugePages_Free", 0)
     wanting = [tier for tier in tiers if tier.type == "hugepage"]
@@ -196,7 +209,7 @@ def check_io_uring() -> Check:
 def check_direct_io(name: str, path: Path) -> Check:
     """Whether a folder, or the nearest above it that exists, can be written past the page cache."""
     name = f"disk of {name}"
-    folder = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
+    folder = nearest_folder(path)
     where = str(path) if folder == path else f"{path} (to be made in {folder})"
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".kvtier-doctor-") as file:
@@ -213,16 +226,26 @@ def check_direct_io(name: str, path: Path) -> Check:
             finally:
                 os.close(descriptor)
     except OSError as error:
-        remedy = f"mkdir -p {path} && chown {os.getuid()} {path}, or set another `path`"
-        return Check(name, "fail", f"{where} cannot be written: {error.strerror}", remedy)
+        found = f"{where} cannot be written: {error.strerror}"
+        return Check(name, "fail", found, writable_remedy(path))
     return Check(name, "ok", f"{where} can be written with O_DIRECT")
 
 
-def check_disk_room(tier: TierSettings, path: Path) -> Check:
+def nearest_folder(path: Path) -> Path:
+    """The folder itself, or the nearest above it that exists."""
+    return next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
+
+
+def writable_remedy(path: Path) -> str:
+    """What to type where a folder cannot be written."""
+    return f"mkdir -p {path} && chown {os.getuid()} {path}, or set another `path`"
+
+
+def check_disk_room(tier: LocalTierSettings, path: Path) -> Check:
     """Whether the disk has room for what the tier may take, less what it holds already."""
     from kvtier.backends.disk import walk
 
-    folder = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
+    folder = nearest_folder(path)
     name = f"room for tier {tier.name}"
     try:
         held = sum(file.stat().st_size for file in walk(path)) if path.is_dir() else 0
@@ -278,7 +301,7 @@ def check_vllm(version: str | None) -> Check:
     return Check("vLLM", "ok", version)
 
 
-def huge_page_bytes(tiers: Sequence[TierSettings], info: dict[str, int]) -> int:
+def huge_page_bytes(tiers: Sequence[LocalTierSettings], info: dict[str, int]) -> int:
     """What the tiers take of huge pages set aside already, which do not count as available memory."""
     wanted = sum(tier.capacity for tier in tiers if tier.type == "hugepage")
     return min(wanted, info.get("HugePages_Free", 0) * HUGE_PAGE_BYTES)
