@@ -53,6 +53,7 @@ class CacheProcess:
         self._config = folder / "kvtier.yaml"
         self._config.write_text(json.dumps(self.settings))  # JSON is YAML
         self.log = folder / "cache.log"
+        self._hold = folder / "hold"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -66,9 +67,9 @@ class CacheProcess:
 
     def start(self, *, fault: Sequence[str] = ()) -> None:
         """Start it and wait until it answers; ``fault`` as in ``faulty_serve.py``."""
-        program = (
-            [str(Path(__file__).with_name("faulty_serve.py")), *fault] if fault else ["-m", "kvtier", "serve"]
-        )
+        self._hold.touch()
+        faulty = [str(Path(__file__).with_name("faulty_serve.py")), str(self._hold), *fault]
+        program = faulty if fault else ["-m", "kvtier", "serve"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -79,6 +80,10 @@ class CacheProcess:
                 stderr=output,
             )
         self.wait_until(lambda status: True)
+
+    def let_go(self) -> None:
+        """Let the disk end what a fault ``hold-...`` keeps it at."""
+        self._hold.unlink(missing_ok=True)
 
     def stop(self) -> None:
         """SIGTERM, and wait: what is on its way to the disk gets there."""
