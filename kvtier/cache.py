@@ -32,6 +32,7 @@ from kvtier.model import ModelCache
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.discover import DiscoverStage, Expected
 from kvtier.pipeline.evict import EvictStage
+from kvtier.pipeline.forget import ForgetStage
 from kvtier.pipeline.move import MoveStage
 from kvtier.pipeline.prefetch import Flight, PrefetchStage
 from kvtier.pipeline.store import Reservation, StoreStage
@@ -129,6 +130,7 @@ class TieredCache:
         self._storing = StoreStage(hierarchy, self._evicting, queue_bytes)
         self._prefetching = PrefetchStage(hierarchy, self._evicting)
         self._discovering = DiscoverStage(hierarchy)
+        self._forgetting = ForgetStage(hierarchy)
         self._moving = MoveStage(hierarchy, self._evicting, self._prefetching)
         self._finished = False
 
@@ -200,6 +202,7 @@ class TieredCache:
 
     def _start(self, tasks: TaskGroup) -> None:
         tasks.start_soon(self._evicting.run)
+        tasks.start_soon(self._forgetting.run)
         for tier in self.hierarchy.tiers[FIRST + 1 :]:
             tasks.start_soon(self._storing.run, tier.index)
 

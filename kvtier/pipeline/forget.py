@@ -1,0 +1,64 @@
+"""Forget: what a pool drops by itself after a while is not believed to be there for longer than that."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import anyio
+
+from kvtier.backends.base import SupportsTTL
+from kvtier.catalog import State
+from kvtier.events import Report
+from kvtier.keys import ChunkKey
+from kvtier.pipeline.base import Hierarchy
+from kvtier.tier import KNOWN_CHUNKS, Tier
+
+PAUSE_SECONDS = 1.0
+"""How much longer than its time something may be believed in, at most."""
+
+
+class ForgetStage:
+    """Watches what comes into tiers that forget, and takes it out of the catalog when its time has come.
+
+    So a chunk is written there anew when the tiers above evict it, instead of being dropped.
+    """
+
+    def __init__(self, hierarchy: Hierarchy) -> None:
+        self._hierarchy = hierarchy
+        self._ttl = {tier.index: ttl for tier in hierarchy.tiers if (ttl := _ttl(tier)) is not None}
+        self._due: dict[int, deque[tuple[float, ChunkKey]]] = {tier: deque() for tier in self._ttl}
+        if self._ttl:
+            hierarchy.observers.append(self)
+
+    def observe(self, report: Report) -> None:
+        """Transfers are not of interest here."""
+
+    def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
+        """Remember until when to believe in what came in."""
+        if tier in self._due:
+            until = time.monotonic() + self._ttl[tier]
+            self._due[tier].extend((until, key) for key in stored)
+
+    async def run(self) -> None:
+        """Forget what is due, for as long as the cache is open."""
+        pause = min([PAUSE_SECONDS, *(ttl / 4 for ttl in self._ttl.values())])
+        while self._ttl:
+            await anyio.sleep(pause)
+            for tier in self._due:
+                self._forget(tier)
+
+    def _forget(self, tier: int) -> None:
+        catalog, due, now = self._hierarchy.catalog, self._due[tier], time.monotonic()
+        removed = []
+        while due and (due[0][0] <= now or len(due) > KNOWN_CHUNKS):
+            _, key = due.popleft()
+            if catalog.state(key, tier) is State.READY:
+                catalog.remove(key, tier)
+                removed.append(key)
+        self._hierarchy.changed(tier, removed=removed)
+
+
+def _ttl(tier: Tier) -> float | None:
+    return tier.backend.ttl if isinstance(tier.backend, SupportsTTL) else None
