@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -32,7 +33,6 @@ DEFAULT_SIZE = 4 * MIB
 LARGEST_SIZE = 1024 * MIB
 ALL = "all"
 
-_THREAD = "kvtier-doctor"
 _SPARE_BYTES = 2 * MIB
 """What memory is given beside the chunk: a huge page more than may be needed."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
@@ -59,8 +59,8 @@ def chosen(tiers: Sequence[TierSettings], names: Sequence[str]) -> list[TierSett
 def check_backend(plugins: Plugins, tier: TierSettings, size: int, *, checksum: bool) -> Check:
     """Write, read, compare and delete one chunk of ``size`` bytes on ``tier``. Blocks meanwhile.
 
-    Comes back soon after the tier's deadline also where a call does not: :func:`is_stuck` is true from then
-    on, and the process cannot end in the usual way.
+    Comes back soon after the tier's deadline also where a call does not, whose threads then go on:
+    :func:`end_threads` tells.
     """
     told: Future[Check] = Future()
 
@@ -76,16 +76,20 @@ def check_backend(plugins: Plugins, tier: TierSettings, size: int, *, checksum: 
                 raise
             told.set_exception(error)
 
-    thread = threading.Thread(target=work, name=_THREAD, daemon=True)
-    thread.start()
-    found = told.result()
-    thread.join(GRACE_SECONDS)
-    return found
+    threading.Thread(target=work, name="kvtier-doctor", daemon=True).start()
+    return told.result()
 
 
-def is_stuck() -> bool:
-    """Whether a call to a backend has not ended: its threads would keep the interpreter from ending."""
-    return any(thread.name == _THREAD for thread in threading.enumerate())
+def end_threads(before: Sequence[threading.Thread]) -> bool:
+    """Wait a moment for all threads but those of ``before``; whether they have ended.
+
+    Where they have not, the interpreter cannot end either.
+    """
+    until = time.monotonic() + GRACE_SECONDS
+    threads = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 async def _checked(backend_type: type[Backend], tier: TierSettings, size: int, checksum: bool) -> Check:

@@ -1,0 +1,395 @@
+"""`kvtier doctor --backend`: on this machine's memory and disk, and on pools that fail in every way."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import anyio
+import pytest
+from pydantic import Field
+
+from kvtier import hookimpl
+from kvtier.backends.base import Backend, GetItem, Outcome
+from kvtier.backends.disk_folder import ObjectFolder
+from kvtier.cli import checks, checks_backend, doctor
+from kvtier.cli.checks_backend import chosen, without_secrets
+from kvtier.errors import SettingsError, TierError
+from kvtier.keys import ChunkKey
+from kvtier.plugins import Plugins
+from kvtier.settings import LocalTierSettings, TierSettings
+from kvtier.settings_secret import Secret
+from kvtier.testing.faults import Fault, FaultyBackend
+from tests.backends.broken import DictBackend
+from tests.plugins.conftest import write_metadata
+
+from .conftest import Kvtier, Result, spawn, store
+
+RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
+PATIENCE_SECONDS = 60
+TIMES = r"written in \S+ \(\S+ [GM]B/s\), read in \S+ \(\S+ [GM]B/s\), looked up in \S+"
+
+
+class PoolSettings(TierSettings):
+    fault: Fault | None = None
+    password: Secret | None = None
+    hangs_in: str = ""
+    said: str = "a shelf"
+    refusal: str = ""
+    loud: str = Field(default="", description="What it warns of when it is opened.")
+
+
+class PoolBackend(FaultyBackend):
+    """A shared pool in a dict, with the faults of its settings."""
+
+    settings_type: ClassVar[type[TierSettings]] = PoolSettings
+
+    def __new__(cls, settings: PoolSettings) -> PoolBackend:
+        return super().__new__(cls, CheckedDict(settings))
+
+    def __init__(self, settings: PoolSettings) -> None:
+        super().__init__(CheckedDict(settings))
+        self.fault = settings.fault
+
+
+class CheckedDict(DictBackend):
+    opened = 0
+
+    def __init__(self, settings: PoolSettings) -> None:
+        super().__init__({})
+        self.settings = settings
+
+    async def open(self) -> None:
+        CheckedDict.opened += 1
+        await self.maybe_hang("open")
+        if self.settings.loud:
+            checks_backend.logging.getLogger("kvtier").warning(self.settings.loud)
+
+    async def close(self) -> None:
+        CheckedDict.opened -= 1
+
+    async def check(self) -> str:
+        await self.maybe_hang("check")
+        if self.settings.refusal:
+            raise TierError(self.settings.refusal)
+        return self.settings.said
+
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        await self.maybe_hang("get")
+        return await super().get(items)
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        if self.settings.hangs_in != "never delete":
+            await super().delete(keys)
+
+    async def maybe_hang(self, method: str) -> None:
+        if self.settings.hangs_in == method:
+            await anyio.sleep_forever()
+
+
+class PoolPlugin:
+    @hookimpl
+    def kvtier_backends(self) -> dict[str, type[Backend]]:
+        return {"shelf": PoolBackend}
+
+
+class Found(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    status: str
+    found: str
+    remedy: str
+
+
+Doctor = Callable[..., list[Found]]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing of the machine is looked at, the shelf is there, and what is opened is closed."""
+    load = Plugins.load
+
+    def with_the_shelf(only: Sequence[str] | None = None) -> Plugins:
+        plugins = load(only)
+        plugins.register(PoolPlugin(), "shelf", "the test")
+        return plugins
+
+    monkeypatch.setattr(Plugins, "load", with_the_shelf)
+    monkeypatch.setattr(checks, "check_machine", lambda _: [])
+    monkeypatch.setattr(CheckedDict, "opened", 0)
+    threads = threading.enumerate()
+    yield
+    assert CheckedDict.opened == 0
+    assert checks_backend.end_threads(threads)
+
+
+@pytest.fixture
+def tiers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def configure(*tiers: dict[str, Any]) -> None:
+        monkeypatch.setenv("KVTIER_TIERS", json.dumps([RAM, *tiers], default=str))
+
+    return configure
+
+
+@pytest.fixture
+def examine(kvtier: Kvtier) -> Doctor:
+    """Run the doctor, and have what it says of backends."""
+
+    def run(*arguments: object, status: int = 0) -> list[Found]:
+        result = kvtier("doctor", "--json", *arguments)
+        assert result.status == status, result
+        told = json.loads(result.output)
+        assert told["ok"] is (status == 0)
+        return [Found(**check) for check in told["checks"] if check["name"].startswith("backend ")]
+
+    return run
+
+
+def disk(path: Path, **more: object) -> dict[str, Any]:
+    return {"name": "ssd", "type": "disk", "capacity": "64MiB", "path": str(path), **more}
+
+
+def shelf(**more: object) -> dict[str, Any]:
+    return {"name": "pool", "type": "shelf", "deadline": "200ms", **more}
+
+
+def test_memory_and_disk(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
+    tiers(disk(tmp_path / "disk"))
+    ram, ssd = examine("--backend", "all")
+    assert ram[:2] == ("backend ram (cpu)", "ok")
+    assert ssd[:2] == ("backend ssd (disk)", "ok")
+    assert re.fullmatch(f"4MiB {TIMES}", ram.found)
+    assert re.fullmatch(f"4MiB {TIMES}", ssd.found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_chunk_of_another_size(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
+    tiers(disk(tmp_path / "disk", capacity="1MiB"), shelf())
+    _, ssd, pool = examine("--backend", "all", "--size", "1100000")
+    assert ssd.found.startswith("1MiB written"), "no more than the tier holds"
+    assert "1.05MiB written" in pool.found, "whole pages"
+
+
+def test_memory_takes_only_what_the_chunk_needs(examine: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_TIERS", json.dumps([{**RAM, "capacity": "1000TiB"}]))
+    (ram,) = examine("--backend", "ram")
+    assert ram.status == "ok"
+
+
+def test_a_disk_that_a_cache_process_has_is_not_disturbed(
+    examine: Doctor, tiers: Callable[..., None], tmp_path: Path
+) -> None:
+    chunk = store(tmp_path, 1)
+    content = chunk.read_bytes()
+    tiers(disk(tmp_path))
+    folder = ObjectFolder("ssd", tmp_path, direct=False)
+    before = sorted(tmp_path.rglob("*"))
+    (ssd,) = examine("--backend", "ssd")
+    folder.close()
+    assert ssd.status == "ok"
+    assert re.search(rf"{tmp_path} is in use by process \d+ on host .*, which was not disturbed", ssd.found)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert chunk.read_bytes() == content
+
+
+def test_a_disk_that_cannot_be_written(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    tiers(disk(tmp_path / "file" / "disk"))
+    (ssd,) = examine("--backend", "ssd", status=1)
+    assert ssd.status == "fail"
+    assert ssd.found == f"{tmp_path}/file/disk cannot be written: Not a directory"
+    assert f"mkdir -p {tmp_path}/file/disk" in ssd.remedy
+
+
+def test_a_pool_says_what_it_is(examine: Doctor, tiers: Callable[..., None]) -> None:
+    tiers(shelf())
+    (pool,) = examine("--backend", "shelf")
+    assert pool[:2] == ("backend pool (shelf)", "ok")
+    assert re.fullmatch(f"a shelf; 4MiB {TIMES}", pool.found)
+
+
+@pytest.mark.parametrize("checksum", ["true", "false"])
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ("fail", "it did not store a chunk"),
+        ("full", "it has no room for a chunk of 4MiB"),
+        ("raise", "ConnectionError: a fault that a test has asked for"),
+        ("short", "looking a chunk up it gave 0 answers to one question"),
+        ("flip", "it gave back other bytes than were written"),
+        ("forget", "it does not hold a chunk that it said it had stored"),
+    ],
+)
+def test_a_pool_that_fails_or_lies(
+    fault: str,
+    found: str,
+    checksum: str,
+    examine: Doctor,
+    tiers: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVTIER_CHECKSUM", checksum)
+    tiers(shelf(fault=fault))
+    (pool,) = examine("--backend", "pool", status=1)
+    assert pool.status == "fail"
+    assert pool.found.startswith(found)
+    assert pool.remedy
+
+
+def test_corruption_is_told_with_what_was_logged(examine: Doctor, tiers: Callable[..., None]) -> None:
+    tiers(shelf(fault="flip"))
+    (pool,) = examine("--backend", "pool", status=1)
+    assert pool.found.endswith("payload does not match its checksum")
+
+
+def test_a_pool_that_never_deletes(examine: Doctor, tiers: Callable[..., None]) -> None:
+    tiers(shelf(hangs_in="never delete"))
+    (pool,) = examine("--backend", "pool", status=1)
+    assert pool.found == "it still holds a chunk 200ms after it was deleted"
+
+
+def test_a_pool_that_warns(examine: Doctor, tiers: Callable[..., None]) -> None:
+    tiers(shelf(loud="it is getting late"))
+    (pool,) = examine("--backend", "pool")
+    assert pool.status == "warn"
+    assert pool.found.endswith("; it is getting late")
+
+
+def test_what_a_pool_says_is_wrong(examine: Doctor, tiers: Callable[..., None]) -> None:
+    refusal = "shelf://user:letmein@host refuses the password letmein too: see `password`"
+    tiers(shelf(refusal=refusal, password="letmein"))
+    (pool,) = examine("--backend", "pool", status=1)
+    assert pool.found == "shelf://**********@host refuses the password ********** too: see `password`"
+
+
+@pytest.mark.parametrize(("method", "doing"), [("check", "asking what it is"), ("get", "reading a chunk")])
+def test_a_pool_that_hangs(method: str, doing: str, examine: Doctor, tiers: Callable[..., None]) -> None:
+    tiers(shelf(hangs_in=method))
+    (pool,) = examine("--backend", "pool", status=1)
+    assert pool.found == f"{doing} takes longer than 200ms, the tier's `deadline`"
+    assert "raise the tier's `deadline`" in pool.remedy
+
+
+STUCK_PLUGIN = """
+import asyncio, threading
+from concurrent.futures import ThreadPoolExecutor
+import anyio
+from kvtier import hookimpl
+from kvtier.backends.cpu import CpuBackend
+from kvtier.backends.threads import limited_hop, spread
+
+def hang(item=None):
+    threading.Event().wait()
+
+class StuckBackend(CpuBackend):
+    async def get(self, items):
+        await {call}
+
+@hookimpl
+def kvtier_backends():
+    return {{"stuck": StuckBackend}}
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "anyio.to_thread.run_sync(hang)",
+        "asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(), hang)",
+        "spread(hang, items, parts=1, hop=limited_hop(anyio.CapacityLimiter(1)))",
+    ],
+)
+def test_a_thread_that_never_returns_keeps_nobody_waiting(call: str, tmp_path: Path) -> None:
+    (tmp_path / "stuck_pool.py").write_text(STUCK_PLUGIN.format(call=call))
+    write_metadata(tmp_path, "stuck-pool", "1.0", {"stuck": "stuck_pool"})
+    stuck = {"name": "pool", "type": "stuck", "capacity": "64MiB", "deadline": "200ms"}
+    process = spawn(
+        "doctor",
+        "--backend",
+        "pool",
+        "--json",
+        KVTIER_TIERS=json.dumps([RAM, stuck]),
+        PYTHONPATH=str(tmp_path),
+    )
+    output, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert (process.returncode, errors) == (1, "")
+    pool = json.loads(output)["checks"][-1]
+    assert pool["name"] == "backend pool (stuck)"
+    assert pool["found"].startswith("reading a chunk takes longer than 200ms, the tier's `deadline`")
+    assert pool["found"].endswith("does not end when it is cancelled") is call.startswith("spread")
+
+
+def test_the_table(kvtier: Kvtier, tiers: Callable[..., None], tmp_path: Path) -> None:
+    tiers(disk(tmp_path / "disk"), shelf(fault="full"))
+    result = kvtier("doctor", "--backend", "ssd", "-b", "pool")
+    assert result.status == 1
+    assert re.search(rf"^OK +backend ssd \(disk\) +4MiB {TIMES}", result.output, re.MULTILINE)
+    assert re.search(r"^FAIL +backend pool \(shelf\) +it has no room", result.output, re.MULTILINE)
+    assert doctor.HINT not in result.output
+
+
+def test_without_backend_nothing_is_tried_and_a_hint_is_given(
+    kvtier: Kvtier, tiers: Callable[..., None]
+) -> None:
+    tiers(shelf(fault="full"))
+    result = kvtier("doctor")
+    assert result.status == 0
+    assert "tiers: ram (cpu, 64MiB), pool (shelf)" in result.output
+    assert "backend pool" not in result.output
+    assert result.output.splitlines()[-1] == doctor.HINT
+
+
+def flat(result: Result) -> str:
+    """The message in its box, as one line."""
+    return " ".join(result.errors.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--backend", "tape"),
+            "no tier has the name or the type 'tape': write one of ram (cpu), pool (shelf), or all",
+        ),
+        (("--backend", "pool", "--size", "large"), "'large' is no size"),
+        (("--backend", "pool", "--size", "0"), "write a size from 1 to 1GiB"),
+        (("--backend", "pool", "--size", "2GiB"), "write a size from 1 to 1GiB"),
+        (("--size", "4MiB"), "goes with --backend"),
+    ],
+)
+def test_wrong_options(
+    arguments: tuple[str, ...], message: str, kvtier: Kvtier, tiers: Callable[..., None]
+) -> None:
+    tiers(shelf())
+    result = kvtier("doctor", *arguments)
+    assert (result.status, result.output) == (2, "")
+    assert message in flat(result)
+
+
+def test_wrong_settings_are_told_as_ever(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_CHUNK_TOKEN", "1")
+    result = kvtier("doctor", "--backend", "pool")
+    assert result.status == 1
+    assert "did you mean KVTIER_CHUNK_TOKENS?" in result.output
+
+
+def test_a_name_wins_over_a_type() -> None:
+    local = [
+        LocalTierSettings(name=name, type=type_, capacity=4096)
+        for name, type_ in [("a", "cpu"), ("disk", "cpu"), ("b", "disk")]
+    ]
+    assert [tier.name for tier in chosen(local, ["disk"])] == ["disk"]
+    assert [tier.name for tier in chosen(local, ["disk", "cpu"])] == ["a", "disk"]
+    assert [tier.name for tier in chosen(local, ["b", "all"])] == ["a", "disk", "b"]
+    with pytest.raises(SettingsError):
+        chosen(local, ["all", "c"])
+
+
+def test_no_secret_is_an_empty_one() -> None:
+    settings = PoolSettings(name="pool", type="shelf", password="")
+    assert without_secrets("as it is", settings) == "as it is"
