@@ -29,6 +29,10 @@ $(VENV)/.vllm: $(VENV)/.python tools/install_vllm.py
 	@$(BIN)/python tools/install_vllm.py $(DEVICE)
 	@touch $@
 
+$(VENV)/.pools: $(VENV)/.vllm $(VENV)/.kvtier pyproject.toml
+	@$(BIN)/python tools/pip_install.py "clients and servers of the shared pools" --group pools
+	@touch $@
+
 install: $(VENV)/.vllm $(VENV)/.kvtier  ## Install torch, a vLLM that fits this machine, and kvtier into .venv
 
 # Asked anew each time, in milliseconds: a stamp would outlive the packages, and silence what is missing.
@@ -38,10 +42,10 @@ system-packages: $(VENV)/.python  ## Install what the tests need of the system, 
 demo: install  ## Serve one long prompt four times with a real vLLM: cold, from memory, after kill -9, from disk
 	@$(BIN)/kvtier demo $(DEMO)
 
-test: install system-packages  ## Run the tests, real vLLM engines included
+test: install $(VENV)/.pools system-packages  ## Run the tests, real vLLM engines included
 	$(BIN)/pytest -m "not slow and not gpu" $(PYTEST)
 
-test-slow: install system-packages  ## Run the tests that take minutes each
+test-slow: install $(VENV)/.pools system-packages  ## Run the tests that take minutes each
 	$(BIN)/pytest -m "slow and not gpu" $(PYTEST)
 
 test-gpu: install  ## Run the tests that need a CUDA device
@@ -56,7 +60,7 @@ format: $(VENV)/.kvtier  ## Put the code into shape
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: install  ## Measure; the figures are explained in benchmarks/README.md
+bench: install $(VENV)/.pools system-packages  ## Measure; the figures are explained in benchmarks/README.md
 	$(BIN)/python -m benchmarks
 
 clean:  ## Remove .venv and everything else that was made here
