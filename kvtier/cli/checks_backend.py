@@ -94,9 +94,10 @@ def end_threads(before: Sequence[threading.Thread]) -> bool:
 
 async def _checked(backend_type: type[Backend], tier: TierSettings, size: int, checksum: bool) -> Check:
     name = f"backend {tier.name} ({tier.type})"
+    pages = -(-size // OBJECT_ALIGNMENT)
     if isinstance(tier, LocalTierSettings):
-        size = min(size, tier.capacity)
-    size = -(-size // OBJECT_ALIGNMENT) * OBJECT_ALIGNMENT
+        pages = min(pages, tier.capacity // OBJECT_ALIGNMENT)
+    size = pages * OBJECT_ALIGNMENT
     with _warnings() as warnings:
         try:
             with _harmless(backend_type, tier, size) as (settings, remark):

@@ -175,6 +175,12 @@ def test_a_chunk_of_another_size(examine: Doctor, tiers: Callable[..., None], tm
     assert "1.05MiB written" in pool.found, "whole pages"
 
 
+def test_a_tier_of_less_than_two_pages(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
+    tiers(disk(tmp_path / "disk", capacity="8191"))
+    (ssd,) = examine("--backend", "ssd")
+    assert ssd.found.startswith("4KiB written")
+
+
 def test_memory_takes_only_what_the_chunk_needs(examine: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_TIERS", json.dumps([{**RAM, "capacity": "1000TiB"}]))
     (ram,) = examine("--backend", "ram")
@@ -316,7 +322,10 @@ def test_a_thread_that_never_returns_keeps_nobody_waiting(call: str, tmp_path: P
         KVTIER_TIERS=json.dumps([RAM, stuck]),
         PYTHONPATH=str(tmp_path),
     )
-    output, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    try:
+        output, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    finally:
+        process.kill()
     assert (process.returncode, errors) == (1, "")
     pool = json.loads(output)["checks"][-1]
     assert pool["name"] == "backend pool (stuck)"
