@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from kvtier.arena import Arena, Lease
-from kvtier.backends.base import Backend, Outcome, SupportsCheck, SupportsRegistration
+from kvtier.backends.base import Backend, Outcome, SupportsArena, SupportsCheck, SupportsRegistration
 from kvtier.backends.sealed import SealedBackend
 from kvtier.errors import KVTierError
 from kvtier.header import HEADER_BYTES, ChunkHeader
@@ -121,6 +121,10 @@ class _Trial:
         if await self._holds(chunk.key):
             raise Problem("it says that it holds a chunk which nobody has stored", _REMEDY_LIES)
         try:
+            if isinstance(backend, SupportsArena):
+                # Its pages are given to it when they are touched, which a cache process pays for once.
+                await self._write(chunk)
+                await self._delete(chunk.key)
             writing = await self._write(chunk)
             looking_up = await self._look_up(chunk.key)
             reading = await self._read(chunk)
