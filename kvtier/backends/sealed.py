@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from itertools import chain
 
+import anyio
 from anyio import CapacityLimiter
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
@@ -14,11 +16,14 @@ from kvtier.backends.wrapper import WrapperBackend
 from kvtier.errors import CorruptChunk
 from kvtier.header import ChunkHeader, object_bytes
 from kvtier.keys import ChunkKey
+from kvtier.units import MIB
 
 logger = logging.getLogger("kvtier")
 
-BATCHES_AT_ONCE = 4
-"""Batches whose checksums are computed at once. One thread does some 20 GB/s, more than any medium below."""
+PARTS_AT_ONCE = 4
+"""Parts whose checksums are computed at once. One thread does some 20 GB/s, more than any medium below."""
+PART_BYTES = 16 * MIB
+"""A batch is cut into parts of about this size: one is checksummed while others are on their way."""
 
 
 class SealedBackend(WrapperBackend):
@@ -26,9 +31,9 @@ class SealedBackend(WrapperBackend):
 
     The views given to ``put`` and ``get`` are whole chunk objects (:mod:`kvtier.header`), writable, and
     ``put`` writes the checksum into the header that they begin with. A ``put`` whose header names
-    another key, or another length, is ``FAILED``. Checksums are computed in a worker thread, one hop a
-    batch; ``checksum=False`` leaves them out, and the header alone is checked, which finds neither a
-    payload that was flipped nor one that a power failure has torn.
+    another key, or another length, is ``FAILED``. Checksums are computed in worker threads, one hop for each
+    :data:`PART_BYTES`; ``checksum=False`` leaves them out, and the header alone is checked, which finds
+    neither a payload that was flipped nor one that a power failure has torn.
     """
 
     def __init__(self, inner: Backend, checksum: bool = True) -> None:
@@ -36,17 +41,23 @@ class SealedBackend(WrapperBackend):
         self.corrupt = 0
         """Objects found since it was made that did not match their header, and were deleted."""
         self._checksum = checksum
-        self._hop = limited_hop(CapacityLimiter(BATCHES_AT_ONCE))
+        self._hop = limited_hop(CapacityLimiter(PARTS_AT_ONCE))
         self._warn = RareWarning(logger)
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Seal each chunk object and store it. See :meth:`Backend.put`."""
+        return await _in_parts(self._put_part, items)
+
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        """Fill each view with a chunk object that matches its header. See :meth:`Backend.get`."""
+        return await _in_parts(self._get_part, items)
+
+    async def _put_part(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         sealed = await spread(self._seal, items, parts=1, hop=self._hop)
         stored = iter(await self._inner.put([item for item, ok in zip(items, sealed, strict=True) if ok]))
         return [next(stored) if ok else Outcome.FAILED for ok in sealed]
 
-    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        """Fill each view with a chunk object that matches its header. See :meth:`Backend.get`."""
+    async def _get_part(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         outcomes = list(await self._inner.get(items))
         fetched = [index for index, outcome in enumerate(outcomes) if outcome is Outcome.OK]
         faults = await spread(_fault, [items[index] for index in fetched], parts=1, hop=self._hop)
@@ -84,6 +95,36 @@ class SealedBackend(WrapperBackend):
         for key, fault in corrupt:
             self._warn("chunk %s is corrupt and is deleted: it %s", key.hex()[:16], fault)
         await self._inner.delete([key for key, _ in corrupt])
+
+
+async def _in_parts(
+    carry: Callable[[Sequence[GetItem]], Awaitable[Sequence[Outcome]]], items: Sequence[GetItem]
+) -> Sequence[Outcome]:
+    """Carry a batch in parts that are under way together; the outcomes in the items' order."""
+    parts = _cut(items)
+    if len(parts) <= 1:
+        return await carry(items)
+    outcomes: list[Sequence[Outcome]] = [()] * len(parts)
+
+    async def run(index: int) -> None:
+        outcomes[index] = await carry(parts[index])
+
+    async with anyio.create_task_group() as tasks:
+        for index in range(len(parts)):
+            tasks.start_soon(run, index)
+    return list(chain.from_iterable(outcomes))
+
+
+def _cut(items: Sequence[GetItem]) -> list[list[GetItem]]:
+    parts: list[list[GetItem]] = []
+    room = 0
+    for item in items:
+        if not parts or room < len(item[1]):
+            parts.append([])
+            room = PART_BYTES
+        parts[-1].append(item)
+        room -= len(item[1])
+    return parts
 
 
 def _fault(item: GetItem) -> str | None:

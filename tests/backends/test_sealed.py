@@ -67,6 +67,26 @@ async def test_an_object_under_another_key_is_a_miss() -> None:
         assert list(await sealed.get(blanks([2, 1]))) == [MISS, OK]
 
 
+async def test_a_batch_that_is_carried_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers come in their places, and nothing of one part spoils another."""
+    monkeypatch.setattr("kvtier.backends.sealed.PART_BYTES", 50_000)
+    inner = FaultyBackend(memory())
+    async with opened(SealedBackend(inner)) as sealed:
+        items = chunks(range(9))
+        items[4][1][0] ^= 1
+        assert list(await sealed.put(items)) == [OK] * 4 + [FAILED] + [OK] * 4
+        assert inner.calls["put"] == 5
+        damaged = chunks([7])
+        ChunkHeader.parse(damaged[0][1]).seal(damaged[0][1])
+        damaged[0][1][5000] ^= 1
+        assert list(await inner.put(damaged)) == [OK]
+        order = [8, 7, 6, 5, 4, 3, 2, 1, 0]
+        views = blanks(order)
+        assert list(await sealed.get(views)) == [OK, MISS, OK, OK, MISS, OK, OK, OK, OK]
+        for number, (key, view) in zip(order, views, strict=True):
+            assert number in (7, 4) or ChunkHeader.verify(view, key).key == make_key(number)
+
+
 async def test_what_lies_while_it_is_read_is_a_miss() -> None:
     faulty = FaultyBackend(memory())
     async with opened(SealedBackend(faulty)) as sealed:
