@@ -1,0 +1,92 @@
+"""A proxy in front of a real HTTP server, for faults of single requests."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+PIECE = 1 << 16
+
+
+class FaultyProxy:
+    """Forwards HTTP/1.1 requests whose bodies have a length. An async context manager."""
+
+    def __init__(self, port: int) -> None:
+        self.cut: Callable[[str], bool] = lambda _: False
+        """Given a request line, ``PUT /bucket/key?partNumber=2 HTTP/1.1``: whether to hang up in mid-body."""
+        self.before: Callable[[str], Awaitable[object]] = _nothing
+        """Awaited with a request line before that request is passed on."""
+        self.requests: list[str] = []
+        """The request lines, in the order in which they came."""
+        self.most = 0
+        """The most connections that there were at once."""
+        self._port = port
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> FaultyProxy:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._server.wait_closed()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def _serve(self, client: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(self._connect(client, answer))
+        self._connections.add(task)
+        self.most = max(self.most, len(self._connections))
+        task.add_done_callback(self._connections.discard)
+
+    async def _connect(self, client: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
+        server, request = await asyncio.open_connection("127.0.0.1", self._port)
+        answers = asyncio.ensure_future(_pipe(server, answer))
+        try:
+            with suppress(OSError, asyncio.IncompleteReadError):
+                while await self._forward(client, request):
+                    pass
+        finally:
+            answers.cancel()
+            request.transport.abort()
+            answer.transport.abort()
+            await asyncio.wait([answers])
+
+    async def _forward(self, client: asyncio.StreamReader, request: asyncio.StreamWriter) -> bool:
+        """Pass one request on; ``False`` where it is cut."""
+        head = await client.readuntil(b"\r\n\r\n")
+        line = head.partition(b"\r\n")[0].decode()
+        self.requests.append(line)
+        found = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+        left = int(found[1]) if found else 0
+        if self.cut(line):
+            await client.readexactly(left // 2)
+            return False
+        await self.before(line)
+        request.write(head)
+        while left:
+            piece = await client.readexactly(min(left, PIECE))
+            request.write(piece)
+            await request.drain()
+            left -= len(piece)
+        return True
+
+
+async def _nothing(_line: str) -> None:
+    pass
+
+
+async def _pipe(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while piece := await source.read(PIECE):
+            target.write(piece)
+            await target.drain()
+        target.transport.abort()
