@@ -27,14 +27,20 @@ def limited_hop(limiter: CapacityLimiter) -> Hop:
 
 
 async def spread(
-    work: Callable[[ItemT], ResultT], items: Sequence[ItemT], *, parts: int, hop: Hop
+    work: Callable[[ItemT], ResultT],
+    items: Sequence[ItemT],
+    *,
+    parts: int,
+    hop: Hop,
+    on_cancel: Callable[[], None] | None = None,
 ) -> list[ResultT]:
     """Apply ``work`` to every item in at most ``parts`` threads at once; the results in the items' order.
 
     One hop a part, however many items there are: each thread takes the next item until none is left.
     A cancelled call drops the items that nobody has begun, and ends only when every thread has let go
     of its item, whether it was cancelled through an anyio scope or through ``Task.cancel``. Raises what
-    ``work`` raises, then also only when all threads are through.
+    ``work`` raises, then also only when all threads are through. ``on_cancel`` is called at once where the
+    call is cancelled: it may hurry the threads on.
     """
     # Each item leaves the queue with the thread that takes it: a thread holds on to this function, and so to
     # the queue, for a moment after it has returned, and the memory may be unmapped by then.
@@ -55,6 +61,8 @@ async def spread(
             await asyncio.wait(hops)
     except asyncio.CancelledError:
         waiting.clear()
+        if on_cancel is not None:
+            on_cancel()
         await _all_done(hops)
         raise
     for done in hops:

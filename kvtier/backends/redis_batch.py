@@ -1,0 +1,199 @@
+"""One batch of commands: grouped by server, spread over connections, sent on where it is redirected."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import anyio
+
+from kvtier.backends.logs import RareWarning
+from kvtier.backends.redis_commands import ask_again
+from kvtier.backends.redis_control import ControlFailed
+from kvtier.backends.redis_errors import (
+    OTHER_NODE_CODES,
+    Target,
+    control_failure_in_words,
+    failure_in_words,
+    redirection_of,
+    refusal_in_words,
+)
+from kvtier.backends.redis_nodes import Lane, Node, Nodes
+from kvtier.backends.redis_topology import Placement, Topology, slot_of
+from kvtier.backends.resp import Connection, Deadline, ErrorReply
+from kvtier.backends.threads import spread
+
+logger = logging.getLogger("kvtier")
+
+RUN_BYTES = 1 << 20
+"""Commands whose values are so many bytes in all are sent over one connection at once."""
+
+ItemT = TypeVar("ItemT")
+AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(frozen=True)
+class Operation(Generic[ItemT, AnswerT]):
+    """One of the things that are asked of a pool."""
+
+    carry_out: Callable[[Connection, Sequence[ItemT]], Iterator[AnswerT | ErrorReply]]
+    """One of :class:`~kvtier.backends.redis_commands.Commands`."""
+    name_of: Callable[[ItemT], bytes]
+    """What the item's chunk is called on the server."""
+    size_of: Callable[[ItemT], int]
+    """How many bytes of value the item moves."""
+    lane_of: Callable[[Node], Lane]
+    answer_to: Callable[[ErrorReply], AnswerT]
+    """What a refusal comes to."""
+    failed: AnswerT
+
+
+class Batch(Generic[ItemT, AnswerT]):
+    """Items, who is asked for which of them next, and the answers so far."""
+
+    def __init__(self, operation: Operation[ItemT, AnswerT], items: Sequence[ItemT], seconds: float) -> None:
+        self.operation = operation
+        self.items = items
+        self.answers = [operation.failed] * len(items)
+        self.deadline = Deadline(seconds)
+        self.targets: dict[Target, list[int]] = {}
+        """Places in ``items``, by the server that is to be asked."""
+
+    def place(self, placement: Placement) -> None:
+        """Ask each server for what it has."""
+        if placement.by_slot is None:
+            self.targets[Target(placement.endpoints[0])] = list(range(len(self.items)))
+            return
+        for index, item in enumerate(self.items):
+            endpoint = placement.by_slot[slot_of(self.operation.name_of(item))]
+            if endpoint is not None:
+                self.send_to(Target(endpoint), index)
+
+    def send_to(self, target: Target, index: int) -> None:
+        """Ask ``target`` for one item."""
+        self.targets.setdefault(target, []).append(index)
+
+    def runs(self, indices: Sequence[int], *, longest: int) -> list[list[ItemT]]:
+        """The items in their order, as many together as are no more than ``longest`` bytes, at least one."""
+        runs: list[list[ItemT]] = []
+        room = 0
+        for index in indices:
+            item = self.items[index]
+            room -= self.operation.size_of(item)
+            if room < 0 or not runs:
+                runs.append([])
+                room = longest - self.operation.size_of(item)
+            runs[-1].append(item)
+        return runs
+
+
+class Pool:
+    """All servers of a pool. Used from the event loop."""
+
+    def __init__(self, name: str, nodes: Nodes, topology: Topology) -> None:
+        self.topology = topology
+        self._name = name
+        self._nodes = nodes
+        # One each, so that a full server is not left unsaid because another could not be reached.
+        self._warn_of_failure = RareWarning(logger)
+        self._warn_of_refusal = RareWarning(logger)
+        self._warn_of_room = RareWarning(logger)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._nodes.close()
+
+    async def ask(self, batch: Batch[ItemT, AnswerT]) -> list[AnswerT]:
+        """The answer for each item; that of a failure where there is none in time."""
+        if not batch.items:
+            return []
+        try:
+            placement = await self.topology.placement(batch.deadline)
+        except ControlFailed as failed:
+            self._warn_of_failure("%s: %s", self._name, control_failure_in_words(failed))
+            return batch.answers
+        except TimeoutError:
+            return batch.answers  # Whoever was asking before us has said so.
+        self._nodes.keep(placement.endpoints)
+        batch.place(placement)
+        await self._round(batch)
+        if batch.targets:
+            # Once more for what was redirected. What is redirected again is being moved about: it failed.
+            await self._round(batch)
+        return batch.answers
+
+    async def _round(self, batch: Batch[ItemT, AnswerT]) -> None:
+        """Ask every server for what is its own, all at once."""
+        targets, batch.targets = batch.targets, {}
+        if len(targets) == 1:
+            ((target, indices),) = targets.items()
+            await self._ask_one(batch, target, indices)
+            return
+        async with anyio.create_task_group() as tasks:
+            for target, indices in targets.items():
+                tasks.start_soon(self._ask_one, batch, target, indices)
+
+    async def _ask_one(self, batch: Batch[ItemT, AnswerT], target: Target, indices: Sequence[int]) -> None:
+        node = self._nodes.at(target.endpoint)
+        try:
+            await node.find(batch.deadline)
+        except OSError as error:
+            self._note_failure(node, error)
+            return
+        lane = batch.operation.lane_of(node)
+        answers = await spread(
+            partial(self._work_off, batch.operation, batch.deadline, node, target.asking),
+            batch.runs(indices, longest=0 if target.asking else RUN_BYTES),
+            parts=lane.size,
+            hop=lane.hop,
+            on_cancel=batch.deadline.cut_short,
+        )
+        for index, answer in zip(indices, (answer for run in answers for answer in run), strict=True):
+            if isinstance(answer, ErrorReply):
+                self._settle_refusal(batch, index, answer, node)
+            elif answer is not None:
+                batch.answers[index] = answer
+
+    def _work_off(
+        self,
+        operation: Operation[ItemT, AnswerT],
+        deadline: Deadline,
+        node: Node,
+        asking: bool,
+        run: Sequence[ItemT],
+    ) -> list[AnswerT | ErrorReply | None]:
+        """In a worker thread: the answers to one run, ``None`` where there is none."""
+        answers: list[AnswerT | ErrorReply | None] = []
+        try:
+            while len(answers) < len(run):
+                with operation.lane_of(node).borrow(deadline) as connection:
+                    if asking:
+                        ask_again(connection)
+                    # One by one: those before a failure count.
+                    for answer in operation.carry_out(connection, run[len(answers) :]):
+                        answers.append(answer)  # noqa: PERF402
+        except OSError as error:
+            self._note_failure(node, error)
+        return answers + [None] * (len(run) - len(answers))
+
+    def _note_failure(self, node: Node, error: OSError) -> None:
+        self.topology.forget()
+        self._warn_of_failure("%s: %s", self._name, failure_in_words(error, node.endpoint))
+
+    def _settle_refusal(
+        self, batch: Batch[ItemT, AnswerT], index: int, reply: ErrorReply, node: Node
+    ) -> None:
+        if reply.code in OTHER_NODE_CODES:
+            self.topology.forget()
+        redirection = redirection_of(reply, node.endpoint) if self.topology.has_slots else None
+        if redirection is not None:
+            batch.send_to(redirection, index)
+            return
+        batch.answers[index] = batch.operation.answer_to(reply)
+        if reply.code == "WRONGTYPE":
+            return
+        warn = self._warn_of_room if reply.code == "OOM" else self._warn_of_refusal
+        warn("%s: %s", self._name, refusal_in_words(reply, node.endpoint))

@@ -1,0 +1,145 @@
+"""What a pool is asked besides chunks, through its own client library: who is primary, which slots are where.
+
+Each call opens a connection, asks one question and closes it: they are rare. All raise what the library
+raises, :class:`ControlFailed` around it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import ssl
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+from anyio import CancelScope, fail_after
+from pydantic import SecretStr
+
+from kvtier.backends.redis_settings import RedisSettings
+from kvtier.backends.redis_url import Endpoint
+
+SLOTS = 16384
+"""Hash slots of a cluster."""
+GOODBYE_SECONDS = 1.0
+
+
+class ClientLibrary(NamedTuple):
+    """A client library with the interface of redis-py."""
+
+    product: str
+    """What people call the server."""
+    package: str
+    """The library's import name, and the extra of kvtier that installs it."""
+    client: str
+    """The class of its connections, in ``package.asyncio``."""
+    error: str
+    """The class of what it raises, in ``package.exceptions``."""
+
+
+class ControlFailed(Exception):
+    """A question was not answered. Its cause is what the library, or the answer, made of it."""
+
+    def __init__(self, endpoint: Endpoint, message: str = "") -> None:
+        super().__init__(message or f"{endpoint} does not answer")
+        self.endpoint = endpoint
+
+
+class Control:
+    """Questions to the servers of a pool. Importing the library blocks: make it in a thread.
+
+    Raises ``ImportError`` where the library is missing.
+    """
+
+    def __init__(self, library: ClientLibrary, settings: RedisSettings) -> None:
+        package = importlib.import_module(f"{library.package}.asyncio")
+        self._client: Any = getattr(package, library.client)
+        self._error: type[Exception] = getattr(
+            importlib.import_module(f"{library.package}.exceptions"), library.error
+        )
+        self._settings = settings
+        place = settings.place
+        self._database = place.database
+        self._tls: dict[str, Any] = _tls_options(settings) if place.tls else {}
+
+    async def info(self, endpoint: Endpoint, seconds: float) -> dict[str, Any]:
+        """What the server says of itself: ``INFO``, with Python's numbers where they are some."""
+        settings = self._settings
+        async with self._asked(endpoint, seconds, settings.user, settings.password, self._database) as client:
+            answer = await client.info()
+            if not isinstance(answer, dict) or "role" not in answer:
+                raise ValueError("INFO names no role")
+            return answer
+
+    async def slots(self, endpoint: Endpoint, seconds: float) -> list[tuple[range, Endpoint]]:
+        """Which primaries have which slots: ``CLUSTER SLOTS``."""
+        settings = self._settings
+        async with self._asked(endpoint, seconds, settings.user, settings.password) as client:
+            return [_slot_range(entry, endpoint) for entry in await client.execute_command("CLUSTER SLOTS")]
+
+    async def primary(self, sentinel: Endpoint, service: str, seconds: float) -> Endpoint | None:
+        """The primary of ``service`` as one sentinel knows it; ``None`` where it knows none."""
+        settings = self._settings
+        async with self._asked(
+            sentinel, seconds, settings.sentinel_user, settings.sentinel_password
+        ) as client:
+            answer = await client.sentinel_get_master_addr_by_name(service)
+            return None if answer is None else _endpoint(answer[0], answer[1], sentinel)
+
+    @asynccontextmanager
+    async def _asked(
+        self,
+        endpoint: Endpoint,
+        seconds: float,
+        user: str | None,
+        password: SecretStr | None,
+        database: int = 0,
+    ) -> AsyncIterator[Any]:
+        host, port = endpoint
+        where = {"unix_socket_path": host} if port is None else {"host": host, "port": port, **self._tls}
+        client = self._client(
+            **where,
+            db=database,
+            username=None if password is None else user,
+            password=None if password is None else password.get_secret_value(),
+            protocol=2,
+            socket_timeout=seconds,
+            socket_connect_timeout=seconds,
+            retry=None,
+        )
+        try:
+            with fail_after(seconds):
+                yield client
+        except (self._error, OSError, ValueError, TypeError, IndexError) as error:
+            raise ControlFailed(endpoint) from error
+        finally:
+            with CancelScope(shield=True), fail_after(GOODBYE_SECONDS):
+                await client.aclose()
+
+
+def _tls_options(settings: RedisSettings) -> dict[str, Any]:
+    files = {
+        "ssl_ca_certs": settings.ca_file,
+        "ssl_certfile": settings.certificate_file,
+        "ssl_keyfile": settings.key_file,
+    }
+    return {
+        "ssl": True,
+        "ssl_cert_reqs": "required",
+        "ssl_check_hostname": True,
+        "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+        **{name: str(path) for name, path in files.items() if path is not None},
+    }
+
+
+def _slot_range(entry: Sequence[Any], asked: Endpoint) -> tuple[range, Endpoint]:
+    """From ``[first, last, [host, port, ...], replicas ...]``."""
+    first, last, primary = int(entry[0]), int(entry[1]), entry[2]
+    if not 0 <= first <= last < SLOTS:
+        raise ValueError("CLUSTER SLOTS names a slot that there is not")
+    return range(first, last + 1), _endpoint(primary[0], primary[1], asked)
+
+
+def _endpoint(host: Any, port: Any, asked: Endpoint) -> Endpoint:  # noqa: ANN401 - from the wire
+    """An address as a server tells it; one that does not know its own is where it was asked."""
+    name = host.decode("ascii") if isinstance(host, bytes) else ""
+    return Endpoint(asked.host if name in ("", "?") else name, int(port))

@@ -1,0 +1,274 @@
+"""One blocking connection that speaks RESP2, made for values of many megabytes.
+
+A value goes between the socket and the caller's memory without a copy: out with one ``sendmsg`` of command
+head, memory and tail, in with ``recv_into`` the memory, but for what the buffer of 4 KiB had already taken
+in with the head of the reply. Used from worker threads, each connection by one of them at a time. Nothing
+from the wire is trusted for a length. After any exception a connection is out of step with its server and
+good for nothing but :meth:`Connection.close`.
+
+RESP: https://redis.io/docs/latest/develop/reference/protocol-spec/. Time-outs: socket(7), SO_RCVTIMEO.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Lock
+from typing import Any, NamedTuple, TypeAlias
+
+Buffer: TypeAlias = bytes | memoryview
+
+BUFFER_BYTES = 4096
+"""The longest line of a reply that is accepted, and the most of a value that is copied."""
+DRAIN_BYTES = 1 << 20
+"""A value of an unexpected length is read and dropped up to here; beyond, a new connection is cheaper."""
+BUFFERS_A_CALL = 1024
+"""IOV_MAX of Linux."""
+LENGTH_DIGITS = 19
+
+_CRLF = b"\r\n"
+_TIMEVAL = struct.Struct("@ll")
+_SHORTEST_WAIT = 0.001
+"""A time-out of zero would mean none."""
+
+
+class ErrorReply(NamedTuple):
+    """The server's refusal of one command: ``-CODE message``."""
+
+    code: str
+    message: str
+
+
+class ProtocolViolation(ConnectionError):
+    """What came over the connection is no RESP2, or no answer to what was asked."""
+
+
+class Deadline:
+    """Until when a batch may last, whichever threads and connections work on it. Thread-safe."""
+
+    def __init__(self, seconds: float) -> None:
+        self._at = time.monotonic() + seconds
+        self._lock = Lock()
+        self._is_cut = False
+        self._connections: set[Connection] = set()
+
+    def remaining(self) -> float:
+        """Seconds left. Raises ``TimeoutError`` where there are none, or the batch was cut short."""
+        left = self._at - time.monotonic()
+        if self._is_cut or left <= 0:
+            raise TimeoutError("no answer in time")
+        return max(left, _SHORTEST_WAIT)
+
+    @contextmanager
+    def bounds(self, connection: Connection) -> Iterator[None]:
+        """While this lasts, ``connection`` obeys this deadline."""
+        connection.deadline = self
+        with self._lock:
+            self._connections.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+
+    def cut_short(self) -> None:
+        """It is over now: who waits for a connection is woken. Does not block; harmless when repeated."""
+        with self._lock:
+            self._is_cut = True
+            for connection in self._connections:
+                connection.interrupt()
+
+
+class Connection:
+    """A connection over TCP or a Unix socket. Each call blocks until the deadline that is set, at most.
+
+    All raise ``OSError``: :class:`TimeoutError` past the deadline, :class:`ProtocolViolation` for garbage.
+    """
+
+    def __init__(self, family: int) -> None:
+        self.deadline = Deadline(0)
+        self.in_step = True
+        """False where the rest of a reply was left unread: close it."""
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._buffer_view = memoryview(self._buffer)
+        self._start = self._stop = 0
+
+    def connect(self, address: Any) -> None:  # noqa: ANN401 - what socket.connect takes
+        """Connect to an address of the socket's family, for which no name has to be looked up."""
+        self._socket.settimeout(self.deadline.remaining())
+        self._socket.connect(address)
+        if self._socket.family != socket.AF_UNIX:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._secure()
+
+    def close(self) -> None:
+        """Let go of the socket. Does not block; harmless when repeated."""
+        self._socket.close()
+
+    def interrupt(self) -> None:
+        """Wake the thread that waits for this connection, from another thread: it finds it closed."""
+        with suppress(OSError):
+            # Not the method of an SSLSocket, which would go on in the clear.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def is_idle(self) -> bool:
+        """Whether nothing has come that nobody asked for, such as the news that the server closed it."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return self._start == self._stop and not poll.poll(0)
+
+    def send(self, buffers: Sequence[Buffer]) -> None:
+        """Send the buffers one after the other, none of them copied."""
+        rest = list(buffers)
+        at = 0
+        while at < len(rest):
+            sent = self._send_some(rest[at : at + BUFFERS_A_CALL])
+            while at < len(rest) and sent >= len(rest[at]):
+                sent -= len(rest[at])
+                at += 1
+            if sent:
+                rest[at] = memoryview(rest[at])[sent:]
+
+    def reply(self) -> bytes | int | ErrorReply:
+        """The next reply, which must be a status, a number or an error."""
+        line = self._line()
+        if line.startswith(b"+"):
+            return line[1:]
+        if line.startswith(b":"):
+            return _number(line[1:])
+        return _refusal(line)
+
+    def value_into(self, view: memoryview) -> bool | ErrorReply:
+        """Fill ``view`` with the next reply. ``False``: there is no value, or one of another length.
+
+        A long one of another length is left unread, and :attr:`in_step` is then false.
+        """
+        line = self._line()
+        if not line.startswith(b"$"):
+            return _refusal(line)
+        if line == b"$-1":
+            return False
+        length = _number(line[1:])
+        fits = length == len(view)
+        if fits:
+            self._take(view)
+        elif length > DRAIN_BYTES:
+            self.in_step = False
+            return False
+        else:
+            self._take(memoryview(bytearray(length)))
+        self._end()
+        return fits
+
+    def _line(self) -> bytes:
+        while (end := self._buffer.find(_CRLF, self._start, self._stop)) < 0:
+            self._fill()
+        line = bytes(self._buffer_view[self._start : end])
+        self._start = end + len(_CRLF)
+        return line
+
+    def _fill(self) -> None:
+        """Read what there is into the free end of the buffer, at least one byte."""
+        if self._start:
+            held = self._buffer_view[self._start : self._stop]
+            self._buffer_view[: len(held)] = held
+            self._start, self._stop = 0, len(held)
+        if self._stop == BUFFER_BYTES:
+            raise ProtocolViolation("a line of a reply has no end")
+        self._stop += self._receive_some(self._buffer_view[self._stop :], 0)
+
+    def _take(self, view: memoryview) -> None:
+        """Fill ``view`` from the buffer first, then from the socket."""
+        held = min(self._stop - self._start, len(view))
+        view[:held] = self._buffer_view[self._start : self._start + held]
+        self._start += held
+        while held < len(view):
+            held += self._receive_some(view[held:], socket.MSG_WAITALL)
+
+    def _end(self) -> None:
+        while self._stop - self._start < len(_CRLF):
+            self._fill()
+        if not self._buffer.startswith(_CRLF, self._start):
+            raise ProtocolViolation("a value does not end where it should")
+        self._start += len(_CRLF)
+
+    def _secure(self) -> None:
+        # Blocking, so that MSG_WAITALL waits for all; how long is said by SO_RCVTIMEO.
+        self._socket.settimeout(None)
+
+    def _send_some(self, buffers: Sequence[Buffer]) -> int:
+        self._set_timeout(socket.SO_SNDTIMEO)
+        try:
+            return self._socket.sendmsg(buffers)
+        except BlockingIOError:
+            raise TimeoutError("the server takes nothing in") from None
+
+    def _receive_some(self, view: memoryview, flags: int) -> int:
+        self._set_timeout(socket.SO_RCVTIMEO)
+        try:
+            received = self._socket.recv_into(view, len(view), flags)
+        except BlockingIOError:
+            raise TimeoutError("no answer in time") from None
+        return _unless_closed(received)
+
+    def _set_timeout(self, option: int) -> None:
+        whole, part = divmod(self.deadline.remaining(), 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(part * 1e6)))
+
+
+class TLSConnection(Connection):
+    """A connection over TLS, which moves at most one record of 16 KiB with each call."""
+
+    def __init__(self, family: int, context: ssl.SSLContext, server_name: str) -> None:
+        super().__init__(family)
+        self._context = context
+        self._server_name = server_name
+
+    def _secure(self) -> None:
+        secured = self._context.wrap_socket(
+            self._socket, server_hostname=self._server_name, do_handshake_on_connect=False
+        )
+        self._socket = secured
+        # Asked for again: an interruption may just have met the socket that this one took the place of.
+        secured.settimeout(self.deadline.remaining())
+        secured.do_handshake()
+
+    def _send_some(self, buffers: Sequence[Buffer]) -> int:
+        self._socket.settimeout(self.deadline.remaining())
+        # A record each would make small commands large.
+        return self._socket.send(b"".join(buffers) if sum(map(len, buffers)) <= BUFFER_BYTES else buffers[0])
+
+    def _receive_some(self, view: memoryview, flags: int) -> int:
+        self._socket.settimeout(self.deadline.remaining())
+        return _unless_closed(self._socket.recv_into(view))
+
+
+def encode(*words: bytes) -> bytes:
+    """A command as it travels."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+
+def _unless_closed(received: int) -> int:
+    if not received:
+        raise ConnectionResetError("the server closed the connection")
+    return received
+
+
+def _number(digits: bytes) -> int:
+    if not digits.isdigit() or len(digits) > LENGTH_DIGITS:
+        raise ProtocolViolation("a number in a reply is none")
+    return int(digits)
+
+
+def _refusal(line: bytes) -> ErrorReply:
+    if not line.startswith(b"-"):
+        raise ProtocolViolation("the answer is no RESP2")
+    text = line[1:].decode(errors="replace")
+    return ErrorReply(text.partition(" ")[0], text)

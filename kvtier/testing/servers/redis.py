@@ -1,0 +1,135 @@
+"""A real Redis on loopback: in the clear or over TLS, with or without a password or a limit."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from kvtier.backends.redis_commands import log_in
+from kvtier.backends.resp import Connection, Deadline, ErrorReply, TLSConnection, encode
+from kvtier.keys import ChunkKey
+from kvtier.testing.servers.base import PATIENCE_SECONDS, Server, free_port
+
+HOST = "127.0.0.1"
+
+
+class TLSFiles(NamedTuple):
+    """What a server shows and what its clients verify it by, all PEM."""
+
+    certificate: Path
+    """For the host ``127.0.0.1``."""
+    key: Path
+    authority: Path
+
+
+class RedisServer(Server):
+    """One ``redis-server`` that keeps nothing on disk.
+
+    ``maxmemory`` as Redis writes sizes; beyond, it refuses values, unless ``options`` (of its command line)
+    say otherwise. ``unix``: it listens at a Unix socket alone.
+    """
+
+    type: ClassVar[str] = "redis"
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        password: str | None = None,
+        maxmemory: str | None = None,
+        tls: TLSFiles | None = None,
+        unix: bool = False,
+        options: Sequence[str] = (),
+    ) -> None:
+        super().__init__(folder)
+        self.port = 0 if unix else free_port()
+        self.password = password
+        self._tls = tls
+        self._unix_socket = folder / "s" if unix else None
+        self._options = [
+            *(["--requirepass", password] if password else []),
+            *(["--maxmemory", maxmemory, "--maxmemory-policy", "noeviction"] if maxmemory else []),
+            *options,
+        ]
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """See :meth:`Server.missing`."""
+        if shutil.which(cls._program()):
+            return None
+        return "there is no redis-server: apt-get install redis-server"
+
+    def tier(self) -> dict[str, Any]:
+        """See :meth:`Server.tier`."""
+        secure = "s" if self._tls else ""
+        url = f"{self.type}{secure}://{HOST}:{self.port}"
+        return {
+            "type": self.type,
+            "url": f"unix://{self._unix_socket}" if self._unix_socket else url,
+            **({"password": self.password} if self.password else {}),
+            **({"ca_file": str(self._tls.authority)} if self._tls else {}),
+        }
+
+    def tell(self, *words: str | bytes) -> bytes | int:
+        """The answer to one command, a status or a number. Raises ``OSError``, also for a refusal."""
+        with self.connection() as connection:
+            connection.send([encode(*(word.encode() if isinstance(word, str) else word for word in words))])
+            reply = connection.reply()
+        if isinstance(reply, ErrorReply):
+            raise ConnectionError(reply.message)
+        return reply
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """A connection for commands of a test's own, logged in. Raises ``OSError``."""
+        family = socket.AF_UNIX if self._unix_socket else socket.AF_INET
+        context = ssl.create_default_context(cafile=self._tls.authority) if self._tls else None
+        connection = TLSConnection(family, context, HOST) if context else Connection(family)
+        try:
+            with Deadline(PATIENCE_SECONDS).bounds(connection):
+                connection.connect(str(self._unix_socket) if self._unix_socket else (HOST, self.port))
+                log_in(connection, None, self.password, 0)
+                yield connection
+        finally:
+            connection.close()
+
+    def corrupt(self, key: ChunkKey) -> bool:
+        """See :meth:`Server.corrupt`."""
+        name = b"kvtier:" + key.hex().encode()
+        middle = int(self.tell("STRLEN", name)) // 2
+        byte = bytearray(1)
+        with self.connection() as connection:
+            connection.send([encode(b"GETRANGE", name, b"%d" % middle, b"%d" % middle)])
+            connection.value_into(memoryview(byte))
+        self.tell("SETRANGE", name, str(middle), bytes([byte[0] ^ 0x10]))
+        return True
+
+    @classmethod
+    def _program(cls) -> str:
+        return "redis-server"
+
+    def _launch(self) -> None:
+        self._spawn([self._program(), *self._listening(), "--save", "", "--appendonly", "no", *self._options])
+
+    def _listening(self) -> list[str]:
+        if self._unix_socket:
+            return ["--port", "0", "--unixsocket", str(self._unix_socket)]
+        if self._tls is None:
+            return ["--bind", HOST, "--port", str(self.port)]
+        certificate, key, authority = map(str, self._tls)
+        return [
+            *("--bind", HOST, "--port", "0", "--tls-port", str(self.port)),
+            *("--tls-cert-file", certificate, "--tls-key-file", key, "--tls-ca-cert-file", authority),
+            *("--tls-auth-clients", "no"),
+        ]
+
+    def _answers(self) -> bool:
+        try:
+            return self.tell("PING") == b"PONG"
+        except OSError:
+            return False
