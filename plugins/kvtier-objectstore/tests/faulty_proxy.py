@@ -20,8 +20,6 @@ class FaultyProxy:
         """Awaited with a request line before that request is passed on."""
         self.requests: list[str] = []
         """The request lines, in the order in which they came."""
-        self.most = 0
-        """The most connections that there were at once."""
         self._port = port
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -44,11 +42,14 @@ class FaultyProxy:
     def _serve(self, client: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
         task = asyncio.ensure_future(self._connect(client, answer))
         self._connections.add(task)
-        self.most = max(self.most, len(self._connections))
         task.add_done_callback(self._connections.discard)
 
     async def _connect(self, client: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
-        server, request = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            server, request = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            answer.transport.abort()
+            return
         answers = asyncio.ensure_future(_pipe(server, answer))
         try:
             with suppress(OSError, asyncio.IncompleteReadError):

@@ -74,13 +74,13 @@ class S3Server(Server):
 
     def unfinished(self) -> list[str]:
         """The uploads that were begun and neither completed nor aborted."""
-        return [Path(entry["FullPath"]).name for entry in self._entries(f"{BUCKET}/.uploads")]
+        return self._names(f"{BUCKET}/.uploads")
 
-    def objects(self, folder: str) -> list[str]:
-        """The names of the objects in one folder of the bucket."""
-        return [Path(entry["FullPath"]).name for entry in self._entries(f"{BUCKET}/{folder}")]
+    def orphans(self) -> list[str]:
+        """The parts of these uploads."""
+        return [part for upload in self.unfinished() for part in self._names(f"{BUCKET}/.uploads/{upload}")]
 
-    def _entries(self, folder: str) -> list[dict[str, Any]]:
+    def _names(self, folder: str) -> list[str]:
         try:
             found = json.loads(_ask("GET", f"{self._filer}/buckets/{folder}/?limit=1000"))
         except urllib.error.HTTPError as error:
@@ -88,7 +88,7 @@ class S3Server(Server):
             if error.code == 404:
                 return []
             raise
-        return found["Entries"] or []
+        return [Path(entry["FullPath"]).name for entry in found["Entries"] or []]
 
     @property
     def _filer(self) -> str:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kvtier_objectstore.backend import ObjectStoreBackend
-from kvtier_objectstore.settings import ObjectStoreSettings
 from s3_server import BUCKET, S3Server
+from stores import make
 
 from kvtier.backends.base import Backend
 from kvtier.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.testing.backend import BackendConformance
-
-
-def make(**settings: Any) -> ObjectStoreBackend:
-    # Five MiB is the least that S3 takes, so that the suite's long values travel in many parts.
-    given = {"name": "pool", "type": "objectstore", "deadline": 20, "part_size": "5MiB", **settings}
-    return ObjectStoreBackend(ObjectStoreSettings(**given))
 
 
 class TestFolder(BackendConformance):

@@ -1,0 +1,57 @@
+"""Backends of this plugin, and values for them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from anyio import to_thread
+from kvtier_objectstore.backend import ObjectStoreBackend
+from kvtier_objectstore.settings import ObjectStoreSettings
+
+from kvtier.backends.base import Backend, Outcome, PutItem
+from kvtier.testing.backend import blank, make_key, noise, same
+
+OK, MISS, FULL, FAILED = Outcome.OK, Outcome.MISS, Outcome.FULL, Outcome.FAILED
+
+MIB = 1 << 20
+LONG = 12 * MIB + 1
+"""Travels in three parts, the last of which is short."""
+
+
+def make(**settings: Any) -> ObjectStoreBackend:
+    # Five MiB is the least that S3 takes.
+    given = {"name": "pool", "type": "objectstore", "deadline": 20, "part_size": "5MiB", **settings}
+    return ObjectStoreBackend(ObjectStoreSettings(**given))
+
+
+@asynccontextmanager
+async def opened(**settings: Any) -> AsyncIterator[ObjectStoreBackend]:
+    backend = make(**settings)
+    await backend.open()
+    yield backend
+    await backend.close()
+
+
+async def values(count: int, size: int, seed: int = 0) -> list[PutItem]:
+    """Keys 0, 1, 2, … and values of one size for them."""
+
+    def make_all() -> list[PutItem]:
+        return [(make_key(number), _value(number, size, seed)) for number in range(count)]
+
+    return await to_thread.run_sync(make_all)
+
+
+async def found(backend: Backend, items: Sequence[PutItem]) -> list[Outcome]:
+    """``OK`` where a value is held, whole, and why not where it is not."""
+    views = await to_thread.run_sync(lambda: [blank(len(view)) for _, view in items])
+    keys = [key for key, _ in items]
+    outcomes = await backend.get(list(zip(keys, views, strict=True)))
+    for outcome, view, (_, value) in zip(outcomes, views, items, strict=True):
+        assert outcome is not OK or same(view, value), "another value is held"
+    return list(outcomes)
+
+
+def _value(number: int, size: int, seed: int) -> memoryview:
+    return memoryview(noise(b"%d %d" % (number, seed), size))

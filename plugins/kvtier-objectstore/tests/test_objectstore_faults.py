@@ -1,0 +1,246 @@
+"""Whatever goes wrong between here and the store costs a miss: nothing hangs, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from faulty_proxy import FaultyProxy
+from s3_server import BUCKET, SECRET_KEY, S3Server
+from stores import FAILED, LONG, MISS, OK, found, opened, values
+
+from kvtier.backends.base import Outcome
+from kvtier.testing.backend import blank, is_stained, make_key, same, stain
+from kvtier.testing.cancelling import cancelled_at
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def proxy(s3: S3Server) -> AsyncIterator[FaultyProxy]:
+    """In front of the server."""
+    async with FaultyProxy(s3.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def tier(s3: S3Server, proxy: FaultyProxy, tmp_path: Path) -> dict[str, Any]:
+    """A tier of a prefix of the test's own, through the proxy."""
+    return {**s3.tier(), "url": f"s3://{BUCKET}/{tmp_path.name}", "endpoint": proxy.url}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Any:
+    """A server that may be killed."""
+    if reason := S3Server.missing():
+        pytest.skip(reason)
+    folder = tmp_path / "server"
+    folder.mkdir()
+    with S3Server(folder) as server:
+        yield server
+
+
+async def in_thread(work: Callable[[], object]) -> None:
+    await anyio.to_thread.run_sync(work)
+
+
+async def unfinished(s3: S3Server) -> list[str]:
+    return await anyio.to_thread.run_sync(s3.unfinished)
+
+
+@pytest.mark.parametrize("part", ["uploads", "partNumber=1", "partNumber=2", "partNumber=3", "POST"])
+async def test_an_upload_of_which_a_part_is_cut_is_taken_back(
+    tier: dict[str, Any], proxy: FaultyProxy, s3: S3Server, part: str
+) -> None:
+    old, new = await values(1, LONG, seed=1), await values(1, LONG, seed=2)
+    async with opened(**tier) as backend:
+        assert await backend.put(old) == [OK]
+        if part == "POST":
+            proxy.cut = lambda line: line.startswith("POST") and "uploadId=" in line
+        else:
+            proxy.cut = lambda line: f"?{part}" in line
+        assert await backend.put(new) == [FAILED]
+        proxy.cut = lambda _: False
+        assert await unfinished(s3) == []
+        assert await found(backend, old) == [OK]
+        assert await backend.put(new) == [OK]
+        assert await found(backend, new) == [OK]
+
+
+@pytest.mark.parametrize("method", ["PUT", "GET", "HEAD"])
+async def test_one_cut_connection_is_made_good(tier: dict[str, Any], proxy: FaultyProxy, method: str) -> None:
+    cut: list[str] = []
+
+    def first(line: str) -> bool:
+        if line.startswith(method) and not cut:
+            cut.append(line)
+            return True
+        return False
+
+    items = await values(1, 4000)
+    proxy.cut = first
+    async with opened(**tier) as backend:
+        assert await backend.put(items) == [OK]
+        assert await backend.contains([items[0][0]]) == [True]
+        assert await found(backend, items) == [OK]
+    assert len(cut) == 1
+
+
+async def test_one_key_that_fails_does_not_spoil_the_others(tier: dict[str, Any], proxy: FaultyProxy) -> None:
+    items = await values(5, 4000)
+    keys = [key for key, _ in items]
+    bad = keys[2].hex()
+    proxy.cut = lambda line: bad in line
+    async with opened(**tier) as backend:
+        assert await backend.put(items) == [OK, OK, FAILED, OK, OK]
+        assert await backend.contains(keys) == [True, True, False, True, True]
+        assert await found(backend, items) == [OK, OK, FAILED, OK, OK]
+        await backend.delete(keys)
+        assert await backend.contains(keys) == [False] * 5
+
+
+async def test_a_value_that_is_replaced_between_its_parts_is_a_miss(
+    tier: dict[str, Any], proxy: FaultyProxy
+) -> None:
+    old, new = await values(1, LONG, seed=1), await values(1, LONG, seed=2)
+    gets = 0
+    async with opened(**tier, requests=1) as backend, opened(**tier) as other:
+
+        async def replace(line: str) -> None:
+            nonlocal gets
+            gets += line.startswith("GET")
+            if gets == 2:
+                gets += 1
+                assert await other.put(new) == [OK]
+
+        assert await backend.put(old) == [OK]
+        proxy.before = replace
+        assert await found(backend, old) == [MISS]
+        assert await found(backend, new) == [OK]
+
+
+@pytest.mark.parametrize("size", [0, 1, 3000, LONG + 1])
+async def test_a_long_view_on_another_value(tier: dict[str, Any], size: int) -> None:
+    view = await anyio.to_thread.run_sync(blank, LONG)
+    async with opened(**tier) as backend:
+        assert await backend.put([(make_key(0), memoryview(bytes(size)))]) == [OK]
+        assert await backend.get([(make_key(0), view)]) == [MISS]
+
+
+async def test_no_more_requests_at_once_than_the_setting_says(
+    tier: dict[str, Any], proxy: FaultyProxy
+) -> None:
+    items = await values(60, 2000)
+    keys = [key for key, _ in items]
+    three, waiting, most = asyncio.Barrier(3), 0, 0
+
+    async def wait_for_two_more(_line: str) -> None:
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        await three.wait()
+        waiting -= 1
+
+    proxy.before = wait_for_two_more
+    async with opened(**tier, requests=3) as backend:
+        assert await backend.put(items) == [OK] * 60
+        assert await backend.contains(keys) == [True] * 60
+        assert await found(backend, items) == [OK] * 60
+    assert (len(proxy.requests), most) == (180, 3)
+
+
+@pytest.mark.parametrize("through", ["scope", "task"])
+async def test_an_upload_that_is_cancelled_leaves_no_parts(
+    tier: dict[str, Any], proxy: FaultyProxy, s3: S3Server, through: Any
+) -> None:
+    old, new = await values(1, LONG, seed=1), await values(1, LONG, seed=2)
+    async with opened(**tier) as backend:
+        assert await backend.put(old) == [OK]
+        view = memoryview(bytearray(new[0][1]))
+        # Its one await is the one for the threads. So many turns of the loop later parts are under way.
+        assert await cancelled_at(1, lambda: backend.put([(old[0][0], view)]), through=through, lag=200)
+        await anyio.to_thread.run_sync(stain, view)
+        assert await unfinished(s3) == []
+        view = await anyio.to_thread.run_sync(blank, LONG)
+        assert await backend.get([(old[0][0], view)]) == [OK]
+        assert same(view, old[0][1]) or same(view, new[0][1])
+
+
+async def test_a_server_that_is_killed_in_mid_upload(server: S3Server) -> None:
+    async with FaultyProxy(server.port) as proxy:
+        dead = threading.Event()
+
+        async def kill(line: str) -> None:
+            if "partNumber=3" in line and not dead.is_set():
+                dead.set()
+                await in_thread(server.kill)
+
+        items = await values(3, LONG)
+        keys = [key for key, _ in items]
+        async with opened(**{**server.tier(), "endpoint": proxy.url}, deadline=8) as backend:
+            proxy.before = kill
+            assert FAILED in await backend.put(items)
+            assert dead.is_set()
+            assert await backend.contains(keys) == [False] * 3
+            assert await found(backend, items) == [FAILED] * 3
+            await in_thread(server.start)
+            assert await backend.contains(keys) == [False] * 3
+            assert await backend.put(items) == [OK] * 3
+            assert await found(backend, items) == [OK] * 3
+            assert await unfinished(server) == []
+
+
+async def test_a_server_that_stands_still_for_longer_than_the_deadline(server: S3Server) -> None:
+    short, long = await values(40, 4000), await values(2, LONG)
+    keys = [key for key, _ in short]
+    async with opened(**server.tier(), deadline=2, requests=4) as backend:
+        assert await backend.put(short) == [OK] * 40
+        await in_thread(server.pause)
+        # It goes on only after all of these have ended: none waits for it.
+        assert await backend.put(short) == [FAILED] * 40
+        assert await backend.put(long) == [FAILED] * 2
+        view = blank(4000)
+        assert await backend.get([(keys[0], view)]) == [FAILED]
+        assert is_stained(view)
+        assert await backend.contains(keys) == [False] * 40
+        await backend.delete(keys)
+        await in_thread(server.resume)
+        assert await backend.contains(keys[:1]) in ([True], [False])
+        assert await backend.put(short + long) == [OK] * 42
+        # Of uploads whose beginning it read only when it went on, nobody but the server knows.
+        assert await anyio.to_thread.run_sync(server.orphans) == []
+
+
+async def test_nobody_at_the_port(tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture) -> None:
+    async with FaultyProxy(s3.port) as proxy:
+        url = proxy.url
+    items = await values(2, 4000)
+    async with opened(**{**s3.tier(), "endpoint": url}, deadline=2) as backend:
+        assert await backend.put(items) == [FAILED] * 2
+        assert await backend.contains([make_key(0)]) == [False]
+    (record,) = caplog.records
+    assert f"tier 'pool': s3://kvtier/chunks at {url} cannot be reached: see url and" in record.message
+
+
+async def test_wrong_credentials_are_said_once_and_never_shown(
+    s3: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = s3.tier()
+    tier["credentials"] = {**tier["credentials"], "secret_access_key": "hunter2-hunter2"}
+    async with opened(**tier) as backend:
+        outcomes: list[list[Outcome]] = [list(await backend.put(await values(3, 4000))) for _ in range(3)]
+        assert outcomes == [[FAILED] * 3] * 3
+        assert await found(backend, await values(1, 4000)) == [FAILED]
+        assert await backend.contains([make_key(0)]) == [False]
+        assert "hunter2" not in repr(backend._settings) + repr(vars(backend._store))
+    (record,) = caplog.records
+    assert (
+        "refuses these credentials (403 Forbidden, SignatureDoesNotMatch): see credentials" in record.message
+    )
+    assert "hunter2" not in caplog.text
+    assert SECRET_KEY not in caplog.text
