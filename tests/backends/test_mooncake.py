@@ -1,38 +1,36 @@
-"""Mooncake proves itself on its real master and a real client that gives memory."""
+"""The Mooncake backend on a real master and a real client that gives memory: the contract."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from kvtier.backends.base import Backend
-from kvtier.backends.guarded import GuardedBackend
 from kvtier.backends.mooncake import MooncakeBackend, MooncakeSettings
-from kvtier.backends.sealed import SealedBackend
 from kvtier.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
 from kvtier.testing.servers.mooncake import MooncakeServer
 
-if reason := MooncakeServer.missing():
-    pytest.skip(reason, allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServer]:
-    with MooncakeServer(tmp_path_factory.mktemp("mooncake")) as server:
-        yield server
-
 
 class TestMooncake(BackendConformance):
     persistent = True
+    server: ClassVar[MooncakeServer]
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        if reason := MooncakeServer.missing():
+            pytest.skip(reason)
+        with MooncakeServer(tmp_path_factory.mktemp("pool")) as cls.server:
+            yield
 
     @pytest.fixture(autouse=True)
-    def _server(self, server: MooncakeServer, tmp_path: Path) -> None:
-        # Every test has names of its own: nothing is left of another's.
-        server.prefix = f"{tmp_path}:"
-        self.server = server
+    def _names_of_its_own(self, tmp_path: Path) -> None:
+        """Nothing in the pool is left of another test's."""
+        self.server.prefix = f"{tmp_path.name}:"
 
     def make_backend(self, path: Path) -> Backend:
         return MooncakeBackend(MooncakeSettings(name="pool", **self.server.tier()))
