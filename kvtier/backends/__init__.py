@@ -19,5 +19,13 @@ def kvtier_backends() -> dict[str, type[Backend]]:
     from kvtier.backends.cpu import CpuBackend
     from kvtier.backends.disk import DiskBackend
     from kvtier.backends.hugepage import HugePageBackend
+    from kvtier.backends.mooncake import MooncakeBackend
+    from kvtier.backends.redis import RedisBackend
 
-    return {"cpu": CpuBackend, "hugepage": HugePageBackend, "disk": DiskBackend}
+    return {
+        "cpu": CpuBackend,
+        "hugepage": HugePageBackend,
+        "disk": DiskBackend,
+        "redis": RedisBackend,
+        "mooncake": MooncakeBackend,
+    }

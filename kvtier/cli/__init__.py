@@ -15,7 +15,7 @@ from rich.markup import escape
 import kvtier
 from kvtier.cli import config, doctor, inspect, plugins, serve
 from kvtier.cli.terminal import messages
-from kvtier.errors import KVTierError
+from kvtier.errors import KVTierError, SettingsError
 
 DEMO_MODULE = "kvtier.cli.demo"
 
@@ -79,6 +79,8 @@ def _add_plugin_commands(app: typer.Typer) -> None:
 
     try:
         Plugins.load(load_settings().plugins).add_commands(app)
+    except SettingsError:
+        return  # Whatever command it is says so: once is enough.
     except KVTierError as error:
         _say("warning: no commands of plugins", "yellow", error)
 

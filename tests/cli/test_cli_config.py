@@ -1,16 +1,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
-from kvtier.cli import config
 from kvtier.plugins import Plugins
-from kvtier.settings import Settings, TierSettings, load_settings
 from kvtier.settings_schema import json_schema, markdown_page
 
 from .conftest import Kvtier
@@ -52,19 +48,57 @@ def test_show_as_json_holds_plain_values(kvtier: Kvtier, file: Path, monkeypatch
     assert shown["socket"] == {"value": None, "source": "default"}
 
 
-def test_show_masks_secrets(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
-    class PoolSettings(TierSettings):
-        password: SecretStr
-
-    def load(_: Path | None) -> tuple[Settings, Sequence[TierSettings]]:
-        raw: dict[str, Any] = {"name": "pool", "type": "pool", "capacity": "1GiB", "password": "hunter2"}
-        return load_settings({"tiers": [raw]}), [PoolSettings.model_validate(raw)]
-
-    monkeypatch.setattr(config, "_load", load)
-    for arguments in ([], ["--json"]):
-        result = kvtier("config", "show", *arguments)
-        assert "password" in result.output
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"password": "hunter2"},
+        {"password": {"env": "POOL_PASSWORD"}},
+        {"password": {"file": "secret"}},
+        {"url": "redis://kvtier:hunter2@cache:6379/0"},
+        {"url": "redis://:hunter2@cache:6379/0", "deadline": "soon"},
+        {"url": "redis://kvtier:hunter2@cache:port/0"},
+        {"url": "redis://kvtier:hunter2@cache:6379/0", "password": "hunter2"},
+        {"password": "hunter2", "passwort": "hunter2"},
+        {"password": {"env": "POOL_PASSWORD", "file": "secret"}},
+        {"password": ["hunter2"]},
+    ],
+    ids=str,
+)
+def test_no_secret_is_shown_be_it_right_or_wrong(
+    kvtier: Kvtier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("POOL_PASSWORD", "hunter2")
+    (tmp_path / "secret").write_text("hunter2\n")
+    pool = {"name": "pool", "type": "redis", "url": "redis://cache:6379/0", **written}
+    tiers = [{"name": "ram", "type": "cpu", "capacity": "64MiB"}, pool]
+    monkeypatch.setenv("KVTIER_TIERS", json.dumps(tiers))
+    for arguments in (["show"], ["show", "--json"], ["check"]):
+        result = kvtier("config", *arguments)
         assert "hunter2" not in result.output + result.errors
+        if arguments[0] == "show" and not result.status:
+            assert "tiers[1].password" in result.output
+        if result.status:
+            assert "tiers[1]." in result.errors
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ({"env": "NOWHERE"}, "the variable NOWHERE that it names is not set, or empty: export it"),
+        ({"file": "/nowhere/secret"}, "the file /nowhere/secret that it names cannot be read"),
+        ({"vault": "x"}, "'vault' is no place for a secret: write {env: NAME}"),
+    ],
+)
+def test_a_secret_that_is_nowhere_is_named(
+    kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch, place: dict[str, str], said: str
+) -> None:
+    pool = {"name": "pool", "type": "redis", "url": "redis://cache:6379/0", "password": place}
+    tiers = [{"name": "ram", "type": "cpu", "capacity": "64MiB"}, pool]
+    monkeypatch.setenv("KVTIER_TIERS", json.dumps(tiers))
+    errors = kvtier("config", "check").errors
+    assert "tiers[1].password" in errors
+    assert said in errors
 
 
 def test_check_names_the_tiers(kvtier: Kvtier, file: Path) -> None:
@@ -83,6 +117,6 @@ def test_check_says_what_to_write(kvtier: Kvtier, file: Path) -> None:
 
 def test_schema_works_where_the_settings_are_wrong(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_CHUNK_TOKENS", "none")
-    plugins = Plugins.load([])
+    plugins = Plugins.load()
     assert json.loads(kvtier("config", "schema").output) == json_schema(plugins)
     assert kvtier("config", "schema", "--markdown").output == markdown_page(plugins)

@@ -57,7 +57,8 @@ def test_the_example_on_the_page_is_right(plugins: Plugins) -> None:
 def test_the_schema_knows_each_tier_type(plugins: Plugins) -> None:
     schema = json_schema(plugins)
     kinds = [item["$ref"].rpartition("/")[2] for item in schema["properties"]["tiers"]["items"]["anyOf"]]
-    assert kinds == ["tier_cpu", "tier_hugepage", "tier_disk"]
+    assert kinds == [f"tier_{name}" for name in plugins.names("kvtier_backends")]
+    assert {"tier_cpu", "tier_disk", "tier_redis"} < set(kinds)
     disk: dict[str, Any] = schema["$defs"]["tier_disk"]
     assert disk["properties"]["type"]["const"] == "disk"
     assert "path" in disk["required"]

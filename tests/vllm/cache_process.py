@@ -31,9 +31,13 @@ class CacheProcess:
         *,
         ram: dict[str, Any] | None = None,
         ssd: dict[str, Any] | None = None,
+        pool: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        """``ram`` and ``ssd`` are settings of the two tiers that differ from the usual ones."""
+        """``ram`` and ``ssd`` are settings of the two tiers that differ from the usual ones.
+
+        With ``pool``, the settings of a shared pool, that takes the place of the disk.
+        """
         self.disk = folder / "ssd"
         memory = {"name": "ram", "type": "cpu", "capacity": 64 * MIB, **(ram or {})}
         disk = {
@@ -47,7 +51,7 @@ class CacheProcess:
             "socket": str(folder / "kv.sock"),
             "chunk_tokens": CHUNK,
             "prefetch": {"policy": "wait"},
-            "tiers": [memory, {**disk, **(ssd or {})}],
+            "tiers": [memory, {"name": "pool", **pool} if pool else {**disk, **(ssd or {})}],
             **settings,
         }
         self._config = folder / "kvtier.yaml"
