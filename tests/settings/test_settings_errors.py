@@ -197,7 +197,7 @@ def test_a_bad_write_policy(plugins: Plugins) -> None:
 def test_an_unknown_tier_type_lists_those_there_are(plugins: Plugins) -> None:
     message = tier_refusal(plugins, RAM, {**SSD, "type": "tape"})
     assert message.startswith("tiers[1].type")
-    assert "there is no tier type 'tape': write one of those there are (cpu, hugepage, disk, redis, " in message
+    assert "there is no tier type 'tape': write one of those there are (cpu, hugepage, disk, " in message
 
 
 @pytest.mark.parametrize(("tier", "problem"), [({"name": "a"}, "is missing"), ({"type": 7}, "is 7")])

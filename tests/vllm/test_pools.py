@@ -1,4 +1,4 @@
-"""Real engines on real shared pools: warm from another host's work, and right whatever becomes of the server."""
+"""Real engines on real shared pools: warm from another's work, and right whatever becomes of the server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier.testing.servers import SERVERS
 from kvtier.testing.servers.base import Server
 from tests.vllm.cache_process import CHUNK, MIB, CacheProcess
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
-from tests.vllm.engine import Engine
+from tests.vllm.engine import Engine, Engines
 from tests.vllm.models import prompt
 
 LENGTH = 1000
@@ -53,7 +53,8 @@ def check(engine: Engine, oracle: Oracle, llama: Path, cached: int | None = None
 
 def wait_until_whole(cache: CacheProcess, chunks: int) -> None:
     """The pool answers again, and holds that much as far as is known."""
-    cache.wait_until(lambda status: status["tiers"][1]["available"] and status["tiers"][1]["chunks"] >= chunks)
+    cache.wait_until(lambda status: status["tiers"][1]["available"])
+    cache.wait_until(lambda status: status["tiers"][1]["chunks"] >= chunks)
     cache.wait_until_idle()
 
 
@@ -75,17 +76,30 @@ def test_what_one_engine_stored_another_hits(
         check(engine, oracle, llama, cached=WHOLE_CHUNKS)
 
 
+@pytest.fixture(scope="module")
+def keys(llama: Path, engines: Engines) -> Iterator[list[ChunkKey]]:
+    """Of the chunks of one prompt, told by a disk's file names: the same on every tier, in every process."""
+    with tempfile.TemporaryDirectory(prefix="kvt-") as folder:
+        cache = CacheProcess(Path(folder))
+        cache.start()
+        try:
+            with engines.engine(llama, cache.connector) as engine:
+                engine.generate(prompt(LENGTH))
+                cache.wait_until_stored(WHOLE_CHUNKS)
+        finally:
+            cache.kill()
+        files = sorted(cache.disk.rglob("*.kv"), key=lambda file: file.stat().st_mtime_ns)
+        yield [ChunkKey(bytes.fromhex(file.stem)) for file in files]
+
+
 def test_a_damaged_value_is_recomputed(
-    llama: Path, server: Server, make_cache: MakeCache, start: StartEngine, oracle: Oracle
+    llama: Path,
+    server: Server,
+    keys: list[ChunkKey],
+    make_cache: MakeCache,
+    start: StartEngine,
+    oracle: Oracle,
 ) -> None:
-    # The names of its files tell the keys: the same on every tier, in every process.
-    told = make_cache()
-    told.start()
-    with start(llama, told) as engine:
-        engine.generate(prompt(LENGTH))
-        told.wait_until_stored(WHOLE_CHUNKS)
-    files = sorted(told.disk.rglob("*.kv"), key=lambda file: file.stat().st_mtime_ns)
-    keys = [ChunkKey(bytes.fromhex(file.stem)) for file in files]
     cache = make_cache(pool=pool(server))
     cache.start()
     with start(llama, cache) as engine:
@@ -142,7 +156,7 @@ def test_an_outage_costs_misses(
             assert engine.generate(tokens).tokens == oracle(llama, tokens)
         wait_until_whole(cache, len(more) * WHOLE_CHUNKS // CHUNK)
     cache.stop()
-    assert sum("WARNING" in line for line in cache.log.read_text().splitlines()) <= MOST_WARNINGS, cache.tail()
+    assert cache.log.read_text().count("WARNING") <= MOST_WARNINGS, cache.tail()
     cache.start()
     with start(llama, cache) as engine:
         for tokens in more:
