@@ -80,6 +80,10 @@ class S3Server(Server):
         """The parts of these uploads."""
         return [part for upload in self.unfinished() for part in self._names(f"{BUCKET}/.uploads/{upload}")]
 
+    def objects(self, prefix: str) -> list[str]:
+        """The names of the objects under a prefix of the bucket."""
+        return self._names(f"{BUCKET}/{prefix}")
+
     def _names(self, folder: str) -> list[str]:
         try:
             found = json.loads(_ask("GET", f"{self._filer}/buckets/{folder}/?limit=1000"))

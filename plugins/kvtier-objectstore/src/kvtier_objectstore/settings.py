@@ -28,6 +28,15 @@ def _is_a_place(url: str) -> str:
     return url
 
 
+def _is_a_server(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("it is no URL of a server: write one such as https://s3.example.com")
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise ValueError("it holds more than a server: write user names and keys under credentials")
+    return url
+
+
 class ObjectStoreSettings(TierSettings):
     """Settings of a tier of type ``objectstore``. A shared pool: how much it holds is its own business."""
 
@@ -38,11 +47,10 @@ class ObjectStoreSettings(TierSettings):
         ),
         examples=["s3://bucket/kvtier"],
     )
-    endpoint: str | None = Field(
+    endpoint: Annotated[str, AfterValidator(_is_a_server)] | None = Field(
         default=None,
         description="The server's URL, where it is not the cloud's own. `http://` leaves out TLS.",
         examples=["https://s3.example.com"],
-        pattern=r"^https?://[^@?#\s]+$",
     )
     region: str | None = Field(default=None, description="The bucket's region.", examples=["eu-central-1"])
     credentials: dict[str, Secret] = Field(
