@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import socket
 import threading
 import time
@@ -12,6 +13,8 @@ from typing import Any, TypeAlias
 
 from kvtier.backends.mooncake_library import Code, limit_waits, load_library
 from kvtier.backends.mooncake_settings import MooncakeSettings
+
+logger = logging.getLogger("kvtier")
 
 Store: TypeAlias = Any
 """``mooncake.store.MooncakeDistributedStore``, which has no types."""
@@ -66,7 +69,7 @@ class MooncakeClient:
         with self._connecting:
             self._arena = (address, length)
             if self._store is not None:
-                self._store.register_buffer(address, length)
+                self._register_arena(self._store)
 
     def join(self) -> str:
         """Be a client of the pool, and tell under which name."""
@@ -175,9 +178,17 @@ class MooncakeClient:
         )
         if code:
             raise Unreachable(f"the master at {settings.master} does not let this client in (code {code})")
-        if self._arena is not None:
-            store.register_buffer(*self._arena)
+        self._register_arena(store)
         return store
+
+    def _register_arena(self, store: Store) -> None:
+        if self._arena is not None and (code := store.register_buffer(*self._arena)):
+            logger.warning(
+                "tier %r: the library does not take the arena (code %d): over RDMA nothing will move; "
+                "see how much memory this user may lock (`ulimit -l`)",
+                self._settings.name,
+                code,
+            )
 
     def _own_address(self) -> str:
         """The address from which this host reaches the master."""

@@ -1,0 +1,377 @@
+"""The Mooncake backend where things go wrong: servers that die, stand still or are none; wrong settings."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from pydantic import ValidationError
+
+from kvtier.arena import Arena
+from kvtier.backends.base import Outcome
+from kvtier.backends.mooncake import MooncakeBackend, MooncakeSettings
+from kvtier.errors import TierError
+from kvtier.testing.backend import blank, is_stained, make_key, noise, same, stain
+from kvtier.testing.servers.base import free_port
+from kvtier.testing.servers.mooncake import HOST, MooncakeServer
+from tests.backends.chunks import FAILED, FULL, MISS, OK
+
+pytestmark = pytest.mark.anyio
+
+MIB = 1 << 20
+PATIENCE = 60.0
+KEYS = [make_key(number) for number in range(20)]
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServer]:
+    """Running and empty of what the test asks for, whatever the one before did to it."""
+    if reason := MooncakeServer.missing():
+        pytest.skip(reason)
+    with MooncakeServer(tmp_path_factory.mktemp("pool")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(pool: MooncakeServer, tmp_path: Path) -> MooncakeServer:
+    pool.prefix = f"{tmp_path.name}:"
+    return pool
+
+
+@asynccontextmanager
+async def opened(tier: dict[str, Any], **more: Any) -> AsyncIterator[MooncakeBackend]:
+    backend = MooncakeBackend(MooncakeSettings(name="pool", **{"deadline": 1.5, **tier, **more}))
+    await backend.open()
+    try:
+        yield backend
+    finally:
+        with anyio.CancelScope(shield=True):
+            await backend.close()
+
+
+def filled(length: int, seed: bytes = b"") -> memoryview:
+    pattern = noise(seed, 10_007)
+    view = memoryview(mmap.mmap(-1, length))
+    view[:] = (pattern * (length // len(pattern) + 1))[:length]
+    return view
+
+
+def blanks(count: int, length: int) -> list[tuple[Any, memoryview]]:
+    return [(key, blank(length)) for key in KEYS[:count]]
+
+
+async def wait_until_it_stores(backend: MooncakeBackend) -> None:
+    with anyio.fail_after(PATIENCE):
+        while list(await backend.put([(KEYS[-1], filled(MIB))])) != [OK]:
+            await anyio.sleep(0.1)
+
+
+# Servers that die or stand still.
+
+
+async def test_killed_in_the_middle_and_started_again_empty(server: MooncakeServer) -> None:
+    items = [(key, filled(MIB, key)) for key in KEYS]
+    rounds, dead = 0, False
+    async with opened(server.tier()) as backend:
+
+        async def work() -> None:
+            nonlocal rounds
+            views = blanks(len(KEYS), MIB)
+            while True:
+                put = list(await backend.put(items))
+                got = list(await backend.get(views))
+                rounds += 1
+                assert set(put + got) <= {OK, MISS, FAILED}
+                for (_, view), (_, value), outcome in zip(views, items, got, strict=True):
+                    assert outcome is not OK or same(view, value)
+                if dead and OK not in put + got:
+                    return
+
+        with anyio.fail_after(PATIENCE):
+            async with anyio.create_task_group() as group:
+                group.start_soon(work)
+                while rounds < 3:
+                    await anyio.sleep(0.01)
+                await anyio.to_thread.run_sync(server.kill)
+                dead = True
+        assert list(await backend.contains(KEYS)) == [False] * len(KEYS)
+        await anyio.to_thread.run_sync(server.start)
+        await wait_until_it_stores(backend)
+        assert list(await backend.contains(KEYS)) == [False] * (len(KEYS) - 1) + [True]
+
+
+async def test_a_server_that_stands_still(server: MooncakeServer) -> None:
+    async with opened(server.tier(), deadline=0.5) as backend:
+        assert list(await backend.put([(KEYS[0], filled(MIB))])) == [OK]
+        server.pause()
+        try:
+            with anyio.fail_after(PATIENCE):
+                assert list(await backend.get(blanks(3, MIB))) == [FAILED] * 3
+                assert list(await backend.put([(KEYS[1], filled(MIB))])) == [FAILED]
+                assert list(await backend.contains(KEYS[:2])) == [False, False]
+                await backend.delete(KEYS[2:3])
+                with pytest.raises(TierError, match="master"):
+                    await backend.check()
+        finally:
+            server.resume()
+        await wait_until_it_stores(backend)
+        assert list(await backend.get(blanks(1, MIB))) == [OK]
+
+
+async def test_memory_whose_host_stands_still_is_not_written_to_later(server: MooncakeServer) -> None:
+    items = await anyio.to_thread.run_sync(lambda: [(key, filled(8 * MIB, key)) for key in KEYS[:6]])
+    async with opened(server.tier()) as backend:
+        assert list(await backend.put(items)) == [OK] * 6
+        for seconds in (0.0, 0.01):
+            views = await anyio.to_thread.run_sync(blanks, 6, 8 * MIB)
+            timer = threading.Timer(seconds, server.pause_client)
+            timer.start()
+            try:
+                with anyio.fail_after(PATIENCE):
+                    outcomes = await backend.get(views)
+                assert set(outcomes) <= {OK, FAILED}
+                timer.join()
+                await anyio.to_thread.run_sync(lambda views=views: [stain(view) for _, view in views])
+            finally:
+                server.resume()
+            await wait_until_it_stores(backend)
+            for _, view in views:
+                assert await anyio.to_thread.run_sync(is_stained, view)
+
+
+async def test_calls_that_find_every_thread_stuck_fail_instead_of_waiting(server: MooncakeServer) -> None:
+    async with opened(server.tier(), concurrency=1) as backend:
+        assert list(await backend.put([(KEYS[0], filled(MIB))])) == [OK]
+        server.pause()
+        outcomes: list[Outcome] = []
+
+        async def get() -> None:
+            outcomes.extend(await backend.get(blanks(1, MIB)))
+
+        try:
+            with anyio.fail_after(PATIENCE):
+                async with anyio.create_task_group() as group:
+                    for _ in range(20):
+                        group.start_soon(get)
+        finally:
+            server.resume()
+        assert outcomes == [FAILED] * 20
+        await wait_until_it_stores(backend)
+
+
+# Being full.
+
+
+async def test_full(server: MooncakeServer) -> None:
+    async with opened(server.tier(), deadline=5) as backend:
+        huge = memoryview(mmap.mmap(-1, 600 * MIB))
+        assert list(await backend.put([(KEYS[0], huge), (KEYS[1], filled(MIB))])) == [FULL, OK]
+        # What was just looked at is under a lease, and not evicted.
+        value = await anyio.to_thread.run_sync(filled, 64 * MIB)
+        for key in KEYS[2:]:
+            (outcome,) = await backend.put([(key, value)])
+            assert (outcome is OK) == (await backend.contains([key]))[0]
+            if outcome is not OK:
+                break
+        assert outcome is FULL
+        await backend.delete(KEYS)
+        assert list(await backend.put([(KEYS[2], value)])) == [OK]
+
+
+# Several clients.
+
+
+async def test_what_one_puts_another_gets_replaces_and_deletes(server: MooncakeServer) -> None:
+    key, first, second = KEYS[0], filled(MIB, b"1"), filled(2 * MIB, b"2")
+    async with opened(server.tier()) as one, opened(server.tier()) as other:
+        assert list(await one.put([(key, first)])) == [OK]
+        view = blank(MIB)
+        assert list(await other.get([(key, view)])) == [OK]
+        assert same(view, first)
+        # The lease of that read is no hindrance.
+        assert list(await other.put([(key, second)])) == [OK]
+        assert list(await one.get([(key, view)])) == [MISS]
+        view = blank(2 * MIB)
+        assert list(await one.get([(key, view)])) == [OK]
+        assert same(view, second)
+        await one.delete([key])
+        assert list(await other.contains([key])) == [False]
+
+
+async def test_two_clients_that_store_the_same_chunks_at_once(server: MooncakeServer) -> None:
+    items = [(key, filled(MIB, key)) for key in KEYS]
+    async with opened(server.tier()) as one, opened(server.tier()) as other:
+        outcomes: list[Outcome] = []
+
+        async def store(backend: MooncakeBackend) -> None:
+            for _ in range(10):
+                outcomes.extend(await backend.put(items))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(store, one)
+            group.start_soon(store, other)
+        assert set(outcomes) == {OK}
+        views = blanks(len(KEYS), MIB)
+        assert list(await one.get(views)) == [OK] * len(KEYS)
+        for (_, view), (_, value) in zip(views, items, strict=True):
+            assert same(view, value)
+
+
+async def test_memory_of_its_own_and_more_than_one_copy(tmp_path: Path) -> None:
+    with MooncakeServer(tmp_path, segment=None) as server:
+        async with opened(server.tier()) as pure:
+            assert list(await pure.put([(KEYS[0], filled(MIB))])) == [FULL]
+            with pytest.raises(TierError, match=r"no memory to give.*`segment_size`"):
+                await pure.check()
+            async with opened(
+                server.tier(), segment_size="32MiB", replicas=2, soft_pin=True, local_hostname=HOST
+            ) as giver:
+                value = filled(MIB)
+                assert list(await giver.put([(KEYS[0], value)])) == [OK]
+                view = blank(MIB)
+                assert list(await pure.get([(KEYS[0], view)])) == [OK]
+                assert same(view, value)
+                assert list(await pure.put([(KEYS[1], value)])) == [OK]
+                assert server.master in await pure.check()
+            assert list(await pure.contains(KEYS[:2])) == [False, False]
+
+
+# The arena.
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["before it joins", "after"])
+async def test_an_arena_that_is_registered(server: MooncakeServer, joined: bool) -> None:
+    arena = Arena.create(16 * MIB)
+    source, target = arena.allocate(4 * MIB), arena.allocate(4 * MIB)
+    assert source is not None
+    assert target is not None
+    source.view[:] = noise(b"", 4 * MIB)
+    async with opened(server.tier()) as backend:
+        if joined:
+            assert list(await backend.contains(KEYS[:1])) == [False]
+        await backend.register(arena)
+        strange = blank(MIB)
+        assert list(await backend.put([(KEYS[0], source.view), (KEYS[1], strange)])) == [OK, OK]
+        assert list(await backend.get([(KEYS[0], target.view), (KEYS[1], strange)])) == [OK, OK]
+        assert same(source.view, target.view)
+    for lease in (source, target):
+        lease.release()
+    arena.close()
+
+
+# Nothing is left.
+
+
+async def test_nothing_is_left_after_close(server: MooncakeServer) -> None:
+    def held() -> tuple[int, ...]:
+        return tuple(len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("fd", "task"))
+
+    async def use() -> None:
+        async with opened(server.tier()) as backend:
+            assert list(await backend.put([(KEYS[0], filled(MIB))])) == [OK]
+
+    await use()  # What the library makes once stays.
+    before = held()
+    for _ in range(2):
+        await use()
+    deadline = time.monotonic() + PATIENCE
+    while any(map(int.__gt__, held(), before)) and time.monotonic() < deadline:
+        await anyio.sleep(0.05)
+    assert not any(map(int.__gt__, held(), before))
+
+
+# Wrong input.
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "a web server"])
+async def test_a_master_that_is_none(answer: bytes) -> None:
+    with socket.create_server((HOST, 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                connections.append(connection)
+                connection.sendall(answer)
+
+        connections: list[socket.socket] = []
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            async with opened(
+                {"type": "mooncake", "master": f"{HOST}:{listener.getsockname()[1]}"}
+            ) as backend:
+                with anyio.fail_after(PATIENCE):
+                    assert list(await backend.put([(KEYS[0], filled(MIB))])) == [FAILED]
+                    with pytest.raises(TierError, match="does not let this client in"):
+                        await backend.check()
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for connection in connections:
+                connection.close()
+
+
+@pytest.mark.parametrize("master", [f"{HOST}:{free_port()}", "[::1]:1", "nowhere.invalid:1"])
+async def test_a_master_that_is_not_there(master: str) -> None:
+    async with opened({"type": "mooncake", "master": master}) as backend:
+        assert list(await backend.contains(KEYS)) == [False] * len(KEYS)
+        assert list(await backend.put([(KEYS[0], filled(MIB))])) == [FAILED]
+        assert list(await backend.get(blanks(1, MIB))) == [FAILED]
+        await backend.delete(KEYS)
+        with pytest.raises(TierError) as caught:
+            await backend.check()
+        assert f"the master at {master} is not reached" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"master": "mooncake"}, "write such as mooncake:50051"),
+        ({"master": "mooncake:"}, "write such as"),
+        ({"master": ":50051"}, "write such as"),
+        ({"master": "mooncake:70000"}, "write such as"),
+        ({"segment_size": "1MiB"}, "at least 16MiB"),
+        ({"protocol": "udp"}, "tcp"),
+        ({"replicas": 0}, "greater than or equal to 1"),
+        ({"capacity": "1GiB"}, "capacity"),
+    ],
+)
+def test_settings_that_are_wrong(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        MooncakeSettings(**{"name": "pool", "type": "mooncake", "master": "mooncake:50051", **settings})
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"), [("absent", "pip install 'kvtier\\[mooncake\\]'"), ("unloadable", "libibverbs1")]
+)
+async def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch, broken: str, says: str) -> None:
+    def load(name: str) -> Any:
+        raise (
+            ModuleNotFoundError(name) if broken == "absent" else ImportError("libibverbs.so.1: no such file")
+        )
+
+    monkeypatch.setattr("importlib.import_module", load)
+    backend = MooncakeBackend(MooncakeSettings(name="pool", type="mooncake", master="mooncake:50051"))
+    with pytest.raises(TierError, match=f"'pool'.*{says}"):
+        await backend.open()
+
+
+async def test_what_the_user_has_set_for_the_library_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_LOG_LEVEL", "WARNING")
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "77")
+    async with opened({"type": "mooncake", "master": "mooncake:50051"}):
+        assert os.environ["MC_LOG_LEVEL"] == "WARNING"
+        assert os.environ["MC_RPC_TIMEOUT_MS"] == "77"
+        assert os.environ["MC_RPC_CONNECT_TIMEOUT_MS"] == "1350"
