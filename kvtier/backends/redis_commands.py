@@ -35,21 +35,21 @@ class Commands:
 
     def contains(self, connection: Connection, keys: Sequence[ChunkKey]) -> Iterator[bool | ErrorReply]:
         """Whether each key is held."""
-        connection.send([_run(self._exists, keys)])
+        _send(connection, [_run(self._exists, keys)])
         for _ in keys:
             reply = connection.reply()
             yield reply if isinstance(reply, ErrorReply) else bool(_count(reply))
 
     def delete(self, connection: Connection, keys: Sequence[ChunkKey]) -> Iterator[bool | ErrorReply]:
         """Remove each key; true where the server did, or did not have it."""
-        connection.send([_run(self._unlink, keys)])
+        _send(connection, [_run(self._unlink, keys)])
         for _ in keys:
             reply = connection.reply()
             yield reply if isinstance(reply, ErrorReply) else _count(reply) >= 0
 
     def get(self, connection: Connection, items: Sequence[GetItem]) -> Iterator[Outcome | ErrorReply]:
         """Fill each view with the value of its key."""
-        connection.send([_run(self._get, [key for key, _ in items])])
+        _send(connection, [_run(self._get, [key for key, _ in items])])
         for _, view in items:
             filled = connection.value_into(view)
             if isinstance(filled, ErrorReply):
@@ -65,12 +65,7 @@ class Commands:
         for key, view in items:
             head = self._set + b"%b\r\n$%d\r\n" % (key.hex().encode(), len(view))
             buffers += (head, view, self._set_end)
-        try:
-            connection.send(buffers)
-        except ConnectionError:
-            # A server hangs up in the middle of a value that it does not admit, and has said so.
-            _raise_refusal(connection)
-            raise
+        _send(connection, buffers)
         for _ in items:
             reply = connection.reply()
             if isinstance(reply, ErrorReply):
@@ -109,7 +104,7 @@ class Refused(ConnectionError):
 
 
 def _expect_ok(connection: Connection, command: bytes) -> None:
-    connection.send([command])
+    _send(connection, [command])
     reply = connection.reply()
     if isinstance(reply, ErrorReply):
         raise Refused(reply)
@@ -117,12 +112,17 @@ def _expect_ok(connection: Connection, command: bytes) -> None:
         raise ProtocolViolation("the answer is not OK")
 
 
-def _raise_refusal(connection: Connection) -> None:
-    reply: bytes | int | ErrorReply = b""
-    with suppress(OSError):
-        reply = connection.reply()
-    if isinstance(reply, ErrorReply):
-        raise Refused(reply)
+def _send(connection: Connection, buffers: Sequence[Buffer]) -> None:
+    try:
+        connection.send(buffers)
+    except ConnectionError:
+        # A server may hang up in the middle of a value that it does not admit, and have said why.
+        reply: bytes | int | ErrorReply = b""
+        with suppress(OSError):
+            reply = connection.reply()
+        if isinstance(reply, ErrorReply):
+            raise Refused(reply) from None
+        raise
 
 
 def _run(head: bytes, keys: Sequence[ChunkKey]) -> bytes:

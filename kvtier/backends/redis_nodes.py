@@ -114,8 +114,11 @@ class Node:
         if port is None:
             self._addresses = (Address(socket.AF_UNIX, host),)
             return
-        with fail_after(deadline.remaining()):
-            found = await getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        try:
+            with fail_after(deadline.remaining()):
+                found = await getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except UnicodeError as error:
+            raise OSError("its name cannot be that of a host") from error
         self._addresses = tuple(Address(family, address) for family, _, _, _, address in found)
 
     def close(self) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote
 
 DEFAULT_PORT, DEFAULT_SENTINEL_PORT = 6379, 26379
 MOST_DATABASES = 1 << 16
+
+_ENDPOINT = re.compile(r"(?:\[(?P<bracketed>[^\[\]]+)\]|(?P<host>[^\[\]:]+))(?::(?P<port>[0-9]{1,5}))?")
 
 
 class Endpoint(NamedTuple):
@@ -120,12 +123,8 @@ def _endpoints(authority: str, default_port: int) -> tuple[Endpoint, ...]:
 
 
 def _endpoint(text: str, default_port: int) -> Endpoint:
-    if text.startswith("["):
-        host, _, rest = text[1:].partition("]")
-        port = rest.removeprefix(":")
-    else:
-        host, _, port = text.partition(":")
-    digits = port or str(default_port)
-    if not host or not (digits.isascii() and digits.isdecimal()) or not 0 < int(digits[:6]) < 1 << 16:
+    match = _ENDPOINT.fullmatch(text)
+    port = int(match["port"] or default_port) if match else 0
+    if match is None or not 0 < port < 1 << 16:
         raise ValueError("an address in it is not HOST:PORT")
-    return Endpoint(host, int(digits))
+    return Endpoint(match["bracketed"] or match["host"], port)

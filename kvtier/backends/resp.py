@@ -106,7 +106,7 @@ class Connection:
         if self._socket.family != socket.AF_UNIX:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._secure()
+        self._set_up()
 
     def close(self) -> None:
         """Let go of the socket. Does not block; harmless when repeated."""
@@ -199,7 +199,7 @@ class Connection:
             raise ProtocolViolation("a value does not end where it should")
         self._start += len(_CRLF)
 
-    def _secure(self) -> None:
+    def _set_up(self) -> None:
         # Blocking, so that MSG_WAITALL waits for all; how long is said by SO_RCVTIMEO.
         self._socket.settimeout(None)
 
@@ -228,17 +228,14 @@ class TLSConnection(Connection):
 
     def __init__(self, family: int, context: ssl.SSLContext, server_name: str) -> None:
         super().__init__(family)
-        self._context = context
-        self._server_name = server_name
-
-    def _secure(self) -> None:
-        secured = self._context.wrap_socket(
-            self._socket, server_hostname=self._server_name, do_handshake_on_connect=False
+        # Before it is connected: who interrupts this connection must never meet another socket.
+        self._secured = self._socket = context.wrap_socket(
+            self._socket, server_hostname=server_name, do_handshake_on_connect=False
         )
-        self._socket = secured
-        # Asked for again: an interruption may just have met the socket that this one took the place of.
-        secured.settimeout(self.deadline.remaining())
-        secured.do_handshake()
+
+    def _set_up(self) -> None:
+        self._secured.settimeout(self.deadline.remaining())
+        self._secured.do_handshake()
 
     def _send_some(self, buffers: Sequence[Buffer]) -> int:
         self._socket.settimeout(self.deadline.remaining())

@@ -1,4 +1,4 @@
-"""The Redis backend on a real server: the contract, over TCP, a Unix socket and TLS, and in its wrappers."""
+"""Redis and Valkey on real servers: the contract, over TCP, a Unix socket and TLS, and in a wrapper."""
 
 from __future__ import annotations
 
@@ -9,32 +9,41 @@ from typing import Any, ClassVar
 import pytest
 
 from kvtier.backends.base import Backend
-from kvtier.backends.redis import RedisBackend, RedisSettings
 from kvtier.backends.sealed import SealedBackend
 from kvtier.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
 from kvtier.testing.servers.redis import RedisServer
+from kvtier.testing.servers.valkey import ValkeyServer
+
+from .certificates import make_certificate
+from .redis_pool import backend_on
 
 
 class TestRedis(BackendConformance):
     persistent = True
+    kind: ClassVar[type[RedisServer]] = RedisServer
     server: ClassVar[RedisServer]
-    options: ClassVar[dict[str, Any]] = {}
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-        if reason := RedisServer.missing():
+        if reason := cls.kind.missing():
             pytest.skip(reason)
-        with RedisServer(tmp_path_factory.mktemp("r"), **cls.options) as cls.server:
+        folder = tmp_path_factory.mktemp("r")
+        with cls.kind(folder, **cls.options(folder)) as cls.server:
             yield
+
+    @classmethod
+    def options(cls, folder: Path) -> dict[str, Any]:
+        """Those of ``RedisServer``."""
+        return {}
 
     @pytest.fixture(autouse=True)
     def _empty(self) -> None:
         self.server.tell("FLUSHALL")
 
     def make_backend(self, path: Path) -> Backend:
-        return RedisBackend(RedisSettings(name="pool", **self.server.tier()))
+        return backend_on(self.server)
 
     def corrupt(self, path: Path, key: ChunkKey) -> bool:
         return self.server.corrupt(key)
@@ -48,4 +57,16 @@ class TestSealedRedis(TestRedis):
 
 
 class TestRedisOverUnixSocket(TestRedis):
-    options: ClassVar = {"unix": True, "password": "sesame"}
+    @classmethod
+    def options(cls, folder: Path) -> dict[str, Any]:
+        return {"unix": True, "password": "sesame"}
+
+
+class TestRedisOverTLS(TestRedis):
+    @classmethod
+    def options(cls, folder: Path) -> dict[str, Any]:
+        return {"tls": make_certificate(folder / "tls")}
+
+
+class TestValkey(TestRedis):
+    kind = ValkeyServer

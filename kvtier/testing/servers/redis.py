@@ -35,6 +35,8 @@ class RedisServer(Server):
     """
 
     type: ClassVar[str] = "redis"
+    remedy: ClassVar[str] = "there is no redis-server: apt-get install redis-server"
+    """What is said where there is none."""
 
     def __init__(
         self,
@@ -60,9 +62,12 @@ class RedisServer(Server):
     @classmethod
     def missing(cls) -> str | None:
         """See :meth:`Server.missing`."""
-        if shutil.which(cls._program()):
-            return None
-        return "there is no redis-server: apt-get install redis-server"
+        return None if cls.program() else cls.remedy
+
+    @classmethod
+    def program(cls) -> str | None:
+        """The server's executable, ``None`` where there is none."""
+        return shutil.which("redis-server")
 
     def tier(self) -> dict[str, Any]:
         """See :meth:`Server.tier`."""
@@ -109,12 +114,10 @@ class RedisServer(Server):
         self.tell("SETRANGE", name, str(middle), bytes([byte[0] ^ 0x10]))
         return True
 
-    @classmethod
-    def _program(cls) -> str:
-        return "redis-server"
-
     def _launch(self) -> None:
-        self._spawn([self._program(), *self._listening(), "--save", "", "--appendonly", "no", *self._options])
+        self._spawn(
+            [str(self.program()), *self._listening(), "--save", "", "--appendonly", "no", *self._options]
+        )
 
     def _listening(self) -> list[str]:
         if self._unix_socket:

@@ -1,0 +1,36 @@
+"""Certificates of a test's own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.servers.redis import TLSFiles
+
+
+def make_certificate(folder: Path, name: str = "IP:127.0.0.1") -> TLSFiles:
+    """One that vouches for itself, for a host (``DNS:...`` or ``IP:...``). Skips where openssl is missing."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl: apt-get install openssl")
+    folder.mkdir(parents=True)
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    command = [
+        *(
+            "openssl",
+            "req",
+            "-x509",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=kvtier",
+            "-addext",
+            f"subjectAltName={name}",
+        ),
+        *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+        *("-keyout", str(key), "-out", str(certificate)),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    return TLSFiles(certificate, key, authority=certificate)

@@ -1,0 +1,34 @@
+"""Servers of the kinds that share a protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.testing.servers.redis import RedisServer
+from kvtier.testing.servers.valkey import ValkeyServer
+
+from .redis_pool import Start
+
+
+@pytest.fixture(params=[RedisServer, ValkeyServer], ids=["redis", "valkey"])
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
+    """Starts servers, of Redis in one run of a test and of Valkey in another, and ends them."""
+    kind: type[RedisServer] = request.param
+    if reason := kind.missing():
+        pytest.skip(reason)
+    servers: list[RedisServer] = []
+
+    def start(**options: Any) -> RedisServer:
+        folder = tmp_path / str(len(servers))
+        folder.mkdir()
+        servers.append(kind(folder, **options))
+        servers[-1].start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.kill()

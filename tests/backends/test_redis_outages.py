@@ -1,0 +1,348 @@
+"""A Redis that dies, stands still, comes back empty, is full, or refuses us: outcomes, words, and no wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from kvtier.backends.base import Outcome
+from kvtier.backends.redis_errors import refusal_in_words
+from kvtier.backends.redis_url import Endpoint
+from kvtier.backends.resp import DRAIN_BYTES, ErrorReply, encode
+from kvtier.errors import TierError
+from kvtier.testing.backend import is_stained, make_key, stain
+from kvtier.testing.servers.redis import RedisServer
+
+from .redis_pool import (
+    FAILED,
+    FULL,
+    KEYS,
+    MIB,
+    MISS,
+    OK,
+    Start,
+    assert_works,
+    opened,
+    room,
+    values,
+    warnings,
+)
+
+pytestmark = [pytest.mark.anyio, pytest.mark.loop_may_block("it starts, pauses and asks servers")]
+
+FOREVER = 10_000.0
+"""A deadline that no test reaches."""
+
+
+@pytest.fixture
+def server(start: Start) -> RedisServer:
+    return start()
+
+
+async def test_one_that_is_not_there_yet(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    server.kill()
+    async with opened(server) as backend:
+        for _ in range(3):
+            assert list(await backend.contains(KEYS)) == [False] * len(KEYS)
+            assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
+            assert list(await backend.get(room(100))) == [FAILED] * len(KEYS)
+            await backend.delete(KEYS)
+        (warning,) = warnings(caplog)
+        assert warning == f"pool: 127.0.0.1:{server.port} fails: Connection refused"
+        server.start()
+        await assert_works(backend)
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+async def test_one_that_is_restarted_is_empty_and_works_at_once(server: RedisServer, end: str) -> None:
+    async with opened(server) as backend:
+        await assert_works(backend)
+        getattr(server, end)()
+        server.start()
+        assert list(await backend.contains(KEYS)) == [False] * len(KEYS)
+        assert list(await backend.get(room(MIB))) == [MISS] * len(KEYS)
+        await assert_works(backend)
+
+
+@pytest.mark.parametrize("method", ["put", "get"])
+async def test_killed_in_the_middle(server: RedisServer, method: str) -> None:
+    size = 8 * MIB
+    async with opened(server, connections=2) as backend:
+        await assert_works(backend, size)
+        items = values(size) if method == "put" else room(size)
+        outcomes: Sequence[Outcome] = []
+
+        async def ask() -> None:
+            nonlocal outcomes
+            outcomes = await getattr(backend, method)(items * 20)
+
+        before = int_info(server, "total_net_input_bytes" if method == "put" else "total_net_output_bytes")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await anyio.to_thread.run_sync(wait_for_traffic, server, method, before + 3 * size)
+            server.kill()
+        assert outcomes[0] is OK
+        assert outcomes[-1] is FAILED
+        assert set(outcomes) == {OK, FAILED}
+        server.start()
+        await assert_works(backend)
+
+
+async def test_one_that_stands_still_fails_in_time(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(server, deadline=0.3) as backend:
+        await assert_works(backend)
+        server.pause()
+        assert list(await backend.get(room(MIB))) == [FAILED] * len(KEYS)
+        assert list(await backend.put(values(64 * MIB, KEYS[:1]))) == [FAILED]
+        assert list(await backend.contains(KEYS)) == [False] * len(KEYS)
+        (warning,) = warnings(caplog)
+        assert warning == f"pool: 127.0.0.1:{server.port} fails: no answer in time"
+        server.resume()
+    async with opened(server) as backend:
+        await assert_works(backend)
+
+
+async def test_late_answers_go_to_nobody(server: RedisServer) -> None:
+    """What was asked before the deadline is answered later: on a connection that is closed by then."""
+    async with opened(server, deadline=0.3) as hasty, opened(server) as backend:
+        await assert_works(backend)
+        server.pause()
+        items = room(MIB)
+        assert list(await hasty.get(items)) == [FAILED] * len(KEYS)
+        for _, view in items:
+            stain(view)
+        server.resume()
+        await assert_works(backend)
+        assert all(is_stained(view) for _, view in items)
+
+
+@pytest.mark.parametrize("method", ["put", "get", "contains"])
+async def test_cancelled_while_it_stands_still(server: RedisServer, method: str) -> None:
+    """The sockets are shut down: else this would last as long as the deadline."""
+    async with opened(server, deadline=FOREVER) as backend:
+        await assert_works(backend)
+        server.pause()
+        question: Any = {"put": values(64 * MIB, KEYS[:2]), "get": room(MIB), "contains": KEYS}[method]
+        with anyio.move_on_after(0.05) as scope:
+            await getattr(backend, method)(question)
+        assert scope.cancelled_caught
+        server.resume()
+        await assert_works(backend)
+
+
+async def test_cancelled_while_many_wait_for_a_connection(server: RedisServer) -> None:
+    async with opened(server, deadline=FOREVER, connections=1) as backend:
+        await assert_works(backend)
+        server.pause()
+        with anyio.move_on_after(0.05):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(5):
+                    tasks.start_soon(backend.get, room(MIB))
+        server.resume()
+        await assert_works(backend)
+
+
+async def test_full_is_full_and_said_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    server = start(maxmemory="40mb")
+    async with opened(server, connections=1) as backend:
+        outcomes = await backend.put(values(8 * MIB))
+        assert set(outcomes) == {OK, FULL}
+        assert list(await backend.put(values(8 * MIB, KEYS[-1:]))) == [FULL]
+        assert list(await backend.contains(KEYS)) == [outcome is OK for outcome in outcomes]
+        (warning,) = warnings(caplog)
+        assert "raise its maxmemory, or set its maxmemory-policy to allkeys-lru" in warning
+        await backend.delete(KEYS)
+        assert list(await backend.put(values(8 * MIB, KEYS[:1]))) == [OK]
+
+
+async def test_one_that_evicts_is_never_full(start: Start) -> None:
+    server = start(options=["--maxmemory", "40mb", "--maxmemory-policy", "allkeys-lru"])
+    async with opened(server, connections=1) as backend:
+        for _ in range(3):
+            assert list(await backend.put(values(8 * MIB))) == [OK] * len(KEYS)
+        assert True in await backend.contains(KEYS)
+        assert "maxmemory-policy allkeys-lru" in await backend.check()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"password": "wr{}ong"}, "refuses the user or the password: see `user` and `password`"),
+        ({"user": "nobody"}, "refuses the user or the password: see `user` and `password`"),
+        ({"password": None}, "wants a password: see `password`"),
+    ],
+)
+async def test_a_password_that_is_refused(
+    start: Start, given: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start(password="sesame")
+    async with opened(server) as backend:
+        await assert_works(backend)
+    async with opened(server, **given) as backend:
+        assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
+        assert list(await backend.contains(KEYS)) == [False] * len(KEYS)
+        with pytest.raises(TierError) as failure:
+            await backend.check()
+    assert str(failure.value) == f"127.0.0.1:{server.port} {words}"
+    (warning,) = warnings(caplog)
+    assert warning == f"pool: 127.0.0.1:{server.port} {words}"
+
+
+async def test_a_password_where_there_is_none(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    async with opened(server, password="hunter2", user="me") as backend:
+        assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
+    async with opened(server, password="hunter2") as backend:
+        assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
+    assert "hunter2" not in caplog.text
+    assert len(warnings(caplog)) == 2
+
+
+async def test_a_user_that_may_not(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    server = start(options=["--user", "reader", "on", ">sesame", "~kvtier:*", "+get", "+exists", "+unlink"])
+    async with opened(server) as backend:
+        await assert_works(backend)
+    async with opened(server, user="reader", password="sesame") as reader:
+        assert list(await reader.get(room(MIB))) == [OK] * len(KEYS)
+        assert list(await reader.put(values(100))) == [FAILED] * len(KEYS)
+        assert "allow it GET, SET, EXISTS and UNLINK" in "".join(warnings(caplog))
+        with pytest.raises(TierError, match="forbids its user what kvtier does"):
+            await reader.check()
+
+
+async def test_other_databases_and_prefixes_are_apart(server: RedisServer) -> None:
+    async with (
+        opened(server) as first,
+        opened(server, url=server.tier()["url"] + "/1") as second,
+        opened(server, prefix="other{tag}:") as third,
+    ):
+        await assert_works(first)
+        for backend in (second, third):
+            assert list(await backend.contains(KEYS)) == [False] * len(KEYS)
+            await assert_works(backend)
+            await backend.delete(KEYS)
+        await assert_works(first)
+    async with opened(server, url=server.tier()["url"] + "/99") as backend:
+        assert list(await backend.contains(KEYS)) == [False] * len(KEYS)
+
+
+async def test_what_is_forgotten(server: RedisServer) -> None:
+    async with opened(server, ttl=0.05) as backend:
+        assert backend.ttl == 0.05
+        assert list(await backend.put(values(MIB))) == [OK] * len(KEYS)
+        while True in await backend.contains(KEYS):
+            await anyio.sleep(0.01)
+        assert list(await backend.get(room(MIB))) == [MISS] * len(KEYS)
+    async with opened(server, ttl="1h") as backend:
+        await assert_works(backend)
+    assert 3_000_000 < int(server.tell("PTTL", "kvtier:" + KEYS[0].hex())) <= 3_600_000
+
+
+async def test_a_strangers_value_is_a_miss_and_is_replaced(server: RedisServer) -> None:
+    names = ["kvtier:" + key.hex() for key in KEYS]
+    async with opened(server) as backend:
+        server.tell("RPUSH", names[0], "a", "b")
+        server.tell("SET", names[1], bytes(DRAIN_BYTES + 1))
+        server.tell("SET", names[2], "")
+        server.tell("SET", names[3], bytes(1000))
+        outcomes = await backend.get(room(1000))
+        assert list(outcomes) == [MISS, MISS, MISS, OK, *[MISS] * 4]
+        await assert_works(backend, 1000)
+
+
+async def test_a_value_that_is_too_large_for_the_server(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start(options=["--proto-max-bulk-len", "1mb"])
+    async with opened(server) as backend:
+        assert list(await backend.put(values(8 * MIB, KEYS[:1]))) == [FAILED]
+        assert "raise its proto-max-bulk-len, or lower `chunk_tokens`" in "".join(warnings(caplog))
+        await assert_works(backend, 1000)
+
+
+async def test_more_clients_than_it_admits(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    server = start(options=["--maxclients", "1"])
+    with server.connection() as connection:
+        connection.send([encode(b"PING")])
+        assert connection.reply() == b"PONG"
+        async with opened(server) as backend:
+            assert list(await backend.put(values(100, KEYS[:1]))) == [FAILED]
+    (warning,) = warnings(caplog)
+    assert "raise its maxclients, or lower `connections`" in warning
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (
+            "ERR max number of clients reached",
+            "HOST:1 has as many clients as it admits: raise its maxclients",
+        ),
+        ("LOADING Redis is loading", "HOST:1 is still loading its data"),
+        ("MOVED 1 b:2", "HOST:1 is a node of a cluster: write a +cluster:// `url`"),
+        ("READONLY You can't", "HOST:1 is a read-only replica: name its primary"),
+        ("ERR {0} \x1b[31m" + "x" * 500, "HOST:1 answers: ERR {0} ?[31m" + "x" * 187),
+    ],
+)
+def test_refusals_in_words(message: str, words: str) -> None:
+    said = refusal_in_words(ErrorReply(message.partition(" ")[0], message), Endpoint("HOST", 1))
+    assert said.startswith(words)
+    assert len(said) < 300
+
+
+async def test_no_more_connections_and_threads_than_it_says(server: RedisServer) -> None:
+    before = descriptors()
+    async with opened(server, connections=3) as backend:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(6):
+                tasks.start_soon(backend.put, values(300_000))
+                tasks.start_soon(backend.get, room(300_000))
+                tasks.start_soon(backend.contains, KEYS)
+        # Three for chunks, one for look-ups, and the one that asks.
+        assert int_info(server, "connected_clients") <= 5
+        for _ in range(20):
+            await backend.put(values(100))
+        assert int_info(server, "connected_clients") <= 5
+    assert descriptors() == before
+    assert threading.active_count() < 20
+
+
+async def test_a_batch_of_thousands(server: RedisServer) -> None:
+    keys = [make_key(number) for number in range(5000)]
+    async with opened(server) as backend:
+        assert set(await backend.put(values(100, keys[::2]))) == {OK}
+        assert list(await backend.contains(keys)) == [True, False] * 2500
+        items = room(100, keys[:200])
+        assert list(await backend.get(items)) == [OK, MISS] * 100
+        await backend.delete(keys)
+        assert True not in await backend.contains(keys)
+
+
+def descriptors() -> int:
+    """How many file descriptors this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def int_info(server: RedisServer, field: str) -> int:
+    """A number of ``INFO``."""
+    text = bytearray()
+    with server.connection() as connection:
+        connection.send([encode(b"INFO")])
+        while field.encode() not in text or not text.endswith(b"\r\n"):
+            piece = bytearray(1)
+            connection._take(memoryview(piece))
+            text += piece
+    line = next(line for line in text.decode().splitlines() if line.startswith(field + ":"))
+    return int(line.partition(":")[2])
+
+
+def wait_for_traffic(server: RedisServer, method: str, least: int) -> None:
+    field = "total_net_input_bytes" if method == "put" else "total_net_output_bytes"
+    while int_info(server, field) < least:
+        pass

@@ -1,0 +1,146 @@
+"""Where a pool may be said to be, and that what is secret in it stays so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from kvtier.backends.redis_settings import RedisSettings
+from kvtier.backends.redis_url import Endpoint, PoolURL, parse_url, take_credentials
+
+SECRET = "hunter2"
+
+
+def settings(**given: Any) -> RedisSettings:
+    return RedisSettings(name="pool", type="redis", **given)
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("redis://cache", PoolURL("single", False, (Endpoint("cache", 6379),))),
+        ("redis://cache:7000/", PoolURL("single", False, (Endpoint("cache", 7000),))),
+        ("rediss://10.0.0.1:7000/3", PoolURL("single", True, (Endpoint("10.0.0.1", 7000),), database=3)),
+        ("redis://[::1]:7000", PoolURL("single", False, (Endpoint("::1", 7000),))),
+        ("redis://[::1]", PoolURL("single", False, (Endpoint("::1", 6379),))),
+        (
+            "unix:///run/a%20b.sock?db=2",
+            PoolURL("single", False, (Endpoint("/run/a b.sock", None),), database=2),
+        ),
+        ("unix:///run/redis.sock", PoolURL("single", False, (Endpoint("/run/redis.sock", None),))),
+        (
+            "redis+sentinel://s1,s2:1/mymaster/4",
+            PoolURL("sentinel", False, (Endpoint("s1", 26379), Endpoint("s2", 1)), "mymaster", 4),
+        ),
+        ("rediss+sentinel://s1/my", PoolURL("sentinel", True, (Endpoint("s1", 26379),), "my")),
+        ("redis+cluster://c1,c2:7/0", PoolURL("cluster", False, (Endpoint("c1", 6379), Endpoint("c2", 7)))),
+        ("rediss+cluster://c1", PoolURL("cluster", True, (Endpoint("c1", 6379),))),
+    ],
+)
+def test_forms_of_a_url(url: str, place: PoolURL) -> None:
+    assert settings(url=url).place == place
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("cache:6379", "write redis://HOST:PORT"),
+        ("http://cache", "write redis://HOST:PORT"),
+        ("valkey://cache", "write redis://HOST:PORT"),
+        ("redis+ring://cache", "write redis://HOST:PORT"),
+        ("redis://", "is not HOST:PORT"),
+        ("redis://cache:port", "is not HOST:PORT"),
+        ("redis://cache:0", "is not HOST:PORT"),
+        ("redis://cache:65536", "is not HOST:PORT"),
+        ("redis://[::1", "is not HOST:PORT"),
+        ("redis://[::1]7000", "is not HOST:PORT"),
+        ("redis://a,,b", "is not HOST:PORT"),
+        ("redis://cache/zero", "write /0"),
+        ("redis://cache/-1", "write /0"),
+        ("redis://cache/0/1", "write /0"),
+        ("redis://cache?db=1", "every other option is a setting"),
+        ("redis://a,b", "write redis+sentinel:// or redis+cluster://"),
+        ("redis+sentinel://a", "name the service"),
+        ("redis+cluster://a/1", "a cluster has the database 0 alone"),
+        ("unix://run/redis.sock", "write unix:///run/redis.sock"),
+        ("unix://", "write unix:///run/redis.sock"),
+        ("unix:///run/redis.sock?timeout=1", "no other option"),
+    ],
+)
+def test_urls_that_are_none(url: str, remedy: str) -> None:
+    with pytest.raises(ValidationError) as failure:
+        settings(url=url)
+    (details,) = failure.value.errors()
+    assert details["loc"] == ("url",)
+    assert remedy in details["msg"]
+
+
+def test_credentials_move_out_of_the_url() -> None:
+    made = settings(url=f"redis://me%40home:{SECRET}%2F@cache:7000/1")
+    assert (made.url, made.user) == ("redis://cache:7000/1", "me@home")
+    assert made.password is not None
+    assert made.password.get_secret_value() == f"{SECRET}/"
+    assert SECRET not in repr(made) + str(made) + made.model_dump_json()
+    alone = settings(url=f"unix://:{SECRET}@/run/redis.sock")
+    assert (alone.url, alone.user) == ("unix:///run/redis.sock", None)
+    assert alone.password is not None
+    user = settings(url="redis://me@cache", password={"env": "HOME"})
+    assert (user.url, user.user) == ("redis://cache", "me")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"url": f"redis://:{SECRET}@cache", "password": "other"},
+        {"url": f"redis://me:{SECRET}@cache", "user": "you"},
+        {"url": f"http://me:{SECRET}@cache"},
+        {"url": f"redis://me:{SECRET}@cache:port"},
+        {"url": f"redis://me:{SECRET}/1@cache"},
+        {"url": f"redis://me:{SECRET}"},
+        {"url": f"redis://cache/0?password={SECRET}"},
+        {"url": f"{SECRET}@cache"},
+        {"url": f"redis://me:{SECRET}@cache", "connections": 0},
+    ],
+)
+def test_no_error_shows_a_secret(given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as failure:
+        settings(**given)
+    assert SECRET not in str(failure.value)
+    assert SECRET not in "".join(
+        str(details["msg"]) + str(details.get("ctx")) for details in failure.value.errors()
+    )
+
+
+@pytest.mark.parametrize("name", ["ca_file", "certificate_file"])
+def test_files_for_tls_want_tls(name: str) -> None:
+    with pytest.raises(ValidationError, match="write rediss:// there"):
+        settings(url="redis://cache", **{name: "ca.pem"})
+    assert getattr(settings(url="rediss://cache", **{name: "~/ca.pem"}), name) == Path.home() / "ca.pem"
+
+
+def test_a_key_wants_its_certificate() -> None:
+    with pytest.raises(ValidationError, match="write `certificate_file`, too"):
+        settings(url="rediss://cache", key_file="key.pem")
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_url_or_is_refused(text: str) -> None:
+    url, _ = take_credentials(text)
+    try:
+        place = parse_url(url, "redis")
+    except ValueError:
+        return
+    assert place.endpoints
+
+
+@given(st.text(st.characters(codec="utf-8"), min_size=1), st.text(st.characters(codec="utf-8")))
+def test_any_credentials_can_be_written(user: str, password: str) -> None:
+    from urllib.parse import quote
+
+    url, credentials = take_credentials(f"redis://{quote(user, safe='')}:{quote(password, safe='')}@cache/1")
+    assert (url, *credentials) == ("redis://cache/1", user, password)

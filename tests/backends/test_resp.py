@@ -1,0 +1,213 @@
+"""The connection that values travel on: whatever pieces they come in, and whatever a server may say."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.backends.resp import (
+    BUFFER_BYTES,
+    BUFFERS_A_CALL,
+    DRAIN_BYTES,
+    Connection,
+    Deadline,
+    ErrorReply,
+    ProtocolViolation,
+    encode,
+)
+from kvtier.testing.backend import noise
+
+SECONDS = 100.0
+
+
+@contextmanager
+def connected(deadline: Deadline | None = None) -> Iterator[tuple[Connection, socket.socket]]:
+    """A connection and the server's end of it."""
+    connection = Connection(socket.AF_INET)
+    with ExitStack() as stack:
+        stack.callback(connection.close)
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        stack.enter_context((deadline or Deadline(SECONDS)).bounds(connection))
+        connection.connect(listener.getsockname())
+        yield connection, stack.enter_context(listener.accept()[0])
+
+
+def received(peer: socket.socket, length: int) -> bytes:
+    """So many bytes from a connection."""
+    return peer.recv(length, socket.MSG_WAITALL)
+
+
+def deliver(peer: socket.socket, data: bytes, cuts: Sequence[int]) -> None:
+    """Send in pieces that arrive one by one."""
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    marks = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    for start, stop in itertools.pairwise(marks):
+        peer.sendall(data[start:stop])
+
+
+values = st.sampled_from(
+    [0, 1, 2, 100, BUFFER_BYTES - 8, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, 50_000]
+)
+replies = st.one_of(
+    st.tuples(st.just("status"), st.just(0)),
+    st.tuples(st.just("number"), st.integers(0, 10**18)),
+    st.tuples(st.just("refusal"), st.just(0)),
+    st.tuples(st.just("nothing"), st.just(0)),
+    st.tuples(st.just("value"), values),
+    st.tuples(st.just("other"), values),
+)
+
+
+def as_sent(kind: str, number: int) -> bytes:
+    value = noise(b"%d" % number, number) if kind in ("value", "other") else b""
+    return {
+        "status": b"+OK\r\n",
+        "number": b":%d\r\n" % number,
+        "refusal": b"-OOM no room\r\n",
+        "nothing": b"$-1\r\n",
+        "value": b"$%d\r\n%b\r\n" % (number, value),
+        "other": b"$%d\r\n%b\r\n" % (number, value),
+    }[kind]
+
+
+@given(st.lists(replies, min_size=1, max_size=12), st.lists(st.integers(0, 1 << 30), max_size=8))
+def test_replies_in_any_pieces(told: list[tuple[str, int]], cuts: list[int]) -> None:
+    with connected() as (connection, peer), ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(deliver, peer, b"".join(as_sent(*reply) for reply in told), cuts)
+        for kind, number in told:
+            if kind in ("nothing", "value", "other"):
+                view = memoryview(bytearray(number + (kind == "other")))
+                assert connection.value_into(view) is (kind == "value")
+                assert kind != "value" or bytes(view) == noise(b"%d" % number, number)
+            else:
+                expected = {"status": b"OK", "number": number, "refusal": ErrorReply("OOM", "OOM no room")}
+                assert connection.reply() == expected[kind]
+        sending.result()
+        assert connection.is_idle()
+        assert connection.in_step
+
+
+@given(st.lists(st.integers(0, 200_000), max_size=5), st.integers(0, 2 * BUFFERS_A_CALL))
+def test_what_is_sent_arrives(sizes: list[int], small: int) -> None:
+    buffers = [memoryview(noise(b"%d" % size, size)) for size in sizes] + [memoryview(b"x\r\n")] * small
+    with connected() as (connection, peer), ThreadPoolExecutor(1) as threads:
+        connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        length = sum(len(buffer) for buffer in buffers)
+        arrived = threads.submit(received, peer, length)
+        connection.send(buffers)
+        assert arrived.result() == b"".join(buffers)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"$-2\r\n",
+        b"$+4\r\n",
+        b"$ 4\r\n",
+        b"$1_0\r\n",
+        b"$\xd9\xa4\r\n",
+        b"$\r\n",
+        b"\r\n",
+        b"$99999999999999999999999999\r\n",
+        b"*1\r\n$4\r\nabcd\r\n",
+        b"$4\r\nabcdef",
+        b"+" + bytes(BUFFER_BYTES),
+    ],
+)
+def test_garbage_for_a_value(garbage: bytes) -> None:
+    with connected() as (connection, peer):
+        peer.sendall(garbage)
+        with pytest.raises(ProtocolViolation):
+            connection.value_into(memoryview(bytearray(4)))
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"$4\r\nabcd\r\n", b":\r\n", b":-1\r\n", b":1.0\r\n", b":" + b"1" * 20 + b"\r\n"]
+)
+def test_garbage_for_a_number(garbage: bytes) -> None:
+    with connected() as (connection, peer):
+        peer.sendall(garbage)
+        with pytest.raises(ProtocolViolation):
+            connection.reply()
+
+
+@pytest.mark.parametrize("part", [b"", b"$", b"$4\r\n", b"$4\r\nab", b"$4\r\nabcd", b"$4\r\nabcd\r"])
+def test_cut_in_the_middle_of_a_reply(part: bytes) -> None:
+    with connected() as (connection, peer):
+        peer.sendall(part)
+        peer.close()
+        with pytest.raises(ConnectionResetError):
+            connection.value_into(memoryview(bytearray(4)))
+
+
+def test_an_absurd_length_is_neither_read_nor_allocated() -> None:
+    with connected() as (connection, peer):
+        peer.sendall(b"$9000000000000000000\r\n")
+        assert connection.value_into(memoryview(bytearray(4))) is False
+        assert not connection.in_step
+
+
+def test_a_long_value_of_another_length_is_drained_up_to_a_limit() -> None:
+    with connected() as (connection, peer), ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(peer.sendall, b"$%d\r\n%b\r\n+OK\r\n" % (DRAIN_BYTES, bytes(DRAIN_BYTES)))
+        assert connection.value_into(memoryview(bytearray(4))) is False
+        assert connection.in_step
+        assert connection.reply() == b"OK"
+        sending.result()
+
+
+def test_what_nobody_asked_for_is_seen() -> None:
+    with connected() as (connection, peer):
+        assert connection.is_idle()
+        peer.sendall(b"+OK\r\n:1\r\n")
+        assert connection.reply() == b"OK"
+        assert not connection.is_idle()
+    with connected() as (connection, peer):
+        peer.close()
+        assert not connection.is_idle()
+
+
+def test_a_server_that_says_nothing_or_takes_nothing() -> None:
+    with connected(Deadline(0.05)) as (connection, _), pytest.raises(TimeoutError):
+        connection.reply()
+    with connected(Deadline(0.05)) as (connection, _), pytest.raises(TimeoutError):
+        connection.send([memoryview(bytes(64 << 20))])
+
+
+def test_a_server_that_gives_a_little_at_a_time() -> None:
+    deadline, length = Deadline(0.2), 100 << 20
+    with connected(deadline) as (connection, peer), ThreadPoolExecutor(1) as threads:
+
+        def trickle() -> None:
+            with suppress(TimeoutError):
+                while deadline.remaining():
+                    peer.sendall(b"x")
+
+        peer.sendall(b"$%d\r\n" % length)
+        trickling = threads.submit(trickle)
+        with pytest.raises(TimeoutError):
+            connection.value_into(memoryview(bytearray(length)))
+        trickling.result()
+
+
+def test_cut_short_from_another_thread() -> None:
+    deadline = Deadline(1000 * SECONDS)
+    with connected(deadline) as (connection, peer), ThreadPoolExecutor(1) as threads:
+        peer.sendall(b"$4\r\nab")
+        waiting = threads.submit(connection.value_into, memoryview(bytearray(4)))
+        deadline.cut_short()
+        assert isinstance(waiting.exception(), OSError)
+        with pytest.raises(TimeoutError):
+            deadline.remaining()
+
+
+def test_a_command_as_it_travels() -> None:
+    assert encode(b"SET", b"a b", b"") == b"*3\r\n$3\r\nSET\r\n$3\r\na b\r\n$0\r\n\r\n"
