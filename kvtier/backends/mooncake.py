@@ -66,7 +66,7 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
             await self._look_ups.run(self._client.close)
 
     async def register(self, arena: Arena) -> None:
-        """Have the pool move chunks from and to the arena itself."""
+        """Have RDMA move chunks from and to the arena itself. TCP does so with any memory."""
         address = address_of(arena.view(0, arena.capacity))
         await self._look_ups.run(lambda: self._client.register(address, arena.capacity))
 

@@ -35,6 +35,9 @@ class MooncakeClient:
 
     The library's answers come as they are, one for each key: see :class:`Code`. Each call raises
     :class:`Unreachable` where the master is not there.
+
+    Memory is registered with the library only over RDMA, which needs that. TCP does not, and the library
+    would let everybody who reaches its port, which is open on all interfaces, read and write the memory.
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
@@ -44,6 +47,7 @@ class MooncakeClient:
         self._connecting = threading.Lock()
         self._store: Store = None
         self._arena: tuple[int, int] | None = None
+        self._registers = settings.protocol == "rdma"
         self._answered = float("-inf")
 
     def load(self) -> None:
@@ -59,7 +63,7 @@ class MooncakeClient:
     def close(self) -> None:
         """Leave the pool, after the last other call: the library crashes where it is asked further."""
         if self._store is not None:
-            if self._arena is not None:
+            if self._registers and self._arena is not None:
                 self._store.unregister_buffer(self._arena[0])
             self._store.close()
             self._store = None
@@ -135,12 +139,12 @@ class MooncakeClient:
     def _registered(self, spans: Iterator[tuple[int, int]]) -> Iterator[Store]:
         """The store, which knows the memory of a call while that lasts.
 
-        Memory outside the arena is registered for the call. The library takes none that overlaps what it
-        knows; TCP does without, and RDMA fails the transfer.
+        Memory outside the arena is registered for the call alone. Of memory that overlaps what the library
+        knows it takes none, and the transfer fails.
         """
         store = self._joined()
         start, length = self._arena or (0, 0)
-        strange = [span for span in spans if not start <= span[0] < start + length]
+        strange = [span for span in spans if self._registers and not start <= span[0] < start + length]
         known = [address for address, size in strange if store.register_buffer(address, size) == 0]
         try:
             yield store
@@ -182,9 +186,11 @@ class MooncakeClient:
         return store
 
     def _register_arena(self, store: Store) -> None:
-        if self._arena is not None and (code := store.register_buffer(*self._arena)):
+        if not self._registers or self._arena is None:
+            return
+        if code := store.register_buffer(*self._arena):
             logger.warning(
-                "tier %r: the library does not take the arena (code %d): over RDMA nothing will move; "
+                "tier %r: the library does not take the arena (code %d), and nothing will move: "
                 "see how much memory this user may lock (`ulimit -l`)",
                 self._settings.name,
                 code,

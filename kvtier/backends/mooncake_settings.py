@@ -30,7 +30,10 @@ class MooncakeSettings(TierSettings):
     )
     protocol: Literal["tcp", "rdma"] = Field(
         default="tcp",
-        description="How chunks travel. The same for all clients of the pool.",
+        description=(
+            "How chunks travel. The same for all clients of the pool. Over `rdma` the first tier's memory is "
+            "open to all of them; Mooncake knows no passwords: keep its network to yourself."
+        ),
         examples=["rdma"],
     )
     device: str = Field(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -19,6 +20,7 @@ from pydantic import ValidationError
 from kvtier.arena import Arena
 from kvtier.backends.base import Outcome
 from kvtier.backends.mooncake import MooncakeBackend, MooncakeSettings
+from kvtier.backends.mooncake_client import address_of
 from kvtier.errors import TierError
 from kvtier.testing.backend import blank, is_stained, make_key, noise, same, stain
 from kvtier.testing.servers.base import free_port
@@ -248,14 +250,22 @@ async def test_memory_of_its_own_and_more_than_one_copy(tmp_path: Path) -> None:
 # The arena.
 
 
+def has_rdma() -> bool:
+    devices = Path("/sys/class/infiniband")
+    return devices.exists() and any(devices.iterdir())
+
+
+@pytest.mark.skipif(has_rdma(), reason="the pool of the tests is one over TCP")
+@pytest.mark.parametrize("protocol", ["tcp", "rdma"])
 @pytest.mark.parametrize("joined", [False, True], ids=["before it joins", "after"])
-async def test_an_arena_that_is_registered(server: MooncakeServer, joined: bool) -> None:
+async def test_an_arena_that_is_registered(server: MooncakeServer, joined: bool, protocol: str) -> None:
+    """Without devices the library says RDMA and does TCP, but wants memory to be registered."""
     arena = Arena.create(16 * MIB)
     source, target = arena.allocate(4 * MIB), arena.allocate(4 * MIB)
     assert source is not None
     assert target is not None
     source.view[:] = noise(b"", 4 * MIB)
-    async with opened(server.tier()) as backend:
+    async with opened(server.tier(), protocol=protocol) as backend:
         if joined:
             assert list(await backend.contains(KEYS[:1])) == [False]
         await backend.register(arena)
@@ -265,6 +275,47 @@ async def test_an_arena_that_is_registered(server: MooncakeServer, joined: bool)
         assert same(source.view, target.view)
     for lease in (source, target):
         lease.release()
+    arena.close()
+
+
+STRANGER = """
+import ctypes, mmap, sys
+from mooncake.engine import TransferEngine
+port, *addresses = map(int, sys.argv[1:])
+engine = TransferEngine()
+assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+memory = mmap.mmap(-1, 4096)
+start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+assert engine.register_memory(start, 4096) == 0
+for address in addresses:
+    done = engine.transfer_sync_read(f"127.0.0.1:{port}", start, address, 64)
+    print(memory[:5].decode() if done == 0 else "refused")
+"""
+
+
+def peer_port() -> int:
+    """Where the library, in this process, is asked by other clients: its one socket on IPv4."""
+    own = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+    (port,) = [int(row[1].partition(":")[2], 16) for row in listening]
+    return port
+
+
+async def test_strangers_do_not_reach_the_arena(server: MooncakeServer) -> None:
+    arena = Arena.create(MIB)
+    lease, known = arena.allocate(MIB), blank(MIB)
+    assert lease is not None
+    lease.view[:5] = known[:5] = b"money"
+    async with opened(server.tier()) as backend:
+        await backend.register(arena)
+        assert list(await backend.put([(KEYS[0], lease.view)])) == [OK]
+        # A stranger who is worth the name reads what is registered.
+        assert backend._client._joined().register_buffer(address_of(known), MIB) == 0
+        addresses = [str(address_of(view)) for view in (known, lease.view)]
+        result = await anyio.run_process([sys.executable, "-c", STRANGER, str(peer_port()), *addresses])
+        assert result.stdout.split() == [b"money", b"refused"]
+    lease.release()
     arena.close()
 
 
