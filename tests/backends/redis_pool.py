@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import pytest
+import redis
 
 from kvtier.backends.base import Backend, Outcome
-from kvtier.backends.redis import RedisBackend
-from kvtier.backends.valkey import ValkeyBackend
+from kvtier.backends.redis import RedisBackend, RedisSettings
+from kvtier.backends.valkey import ValkeyBackend, ValkeySettings
 from kvtier.keys import ChunkKey
 from kvtier.testing.backend import blank, make_key, noise, same
 from kvtier.testing.servers.redis import RedisServer
@@ -26,8 +27,10 @@ Start = Callable[..., RedisServer]
 
 def backend_on(server: RedisServer, **settings: Any) -> RedisBackend:
     """A backend that is not open yet; ``settings`` beside or instead of the server's own."""
-    kind = ValkeyBackend if server.type == "valkey" else RedisBackend
-    return kind(kind.settings_type(**{"name": "pool", **server.tier(), **settings}))  # type: ignore[arg-type]
+    given = {"name": "pool", **server.tier(), **settings}
+    if given["type"] == "valkey":
+        return ValkeyBackend(ValkeySettings(**given))
+    return RedisBackend(RedisSettings(**given))
 
 
 @asynccontextmanager
@@ -49,6 +52,18 @@ def values(size: int, keys: Sequence[ChunkKey] = KEYS) -> list[tuple[ChunkKey, m
 def room(size: int, keys: Sequence[ChunkKey] = KEYS) -> list[tuple[ChunkKey, memoryview]]:
     """Memory to get each key's value into."""
     return [(key, blank(size)) for key in keys]
+
+
+def asked(server: RedisServer, *words: str) -> Any:
+    """What a server answers, as its client library understands it."""
+    with closing(redis.Redis(port=server.port, protocol=2, decode_responses=True)) as client:
+        return client.execute_command(*words)
+
+
+def info(server: RedisServer) -> dict[str, Any]:
+    """What a server says of itself."""
+    told: dict[str, Any] = asked(server, "INFO")
+    return told
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -27,6 +27,7 @@ from .redis_pool import (
     OK,
     Start,
     assert_works,
+    info,
     opened,
     room,
     values,
@@ -81,10 +82,11 @@ async def test_killed_in_the_middle(server: RedisServer, method: str) -> None:
             nonlocal outcomes
             outcomes = await getattr(backend, method)(items * 20)
 
-        before = int_info(server, "total_net_input_bytes" if method == "put" else "total_net_output_bytes")
+        traffic = "total_net_input_bytes" if method == "put" else "total_net_output_bytes"
+        before = info(server)[traffic]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
-            await anyio.to_thread.run_sync(wait_for_traffic, server, method, before + 3 * size)
+            await anyio.to_thread.run_sync(wait_for_traffic, server, traffic, before + 3 * size)
             server.kill()
         assert outcomes[0] is OK
         assert outcomes[-1] is FAILED
@@ -305,10 +307,10 @@ async def test_no_more_connections_and_threads_than_it_says(server: RedisServer)
                 tasks.start_soon(backend.get, room(300_000))
                 tasks.start_soon(backend.contains, KEYS)
         # Three for chunks, one for look-ups, and the one that asks.
-        assert int_info(server, "connected_clients") <= 5
+        assert info(server)["connected_clients"] <= 5
         for _ in range(20):
             await backend.put(values(100))
-        assert int_info(server, "connected_clients") <= 5
+        assert info(server)["connected_clients"] <= 5
     assert descriptors() == before
     assert threading.active_count() < 20
 
@@ -329,20 +331,6 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def int_info(server: RedisServer, field: str) -> int:
-    """A number of ``INFO``."""
-    text = bytearray()
-    with server.connection() as connection:
-        connection.send([encode(b"INFO")])
-        while field.encode() not in text or not text.endswith(b"\r\n"):
-            piece = bytearray(1)
-            connection._take(memoryview(piece))
-            text += piece
-    line = next(line for line in text.decode().splitlines() if line.startswith(field + ":"))
-    return int(line.partition(":")[2])
-
-
-def wait_for_traffic(server: RedisServer, method: str, least: int) -> None:
-    field = "total_net_input_bytes" if method == "put" else "total_net_output_bytes"
-    while int_info(server, field) < least:
+def wait_for_traffic(server: RedisServer, field: str, least: int) -> None:
+    while info(server)[field] < least:
         pass

@@ -1,0 +1,121 @@
+"""Several servers that are one pool: a primary with a replica and sentinels, and a cluster of primaries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from kvtier.backends.redis_topology import SLOTS, slot_of
+from kvtier.keys import ChunkKey
+from kvtier.testing.servers.base import PATIENCE_SECONDS, free_port
+from kvtier.testing.servers.redis import HOST, RedisServer
+
+from .redis_pool import asked, info
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll for what other processes do."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+class _Sentinel(RedisServer):
+    def __init__(self, kind: type[RedisServer], folder: Path, primary: RedisServer) -> None:
+        super().__init__(folder)
+        self._kind = kind
+        self._configuration = folder / "sentinel.conf"
+        self._configuration.write_text(
+            f"sentinel monitor mymaster {HOST} {primary.port} 2\n"
+            "sentinel down-after-milliseconds mymaster 300\n"
+            "sentinel failover-timeout mymaster 2000\n"
+        )
+
+    def _launch(self) -> None:
+        program, configuration = str(self._kind.program()), str(self._configuration)
+        self._spawn([program, configuration, "--sentinel", "--bind", HOST, "--port", str(self.port)])
+
+
+class Sentinels:
+    """A primary, its replica, and three sentinels, two of which must find that the primary is gone."""
+
+    def __init__(self, kind: type[RedisServer], folder: Path, stack: ExitStack) -> None:
+        self._kind = kind
+        at_once = ["--repl-diskless-sync-delay", "0"]
+        self.primary = stack.enter_context(kind(_made(folder / "primary"), options=at_once))
+        follow = ["--replicaof", HOST, str(self.primary.port)]
+        self.replica = stack.enter_context(kind(_made(folder / "replica"), options=follow))
+        self.sentinels = [
+            stack.enter_context(_Sentinel(kind, _made(folder / f"sentinel {number}"), self.primary))
+            for number in range(3)
+        ]
+        wait_until(lambda: info(self.replica)["master_link_status"] == "up")
+        wait_until(lambda: all(self._knows_all(sentinel) for sentinel in self.sentinels))
+
+    def tier(self) -> dict[str, Any]:
+        """As :meth:`Server.tier`."""
+        addresses = ",".join(f"{HOST}:{sentinel.port}" for sentinel in self.sentinels)
+        return {"type": self._kind.type, "url": f"{self._kind.type}+sentinel://{addresses}/mymaster"}
+
+    def _knows_all(self, sentinel: RedisServer) -> bool:
+        known = info(sentinel)["master0"]
+        return (known["status"], known["slaves"], known["sentinels"]) == ("ok", 1, 3)
+
+
+class Cluster:
+    """Three primaries, each with a third of the slots."""
+
+    def __init__(self, kind: type[RedisServer], folder: Path, stack: ExitStack) -> None:
+        self._kind = kind
+        self.nodes: list[RedisServer] = []
+        for number in range(3):
+            bus = str(free_port())
+            # Without it a node that is gone takes the slots of the others along.
+            partial = ["--cluster-require-full-coverage", "no", "--cluster-node-timeout", "1000"]
+            options = ["--cluster-enabled", "yes", "--cluster-port", bus, *partial]
+            self.nodes.append(stack.enter_context(kind(_made(folder / str(number)), options=options)))
+            first, last = number * SLOTS // 3, (number + 1) * SLOTS // 3 - 1
+            self.nodes[-1].tell("CLUSTER", "ADDSLOTSRANGE", str(first), str(last))
+            self.nodes[-1].tell("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1))
+            if number:
+                self.nodes[0].tell("CLUSTER", "MEET", HOST, str(self.nodes[-1].port), bus)
+        wait_until(lambda: all(self._is_whole(node) for node in self.nodes))
+
+    def tier(self) -> dict[str, Any]:
+        """As :meth:`Server.tier`; it names one node alone, and the others are found."""
+        return {"type": self._kind.type, "url": f"{self._kind.type}+cluster://{HOST}:{self.nodes[1].port}"}
+
+    def owner_of(self, key: ChunkKey) -> RedisServer:
+        """The node that has the slot of a key, unless it was moved."""
+        return self.nodes[_slot_of(key) * 3 // SLOTS]
+
+    def begin_to_move(self, key: ChunkKey, target: RedisServer) -> None:
+        """From now on the owner of a key's slot sends us to ``target`` for what it does not have itself."""
+        slot, source = str(_slot_of(key)), self.owner_of(key)
+        target.tell("CLUSTER", "SETSLOT", slot, "IMPORTING", self._name_of(source))
+        source.tell("CLUSTER", "SETSLOT", slot, "MIGRATING", self._name_of(target))
+
+    def move(self, key: ChunkKey, target: RedisServer) -> None:
+        """The slot of a key is ``target``'s."""
+        for node in (target, *self.nodes):
+            node.tell("CLUSTER", "SETSLOT", str(_slot_of(key)), "NODE", self._name_of(target))
+
+    def _name_of(self, node: RedisServer) -> str:
+        return str(asked(node, "CLUSTER MYID"))
+
+    def _is_whole(self, node: RedisServer) -> bool:
+        state = asked(node, "CLUSTER INFO")
+        return (state["cluster_state"], state["cluster_known_nodes"]) == ("ok", "3")
+
+
+def _slot_of(key: ChunkKey) -> int:
+    return slot_of(b"kvtier:" + key.hex().encode())
