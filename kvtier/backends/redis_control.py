@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from anyio import CancelScope, fail_after
+from anyio import fail_after, move_on_after
 from pydantic import SecretStr
 
 from kvtier.backends.redis_settings import RedisSettings
@@ -112,7 +112,7 @@ class Control:
         except (self._error, OSError, ValueError, TypeError, IndexError) as error:
             raise ControlFailed(endpoint) from error
         finally:
-            with CancelScope(shield=True), fail_after(GOODBYE_SECONDS):
+            with move_on_after(GOODBYE_SECONDS, shield=True):
                 await client.aclose()
 
 

@@ -6,6 +6,7 @@ https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/#redir
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -101,7 +102,9 @@ def failure_in_words(error: OSError, endpoint: Endpoint) -> str:
         return f"the certificate of {endpoint} is not verified: {error.verify_message}: see `ca_file`"
     if isinstance(error, ssl.SSLError):
         return f"{endpoint} does not speak TLS as it should: {error.reason or error}"
-    return f"{endpoint} fails: {error.strerror or error}"
+    # asyncio writes addresses where the system's words should be.
+    words = os.strerror(error.errno) if isinstance(error, ConnectionError) and error.errno else error.strerror
+    return f"{endpoint} fails: {words or error}"
 
 
 def control_failure_in_words(failed: ControlFailed) -> str:

@@ -31,6 +31,8 @@ BUFFERS_A_CALL = 1024
 """IOV_MAX of Linux."""
 LENGTH_DIGITS = 19
 
+_USUAL_REPLIES: dict[bytes, bytes | int] = {b"+OK": b"OK", b":0": 0, b":1": 1}
+"""Thousands of these are read for a long prompt."""
 _CRLF = b"\r\n"
 _TIMEVAL = struct.Struct("@ll")
 _SHORTEST_WAIT = 0.001
@@ -139,6 +141,9 @@ class Connection:
     def reply(self) -> bytes | int | ErrorReply:
         """The next reply, which must be a status, a number or an error."""
         line = self._line()
+        usual = _USUAL_REPLIES.get(line)
+        if usual is not None:
+            return usual
         if line.startswith(b"+"):
             return line[1:]
         if line.startswith(b":"):
@@ -150,6 +155,9 @@ class Connection:
 
         A long one of another length is left unread, and :attr:`in_step` is then false.
         """
+        if self._start == self._stop and len(view) > BUFFER_BYTES:
+            # No byte of the value, if it is the one, so that the rest lands where memory is aligned.
+            self._fill(len(b"$%d\r\n" % len(view)))
         line = self._line()
         if not line.startswith(b"$"):
             return _refusal(line)
@@ -174,7 +182,7 @@ class Connection:
         self._start = end + len(_CRLF)
         return line
 
-    def _fill(self) -> None:
+    def _fill(self, most: int = BUFFER_BYTES) -> None:
         """Read what there is into the free end of the buffer, at least one byte."""
         if self._start:
             held = self._buffer_view[self._start : self._stop]
@@ -182,7 +190,7 @@ class Connection:
             self._start, self._stop = 0, len(held)
         if self._stop == BUFFER_BYTES:
             raise ProtocolViolation("a line of a reply has no end")
-        self._stop += self._receive_some(self._buffer_view[self._stop :], 0)
+        self._stop += self._receive_some(self._buffer_view[self._stop : self._stop + most], 0)
 
     def _take(self, view: memoryview) -> None:
         """Fill ``view`` from the buffer first, then from the socket."""

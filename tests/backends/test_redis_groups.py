@@ -63,7 +63,16 @@ async def test_sentinels_name_another_primary(sentinels: Sentinels, caplog: pyte
         assert len(warnings(caplog)) <= 2
 
 
-async def test_a_primary_that_became_a_replica_is_left(sentinels: Sentinels) -> None:
+async def test_a_primary_that_became_a_replica_is_left(
+    sentinels: Sentinels, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = sentinels.tier()["url"].replace("/mymaster", "/other")
+    async with opened(sentinels, url=url) as backend:
+        assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
+        with pytest.raises(TierError, match="knows no 'other'"):
+            await backend.check()
+    (warning,) = warnings(caplog)
+    assert "knows no 'other'" in warning
     async with opened(sentinels) as backend:
         await assert_works(backend)
         sentinels.sentinels[0].tell("SENTINEL", "FAILOVER", "mymaster")
@@ -75,19 +84,9 @@ async def test_a_primary_that_became_a_replica_is_left(sentinels: Sentinels) -> 
         assert list(await backend.contains(KEYS)) == [True] * len(KEYS)
 
 
-async def test_sentinels_that_do_not_know_the_name(
-    sentinels: Sentinels, caplog: pytest.LogCaptureFixture
+async def test_a_cluster_has_its_keys_on_all_nodes(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url = sentinels.tier()["url"].replace("/mymaster", "/other")
-    async with opened(sentinels, url=url) as backend:
-        assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
-        with pytest.raises(TierError, match="knows no 'other'"):
-            await backend.check()
-    (warning,) = warnings(caplog)
-    assert "knows no 'other'" in warning
-
-
-async def test_a_cluster_has_its_keys_on_all_nodes(cluster: Cluster) -> None:
     keys = [make_key(number) for number in range(60)]
     async with opened(cluster, connections=2) as backend:
         await assert_works(backend)
@@ -102,6 +101,21 @@ async def test_a_cluster_has_its_keys_on_all_nodes(cluster: Cluster) -> None:
         assert "in a cluster of 3 primaries" in await backend.check()
         await backend.delete(keys)
         assert sum(int(node.tell("DBSIZE")) for node in cluster.nodes) == 0
+    assert warnings(caplog) == []
+    node = cluster.nodes[0]
+    async with opened(node) as backend:
+        assert FAILED in await backend.put(values(100))
+    (warning,) = warnings(caplog)
+    assert warning == f"pool: {Endpoint(HOST, node.port)} is a node of a cluster: write a +cluster:// `url`"
+    for name in (
+        b"123456789",
+        b"{user1000}.following",
+        b"foo{}{bar}",
+        b"foo{{bar}}zap",
+        b"foo{bar}{zap}",
+        b"a{b",
+    ):
+        assert slot_of(name) == node.tell("CLUSTER", "KEYSLOT", name)
 
 
 async def test_a_slot_that_moves(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
@@ -139,14 +153,6 @@ async def test_a_node_that_dies_takes_its_own_keys_alone(cluster: Cluster) -> No
         await assert_works(backend)
 
 
-async def test_a_cluster_behind_a_plain_url(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    node = cluster.nodes[0]
-    async with opened(node) as backend:
-        assert FAILED in await backend.put(values(100))
-    (warning,) = warnings(caplog)
-    assert warning == f"pool: {Endpoint(HOST, node.port)} is a node of a cluster: write a +cluster:// `url`"
-
-
 async def test_a_cluster_url_for_a_plain_server(
     kind: type[RedisServer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,19 +163,3 @@ async def test_a_cluster_url_for_a_plain_server(
             with pytest.raises(TierError, match="cluster support disabled"):
                 await backend.check()
     assert len(warnings(caplog)) == 1
-
-
-# From the cluster specification's own example and, for the tags, its rules.
-@pytest.mark.parametrize(
-    ("name", "slot"),
-    [
-        (b"123456789", 0x31C3),
-        (b"{user1000}.following", slot_of(b"user1000")),
-        (b"foo{}{bar}", slot_of(b"foo{}{bar}\0"[:-1])),
-        (b"foo{{bar}}zap", slot_of(b"{bar")),
-        (b"foo{bar}{zap}", slot_of(b"bar")),
-        (b"foo{bar", slot_of(b"foo{bar")),
-    ],
-)
-def test_slots_of_names(name: bytes, slot: int) -> None:
-    assert slot_of(name) == slot
