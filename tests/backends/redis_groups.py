@@ -88,7 +88,7 @@ class Cluster:
             self.nodes[-1].tell("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1))
             if number:
                 self.nodes[0].tell("CLUSTER", "MEET", HOST, str(self.nodes[-1].port), bus)
-        wait_until(lambda: all(self._is_whole(node) for node in self.nodes))
+        wait_until(self.is_whole)
 
     def tier(self) -> dict[str, Any]:
         """As :meth:`Server.tier`; it names one node alone, and the others are found."""
@@ -112,9 +112,11 @@ class Cluster:
     def _name_of(self, node: RedisServer) -> str:
         return str(asked(node, "CLUSTER MYID"))
 
-    def _is_whole(self, node: RedisServer) -> bool:
-        state = asked(node, "CLUSTER INFO")
-        return (state["cluster_state"], state["cluster_known_nodes"]) == ("ok", "3")
+    def is_whole(self) -> bool:
+        """Whether every node knows of the others that they are up."""
+        states = [asked(node, "CLUSTER INFO") for node in self.nodes]
+        fields = ("cluster_state", "cluster_known_nodes", "cluster_slots_ok")
+        return all([state[name] for name in fields] == ["ok", "3", str(SLOTS)] for state in states)
 
 
 def _slot_of(key: ChunkKey) -> int:

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import pytest
-import redis
 
 from kvtier.backends.base import Backend, Outcome
 from kvtier.backends.redis import RedisBackend, RedisSettings
@@ -56,6 +55,8 @@ def room(size: int, keys: Sequence[ChunkKey] = KEYS) -> list[tuple[ChunkKey, mem
 
 def asked(server: RedisServer, *words: str) -> Any:
     """What a server answers, as its client library understands it."""
+    import redis  # Not by all who find the fixtures: it is an extra.
+
     with closing(redis.Redis(port=server.port, protocol=2, decode_responses=True)) as client:
         return client.execute_command(*words)
 

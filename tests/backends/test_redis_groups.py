@@ -22,7 +22,7 @@ from .redis_pool import FAILED, KEYS, MIB, MISS, OK, assert_works, info, opened,
 pytestmark = [pytest.mark.anyio, pytest.mark.loop_may_block("it starts and asks servers")]
 
 
-@pytest.fixture(params=[RedisServer, ValkeyServer], ids=["redis", "valkey"])
+@pytest.fixture(scope="module", params=[RedisServer, ValkeyServer], ids=["redis", "valkey"])
 def kind(request: pytest.FixtureRequest) -> type[RedisServer]:
     kind: type[RedisServer] = request.param
     if reason := kind.missing():
@@ -36,10 +36,19 @@ def sentinels(kind: type[RedisServer], tmp_path: Path) -> Iterator[Sentinels]:
         yield Sentinels(kind, tmp_path, stack)
 
 
-@pytest.fixture
-def cluster(kind: type[RedisServer], tmp_path: Path) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def formed(kind: type[RedisServer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with ExitStack() as stack:
-        yield Cluster(kind, tmp_path, stack)
+        yield Cluster(kind, tmp_path_factory.mktemp("c"), stack)
+
+
+@pytest.fixture
+def cluster(formed: Cluster) -> Cluster:
+    """A cluster whose nodes are all up and empty; slots may have been moved."""
+    wait_until(formed.is_whole)
+    for node in formed.nodes:
+        node.tell("FLUSHALL")
+    return formed
 
 
 async def test_sentinels_name_another_primary(sentinels: Sentinels, caplog: pytest.LogCaptureFixture) -> None:
@@ -118,6 +127,21 @@ async def test_a_cluster_has_its_keys_on_all_nodes(
         assert slot_of(name) == node.tell("CLUSTER", "KEYSLOT", name)
 
 
+async def test_a_node_that_dies_takes_its_own_keys_alone(cluster: Cluster) -> None:
+    gone = cluster.owner_of(KEYS[0])
+    async with opened(cluster, deadline=2) as backend:
+        await assert_works(backend)
+        gone.kill()
+        expected = [FAILED if cluster.owner_of(key) is gone else OK for key in KEYS]
+        assert set(expected) == {OK, FAILED}
+        assert list(await backend.get(room(MIB))) == expected
+        assert list(await backend.contains(KEYS)) == [outcome is OK for outcome in expected]
+        gone.start()
+        while FAILED in await backend.put(values(MIB)):
+            await anyio.sleep(0.05)
+        await assert_works(backend)
+
+
 async def test_a_slot_that_moves(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     moved = KEYS[0]
     target = next(node for node in cluster.nodes if node is not cluster.owner_of(moved))
@@ -136,21 +160,6 @@ async def test_a_slot_that_moves(cluster: Cluster, caplog: pytest.LogCaptureFixt
             await assert_works(backend)
         assert target.tell("EXISTS", "kvtier:" + moved.hex()) == 1
     assert warnings(caplog) == []
-
-
-async def test_a_node_that_dies_takes_its_own_keys_alone(cluster: Cluster) -> None:
-    gone = cluster.owner_of(KEYS[0])
-    async with opened(cluster, deadline=2) as backend:
-        await assert_works(backend)
-        gone.kill()
-        expected = [FAILED if cluster.owner_of(key) is gone else OK for key in KEYS]
-        assert set(expected) == {OK, FAILED}
-        assert list(await backend.get(room(MIB))) == expected
-        assert list(await backend.contains(KEYS)) == [outcome is OK for outcome in expected]
-        gone.start()
-        while FAILED in await backend.put(values(MIB)):
-            await anyio.sleep(0.05)
-        await assert_works(backend)
 
 
 async def test_a_cluster_url_for_a_plain_server(
