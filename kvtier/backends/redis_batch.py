@@ -45,7 +45,7 @@ class Operation(Generic[ItemT, AnswerT]):
     """What the item's chunk is called on the server."""
     size_of: Callable[[ItemT], int]
     """How many bytes of value the item moves."""
-    lane_of: Callable[[Node], Lane]
+    lane_of: Callable[[Node], Lane[Connection]]
     answer_to: Callable[[ErrorReply], AnswerT]
     """What a refusal comes to."""
     failed: AnswerT
@@ -76,16 +76,15 @@ class Batch(Generic[ItemT, AnswerT]):
         """Ask ``target`` for one item."""
         self.targets.setdefault(target, []).append(index)
 
-    def runs(self, indices: Sequence[int], *, longest: int) -> list[list[ItemT]]:
-        """The items in their order, as many together as are no more than ``longest`` bytes, at least one."""
+    def runs(self, indices: Sequence[int], *, one_by_one: bool) -> list[list[ItemT]]:
+        """The items in their order, as many in a run as are no more than ``RUN_BYTES``, but at least one."""
         runs: list[list[ItemT]] = []
         room = 0
-        for index in indices:
-            item = self.items[index]
+        for item in (self.items[index] for index in indices):
             room -= self.operation.size_of(item)
-            if room < 0 or not runs:
+            if one_by_one or room < 0 or not runs:
                 runs.append([])
-                room = longest - self.operation.size_of(item)
+                room = RUN_BYTES - self.operation.size_of(item)
             runs[-1].append(item)
         return runs
 
@@ -146,7 +145,7 @@ class Pool:
         lane = batch.operation.lane_of(node)
         answers = await spread(
             partial(self._work_off, batch.operation, batch.deadline, node, target.asking),
-            batch.runs(indices, longest=0 if target.asking else RUN_BYTES),
+            batch.runs(indices, one_by_one=target.asking),
             parts=lane.size,
             hop=lane.hop,
             on_cancel=batch.deadline.cut_short,

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from anyio import CapacityLimiter, fail_after, getaddrinfo
 
@@ -16,6 +16,8 @@ from kvtier.backends.redis_commands import log_in
 from kvtier.backends.redis_url import Endpoint
 from kvtier.backends.resp import Connection, Deadline, TLSConnection
 from kvtier.backends.threads import limited_hop
+
+ConnectionT = TypeVar("ConnectionT", bound=Connection)
 
 
 class Access(NamedTuple):
@@ -40,20 +42,20 @@ class Address(NamedTuple):
     """As ``socket.connect`` takes it."""
 
 
-class Lane:
+class Lane(Generic[ConnectionT]):
     """Connections to one server, one for each of at most ``size`` threads. Opened when one is needed."""
 
-    def __init__(self, size: int, connect: Callable[[Deadline], Connection]) -> None:
+    def __init__(self, size: int, connect: Callable[[Deadline], ConnectionT]) -> None:
         self.size = size
         self.hop = limited_hop(CapacityLimiter(size))
         """Into a thread that may :meth:`borrow` a connection."""
         self._connect = connect
-        self._idle: deque[Connection] = deque()
+        self._idle: deque[ConnectionT] = deque()
         self._lock = Lock()
         self._closed = False
 
     @contextmanager
-    def borrow(self, deadline: Deadline) -> Iterator[Connection]:
+    def borrow(self, deadline: Deadline) -> Iterator[ConnectionT]:
         """A connection that works as far as one can see, bound by the deadline. Blocks. Raises ``OSError``.
 
         Closed after any exception; so read every reply that is due.
@@ -75,7 +77,7 @@ class Lane:
         while self._idle:
             self._idle.pop().close()
 
-    def _take(self, deadline: Deadline) -> Connection:
+    def _take(self, deadline: Deadline) -> ConnectionT:
         while True:
             try:
                 connection = self._idle.pop()
@@ -85,7 +87,7 @@ class Lane:
                 return connection
             connection.close()
 
-    def _give_back(self, connection: Connection) -> None:
+    def _give_back(self, connection: ConnectionT) -> None:
         with self._lock:
             if connection.in_step and not self._closed:
                 self._idle.append(connection)

@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kvtier.backends.redis_topology import SLOTS, slot_of
-from kvtier.keys import ChunkKey
+from kvtier.backends.redis_topology import SLOTS
 from kvtier.testing.servers.base import PATIENCE_SECONDS, free_port
 from kvtier.testing.servers.redis import HOST, RedisServer
 
@@ -94,20 +93,19 @@ class Cluster:
         """As :meth:`Server.tier`; it names one node alone, and the others are found."""
         return {"type": self._kind.type, "url": f"{self._kind.type}+cluster://{HOST}:{self.nodes[1].port}"}
 
-    def owner_of(self, key: ChunkKey) -> RedisServer:
-        """The node that has the slot of a key, unless it was moved."""
-        return self.nodes[_slot_of(key) * 3 // SLOTS]
+    def owner_of(self, slot: int) -> RedisServer:
+        """The node that has a slot, unless it was moved."""
+        return self.nodes[slot * 3 // SLOTS]
 
-    def begin_to_move(self, key: ChunkKey, target: RedisServer) -> None:
-        """From now on the owner of a key's slot sends us to ``target`` for what it does not have itself."""
-        slot, source = str(_slot_of(key)), self.owner_of(key)
-        target.tell("CLUSTER", "SETSLOT", slot, "IMPORTING", self._name_of(source))
-        source.tell("CLUSTER", "SETSLOT", slot, "MIGRATING", self._name_of(target))
+    def begin_to_move(self, slot: int, source: RedisServer, target: RedisServer) -> None:
+        """From now on ``source`` sends us to ``target`` for what it does not have itself."""
+        target.tell("CLUSTER", "SETSLOT", str(slot), "IMPORTING", self._name_of(source))
+        source.tell("CLUSTER", "SETSLOT", str(slot), "MIGRATING", self._name_of(target))
 
-    def move(self, key: ChunkKey, target: RedisServer) -> None:
-        """The slot of a key is ``target``'s."""
+    def move(self, slot: int, target: RedisServer) -> None:
+        """A slot is ``target``'s."""
         for node in (target, *self.nodes):
-            node.tell("CLUSTER", "SETSLOT", str(_slot_of(key)), "NODE", self._name_of(target))
+            node.tell("CLUSTER", "SETSLOT", str(slot), "NODE", self._name_of(target))
 
     def _name_of(self, node: RedisServer) -> str:
         return str(asked(node, "CLUSTER MYID"))
@@ -117,7 +115,3 @@ class Cluster:
         states = [asked(node, "CLUSTER INFO") for node in self.nodes]
         fields = ("cluster_state", "cluster_known_nodes", "cluster_slots_ok")
         return all([state[name] for name in fields] == ["ok", "3", str(SLOTS)] for state in states)
-
-
-def _slot_of(key: ChunkKey) -> int:
-    return slot_of(b"kvtier:" + key.hex().encode())

@@ -128,11 +128,12 @@ async def test_a_cluster_has_its_keys_on_all_nodes(
 
 
 async def test_a_node_that_dies_takes_its_own_keys_alone(cluster: Cluster) -> None:
-    gone = cluster.owner_of(KEYS[0])
+    owners = [cluster.owner_of(slot_of(b"kvtier:" + key.hex().encode())) for key in KEYS]
+    gone = owners[0]
     async with opened(cluster, deadline=2) as backend:
         await assert_works(backend)
         gone.kill()
-        expected = [FAILED if cluster.owner_of(key) is gone else OK for key in KEYS]
+        expected = [FAILED if owner is gone else OK for owner in owners]
         assert set(expected) == {OK, FAILED}
         assert list(await backend.get(room(MIB))) == expected
         assert list(await backend.contains(KEYS)) == [outcome is OK for outcome in expected]
@@ -143,22 +144,25 @@ async def test_a_node_that_dies_takes_its_own_keys_alone(cluster: Cluster) -> No
 
 
 async def test_a_slot_that_moves(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    moved = KEYS[0]
-    target = next(node for node in cluster.nodes if node is not cluster.owner_of(moved))
-    async with opened(cluster) as backend:
-        assert list(await backend.put(values(100))) == [OK] * len(KEYS)
-        await backend.delete([moved])
-        cluster.begin_to_move(moved, target)
+    """All keys are in one slot, half of them on either node while it moves."""
+    prefix = "kvtier{tag}:"
+    slot = slot_of(prefix.encode())
+    source = cluster.owner_of(slot)
+    target = next(node for node in cluster.nodes if node is not source)
+    async with opened(cluster, prefix=prefix) as backend:
+        assert list(await backend.put(values(MIB, KEYS[:4]))) == [OK] * 4
+        cluster.begin_to_move(slot, source, target)
         # Redirected with -ASK, each time.
         for _ in range(2):
             await assert_works(backend)
-        with pytest.raises(ConnectionError, match="ASK"):
-            cluster.owner_of(moved).tell("EXISTS", "kvtier:" + moved.hex())
-        cluster.move(moved, target)
+            assert (source.tell("DBSIZE"), target.tell("DBSIZE")) == (4, 4)
+        await backend.delete(KEYS)
+        assert (source.tell("DBSIZE"), target.tell("DBSIZE")) == (0, 0)
+        cluster.move(slot, target)
         # Redirected with -MOVED, then known.
         for _ in range(2):
             await assert_works(backend)
-        assert target.tell("EXISTS", "kvtier:" + moved.hex()) == 1
+        assert (source.tell("DBSIZE"), target.tell("DBSIZE")) == (0, 8)
     assert warnings(caplog) == []
 
 
