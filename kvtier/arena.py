@@ -12,6 +12,7 @@ memfd_create(2), fcntl(2), https://docs.kernel.org/admin-guide/mm/hugetlbpage.ht
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import mmap
@@ -35,6 +36,11 @@ HUGE_PAGE_BYTES = 2 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HUGE_PAGE_COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 _MEMINFO = Path("/proc/meminfo")
+
+
+def address_of(view: memoryview) -> int:
+    """Where writable memory begins. Keeps no hold of it."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 class _Extent:

@@ -19,13 +19,17 @@ def kvtier_backends() -> dict[str, type[Backend]]:
     from kvtier.backends.cpu import CpuBackend
     from kvtier.backends.disk import DiskBackend
     from kvtier.backends.hugepage import HugePageBackend
+    from kvtier.backends.infinistore import InfiniStoreBackend
     from kvtier.backends.mooncake import MooncakeBackend
     from kvtier.backends.redis import RedisBackend
+    from kvtier.backends.valkey import ValkeyBackend
 
     return {
         "cpu": CpuBackend,
         "hugepage": HugePageBackend,
         "disk": DiskBackend,
         "redis": RedisBackend,
+        "valkey": ValkeyBackend,
+        "infinistore": InfiniStoreBackend,
         "mooncake": MooncakeBackend,
     }

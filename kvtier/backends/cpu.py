@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from anyio import CapacityLimiter
 
-from kvtier.arena import Arena, Lease
+from kvtier.arena import Arena, Lease, address_of
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsArena
 from kvtier.backends.threads import limited_hop, spread
 from kvtier.errors import ArenaError, TierError
@@ -142,8 +142,4 @@ def _copy_one(pair: tuple[memoryview, memoryview]) -> None:
         target[:] = source
         return
     # Unlike an assignment of slices, a call through ctypes releases the GIL.
-    ctypes.memmove(_address(target), _address(source), len(target))
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
+    ctypes.memmove(address_of(target), address_of(source), len(target))

@@ -10,10 +10,10 @@ from typing import ClassVar
 
 import anyio
 
-from kvtier.arena import Arena
+from kvtier.arena import Arena, address_of
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsCheck, SupportsRegistration
 from kvtier.backends.logs import RareWarning
-from kvtier.backends.mooncake_client import MooncakeClient, address_of
+from kvtier.backends.mooncake_client import MooncakeClient
 from kvtier.backends.mooncake_library import Code
 from kvtier.backends.mooncake_settings import MooncakeSettings
 from kvtier.backends.mooncake_waits import KeyLocks, Threads

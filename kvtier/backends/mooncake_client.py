@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import socket
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+from kvtier.arena import address_of
 from kvtier.backends.mooncake_library import Code, limit_waits, load_library
 from kvtier.backends.mooncake_settings import MooncakeSettings
 
@@ -225,8 +225,3 @@ def _parts(names: Sequence[str]) -> Iterator[slice]:
             seen.clear()
         seen.add(name)
     yield slice(start, len(names))
-
-
-def address_of(view: memoryview) -> int:
-    """Where a writable view begins. Keeps no hold of it."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

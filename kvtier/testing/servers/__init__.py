@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from kvtier.testing.servers.base import Server
+from kvtier.testing.servers.infinistore import InfiniStoreServer
 from kvtier.testing.servers.mooncake import MooncakeServer
 from kvtier.testing.servers.redis import RedisServer
+from kvtier.testing.servers.valkey import ValkeyServer
 
-SERVERS: dict[str, type[Server]] = {server.type: server for server in (RedisServer, MooncakeServer)}
+_ALL: tuple[type[Server], ...] = (RedisServer, ValkeyServer, InfiniStoreServer, MooncakeServer)
+
+SERVERS = {server.type: server for server in _ALL}
 """By the tier type that each serves."""

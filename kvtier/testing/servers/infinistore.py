@@ -1,0 +1,113 @@
+"""A real InfiniStore on loopback, over TCP, on a machine that need not have an RDMA device."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import socket
+import subprocess
+import sys
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvtier.backends.infinistore import Pointer, read_pointer
+from kvtier.backends.infinistore_wire import InfiniStoreConnection
+from kvtier.backends.resp import Deadline
+from kvtier.keys import ChunkKey
+from kvtier.testing.servers.base import PATIENCE_SECONDS, Server, free_port
+
+HOST = "127.0.0.1"
+NEWEST_UVLOOP = (0, 21)
+"""The server reaches into uvloop's insides, and ends itself with a newer one."""
+VERBS = Path(__file__).with_name("infinistore_verbs.c")
+
+_LAUNCH = """
+import sys
+from infinistore import server
+
+server.prevent_oom = lambda: None  # It would take the privilege to do so.
+sys.argv[1:] = {arguments!r}
+server.main()
+"""
+
+
+class InfiniStoreServer(Server):
+    """One InfiniStore with a gigabyte of memory, and a device that its library is made to believe in."""
+
+    type: ClassVar[str] = "infinistore"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.port = free_port()
+        self._manage_port = free_port()
+        self._verbs = folder / "verbs.so"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """See :meth:`Server.missing`."""
+        if util.find_spec("infinistore") is None or util.find_spec("uvloop") is None:
+            return "there is no infinistore: pip install infinistore==0.2.35 uvloop==0.21.0"
+        version = tuple(map(int, metadata.version("uvloop").split(".")[:2]))
+        if version > NEWEST_UVLOOP:
+            return f"InfiniStore's server ends itself with uvloop {version}: pip install uvloop==0.21.0"
+        if shutil.which("cc") is None:
+            return "there is no C compiler: apt-get install gcc libc6-dev"
+        try:
+            ctypes.CDLL("libibverbs.so.1")
+        except OSError:
+            return "there is no libibverbs: apt-get install libibverbs1"
+        return None
+
+    def tier(self) -> dict[str, Any]:
+        """See :meth:`Server.tier`."""
+        return {"type": self.type, "url": f"infinistore://{HOST}:{self.port}", "connection": "tcp"}
+
+    def corrupt(self, key: ChunkKey, prefix: str = "kvtier:") -> bool:
+        """See :meth:`Server.corrupt`."""
+        base = f"{prefix}{key.hex()}".encode()
+        connection = self._connect()
+        try:
+            pointer = read_pointer(connection, base)
+            if pointer is None:
+                return False
+            value = bytearray(pointer.length)
+            connection.get(pointer.name(base), memoryview(value))
+            value[len(value) // 2] ^= 1
+            replaced = Pointer(pointer.nonce[::-1], pointer.length)
+            connection.put(replaced.name(base), memoryview(value))
+            connection.put(base, replaced.pack())
+        finally:
+            connection.close()
+        return True
+
+    def _launch(self) -> None:
+        if not self._verbs.exists():
+            command = ["cc", "-shared", "-fPIC", "-w", "-o", str(self._verbs), str(VERBS)]
+            subprocess.run(command, check=True, capture_output=True)
+        arguments = [
+            *("--service-port", str(self.port), "--manage-port", str(self._manage_port)),
+            *("--prealloc-size", "1", "--minimal-allocate-size", "16"),
+            *("--dev-name", "mlx5_0", "--link-type", "IB", "--log-level", "warning"),
+        ]
+        launch = _LAUNCH.format(arguments=arguments)
+        self._spawn([sys.executable, "-c", launch], {"LD_PRELOAD": str(self._verbs)})
+
+    def _answers(self) -> bool:
+        try:
+            connection = self._connect()
+        except OSError:
+            return False
+        connection.close()
+        return True
+
+    def _connect(self) -> InfiniStoreConnection:
+        connection = InfiniStoreConnection(socket.AF_INET)
+        connection.deadline = Deadline(PATIENCE_SECONDS)
+        try:
+            connection.connect((HOST, self.port))
+            connection.exist([b"anything"])
+        except OSError:
+            connection.close()
+            raise
+        return connection
