@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kvtier.backends.redis_topology import SLOTS
+from kvtier.backends.redis.topology import SLOTS
 from kvtier.testing.servers.base import PATIENCE_SECONDS, free_port
 from kvtier.testing.servers.redis import HOST, RedisServer
 

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from kvtier.arena import Arena
 from kvtier.backends.base import Outcome
 from kvtier.backends.mooncake import MooncakeBackend, MooncakeSettings
-from kvtier.backends.mooncake_client import address_of
+from kvtier.backends.mooncake.client import address_of
 from kvtier.errors import TierError
 from kvtier.testing.backend import blank, is_stained, make_key, noise, same, stain
 from kvtier.testing.servers.base import free_port

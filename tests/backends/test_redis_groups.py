@@ -9,8 +9,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier.backends.redis_topology import slot_of
-from kvtier.backends.redis_url import Endpoint
+from kvtier.backends.redis.topology import slot_of
+from kvtier.backends.redis.url import Endpoint
 from kvtier.errors import TierError
 from kvtier.testing.backend import make_key, noise, same
 from kvtier.testing.servers.redis import HOST, RedisServer

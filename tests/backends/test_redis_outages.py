@@ -11,9 +11,10 @@ import anyio
 import pytest
 
 from kvtier.backends.base import Outcome
-from kvtier.backends.redis_errors import refusal_in_words
-from kvtier.backends.redis_url import Endpoint
-from kvtier.backends.resp import DRAIN_BYTES, ErrorReply, encode
+from kvtier.backends.redis import resp
+from kvtier.backends.redis.errors import refusal_in_words
+from kvtier.backends.redis.resp import DRAIN_BYTES, ErrorReply, encode
+from kvtier.backends.redis.url import Endpoint
 from kvtier.errors import TierError
 from kvtier.testing.backend import is_stained, make_key, stain
 from kvtier.testing.servers.redis import RedisServer
@@ -272,7 +273,7 @@ async def test_more_clients_than_it_admits(start: Start, caplog: pytest.LogCaptu
     server = start(options=["--maxclients", "1"])
     with server.connection() as connection:
         connection.send([encode(b"PING")])
-        assert connection.reply() == b"PONG"
+        assert resp.reply(connection) == b"PONG"
         async with opened(server) as backend:
             assert list(await backend.put(values(100, KEYS[:1]))) == [FAILED]
     (warning,) = warnings(caplog)

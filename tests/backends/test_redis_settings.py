@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvtier.backends.redis_settings import RedisSettings
-from kvtier.backends.redis_url import Endpoint, PoolURL, parse_url, take_credentials
+from kvtier.backends.redis.settings import RedisSettings
+from kvtier.backends.redis.url import Endpoint, PoolURL, parse_url, take_credentials
 
 SECRET = "hunter2"
 

@@ -12,16 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.backends.resp import (
-    BUFFER_BYTES,
-    BUFFERS_A_CALL,
-    DRAIN_BYTES,
-    Connection,
-    Deadline,
-    ErrorReply,
-    ProtocolViolation,
-    encode,
-)
+from kvtier.backends.redis import resp
+from kvtier.backends.redis.resp import DRAIN_BYTES, ErrorReply, encode
+from kvtier.backends.wire import BUFFER_BYTES, BUFFERS_A_CALL, Connection, Deadline, ProtocolViolation
 from kvtier.testing.backend import noise
 
 SECONDS = 100.0
@@ -84,11 +77,11 @@ def test_replies_in_any_pieces(told: list[tuple[str, int]], cuts: list[int]) -> 
         for kind, number in told:
             if kind in ("nothing", "value", "other"):
                 view = memoryview(bytearray(number + (kind == "other")))
-                assert connection.value_into(view) is (kind == "value")
+                assert resp.value_into(connection, view) is (kind == "value")
                 assert kind != "value" or bytes(view) == noise(b"%d" % number, number)
             else:
                 expected = {"status": b"OK", "number": number, "refusal": ErrorReply("OOM", "OOM no room")}
-                assert connection.reply() == expected[kind]
+                assert resp.reply(connection) == expected[kind]
         sending.result()
         assert connection.is_idle()
         assert connection.in_step
@@ -126,7 +119,7 @@ def test_garbage_for_a_value(garbage: bytes) -> None:
     with connected() as (connection, peer):
         peer.sendall(garbage)
         with pytest.raises(ProtocolViolation):
-            connection.value_into(memoryview(bytearray(4)))
+            resp.value_into(connection, memoryview(bytearray(4)))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +129,7 @@ def test_garbage_for_a_number(garbage: bytes) -> None:
     with connected() as (connection, peer):
         peer.sendall(garbage)
         with pytest.raises(ProtocolViolation):
-            connection.reply()
+            resp.reply(connection)
 
 
 @pytest.mark.parametrize("part", [b"", b"$", b"$4\r\n", b"$4\r\nab", b"$4\r\nabcd", b"$4\r\nabcd\r"])
@@ -145,22 +138,22 @@ def test_cut_in_the_middle_of_a_reply(part: bytes) -> None:
         peer.sendall(part)
         peer.close()
         with pytest.raises(ConnectionResetError):
-            connection.value_into(memoryview(bytearray(4)))
+            resp.value_into(connection, memoryview(bytearray(4)))
 
 
 def test_an_absurd_length_is_neither_read_nor_allocated() -> None:
     with connected() as (connection, peer):
         peer.sendall(b"$9000000000000000000\r\n")
-        assert connection.value_into(memoryview(bytearray(4))) is False
+        assert resp.value_into(connection, memoryview(bytearray(4))) is False
         assert not connection.in_step
 
 
 def test_a_long_value_of_another_length_is_drained_up_to_a_limit() -> None:
     with connected() as (connection, peer), ThreadPoolExecutor(1) as threads:
         sending = threads.submit(peer.sendall, b"$%d\r\n%b\r\n+OK\r\n" % (DRAIN_BYTES, bytes(DRAIN_BYTES)))
-        assert connection.value_into(memoryview(bytearray(4))) is False
+        assert resp.value_into(connection, memoryview(bytearray(4))) is False
         assert connection.in_step
-        assert connection.reply() == b"OK"
+        assert resp.reply(connection) == b"OK"
         sending.result()
 
 
@@ -168,7 +161,7 @@ def test_what_nobody_asked_for_is_seen() -> None:
     with connected() as (connection, peer):
         assert connection.is_idle()
         peer.sendall(b"+OK\r\n:1\r\n")
-        assert connection.reply() == b"OK"
+        assert resp.reply(connection) == b"OK"
         assert not connection.is_idle()
     with connected() as (connection, peer):
         peer.close()
@@ -177,7 +170,7 @@ def test_what_nobody_asked_for_is_seen() -> None:
 
 def test_a_server_that_says_nothing_or_takes_nothing() -> None:
     with connected(Deadline(0.05)) as (connection, _), pytest.raises(TimeoutError):
-        connection.reply()
+        resp.reply(connection)
     with connected(Deadline(0.05)) as (connection, _), pytest.raises(TimeoutError):
         connection.send([memoryview(bytes(64 << 20))])
 
@@ -194,7 +187,7 @@ def test_a_server_that_gives_a_little_at_a_time() -> None:
         peer.sendall(b"$%d\r\n" % length)
         trickling = threads.submit(trickle)
         with pytest.raises(TimeoutError):
-            connection.value_into(memoryview(bytearray(length)))
+            resp.value_into(connection, memoryview(bytearray(length)))
         trickling.result()
 
 
@@ -202,7 +195,7 @@ def test_cut_short_from_another_thread() -> None:
     deadline = Deadline(1000 * SECONDS)
     with connected(deadline) as (connection, peer), ThreadPoolExecutor(1) as threads:
         peer.sendall(b"$4\r\nab")
-        waiting = threads.submit(connection.value_into, memoryview(bytearray(4)))
+        waiting = threads.submit(resp.value_into, connection, memoryview(bytearray(4)))
         deadline.cut_short()
         assert isinstance(waiting.exception(), OSError)
         with pytest.raises(TimeoutError):

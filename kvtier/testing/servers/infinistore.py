@@ -11,9 +11,9 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvtier.backends.infinistore import Pointer, read_pointer
-from kvtier.backends.infinistore_wire import InfiniStoreConnection
-from kvtier.backends.resp import Deadline
+from kvtier.backends.infinistore.backend import Pointer, read_pointer
+from kvtier.backends.infinistore.protocol import InfiniStoreConnection
+from kvtier.backends.wire import Deadline
 from kvtier.keys import ChunkKey
 from kvtier.testing.servers.base import PATIENCE_SECONDS, Server, free_port
 

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from kvtier.backends.redis_commands import log_in
-from kvtier.backends.resp import Connection, Deadline, ErrorReply, TLSConnection, encode
+from kvtier.backends.redis import resp
+from kvtier.backends.redis.commands import log_in
+from kvtier.backends.redis.resp import ErrorReply, encode
+from kvtier.backends.wire import Connection, Deadline, TLSConnection
 from kvtier.keys import ChunkKey
 from kvtier.testing.servers.base import PATIENCE_SECONDS, Server, free_port
 
@@ -84,7 +86,7 @@ class RedisServer(Server):
         """The answer to one command, a status or a number. Raises ``OSError``, also for a refusal."""
         with self.connection() as connection:
             connection.send([encode(*(word.encode() if isinstance(word, str) else word for word in words))])
-            reply = connection.reply()
+            reply = resp.reply(connection)
         if isinstance(reply, ErrorReply):
             raise ConnectionError(reply.message)
         return reply
@@ -109,7 +111,7 @@ class RedisServer(Server):
         byte = bytearray(1)
         with self.connection() as connection:
             connection.send([encode(b"GETRANGE", name, b"%d" % middle, b"%d" % middle)])
-            connection.value_into(memoryview(byte))
+            resp.value_into(connection, memoryview(byte))
         self.tell("SETRANGE", name, str(middle), bytes([byte[0] ^ 0x10]))
         return True
 

@@ -10,10 +10,11 @@ from typing import Generic, TypeVar
 
 import anyio
 
+from kvtier.backends.lanes import Lane
 from kvtier.backends.logs import RareWarning
-from kvtier.backends.redis_commands import ask_again
-from kvtier.backends.redis_control import ControlFailed
-from kvtier.backends.redis_errors import (
+from kvtier.backends.redis.commands import ask_again
+from kvtier.backends.redis.control import ControlFailed
+from kvtier.backends.redis.errors import (
     OTHER_NODE_CODES,
     Target,
     control_failure_in_words,
@@ -21,10 +22,11 @@ from kvtier.backends.redis_errors import (
     redirection_of,
     refusal_in_words,
 )
-from kvtier.backends.redis_nodes import Lane, Node, Nodes
-from kvtier.backends.redis_topology import Placement, Topology, slot_of
-from kvtier.backends.resp import Connection, Deadline, ErrorReply
+from kvtier.backends.redis.nodes import Node, Nodes
+from kvtier.backends.redis.resp import ErrorReply
+from kvtier.backends.redis.topology import Placement, Topology, slot_of
 from kvtier.backends.threads import spread
+from kvtier.backends.wire import Connection, Deadline
 
 logger = logging.getLogger("kvtier")
 
@@ -40,7 +42,7 @@ class Operation(Generic[ItemT, AnswerT]):
     """One of the things that are asked of a pool."""
 
     carry_out: Callable[[Connection, Sequence[ItemT]], Iterator[AnswerT | ErrorReply]]
-    """One of :class:`~kvtier.backends.redis_commands.Commands`."""
+    """One of :class:`~kvtier.backends.redis.commands.Commands`."""
     name_of: Callable[[ItemT], bytes]
     """What the item's chunk is called on the server."""
     size_of: Callable[[ItemT], int]

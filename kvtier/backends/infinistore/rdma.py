@@ -14,7 +14,7 @@ from anyio import CancelScope, to_thread
 
 from kvtier.arena import Arena, address_of
 from kvtier.backends.base import Outcome
-from kvtier.backends.infinistore_settings import InfiniStoreSettings
+from kvtier.backends.infinistore.settings import InfiniStoreSettings
 from kvtier.errors import TierError
 
 NamedView = tuple[str, memoryview]

@@ -1,37 +1,20 @@
-"""The servers of a pool: for each its connections, and the threads that they are used in."""
+"""Connections to one server: found, opened when they are needed, used by one thread at a time, used again."""
 
 from __future__ import annotations
 
 import socket
-import ssl
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from anyio import CapacityLimiter, fail_after, getaddrinfo
 
-from kvtier.backends.redis_commands import log_in
-from kvtier.backends.redis_url import Endpoint
-from kvtier.backends.resp import Connection, Deadline, TLSConnection
 from kvtier.backends.threads import limited_hop
+from kvtier.backends.wire import Connection, Deadline
 
 ConnectionT = TypeVar("ConnectionT", bound=Connection)
-
-
-class Access(NamedTuple):
-    """How every server of a pool is entered."""
-
-    tls: ssl.SSLContext | None
-    user: str | None
-    password: str | None
-    database: int
-    connections: int
-    """How many of them carry chunks at once."""
-
-    def __repr__(self) -> str:
-        return "Access(...)"
 
 
 class Address(NamedTuple):
@@ -95,40 +78,45 @@ class Lane(Generic[ConnectionT]):
         connection.close()
 
 
-class Node:
-    """One server: a lane for chunks, and one for look-ups, which so never wait for a chunk."""
+class Dialer(Generic[ConnectionT]):
+    """Knows how to reach one server. ``port`` is ``None`` where ``host`` is the path of a Unix socket.
 
-    def __init__(self, endpoint: Endpoint, access: Access) -> None:
-        self.endpoint = endpoint
-        self.chunks = Lane(access.connections, self._connect)
-        self.questions = Lane(1, self._connect)
-        self._access = access
+    ``make`` makes a connection of an address family, and ``greet`` makes it ready for use: both in the
+    thread that needs it. What ``greet`` raises is raised by :meth:`connect`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int | None,
+        make: Callable[[int], ConnectionT],
+        greet: Callable[[ConnectionT], None] = lambda _: None,
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._make = make
+        self._greet = greet
         self._addresses: tuple[Address, ...] = ()
 
     async def find(self, deadline: Deadline) -> None:
-        """Look the host's name up, unless that is done. Before any lane is used. Raises ``OSError``.
+        """Look the host's name up, unless that is done. Before any connection. Raises ``OSError``.
 
         Not in the thread that connects: what looks names up cannot be told how long it may take.
         """
         if self._addresses:
             return
-        host, port = self.endpoint
-        if port is None:
-            self._addresses = (Address(socket.AF_UNIX, host),)
+        if self._port is None:
+            self._addresses = (Address(socket.AF_UNIX, self._host),)
             return
         try:
             with fail_after(deadline.remaining()):
-                found = await getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                found = await getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except UnicodeError as error:
             raise OSError("its name cannot be that of a host") from error
         self._addresses = tuple(Address(family, address) for family, _, _, _, address in found)
 
-    def close(self) -> None:
-        """Close every connection."""
-        self.chunks.close()
-        self.questions.close()
-
-    def _connect(self, deadline: Deadline) -> Connection:
+    def connect(self, deadline: Deadline) -> ConnectionT:
+        """A connection that is ready for use. Blocks. Raises ``OSError``."""
         failure = OSError("it has no address")
         for address in self._addresses:
             try:
@@ -139,41 +127,13 @@ class Node:
         self._addresses = ()
         raise failure
 
-    def _connect_to(self, address: Address, deadline: Deadline) -> Connection:
-        access = self._access
-        connection = (
-            Connection(address.family)
-            if access.tls is None
-            else TLSConnection(address.family, access.tls, self.endpoint.host)
-        )
+    def _connect_to(self, address: Address, deadline: Deadline) -> ConnectionT:
+        connection = self._make(address.family)
         try:
             with deadline.bounds(connection):
                 connection.connect(address.address)
-                log_in(connection, access.user, access.password, access.database)
+                self._greet(connection)
         except BaseException:
             connection.close()
             raise
         return connection
-
-
-class Nodes:
-    """The servers of a pool that are known by now."""
-
-    def __init__(self, access: Access) -> None:
-        self._access = access
-        self._nodes: dict[Endpoint, Node] = {}
-
-    def at(self, endpoint: Endpoint) -> Node:
-        """The server at ``endpoint``, known from now on."""
-        if endpoint not in self._nodes:
-            self._nodes[endpoint] = Node(endpoint, self._access)
-        return self._nodes[endpoint]
-
-    def keep(self, endpoints: Iterable[Endpoint]) -> None:
-        """Forget every other server."""
-        for endpoint in self._nodes.keys() - set(endpoints):
-            self._nodes.pop(endpoint).close()
-
-    def close(self) -> None:
-        """Forget them all."""
-        self.keep(())

@@ -2,7 +2,7 @@
 
 Each of :class:`Commands` sends a run of commands at once over a connection and yields one answer for each
 of them as it comes, ``ErrorReply`` where the server refused that one. It stops early where the connection
-is not :attr:`~kvtier.backends.resp.Connection.in_step` any longer, and raises what the connection raises.
+is not :attr:`~kvtier.backends.wire.Connection.in_step` any longer, and raises what the connection raises.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from kvtier.backends.base import GetItem, Outcome, PutItem
-from kvtier.backends.resp import Buffer, Connection, ErrorReply, ProtocolViolation, encode
+from kvtier.backends.redis import resp
+from kvtier.backends.redis.resp import ErrorReply, encode
+from kvtier.backends.wire import Buffer, Connection, ProtocolViolation
 from kvtier.keys import KEY_BYTES, ChunkKey
 
 
@@ -37,21 +39,21 @@ class Commands:
         """Whether each key is held."""
         _send(connection, [_run(self._exists, keys)])
         for _ in keys:
-            reply = connection.reply()
+            reply = resp.reply(connection)
             yield reply if isinstance(reply, ErrorReply) else bool(_count(reply))
 
     def delete(self, connection: Connection, keys: Sequence[ChunkKey]) -> Iterator[bool | ErrorReply]:
         """Remove each key; true where the server did, or did not have it."""
         _send(connection, [_run(self._unlink, keys)])
         for _ in keys:
-            reply = connection.reply()
+            reply = resp.reply(connection)
             yield reply if isinstance(reply, ErrorReply) else _count(reply) >= 0
 
     def get(self, connection: Connection, items: Sequence[GetItem]) -> Iterator[Outcome | ErrorReply]:
         """Fill each view with the value of its key."""
         _send(connection, [_run(self._get, [key for key, _ in items])])
         for _, view in items:
-            filled = connection.value_into(view)
+            filled = resp.value_into(connection, view)
             if isinstance(filled, ErrorReply):
                 yield filled
             else:
@@ -67,7 +69,7 @@ class Commands:
             buffers += (head, view, self._set_end)
         _send(connection, buffers)
         for _ in items:
-            reply = connection.reply()
+            reply = resp.reply(connection)
             if isinstance(reply, ErrorReply):
                 yield reply
             elif reply == b"OK":
@@ -105,7 +107,7 @@ class Refused(ConnectionError):
 
 def _expect_ok(connection: Connection, command: bytes) -> None:
     _send(connection, [command])
-    reply = connection.reply()
+    reply = resp.reply(connection)
     if isinstance(reply, ErrorReply):
         raise Refused(reply)
     if reply != b"OK":
@@ -119,7 +121,7 @@ def _send(connection: Connection, buffers: Sequence[Buffer]) -> None:
         # A server may hang up in the middle of a value that it does not admit, and have said why.
         reply: bytes | int | ErrorReply = b""
         with suppress(OSError):
-            reply = connection.reply()
+            reply = resp.reply(connection)
         if isinstance(reply, ErrorReply):
             raise Refused(reply) from None
         raise

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from kvtier.backends.redis_url import PoolURL, parse_url, take_credentials
+from kvtier.backends.redis.url import PoolURL, parse_url, take_credentials
 from kvtier.settings import TierSettings
 from kvtier.settings_secret import Secret
 from kvtier.units import Duration

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from anyio import Lock
 
-from kvtier.backends.redis_control import SLOTS, Control, ControlFailed
-from kvtier.backends.redis_url import Endpoint, PoolURL
-from kvtier.backends.resp import Deadline
+from kvtier.backends.redis.control import SLOTS, Control, ControlFailed
+from kvtier.backends.redis.url import Endpoint, PoolURL
+from kvtier.backends.wire import Deadline
 
 
 class Placement(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,18 +23,16 @@ from kvtier.backends.base import (
     SupportsPrefix,
     SupportsRegistration,
 )
-from kvtier.backends.infinistore_rdma import InfiniStoreRDMA
-from kvtier.backends.infinistore_settings import InfiniStoreSettings
-from kvtier.backends.infinistore_wire import LONGEST_VALUE, InfiniStoreConnection
+from kvtier.backends.infinistore.protocol import LONGEST_VALUE, InfiniStoreConnection
+from kvtier.backends.infinistore.rdma import InfiniStoreRDMA
+from kvtier.backends.infinistore.settings import InfiniStoreSettings
+from kvtier.backends.lanes import Dialer, Lane
 from kvtier.backends.logs import RareWarning
-from kvtier.backends.redis_nodes import Lane
-from kvtier.backends.resp import Deadline
 from kvtier.backends.threads import spread
+from kvtier.backends.wire import Deadline
 from kvtier.errors import TierError
 from kvtier.keys import ChunkKey
 from kvtier.settings import TierSettings
-
-__all__ = ["InfiniStoreBackend", "InfiniStoreSettings"]
 
 logger = logging.getLogger("kvtier")
 
@@ -83,10 +80,10 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
 
     def __init__(self, settings: InfiniStoreSettings) -> None:
         self._settings = settings
-        self._chunks = Lane(settings.connections, self._connect)
-        self._questions = Lane(1, self._connect)
+        self._dialer = Dialer(settings.host, settings.port, InfiniStoreConnection)
+        self._chunks = Lane(settings.connections, self._dialer.connect)
+        self._questions = Lane(1, self._dialer.connect)
         self._rdma = InfiniStoreRDMA(settings) if settings.connection == "rdma" else None
-        self._addresses: list[tuple[int, object]] = []
         self._orphans: deque[bytes] = deque(maxlen=MOST_ORPHANS)
         """Values that were given up while they were written: the server never evicts these by itself."""
         self._warn = RareWarning(logger)
@@ -171,7 +168,7 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
     ) -> Sequence[Outcome]:
         deadline = Deadline(self._settings.deadline)
         try:
-            await self._find(deadline)
+            await self._dialer.find(deadline)
         except OSError as error:
             return [self._failed(error)] * len(items)
         return await spread(
@@ -294,7 +291,7 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
         if not questions:
             return []
         deadline = Deadline(self._settings.deadline)
-        await self._find(deadline)
+        await self._dialer.find(deadline)
 
         def ask_all(all_questions: Sequence[ItemT]) -> list[AnswerT]:
             with self._questions.borrow(deadline) as connection:
@@ -302,29 +299,6 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
 
         (answers,) = await spread(ask_all, [questions], parts=1, hop=self._questions.hop)
         return answers
-
-    async def _find(self, deadline: Deadline) -> None:
-        """Look the host's name up, unless that is done: a thread could not be told how long it may take."""
-        if self._addresses:
-            return
-        with anyio.fail_after(deadline.remaining()):
-            found = await anyio.getaddrinfo(self._settings.host, self._settings.port, type=socket.SOCK_STREAM)
-        self._addresses = [(family, address) for family, _, _, _, address in found]
-
-    def _connect(self, deadline: Deadline) -> InfiniStoreConnection:
-        failure = OSError("it has no address")
-        for family, address in self._addresses:
-            connection = InfiniStoreConnection(family)
-            try:
-                with deadline.bounds(connection):
-                    connection.connect(address)
-            except OSError as error:
-                connection.close()
-                failure = error
-            else:
-                return connection
-        self._addresses = []  # The name may mean another machine by now.
-        raise failure
 
     def _name(self, key: ChunkKey) -> bytes:
         return (self._settings.prefix + key.hex()).encode()

@@ -14,7 +14,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from kvtier.backends.resp import Connection
+from kvtier.backends.wire import Connection
 
 FINISHED, NOT_FOUND, OUT_OF_MEMORY = 200, 404, 507
 LONGEST_VALUE = (1 << 31) - 1
@@ -94,12 +94,12 @@ class InfiniStoreConnection(Connection):
             raise Refused(status)
         length = self._number(_LENGTH)
         if length == len(view):
-            self._take(view)
+            self.take(view)
             return True
         if length > DRAIN_BYTES:
             self.in_step = False
         else:
-            self._take(memoryview(bytearray(length)))
+            self.take(memoryview(bytearray(length)))
         return False
 
     def _exists(self, name: bytes) -> bool:
@@ -122,7 +122,7 @@ class InfiniStoreConnection(Connection):
         # take 40 ms for that. The option holds for a while only: tcp(7).
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         answer = memoryview(bytearray(form.size))
-        self._take(answer)
+        self.take(answer)
         number: int = form.unpack(answer)[0]
         return number
 

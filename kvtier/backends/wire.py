@@ -1,12 +1,11 @@
-"""One blocking connection that speaks RESP2, made for values of many megabytes.
+"""One blocking connection to a server, made for values of many megabytes.
 
-A value goes between the socket and the caller's memory without a copy: out with one ``sendmsg`` of command
-head, memory and tail, in with ``recv_into`` the memory, but for what the buffer of 4 KiB had already taken
-in with the head of the reply. Used from worker threads, each connection by one of them at a time. Nothing
-from the wire is trusted for a length. After any exception a connection is out of step with its server and
-good for nothing but :meth:`Connection.close`.
+A value goes between the socket and the caller's memory without a copy: out with one ``sendmsg`` of all that
+is to be sent, in with ``recv_into`` the memory, but for what a buffer of 4 KiB had already taken in with
+the line before it. Used from worker threads, each connection by one of them at a time. After any exception
+a connection is out of step with its server and good for nothing but :meth:`Connection.close`.
 
-RESP: https://redis.io/docs/latest/develop/reference/protocol-spec/. Time-outs: socket(7), SO_RCVTIMEO.
+Time-outs: socket(7), SO_RCVTIMEO.
 """
 
 from __future__ import annotations
@@ -19,35 +18,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 Buffer: TypeAlias = bytes | memoryview
 
 BUFFER_BYTES = 4096
-"""The longest line of a reply that is accepted, and the most of a value that is copied."""
-DRAIN_BYTES = 1 << 20
-"""A value of an unexpected length is read and dropped up to here; beyond, a new connection is cheaper."""
+"""The longest line that is accepted, and the most of a value that is copied."""
 BUFFERS_A_CALL = 1024
 """IOV_MAX of Linux."""
-LENGTH_DIGITS = 19
 
-_USUAL_REPLIES: dict[bytes, bytes | int] = {b"+OK": b"OK", b":0": 0, b":1": 1}
-"""Thousands of these are read for a long prompt."""
 _CRLF = b"\r\n"
 _TIMEVAL = struct.Struct("@ll")
 _SHORTEST_WAIT = 0.001
 """A time-out of zero would mean none."""
 
 
-class ErrorReply(NamedTuple):
-    """The server's refusal of one command: ``-CODE message``."""
-
-    code: str
-    message: str
-
-
 class ProtocolViolation(ConnectionError):
-    """What came over the connection is no RESP2, or no answer to what was asked."""
+    """What came over the connection is not the protocol, or no answer to what was asked."""
 
 
 class Deadline:
@@ -120,11 +107,16 @@ class Connection:
             # Not the method of an SSLSocket, which would go on in the clear.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
+    @property
+    def buffered(self) -> bool:
+        """Whether something has come that was not yet taken."""
+        return self._start < self._stop
+
     def is_idle(self) -> bool:
         """Whether nothing has come that nobody asked for, such as the news that the server closed it."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        return self._start == self._stop and not poll.poll(0)
+        return not self.buffered and not poll.poll(0)
 
     def send(self, buffers: Sequence[Buffer]) -> None:
         """Send the buffers one after the other, none of them copied."""
@@ -138,52 +130,16 @@ class Connection:
             if sent:
                 rest[at] = memoryview(rest[at])[sent:]
 
-    def reply(self) -> bytes | int | ErrorReply:
-        """The next reply, which must be a status, a number or an error."""
-        line = self._line()
-        usual = _USUAL_REPLIES.get(line)
-        if usual is not None:
-            return usual
-        if line.startswith(b"+"):
-            return line[1:]
-        if line.startswith(b":"):
-            return _number(line[1:])
-        return _refusal(line)
-
-    def value_into(self, view: memoryview) -> bool | ErrorReply:
-        """Fill ``view`` with the next reply. ``False``: there is no value, or one of another length.
-
-        A long one of another length is left unread, and :attr:`in_step` is then false.
-        """
-        if self._start == self._stop and len(view) > BUFFER_BYTES:
-            # No byte of the value, if it is the one, so that the rest lands where memory is aligned.
-            self._fill(len(b"$%d\r\n" % len(view)))
-        line = self._line()
-        if not line.startswith(b"$"):
-            return _refusal(line)
-        if line == b"$-1":
-            return False
-        length = _number(line[1:])
-        fits = length == len(view)
-        if fits:
-            self._take(view)
-        elif length > DRAIN_BYTES:
-            self.in_step = False
-            return False
-        else:
-            self._take(memoryview(bytearray(length)))
-        self._end()
-        return fits
-
-    def _line(self) -> bytes:
+    def line(self) -> bytes:
+        """What comes before the next end of line, without it."""
         while (end := self._buffer.find(_CRLF, self._start, self._stop)) < 0:
-            self._fill()
+            self.fill()
         line = bytes(self._buffer_view[self._start : end])
         self._start = end + len(_CRLF)
         return line
 
-    def _fill(self, most: int = BUFFER_BYTES) -> None:
-        """Read what there is into the free end of the buffer, at least one byte."""
+    def fill(self, most: int = BUFFER_BYTES) -> None:
+        """Read what there is into the free end of the buffer: at least one byte, and ``most`` at most."""
         if self._start:
             held = self._buffer_view[self._start : self._stop]
             self._buffer_view[: len(held)] = held
@@ -192,20 +148,13 @@ class Connection:
             raise ProtocolViolation("a line of a reply has no end")
         self._stop += self._receive_some(self._buffer_view[self._stop : self._stop + most], 0)
 
-    def _take(self, view: memoryview) -> None:
-        """Fill ``view`` from the buffer first, then from the socket."""
+    def take(self, view: memoryview) -> None:
+        """Fill ``view``, from the buffer first, then straight from the socket."""
         held = min(self._stop - self._start, len(view))
         view[:held] = self._buffer_view[self._start : self._start + held]
         self._start += held
         while held < len(view):
             held += self._receive_some(view[held:], socket.MSG_WAITALL)
-
-    def _end(self) -> None:
-        while self._stop - self._start < len(_CRLF):
-            self._fill()
-        if not self._buffer.startswith(_CRLF, self._start):
-            raise ProtocolViolation("a value does not end where it should")
-        self._start += len(_CRLF)
 
     def _set_up(self) -> None:
         # Blocking, so that MSG_WAITALL waits for all; how long is said by SO_RCVTIMEO.
@@ -255,25 +204,7 @@ class TLSConnection(Connection):
         return _unless_closed(self._socket.recv_into(view))
 
 
-def encode(*words: bytes) -> bytes:
-    """A command as it travels."""
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
-
-
 def _unless_closed(received: int) -> int:
     if not received:
         raise ConnectionResetError("the server closed the connection")
     return received
-
-
-def _number(digits: bytes) -> int:
-    if not digits.isdigit() or len(digits) > LENGTH_DIGITS:
-        raise ProtocolViolation("a number in a reply is none")
-    return int(digits)
-
-
-def _refusal(line: bytes) -> ErrorReply:
-    if not line.startswith(b"-"):
-        raise ProtocolViolation("the answer is no RESP2")
-    text = line[1:].decode(errors="replace")
-    return ErrorReply(text.partition(" ")[0], text)

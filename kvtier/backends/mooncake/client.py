@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from kvtier.arena import address_of
-from kvtier.backends.mooncake_library import Code, limit_waits, load_library
-from kvtier.backends.mooncake_settings import MooncakeSettings
+from kvtier.backends.mooncake.library import Code, limit_waits, load_library
+from kvtier.backends.mooncake.settings import MooncakeSettings
 
 logger = logging.getLogger("kvtier")
 

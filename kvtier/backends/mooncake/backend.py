@@ -13,15 +13,13 @@ import anyio
 from kvtier.arena import Arena, address_of
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsCheck, SupportsRegistration
 from kvtier.backends.logs import RareWarning
-from kvtier.backends.mooncake_client import MooncakeClient
-from kvtier.backends.mooncake_library import Code
-from kvtier.backends.mooncake_settings import MooncakeSettings
-from kvtier.backends.mooncake_waits import KeyLocks, Threads
+from kvtier.backends.mooncake.client import MooncakeClient
+from kvtier.backends.mooncake.library import Code
+from kvtier.backends.mooncake.settings import MooncakeSettings
+from kvtier.backends.mooncake.waits import KeyLocks, Threads
 from kvtier.errors import TierError
 from kvtier.keys import ChunkKey
 from kvtier.settings import TierSettings
-
-__all__ = ["MooncakeBackend", "MooncakeSettings"]
 
 logger = logging.getLogger("kvtier")
 

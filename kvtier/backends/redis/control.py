@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from anyio import fail_after, move_on_after
 from pydantic import SecretStr
 
-from kvtier.backends.redis_settings import RedisSettings
-from kvtier.backends.redis_url import Endpoint
+from kvtier.backends.redis.settings import RedisSettings
+from kvtier.backends.redis.url import Endpoint
 
 SLOTS = 16384
 """Hash slots of a cluster."""

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtier.backends.base import Outcome
-from kvtier.backends.redis_commands import Refused
-from kvtier.backends.redis_control import ControlFailed
-from kvtier.backends.redis_url import Endpoint
-from kvtier.backends.resp import ErrorReply
+from kvtier.backends.redis.commands import Refused
+from kvtier.backends.redis.control import ControlFailed
+from kvtier.backends.redis.resp import ErrorReply
+from kvtier.backends.redis.url import Endpoint
 
 OTHER_NODE_CODES = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "READONLY", "TRYAGAIN"})
 """Another server may do what this one does not: look again which is which."""

@@ -9,27 +9,25 @@ from typing import ClassVar
 from anyio import to_thread
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsCheck, SupportsTTL
-from kvtier.backends.redis_batch import Batch, Operation, Pool
-from kvtier.backends.redis_check import check
-from kvtier.backends.redis_commands import Commands
-from kvtier.backends.redis_control import ClientLibrary, Control
-from kvtier.backends.redis_errors import outcome_of
-from kvtier.backends.redis_nodes import Access, Nodes
-from kvtier.backends.redis_settings import RedisSettings
-from kvtier.backends.redis_topology import topology_of
+from kvtier.backends.redis.batch import Batch, Operation, Pool
+from kvtier.backends.redis.check import check
+from kvtier.backends.redis.commands import Commands
+from kvtier.backends.redis.control import ClientLibrary, Control
+from kvtier.backends.redis.errors import outcome_of
+from kvtier.backends.redis.nodes import Access, Nodes
+from kvtier.backends.redis.settings import RedisSettings
+from kvtier.backends.redis.topology import topology_of
 from kvtier.errors import TierError
 from kvtier.keys import ChunkKey
 from kvtier.settings import TierSettings
-
-__all__ = ["RedisBackend", "RedisSettings"]
 
 
 class RedisBackend(Backend, SupportsTTL, SupportsCheck):
     """Chunks as values of a Redis pool, named by ``prefix`` and the key in hexadecimal.
 
     Bytes move in worker threads between socket and caller's memory, over at most ``connections`` to each
-    server (:mod:`kvtier.backends.resp`); what the pool is made of is asked through its client library
-    (:mod:`kvtier.backends.redis_control`). Connects when first asked, and again whenever a connection is
+    server (:mod:`kvtier.backends.redis.resp`); what the pool is made of is asked through its client library
+    (:mod:`kvtier.backends.redis.control`). Connects when first asked, and again whenever a connection is
     lost. A batch lasts ``deadline`` at most, whatever the servers do. A server that is full and evicts
     nothing is ``FULL``.
     """

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtier.backends.redis_control import Control, ControlFailed
-from kvtier.backends.redis_errors import control_failure_in_words, refusal_in_words
-from kvtier.backends.redis_topology import Topology
-from kvtier.backends.resp import Deadline, ErrorReply
+from kvtier.backends.redis.control import Control, ControlFailed
+from kvtier.backends.redis.errors import control_failure_in_words, refusal_in_words
+from kvtier.backends.redis.resp import ErrorReply
+from kvtier.backends.redis.topology import Topology
+from kvtier.backends.wire import Deadline
 from kvtier.errors import TierError
 from kvtier.units import format_size
 

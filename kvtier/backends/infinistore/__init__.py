@@ -1,0 +1,6 @@
+"""An InfiniStore server: chunks in its memory, over TCP or RDMA."""
+
+from kvtier.backends.infinistore.backend import InfiniStoreBackend
+from kvtier.backends.infinistore.settings import InfiniStoreSettings
+
+__all__ = ["InfiniStoreBackend", "InfiniStoreSettings"]

@@ -1,0 +1,89 @@
+"""RESP2, as a client speaks it over a :class:`~kvtier.backends.wire.Connection`.
+
+Nothing from the wire is trusted for a length. All functions block, raise what the connection raises, and
+:class:`~kvtier.backends.wire.ProtocolViolation` for garbage.
+
+RESP: https://redis.io/docs/latest/develop/reference/protocol-spec/
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvtier.backends.wire import BUFFER_BYTES, Connection, ProtocolViolation
+
+DRAIN_BYTES = 1 << 20
+"""A value of an unexpected length is read and dropped up to here; beyond, a new connection is cheaper."""
+LENGTH_DIGITS = 19
+
+_CRLF = b"\r\n"
+
+_USUAL_REPLIES: dict[bytes, bytes | int] = {b"+OK": b"OK", b":0": 0, b":1": 1}
+"""Thousands of these are read for a long prompt."""
+
+
+class ErrorReply(NamedTuple):
+    """The server's refusal of one command: ``-CODE message``."""
+
+    code: str
+    message: str
+
+
+def reply(connection: Connection) -> bytes | int | ErrorReply:
+    """The next reply, which must be a status, a number or an error."""
+    line = connection.line()
+    usual = _USUAL_REPLIES.get(line)
+    if usual is not None:
+        return usual
+    if line.startswith(b"+"):
+        return line[1:]
+    if line.startswith(b":"):
+        return _number(line[1:])
+    return _refusal(line)
+
+
+def value_into(connection: Connection, view: memoryview) -> bool | ErrorReply:
+    """Fill ``view`` with the next reply. ``False``: there is no value, or one of another length.
+
+    A long one of another length is left unread, and the connection is then not ``in_step``.
+    """
+    if not connection.buffered and len(view) > BUFFER_BYTES:
+        # No byte of the value, if it is the one, so that the rest lands where memory is aligned.
+        connection.fill(len(b"$%d\r\n" % len(view)))
+    line = connection.line()
+    if not line.startswith(b"$"):
+        return _refusal(line)
+    if line == b"$-1":
+        return False
+    length = _number(line[1:])
+    fits = length == len(view)
+    if fits:
+        connection.take(view)
+    elif length > DRAIN_BYTES:
+        connection.in_step = False
+        return False
+    else:
+        connection.take(memoryview(bytearray(length)))
+    end = memoryview(bytearray(len(_CRLF)))
+    connection.take(end)
+    if end != _CRLF:
+        raise ProtocolViolation("a value does not end where it should")
+    return fits
+
+
+def encode(*words: bytes) -> bytes:
+    """A command as it travels."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+
+def _number(digits: bytes) -> int:
+    if not digits.isdigit() or len(digits) > LENGTH_DIGITS:
+        raise ProtocolViolation("a number in a reply is none")
+    return int(digits)
+
+
+def _refusal(line: bytes) -> ErrorReply:
+    if not line.startswith(b"-"):
+        raise ProtocolViolation("the answer is no RESP2")
+    text = line[1:].decode(errors="replace")
+    return ErrorReply(text.partition(" ")[0], text)
