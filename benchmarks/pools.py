@@ -1,0 +1,262 @@
+"""The shared pools beside the limits of their media, and beside LMCache, in the same run.
+
+::
+
+    python -m benchmarks.pools --pool redis --peer    # 7 GiB of memory; one pool: 5 minutes, and the peer
+    python -m benchmarks.pools                        # all pools whose servers are there
+
+Each pool is a real server on loopback. ``limit`` is, for Redis and Valkey, the same commands by hand on raw
+blocking sockets, in as many threads as the tier has connections; for InfiniStore and Mooncake the calls of
+their own client libraries. ``pump`` moves the same bytes from and to a process that holds nothing. ``plain``
+is the backend, ``sealed`` the backend with header and checksum around it, as a cache runs it. Data lies in a
+real arena; a row's chunks are one batch, stored, fetched, checked and removed by each side in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+
+from benchmarks.common import MIB, ratio, show, speed
+from benchmarks.peer import LMCache, LMCacheSide
+from benchmarks.pools_libraries import InfiniStoreLibrary, MooncakeLibrary
+from benchmarks.pools_sides import Chunk, Pump, RawRESP, Side, Tier, fill_arena
+from kvtier.arena import Arena
+from kvtier.backends.base import SupportsRegistration
+from kvtier.backends.sealed import SealedBackend
+from kvtier.plugins import Plugins
+from kvtier.testing.servers import SERVERS
+from kvtier.testing.servers.base import Server
+from kvtier.testing.servers.mooncake import MooncakeServer
+
+CONNECTIONS = 4
+"""Of the tier, of the raw sockets, and threads of the libraries."""
+DEADLINE_SECONDS = 60
+KEYS = 128
+"""A prompt of 32,768 tokens in chunks of 256."""
+HELD_BYTES = 4096
+"""What is looked up is that long: a look-up does not see it."""
+STAMP_BYTES = 8
+RESP = ("redis", "valkey")
+
+Seconds = Mapping[str, Sequence[float]]
+"""Of each turn, by side."""
+
+
+class Extent(NamedTuple):
+    """How much is measured."""
+
+    sizes: Sequence[int]
+    depths: Sequence[int]
+    turns: Callable[[int], int]
+    """How often bytes so many are moved."""
+    look_ups: int
+
+
+FULL = Extent(
+    [4 * MIB, 32 * MIB, 128 * MIB], [1, 4, 16], lambda length: min(max(512 * MIB // length, 5), 25), 50
+)
+QUICK = Extent([MIB], [1, 4], lambda _: 1, 1)
+ROOM = {"infinistore": 768 * MIB}
+"""The most that a row may store, where the server's memory bounds it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="The shared pools beside the limits of their media.")
+    parser.add_argument("--pool", action="append", choices=list(SERVERS), help="default: all")
+    parser.add_argument("--peer", action="store_true", help="LMCache, too, which is installed for it")
+    parser.add_argument("--quick", action="store_true", help="a few megabytes, to see that it runs")
+    given = parser.parse_args(arguments)
+    for pool in given.pool or SERVERS:
+        if missing := SERVERS[pool].missing():
+            print(f"{pool}: left out: {missing}")
+            continue
+        with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder, started(pool, folder) as server:
+            peer = given.peer and pool in RESP
+            anyio.run(measure, pool, server, QUICK if given.quick else FULL, peer)
+
+
+def started(pool: str, folder: str) -> Server:
+    """A server that holds the largest row, not started yet."""
+    if pool == "mooncake":
+        return MooncakeServer(Path(folder), segment="4 GB")
+    return SERVERS[pool](Path(folder))
+
+
+async def measure(pool: str, server: Server, extent: Extent, peer: bool) -> None:
+    """Print the tables of one pool."""
+    moves, asks = [], []
+    for size in extent.sizes:
+        depths = [depth for depth in extent.depths if depth * size <= ROOM.get(pool, depth * size)]
+        arena = Arena.create(max(depths) * size + KEYS * HELD_BYTES)
+        async with sides_of(pool, server, arena, size, max(depths), peer) as sides:
+            chunks = fill_arena(arena, max(depths), size)
+            for depth in depths:
+                put, get = await take_turns(sides, chunks[:depth], extent.turns(depth * size))
+                moves += [("put", depth, size, put), ("get", depth, size, get)]
+            if size == extent.sizes[0]:
+                asks = await look_ups(sides, fill_arena(arena, KEYS, HELD_BYTES), extent.look_ups)
+        arena.close()
+    show(f"{pool}, GB/s beside the limit", *against_limit(moves))
+    if peer:
+        show(f"{pool}, GB/s beside LMCache (sealed : LMCache)", *against_peer(moves))
+    show(f"{pool}, a look-up of {KEYS} keys, median µs (and µs a key)", *of_look_ups(asks))
+
+
+@asynccontextmanager
+async def sides_of(
+    pool: str, server: Server, arena: Arena, size: int, depth: int, peer: bool
+) -> AsyncIterator[dict[str, Side]]:
+    """Everybody who takes part."""
+    backend_type = Plugins.load([]).backend(pool)
+    fields = backend_type.settings_type.model_fields
+    settings = {**server.tier(), "name": "pool", "deadline": DEADLINE_SECONDS, "concurrency": CONNECTIONS}
+    if "connections" in fields:
+        settings["connections"] = CONNECTIONS
+    backend = backend_type(backend_type.settings_type.model_validate(settings))
+    await backend.open()
+    if isinstance(backend, SupportsRegistration):
+        await backend.register(arena)
+    sides: dict[str, Side] = {
+        "limit": limit_of(pool, settings, arena),
+        "pump": Pump(CONNECTIONS, size),
+        "plain": Tier(backend),
+        "sealed": Tier(SealedBackend(backend)),
+    }
+    process = LMCache(settings["url"].replace("valkey:", "redis:"), size, depth) if peer else None
+    if process is not None:
+        sides |= {f"LMCache {kind}": LMCacheSide(process, kind) for kind in ("redis", "resp")}
+    try:
+        yield sides
+    finally:
+        for side in sides.values():
+            await side.close()
+        await backend.close()
+        if process is not None:
+            process.close()
+
+
+def limit_of(pool: str, settings: Mapping[str, str], arena: Arena) -> Side:
+    """What the pool's own medium can do."""
+    if pool == "mooncake":
+        return MooncakeLibrary(settings["master"], arena)
+    host, _, port = settings["url"].partition("://")[2].partition(":")
+    if pool in RESP:
+        return RawRESP((host, int(port)), CONNECTIONS)
+    return InfiniStoreLibrary((host, int(port)), CONNECTIONS)
+
+
+async def take_turns(
+    sides: Mapping[str, Side], chunks: Sequence[Chunk], turns: int
+) -> tuple[Seconds, Seconds]:
+    """Seconds of storing and of fetching, after one turn that is not counted. Who begins changes."""
+    put: dict[str, list[float]] = defaultdict(list)
+    get: dict[str, list[float]] = defaultdict(list)
+    keys = [key for key, _ in chunks]
+    for turn in range(turns + 1):
+        for name in rotated(list(sides), turn):
+            stored = await sides[name].put(chunks)
+            stamps = cleared(chunks)
+            fetched = await sides[name].get(chunks)
+            if not brought(sides[name], chunks, stamps):
+                raise SystemExit(f"{name} has not brought what it was given")
+            # The limit's empties a Redis at once, where the backend would leave that to the background.
+            await sides["limit"].forget(keys)
+            await sides[name].forget(keys)
+            if turn:
+                put[name].append(stored)
+                get[name].append(fetched)
+    return put, get
+
+
+def rotated(names: list[str], turn: int) -> list[str]:
+    first = turn % len(names)
+    return names[first:] + names[:first]
+
+
+def cleared(chunks: Sequence[Chunk]) -> list[tuple[bytes, bytes]]:
+    """Both ends of each chunk, which are not there any longer."""
+    stamps = [(bytes(view[:STAMP_BYTES]), bytes(view[-STAMP_BYTES:])) for _, view in chunks]
+    for _, view in chunks:
+        view[:STAMP_BYTES] = view[-STAMP_BYTES:] = bytes(STAMP_BYTES)
+    return stamps
+
+
+def brought(side: Side, chunks: Sequence[Chunk], stamps: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Whether both ends are there again; put there for a side that fetches into memory of its own."""
+    if isinstance(side, Tier | RawRESP | MooncakeLibrary):
+        return stamps == [(view[:STAMP_BYTES], view[-STAMP_BYTES:]) for _, view in chunks]
+    for (_, view), (head, tail) in zip(chunks, stamps, strict=True):
+        view[:STAMP_BYTES], view[-STAMP_BYTES:] = head, tail
+    return True
+
+
+async def look_ups(sides: Mapping[str, Side], held: Sequence[Chunk], turns: int) -> list[tuple[str, Seconds]]:
+    """Seconds of ``contains`` and, where there is such a call, of the leading keys."""
+    keys = [key for key, _ in held]
+    for side in sides.values():
+        await side.hold(held)
+    contains: dict[str, list[float]] = {name: [] for name in sides}
+    prefix: dict[str, list[float]] = defaultdict(list)
+    for turn in range(turns + 1):
+        for name in rotated(list(sides), turn):
+            asked, matched = await sides[name].look_up(keys), await sides[name].prefix(keys)
+            if turn:
+                contains[name].append(asked)
+                if matched is not None:
+                    prefix[name].append(matched)
+    for side in sides.values():
+        await side.forget(keys)
+    return [("contains", contains), *([("held prefix", prefix)] if prefix else [])]
+
+
+Moves = Sequence[tuple[str, int, int, Seconds]]
+
+
+def against_limit(moves: Moves) -> tuple[Sequence[str], list[Sequence[object]]]:
+    """Columns and rows of the first table."""
+    columns = ("", "pump", "limit", "plain", "plain : limit", "sealed", "sealed : limit")
+    rows: list[Sequence[object]] = []
+    for call, depth, size, seconds in moves:
+        cells: list[object] = [f"{call} {depth} x {size // MIB} MiB"]
+        cells += [speed(depth * size, seconds[name]) for name in ("pump", "limit")]
+        for name in ("plain", "sealed"):
+            cells += [speed(depth * size, seconds[name]), ratio(seconds[name], seconds["limit"])]
+        rows.append(cells)
+    return columns, rows
+
+
+def against_peer(moves: Moves) -> tuple[Sequence[str], list[Sequence[object]]]:
+    """Columns and rows of the second table."""
+    columns = ("", "plain", "sealed", "redis://", "ratio", "resp://", "ratio")
+    rows: list[Sequence[object]] = []
+    for call, depth, size, seconds in moves:
+        cells: list[object] = [f"{call} {depth} x {size // MIB} MiB"]
+        cells += [speed(depth * size, seconds[name]) for name in ("plain", "sealed")]
+        for kind in ("redis", "resp"):
+            theirs = seconds[f"LMCache {kind}"]
+            cells += [speed(depth * size, theirs), ratio(seconds["sealed"], theirs)]
+        rows.append(cells)
+    return columns, rows
+
+
+def of_look_ups(asks: Sequence[tuple[str, Seconds]]) -> tuple[Sequence[str], list[Sequence[object]]]:
+    """Columns and rows of the third table."""
+    rows: list[Sequence[object]] = []
+    for call, by_side in asks:
+        for name, seconds in by_side.items():
+            whole = statistics.median(seconds) * 1e6
+            rows.append((call, name, f"{whole:,.0f}", whole / KEYS))
+    return ("", "", "all", "a key"), rows
+
+
+if __name__ == "__main__":
+    main()

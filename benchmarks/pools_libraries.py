@@ -1,0 +1,112 @@
+"""The clients that InfiniStore and Mooncake ship, called as in their examples: the limits of the two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.pools_sides import Chunk, InThreads, Side, expect
+from kvtier.arena import Arena, address_of
+from kvtier.keys import ChunkKey
+
+
+class InfiniStoreLibrary(InThreads):
+    """``tcp_write_cache`` and ``tcp_read_cache``, which copies: over TCP the library has no other call.
+
+    Its memory is told where to go by nobody, so that what ``get`` brings stays where the library puts it.
+    """
+
+    def __init__(self, address: tuple[str, int], connections: int) -> None:
+        super().__init__([_infinistore(address) for _ in range(connections)])
+
+    def put_one(self, connection: Any, key: ChunkKey, view: memoryview) -> None:  # noqa: ANN401
+        connection.tcp_write_cache(_name(key), address_of(view), len(view))
+
+    def get_one(self, connection: Any, key: ChunkKey, view: memoryview) -> None:  # noqa: ANN401
+        array = connection.tcp_read_cache(_name(key))
+        expect(0, array.nbytes == len(view), array.nbytes)
+
+    async def look_up(self, keys: Sequence[ChunkKey]) -> float:
+        names = [_name(key) for key in keys]
+        started = time.perf_counter()
+        held = [self._connections[0].check_exist(name) for name in names]
+        return expect(time.perf_counter() - started, all(held), held)
+
+    async def prefix(self, keys: Sequence[ChunkKey]) -> float | None:
+        names = [_name(key) for key in keys]
+        started = time.perf_counter()
+        last = self._connections[0].get_match_last_index(names)
+        return expect(time.perf_counter() - started, last == len(keys) - 1, last)
+
+    async def hold(self, chunks: Sequence[Chunk]) -> None:
+        await self.put(chunks)
+
+    async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        self._connections[0].delete_keys([_name(key) for key in keys])
+
+
+class MooncakeLibrary(Side):
+    """``batch_put_from`` and ``batch_get_into``, all of a batch in one call, with the arena registered."""
+
+    def __init__(self, master: str, arena: Arena) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self._store = MooncakeDistributedStore()
+        code = self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master)
+        expect(0, code == 0, code)
+        self._start = address_of(arena.view(0, arena.capacity))
+        code = self._store.register_buffer(self._start, arena.capacity)
+        expect(0, code == 0, code)
+
+    async def put(self, chunks: Sequence[Chunk]) -> float:
+        given = _spans(chunks)
+        started = time.perf_counter()
+        codes = self._store.batch_put_from(*given)
+        return expect(time.perf_counter() - started, set(codes) == {0}, codes)
+
+    async def get(self, chunks: Sequence[Chunk]) -> float:
+        given = _spans(chunks)
+        started = time.perf_counter()
+        codes = self._store.batch_get_into(*given)
+        return expect(time.perf_counter() - started, list(codes) == given[2], codes)
+
+    async def look_up(self, keys: Sequence[ChunkKey]) -> float:
+        names = [_name(key) for key in keys]
+        started = time.perf_counter()
+        held = self._store.batch_is_exist(names)
+        return expect(time.perf_counter() - started, set(held) == {1}, held)
+
+    async def hold(self, chunks: Sequence[Chunk]) -> None:
+        await self.put(chunks)
+
+    async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        self._store.batch_remove([_name(key) for key in keys], True)
+
+    async def close(self) -> None:
+        self._store.unregister_buffer(self._start)
+        self._store.close()
+
+
+def _infinistore(address: tuple[str, int]) -> Any:  # noqa: ANN401
+    import infinistore
+
+    host, port = address
+    settings = infinistore.ClientConfig(
+        host_addr=host, service_port=port, connection_type=infinistore.TYPE_TCP, log_level="warning"
+    )
+    connection = infinistore.InfinityConnection(settings)
+    connection.connect()
+    return connection
+
+
+def _name(key: ChunkKey) -> str:
+    return f"library:{key.hex()}"
+
+
+def _spans(chunks: Sequence[Chunk]) -> tuple[list[str], list[int], list[int]]:
+    return (
+        [_name(key) for key, _ in chunks],
+        [address_of(view) for _, view in chunks],
+        [len(view) for _, view in chunks],
+    )
