@@ -4,6 +4,7 @@ PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null 
 DEVICE ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
+PLUGINS := $(wildcard plugins/*)
 DEMO ?=
 PYTEST ?=
 
@@ -30,7 +31,7 @@ $(VENV)/.vllm: $(VENV)/.python tools/install_vllm.py
 	@touch $@
 
 $(VENV)/.pools: $(VENV)/.vllm $(VENV)/.kvtier pyproject.toml
-	@$(BIN)/python tools/pip_install.py "clients and servers of the shared pools" --group pools
+	@$(BIN)/python tools/pip_install.py "clients and servers of the shared pools" --group pools $(PLUGINS:%=-e %)
 	@touch $@
 
 install: $(VENV)/.vllm $(VENV)/.kvtier  ## Install torch, a vLLM that fits this machine, and kvtier into .venv
@@ -55,6 +56,7 @@ lint: $(VENV)/.kvtier  ## Check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/mypy $(PLUGINS:%=%/src)
 
 format: $(VENV)/.kvtier  ## Put the code into shape
 	$(BIN)/ruff check --fix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,27 @@ def test_values_are_shown_as_people_write_them(plugins: Plugins) -> None:
     assert shown(disk["deadline"], 0.25) == "250ms"
     assert shown(disk["direct"], True) == "true"
     assert shown(disk["concurrency"], 4) == "4"
+
+
+def yaml_of(path: Path) -> list[str]:
+    """The YAML that a page shows, or that a file is."""
+    text = path.read_text()
+    return re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if path.suffix == ".md" else [text]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [DOCS / "pools.md", DOCS / "vllm.md", *sorted((DOCS.parent / "examples").rglob("*.yaml"))],
+    ids=lambda path: f"{path.parent.name}/{path.name}",
+)
+def test_what_is_shown_can_be_used(path: Path, plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POOL_PASSWORD", "secret")
+    shown = yaml_of(path)
+    assert shown
+    for text in shown:
+        # A page may show a tier alone, to be put after the first.
+        alone = text.lstrip().startswith("- ")
+        values = {"tiers": yaml.safe_load(text)} if alone else yaml.safe_load(text)
+        if alone:
+            values["tiers"].insert(0, {"name": "ram", "type": "cpu", "capacity": "1GiB"})
+        plugins.tier_settings(load_settings(values))

@@ -45,7 +45,7 @@ class RedisSettings(TierSettings):
     password: Secret | None = Field(
         default=None,
         description="The password: as text, `{env: NAME}` or `{file: PATH}`.",
-        examples=["{env: KVTIER_POOL_PASSWORD}"],
+        examples=["{env: POOL_PASSWORD}"],
     )
     sentinel_user: str | None = Field(
         default=None,
@@ -55,7 +55,7 @@ class RedisSettings(TierSettings):
     sentinel_password: Secret | None = Field(
         default=None,
         description="The password for the sentinels, where they have one: written like `password`.",
-        examples=["{env: KVTIER_SENTINEL_PASSWORD}"],
+        examples=["{env: SENTINEL_PASSWORD}"],
     )
     ca_file: PemFile | None = Field(
         default=None,
