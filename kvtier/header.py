@@ -94,7 +94,7 @@ class ChunkHeader(NamedTuple):
             raise CorruptChunk(f"is {len(chunk)} bytes for a payload of {header.payload_bytes}")
         payload = chunk[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
         if algorithm == _ALGORITHM_XXH3 and xxh3_128_digest(payload) != checksum:
-            raise CorruptChunk("payload does not match its checksum")
+            raise CorruptChunk("has a payload that does not match its checksum")
         return header
 
 
@@ -108,7 +108,7 @@ def _parse(head: bytes | memoryview) -> tuple[ChunkHeader, int, bytes]:
     if version != VERSION:
         raise CorruptChunk(f"has format version {version}, not {VERSION}")
     if bytes(head[_FIELDS.size : _FIELDS.size + 8]) != xxh3_64_digest(fields):
-        raise CorruptChunk("header does not match its checksum")
+        raise CorruptChunk("has a header that does not match its checksum")
     if bytes(head[_FIELDS.size + 8 : HEADER_BYTES]) != _RESERVED:
         raise CorruptChunk("has bytes set that are reserved")
     if algorithm not in (_ALGORITHM_NONE, _ALGORITHM_XXH3):
