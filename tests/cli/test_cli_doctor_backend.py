@@ -250,7 +250,7 @@ def test_a_pool_that_fails_or_lies(
 def test_corruption_is_told_with_what_was_logged(examine: Doctor, tiers: Callable[..., None]) -> None:
     tiers(shelf(fault="flip"))
     (pool,) = examine("--backend", "pool", status=1)
-    assert pool.found.endswith("payload does not match its checksum")
+    assert pool.found.endswith("payload that does not match its checksum")
 
 
 def test_a_pool_that_never_deletes(examine: Doctor, tiers: Callable[..., None]) -> None:

@@ -105,7 +105,7 @@ def spoil(path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "problem"),
     [
-        ("flipped", "payload does not match its checksum"),
+        ("flipped", "has a payload that does not match its checksum"),
         ("truncated", "is 4096 bytes for a payload of 5000"),
         ("empty", "is 0 bytes, shorter than a header"),
         ("another's", "holds chunk 0009000000000000, not 0001000000000000"),
