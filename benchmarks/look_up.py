@@ -4,15 +4,18 @@
 
     python benchmarks/look_up.py                # a prompt of 32,768 tokens
     python benchmarks/look_up.py --runs 20
+    python benchmarks/look_up.py --pool redis   # what a prompt that nobody holds waits for a real Redis
 
 All chunks are READY in the first tier of a real cache process. The limit is a bare round trip of as many
 bytes over a Unix socket to a process that does nothing else. Reserving, confirming and committing as many
-chunks are measured beside it: they are what a store and a load cost the engine besides the copy.
+chunks are measured beside it: they are what a store and a load cost the engine besides the copy. With a pool,
+a prompt of which this host knows nothing is asked for there before the answer is final.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import socket
@@ -24,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import show
 from kvtier.bridge import protocol
@@ -32,6 +36,7 @@ from kvtier.bridge.protocol import Hello
 from kvtier.errors import BridgeError
 from kvtier.keys import KEY_BYTES, ChunkKey, chunk_keys, root_key
 from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.testing.servers import SERVERS
 
 CHUNK_TOKENS = 256
 PAYLOAD_BYTES = 16 << 10
@@ -45,9 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="A look-up, hashing and the socket included.")
     parser.add_argument("--tokens", type=int, default=32_768, help="default: %(default)s")
     parser.add_argument("--runs", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--pool", choices=SERVERS, help="a tier on a real server of this kind, below memory")
     options = parser.parse_args(arguments)
     tokens = random.Random(0).choices(range(100_000), k=options.tokens)
-    with cache_process() as path:
+    with pool_tiers(options.pool) as pools, cache_process(pools) as path:
         worker, scheduler = WorkerBridge(hello("worker"), path), SchedulerBridge(hello("scheduler"), path)
         worker.connect()
         scheduler.connect()
@@ -89,6 +95,17 @@ def measure(
     def confirm() -> None:
         assert worker.confirm(finding.leases)
 
+    def unknown() -> None:
+        fresh = [ChunkKey(os.urandom(KEY_BYTES)) for _ in keys]
+        asked = scheduler.look_up(fresh, len(tokens))
+        assert asked is not None
+        found = scheduler.found(asked, wait=5)
+        while found is not None and not found.final:
+            found = scheduler.found(asked)
+        assert found is not None
+        assert not found.leases
+        scheduler.take(asked)
+
     with echo(len(keys) * ANSWER_BYTES_A_CHUNK) as ask:
         question = bytes(len(keys) * KEY_BYTES)
         return [
@@ -96,6 +113,7 @@ def measure(
             timed("  hashing alone", lambda: chunk_keys(ROOT, tokens, CHUNK_TOKENS), runs),
             timed("  the socket alone, leases released", socket_only, runs),
             timed("limit: a bare round trip of as many bytes", lambda: ask(question), runs),
+            timed("look-up of a prompt that nobody holds", unknown, runs),
             timed("reserve all chunks, and abandon them", store_and_forget, runs),
             timed("confirm all chunks", confirm, runs),
         ]
@@ -129,11 +147,21 @@ def hello(role: protocol.Role) -> Hello:
 
 
 @contextmanager
-def cache_process() -> Iterator[Path]:
-    """A `kvtier serve` with memory alone."""
+def pool_tiers(kind: str | None) -> Iterator[list[dict[str, Any]]]:
+    """The tier of a real server that runs meanwhile, or none."""
+    if kind is None:
+        yield []
+        return
+    with tempfile.TemporaryDirectory() as folder, SERVERS[kind](Path(folder)) as server:
+        yield [{"name": "pool", **server.tier()}]
+
+
+@contextmanager
+def cache_process(pools: Sequence[dict[str, Any]]) -> Iterator[Path]:
+    """A `kvtier serve` with memory, and the pools below it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "socket")
-        tiers = '[{"name": "ram", "type": "cpu", "capacity": "256MiB"}]'
+        tiers = json.dumps([{"name": "ram", "type": "cpu", "capacity": "256MiB"}, *pools])
         environment = {**os.environ, "KVTIER_TIERS": tiers, "KVTIER_SOCKET": str(path)}
         command = [sys.executable, "-m", "kvtier", "serve", "--log-level", "WARNING"]
         process = subprocess.Popen(command, env=environment)
