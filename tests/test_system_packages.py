@@ -22,6 +22,7 @@ ALL = {
     "ibverbs-providers",
     "gcc",
     "libc6-dev",
+    "openssl",
 }
 
 Stub = Callable[..., None]
