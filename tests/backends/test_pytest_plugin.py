@@ -147,7 +147,7 @@ def test_what_it_finds(checked: str) -> None:
 
 def test_what_it_says(checked: str) -> None:
     assert "the event loop was blocked for" in checked
-    assert "(at most 50 ms are allowed) here:" in checked
+    assert "(at most 100 ms are allowed) here:" in checked
     assert "hashlib.pbkdf2_hmac(" in checked, "the stack does not show what blocked"
     assert "coro=<sleep()" in checked
     assert "1 leases on 4096 bytes of an arena are open" in checked
@@ -180,7 +180,7 @@ async def test_the_watch_tells_how_long_and_where() -> None:
     await anyio.sleep(0.05)
     watch.stop()
     (block,) = watch.blocks
-    assert 0.05 < block.seconds < 5
+    assert 0.1 < block.seconds < 5
     assert "time.sleep(0.5)" in block.stack
 
 
