@@ -2,7 +2,7 @@
 
 ::
 
-    python -m benchmarks.pools --pool redis --peer    # 7 GiB of memory; one pool: 5 minutes, and the peer
+    python -m benchmarks.pools --pool redis --peer    # 12 GiB of memory, 5 minutes
     python -m benchmarks.pools                        # all pools whose servers are there
 
 Each pool is a real server on loopback. ``limit`` is, for Redis and Valkey, the same commands by hand on raw
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -102,6 +103,7 @@ async def measure(pool: str, server: Server, extent: Extent, peer: bool) -> None
             for depth in depths:
                 put, get = await take_turns(sides, chunks[:depth], extent.turns(depth * size))
                 moves += [("put", depth, size, put), ("get", depth, size, get)]
+                print(f"{pool}: {depth} x {size // MIB} MiB measured", file=sys.stderr)
             if size == extent.sizes[0]:
                 asks = await look_ups(sides, fill_arena(arena, KEYS, HELD_BYTES), extent.look_ups)
         arena.close()

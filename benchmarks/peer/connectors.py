@@ -36,6 +36,8 @@ TOKENS = 256
 TOKEN_LAYER_BYTES = 4096
 """What a token takes in a layer: K and V of 8 heads of 128, two bytes each."""
 STAMP_BYTES = 8
+PATIENCE_SECONDS = 60
+"""By default redis-py gives 16 chunks of 128 MiB up after 5 seconds."""
 
 
 def main() -> None:
@@ -55,7 +57,10 @@ async def answer(given: argparse.Namespace, answers: TextIO) -> None:
     memory = allocator(given.chunk_bytes, given.chunks, given.resp_threads)
     redis, resp = (
         CreateConnector(url, asyncio.get_running_loop(), memory, memory.config, memory.metadata)
-        for url in (given.url, given.url.replace("redis://", "resp://"))
+        for url in (
+            f"{given.url}?socket_timeout={PATIENCE_SECONDS}",
+            given.url.replace("redis://", "resp://"),
+        )
     )
     peers = {"redis": Redis(redis, memory), "resp": Resp(resp, memory)}
     peers["redis"].fill(given.chunks)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import disk, memory
+from benchmarks import disk, memory, pools
+from kvtier.testing.servers import RedisServer
 
 
 @pytest.mark.parametrize("buffered", [[], ["--buffered"]])
@@ -22,4 +23,12 @@ def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
     memory.main(["--small", "--runs", "1"])
     shown = capsys.readouterr().out
     for row in ("cpu put 32 x 256 KiB", "cpu get 8 x 1024 KiB", "hugepage adopt 32 x 256 KiB"):
+        assert row in shown
+
+
+@pytest.mark.skipif(RedisServer.missing() is not None, reason=str(RedisServer.missing()))
+def test_pools(capsys: pytest.CaptureFixture[str]) -> None:
+    pools.main(["--quick", "--pool", "redis"])
+    shown = capsys.readouterr().out
+    for row in ("put 1 x 1 MiB", "get 4 x 1 MiB", "contains"):
         assert row in shown
