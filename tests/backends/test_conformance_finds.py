@@ -55,6 +55,7 @@ async def test_it_finds(kind: type[Backend], test: str, arguments: dict[str, Any
         await run(Suite(kind), test, tmp_path / "broken", arguments)
 
 
+@pytest.mark.loop_may_block("a dictionary copies where it is called")
 class TestDict(BackendConformance):
     persistent = True
 
