@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,17 +20,21 @@ from pydantic import ValidationError
 from kvtier.arena import Arena
 from kvtier.backends.base import Backend
 from kvtier.backends.infinistore import InfiniStoreBackend, InfiniStoreSettings
+from kvtier.backends.infinistore.drain import Drain
+from kvtier.backends.infinistore.protocol import InfiniStoreConnection
 from kvtier.backends.sealed import SealedBackend
+from kvtier.backends.wire import Deadline
 from kvtier.errors import TierError
 from kvtier.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance, blank, make_key, noise, same
 from kvtier.testing.servers.base import free_port
-from kvtier.testing.servers.infinistore import InfiniStoreServer
+from kvtier.testing.servers.infinistore import HOST, InfiniStoreServer
 
 from .chunks import FAILED, FULL, MISS, OK, blanks, chunks
 
 pytestmark = pytest.mark.anyio
 DEADLINE_SECONDS = 1.0
+PATIENCE = 60.0
 MIB = 1 << 20
 
 
@@ -47,6 +52,10 @@ def server(running: InfiniStoreServer) -> InfiniStoreServer:
     running.kill()
     running.start()
     return running
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - no paths, their number
 
 
 def backend_on(server: InfiniStoreServer, **more: Any) -> InfiniStoreBackend:
@@ -241,22 +250,119 @@ async def test_what_was_given_up_is_removed(server: InfiniStoreServer) -> None:
         assert list(await backend.put(items)) == [OK] * 10
 
 
+async def test_values_cut_off_by_the_deadline_do_not_end_the_server(server: InfiniStoreServer) -> None:
+    """Where it ends itself when a value that was not written to its end is deleted."""
+    value = memoryview(bytearray(32 * MIB))
+    items = [(make_key(number), value) for number in range(4)]
+    async with opened(server) as backend:
+        server.pause()
+        try:
+            assert list(await backend.put(items)) == [FAILED] * 4
+        finally:
+            server.resume()
+        small = chunks([9])
+        with anyio.fail_after(PATIENCE):
+            while list(await backend.put(small)) != [OK]:
+                pass
+        assert list(await backend.get(blanks([9]))) == [OK]
+        await backend.delete([key for key, _ in items])
+        assert list(await backend.contains([small[0][0]])) == [True]
+
+
+def test_a_value_that_is_given_up_is_read_to_its_end(server: InfiniStoreServer) -> None:
+    """Where the server ends itself when a connection is closed on which it is still sending."""
+    before = descriptors()
+    drain = Drain()
+    with server.connected() as connection:
+        connection.put(b"long", bytes(64 * MIB))
+        for _ in range(5):
+            reader = InfiniStoreConnection(socket.AF_INET, drain)
+            reader.deadline = Deadline(PATIENCE)
+            reader.connect((HOST, server.port))
+            assert not reader.get(b"long", memoryview(bytearray(1)))
+            assert not reader.in_step
+            reader.close()
+        drain.close(PATIENCE)
+        assert list(connection.exist([b"long", b"short"])) == [True, False]
+    assert descriptors() == before
+
+
+async def test_a_drain_hangs_up_at_last_on_a_server_that_stands_still(server: InfiniStoreServer) -> None:
+    before = descriptors()
+    async with opened(server) as backend:
+        assert list(await backend.put(chunks([1]))) == [OK]
+        server.pause()
+        assert list(await backend.get(blanks([1]))) == [FAILED]
+        drain = backend._drain
+        await anyio.to_thread.run_sync(drain.close, 0.0)
+    server.kill()
+    assert descriptors() == before
+
+
+async def test_a_hole_in_a_prefix_ends_it(server: InfiniStoreServer) -> None:
+    """A server that is full evicts the first chunk first, and its binary search does not notice."""
+    keys = [key for key, _ in chunks(range(200), 10)]
+    async with opened(server) as backend:
+        assert set(await backend.put(chunks(range(200), 10))) == {OK}
+        assert await backend.held_prefix(keys) == 200
+        for hole in (150, 70, 1, 0):
+            await backend.delete([keys[hole]])
+            assert await backend.held_prefix(keys) == hole
+        assert list(await backend.contains(keys)).count(True) == 196
+
+
+async def test_what_was_evicted_is_no_longer_held_once_it_missed(server: InfiniStoreServer) -> None:
+    value = memoryview(bytearray(16 * MIB))
+    keys = [make_key(number) for number in range(80)]
+    async with opened(server, deadline=PATIENCE) as backend:
+        assert set(await backend.put([(key, value) for key in keys])) == {OK}
+        outcomes = list(await backend.get([(key, value) for key in keys]))
+        assert list(await backend.contains(keys)) == [outcome is OK for outcome in outcomes]
+        assert outcomes[0] is MISS
+        assert outcomes[-1] is OK
+
+
+async def test_what_was_replaced_is_evicted_last(server: InfiniStoreServer) -> None:
+    """Where the server evicts a value with the one that it was written over."""
+    (replaced,) = chunks([99])
+    value = memoryview(bytearray(16 * MIB))
+    async with opened(server, deadline=PATIENCE) as backend:
+        assert list(await backend.put([replaced])) == [OK]
+        assert set(await backend.put([(make_key(number), value) for number in range(50)])) == {OK}
+        assert list(await backend.put([replaced])) == [OK]
+        # Only the oldest go: the server stops at four fifths.
+        assert set(await backend.put([(make_key(number), value) for number in range(50, 70)])) == {OK}
+        assert list(await backend.contains([make_key(0), replaced[0]])) == [False, True]
+
+
+@pytest.mark.parametrize("pieces", [9, 18])
+async def test_values_one_after_the_other(server: InfiniStoreServer, pieces: int) -> None:
+    """Where the server takes what comes too soon after a value of just so many pieces for another request."""
+    value = memoryview(bytearray(pieces * 256 * 1024))
+    items = [(make_key(number), value) for number in range(20)]
+    async with opened(server, connections=1) as backend:
+        assert set(await backend.put(items)) == {OK}
+        for _ in range(5):
+            assert set(await backend.get(items)) == {OK}
+
+
 async def test_nothing_is_left_open(server: InfiniStoreServer) -> None:
-    descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - no paths, their number
+    before = descriptors()
     threads = threading.active_count()
     for _ in range(5):
         async with opened(server, connections=2) as backend:
             assert list(await backend.put(chunks(range(20)))) == [OK] * 20
             assert list(await backend.get(blanks(range(20)))) == [OK] * 20
-    assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
+    assert descriptors() == before
     assert threading.active_count() <= threads + 8, "anyio keeps idle threads for a while"
 
 
 async def test_a_stranger_is_told_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def answer(stream: anyio.abc.ByteStream) -> None:
         async with stream:
-            await stream.receive()
-            await stream.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            with suppress(anyio.EndOfStream):  # Not every connection is used.
+                await stream.receive()
+                await stream.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
         port = listener.extra(anyio.abc.SocketAttribute.local_port)

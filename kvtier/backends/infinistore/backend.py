@@ -6,9 +6,10 @@ import logging
 import secrets
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import takewhile
 from typing import ClassVar, NamedTuple, TypeVar
 
 import anyio
@@ -23,6 +24,7 @@ from kvtier.backends.base import (
     SupportsPrefix,
     SupportsRegistration,
 )
+from kvtier.backends.infinistore.drain import Drain
 from kvtier.backends.infinistore.protocol import LONGEST_VALUE, InfiniStoreConnection
 from kvtier.backends.infinistore.rdma import InfiniStoreRDMA
 from kvtier.backends.infinistore.settings import InfiniStoreSettings
@@ -39,6 +41,10 @@ logger = logging.getLogger("kvtier")
 NAMES_A_REQUEST = 10_000
 NONCE_BYTES = 16
 MOST_ORPHANS = 10_000
+ORPHANS_AT_ONCE = 16
+"""As many are removed before a chunk is written."""
+LAST_SECONDS = 5.0
+"""How long :meth:`InfiniStoreBackend.close` waits at most."""
 ROOM_SECONDS = 0.1
 """How long a server may take to refuse a value. Nothing but the name of the failure depends on it."""
 
@@ -68,20 +74,26 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
 
     The server (0.2.35) shows a value that is still being written, and ends itself where somebody asks for
     one. So nobody learns a value's name before it is whole: under the chunk's name is a *pointer* of a few
-    bytes, written last and in one piece. It makes replacing a chunk atomic, too, for readers on all hosts,
-    and tells a chunk of another length before it is fetched. It costs one more round trip a chunk.
+    bytes, written last and in one piece. So readers on all hosts get one writer's whole value or none, and a
+    chunk of another length is told before it is fetched. It costs one more round trip a chunk.
 
-    Over TCP, bytes move in worker threads between socket and caller's memory, over ``connections``; over
-    RDMA the server fetches and delivers them itself. Connects when first asked, and again whenever the
-    connection is lost. A batch lasts ``deadline`` at most, but over RDMA, whose library knows no end.
+    Over TCP, bytes move in worker threads between socket and caller's memory, over ``connections``, each with
+    another one for the pointers; over RDMA the server fetches and delivers them itself. Connects when first
+    asked, and again whenever the connection is lost. A batch lasts ``deadline`` at most, but over RDMA, whose
+    library knows no end. What the server sends after that is read and thrown away
+    (:mod:`~kvtier.backends.infinistore.drain`); against a host that dies amid a value the server has no help.
     """
 
     settings_type: ClassVar[type[TierSettings]] = InfiniStoreSettings
 
     def __init__(self, settings: InfiniStoreSettings) -> None:
         self._settings = settings
-        self._dialer = Dialer(settings.host, settings.port, InfiniStoreConnection)
-        self._chunks = Lane(settings.connections, self._dialer.connect)
+        self._drain = Drain()
+        self._dialer = Dialer(
+            settings.host, settings.port, lambda family: InfiniStoreConnection(family, self._drain)
+        )
+        self._values = Lane(settings.connections, self._dialer.connect)
+        self._pointers = Lane(settings.connections, self._dialer.connect)
         self._questions = Lane(1, self._dialer.connect)
         self._rdma = InfiniStoreRDMA(settings) if settings.connection == "rdma" else None
         self._orphans: deque[bytes] = deque(maxlen=MOST_ORPHANS)
@@ -97,9 +109,11 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
                 raise TierError(f"tier {self._settings.name!r}: {error}") from error
 
     async def close(self) -> None:
-        """Close every connection."""
-        self._chunks.close()
-        self._questions.close()
+        """Close every connection. Waits some seconds for what the server is still sending."""
+        for lane in (self._values, self._pointers, self._questions):
+            lane.close()
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._drain.close, LAST_SECONDS)
         if self._rdma is not None:
             await self._rdma.close()
 
@@ -109,22 +123,19 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
             self._rdma.register(arena)
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Whether each key is held: a round trip for each. Raises ``OSError`` where it cannot be asked."""
+        """Whether each key is held. Raises ``OSError`` where it cannot be asked."""
         names = [self._name(key) for key in keys]
-        parts = await self._ask(lambda connection, part: connection.exist(part), _slices(names))
-        return [held for part in parts for held in part]
+        answers = await self._ask(lambda connection, part: list(connection.exist(part)), _slices(names))
+        return [held for part in answers for held in part]
 
     async def held_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading keys are held, by the server's own binary search: one round trip."""
+        """How many leading keys are held. Raises ``OSError`` where it cannot be asked.
+
+        The server's own binary search says the most that it can be, in one round trip. Where it is full, it
+        evicts the first chunk of a prompt before the others; so those are asked for up to the first miss.
+        """
         names = [self._name(key) for key in keys]
-        parts = _slices(names)
-        matched = await self._ask(lambda connection, part: connection.matched(part), parts)
-        held = 0
-        for part, count in zip(parts, matched, strict=True):
-            held += count
-            if count < len(part):
-                break
-        return held
+        return sum(await self._ask(_held_prefix, [names] if names else []))
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Store each view. ``FULL`` where the server has no room, even after it has evicted others."""
@@ -174,8 +185,8 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
         return await spread(
             partial(carry_one, deadline),
             items,
-            parts=self._chunks.size,
-            hop=self._chunks.hop,
+            parts=self._values.size,
+            hop=self._values.hop,
         )
 
     def _put_one(self, deadline: Deadline, item: PutItem) -> Outcome:
@@ -186,12 +197,16 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
         base, pointer = self._name(key), _new_pointer(len(view))
         name = pointer.name(base)
         try:
-            with self._chunks.borrow(deadline) as connection:
-                self._bury_orphans(connection)
-                connection.put(name, view)
-                self._point(connection, base, pointer)
+            with self._pair(deadline) as (pointers, values):
+                self._bury_orphans(pointers)
+                former = read_pointer(pointers, base)
+                try:
+                    values.put(name, view)
+                except OSError:
+                    self._orphans.append(name)
+                    raise
+                _point(pointers, base, pointer, former)
         except OSError as error:
-            self._orphans.append(name)
             if isinstance(error, ConnectionError) and self._lacks_room(len(view)):
                 self._warn("%s: no room: start the server with more --prealloc-size", self._settings.name)
                 return Outcome.FULL
@@ -201,9 +216,9 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
     def _lacks_room(self, length: int) -> bool:
         """Whether that is why the server hung up on a value: it does not read on to the end of one."""
         name = _new_pointer(length).name(b"kvtier-room")
-        self._orphans.append(name)
-        with suppress(OSError), self._chunks.borrow(Deadline(ROOM_SECONDS)) as connection:
+        with suppress(OSError), self._pointers.borrow(Deadline(ROOM_SECONDS)) as connection:
             connection.in_step = False
+            self._orphans.append(name)
             return connection.lacks_room(name, length)
         return False
 
@@ -211,20 +226,29 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
         key, view = item
         base = self._name(key)
         try:
-            with self._chunks.borrow(deadline) as connection:
-                pointer = read_pointer(connection, base)
+            with self._pair(deadline) as (pointers, values):
+                pointer = read_pointer(pointers, base)
                 if pointer is None or pointer.length != len(view):
                     return Outcome.MISS
-                return Outcome.OK if connection.get(pointer.name(base), view) else Outcome.MISS
+                if values.get(pointer.name(base), view):
+                    return Outcome.OK
+                # It was evicted before its pointer.
+                if read_pointer(pointers, base) == pointer:
+                    pointers.delete([base])
+                return Outcome.MISS
         except OSError as error:
             return self._failed(error)
 
-    def _point(self, connection: InfiniStoreConnection, base: bytes, pointer: Pointer) -> None:
-        """Make the new value the chunk, and remove the one that was."""
-        former = read_pointer(connection, base)
-        connection.put(base, pointer.pack())
-        if former is not None:
-            connection.delete([former.name(base)])
+    @contextmanager
+    def _pair(self, deadline: Deadline) -> Iterator[tuple[InfiniStoreConnection, InfiniStoreConnection]]:
+        """One connection for pointers and one for values. Ask the first for something, then use the second.
+
+        The last piece of a value may have come before the server notes that it is through. What comes over
+        that connection then, it takes for the same request again, and sends without end. It has noted it
+        when it has answered what was asked over another connection after the value.
+        """
+        with self._values.borrow(deadline) as values, self._pointers.borrow(deadline) as pointers:
+            yield pointers, values
 
     def _delete(self, connection: InfiniStoreConnection, keys: Sequence[ChunkKey]) -> None:
         bases = [self._name(key) for key in keys]
@@ -234,12 +258,18 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
             connection.delete(part)
 
     def _bury_orphans(self, connection: InfiniStoreConnection) -> None:
-        """Remove what was given up before."""
-        orphans = []
-        with suppress(IndexError):  # There are no more.
-            while True:
-                orphans.append(self._orphans.popleft())
-        connection.delete(orphans)
+        """Remove some of what was given up before, each written to its end first."""
+        for _ in range(ORPHANS_AT_ONCE):
+            try:
+                name = self._orphans.popleft()
+            except IndexError:
+                return
+            try:
+                connection.put(name, bytes(1))
+                connection.delete([name])
+            except OSError:
+                self._orphans.appendleft(name)
+                raise
 
     # RDMA: bytes by the library, pointers over TCP.
 
@@ -254,7 +284,8 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
             stored = [index for index, outcome in enumerate(outcomes) if outcome is Outcome.OK]
 
             def point(connection: InfiniStoreConnection, index: int) -> None:
-                self._point(connection, self._name(items[index][0]), pointers[index])
+                base = self._name(items[index][0])
+                _point(connection, base, pointers[index], read_pointer(connection, base))
 
             await self._ask(point, stored)
         except Exception as error:
@@ -315,8 +346,28 @@ def read_pointer(connection: InfiniStoreConnection, base: bytes) -> Pointer | No
     return Pointer(*_POINTER.unpack(found)) if connection.get(base, found) else None
 
 
+def _point(connection: InfiniStoreConnection, base: bytes, pointer: Pointer, former: Pointer | None) -> None:
+    """Make a new value the chunk, and remove the one that was.
+
+    A pointer that is written over another would be evicted with that one, which stays in the server's queue.
+    """
+    if former is not None:
+        connection.delete([base, former.name(base)])
+    connection.put(base, pointer.pack())
+
+
 def _new_pointer(length: int) -> Pointer:
     return Pointer(secrets.token_hex(NONCE_BYTES // 2).encode(), length)
+
+
+def _held_prefix(connection: InfiniStoreConnection, names: Sequence[bytes]) -> int:
+    held = 0
+    for part in _slices(names):
+        there = sum(takewhile(bool, connection.exist(part[: connection.matched(part)])))
+        held += there
+        if there < len(part):
+            break
+    return held
 
 
 def _slices(names: Sequence[bytes]) -> list[Sequence[bytes]]:

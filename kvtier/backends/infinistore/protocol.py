@@ -12,21 +12,24 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from kvtier.backends.infinistore.drain import Drain
 from kvtier.backends.wire import Connection
 
 FINISHED, NOT_FOUND, OUT_OF_MEMORY = 200, 404, 507
 LONGEST_VALUE = (1 << 31) - 1
 """Bytes; the protocol counts them in a signed integer."""
-LONGEST_BODY = 4 << 20
-"""Bytes of a request without its value."""
+NAMES_AT_ONCE = 64
+"""So many are asked for together; more would not be faster."""
 DRAIN_BYTES = 1 << 20
 """A value of an unexpected length is read and dropped up to here; beyond, a new connection is cheaper."""
 
 _MAGIC = 0xDEADBEEF
 _HEADER = struct.Struct("<IBI")
-_NUMBER = struct.Struct("<i")
+HEAD = struct.Struct("<ii")
+"""The status, and a number or the length of a value."""
+_STATUS = struct.Struct("<i")
 _LENGTH = struct.Struct("<I")
 _EXISTS, _MATCH, _DELETE, _PAYLOAD = b"C", b"M", b"X", b"L"
 _PUT, _GET = b"P", b"G"
@@ -45,33 +48,99 @@ class Refused(ConnectionError):
         self.status = status
 
 
+class Answer:
+    """How much has come of an answer, so that one knows when the server has nothing left to send.
+
+    Of ``length`` bytes; ``None``: it is a value, which begins with a length of its own. A refusal is a status
+    alone.
+    """
+
+    def __init__(self, length: int | None = None) -> None:
+        self.head = b""
+        """The first bytes of it, :data:`HEAD` at most."""
+        self._length = length
+        self._received = 0
+
+    def note(self, part: memoryview) -> None:
+        """``part`` has come."""
+        self.head += part[: HEAD.size - len(self.head)]
+        self._received += len(part)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether there is a status, and what comes with one that is not a refusal."""
+        return len(self.head) == HEAD.size or (len(self.head) >= _STATUS.size and self.status != FINISHED)
+
+    @property
+    def status(self) -> int:
+        """What the server says to the request."""
+        status: int = _STATUS.unpack_from(self.head)[0]
+        return status
+
+    @property
+    def number(self) -> int:
+        """What follows the status."""
+        number: int = HEAD.unpack(self.head)[1]
+        return number
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it has come."""
+        if self.has_head and self.status != FINISHED:
+            return True
+        if self._length is not None:
+            return self._received >= self._length
+        return self.has_head and self._received >= HEAD.size + self.number
+
+
 class InfiniStoreConnection(Connection):
     """One connection. Each call blocks until the deadline that is set, at most, and raises ``OSError``.
 
-    After any exception it is out of step with the server and good for nothing but ``close``.
+    After any exception it is out of step with the server and good for nothing but ``close``, which leaves it
+    to ``drain`` where the server may still be sending.
     """
 
-    def exist(self, names: Sequence[bytes]) -> list[bool]:
-        """Whether there is a value under each name: a round trip for each.
+    def __init__(self, family: int, drain: Drain | None = None) -> None:
+        super().__init__(family)
+        self._drain = drain
+        self._answer: Answer | None = None
 
-        Never two requests at once: a server that finds the connection closed with two answers still to be
-        written ends itself.
-        """
-        return [self._exists(name) for name in names]
+    def exist(self, names: Sequence[bytes]) -> Iterator[bool]:
+        """Whether there is a value under each name: a round trip for each :data:`NAMES_AT_ONCE`."""
+        for start in range(0, len(names), NAMES_AT_ONCE):
+            part = names[start : start + NAMES_AT_ONCE]
+            self.send([b"".join([_request(_EXISTS, name) for name in part])])
+            answers = memoryview(bytearray(HEAD.size * len(part)))
+            self._answer = Answer(len(answers))
+            self._hurry()
+            self.take(answers)
+            for status, number in HEAD.iter_unpack(answers):
+                if status != FINISHED:
+                    raise Refused(status)
+                yield number == 0
 
     def matched(self, names: Sequence[bytes]) -> int:
-        """How many leading names have a value, as far as a binary search can tell: one round trip."""
-        return self._ask(_MATCH, names) + 1
+        """The leading names that have a value are no more than these: one round trip.
+
+        The server looks for the first that has none by a binary search, which finds another one where a value
+        before others was evicted.
+        """
+        return min(self._ask(_MATCH, names) + 1, len(names))
 
     def delete(self, names: Sequence[bytes]) -> None:
-        """Remove the values; a name without one is no error."""
+        """Remove the values; a name without one is no error.
+
+        The server ends itself where one was not written to its end: :meth:`put` something else there first.
+        """
         if names:
             self._ask(_DELETE, names)
 
     def put(self, name: bytes, value: memoryview | bytes) -> None:
         """Store a value. Raises :class:`Refused`. Nobody may ask for the name before this has returned."""
         self.send([_request(_PAYLOAD, _payload(name, len(value), _PUT)), value])
-        self._expect_finished()
+        status = self._status()
+        if status != FINISHED:
+            raise Refused(status)
 
     def lacks_room(self, name: bytes, length: int) -> bool:
         """Whether the server refuses a value for want of room, before it has seen it. Then close this.
@@ -79,7 +148,7 @@ class InfiniStoreConnection(Connection):
         It says nothing where it has room: ``TimeoutError``, and the name is one to delete.
         """
         self.send([_request(_PAYLOAD, _payload(name, length, _PUT))])
-        return self._number(_NUMBER) == OUT_OF_MEMORY
+        return self._status() == OUT_OF_MEMORY
 
     def get(self, name: bytes, view: memoryview) -> bool:
         """Fill ``view`` with a value. ``False``: there is none, or one of another length.
@@ -87,44 +156,79 @@ class InfiniStoreConnection(Connection):
         A long one of another length is left unread, and :attr:`in_step` is then false.
         """
         self.send([_request(_PAYLOAD, _payload(name, 0, _GET))])
-        status = self._number(_NUMBER)
-        if status == NOT_FOUND:
+        answer = self._read_head(Answer())
+        if answer.status == NOT_FOUND:
             return False
-        if status != FINISHED:
-            raise Refused(status)
-        length = self._number(_LENGTH)
-        if length == len(view):
+        if answer.status != FINISHED:
+            raise Refused(answer.status)
+        if answer.number == len(view):
             self.take(view)
             return True
-        if length > DRAIN_BYTES:
-            self.in_step = False
+        if 0 <= answer.number <= DRAIN_BYTES:
+            self.take(memoryview(bytearray(answer.number)))
         else:
-            self.take(memoryview(bytearray(length)))
+            self.in_step = False
         return False
 
-    def _exists(self, name: bytes) -> bool:
-        self.send([_request(_EXISTS, name)])
-        self._expect_finished()
-        return self._number(_NUMBER) == 0
+    def close(self) -> None:
+        """Let go of the socket, now or when the server has sent what it still sends. Does not block."""
+        if self._drain is None or self._answer is None or self._answer.is_complete:
+            self.hang_up()
+        else:
+            self._drain.add(self)
+
+    # What a drain needs.
+
+    def fileno(self) -> int:
+        """See :class:`~kvtier.backends.infinistore.drain.Leaving`."""
+        return self._socket.fileno()
+
+    def discard(self, scratch: memoryview) -> bool:
+        """See :class:`~kvtier.backends.infinistore.drain.Leaving`."""
+        assert self._answer is not None
+        try:
+            received = self._socket.recv_into(scratch, len(scratch), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        self._answer.note(scratch[:received])
+        return not received or self._answer.is_complete
+
+    def hang_up(self) -> None:
+        """See :class:`~kvtier.backends.infinistore.drain.Leaving`."""
+        super().close()
 
     def _ask(self, operation: bytes, names: Sequence[bytes]) -> int:
         self.send([_request(operation, _strings(names))])
-        self._expect_finished()
-        return self._number(_NUMBER)
+        answer = self._read_head(Answer(HEAD.size))
+        if answer.status != FINISHED:
+            raise Refused(answer.status)
+        return answer.number
 
-    def _expect_finished(self) -> None:
-        status = self._number(_NUMBER)
-        if status != FINISHED:
-            raise Refused(status)
+    def _read_head(self, answer: Answer) -> Answer:
+        self._answer = answer
+        head = memoryview(bytearray(HEAD.size))
+        while not answer.has_head:
+            self._hurry()
+            self._receive_some(head[len(answer.head) :], 0)
+        return answer
 
-    def _number(self, form: struct.Struct) -> int:
+    def _status(self) -> int:
+        answer = self._answer = Answer(_STATUS.size)
+        self.take(memoryview(bytearray(_STATUS.size)))
+        return answer.status
+
+    def _receive_some(self, view: memoryview, flags: int) -> int:
+        received = super()._receive_some(view, flags)
+        if self._answer is not None:
+            self._answer.note(view[:received])
+        return received
+
+    def _hurry(self) -> None:
         # The server sends the next part of an answer only when this one is acknowledged, and the kernel would
         # take 40 ms for that. The option holds for a while only: tcp(7).
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-        answer = memoryview(bytearray(form.size))
-        self.take(answer)
-        number: int = form.unpack(answer)[0]
-        return number
 
 
 def _request(operation: bytes, body: bytes) -> bytes:

@@ -7,6 +7,8 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any, ClassVar
@@ -66,8 +68,7 @@ class InfiniStoreServer(Server):
     def corrupt(self, key: ChunkKey, prefix: str = "kvtier:") -> bool:
         """See :meth:`Server.corrupt`."""
         base = f"{prefix}{key.hex()}".encode()
-        connection = self._connect()
-        try:
+        with self.connected() as connection:
             pointer = read_pointer(connection, base)
             if pointer is None:
                 return False
@@ -77,9 +78,18 @@ class InfiniStoreServer(Server):
             replaced = Pointer(pointer.nonce[::-1], pointer.length)
             connection.put(replaced.name(base), memoryview(value))
             connection.put(base, replaced.pack())
+        return True
+
+    @contextmanager
+    def connected(self) -> Iterator[InfiniStoreConnection]:
+        """A connection for what a test has to say itself. Raises ``OSError``."""
+        connection = InfiniStoreConnection(socket.AF_INET)
+        connection.deadline = Deadline(PATIENCE_SECONDS)
+        try:
+            connection.connect((HOST, self.port))
+            yield connection
         finally:
             connection.close()
-        return True
 
     def _launch(self) -> None:
         if not self._verbs.exists():
@@ -95,19 +105,7 @@ class InfiniStoreServer(Server):
 
     def _answers(self) -> bool:
         try:
-            connection = self._connect()
+            with self.connected() as connection:
+                return list(connection.exist([b"anything"])) == [False]
         except OSError:
             return False
-        connection.close()
-        return True
-
-    def _connect(self) -> InfiniStoreConnection:
-        connection = InfiniStoreConnection(socket.AF_INET)
-        connection.deadline = Deadline(PATIENCE_SECONDS)
-        try:
-            connection.connect((HOST, self.port))
-            connection.exist([b"anything"])
-        except OSError:
-            connection.close()
-            raise
-        return connection
