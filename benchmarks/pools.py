@@ -63,7 +63,7 @@ class Extent(NamedTuple):
 
 
 FULL = Extent(
-    [4 * MIB, 32 * MIB, 128 * MIB], [1, 4, 16], lambda length: min(max(512 * MIB // length, 5), 25), 50
+    [4 * MIB, 32 * MIB, 128 * MIB], [1, 4, 16], lambda length: min(max(1024 * MIB // length, 5), 25), 50
 )
 QUICK = Extent([MIB], [1, 4], lambda _: 1, 1)
 ROOM = {"infinistore": 768 * MIB}
@@ -73,16 +73,22 @@ ROOM = {"infinistore": 768 * MIB}
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="The shared pools beside the limits of their media.")
     parser.add_argument("--pool", action="append", choices=list(SERVERS), help="default: all")
+    parser.add_argument(
+        "--size", action="append", type=int, metavar="MIB", help="of a chunk; default: 4, 32, 128"
+    )
     parser.add_argument("--peer", action="store_true", help="LMCache, too, which is installed for it")
     parser.add_argument("--quick", action="store_true", help="a few megabytes, to see that it runs")
     given = parser.parse_args(arguments)
+    extent = QUICK if given.quick else FULL
+    if given.size:
+        extent = extent._replace(sizes=[size * MIB for size in given.size])
     for pool in given.pool or SERVERS:
         if missing := SERVERS[pool].missing():
             print(f"{pool}: left out: {missing}")
             continue
         with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder, started(pool, folder) as server:
             peer = given.peer and pool in RESP
-            anyio.run(measure, pool, server, QUICK if given.quick else FULL, peer)
+            anyio.run(measure, pool, server, extent, peer)
 
 
 def started(pool: str, folder: str) -> Server:
@@ -109,7 +115,7 @@ async def measure(pool: str, server: Server, extent: Extent, peer: bool) -> None
         arena.close()
     show(f"{pool}, GB/s beside the limit", *against_limit(moves))
     if peer:
-        show(f"{pool}, GB/s beside LMCache (sealed : LMCache)", *against_peer(moves))
+        show(f"{pool}, GB/s of LMCache, and the speed of kvtier beside it", *against_peer(moves))
     show(f"{pool}, a look-up of {KEYS} keys, median µs (and µs a key)", *of_look_ups(asks))
 
 
@@ -238,14 +244,14 @@ def against_limit(moves: Moves) -> tuple[Sequence[str], list[Sequence[object]]]:
 
 def against_peer(moves: Moves) -> tuple[Sequence[str], list[Sequence[object]]]:
     """Columns and rows of the second table."""
-    columns = ("", "plain", "sealed", "redis://", "ratio", "resp://", "ratio")
+    columns = ("", "redis://", "plain : it", "sealed : it", "resp://", "plain : it", "sealed : it")
     rows: list[Sequence[object]] = []
     for call, depth, size, seconds in moves:
         cells: list[object] = [f"{call} {depth} x {size // MIB} MiB"]
-        cells += [speed(depth * size, seconds[name]) for name in ("plain", "sealed")]
         for kind in ("redis", "resp"):
             theirs = seconds[f"LMCache {kind}"]
-            cells += [speed(depth * size, theirs), ratio(seconds["sealed"], theirs)]
+            cells += [speed(depth * size, theirs)]
+            cells += [ratio(seconds[name], theirs) for name in ("plain", "sealed")]
         rows.append(cells)
     return columns, rows
 
