@@ -79,8 +79,8 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
 
     Over TCP, bytes move in worker threads between socket and caller's memory, over ``connections``, each with
     another one for the pointers; over RDMA the server fetches and delivers them itself. Connects when first
-    asked, and again whenever the connection is lost. A batch lasts ``deadline`` at most, but over RDMA, whose
-    library knows no end. What the server sends after that is read and thrown away
+    asked, and again whenever the connection is lost. A batch lasts ``deadline`` at most, over RDMA that long
+    for each length of chunk. What the server sends after that is read and thrown away
     (:mod:`~kvtier.backends.infinistore.drain`); against a host that dies amid a value the server has no help.
     """
 
@@ -341,9 +341,12 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
 
 
 def read_pointer(connection: InfiniStoreConnection, base: bytes) -> Pointer | None:
-    """What is stored under a chunk's own name, if it is held."""
+    """What is stored under a chunk's own name, if it is held, and a pointer."""
     found = memoryview(bytearray(_POINTER.size))
-    return Pointer(*_POINTER.unpack(found)) if connection.get(base, found) else None
+    if not connection.get(base, found):
+        return None
+    pointer = Pointer(*_POINTER.unpack(found))
+    return pointer if pointer.nonce.isalnum() else None
 
 
 def _point(connection: InfiniStoreConnection, base: bytes, pointer: Pointer, former: Pointer | None) -> None:

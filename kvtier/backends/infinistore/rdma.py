@@ -6,14 +6,16 @@ Not run on any machine of ours: it needs an RDMA device on both sides.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from anyio import CancelScope, to_thread
+from anyio import CancelScope, fail_after, to_thread
 
 from kvtier.arena import Arena, address_of
 from kvtier.backends.base import Outcome
+from kvtier.backends.infinistore.protocol import OUT_OF_MEMORY
 from kvtier.backends.infinistore.settings import InfiniStoreSettings
 from kvtier.errors import TierError
 
@@ -70,40 +72,61 @@ class InfiniStoreRDMA:
 
     async def close(self) -> None:
         """Let go of the connection."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with CancelScope(shield=True):
-                await to_thread.run_sync(connection.close)
+        await self._drop(self._connection)
+
+    async def _drop(self, connection: Any) -> None:  # noqa: ANN401 - the library has no types
+        """End ``connection``, whoever else uses it: the device does not touch the arena after this."""
+        if connection is None or connection.conn is None:
+            return
+        if self._connection is connection:
+            self._connection = None
+
+        def end() -> None:
+            connection.close()
+            # Its queue pair is destroyed with the last reference to this, and not before.
+            connection.conn = None
+
+        with CancelScope(shield=True):
+            await to_thread.run_sync(end)
 
     async def _carry(self, method: str, items: Sequence[NamedView]) -> list[Outcome]:
         """Blocks of one length in one call; the outcomes in the order of the items."""
         connection = await self._connected()
-        transfer: Transfer = getattr(connection, method)
         by_length: defaultdict[int, list[int]] = defaultdict(list)
         for index, (_, view) in enumerate(items):
             by_length[len(view)].append(index)
         outcomes = [Outcome.FAILED] * len(items)
         for length, indices in by_length.items():
             blocks = [(items[index][0], address_of(items[index][1]) - self._base) for index in indices]
-            for index, outcome in zip(indices, await self._transfer(transfer, blocks, length), strict=True):
+            moved = await self._transfer(connection, method, blocks, length)
+            for index, outcome in zip(indices, moved, strict=True):
                 outcomes[index] = outcome
         return outcomes
 
     async def _transfer(
-        self, transfer: Transfer, blocks: list[tuple[str, int]], length: int
+        self,
+        connection: Any,  # noqa: ANN401
+        method: str,
+        blocks: list[tuple[str, int]],
+        length: int,
     ) -> list[Outcome]:
+        """Move ``blocks``, each as (name, offset from the arena's start)."""
+        transfer: Transfer = getattr(connection, method)
         try:
-            # The device goes on whoever waits: a cancelled call must not end before it has.
-            with CancelScope(shield=True):
+            # The device goes on whoever waits: a cancelled call must not end before it has. The library
+            # waits for good where the server has gone.
+            with fail_after(self._settings.deadline, shield=True):
                 await transfer(blocks, length, self._base)
         except self._library.InfiniStoreKeyNotFound:
             if len(blocks) == 1:
                 return [Outcome.MISS]
             # One that is missing spoils its batch.
-            return [(await self._transfer(transfer, [block], length))[0] for block in blocks]
-        except Exception:
-            # The library raises plain exceptions; its queue pair is of no use after most of them.
-            await self.close()
+            return [(await self._transfer(connection, method, [block], length))[0] for block in blocks]
+        except Exception as error:
+            # The library raises plain exceptions; its queue pair is of no use after any other of them.
+            if str(error).endswith(f"ret = {OUT_OF_MEMORY}"):
+                return [Outcome.FULL] * len(blocks)
+            await self._drop(connection)
             raise
         return [Outcome.OK] * len(blocks)
 
@@ -119,7 +142,7 @@ class InfiniStoreRDMA:
             raise RuntimeError("the arena is not registered")
         chosen = {} if settings.gid_index is None else {"hint_gid_index": settings.gid_index}
         config = self._library.ClientConfig(
-            host_addr=settings.host,
+            host_addr=socket.gethostbyname(settings.host),  # It takes addresses alone, of IPv4.
             service_port=settings.port,
             connection_type=self._library.TYPE_RDMA,
             dev_name=settings.device,
