@@ -11,7 +11,8 @@ from typing import Any
 import anyio
 import pytest
 from faulty_proxy import FaultyProxy
-from s3_server import BUCKET, SECRET_KEY, S3Server
+from kvtier_objectstore.faults import Refused, StoreError
+from s3_server import BUCKET, READER_KEY, SECRET_KEY, S3Server
 from stores import FAILED, LONG, MISS, OK, found, opened, values
 
 from kvtier.backends.base import Backend, Outcome, PutItem
@@ -189,11 +190,14 @@ async def test_a_server_that_is_killed_in_mid_upload(server: S3Server) -> None:
 
         items = await values(3, LONG)
         keys = [key for key, _ in items]
-        async with opened(**{**server.tier(), "endpoint": proxy.url}, deadline=8) as backend:
+        async with opened(**{**server.tier(), "endpoint": proxy.url}) as backend:
             proxy.before = kill
             assert FAILED in await backend.put(items)
             assert dead.is_set()
-            assert await backend.contains(keys) == [False] * 3
+            with pytest.raises(StoreError, match="cannot be reached"):
+                await backend.contains(keys)
+            with pytest.raises(StoreError, match="cannot be reached"):
+                await backend.delete(keys)
             assert await found(backend, items) == [FAILED] * 3
             await in_thread(server.start)
             assert await backend.contains(keys) == [False] * 3
@@ -215,8 +219,10 @@ async def test_a_server_that_stands_still_for_longer_than_the_deadline(server: S
         view = blank(4000)
         assert await backend.get([(keys[0], view)]) == [FAILED]
         assert is_stained(view)
-        assert await backend.contains(keys) == [False] * 40
-        await backend.delete(keys)
+        with pytest.raises(StoreError, match="does not answer in time"):
+            await backend.contains(keys)
+        with pytest.raises(StoreError, match="does not answer in time"):
+            await backend.delete(keys)
         await in_thread(server.resume)
         await put_in_the_end(backend, short)
         # Of uploads whose beginning it read only when it went on, nobody but the server knows.
@@ -229,7 +235,8 @@ async def test_nobody_at_the_port(tmp_path: Path, s3: S3Server, caplog: pytest.L
     items = await values(2, 4000)
     async with opened(**{**s3.tier(), "endpoint": url}, deadline=2) as backend:
         assert await backend.put(items) == [FAILED] * 2
-        assert await backend.contains([make_key(0)]) == [False]
+        with pytest.raises(StoreError, match=f"^s3://kvtier/chunks at {url} cannot be reached: see url"):
+            await backend.contains([make_key(0)])
     (record,) = caplog.records
     assert f"tier 'pool': s3://kvtier/chunks at {url} cannot be reached: see url and" in record.message
 
@@ -243,7 +250,10 @@ async def test_wrong_credentials_are_said_once_and_never_shown(
         outcomes: list[list[Outcome]] = [list(await backend.put(await values(3, 4000))) for _ in range(3)]
         assert outcomes == [[FAILED] * 3] * 3
         assert await found(backend, await values(1, 4000)) == [FAILED]
-        assert await backend.contains([make_key(0)]) == [False]
+        with pytest.raises(Refused, match="refuses these credentials") as refused:
+            await backend.contains([make_key(0)])
+        assert refused.value.__suppress_context__ or refused.value.__context__ is None
+        assert "hunter2" not in repr(refused.value)
         assert "hunter2" not in repr(backend._settings) + repr(vars(backend._store))
     (record,) = caplog.records
     assert (
@@ -251,3 +261,20 @@ async def test_wrong_credentials_are_said_once_and_never_shown(
     )
     assert "hunter2" not in caplog.text
     assert SECRET_KEY not in caplog.text
+
+
+async def test_credentials_that_may_only_read(s3: S3Server, caplog: pytest.LogCaptureFixture) -> None:
+    items = await values(2, 4000)
+    tier = {**s3.tier(), "url": f"s3://{BUCKET}/reading"}
+    async with opened(**tier) as backend:
+        assert await backend.put(items) == [OK] * 2
+    tier["credentials"] = {**tier["credentials"], "access_key_id": READER_KEY}
+    async with opened(**tier) as backend:
+        assert await backend.contains([make_key(0), make_key(7)]) == [True, False]
+        assert await found(backend, items) == [OK] * 2
+        assert caplog.records == []
+        # Raised, it would be tried again before every other call.
+        await backend.delete([make_key(0)])
+        assert await backend.put(items) == [FAILED] * 2
+    (record,) = caplog.records
+    assert "refuses these credentials (403 Forbidden, AccessDenied)" in record.message

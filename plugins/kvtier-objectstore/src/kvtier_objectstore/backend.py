@@ -12,18 +12,18 @@ from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsChe
 from kvtier.backends.threads import limited_hop, spread
 from kvtier.keys import ChunkKey
 from kvtier.settings import TierSettings
+from kvtier_objectstore.faults import Refused, StoreError
 from kvtier_objectstore.settings import ObjectStoreSettings
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
+LateT = TypeVar("LateT")
 
 REQUEST_SHARE = 0.25
 """Of the tier's deadline, what one request may take."""
 
 LAST_START = 0.75
 """Of the tier's deadline, when the last request of a batch may begin, so that all have ended with it."""
-
-NOTHING_READ: tuple[Outcome, str | None] = (Outcome.FAILED, None)
 
 
 class ObjectStoreBackend(Backend, SupportsCheck):
@@ -52,8 +52,10 @@ class ObjectStoreBackend(Backend, SupportsCheck):
         del self._store
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Whether there is an object of each key, by a request for each."""
-        return await self._each(self._store.holds, keys, self._latest(), late=False)
+        """Whether there is an object of each key, by a request for each. Raises :class:`StoreError`."""
+        answers = await self._each(self._store.holds, keys, self._latest(), late=_too_late())
+        self._tell(answers)
+        return [answer is True for answer in answers]
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Upload a copy of each value, long ones in parts."""
@@ -65,7 +67,7 @@ class ObjectStoreBackend(Backend, SupportsCheck):
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Download each value into its view, the parts of long ones side by side."""
         latest = self._latest()
-        began = await self._each(self._store.begin, items, latest, late=NOTHING_READ)
+        began = await self._each(self._store.begin, items, latest, late=(Outcome.FAILED, None))
         outcomes = [outcome for outcome, _ in began]
         rest = [
             (index, part)
@@ -80,23 +82,42 @@ class ObjectStoreBackend(Backend, SupportsCheck):
         return outcomes
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete each object."""
-        await self._each(self._store.remove, keys, self._latest(), late=None)
+        """Delete each object. Raises :class:`StoreError`, but not where these credentials may not delete.
+
+        What is raised is tried again before anything else is asked for, and would be for ever.
+        """
+        answers = await self._each(self._store.remove, keys, self._latest(), late=_too_late())
+        try:
+            self._tell(answers)
+        except Refused as error:
+            self._store.warn(error)
 
     async def check(self) -> str:
         """See :meth:`SupportsCheck.check`. Writes an object of a few bytes and deletes it."""
         (answer,) = await spread(lambda check: check(), [self._store.check], parts=1, hop=self._hop)
         return answer
 
+    def _tell(self, answers: Sequence[object]) -> None:
+        """Raise where all went wrong, and warn where some did."""
+        errors = [answer for answer in answers if isinstance(answer, StoreError)]
+        if errors and len(errors) == len(answers):
+            raise errors[0]
+        for error in errors[:1]:
+            self._store.warn(error)
+
     def _latest(self) -> float:
         return time.monotonic() + self._settings.deadline * LAST_START
 
     async def _each(
-        self, work: Callable[[ItemT], ResultT], items: Sequence[ItemT], latest: float, *, late: ResultT
-    ) -> list[ResultT]:
+        self, work: Callable[[ItemT], ResultT], items: Sequence[ItemT], latest: float, *, late: LateT
+    ) -> list[ResultT | LateT]:
         """Apply ``work`` to each item; ``late`` where its turn comes only after ``latest``."""
 
-        def in_time(item: ItemT) -> ResultT:
+        def in_time(item: ItemT) -> ResultT | LateT:
             return work(item) if time.monotonic() <= latest else late
 
         return await spread(in_time, items, parts=self._settings.requests, hop=self._hop)
+
+
+def _too_late() -> StoreError:
+    return StoreError("the store was too slow for some of a batch: see deadline")

@@ -24,7 +24,7 @@ from kvtier import TierError
 from kvtier.backends.base import GetItem, Outcome, PutItem
 from kvtier.backends.logs import RareWarning
 from kvtier.keys import ChunkKey
-from kvtier_objectstore.faults import explain, is_full, is_shorter
+from kvtier_objectstore.faults import Refused, StoreError, explain, is_full, is_refused, is_shorter
 from kvtier_objectstore.settings import ObjectStoreSettings
 
 if TYPE_CHECKING:
@@ -69,13 +69,14 @@ class ChunkStore:
                 f"({type(error).__name__}): compare them with its documentation"
             ) from None
 
-    def holds(self, key: ChunkKey) -> bool:
-        """Whether there is an object of this key; ``False`` where the store cannot tell."""
+    def holds(self, key: ChunkKey) -> bool | StoreError:
+        """Whether there is an object of this key, or why the store does not say."""
         try:
             obstore.head(self._store, key.hex())
-        except Exception as error:
-            self._outcome(error)
+        except FileNotFoundError:
             return False
+        except Exception as error:
+            return self._error(error)
         return True
 
     def write(self, item: PutItem, latest: float) -> Outcome:
@@ -127,12 +128,19 @@ class ChunkStore:
             return self._outcome(error)
         return Outcome.OK
 
-    def remove(self, key: ChunkKey) -> None:
-        """Delete one object; one that is not there is no error."""
+    def remove(self, key: ChunkKey) -> StoreError | None:
+        """Delete one object; one that is not there is no error. Why not, where it could not be done."""
         try:
             obstore.delete(self._store, key.hex())
+        except FileNotFoundError:
+            return None
         except Exception as error:
-            self._outcome(error)
+            return self._error(error)
+        return None
+
+    def warn(self, error: StoreError) -> None:
+        """Say in the log what is wrong, once in a while."""
+        self._warn("tier %r: %s", self._settings.name, error)
 
     def check(self) -> str:
         """Write, read and delete an object, and ask for one that is not there. Raises :class:`TierError`."""
@@ -143,7 +151,7 @@ class ChunkStore:
             obstore.get(self._store, name).bytes()
             obstore.delete(self._store, name)
         except Exception as error:
-            raise TierError(f"{self._place} {explain(error)}") from None
+            raise TierError(str(self._error(error))) from None
         milliseconds = (time.monotonic() - began) * 1000
         try:
             obstore.head(self._store, name)
@@ -168,8 +176,12 @@ class ChunkStore:
             isinstance(error, FileNotFoundError | PreconditionError) or is_shorter(error)
         ):
             return Outcome.MISS
-        self._warn("tier %r: %s %s", self._settings.name, self._place, explain(error))
+        self.warn(self._error(error))
         return Outcome.FULL if is_full(error) else Outcome.FAILED
+
+    def _error(self, error: Exception) -> StoreError:
+        kind = Refused if is_refused(error) else StoreError
+        return kind(f"{self._place} {explain(error)}")
 
 
 def _make_store(settings: ObjectStoreSettings, seconds: timedelta) -> ObjectStore:
@@ -180,7 +192,9 @@ def _make_store(settings: ObjectStoreSettings, seconds: timedelta) -> ObjectStor
         folder = Path(unquote(place.path))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return LocalStore(folder)
-    config: Any = dict(settings.options)
+    # One request a key says what became of each, and every server knows it. S3's bulk call is neither.
+    config: Any = {"disable_bulk_delete": "true"} if place.scheme == "s3" else {}
+    config |= settings.options
     config |= {name: secret.get_secret_value() for name, secret in settings.credentials.items()}
     if settings.endpoint is not None:
         config["base_url" if place.scheme == "gs" else "endpoint"] = settings.endpoint
