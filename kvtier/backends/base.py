@@ -37,9 +37,10 @@ class Backend(ABC):
 
     All are called from the one event loop and must not block it: a blocking client library belongs in
     a bounded set of worker threads. Batches have no upper size, may be empty, and may run concurrently,
-    also on equal keys. Answers come in the order of the question, one for each item. No failure of the
-    medium is raised from ``contains``, ``put``, ``get`` or ``delete``: it is an outcome (``False`` in
-    ``contains``). A cancelled call must not touch the caller's memory after it has ended.
+    also on equal keys. Answers come in the order of the question, one for each item. What fails in ``put``
+    and ``get`` is an outcome, for each key its own. ``contains`` and ``delete`` have none: they raise,
+    whatever it be, where the medium cannot be asked at all, which the breaker around it counts as a failure.
+    A cancelled call must not touch the caller's memory after it has ended.
     """
 
     settings_type: ClassVar[type[TierSettings]] = TierSettings
@@ -67,7 +68,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Whether each key is held."""
+        """Whether each key is held. Raises where nothing can be said of any of them."""
 
     @abstractmethod
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
@@ -86,7 +87,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove each key; one that is not held is no error."""
+        """Remove each key; one that is not held is no error. Raises where none could be removed."""
 
 
 class StoredObject(NamedTuple):
@@ -150,7 +151,7 @@ class SupportsPrefix(Protocol):
     """A medium that can tell how much of a prompt it holds, cheaper than by :meth:`Backend.contains`."""
 
     async def held_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        """How many of ``keys`` are held before the first that is not; 0 where the medium cannot tell."""
+        """How many of ``keys`` are held before the first that is not. Raises where nothing can be said."""
         ...
 
 

@@ -138,14 +138,20 @@ class _Trial:
         )
 
     async def _holds(self, key: ChunkKey) -> bool:
-        held, _ = await self._ask("looking a chunk up", lambda: self._backend.contains([key]))
+        held, _ = await self._asked_for(key)
         return held
 
     async def _look_up(self, key: ChunkKey) -> float:
-        held, seconds = await self._ask("looking a chunk up", lambda: self._backend.contains([key]))
+        held, seconds = await self._asked_for(key)
         if not held:
             raise Problem("it does not hold a chunk that it said it had stored", _REMEDY_LIES)
         return seconds
+
+    async def _asked_for(self, key: ChunkKey) -> tuple[bool, float]:
+        try:
+            return await self._ask("looking a chunk up", lambda: self._backend.contains([key]))
+        except OSError as error:
+            raise Problem(f"it could not be asked for a chunk: {error}", _REMEDY_FAILED) from error
 
     async def _write(self, chunk: _Chunk) -> float:
         item = (chunk.key, chunk.written.view)
@@ -172,7 +178,9 @@ class _Trial:
         """Delete for as long as the deadline is: a pool may keep for a while what was just read."""
         until = time.monotonic() + self._deadline
         while True:
-            await self._timed("deleting a chunk", lambda: self._backend.delete([key]))
+            # One that lets nobody delete raises, too; it can still be asked for the chunk.
+            with suppress(OSError):
+                await self._timed("deleting a chunk", lambda: self._backend.delete([key]))
             if not await self._holds(key):
                 return
             if time.monotonic() > until:

@@ -72,6 +72,13 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+async def assert_says_nothing(backend: Backend) -> None:
+    """Nothing can be looked up or deleted, which is raised."""
+    for ask in (backend.contains, backend.delete):
+        with pytest.raises(ConnectionError, match="no server answers"):
+            await ask(KEYS)
+
+
 async def assert_works(backend: Backend, size: int = MIB) -> None:
     """Everything can be put, found and got."""
     assert list(await backend.put(values(size))) == [OK] * len(KEYS)

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 import anyio
 import pytest
 
-from kvtier.backends.base import StoredObject
+from kvtier.backends.base import StoredObject, SupportsPrefix
 from kvtier.backends.guarded import BreakerState, GuardedBackend
+from kvtier.keys import ChunkKey
 from kvtier.testing.backend import make_key
 from kvtier.testing.faults import Fault, FaultyBackend, SlowBackend
 from tests.backends.chunks import FAILED, FULL, MISS, OK, blanks, chunks, disk, memory, opened
@@ -78,11 +79,60 @@ async def test_one_failed_key_makes_a_failed_batch(guarded: Guarded) -> None:
     assert guarded.backend.state is OPEN
 
 
+async def test_look_ups_that_raise_open_it(guarded: Guarded) -> None:
+    guarded.faulty.fault = Fault.RAISE
+    for _ in range(3):
+        assert guarded.backend.state is CLOSED
+        assert list(await guarded.backend.contains([make_key(1), make_key(2)])) == [False, False]
+    assert guarded.backend.state is OPEN
+    before = guarded.reached
+    assert list(await guarded.backend.contains([make_key(1)])) == [False]
+    assert guarded.reached == before
+    guarded.faulty.fault = None
+    guarded.now += 2
+    assert list(await guarded.backend.contains([make_key(1), make_key(2)])) == [True, False]
+    assert guarded.backend.state is CLOSED
+
+
+class Prefixed(FaultyBackend, SupportsPrefix):
+    """Tells how much of a prompt it holds, with the faults of its ``contains``."""
+
+    async def held_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        held = await self.contains(keys)
+        return [*held, False].index(False)
+
+
+async def test_prefixes_that_raise_open_it() -> None:
+    now = 100.0
+    faulty = Prefixed(memory())
+    backend = GuardedBackend(faulty, failures=3, cooldown=1.0, clock=lambda: now)
+    assert isinstance(backend, SupportsPrefix)
+    keys = [make_key(number) for number in range(1, 4)]
+    async with opened(backend):
+        await backend.put(chunks([1, 2]))
+        assert await backend.held_prefix(keys) == 2
+        assert await backend.held_prefix(keys[2:]) == 0
+        faulty.fault = Fault.RAISE
+        for _ in range(3):
+            assert backend.state is CLOSED
+            assert await backend.held_prefix(keys) == 0
+        assert backend.state is OPEN
+        faulty.fault = None
+        before = faulty.calls.total()
+        assert await backend.held_prefix(keys) == 0
+        assert faulty.calls.total() == before
+        now += 2
+        assert await backend.held_prefix(keys) == 2
+        assert backend.state is CLOSED
+
+
 async def test_misses_and_a_full_medium_are_no_failures(guarded: Guarded) -> None:
     guarded.faulty.fault = Fault.FULL
     for _ in range(10):
         assert list(await guarded.backend.put(chunks([2]))) == [FULL]
         assert list(await guarded.backend.get(blanks([3]))) == [MISS]
+        assert list(await guarded.backend.contains([make_key(3)])) == [False]
+        await guarded.backend.delete([make_key(3)])
     assert guarded.backend.state is CLOSED
 
 
@@ -237,6 +287,22 @@ async def test_what_could_not_be_deleted_is_deleted_first_of_all(guarded: Guarde
     calls = guarded.faulty.calls["delete"]
     await backend.get(blanks([2]))
     assert guarded.faulty.calls["delete"] == calls, "nothing is deleted twice"
+
+
+async def test_deletions_that_raise_open_it_and_are_made_up_for(guarded: Guarded) -> None:
+    backend, inner = guarded.backend, guarded.faulty.inner
+    await backend.put(chunks([2, 3, 4]))
+    guarded.faulty.fault = Fault.RAISE
+    for number in (1, 2, 3):
+        assert backend.state is CLOSED
+        await backend.delete([make_key(number)])
+    assert backend.state is OPEN
+    guarded.faulty.fault = None
+    guarded.now += 2
+    keys = [make_key(number) for number in (1, 2, 3, 4)]
+    assert list(await inner.contains(keys)) == [True] * 4
+    assert list(await backend.contains(keys)) == [False, False, False, True]
+    assert backend.state is CLOSED
 
 
 async def test_empty_batches_tell_nothing(guarded: Guarded) -> None:

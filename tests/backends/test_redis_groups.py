@@ -9,6 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from kvtier.backends.base import Backend
 from kvtier.backends.redis.topology import slot_of
 from kvtier.backends.redis.url import Endpoint
 from kvtier.errors import TierError
@@ -51,6 +52,13 @@ def cluster(formed: Cluster) -> Cluster:
     return formed
 
 
+async def all_held(backend: Backend) -> bool:
+    try:
+        return list(await backend.contains(KEYS)) == [True] * len(KEYS)
+    except ConnectionError:
+        return False
+
+
 async def test_sentinels_name_another_primary(sentinels: Sentinels, caplog: pytest.LogCaptureFixture) -> None:
     async with opened(sentinels, deadline=2) as backend:
         await assert_works(backend)
@@ -60,7 +68,7 @@ async def test_sentinels_name_another_primary(sentinels: Sentinels, caplog: pyte
         sentinels.sentinels[0].kill()
         sentinels.primary.kill()
         assert list(await backend.get(room(MIB))) == [FAILED] * len(KEYS)
-        while list(await backend.contains(KEYS)) != [True] * len(KEYS):
+        while not await all_held(backend):
             await anyio.sleep(0.05)
         items = room(MIB)
         assert list(await backend.get(items)) == [OK] * len(KEYS), "what the replica had is lost"
@@ -137,6 +145,11 @@ async def test_a_node_that_dies_takes_its_own_keys_alone(cluster: Cluster) -> No
         assert set(expected) == {OK, FAILED}
         assert list(await backend.get(room(MIB))) == expected
         assert list(await backend.contains(KEYS)) == [outcome is OK for outcome in expected]
+        await backend.delete(KEYS)
+        assert True not in await backend.contains(KEYS)
+        for ask in (backend.contains, backend.delete):
+            with pytest.raises(ConnectionError, match="no server answers"):
+                await ask(KEYS[:1])
         gone.start()
         while FAILED in await backend.put(values(MIB)):
             await anyio.sleep(0.05)

@@ -27,6 +27,7 @@ from .redis_pool import (
     MISS,
     OK,
     Start,
+    assert_says_nothing,
     assert_works,
     info,
     opened,
@@ -50,10 +51,9 @@ async def test_one_that_is_not_there_yet(server: RedisServer, caplog: pytest.Log
     server.kill()
     async with opened(server) as backend:
         for _ in range(3):
-            assert list(await backend.contains(KEYS)) == [False] * len(KEYS)
+            await assert_says_nothing(backend)
             assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
             assert list(await backend.get(room(100))) == [FAILED] * len(KEYS)
-            await backend.delete(KEYS)
         (warning,) = warnings(caplog)
         assert warning == f"pool: 127.0.0.1:{server.port} fails: Connection refused"
         server.start()
@@ -104,7 +104,7 @@ async def test_one_that_stands_still_fails_in_time(
         server.pause()
         assert list(await backend.get(room(MIB))) == [FAILED] * len(KEYS)
         assert list(await backend.put(values(64 * MIB, KEYS[:1]))) == [FAILED]
-        assert list(await backend.contains(KEYS)) == [False] * len(KEYS)
+        await assert_says_nothing(backend)
         (warning,) = warnings(caplog)
         assert warning == f"pool: 127.0.0.1:{server.port} fails: no answer in time"
         server.resume()
@@ -190,7 +190,7 @@ async def test_a_password_that_is_refused(
         await assert_works(backend)
     async with opened(server, **given) as backend:
         assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
-        assert list(await backend.contains(KEYS)) == [False] * len(KEYS)
+        await assert_says_nothing(backend)
         with pytest.raises(TierError) as failure:
             await backend.check()
     assert str(failure.value) == f"127.0.0.1:{server.port} {words}"
@@ -232,7 +232,7 @@ async def test_other_databases_and_prefixes_are_apart(server: RedisServer) -> No
             await backend.delete(KEYS)
         await assert_works(first)
     async with opened(server, url=server.tier()["url"] + "/99") as backend:
-        assert list(await backend.contains(KEYS)) == [False] * len(KEYS)
+        await assert_says_nothing(backend)
 
 
 async def test_what_is_forgotten(server: RedisServer) -> None:

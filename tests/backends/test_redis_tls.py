@@ -14,7 +14,7 @@ from kvtier.errors import TierError
 from kvtier.testing.servers.redis import HOST, RedisServer, TLSFiles
 
 from .certificates import make_certificate
-from .redis_pool import FAILED, KEYS, assert_works, backend_on, opened, values, warnings
+from .redis_pool import FAILED, KEYS, assert_says_nothing, assert_works, backend_on, opened, values, warnings
 
 pytestmark = [
     pytest.mark.anyio,
@@ -47,7 +47,7 @@ def through(scheme: str, server: RedisServer) -> dict[str, Any]:
 async def assert_refuses(backend: RedisBackend, words: str, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing goes there, and why is said once in the log, and when it is checked."""
     assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
-    assert list(await backend.contains(KEYS)) == [False] * len(KEYS)
+    await assert_says_nothing(backend)
     (warning,) = warnings(caplog)
     assert words in warning
     with pytest.raises(TierError) as failure:

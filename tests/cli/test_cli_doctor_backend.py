@@ -225,7 +225,7 @@ def test_a_pool_says_what_it_is(examine: Doctor, tiers: Callable[..., None]) -> 
     [
         ("fail", "it did not store a chunk"),
         ("full", "it has no room for a chunk of 4MiB"),
-        ("raise", "ConnectionError: a fault that a test has asked for"),
+        ("raise", "it could not be asked for a chunk: a fault that a test has asked for"),
         ("short", "looking a chunk up it gave 0 answers to one question"),
         ("flip", "it gave back other bytes than were written"),
         ("forget", "it does not hold a chunk that it said it had stored"),

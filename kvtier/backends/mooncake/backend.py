@@ -14,7 +14,7 @@ from kvtier.arena import Arena, address_of
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsCheck, SupportsRegistration
 from kvtier.backends.logs import RareWarning
 from kvtier.backends.mooncake.client import MooncakeClient
-from kvtier.backends.mooncake.library import Code
+from kvtier.backends.mooncake.library import UNREACHED, Code
 from kvtier.backends.mooncake.settings import MooncakeSettings
 from kvtier.backends.mooncake.waits import KeyLocks, Threads
 from kvtier.errors import TierError
@@ -69,9 +69,13 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
         await self._look_ups.run(lambda: self._client.register(address, arena.capacity))
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Whether each key is held; one that is just being written is not."""
+        """Whether each key is held; one that is just being written is not.
+
+        Raises ``ConnectionError`` where the pool says nothing of any.
+        """
         names = self._names(keys)
         codes = await self._ask(lambda: self._client.contains(names), len(keys), self._look_ups)
+        _expect_answers([code >= 0 for code in codes])
         return [code == 1 for code in codes]
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
@@ -101,14 +105,15 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
         return [_get_outcome(code, length) for code, length in zip(codes, lengths, strict=True)]
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove each key, also from under a lease."""
+        """Remove each key, also from under a lease. Raises ``ConnectionError`` where that reached nobody."""
         names = self._names(keys)
-        await self._ask(
+        codes = await self._ask(
             lambda: self._client.remove(names),
             len(keys),
             self._look_ups,
             self._locks.held(keys, exclusive=True),
         )
+        _expect_answers([code not in UNREACHED for code in codes])
 
     async def check(self) -> str:
         """Join the pool, and store and remove a few bytes under a name of their own."""
@@ -155,6 +160,11 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
         except (OSError, RuntimeError) as error:
             self._warn("tier %r: %s", self._settings.name, _in_words(error))
             return [Code.TRANSFER_FAILED] * count
+
+
+def _expect_answers(answered: Sequence[bool]) -> None:
+    if answered and not any(answered):
+        raise ConnectionError("the pool does not answer")
 
 
 def _put_outcome(code: int) -> Outcome:

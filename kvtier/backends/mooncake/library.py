@@ -38,6 +38,9 @@ class Code(IntEnum):
     MASTER_LATE = -901
 
 
+UNREACHED = frozenset({Code.TRANSFER_FAILED, Code.MASTER_LOST, Code.MASTER_LATE})
+"""The codes that say nothing of the key, but that the pool was not reached."""
+
 _set_here: dict[str, str] = {}
 
 

@@ -39,13 +39,13 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
         self._settings = settings
         commands = Commands(settings.prefix, settings.ttl)
         self._contains, self._delete = (
-            Operation[ChunkKey, bool](
+            Operation[ChunkKey, bool | None](
                 carry_out=carry_out,
                 name_of=commands.name,
                 size_of=lambda _: 0,
                 lane_of=lambda node: node.questions,
-                answer_to=lambda _: False,
-                failed=False,
+                answer_to=lambda _: None,
+                failed=None,
             )
             for carry_out in (commands.contains, commands.delete)
         )
@@ -77,8 +77,11 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
         self._pool.close()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Whether each key is held: one round trip to each server, however many keys."""
-        return await self._pool.ask(Batch(self._contains, keys, self._settings.deadline))
+        """Whether each key is held: one round trip to each server, however many keys.
+
+        What is on a server that does not answer is not. Raises ``ConnectionError`` where none answers.
+        """
+        return [bool(held) for held in await self._question(self._contains, keys)]
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Write each view as a value. ``FULL`` where the server has no room and evicts nothing."""
@@ -89,8 +92,16 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
         return await self._pool.ask(Batch(self._get, items, self._settings.deadline))
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Unlink each value."""
-        await self._pool.ask(Batch(self._delete, keys, self._settings.deadline))
+        """Unlink each value. Raises ``ConnectionError`` where no server answers."""
+        await self._question(self._delete, keys)
+
+    async def _question(
+        self, operation: Operation[ChunkKey, bool | None], keys: Sequence[ChunkKey]
+    ) -> Sequence[bool | None]:
+        answers = await self._pool.ask(Batch(operation, keys, self._settings.deadline))
+        if keys and all(answer is None for answer in answers):
+            raise ConnectionError("no server answers")
+        return answers
 
     async def check(self) -> str:
         """Ask every primary what it is. See :class:`~kvtier.backends.base.SupportsCheck`."""
