@@ -40,14 +40,21 @@ async def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_folder_that_is_gone_fails_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_folder_that_is_no_longer_one(tmp_path: Path) -> None:
     backend = make(tmp_path / "chunks")
     await backend.open()
     (tmp_path / "chunks").rmdir()
+    (tmp_path / "chunks").write_text("not a folder")
     assert await backend.put([(make_key(1), memoryview(b"value"))]) == [Outcome.FAILED]
-    assert await backend.contains([make_key(1)]) == [False]
+    assert await backend.get([(make_key(1), memoryview(bytearray(5)))]) == [Outcome.FAILED]
+    with pytest.raises(NotADirectoryError):
+        await backend.delete([make_key(1)])
     await backend.close()
-    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 def test_kvtier_finds_it() -> None:

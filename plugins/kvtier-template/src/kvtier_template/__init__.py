@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +46,22 @@ class TemplateBackend(Backend):
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Whether each key has a file."""
-        return await self._each(lambda key: self._file(key).is_file(), keys, failed=False)
+        return await self._each(lambda key: self._file(key).is_file(), keys)
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Write each view to a file."""
-        return await self._each(self._write, items, failed=Outcome.FAILED)
+        return await self._each(self._write, items)
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Read each file into its view."""
-        return await self._each(self._read, items, failed=Outcome.FAILED)
+        return await self._each(self._read, items)
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
         """Remove each file."""
-        await self._each(lambda key: self._file(key).unlink(), keys, failed=None)
+        await self._each(lambda key: self._file(key).unlink(missing_ok=True), keys)
 
-    async def _each(self, work: Callable[[Any], Any], items: Sequence[Any], *, failed: object) -> list[Any]:
-        def attempt(item: object) -> object:
-            try:
-                return work(item)
-            except OSError:
-                return failed
-
-        return await spread(attempt, items, parts=self._threads, hop=self._hop)
+    async def _each(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        return await spread(work, items, parts=self._threads, hop=self._hop)
 
     def _file(self, key: ChunkKey) -> Path:
         return self._path / key.hex()
@@ -78,18 +73,21 @@ class TemplateBackend(Backend):
             temporary.write_bytes(view)
             temporary.replace(self._file(key))
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
             return Outcome.FULL if error.errno == errno.ENOSPC else Outcome.FAILED
         return Outcome.OK
 
     def _read(self, item: GetItem) -> Outcome:
         key, view = item
         try:
-            file = self._file(key).open("rb")
+            with self._file(key).open("rb") as file:
+                whole = file.readinto(view) == len(view) and not file.read(1)
         except FileNotFoundError:
             return Outcome.MISS
-        with file:
-            return Outcome.OK if file.readinto(view) == len(view) and not file.read(1) else Outcome.MISS
+        except OSError:
+            return Outcome.FAILED
+        return Outcome.OK if whole else Outcome.MISS
 
 
 @hookimpl
