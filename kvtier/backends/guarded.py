@@ -46,8 +46,8 @@ class GuardedBackend(WrapperBackend):
     another number of outcomes than there were questions. After ``failures`` of them in a row nothing
     reaches the medium for ``cooldown`` seconds; then one call does, as a probe, and each probe that
     fails doubles the time to the next, up to ``max_cooldown``. Keys whose deletion did not reach the
-    medium are deleted before anything else is asked of it, so that it never comes to hold more than its
-    tier accounts for.
+    medium are deleted before anything else is asked of it, so that it does not come to hold more than its
+    tier accounts for; a medium that will not delete is asked again every ``max_cooldown`` seconds.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class GuardedBackend(WrapperBackend):
         self._open_until = 0.0
         self._epoch = 0
         self._undeleted: set[ChunkKey] = set()
+        self._catch_up_at = 0.0
 
     @property
     def available(self) -> bool:
@@ -109,7 +110,7 @@ class GuardedBackend(WrapperBackend):
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
         """Remove each key, now or before the next call that reaches the medium."""
         self._undeleted.update(keys)
-        await self._ask(_nothing_more, keys, refusal=False)
+        await self._ask(self._delete_all, keys, refusal=False)
 
     async def scan_inner(self) -> AsyncIterator[Sequence[StoredObject]]:
         """What the medium held, as far as it could tell."""
@@ -133,7 +134,8 @@ class GuardedBackend(WrapperBackend):
             return refused
         epoch = self._epoch
         try:
-            await self._catch_up()
+            if operation != self._delete_all:
+                await self._catch_up()
             answers = await operation(batch)
         except Exception as error:
             self._warn("%s: a batch failed: %r", self._name, error)
@@ -151,14 +153,24 @@ class GuardedBackend(WrapperBackend):
 
     async def _catch_up(self) -> None:
         """Delete what could not be deleted when it was asked for."""
-        if not self._undeleted:
+        if not self._undeleted or self._clock() < self._catch_up_at:
             return
+        try:
+            await self._delete_all(())
+        except Exception as error:
+            # No reason to do without what the medium would still answer.
+            self._catch_up_at = self._clock() + self._max_cooldown
+            self._warn("%s: %d chunks are not deleted: %r", self._name, len(self._undeleted), error)
+
+    async def _delete_all(self, batch: Sequence[ChunkKey]) -> Sequence[bool]:
+        """Delete every key that should be gone, those of ``batch`` among them."""
         keys, self._undeleted = self._undeleted, set()
         try:
             await self._inner.delete(list(keys))
         except BaseException:
             self._undeleted.update(keys)
             raise
+        return [True] * len(batch)
 
     def _probe_is_due(self) -> bool:
         return self.state is BreakerState.OPEN and self._clock() >= self._open_until
@@ -202,8 +214,3 @@ class GuardedBackend(WrapperBackend):
             self._failed_in_a_row,
             seconds,
         )
-
-
-async def _nothing_more(keys: Sequence[ChunkKey]) -> Sequence[bool]:
-    """What is left to do for a deletion once :meth:`GuardedBackend._catch_up` has been through."""
-    return [True] * len(keys)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import pytest
 
+from kvtier.backends.guarded import GuardedBackend
 from kvtier.backends.sealed import SealedBackend
+from kvtier.backends.wrapper import WrapperBackend
 from kvtier.header import HEADER_BYTES, ChunkHeader
+from kvtier.keys import ChunkKey
 from kvtier.testing.backend import blank, make_key
 from kvtier.testing.faults import Fault, FaultyBackend
 from tests.backends.chunks import FAILED, MISS, OK, blanks, chunk, chunks, disk, memory, opened
@@ -57,6 +61,44 @@ async def test_a_flipped_bit_anywhere_that_counts_is_a_miss(at: int) -> None:
         assert list(await sealed.get(blanks([1, 2]))) == [MISS, OK]
         assert sealed.corrupt == 1
         assert list(await inner.contains([make_key(1), make_key(2)])) == [False, True]
+
+
+class Undeletable(WrapperBackend):
+    """Refuses to delete, as a server does that its user may only read and write."""
+
+    refusals = 0
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        self.refusals += 1
+        raise PermissionError("not allowed")
+
+
+async def test_a_corrupt_object_that_cannot_be_deleted_spoils_no_other() -> None:
+    inner = memory()
+    async with opened(SealedBackend(Undeletable(inner))) as sealed:
+        items = chunks([1, 2])
+        assert list(await sealed.put(items)) == [OK, OK]
+        items[0][1][5000] ^= 1
+        assert list(await inner.put(items[:1])) == [OK]
+        for _ in range(2):
+            assert list(await sealed.get(blanks([1, 2]))) == [MISS, OK]
+
+
+async def test_a_medium_that_will_not_delete_is_used_all_the_same() -> None:
+    seconds = 0.0
+    inner = Undeletable(memory())
+    async with opened(GuardedBackend(inner, max_cooldown=30.0, clock=lambda: seconds)) as guarded:
+        items = chunks([1, 2])
+        assert list(await guarded.put(items)) == [OK, OK]
+        await guarded.delete([items[0][0]])
+        for _ in range(10):
+            assert list(await guarded.get(blanks([2]))) == [OK]
+            assert list(await guarded.put(items[1:])) == [OK]
+        assert guarded.available
+        assert inner.refusals == 2
+        seconds = 31.0
+        assert list(await guarded.get(blanks([2]))) == [OK]
+        assert inner.refusals == 3, "it is asked again some time later"
 
 
 async def test_an_object_under_another_key_is_a_miss() -> None:
@@ -127,7 +169,7 @@ async def test_corruption_is_logged_once_a_minute(caplog: pytest.LogCaptureFixtu
                 await sealed.get(blanks([number]))
     assert sealed.corrupt == 5
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "is corrupt and is deleted: it payload does not match" in caplog.text
+    assert "is corrupt and is deleted: it has a payload that does not match" in caplog.text
 
 
 async def test_scan_gives_only_what_can_be_a_chunk(tmp_path) -> None:
