@@ -22,8 +22,10 @@ logger = logging.getLogger("kvtier")
 
 PARTS_AT_ONCE = 4
 """Parts whose checksums are computed at once. One thread does some 20 GB/s, more than any medium below."""
-PART_BYTES = 16 * MIB
-"""A batch is cut into parts of about this size: one is checksummed while others are on their way."""
+PART_BYTES, PART_OBJECTS = 16 * MIB, 4
+"""A batch is cut into parts of at least so much: one is checksummed while another is on its way."""
+PARTS_UNDER_WAY = 2
+"""More calls at once gain no medium anything, and cost some of them half of what they do with one."""
 
 
 class SealedBackend(WrapperBackend):
@@ -104,14 +106,17 @@ class SealedBackend(WrapperBackend):
 async def _in_parts(
     carry: Callable[[Sequence[GetItem]], Awaitable[Sequence[Outcome]]], items: Sequence[GetItem]
 ) -> Sequence[Outcome]:
-    """Carry a batch in parts that are under way together; the outcomes in the items' order."""
+    """Carry a batch in parts, a few of them under way together; the outcomes in the items' order."""
     parts = _cut(items)
     if len(parts) <= 1:
         return await carry(items)
     outcomes: list[Sequence[Outcome]] = [()] * len(parts)
 
+    slots = anyio.Semaphore(PARTS_UNDER_WAY)
+
     async def run(index: int) -> None:
-        outcomes[index] = await carry(parts[index])
+        async with slots:
+            outcomes[index] = await carry(parts[index])
 
     async with anyio.create_task_group() as tasks:
         for index in range(len(parts)):
@@ -121,13 +126,13 @@ async def _in_parts(
 
 def _cut(items: Sequence[GetItem]) -> list[list[GetItem]]:
     parts: list[list[GetItem]] = []
-    room = 0
+    length = 0
     for item in items:
-        if not parts or room < len(item[1]):
+        if not parts or (length >= PART_BYTES and len(parts[-1]) >= PART_OBJECTS):
             parts.append([])
-            room = PART_BYTES
+            length = 0
         parts[-1].append(item)
-        room -= len(item[1])
+        length += len(item[1])
     return parts
 
 

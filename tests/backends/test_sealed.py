@@ -111,7 +111,8 @@ async def test_an_object_under_another_key_is_a_miss() -> None:
 
 async def test_a_batch_that_is_carried_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers come in their places, and nothing of one part spoils another."""
-    monkeypatch.setattr("kvtier.backends.sealed.PART_BYTES", 50_000)
+    monkeypatch.setattr("kvtier.backends.sealed.PART_BYTES", 40_000)
+    monkeypatch.setattr("kvtier.backends.sealed.PART_OBJECTS", 2)
     inner = FaultyBackend(memory())
     async with opened(SealedBackend(inner)) as sealed:
         items = chunks(range(9))
