@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import signal
+import socket
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any, ClassVar
 
 from kvtier.keys import ChunkKey
-from kvtier.testing.servers.base import Server, free_port
+from kvtier.testing.servers.base import POLL_SECONDS, Server
 
 BUCKET = "kvtier"
 ACCESS_KEY, SECRET_KEY = "kvtier", "as-secret-as-a-test-can-be"
@@ -33,7 +36,8 @@ class S3Server(Server):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._ports = {part: (free_port(), free_port()) for part in PARTS}
+        ports = iter(_free_ports(2 * len(PARTS)))
+        self._ports = {part: (next(ports), next(ports)) for part in PARTS}
 
     @classmethod
     def missing(cls) -> str | None:
@@ -125,6 +129,13 @@ class S3Server(Server):
             flags |= {f"{part}.port": str(http), f"{part}.port.grpc": str(grpc)}
         self._spawn([str(program()), "server", *(f"-{name}={value}" for name, value in flags.items())])
 
+    def pause(self) -> None:
+        """SIGSTOP, and wait until each of its threads stands still: some may be answering yet."""
+        super().pause()
+        for process in self._processes:
+            while not all(_stands_still(task) for task in Path(f"/proc/{process.pid}/task").iterdir()):
+                time.sleep(POLL_SECONDS)
+
     def _end(self, number: signal.Signals) -> None:
         super()._end(number)
         # It puts sockets there, whatever it is told of folders, and leaves them.
@@ -164,3 +175,22 @@ def _ask(method: str, url: str, body: bytes | None = None) -> bytes:
     with _DIRECTLY.open(request, timeout=5) as answer:
         found: bytes = answer.read()
     return found
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody uses, below those that outgoing connections are given, and so take."""
+    free: list[int] = []
+    for port in random.sample(range(10_000, 32_000), 1000):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        free.append(port)
+        if len(free) == count:
+            break
+    return free
+
+
+def _stands_still(task: Path) -> bool:
+    # The first field after the thread's name, which is in parentheses and may hold others.
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
