@@ -34,8 +34,10 @@ class S3Server(Server):
 
     type: ClassVar[str] = "objectstore"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, small: bool = False) -> None:
+        """``small``: with room for some ten megabytes."""
         super().__init__(folder)
+        self._volumes, self._volume_megabytes = (1, 8) if small else (20, 256)
         ports = iter(_free_ports(2 * len(PARTS)))
         self._ports = {part: (next(ports), next(ports)) for part in PARTS}
 
@@ -120,10 +122,10 @@ class S3Server(Server):
             "s3.autoCreateBucket": "false",
             "s3.port.iceberg": "0",
             "s3.port.lance": "0",
-            "volume.max": "20",
+            "volume.max": str(self._volumes),
             "volume.preStopSeconds": "0",
             "master.telemetry": "false",
-            "master.volumeSizeLimitMB": "256",
+            "master.volumeSizeLimitMB": str(self._volume_megabytes),
         }
         for part, (http, grpc) in self._ports.items():
             flags |= {f"{part}.port": str(http), f"{part}.port.grpc": str(grpc)}

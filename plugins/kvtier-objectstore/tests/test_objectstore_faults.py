@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,13 @@ def tier(s3: S3Server, proxy: FaultyProxy, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Any:
-    """A server that may be killed."""
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[S3Server]:
+    """A server of the test's own, to be killed and the like."""
     if reason := S3Server.missing():
         pytest.skip(reason)
     folder = tmp_path / "server"
     folder.mkdir()
-    with S3Server(folder) as server:
+    with S3Server(folder, small=getattr(request, "param", "") == "small") as server:
         yield server
 
 
@@ -227,6 +227,39 @@ async def test_a_server_that_stands_still_for_longer_than_the_deadline(server: S
         await put_in_the_end(backend, short)
         # Of uploads whose beginning it read only when it went on, nobody but the server knows.
         assert await anyio.to_thread.run_sync(server.orphans) == []
+
+
+async def test_a_server_that_stands_still_in_mid_upload(server: S3Server) -> None:
+    old, new = await values(1, LONG, seed=1), await values(1, LONG, seed=2)
+    async with FaultyProxy(server.port) as proxy, opened(**server.tier()) as other:
+        paused: list[str] = []
+
+        async def pause(line: str) -> None:
+            if "partNumber=2" in line and not paused:
+                paused.append(line)
+                await in_thread(server.pause)
+
+        assert await other.put(old) == [OK]
+        proxy.before = pause
+        async with opened(**{**server.tier(), "endpoint": proxy.url, "deadline": 4}) as backend:
+            # It goes on only after this has ended.
+            assert await backend.put(new) == [FAILED]
+        await in_thread(server.resume)
+        assert paused
+        assert await found(other, old) == [OK]
+
+
+@pytest.mark.parametrize("server", ["small"], indirect=True)
+async def test_a_server_without_room(server: S3Server) -> None:
+    outcomes: list[Outcome] = []
+    async with opened(**server.tier()) as backend:
+        # SeaweedFS notices only when it looks, and calls it an internal error, which says nothing of room.
+        with anyio.fail_after(60):
+            while FAILED not in outcomes:
+                items = await values(len(outcomes) + 1, 4_000_000)
+                outcomes += await backend.put(items[-1:])
+        assert outcomes[:1] == [OK]
+        assert await found(backend, items) == [OK] * (len(items) - 1) + [MISS]
 
 
 async def test_nobody_at_the_port(tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture) -> None:
