@@ -1,6 +1,7 @@
 """kvtier keeps the KV cache of LLM prompts in tiers outside the GPU, so that no prompt is prefilled twice.
 
-The names below are the public API; everything else may change between minor versions.
+The names below are the public API, and so is what docs/extending tells plugins to import; everything else
+may change between minor versions.
 """
 
 from kvtier.cache import TieredCache

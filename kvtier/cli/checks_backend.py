@@ -10,11 +10,12 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import anyio
 from pydantic import BaseModel, SecretStr
@@ -178,9 +179,10 @@ def without_secrets(text: str, tier: TierSettings) -> str:
     return _CREDENTIALS.sub(_MASK, text)
 
 
-def _secrets(model: BaseModel) -> Iterator[str]:
-    for _, value in model:
+def _secrets(model: BaseModel | Mapping[Any, Any]) -> Iterator[str]:
+    values = model.values() if isinstance(model, Mapping) else (value for _, value in model)
+    for value in values:
         if isinstance(value, SecretStr) and value.get_secret_value():
             yield value.get_secret_value()
-        elif isinstance(value, BaseModel):
+        elif isinstance(value, BaseModel | Mapping):
             yield from _secrets(value)

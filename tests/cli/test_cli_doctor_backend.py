@@ -402,3 +402,11 @@ def test_a_name_wins_over_a_type() -> None:
 def test_no_secret_is_an_empty_one() -> None:
     settings = PoolSettings(name="pool", type="shelf", password="")
     assert without_secrets("as it is", settings) == "as it is"
+
+
+def test_secrets_in_mappings_are_masked() -> None:
+    class Settings(TierSettings):
+        credentials: dict[str, Secret]
+
+    tier = Settings.model_validate({"name": "pool", "type": "objects", "credentials": {"key": "hunter2"}})
+    assert "hunter2" not in without_secrets("the server refuses hunter2", tier)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -18,6 +20,8 @@ from kvtier.keys import ChunkKey
 PATIENCE_SECONDS = 60.0
 """How long a server may take to start or to end; nothing is judged by it."""
 POLL_SECONDS = 0.02
+PORTS = (20_000, 32_000)
+"""Below those that Linux gives to outgoing connections (ip_local_port_range)."""
 TAIL_BYTES = 4000
 
 
@@ -129,7 +133,8 @@ class Server(ABC):
 
 
 def free_port() -> int:
-    """A TCP port of loopback that nobody uses at present."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """A TCP port of loopback that nobody uses at present, and that no outgoing connection will take."""
+    while True:
+        port = random.randrange(*PORTS)  # noqa: S311 - not for secrets
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
