@@ -26,4 +26,5 @@ class ValkeyBackend(RedisBackend):
     """Chunks as values of a Valkey pool."""
 
     settings_type: ClassVar[type[TierSettings]] = ValkeySettings
+    in_parts: ClassVar[bool] = False  # From 9.0 on it sends a value from where it is.
     library: ClassVar[ClientLibrary] = ClientLibrary("Valkey", "valkey", "Valkey", "ValkeyError")

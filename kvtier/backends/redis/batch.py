@@ -51,6 +51,8 @@ class Operation(Generic[ItemT, AnswerT]):
     answer_to: Callable[[ErrorReply], AnswerT]
     """What a refusal comes to."""
     failed: AnswerT
+    carry_out_asking: Callable[[Connection, Sequence[ItemT]], Iterator[AnswerT | ErrorReply]] | None = None
+    """Where ``carry_out`` takes more than one command an item: ASKING is for one alone."""
 
 
 class Batch(Generic[ItemT, AnswerT]):
@@ -168,13 +170,14 @@ class Pool:
     ) -> list[AnswerT | ErrorReply | None]:
         """In a worker thread: the answers to one run, ``None`` where there is none."""
         answers: list[AnswerT | ErrorReply | None] = []
+        carry_out = (operation.carry_out_asking if asking else None) or operation.carry_out
         try:
             while len(answers) < len(run):
                 with operation.lane_of(node).borrow(deadline) as connection:
                     if asking:
                         ask_again(connection)
                     # One by one: those before a failure count.
-                    for answer in operation.carry_out(connection, run[len(answers) :]):
+                    for answer in carry_out(connection, run[len(answers) :]):
                         answers.append(answer)  # noqa: PERF402
         except OSError as error:
             self._note_failure(node, error)

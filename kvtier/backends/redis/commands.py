@@ -12,15 +12,20 @@ from contextlib import suppress
 
 from kvtier.backends.base import GetItem, Outcome, PutItem
 from kvtier.backends.redis import resp
+from kvtier.backends.redis.parts import LONG_BYTES, get_in_parts
 from kvtier.backends.redis.resp import ErrorReply, encode
 from kvtier.backends.wire import Buffer, Connection, ProtocolViolation
 from kvtier.keys import KEY_BYTES, ChunkKey
 
 
 class Commands:
-    """The commands on chunks named by ``prefix`` and their key, which are forgotten after ``ttl`` seconds."""
+    """The commands on chunks named by ``prefix`` and their key, which are forgotten after ``ttl`` seconds.
 
-    def __init__(self, prefix: str, ttl: float | None) -> None:
+    ``in_parts``: the server is quicker with a long value in parts (:mod:`kvtier.backends.redis.parts`).
+    """
+
+    def __init__(self, prefix: str, ttl: float | None, *, in_parts: bool = False) -> None:
+        self._in_parts = in_parts
         self._prefix = prefix.encode()
         name = b"$%d\r\n" % (len(self._prefix) + 2 * KEY_BYTES) + self._prefix
         self._exists = b"*2\r\n$6\r\nEXISTS\r\n" + name
@@ -50,7 +55,17 @@ class Commands:
             yield reply if isinstance(reply, ErrorReply) else _count(reply) >= 0
 
     def get(self, connection: Connection, items: Sequence[GetItem]) -> Iterator[Outcome | ErrorReply]:
-        """Fill each view with the value of its key."""
+        """Fill each view with the value of its key: in parts where it is one long view."""
+        if self._in_parts and len(items) == 1 and len(items[0][1]) > LONG_BYTES:
+            ((key, view),) = items
+            answer = get_in_parts(connection, self.name(key), view)
+            if answer is not None:
+                yield answer
+                return
+        yield from self.get_whole(connection, items)
+
+    def get_whole(self, connection: Connection, items: Sequence[GetItem]) -> Iterator[Outcome | ErrorReply]:
+        """Fill each view with the value of its key, one command each."""
         _send(connection, [_run(self._get, [key for key, _ in items])])
         for _, view in items:
             filled = resp.value_into(connection, view)

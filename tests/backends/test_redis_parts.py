@@ -1,0 +1,91 @@
+"""Long values, which are fetched in parts: whole ones only, whatever happens to them meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier.backends.base import Outcome
+from kvtier.backends.redis import parts, resp
+from kvtier.backends.redis.commands import Commands
+from kvtier.backends.wire import Connection
+from kvtier.keys import ChunkKey
+from kvtier.testing.servers.redis import RedisServer
+
+KEY = ChunkKey(bytes(32))
+COMMANDS = Commands("kvtier:", None, in_parts=True)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    if reason := RedisServer.missing():
+        pytest.skip(reason)
+    with RedisServer(tmp_path_factory.mktemp("r")) as server:
+        yield server
+
+
+def fetch(server: RedisServer, length: int) -> tuple[Outcome, bytes, bool]:
+    view = memoryview(bytearray(length))
+    with server.connection() as connection:
+        (outcome,) = COMMANDS.get(connection, [(KEY, view)])
+        in_step = connection.in_step
+        if in_step:
+            connection.send([resp.encode(b"PING")])
+            assert resp.reply(connection) == b"PONG"
+    return outcome, bytes(view), in_step
+
+
+@pytest.mark.parametrize("length", [parts.LONG_BYTES + 1, 3 * parts.PART_BYTES, 5 * parts.PART_BYTES + 7])
+def test_a_long_value(server: RedisServer, length: int) -> None:
+    value = os.urandom(length)
+    server.tell("SET", COMMANDS.name(KEY), value)
+    assert fetch(server, length) == (Outcome.OK, value, True)
+
+
+def test_no_value(server: RedisServer) -> None:
+    server.tell("DEL", COMMANDS.name(KEY))
+    outcome, _, in_step = fetch(server, 2 << 20)
+    assert (outcome, in_step) == (Outcome.MISS, True)
+
+
+@pytest.mark.parametrize("length", [5, 1 << 20, 3 << 20])
+def test_a_value_of_another_length(server: RedisServer, length: int) -> None:
+    server.tell("SET", COMMANDS.name(KEY), bytes(length))
+    outcome, _, _ = fetch(server, 2 << 20)
+    assert outcome is Outcome.MISS
+
+
+@pytest.mark.parametrize("change", ["SET", "DEL", "SETRANGE"])
+def test_a_value_that_is_changed_meanwhile(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    before, after = bytes([1]) * (4 << 20), bytes([2]) * (4 << 20)
+    name = COMMANDS.name(KEY)
+    server.tell("SET", name, before)
+    filled, real = [], resp.value_into
+
+    def value_into(connection: Connection, view: memoryview) -> object:
+        if len(filled) == 3:
+            words = {"SET": (name, after), "DEL": (name,), "SETRANGE": (name, "0", b"\2")}[change]
+            server.tell(change, *words)
+        filled.append(len(view))
+        return real(connection, view)
+
+    monkeypatch.setattr(resp, "value_into", value_into)
+    outcome, value, _ = fetch(server, 4 << 20)
+    expected = {"SET": after, "DEL": None, "SETRANGE": b"\2" + before[1:]}[change]
+    assert outcome is (Outcome.OK if expected else Outcome.MISS)
+    assert expected is None or value == expected
+
+
+@pytest.mark.parametrize("forbidden", [["-watch"], ["-watch", "-strlen", "-getrange"], ["-multi", "-exec"]])
+def test_a_user_that_may_not_do_all_that(server: RedisServer, forbidden: list[str]) -> None:
+    value = os.urandom(3 << 20)
+    server.tell("SET", COMMANDS.name(KEY), value)
+    server.tell("ACL", "SETUSER", "default", *forbidden)
+    try:
+        assert fetch(server, len(value))[:2] == (Outcome.OK, value)
+    finally:
+        server.tell("ACL", "SETUSER", "default", "+@all")
