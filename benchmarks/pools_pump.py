@@ -1,8 +1,12 @@
-"""A server that holds nothing: it takes bytes in, or gives as many as it is asked for. Prints its port."""
+"""A server that holds nothing: it takes bytes in, or gives as many as it is asked for.
+
+Prints its port, and ends when its standard input does: with whoever has started it, however that ended.
+"""
 
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 
 BUFFER_BYTES = 1 << 20
@@ -13,10 +17,16 @@ ANSWER_SHARE = 22
 
 def main() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, args=(listener,), daemon=True).start()
         print(listener.getsockname()[1], flush=True)
-        while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=serve, args=(connection,), daemon=True).start()
+        sys.stdin.read()
+
+
+def accept(listener: socket.socket) -> None:
+    """A thread for each connection."""
+    while True:
+        connection, _ = listener.accept()
+        threading.Thread(target=serve, args=(connection,), daemon=True).start()
 
 
 def serve(connection: socket.socket) -> None:

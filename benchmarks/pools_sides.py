@@ -192,7 +192,7 @@ class Pump(InThreads):
 
     def __init__(self, connections: int, chunk_bytes: int) -> None:
         command = [sys.executable, "-m", "benchmarks.pools_pump"]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         port = int(self._process.stdout.readline())
         super().__init__([connected(("127.0.0.1", port)) for _ in range(connections)])
@@ -223,10 +223,7 @@ class Pump(InThreads):
 
     async def close(self) -> None:
         await super().close()
-        self._process.terminate()
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._process.communicate()  # Its input ends, and so does it.
 
 
 def connected(address: tuple[str, int]) -> socket.socket:
