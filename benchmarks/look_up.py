@@ -33,7 +33,7 @@ from benchmarks.common import show
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello
-from kvtier.errors import BridgeError
+from kvtier.errors import ChannelError
 from kvtier.keys import KEY_BYTES, ChunkKey, chunk_keys, root_key
 from kvtier.layout import ChunkLayout, GroupLayout
 from kvtier.testing.servers import SERVERS
@@ -178,7 +178,7 @@ def cache_process(pools: Sequence[dict[str, Any]]) -> Iterator[Path]:
 def answers(path: Path) -> bool:
     try:
         return bool(status(path))
-    except BridgeError:
+    except ChannelError:
         return False
 
 

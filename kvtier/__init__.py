@@ -7,11 +7,12 @@ may change between minor versions.
 from kvtier.cache import TieredCache
 from kvtier.errors import (
     ArenaError,
-    BridgeClosed,
-    BridgeError,
+    ChannelClosed,
+    ChannelError,
     CorruptChunk,
     KVTierError,
     LayoutError,
+    PeerError,
     PluginError,
     ProtocolError,
     SettingsError,
@@ -26,12 +27,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArenaError",
-    "BridgeClosed",
-    "BridgeError",
+    "ChannelClosed",
+    "ChannelError",
     "CorruptChunk",
     "KVTierError",
     "LayoutError",
     "ModelCache",
+    "PeerError",
     "PluginError",
     "ProtocolError",
     "Settings",

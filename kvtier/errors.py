@@ -9,9 +9,10 @@
     ├── ArenaError           the shared memory cannot be made or mapped
     ├── TierError            a tier cannot be opened: an unwritable path, a directory that is taken
     ├── CorruptChunk         bytes that do not match their header
-    ├── BridgeError          engine and cache process cannot talk
+    ├── ChannelError         two processes cannot talk: engine and cache process, or two instances
     │   ├── ProtocolError    the other side sent what the protocol does not allow
-    │   └── BridgeClosed     the other side is gone
+    │   ├── ChannelClosed    the other side is gone
+    │   └── PeerError        a peer cannot be reached, is not who it should be, or will not serve us
     └── UnsupportedEngine    this vLLM, or this way of running it, is not one that kvtier was built for
 
 Losing a chunk, a tier that is down, a file that is torn: none of these raises. They are outcomes
@@ -47,16 +48,20 @@ class CorruptChunk(KVTierError):
     """Bytes that do not match the header they came with."""
 
 
-class BridgeError(KVTierError):
-    """Engine and cache process cannot talk to each other."""
+class ChannelError(KVTierError):
+    """Two processes cannot talk to each other: engine and cache process, or two instances."""
 
 
-class ProtocolError(BridgeError):
-    """The other side of the bridge sent something that the protocol does not allow."""
+class ProtocolError(ChannelError):
+    """The other side of a channel sent something that the protocol does not allow."""
 
 
-class BridgeClosed(BridgeError):
-    """The other side of the bridge is gone."""
+class ChannelClosed(ChannelError):
+    """The other side of a channel is gone."""
+
+
+class PeerError(ChannelError):
+    """A peer cannot be reached, is not who it should be, or will not serve us; says what mends it."""
 
 
 class UnsupportedEngine(KVTierError):

@@ -8,12 +8,13 @@ import kvtier
 def test_public_names() -> None:
     assert kvtier.__all__ == [
         "ArenaError",
-        "BridgeClosed",
-        "BridgeError",
+        "ChannelClosed",
+        "ChannelError",
         "CorruptChunk",
         "KVTierError",
         "LayoutError",
         "ModelCache",
+        "PeerError",
         "PluginError",
         "ProtocolError",
         "Settings",

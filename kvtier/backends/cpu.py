@@ -10,10 +10,10 @@ from anyio import CapacityLimiter
 
 from kvtier.arena import Arena, Lease, address_of
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsArena
-from kvtier.backends.threads import limited_hop, spread
 from kvtier.errors import ArenaError, TierError
 from kvtier.keys import ChunkKey
 from kvtier.settings import LocalTierSettings, TierSettings
+from kvtier.threads import limited_hop, spread
 
 INLINE_COPY_BYTES = 256 * 1024
 """Up to here a copy is done in the event loop: it takes 20 microseconds, a hop into a thread takes 60."""

@@ -14,9 +14,9 @@ from pydantic import AfterValidator, Field
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject, SupportsScan
 from kvtier.backends.disk_folder import ObjectFolder, lock_holder, object_path, walk
-from kvtier.backends.threads import spread
 from kvtier.keys import ChunkKey
 from kvtier.settings import LocalTierSettings, TierSettings
+from kvtier.threads import spread
 
 __all__ = ["DiskBackend", "DiskSettings", "lock_holder", "object_path", "walk"]
 

@@ -11,11 +11,11 @@ from anyio import CapacityLimiter
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.backends.logs import RareWarning
-from kvtier.backends.threads import limited_hop, spread
 from kvtier.backends.wrapper import WrapperBackend
 from kvtier.errors import CorruptChunk
 from kvtier.header import ChunkHeader, object_bytes
 from kvtier.keys import ChunkKey
+from kvtier.threads import limited_hop, spread
 from kvtier.units import MIB
 
 logger = logging.getLogger("kvtier")

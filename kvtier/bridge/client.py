@@ -34,7 +34,6 @@ from kvtier.bridge.protocol import (
     FromCache,
     Hello,
     LookUp,
-    Message,
     Refused,
     Release,
     Reserve,
@@ -43,9 +42,10 @@ from kvtier.bridge.protocol import (
     StatusReport,
     Welcome,
 )
-from kvtier.errors import BridgeClosed, BridgeError, ProtocolError
+from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
 from kvtier.keys import ChunkKey, join_keys
 from kvtier.layout import ChunkLayout
+from kvtier.sockets.frames import FrameReader, Message, encode
 
 logger = logging.getLogger("kvtier")
 
@@ -71,20 +71,20 @@ class Connection:
     """One greeted connection. Sends what it can at once and keeps the rest; reads only what is there."""
 
     def __init__(self, path: Path, hello: Hello) -> None:
-        """Connect and greet. Raises :class:`BridgeError` where nobody answers, or refuses."""
-        self._reader = protocol.FrameReader()
+        """Connect and greet. Raises :class:`ChannelError` where nobody answers, or refuses."""
+        self._reader = FrameReader()
         self._outbox = bytearray()
         self._socket = socket.socket(socket.AF_UNIX)
         try:
             self._socket.settimeout(GREETING_SECONDS)
             self._socket.connect(str(path))
-            self._socket.sendall(protocol.encode(hello))
+            self._socket.sendall(encode(hello))
             self.welcome, self._arena_fd = self._await_welcome()
             self._socket.setblocking(False)
         except BaseException as error:
             self._socket.close()
             if isinstance(error, OSError):
-                raise BridgeClosed(f"no cache process answers on {path}: {error}") from error
+                raise ChannelClosed(f"no cache process answers on {path}: {error}") from error
             raise
 
     def _await_welcome(self) -> tuple[Welcome, int]:
@@ -92,12 +92,12 @@ class Connection:
         while True:
             data, fds, _, _ = socket.recv_fds(self._socket, READ_BYTES, 1)
             if not data:
-                raise BridgeClosed("the cache process has closed the connection")
+                raise ChannelClosed("the cache process has closed the connection")
             arena_fd = fds[0] if fds else arena_fd
             for body in self._reader.feed(data):
                 message = protocol.decode_from_cache(body)
                 if isinstance(message, Refused):
-                    raise BridgeError(f"the cache process refuses this engine: {message.reason}")
+                    raise ChannelError(f"the cache process refuses this engine: {message.reason}")
                 if not isinstance(message, Welcome) or arena_fd < 0:
                     raise ProtocolError("the cache process did not begin with Welcome and its arena")
                 return message, arena_fd
@@ -113,10 +113,10 @@ class Connection:
         return bool(self._outbox)
 
     def send(self, message: Message) -> None:
-        """Send, now or as soon as the cache process reads on. Raises :class:`BridgeClosed`."""
-        self._outbox += protocol.encode(message)
+        """Send, now or as soon as the cache process reads on. Raises :class:`ChannelClosed`."""
+        self._outbox += encode(message)
         if len(self._outbox) > OUTBOX_BYTES:
-            raise BridgeClosed("the cache process has not read for too long")
+            raise ChannelClosed("the cache process has not read for too long")
         self._flush()
 
     def _flush(self) -> None:
@@ -126,11 +126,11 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError as error:
-                raise BridgeClosed(f"the cache process is gone: {error}") from error
+                raise ChannelClosed(f"the cache process is gone: {error}") from error
             del self._outbox[:sent]
 
     def receive(self, wait: float = 0.0) -> list[FromCache]:
-        """What has come; with ``wait``, seconds to wait for anything at all. Raises :class:`BridgeError`."""
+        """What has come; with ``wait``, seconds to wait for anything at all. Raises :class:`ChannelError`."""
         if self._outbox:
             self._flush()
         if wait > 0:
@@ -140,9 +140,9 @@ class Connection:
         except BlockingIOError:
             return []
         except OSError as error:
-            raise BridgeClosed(f"the cache process is gone: {error}") from error
+            raise ChannelClosed(f"the cache process is gone: {error}") from error
         if not data:
-            raise BridgeClosed("the cache process is gone")
+            raise ChannelClosed("the cache process is gone")
         return [protocol.decode_from_cache(body) for body in self._reader.feed(data)]
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class _Bridge:
     """What scheduler and worker have in common: a connection that is looked for again when it is lost."""
 
     def __init__(self, hello: Hello, path: Path, start: Callable[[], None] | None = None) -> None:
-        """Connect, or raise :class:`BridgeError`.
+        """Connect, or raise :class:`ChannelError`.
 
         ``start`` starts a cache process on ``path`` without waiting for it; it is called where none
         answers after this one is lost.
@@ -173,7 +173,7 @@ class _Bridge:
         """The last greeting; its epoch tells one cache process from the next."""
 
     def connect(self) -> None:
-        """Connect now. Raises :class:`BridgeError`."""
+        """Connect now. Raises :class:`ChannelError`."""
         connection = Connection(self._path, self._greeting())
         self._connection = connection
         self.welcome = connection.welcome
@@ -211,7 +211,7 @@ class _Bridge:
             return False
         try:
             self.connect()
-        except BridgeError as error:
+        except ChannelError as error:
             logger.debug("%s", error)
             self._retry_at = now + self._retry_seconds
             self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
@@ -227,12 +227,12 @@ class _Bridge:
             return
         try:
             messages = self._connection.receive(wait)
-        except BridgeError as error:
+        except ChannelError as error:
             self._give_up(error)
             return
         for message in messages:
             if isinstance(message, Refused):
-                self._give_up(BridgeError(f"the cache process refuses this engine: {message.reason}"))
+                self._give_up(ChannelError(f"the cache process refuses this engine: {message.reason}"))
                 return
             self._receive(message)
 
@@ -241,7 +241,7 @@ class _Bridge:
             return False
         try:
             self._connection.send(message)
-        except BridgeError as error:
+        except ChannelError as error:
             self._give_up(error)
             return False
         return True
@@ -257,7 +257,7 @@ class _Bridge:
             self.poll(left)
         return None
 
-    def _give_up(self, error: BridgeError) -> None:
+    def _give_up(self, error: ChannelError) -> None:
         logger.warning("%s: going on without a cache until it is back", error)
         self._drop()
         self._retry_at = time.monotonic()
@@ -483,7 +483,7 @@ class WorkerBridge(_Bridge):
 
 
 def status(path: Path, seconds: float = GREETING_SECONDS) -> dict[str, Any]:
-    """What a cache process holds and has done. Raises :class:`BridgeError`."""
+    """What a cache process holds and has done. Raises :class:`ChannelError`."""
     connection = Connection(path, Hello(protocol.VERSION, "observer", "observer", 0, ChunkLayout(1, ()), b""))
     try:
         connection.send(Status(1))
@@ -493,6 +493,6 @@ def status(path: Path, seconds: float = GREETING_SECONDS) -> dict[str, Any]:
                 if isinstance(message, StatusReport):
                     report: dict[str, Any] = json.loads(message.report)
                     return report
-        raise BridgeClosed(f"the cache process on {path} does not answer")
+        raise ChannelClosed(f"the cache process on {path} does not answer")
     finally:
         connection.close()

@@ -1,9 +1,7 @@
 """What engine and cache process say to each other over the Unix socket.
 
-A frame is a length (u32, little-endian) and that many bytes of MessagePack: one tagged array. Both
-sides refuse a frame over :data:`MAX_FRAME_BYTES` before reading it and decode into the types below,
-nothing else. Chunk bytes never travel here: they lie in the arena, whose file descriptor comes with
-:class:`Welcome` (SCM_RIGHTS).
+Frames are those of :mod:`kvtier.sockets.frames`, decoded into the types below and nothing else. Chunk bytes
+never travel here: they lie in the arena, whose file descriptor comes with :class:`Welcome` (SCM_RIGHTS).
 
 The order of things::
 
@@ -34,23 +32,17 @@ Rules that keep bytes right:
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
-from kvtier.errors import ProtocolError
 from kvtier.layout import ChunkLayout
+from kvtier.sockets.frames import Message, decoder
 
 VERSION = 1
-MAX_FRAME_BYTES = 4 << 20
-LENGTH = struct.Struct("<I")
 
 Role = Literal["scheduler", "worker", "observer"]
-
-
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Anything that travels."""
 
 
 class Hello(Message, frozen=True, array_like=True, tag=1):
@@ -69,7 +61,7 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
     namespace: bytes
     changes: bool = False
     """Whether this connection wants :class:`Changed`."""
-    holding: list[int] = []
+    holding: list[int] = msgspec.field(default_factory=list)
 
 
 class Welcome(Message, frozen=True, array_like=True, tag=2):
@@ -205,55 +197,5 @@ class Changed(Message, frozen=True, array_like=True, tag=18):
 FromEngine = Hello | LookUp | Cancel | Release | Reserve | Commit | Abandon | Confirm | Clear | Status
 FromCache = Welcome | Refused | Found | Reserved | Confirmed | Cleared | StatusReport | Changed
 
-_encoder = msgspec.msgpack.Encoder()
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-_from_cache: msgspec.msgpack.Decoder[FromCache] = msgspec.msgpack.Decoder(FromCache)
-
-
-def encode(message: Message) -> bytes:
-    """One frame, length included."""
-    body = _encoder.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"{type(message).__name__} of {len(body)} bytes is over {MAX_FRAME_BYTES}")
-    return LENGTH.pack(len(body)) + body
-
-
-class FrameReader:
-    """Cuts a byte stream into frames. Holds at most one frame beyond what was fed last."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Add what was read; the bodies of all frames that are now whole. Raises :class:`ProtocolError`."""
-        buffer = self._buffer
-        buffer += data
-        bodies: list[bytes] = []
-        start = 0
-        while len(buffer) - start >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(buffer, start)
-            if length > MAX_FRAME_BYTES:
-                raise ProtocolError(f"a frame of {length} bytes is over {MAX_FRAME_BYTES}")
-            stop = start + LENGTH.size + length
-            if len(buffer) < stop:
-                break
-            bodies.append(bytes(buffer[start + LENGTH.size : stop]))
-            start = stop
-        del buffer[:start]
-        return bodies
-
-
-def decode_from_engine(body: bytes) -> FromEngine:
-    """Raises :class:`ProtocolError` for anything that is not a message of an engine."""
-    try:
-        return _from_engine.decode(body)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"not a message of an engine: {error}") from error
-
-
-def decode_from_cache(body: bytes) -> FromCache:
-    """Raises :class:`ProtocolError` for anything that is not a message of a cache process."""
-    try:
-        return _from_cache.decode(body)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"not a message of a cache process: {error}") from error
+decode_from_engine: Callable[[bytes], FromEngine] = decoder(FromEngine, "a message of an engine")
+decode_from_cache: Callable[[bytes], FromCache] = decoder(FromCache, "a message of a cache process")

@@ -18,11 +18,11 @@ from anyio.abc import TaskStatus
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from kvtier.bridge.channel import listening
+from kvtier.bridge.listen import listening
 from kvtier.bridge.server import BridgeServer
 from kvtier.bridge.spawn import default_address
 from kvtier.cache import TieredCache
-from kvtier.errors import BridgeError
+from kvtier.errors import ChannelError
 from kvtier.settings import Settings
 from kvtier.tasks import open_tasks
 
@@ -36,7 +36,7 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
     """Serve engines on a Unix socket until SIGTERM or SIGINT, or until the last has left.
 
     Then no engine is served any longer, and what is on its way to a lower tier is written, for
-    ``drain_timeout`` at most; a second signal ends that at once. Raises :class:`BridgeError` where
+    ``drain_timeout`` at most; a second signal ends that at once. Raises :class:`ChannelError` where
     another process serves on this socket, and what :meth:`TieredCache.open` raises.
     """
     path = socket or settings.socket or default_address(settings)
@@ -117,7 +117,7 @@ def _claim(path: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.seek(0)
-            raise BridgeError(
+            raise ChannelError(
                 f"process {lock.read().strip() or 'unknown'} already serves on {path}: "
                 "stop it, or choose another `socket`"
             ) from error

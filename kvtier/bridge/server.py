@@ -18,7 +18,6 @@ import anyio
 from anyio.abc import TaskGroup
 
 from kvtier.bridge import protocol
-from kvtier.bridge.channel import Channel
 from kvtier.bridge.engine import Engine
 from kvtier.bridge.protocol import (
     Abandon,
@@ -32,7 +31,6 @@ from kvtier.bridge.protocol import (
     FromEngine,
     Hello,
     LookUp,
-    Message,
     Refused,
     Release,
     Reserve,
@@ -42,9 +40,11 @@ from kvtier.bridge.protocol import (
 )
 from kvtier.cache import LookUp as CacheLookUp
 from kvtier.cache import TieredCache
-from kvtier.errors import BridgeClosed, ProtocolError
+from kvtier.errors import ChannelClosed, ProtocolError
 from kvtier.events import Report
 from kvtier.keys import ChunkKey, join_keys
+from kvtier.sockets.channel import Channel
+from kvtier.sockets.frames import FrameReader, Message, encode
 
 logger = logging.getLogger("kvtier")
 
@@ -77,7 +77,7 @@ class BridgeServer:
         async with anyio.create_task_group() as tasks:
             try:
                 await Connection(self, channel, tasks).serve()
-            except (BridgeClosed, TimeoutError) as error:
+            except (ChannelClosed, TimeoutError) as error:
                 logger.debug("a connection has ended: %s", error)
             except Exception:
                 # The last resort: whatever is wrong with one engine must not end the others.
@@ -132,10 +132,10 @@ class Connection:
         self._server = server
         self._channel = channel
         self._tasks = tasks
-        self._reader = protocol.FrameReader()
+        self._reader = FrameReader()
 
     async def serve(self) -> None:
-        """Answer until the other side closes. Raises :class:`BridgeClosed` then."""
+        """Answer until the other side closes. Raises :class:`ChannelClosed` then."""
         try:
             hello, more = await self._greeting()
         except ProtocolError as error:
@@ -179,7 +179,7 @@ class Connection:
             [tier.name for tier in cache.hierarchy.tiers],
             [tier.settings.type for tier in cache.hierarchy.tiers],
         )
-        await self._channel.send(protocol.encode(welcome), [cache.arena.fd])
+        await self._channel.send(encode(welcome), [cache.arena.fd])
 
     async def _read(self) -> list[FromEngine]:
         messages: list[FromEngine] = []
@@ -253,8 +253,8 @@ class Connection:
             await self._channel.receive()
 
     async def _send(self, messages: Sequence[Message]) -> None:
-        data = b"".join(map(protocol.encode, messages))
-        with suppress(BridgeClosed):  # The task that reads sees it too, and ends the connection.
+        data = b"".join(map(encode, messages))
+        with suppress(ChannelClosed):  # The task that reads sees it too, and ends the connection.
             await self._channel.send(data)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from kvtier.errors import BridgeError
+from kvtier.errors import ChannelError
 from kvtier.settings import Settings
 
 logger = logging.getLogger("kvtier")
@@ -36,7 +36,7 @@ _started: list[subprocess.Popen[bytes]] = []
 def default_address(settings: Settings) -> Path:
     """The socket of the cache process that these settings make, in a folder that only this user can enter.
 
-    Raises :class:`BridgeError` where that folder is somebody else's.
+    Raises :class:`ChannelError` where that folder is somebody else's.
     """
     canonical = json.dumps(settings.model_dump(mode="json"), sort_keys=True).encode()
     name = blake3(canonical, derive_key_context="kvtier socket v1").hexdigest(length=8)
@@ -45,7 +45,7 @@ def default_address(settings: Settings) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = folder.stat()
     if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
-        raise BridgeError(f"{folder} is open to others: remove it, or name a `socket` in the settings")
+        raise ChannelError(f"{folder} is open to others: remove it, or name a `socket` in the settings")
     return folder / f"{name}.sock"
 
 
@@ -93,19 +93,19 @@ class CacheProcess:
     def start_and_wait(self, connect: Callable[[], None]) -> None:
         """Call ``connect`` until it stops raising, starting a child where none answers.
 
-        Raises :class:`BridgeError` with what the child said where it ended, or after 30 seconds.
+        Raises :class:`ChannelError` with what the child said where it ended, or after 30 seconds.
         """
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
                 connect()
                 return
-            except BridgeError as error:
+            except ChannelError as error:
                 if self._child is not None and self._child.poll() not in (None, 0):
-                    raise BridgeError(f"the cache process could not start: {self._last_words()}") from error
+                    raise ChannelError(f"the cache process could not start: {self._last_words()}") from error
                 self.start()
                 if time.monotonic() > deadline:
-                    raise BridgeError(
+                    raise ChannelError(
                         f"the cache process did not come up in {START_SECONDS:g} s, see {self.log}: {error}"
                     ) from error
             time.sleep(POLL_SECONDS)

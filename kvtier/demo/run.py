@@ -22,7 +22,7 @@ from kvtier.demo import report
 from kvtier.demo.client import Client
 from kvtier.demo.model import is_model, make_model, prompt_text
 from kvtier.demo.server import DemoFailed, Server, free_port, start_cache, start_vllm
-from kvtier.errors import BridgeError
+from kvtier.errors import ChannelError
 
 CHUNK_TOKENS = 256
 NEW_TOKENS = 32
@@ -62,7 +62,7 @@ def run_demo(options: Options, console: Console) -> bool:
         demo = _Demo(options, work, report.Steps(console))
         try:
             runs = demo.run()
-        except (httpx.HTTPError, BridgeError) as error:
+        except (httpx.HTTPError, ChannelError) as error:
             raise demo.failure(error) from error
         finally:
             demo.kill()
@@ -139,7 +139,7 @@ class _Demo:
 
     def failure(self, error: Exception) -> DemoFailed:
         """An error of a call to one of the servers, told with that server's log."""
-        server = self.cache if isinstance(error, BridgeError) else self.vllm
+        server = self.cache if isinstance(error, ChannelError) else self.vllm
         if server is None:
             return DemoFailed(str(error))
         return server.failure(f"did not answer as it should ({error})")
@@ -172,7 +172,7 @@ class _Demo:
     def _cache_answers(self) -> bool:
         try:
             bridge.status(self.work.socket)
-        except BridgeError:
+        except ChannelError:
             return False
         return True
 

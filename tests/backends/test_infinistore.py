@@ -23,9 +23,9 @@ from kvtier.backends.infinistore import InfiniStoreBackend, InfiniStoreSettings
 from kvtier.backends.infinistore.drain import Drain
 from kvtier.backends.infinistore.protocol import InfiniStoreConnection
 from kvtier.backends.sealed import SealedBackend
-from kvtier.backends.wire import Deadline
 from kvtier.errors import TierError
 from kvtier.keys import ChunkKey
+from kvtier.sockets.connection import Deadline
 from kvtier.testing.backend import BackendConformance, blank, make_key, noise, same
 from kvtier.testing.servers.base import free_port
 from kvtier.testing.servers.infinistore import HOST, InfiniStoreServer

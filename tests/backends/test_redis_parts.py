@@ -10,8 +10,8 @@ import pytest
 from kvtier.backends.base import Outcome
 from kvtier.backends.redis import parts, resp
 from kvtier.backends.redis.commands import Commands
-from kvtier.backends.wire import Connection
 from kvtier.keys import ChunkKey
+from kvtier.sockets.connection import Connection
 from kvtier.testing.servers.redis import RedisServer
 
 KEY = ChunkKey(bytes(32))

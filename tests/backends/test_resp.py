@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvtier.backends.redis import resp
 from kvtier.backends.redis.resp import DRAIN_BYTES, ErrorReply, encode
-from kvtier.backends.wire import BUFFER_BYTES, BUFFERS_A_CALL, Connection, Deadline, ProtocolViolation
+from kvtier.sockets.connection import BUFFER_BYTES, BUFFERS_A_CALL, Connection, Deadline, ProtocolViolation
 from kvtier.testing.backend import noise
 
 SECONDS = 100.0

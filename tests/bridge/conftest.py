@@ -14,7 +14,7 @@ import yaml
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello
-from kvtier.errors import BridgeError
+from kvtier.errors import ChannelError
 from kvtier.header import HEADER_BYTES
 from kvtier.keys import ChunkKey, chunk_keys, root_key
 from kvtier.layout import ChunkLayout, GroupLayout
@@ -38,7 +38,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
 def answers(socket: Path) -> bool:
     try:
         return bool(status(socket))
-    except BridgeError:
+    except ChannelError:
         return False
 
 

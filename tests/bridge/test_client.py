@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.bridge.client import FIRST_RETRY_SECONDS, SchedulerBridge, WorkerBridge, status
-from kvtier.errors import BridgeError
+from kvtier.errors import ChannelError
 from kvtier.header import HEADER_BYTES
 from kvtier.keys import KEY_BYTES, ChunkKey
 
@@ -144,7 +144,7 @@ def test_a_killed_cache_process_is_a_miss_and_its_successor_is_found(
 
 def test_nobody_there_is_told_and_tried_again_rarely(path: Path) -> None:
     scheduler = SchedulerBridge(hello("scheduler"), path)
-    with pytest.raises(BridgeError, match="no cache process answers"):
+    with pytest.raises(ChannelError, match="no cache process answers"):
         scheduler.connect()
     started = time.monotonic()
     tries = 0
@@ -163,7 +163,7 @@ def test_nobody_there_is_told_and_tried_again_rarely(path: Path) -> None:
 def test_an_engine_of_another_version_is_told_why(path: Path) -> None:
     old = hello("scheduler")
     stranger = type(old)(999, old.engine, old.role, old.rank, old.layout, old.namespace)
-    with pytest.raises(BridgeError, match="restart both with the same kvtier"):
+    with pytest.raises(ChannelError, match="restart both with the same kvtier"):
         SchedulerBridge(stranger, path).connect()
 
 
@@ -199,7 +199,7 @@ def test_a_worker_that_reconnects_maps_the_new_arena(path: Path) -> None:
     worker = WorkerBridge(hello("worker"), path)
     worker.connect()
     first = worker.arena
-    worker._give_up(BridgeError("cut"))  # A cut that the cache process does not see cannot be had otherwise.
+    worker._give_up(ChannelError("cut"))  # A cut that the cache process does not see cannot be had otherwise.
     wait_until(worker.ready)
     assert worker.arena is not None
     assert worker.arena is not first

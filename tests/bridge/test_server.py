@@ -18,7 +18,7 @@ from anyio.abc import UNIXSocketStream
 from kvtier import Settings, TieredCache
 from kvtier.arena import ArenaMap
 from kvtier.bridge import protocol
-from kvtier.bridge.channel import listening
+from kvtier.bridge.listen import listening
 from kvtier.bridge.protocol import (
     Abandon,
     Cancel,
@@ -44,6 +44,7 @@ from kvtier.bridge.server import BridgeServer
 from kvtier.header import HEADER_BYTES
 from kvtier.keys import ChunkKey, chunk_keys, join_keys, root_key
 from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.sockets.frames import FrameReader, encode
 
 pytestmark = pytest.mark.anyio
 
@@ -61,11 +62,11 @@ class Peer:
     def __init__(self, stream: UNIXSocketStream) -> None:
         self.stream = stream
         self.frames: list[bytes] = []
-        self.reader = protocol.FrameReader()
+        self.reader = FrameReader()
         self.arena: ArenaMap
 
     async def say(self, *messages: Message) -> None:
-        await self.stream.send(b"".join(map(protocol.encode, messages)))
+        await self.stream.send(b"".join(map(encode, messages)))
 
     async def hear(self) -> protocol.FromCache:
         with anyio.fail_after(5):
@@ -280,9 +281,9 @@ async def test_an_observer_may_only_watch(tmp_path: Path) -> None:
     [
         b"\xff\xff\xff\xff",
         b"\x05\x00\x00\x00\xc1\xc1\xc1\xc1\xc1",
-        protocol.encode(Status(1)),
-        protocol.encode(Hello(999, "engine", "scheduler", 0, LAYOUT, NAMESPACE)),
-        protocol.encode(Hello(protocol.VERSION, "engine", "worker", 7, LAYOUT, NAMESPACE)),
+        encode(Status(1)),
+        encode(Hello(999, "engine", "scheduler", 0, LAYOUT, NAMESPACE)),
+        encode(Hello(protocol.VERSION, "engine", "worker", 7, LAYOUT, NAMESPACE)),
     ],
     ids=["endless", "not-msgpack", "no-hello", "wrong-version", "rank-that-is-none"],
 )
@@ -306,7 +307,7 @@ async def test_a_file_descriptor_comes_with_the_welcome_only(tmp_path: Path) -> 
         with socket.socket(socket.AF_UNIX) as raw:
             raw.settimeout(5)
             await to_thread.run_sync(raw.connect, str(home.path))
-            raw.sendall(protocol.encode(Hello(protocol.VERSION, "e", "observer", 0, LAYOUT, NAMESPACE)))
+            raw.sendall(encode(Hello(protocol.VERSION, "e", "observer", 0, LAYOUT, NAMESPACE)))
             _, control, _, _ = await to_thread.run_sync(raw.recvmsg, 65536, 64)
             fds = array.array("i", control[0][2])
             assert len(fds) == 1

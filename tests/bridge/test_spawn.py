@@ -15,7 +15,7 @@ import pytest
 from kvtier import Settings
 from kvtier.bridge.client import SchedulerBridge, status
 from kvtier.bridge.spawn import CacheProcess, default_address
-from kvtier.errors import BridgeError
+from kvtier.errors import ChannelError
 
 from .conftest import answers, hello, wait_until
 
@@ -51,7 +51,7 @@ def test_the_address_follows_from_the_settings(tmp_path: Path) -> None:
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     default_address(make_settings(tmp_path)).parent.chmod(0o755)
-    with pytest.raises(BridgeError, match="open to others"):
+    with pytest.raises(ChannelError, match="open to others"):
         default_address(make_settings(tmp_path))
 
 
@@ -91,7 +91,7 @@ def test_one_that_cannot_start_says_why(settings: Settings, tmp_path: Path) -> N
     (tmp_path / "ssd").write_text("a file where the folder should be")
     process = CacheProcess(settings, default_address(settings))
     scheduler = SchedulerBridge(hello("scheduler"), default_address(settings))
-    with pytest.raises(BridgeError, match=r"could not start: .*ssd"):
+    with pytest.raises(ChannelError, match=r"could not start: .*ssd"):
         process.start_and_wait(scheduler.connect)
 
 

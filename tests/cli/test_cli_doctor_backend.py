@@ -287,7 +287,7 @@ from concurrent.futures import ThreadPoolExecutor
 import anyio
 from kvtier import hookimpl
 from kvtier.backends.cpu import CpuBackend
-from kvtier.backends.threads import limited_hop, spread
+from kvtier.threads import limited_hop, spread
 
 def hang(item=None):
     threading.Event().wait()

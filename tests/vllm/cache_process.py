@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bridge import client
-from kvtier.errors import BridgeError
+from kvtier.errors import ChannelError
 
 CHUNK = 128
 """Tokens in a chunk: half a MiB of KV of the small Llama."""
@@ -103,7 +103,7 @@ class CacheProcess:
             self._process = None
 
     def status(self) -> dict[str, Any]:
-        """What it holds. Raises :class:`BridgeError` where it does not answer."""
+        """What it holds. Raises :class:`ChannelError` where it does not answer."""
         return client.status(self.socket)
 
     def wait_until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class CacheProcess:
         while time.monotonic() < deadline:
             try:
                 status = self.status()
-            except BridgeError:
+            except ChannelError:
                 assert self._process is None or self._process.poll() is None, self.tail()
             else:
                 if condition(status):

@@ -28,13 +28,13 @@ from kvtier.backends.infinistore.drain import Drain
 from kvtier.backends.infinistore.protocol import LONGEST_VALUE, InfiniStoreConnection
 from kvtier.backends.infinistore.rdma import InfiniStoreRDMA
 from kvtier.backends.infinistore.settings import InfiniStoreSettings
-from kvtier.backends.lanes import Dialer, Lane
 from kvtier.backends.logs import RareWarning
-from kvtier.backends.threads import spread
-from kvtier.backends.wire import Deadline
 from kvtier.errors import TierError
 from kvtier.keys import ChunkKey
 from kvtier.settings import TierSettings
+from kvtier.sockets.connection import Deadline
+from kvtier.sockets.lanes import Dialer, Lane
+from kvtier.threads import spread
 
 logger = logging.getLogger("kvtier")
 

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterator, Sequence
 
 from kvtier.backends.infinistore.drain import Drain
-from kvtier.backends.wire import Connection
+from kvtier.sockets.connection import Connection
 
 FINISHED, NOT_FOUND, OUT_OF_MEMORY = 200, 404, 507
 LONGEST_VALUE = (1 << 31) - 1

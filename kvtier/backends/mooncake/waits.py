@@ -10,8 +10,8 @@ from typing import TypeVar
 import anyio
 from anyio import CapacityLimiter
 
-from kvtier.backends.threads import limited_hop, spread
 from kvtier.keys import ChunkKey
+from kvtier.threads import limited_hop, spread
 
 ResultT = TypeVar("ResultT")
 

@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 
 import anyio
 
-from kvtier.backends.lanes import Lane
 from kvtier.backends.logs import RareWarning
 from kvtier.backends.redis.commands import ask_again
 from kvtier.backends.redis.control import ControlFailed
@@ -25,8 +24,9 @@ from kvtier.backends.redis.errors import (
 from kvtier.backends.redis.nodes import Node, Nodes
 from kvtier.backends.redis.resp import ErrorReply
 from kvtier.backends.redis.topology import Placement, Topology, slot_of
-from kvtier.backends.threads import spread
-from kvtier.backends.wire import Connection, Deadline
+from kvtier.sockets.connection import Connection, Deadline
+from kvtier.sockets.lanes import Lane
+from kvtier.threads import spread
 
 logger = logging.getLogger("kvtier")
 

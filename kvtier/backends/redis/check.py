@@ -9,8 +9,8 @@ from kvtier.backends.redis.control import Control, ControlFailed
 from kvtier.backends.redis.errors import control_failure_in_words, refusal_in_words
 from kvtier.backends.redis.resp import ErrorReply
 from kvtier.backends.redis.topology import Topology
-from kvtier.backends.wire import Deadline
 from kvtier.errors import TierError
+from kvtier.sockets.connection import Deadline
 from kvtier.units import format_size
 
 

@@ -2,7 +2,8 @@
 
 Each of :class:`Commands` sends a run of commands at once over a connection and yields one answer for each
 of them as it comes, ``ErrorReply`` where the server refused that one. It stops early where the connection
-is not :attr:`~kvtier.backends.wire.Connection.in_step` any longer, and raises what the connection raises.
+is not :attr:`~kvtier.sockets.connection.Connection.in_step` any longer, and raises what the connection
+raises.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from kvtier.backends.base import GetItem, Outcome, PutItem
 from kvtier.backends.redis import resp
 from kvtier.backends.redis.parts import LONG_BYTES, get_in_parts
 from kvtier.backends.redis.resp import ErrorReply, encode
-from kvtier.backends.wire import Buffer, Connection, ProtocolViolation
 from kvtier.keys import KEY_BYTES, ChunkKey
+from kvtier.sockets.connection import Buffer, Connection, ProtocolViolation
 
 
 class Commands:

@@ -6,10 +6,10 @@ import ssl
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvtier.backends.lanes import Dialer, Lane
 from kvtier.backends.redis.commands import log_in
 from kvtier.backends.redis.url import Endpoint
-from kvtier.backends.wire import Connection, Deadline, TLSConnection
+from kvtier.sockets.connection import Connection, Deadline, TLSConnection
+from kvtier.sockets.lanes import Dialer, Lane
 
 
 class Access(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from kvtier.backends.base import Outcome
 from kvtier.backends.redis import resp
 from kvtier.backends.redis.resp import ErrorReply, encode
-from kvtier.backends.wire import Connection
+from kvtier.sockets.connection import Connection
 
 LONG_BYTES = 1 << 20
 """Values longer than this are better fetched in parts."""

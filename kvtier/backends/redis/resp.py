@@ -1,7 +1,7 @@
-"""RESP2, as a client speaks it over a :class:`~kvtier.backends.wire.Connection`.
+"""RESP2, as a client speaks it over a :class:`~kvtier.sockets.connection.Connection`.
 
 Nothing from the wire is trusted for a length. All functions block, raise what the connection raises, and
-:class:`~kvtier.backends.wire.ProtocolViolation` for garbage.
+:class:`~kvtier.sockets.connection.ProtocolViolation` for garbage.
 
 RESP: https://redis.io/docs/latest/develop/reference/protocol-spec/
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvtier.backends.wire import BUFFER_BYTES, Connection, ProtocolViolation
+from kvtier.sockets.connection import BUFFER_BYTES, Connection, ProtocolViolation
 
 DRAIN_BYTES = 1 << 20
 """A value of an unexpected length is read and dropped up to here; beyond, a new connection is cheaper."""

@@ -25,7 +25,7 @@ from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.bridge.protocol import Hello, Role
 from kvtier.bridge.spawn import CacheProcess, default_address
-from kvtier.errors import BridgeError, UnsupportedEngine
+from kvtier.errors import ChannelError, UnsupportedEngine
 from kvtier.integrations.vllm.layout import model_layout
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
@@ -238,7 +238,7 @@ def _open(bridge_type: type[BridgeT], settings: Settings, hello: Hello) -> Bridg
     bridge = bridge_type(hello, settings.socket)
     try:
         bridge.connect()
-    except BridgeError as error:
+    except ChannelError as error:
         logger.warning("%s: going on without a cache until there is one (setting `socket`)", error)
     return bridge
 

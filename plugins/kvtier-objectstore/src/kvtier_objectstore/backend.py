@@ -9,9 +9,9 @@ from typing import ClassVar, TypeVar
 from anyio import CapacityLimiter, to_thread
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsCheck
-from kvtier.backends.threads import limited_hop, spread
 from kvtier.keys import ChunkKey
 from kvtier.settings import TierSettings
+from kvtier.threads import limited_hop, spread
 from kvtier_objectstore.faults import Refused, StoreError
 from kvtier_objectstore.settings import ObjectStoreSettings
 

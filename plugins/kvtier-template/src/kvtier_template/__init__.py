@@ -14,9 +14,9 @@ from pydantic import Field
 
 from kvtier import TierError, hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
-from kvtier.backends.threads import limited_hop, spread
 from kvtier.keys import ChunkKey
 from kvtier.settings import TierSettings
+from kvtier.threads import limited_hop, spread
 
 
 class TemplateSettings(TierSettings):

@@ -11,8 +11,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from anyio import CapacityLimiter, fail_after, getaddrinfo
 
-from kvtier.backends.threads import limited_hop
-from kvtier.backends.wire import Connection, Deadline
+from kvtier.sockets.connection import Connection, Deadline
+from kvtier.threads import limited_hop
 
 ConnectionT = TypeVar("ConnectionT", bound=Connection)
 

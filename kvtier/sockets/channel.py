@@ -1,4 +1,4 @@
-"""A Unix socket in the event loop: bytes in, bytes and file descriptors out, and who is at the other end.
+"""A socket in the event loop: bytes in, bytes and file descriptors out, and who is at the other end.
 
 Over :func:`anyio.wait_readable` and not anyio's own Unix streams: those report an error to the loop when a
 read is cancelled in the moment in which the peer closes, which is how every cache process ends.
@@ -6,20 +6,15 @@ read is cancelled in the moment in which the peer closes, which is how every cac
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 
-from kvtier.errors import BridgeClosed
-from kvtier.tasks import open_tasks
+from kvtier.errors import ChannelClosed
 
 READ_BYTES = 1 << 18
-BACKLOG = 64
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -40,7 +35,7 @@ class Channel:
         return uid
 
     async def receive(self) -> bytes:
-        """What has come, at least one byte. Raises :class:`BridgeClosed`."""
+        """What has come, at least one byte. Raises :class:`ChannelClosed`."""
         while True:
             try:
                 data = self._socket.recv(READ_BYTES)
@@ -48,13 +43,13 @@ class Channel:
                 await anyio.wait_readable(self._socket)
                 continue
             except OSError as error:
-                raise BridgeClosed(str(error)) from error
+                raise ChannelClosed(str(error)) from error
             if not data:
-                raise BridgeClosed("the other side has closed")
+                raise ChannelClosed("the other side has closed")
             return data
 
     async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Send all of ``data``, and ``fds`` with its first byte. Raises :class:`BridgeClosed`."""
+        """Send all of ``data``, and ``fds`` with its first byte. Raises :class:`ChannelClosed`."""
         async with self._sending:
             left = memoryview(data)
             while left:
@@ -68,7 +63,7 @@ class Channel:
                     await anyio.wait_writable(self._socket)
                     continue
                 except OSError as error:
-                    raise BridgeClosed(str(error)) from error
+                    raise ChannelClosed(str(error)) from error
                 left = left[sent:]
 
     def close(self) -> None:
@@ -76,30 +71,9 @@ class Channel:
         self._socket.close()
 
 
-@asynccontextmanager
-async def listening(path: Path, handle: Callable[[Channel], Awaitable[None]]) -> AsyncIterator[None]:
-    """Serve every connection to ``path`` in a task of its own; only this user may connect.
+async def accept_all(listener: socket.socket, handle: Callable[[Channel], Awaitable[None]]) -> None:
+    """Serve every connection to a listening, non-blocking socket in a task of its own, until cancelled."""
 
-    On the way out no further connection is taken, those that are open are ended, and the path is removed.
-    """
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.setblocking(False)
-        mask = os.umask(0o177)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(mask)
-        listener.listen(BACKLOG)
-        try:
-            async with open_tasks() as tasks:
-                tasks.start_soon(_accept_all, listener, handle)
-                yield
-                tasks.cancel_scope.cancel()
-        finally:
-            path.unlink(missing_ok=True)
-
-
-async def _accept_all(listener: socket.socket, handle: Callable[[Channel], Awaitable[None]]) -> None:
     async def serve(connected: socket.socket) -> None:
         with connected:
             await handle(Channel(connected))

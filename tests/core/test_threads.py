@@ -12,7 +12,7 @@ import anyio
 import pytest
 from anyio import CapacityLimiter
 
-from kvtier.backends.threads import limited_hop, spread
+from kvtier.threads import limited_hop, spread
 
 pytestmark = pytest.mark.anyio
 

@@ -1,0 +1,37 @@
+"""The Unix socket on which a cache process listens."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from kvtier.sockets.channel import Channel, accept_all
+from kvtier.tasks import open_tasks
+
+BACKLOG = 64
+
+
+@asynccontextmanager
+async def listening(path: Path, handle: Callable[[Channel], Awaitable[None]]) -> AsyncIterator[None]:
+    """Serve every connection to ``path`` in a task of its own; only this user may connect.
+
+    On the way out no further connection is taken, those that are open are ended, and the path is removed.
+    """
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.setblocking(False)
+        mask = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(mask)
+        listener.listen(BACKLOG)
+        try:
+            async with open_tasks() as tasks:
+                tasks.start_soon(accept_all, listener, handle)
+                yield
+                tasks.cancel_scope.cancel()
+        finally:
+            path.unlink(missing_ok=True)
