@@ -23,7 +23,7 @@ from kvtier.arena import Arena, Lease
 from kvtier.backends.base import StoredObject, SupportsArena, SupportsRegistration, SupportsScan
 from kvtier.backends.guarded import GuardedBackend
 from kvtier.backends.sealed import SealedBackend
-from kvtier.catalog import Catalog, State
+from kvtier.catalog import ALL_TIERS, Catalog, State
 from kvtier.errors import SettingsError
 from kvtier.events import Evict, Move, Observer, Prefetch, Priority
 from kvtier.header import ChunkHeader
@@ -132,6 +132,7 @@ class TieredCache:
         self._discovering = DiscoverStage(hierarchy)
         self._forgetting = ForgetStage(hierarchy)
         self._moving = MoveStage(hierarchy, self._evicting, self._prefetching)
+        self._local = sum(1 << tier.index for tier in hierarchy.tiers if not tier.shared)
         self._finished = False
 
     @classmethod
@@ -225,25 +226,28 @@ class TieredCache:
 
     # Deciding: synchronous.
 
-    def look_up(self, keys: Sequence[ChunkKey], expected: Expected | None = None) -> LookUp:
+    def look_up(
+        self, keys: Sequence[ChunkKey], expected: Expected | None = None, *, local: bool = False
+    ) -> LookUp:
         """Lease the longest prefix of ``keys`` that some tier holds, and start fetching what is below.
 
-        Where it is told what to expect, the shared pools are asked for the rest. What can be read now and
+        With ``local``, only what tiers of this host alone hold counts. Where it is told what to expect, the
+        shared pools are asked for the rest. What can be read now and
         what is on its way are told by the answer; nothing is waited for.
         """
         self.hierarchy.counts["looked_up"] += len(keys)
         found = LookUp()
-        reached = self._extend(found, keys)
+        reached = self._extend(found, keys, self._local if local else ALL_TIERS)
         rest = keys[len(found.chunks) :]
         if rest and reached and expected is not None and self._discovering.pools(expected.namespace):
             found.unknown = len(rest)
             self.hierarchy.tasks.start_soon(self._ask_pools, found, keys, expected)
         return found
 
-    def _extend(self, found: LookUp, keys: Sequence[ChunkKey]) -> bool:
+    def _extend(self, found: LookUp, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> bool:
         """Add the chunks at the head of ``keys`` that are held; whether that are all that are known."""
         hierarchy = self.hierarchy
-        sources = hierarchy.catalog.prefix(keys)
+        sources = hierarchy.catalog.prefix(keys, among)
         held = keys[: len(sources)]
         hierarchy.catalog.touch(held)
         if any(source != FIRST for source in sources):

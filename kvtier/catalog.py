@@ -20,6 +20,7 @@ from kvtier.keys import KEY_BYTES, ChunkKey
 
 MAX_TIERS = 8
 """As many as a byte has bits."""
+ALL_TIERS = (1 << MAX_TIERS) - 1
 
 _FASTEST = [(mask & -mask).bit_length() - 1 for mask in range(1 << MAX_TIERS)]
 """The lowest tier number in a mask of tiers; -1 for none."""
@@ -151,13 +152,16 @@ class Catalog:
         row = self._rows[key[0]].get(key)
         return -1 if row is None else _FASTEST[self._ready[row]]
 
-    def prefix(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """The fastest tier of each leading chunk, up to the first that is READY in none."""
+    def prefix(self, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> list[int]:
+        """The fastest tier of each leading chunk, up to the first that is READY in none.
+
+        ``among`` has a bit for each tier that counts.
+        """
         rows, ready, fastest = self._rows, self._ready, _FASTEST
         found: list[int] = []
         try:
             for key in keys:
-                tier = fastest[ready[rows[key[0]][key]]]
+                tier = fastest[ready[rows[key[0]][key]] & among]
                 if tier < 0:
                     break
                 found.append(tier)

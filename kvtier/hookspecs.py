@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvtier.events import Observer
     from kvtier.eviction.base import EvictionPolicy
     from kvtier.settings import Settings
+    from kvtier.transports.base import Transport
 
 PROJECT = "kvtier"
 
@@ -38,8 +39,11 @@ def kvtier_backends() -> dict[str, type[Backend]]:
 
 
 @hookspec
-def kvtier_transports() -> dict[str, type]:
-    """Transports between hosts, by name."""
+def kvtier_transports() -> dict[str, type[Transport]]:
+    """Transports between hosts by the name that ``peer.transport`` calls them by.
+
+    A class is constructed with one argument, its settings, already validated by its ``settings_type``.
+    """
     raise NotImplementedError
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvtier.backends.base import Backend
     from kvtier.events import Observer
     from kvtier.eviction.base import EvictionPolicy
+    from kvtier.transports.base import Transport, TransportSettings
 
 GROUP = "kvtier"
 BUILT_IN = "built in"
@@ -122,7 +123,7 @@ class Plugins:
         """The backend that a tier's ``type`` names. Raises :class:`SettingsError` listing those there are."""
         return self._find("kvtier_backends", type_name, "tier type")
 
-    def transport(self, name: str) -> type:
+    def transport(self, name: str) -> type[Transport]:
         """A transport by name. Raises :class:`SettingsError` listing those that exist."""
         return self._find("kvtier_transports", name, "transport")
 
@@ -204,6 +205,20 @@ class Plugins:
         assert isinstance(first, LocalTierSettings)
         quarter = first.capacity // 4
         return [tier if tier.queue else tier.model_copy(update={"queue": quarter}) for tier in tiers]
+
+    def transport_settings(self, settings: Settings) -> TransportSettings:
+        """The settings of the transport between peers, validated by its own ``settings_type``.
+
+        Raises :class:`SettingsError` naming the key.
+        """
+        place = describe(settings.origin("peer.transport"))
+        raw = settings.peer.transport
+        transport = _named(f"peer.transport{place}", self.transport, raw["type"])
+        try:
+            return transport.settings_type.model_validate(dict(raw))
+        except ValidationError as error:
+            problem = explain(error, transport.settings_type, lambda _: place, "peer.transport.")
+            raise SettingsError(problem) from error
 
     def _tier(self, index: int, raw: Mapping[str, Any], place: str) -> TierSettings:
         key = f"tiers[{index}]"

@@ -30,6 +30,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from kvtier.errors import SettingsError
 from kvtier.settings_errors import explain
+from kvtier.settings_peer import PeerSettings
 from kvtier.settings_sources import (
     configured_file,
     given_names,
@@ -259,6 +260,10 @@ class Settings(BaseSettings):
     prefetch: PrefetchSettings = Field(
         default=PrefetchSettings(),
         description="Bringing chunks up from lower tiers before a request needs them.",
+    )
+    peer: PeerSettings = Field(
+        default=PeerSettings(),
+        description="Serving this instance's tiers to others, and fetching from theirs.",
     )
     log_level: LogLevel = Field(
         default="INFO",

@@ -123,7 +123,10 @@ class _Environment(EnvSettingsSource):
         try:
             return super().decode_complex_value(field_name, field, value)
         except ValueError as error:
-            name = variable_name(field_name)
+            # Of a nested setting only the last name is told.
+            nested = f".{field_name}"
+            names = (name for name in field_names(self.settings_cls) if f".{name}".endswith(nested))
+            name = variable_name(next(names, field_name))
             example = (field.examples or ["{...}"])[0]
             raise SettingsError(f"{name} is not JSON ({error}): write it like {name}='{example}'") from error
 

@@ -1,7 +1,8 @@
 """Messages on a byte stream.
 
 A frame is a length (u32, little-endian) and that many bytes of MessagePack: one tagged array. A frame over
-:data:`MAX_FRAME_BYTES` is refused before it is read; a body is decoded into the types of one protocol, nothing else.
+:data:`MAX_FRAME_BYTES` is refused before it is read, and a body is decoded into the types of one protocol,
+nothing else.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Instances that serve their tiers to each other."""

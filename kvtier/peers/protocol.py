@@ -1,0 +1,155 @@
+"""What two instances say to each other over a connection that has been authenticated.
+
+Frames are those of :mod:`kvtier.sockets.frames`, decoded into the types below and nothing else. Chunk bytes
+never travel here: a transport (:mod:`kvtier.transports`) carries them, by the grants that are given here.
+
+The order of things::
+
+    client                                server
+      Hello(control) ─────────────────────►
+      ◄──────────────────────────── Welcome      or Refused, which says why
+      LookUp(keys) ───────────────────────►
+      ◄──────────── Granted(grant, offsets)      at once; the leading ``ready`` chunks may be read
+      Await(grant, chunks) ───────────────►      only where some of them are still on their way up
+      ◄───────────────────────── Readable        when they are, or cannot be
+                 the transport reads
+      Release(grant, chunks) ─────────────►
+      ◄────────────────── Released(stood)        whether the grant stood until now
+      Ping ───────────────────────────────►      when nothing else was said for a while
+      ◄───────────────────────────── Pong
+
+A connection whose :class:`Hello` says ``data`` gets a :class:`Welcome` and belongs to the transport from then
+on.
+
+Rules that keep bytes right:
+
+- A grant is a random number of 63 bits, given once. It ends with ``Release`` of its last chunk, when
+  ``Welcome.lease`` seconds have passed, or with the connection that it was given on. What a transfer is using
+  at that moment stays leased until the transfer has ended.
+- Only what this host's own tiers hold is granted: nobody is sent on to a pool or to a third host.
+- Requests carry a ticket, which their answer repeats. Answers may come in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from kvtier.sockets.frames import Message, decoder
+
+VERSION = 1
+NO_GRANT = 0
+
+Purpose = Literal["control", "data"]
+
+
+class Hello(Message, frozen=True, array_like=True, tag=1):
+    """First frame of every connection. ``instance`` names the process that connects, for people."""
+
+    version: int
+    instance: str
+    purpose: Purpose
+
+
+class Welcome(Message, frozen=True, array_like=True, tag=2):
+    """Answer to :class:`Hello`."""
+
+    version: int
+    instance: str
+    transport: str
+    """The name of the transport that the server uses."""
+    endpoint: bytes
+    """What that transport's ``connect`` needs."""
+    lease: float
+    """Seconds for which a grant is given."""
+
+
+class Refused(Message, frozen=True, array_like=True, tag=3):
+    """The server will not go on with this connection; the message says why."""
+
+    reason: str
+
+
+class LookUp(Message, frozen=True, array_like=True, tag=4):
+    """Grant me those of ``keys`` that you hold; with ``prefix`` only up to the first that you do not."""
+
+    ticket: int
+    keys: bytes
+    """32 bytes each, joined."""
+    prefix: bool
+
+
+class Granted(Message, frozen=True, array_like=True, tag=5):
+    """Which of the keys are granted, by their positions in the question, and where they lie in the arena."""
+
+    ticket: int
+    grant: int
+    """:data:`NO_GRANT` where there is none."""
+    positions: list[int]
+    offsets: list[int]
+    lengths: list[int]
+    ready: int
+    """How many of these, from the first, may be read now; the others after an :class:`Await`."""
+
+
+class Await(Message, frozen=True, array_like=True, tag=6):
+    """Tell me when these chunks of a grant, by their numbers in :class:`Granted`, may be read."""
+
+    ticket: int
+    grant: int
+    chunks: list[int]
+
+
+class Readable(Message, frozen=True, array_like=True, tag=7):
+    """Whether each may be read now; where not, it never will."""
+
+    ticket: int
+    readable: list[bool]
+
+
+class Release(Message, frozen=True, array_like=True, tag=8):
+    """I need these chunks of a grant no longer."""
+
+    ticket: int
+    grant: int
+    chunks: list[int]
+
+
+class Released(Message, frozen=True, array_like=True, tag=9):
+    """Whether all of them were granted until now. If not, what was read of them does not count."""
+
+    ticket: int
+    stood: bool
+
+
+class Contains(Message, frozen=True, array_like=True, tag=10):
+    """Which of these keys do you hold? Grants nothing."""
+
+    ticket: int
+    keys: bytes
+
+
+class Contained(Message, frozen=True, array_like=True, tag=11):
+    """Answer to :class:`Contains`, in its order."""
+
+    ticket: int
+    held: list[bool]
+
+
+class Ping(Message, frozen=True, array_like=True, tag=12):
+    """Are you there?"""
+
+    ticket: int
+
+
+class Pong(Message, frozen=True, array_like=True, tag=13):
+    """Answer to :class:`Ping`."""
+
+    ticket: int
+
+
+FromClient = Hello | LookUp | Await | Release | Contains | Ping
+FromServer = Welcome | Refused | Granted | Readable | Released | Contained | Pong
+
+decode_from_client: Callable[[bytes], FromClient] = decoder(FromClient, "a message of a peer that asks")
+decode_from_server: Callable[[bytes], FromServer] = decoder(FromServer, "a message of a peer that serves")
