@@ -20,7 +20,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from kvtier.arena import Arena, Lease
-from kvtier.backends.base import StoredObject, SupportsArena, SupportsRegistration, SupportsScan
+from kvtier.backends.base import Backend, StoredObject, SupportsArena, SupportsRegistration, SupportsScan
 from kvtier.backends.guarded import GuardedBackend
 from kvtier.backends.sealed import SealedBackend
 from kvtier.catalog import ALL_TIERS, Catalog, State
@@ -138,23 +138,29 @@ class TieredCache:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, settings: Settings | None = None, *, plugins: Plugins | None = None
+        cls,
+        settings: Settings | None = None,
+        *,
+        plugins: Plugins | None = None,
+        pools: Sequence[tuple[TierSettings, Backend]] = (),
     ) -> AsyncIterator[TieredCache]:
         """Open every tier, take in what they held, and serve until the block is left.
 
         Settings that are not given are read from the environment and the file that it names; plugins
-        that are not given are those that the settings let in.
+        that are not given are those that the settings let in. ``pools`` come after the tiers of the settings.
 
         On the way out, what is still to be written is written, for ``drain_timeout`` at most. Raises
         :class:`kvtier.errors.SettingsError` and :class:`kvtier.errors.TierError`.
         """
         settings = settings or load_settings()
         plugins = plugins or Plugins.load(settings.plugins)
-        tier_settings = plugins.tier_settings(settings)
+        media = [(tier, plugins.backend(tier.type)(tier)) for tier in plugins.tier_settings(settings)]
+        media += pools
+        tier_settings = [tier for tier, _ in media]
         catalog = Catalog([plugins.eviction(_eviction(tier))() for tier in tier_settings])
         async with AsyncExitStack() as stack:
             backends = [
-                await _open_backend(stack, plugins, tier, settings.checksum) for tier in tier_settings
+                await _open_backend(stack, tier, backend, settings.checksum) for tier, backend in media
             ]
             memory = backends[FIRST].inner
             if not isinstance(memory, SupportsArena):
@@ -443,10 +449,9 @@ def _eviction(tier: TierSettings) -> str:
 
 
 async def _open_backend(
-    stack: AsyncExitStack, plugins: Plugins, tier: TierSettings, checksum: bool
+    stack: AsyncExitStack, tier: TierSettings, backend: Backend, checksum: bool
 ) -> GuardedBackend:
     """A backend in its wrappers, open until the stack is left."""
-    backend = plugins.backend(tier.type)(tier)
     guarded = GuardedBackend(
         backend if isinstance(backend, SupportsArena) else SealedBackend(backend, checksum=checksum),
         name=tier.name,

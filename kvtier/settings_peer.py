@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import NoDecode
 
 from kvtier.settings_secret import Secret
@@ -36,6 +45,14 @@ def _is_an_address(address: str) -> str:
 
 Address = Annotated[str, AfterValidator(_is_an_address)]
 FilePath = Annotated[Path, AfterValidator(Path.expanduser)]
+
+
+_NAME_OR_SETTINGS = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]},
+    ]
+}
 
 
 class TLSSettings(BaseModel):
@@ -88,7 +105,7 @@ class PeerSettings(BaseModel):
         description="Mutual TLS: certificates in place of the secret, or beside it; everything is encrypted.",
         examples=["{certificate: peer.pem, key: peer.key, authority: authority.pem}"],
     )
-    transport: Annotated[dict[str, Any], NoDecode] = Field(
+    transport: Annotated[dict[str, Any], NoDecode, WithJsonSchema(_NAME_OR_SETTINGS)] = Field(
         default={"type": "tcp"},
         description=(
             "How chunks travel: `tcp`, `nixl`, or what a plugin provides; or its settings, with its name as "

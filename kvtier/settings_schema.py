@@ -77,6 +77,10 @@ def markdown_page(plugins: Plugins) -> str:
         base = LocalTierSettings if issubclass(model, LocalTierSettings) else TierSettings
         own = list(_own_fields(model, base))
         parts += [_entry(key, field) for key, field in own] or ["Nothing besides what every such tier has.\n"]
+    for name in plugins.names("kvtier_transports"):
+        parts.append(f"## Transport `{name}`\n\nBeside `type`, in `peer.transport`.\n")
+        fields = _fields(plugins.transport(name).settings_type)
+        parts += [_entry(key, field) for key, field in fields if key != "type"]
     return "\n".join(parts)
 
 
@@ -153,7 +157,15 @@ def _named(annotation: object) -> str:
         return _named(get_args(annotation)[0])
     if annotation is SecretStr:
         return "text, `{env: NAME}` or `{file: PATH}`"
-    names = {"bool": "true or false", "int": "whole number", "float": "number", "str": "text"}
+    names = {
+        "dict": "mapping",
+        "bool": "true or false",
+        "int": "whole number",
+        "float": "number",
+        "str": "text",
+    }
     plain = get_origin(annotation) or annotation
+    if isinstance(plain, type) and issubclass(plain, BaseModel):
+        return "mapping of " + ", ".join(f"`{name}`" for name in plain.model_fields)
     name = getattr(plain, "__name__", str(plain)).lower()
     return names.get(name, name)

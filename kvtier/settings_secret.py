@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, SecretStr, WithJsonSchema
+from pydantic import BeforeValidator, PlainSerializer, SecretStr, SerializationInfo, WithJsonSchema
+
+REVEALED = object()
+"""As the ``context`` of ``model_dump``: write secrets out, for another process of this host to read."""
 
 _FORMS = "write {env: NAME} with a variable that holds it, or {file: PATH} with a file that does"
 
@@ -50,11 +53,16 @@ def _from_file(place: str) -> str:
     return secret
 
 
+def _written(secret: SecretStr, info: SerializationInfo) -> str:
+    return secret.get_secret_value() if info.context is REVEALED else str(secret)
+
+
 _PLACE = {"type": "object", "minProperties": 1, "maxProperties": 1, "additionalProperties": False}
 
 Secret = Annotated[
     SecretStr,
     BeforeValidator(resolve),
+    PlainSerializer(_written, when_used="json"),
     WithJsonSchema(
         {
             "anyOf": [

@@ -23,6 +23,7 @@ from kvtier.bridge.server import BridgeServer
 from kvtier.bridge.spawn import default_address
 from kvtier.cache import TieredCache
 from kvtier.errors import ChannelError
+from kvtier.instance import Instance
 from kvtier.settings import Settings
 from kvtier.tasks import open_tasks
 
@@ -42,20 +43,20 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
     path = socket or settings.socket or default_address(settings)
     serving, draining = CancelScope(), CancelScope()
     with _claim(path):
-        async with TieredCache.open(settings) as cache, open_tasks() as tasks:
+        async with Instance.open(settings) as instance, open_tasks() as tasks:
             await tasks.start(_stop_on_signals, serving, draining)
             # What is there by now stays: full collections need not look at it again.
             gc.freeze()
             with serving:
-                await _serve_engines(cache, path, settings.linger if exit_when_idle else None)
+                await _serve_engines(instance, path, settings.linger if exit_when_idle else None)
             with draining:
-                await _finish(cache)
+                await _finish(instance.cache)
             tasks.cancel_scope.cancel()
 
 
-async def _serve_engines(cache: TieredCache, path: Path, linger: float | None) -> None:
-    server = BridgeServer(cache)
-    names = ", ".join(f"{tier.name} ({tier.settings.type})" for tier in cache.hierarchy.tiers)
+async def _serve_engines(instance: Instance, path: Path, linger: float | None) -> None:
+    server = BridgeServer(instance)
+    names = ", ".join(f"{tier.name} ({tier.settings.type})" for tier in instance.cache.hierarchy.tiers)
     async with listening(path, server.handle):
         logger.info("serving %s on %s, process %d", names, path, os.getpid())
         if linger is None:

@@ -39,9 +39,9 @@ from kvtier.bridge.protocol import (
     Welcome,
 )
 from kvtier.cache import LookUp as CacheLookUp
-from kvtier.cache import TieredCache
 from kvtier.errors import ChannelClosed, ProtocolError
 from kvtier.events import Report
+from kvtier.instance import Instance
 from kvtier.keys import ChunkKey, join_keys
 from kvtier.sockets.channel import Channel
 from kvtier.sockets.frames import FrameReader, Message, encode
@@ -58,8 +58,9 @@ CHANGES_LIMIT = 50_000
 class BridgeServer:
     """Serves every engine of this host."""
 
-    def __init__(self, cache: TieredCache) -> None:
-        self.cache = cache
+    def __init__(self, instance: Instance) -> None:
+        self.cache = instance.cache
+        self._instance = instance
         self.epoch = secrets.randbits(63)
         self._numbers = itertools.count(1)
         self._engines: dict[str, Engine] = {}
@@ -122,7 +123,7 @@ class BridgeServer:
     def status(self) -> dict[str, object]:
         """What is held, by whom, and what has happened since the start."""
         engines = [engine.status() for engine in self._engines.values()]
-        return {"pid": os.getpid(), "epoch": self.epoch, "engines": engines, **self.cache.status()}
+        return {"pid": os.getpid(), "epoch": self.epoch, "engines": engines, **self._instance.status()}
 
 
 class Connection:

@@ -22,6 +22,7 @@ from blake3 import blake3
 
 from kvtier.errors import ChannelError
 from kvtier.settings import Settings
+from kvtier.settings_secret import REVEALED
 
 logger = logging.getLogger("kvtier")
 
@@ -38,7 +39,7 @@ def default_address(settings: Settings) -> Path:
 
     Raises :class:`ChannelError` where that folder is somebody else's.
     """
-    canonical = json.dumps(settings.model_dump(mode="json"), sort_keys=True).encode()
+    canonical = json.dumps(settings.model_dump(mode="json", context=REVEALED), sort_keys=True).encode()
     name = blake3(canonical, derive_key_context="kvtier socket v1").hexdigest(length=8)
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     folder = base / f"kvtier-{os.getuid()}"
@@ -87,7 +88,7 @@ class CacheProcess:
             _started.append(self._child)
             assert self._child.stdin is not None
             with self._child.stdin as settings:
-                settings.write(self._settings.model_dump_json().encode())
+                settings.write(self._settings.model_dump_json(context=REVEALED).encode())
         logger.info("started a cache process: %d, log in %s", self._child.pid, self.log)
 
     def start_and_wait(self, connect: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from anyio import to_thread
 from anyio.abc import UNIXSocketStream
 
-from kvtier import Settings, TieredCache
+from kvtier import Settings
 from kvtier.arena import ArenaMap
 from kvtier.bridge import protocol
 from kvtier.bridge.listen import listening
@@ -42,6 +42,7 @@ from kvtier.bridge.protocol import (
 )
 from kvtier.bridge.server import BridgeServer
 from kvtier.header import HEADER_BYTES
+from kvtier.instance import Instance
 from kvtier.keys import ChunkKey, chunk_keys, join_keys, root_key
 from kvtier.layout import ChunkLayout, GroupLayout
 from kvtier.sockets.frames import FrameReader, encode
@@ -125,8 +126,8 @@ async def host(tmp_path: Path, **more: object) -> AsyncIterator[Host]:
         {"name": "ssd", "type": "disk", "path": str(tmp_path / "ssd"), "capacity": "8MiB"},
     ]
     settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=tiers, **more)  # type: ignore[arg-type]
-    async with TieredCache.open(settings) as cache:
-        server = BridgeServer(cache)
+    async with Instance.open(settings) as instance:
+        server = BridgeServer(instance)
         async with listening(tmp_path / "socket", server.handle):
             yield Host(tmp_path / "socket", server)
 

@@ -12,6 +12,7 @@ import yaml
 
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, load_settings
+from kvtier.settings_peer import PeerSettings, TLSSettings
 from kvtier.settings_schema import EXAMPLE, json_schema, markdown_page, shown
 from kvtier.settings_sources import field_names, variable_name
 
@@ -38,12 +39,12 @@ def test_the_schema_is_up_to_date(plugins: Plugins) -> None:
 def test_every_setting_is_on_the_page_with_its_variable(plugins: Plugins) -> None:
     page = markdown_page(plugins)
     for key in field_names(Settings):
-        if key != "prefetch":
+        if key not in ("prefetch", "peer"):
             assert f"### `{key}`\n\n`{variable_name(key)}`" in page
 
 
 def test_every_setting_is_described(plugins: Plugins) -> None:
-    models = [Settings, type(Settings().prefetch)]
+    models = [Settings, type(Settings().prefetch), PeerSettings, TLSSettings]
     models += [plugins.backend(name).settings_type for name in plugins.names("kvtier_backends")]
     for model in models:
         for name, field in model.model_fields.items():

@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from kvtier.settings import Origin, Settings, load_settings
+from kvtier.settings_peer import TLSSettings
 from kvtier.settings_sources import field_names, nested_model, variable_name
 
 WriteFile = Callable[[str], Path]
+
+SECRET = "sixteen or more characters"
+NEEDED = {"peer.listen": SECRET, "peer.others": SECRET}
+"""Settings that need a secret beside them."""
 
 # One value for each setting that is not its default: in the file, in the environment, as it is read.
 EXAMPLES: dict[str, tuple[str, str, Any]] = {
@@ -31,6 +37,18 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "plugins": ("[a, b]", '["a", "b"]', ["a", "b"]),
     "prefetch.policy": ("wait", "wait", "wait"),
     "prefetch.deadline": ("250ms", "250ms", 0.25),
+    "peer.listen": ("localhost:8200", "localhost:8200", "localhost:8200"),
+    "peer.others": ('["a:1", "[::1]:2"]', '["a:1", "[::1]:2"]', ["a:1", "[::1]:2"]),
+    "peer.secret": (SECRET[::-1], SECRET[::-1], SecretStr(SECRET[::-1])),
+    "peer.tls": (
+        "{certificate: a, key: b, authority: c}",
+        '{"certificate": "a", "key": "b", "authority": "c"}',
+        TLSSettings(certificate=Path("a"), key=Path("b"), authority=Path("c")),
+    ),
+    "peer.transport": ("{type: nixl}", "nixl", {"type": "nixl"}),
+    "peer.lease": ("1m", "60s", 60.0),
+    "peer.share": ("0.1", "0.1", 0.1),
+    "peer.patience": ("1s", "1s", 1.0),
     "log_level": ("debug", "debug", "DEBUG"),
 }
 
@@ -55,7 +73,8 @@ def test_every_setting_is_tested_here() -> None:
 def test_each_setting_from_the_file(key: str, write_file: WriteFile) -> None:
     written, _, value = EXAMPLES[key]
     outer, _, inner = key.partition(".")
-    path = write_file(f"{outer}: {{{inner}: {written}}}" if inner else f"{key}: {written}")
+    secret = f", secret: {NEEDED[key]}" if key in NEEDED else ""
+    path = write_file(f"{outer}: {{{inner}: {written}{secret}}}" if inner else f"{key}: {written}")
     settings = load_settings(file=path)
     assert value_of(settings, key) == value
     assert value_of(Settings(), key) != value
@@ -66,6 +85,8 @@ def test_each_setting_from_the_file(key: str, write_file: WriteFile) -> None:
 def test_each_setting_from_its_variable(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, written, value = EXAMPLES[key]
     monkeypatch.setenv(variable_name(key), written)
+    if key in NEEDED:
+        monkeypatch.setenv("KVTIER_PEER__SECRET", NEEDED[key])
     settings = load_settings()
     assert value_of(settings, key) == value
     assert settings.origin(key) == Origin("environment", variable_name(key))
@@ -75,7 +96,8 @@ def test_each_setting_from_its_variable(key: str, monkeypatch: pytest.MonkeyPatc
 def test_each_setting_from_code(key: str) -> None:
     _, _, value = EXAMPLES[key]
     outer, _, inner = key.partition(".")
-    settings = load_settings({outer: {inner: value}} if inner else {key: value})
+    needed = {"secret": NEEDED[key]} if key in NEEDED else {}
+    settings = load_settings({outer: {inner: value, **needed}} if inner else {key: value})
     assert value_of(settings, key) == value
     assert settings.origin(key) == Origin("override")
 
