@@ -52,12 +52,16 @@ Progress = Callable[[int], None]
 
 @dataclass(slots=True)
 class FoundChunk:
-    """One chunk of a look-up: leased, and where it was when it was asked for."""
+    """One chunk of a look-up: leased, and on its way up where it was not in memory."""
 
     key: ChunkKey
-    source: int
     lease: Lease
     flight: Flight | None = None
+
+    @property
+    def source(self) -> int:
+        """The tier that it was in when it was asked for. Final once it has arrived."""
+        return FIRST if self.flight is None else self.flight.source
 
     @property
     def arrived(self) -> bool:
@@ -257,10 +261,10 @@ class TieredCache:
         held = keys[: len(sources)]
         hierarchy.catalog.touch(held)
         if any(source != FIRST for source in sources):
-            self._prefetching.start(Prefetch(keys=held, priority=Priority.REQUESTED))
+            self._prefetching.start(Prefetch(keys=held, priority=Priority.REQUESTED, among=among))
         chunks: list[FoundChunk] = []
         for key, source in zip(held, sources, strict=True):
-            chunk = self._find(key, source)
+            chunk = self._find(key, source, among)
             if chunk is None:
                 break
             chunks.append(chunk)
@@ -281,12 +285,15 @@ class TieredCache:
             found.unknown = 0
             found.answered.set()
 
-    def _find(self, key: ChunkKey, source: int) -> FoundChunk | None:
+    def _find(self, key: ChunkKey, source: int, among: int) -> FoundChunk | None:
         if source == FIRST:
             lease = self.hierarchy.memory.lease(key)
-            return None if lease is None else FoundChunk(key, source, lease)
+            return None if lease is None else FoundChunk(key, lease)
         flight = self._prefetching.flights.get(key)
-        return None if flight is None else FoundChunk(key, flight.source, flight.lease.share(), flight)
+        # Two hosts that fetch one chunk from each other must not each wait for the other's flight.
+        if flight is None or not among >> flight.source & 1:
+            return None
+        return FoundChunk(key, flight.lease.share(), flight)
 
     async def settle(self, found: LookUp) -> None:
         """Wait for what a look-up is fetching as long as ``prefetch.policy`` says, then keep what arrived."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 
 from kvtier.eviction.base import EvictionPolicy
@@ -146,6 +146,13 @@ class Catalog:
         row = self._rows[key[0]].get(key)
         ready = 0 if row is None else self._ready[row]
         return [tier for tier in range(len(self._policies)) if ready >> tier & 1]
+
+    def places(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[int, int]]:
+        """The tiers in which each chunk is READY, and those in which it is PENDING, as masks. Lazily."""
+        rows, ready, pending = self._rows, self._ready, self._pending
+        for key in keys:
+            row = rows[key[0]].get(key)
+            yield (0, 0) if row is None else (ready[row], pending[row])
 
     def fastest(self, key: ChunkKey) -> int:
         """The fastest tier in which a chunk is READY, or -1."""

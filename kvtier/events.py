@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from kvtier.backends.base import Outcome
+from kvtier.catalog import ALL_TIERS
 from kvtier.keys import ChunkKey
 
 _ids = itertools.count(1)
@@ -45,8 +46,12 @@ class Store(Event):
     """Chunks have become READY in the first tier: write them on to the tiers below."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch(Event):
-    """Bring chunks that only a lower tier holds into the first."""
+    """Bring chunks that only lower tiers hold into the first."""
+
+    among: int = ALL_TIERS
+    """A bit for each tier that they may be read from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ memory under a transfer stays leased, and the catalog undecided, until the backe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from kvtier.arena import Lease
 from kvtier.backends.base import GetItem, Outcome, SupportsPrefix
 from kvtier.backends.guarded import GuardedBackend
 from kvtier.catalog import Catalog
+from kvtier.costs import ReadCost
 from kvtier.keys import ChunkKey
 from kvtier.settings import LocalTierSettings, TierSettings
 
@@ -46,6 +48,8 @@ class Tier:
         self._tasks = tasks
         self._slots = anyio.Semaphore(settings.concurrency)
         self._deleting_bytes = 0
+        self.reading = ReadCost()
+        """What the reads from here have cost of late."""
 
     @property
     def name(self) -> str:
@@ -66,6 +70,15 @@ class Tier:
     def shared(self) -> bool:
         """Whether it is a pool that others fill and empty, too: of what is in it the catalog knows a part."""
         return not isinstance(self.settings, LocalTierSettings)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what is here may be relied on. Not what others put here and this host never does."""
+        return not self.shared or self.write != "never"
+
+    def cost(self, length: int) -> float | None:
+        """Seconds that reading ``length`` bytes should take by what was measured of late, if anything was."""
+        return self.reading.expected(length)
 
     @property
     def capacity(self) -> int | None:
@@ -118,7 +131,7 @@ class Tier:
 
     async def get(self, chunks: Sequence[ChunkBytes], settle: Settle) -> Sequence[Outcome]:
         """Fill the leased memory with chunk objects; takes over the leases."""
-        return await self._carry(self.backend.get, chunks, settle)
+        return await self._carry(self._get, chunks, settle)
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
         """Remove chunks from catalog and backend; their bytes count as used until they are gone."""
@@ -134,6 +147,18 @@ class Tier:
                 self._deleting_bytes -= doomed
 
         await self._in_time(run)
+
+    async def _get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        """Read a batch and learn what that costs. How long it waited for its turn does not count."""
+        started = time.monotonic()
+        outcomes = await self.backend.get(items)
+        seconds = time.monotonic() - started
+        answered = zip(items, outcomes, strict=True)
+        read_bytes = sum(len(view) for (_, view), outcome in answered if outcome is Outcome.OK)
+        self.reading.succeeded(read_bytes, seconds)
+        if Outcome.FAILED in outcomes:
+            self.reading.failed()
+        return outcomes
 
     async def _carry(
         self,
@@ -170,4 +195,5 @@ class Tier:
             await done.wait()
         if not done.is_set():
             self.backend.record_failure()
+            self.reading.failed()
         return done.is_set()

@@ -22,14 +22,17 @@ class MoveStage:
         self._prefetching = prefetching
 
     async def carry_out(self, event: Move) -> int:
-        """How many chunks the target holds afterwards; waits until that is known."""
+        """How many chunks the target holds afterwards; waits until that is known.
+
+        The source keeps them, too, where the target is one whose holdings this host cannot rely on.
+        """
         for transfer in self._hierarchy.router.move(event):
             if event.target == FIRST:
                 await self._raise(transfer.keys)
             else:
                 await self._write(event, transfer)
         there = [key for key in event.keys if self._hierarchy.catalog.state(key, event.target) is State.READY]
-        if not event.copy:
+        if not event.copy and self._hierarchy.tiers[event.target].keeps:
             await self._leave(event, there)
         return len(there)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,10 +26,30 @@ class Flight:
 
     key: ChunkKey
     source: int
+    """The tier that it comes from: the next one, where another did not give it."""
     lease: Lease
+    """Held until it has landed."""
+    untried: int
+    """A bit for each tier that it may still be read from."""
     landed: anyio.Event = field(default_factory=anyio.Event)
     arrived: bool = False
     """Whether the chunk is whole and verified; set before ``landed``."""
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """One batch of flights, asked of one tier."""
+
+    source: int
+    flights: Sequence[Flight]
+    chunks: Sequence[ChunkBytes]
+    """The flights' memory, leased for as long as the tier has it."""
+    settled: bool = False
+    """Whether the tier has let go of the memory."""
+    given_up: bool = False
+    """Whether the flights landed before it had."""
+    failed: bool = True
+    """Whether nothing has come of it so far, be it that the tier had something to give."""
 
 
 class PrefetchStage:
@@ -42,13 +63,13 @@ class PrefetchStage:
     def start(self, event: Prefetch) -> None:
         """Put in flight, in prefix order, what is below and finds room; never waits."""
         for transfer in self._hierarchy.router.prefetch(event):
-            flights = self._take_off(transfer)
+            flights = self._take_off(transfer, event.among)
             if flights:
-                self._hierarchy.tasks.start_soon(self._fly, event, transfer.source, flights)
+                self._hierarchy.tasks.start_soon(self._fly, event, flights)
             if len(flights) < len(transfer.keys):
                 return
 
-    def _take_off(self, transfer: Transfer) -> list[Flight]:
+    def _take_off(self, transfer: Transfer, among: int) -> list[Flight]:
         catalog = self._hierarchy.catalog
         flights = []
         for key in transfer.keys:
@@ -57,64 +78,114 @@ class PrefetchStage:
                 self._hierarchy.counts["prefetch_no_room"] += 1
                 break
             catalog.add(key, FIRST, lease.length, State.PENDING)
-            flight = self.flights[key] = Flight(key, transfer.source, lease)
+            flight = self.flights[key] = Flight(key, transfer.source, lease, among)
             flights.append(flight)
         return flights
 
-    async def _fly(self, event: Prefetch, source: int, flights: Sequence[Flight]) -> None:
-        """Read one run of chunks from one tier, a batch after another, so that the first arrive first."""
-        at = 0
-        try:
-            while at < len(flights):
-                batch = _batch(flights[at:])
-                at += len(batch)
-                await self._read(event, source, batch)
-        finally:
-            # Cancelled: a batch that a tier was given is settled by that tier, the rest is settled here.
-            self._settle(source, flights[at:], [Outcome.FAILED] * (len(flights) - at))
-            for flight in flights[at:]:
-                flight.lease.release()
-            self._land(flights[at:])
+    async def _fly(self, event: Prefetch, flights: Sequence[Flight]) -> None:
+        """Read one run of chunks, a batch after another, so that the first arrive first.
 
-    async def _read(self, event: Prefetch, source: int, flights: Sequence[Flight]) -> None:
-        tier = self._hierarchy.tiers[source]
-        chunks = [ChunkBytes(flight.key, flight.lease) for flight in flights]
-        keys = [flight.key for flight in flights]
+        What a tier does not give is read from another before the rest, whose use depends on it.
+        """
+        waiting = deque(flights)
         try:
-            with self._hierarchy.reporting(event, Transfer(source, FIRST, keys)) as outcomes:
-                outcomes += await tier.get(chunks, partial(self._settle, source, flights))
+            while waiting:
+                read = self._next_read(waiting)
+                try:
+                    await self._carry_out(event, read)
+                finally:
+                    waiting.extendleft(reversed(self._finish(read)))
+                if read.failed:
+                    self._divert(waiting, read.source)
         finally:
-            self._land(flights)
+            self._give_up(waiting)
 
-    def _settle(self, source: int, flights: Sequence[Flight], outcomes: Sequence[Outcome]) -> None:
+    def _next_read(self, waiting: deque[Flight]) -> Read:
+        """Take the first flights that have one source, about :data:`BATCH_BYTES` of them, at least one."""
+        source = waiting[0].source
+        flights: list[Flight] = []
+        room = BATCH_BYTES
+        while waiting and waiting[0].source == source and (not flights or waiting[0].lease.length <= room):
+            flight = waiting.popleft()
+            flight.untried &= ~(1 << source)
+            flights.append(flight)
+            room -= flight.lease.length
+        return Read(source, flights, [ChunkBytes(flight.key, flight.lease.share()) for flight in flights])
+
+    async def _carry_out(self, event: Prefetch, read: Read) -> None:
+        transfer = Transfer(read.source, FIRST, [flight.key for flight in read.flights])
+        with self._hierarchy.reporting(event, transfer) as outcomes:
+            tier = self._hierarchy.tiers[read.source]
+            outcomes += await tier.get(read.chunks, partial(self._settle, read))
+
+    def _settle(self, read: Read, outcomes: Sequence[Outcome]) -> None:
         """The tier has let go of the memory: enter into the catalog what is there now."""
         hierarchy = self._hierarchy
         arrived, missing = [], []
-        for flight, outcome in zip(flights, outcomes, strict=True):
+        for flight, chunk, outcome in zip(read.flights, read.chunks, outcomes, strict=True):
             hierarchy.counts[f"get_{outcome.value}"] += 1
             if outcome is Outcome.OK:
                 flight.arrived = True
-                arrived.append(ChunkBytes(flight.key, flight.lease.share()))
-                continue
-            hierarchy.forget(flight.key, FIRST)
-            if outcome is Outcome.MISS and source in hierarchy.catalog.tiers(flight.key):
-                hierarchy.catalog.remove(flight.key, source)
+                arrived.append(ChunkBytes(flight.key, chunk.lease.share()))
+            elif outcome is Outcome.MISS and read.source in hierarchy.catalog.tiers(flight.key):
+                hierarchy.catalog.remove(flight.key, read.source)
                 missing.append(flight.key)
         hierarchy.adopt(arrived)
-        hierarchy.changed(source, removed=missing)
+        hierarchy.changed(read.source, removed=missing)
+        read.settled = True
+        read.failed = not arrived and Outcome.FAILED in outcomes
+        if read.given_up:
+            self._forget(read.flights)
+
+    def _finish(self, read: Read) -> list[Flight]:
+        """Land the flights of a read that is over, but for those that another tier may serve.
+
+        Memory that its tier has not let go of is not given to another, whose chunk a late answer would
+        overwrite. Nor does it get other memory: who waited has waited for long enough.
+        """
+        if not read.settled:
+            read.given_up = True
+            self._land(read.flights)
+            return []
+        self._land([flight for flight in read.flights if flight.arrived])
+        unserved = [flight for flight in read.flights if not flight.arrived]
+        again, lost = [], []
+        for flight, source in zip(unserved, self._sources(unserved), strict=True):
+            if source is None:
+                lost.append(flight)
+            else:
+                flight.source = source
+                again.append(flight)
+        self._hierarchy.counts["fell_back"] += len(again)
+        self._give_up(lost)
+        return again
+
+    def _divert(self, waiting: Iterable[Flight], failing: int) -> None:
+        """Read from other tiers first what has not been asked of one that fails."""
+        affected = [flight for flight in waiting if flight.source == failing]
+        for flight, source in zip(affected, self._sources(affected, but=failing), strict=True):
+            if source is not None:
+                flight.source = source
+
+    def _sources(self, flights: Sequence[Flight], but: int = FIRST) -> list[int | None]:
+        """The cheapest tier that each of these has not been read from."""
+        keys = [flight.key for flight in flights]
+        return self._hierarchy.router.sources(keys, [flight.untried & ~(1 << but) for flight in flights])
+
+    def _give_up(self, flights: Iterable[Flight]) -> None:
+        """No tier gives these: they land without having arrived. Their memory must be nobody's."""
+        flights = list(flights)
+        self._forget(flights)
+        self._land(flights)
+
+    def _forget(self, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            if not flight.arrived:
+                self._hierarchy.forget(flight.key, FIRST)
 
     def _land(self, flights: Sequence[Flight]) -> None:
         """Nobody need wait for these any longer, be they there or not."""
         for flight in flights:
             self.flights.pop(flight.key, None)
+            flight.lease.release()
             flight.landed.set()
-
-
-def _batch(flights: Sequence[Flight]) -> Sequence[Flight]:
-    """The first flights, about :data:`BATCH_BYTES` of them, at least one."""
-    total = 0
-    for count, flight in enumerate(flights):
-        total += flight.lease.length
-        if total > BATCH_BYTES and count:
-            return flights[:count]
-    return flights
