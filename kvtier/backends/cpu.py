@@ -6,14 +6,12 @@ import ctypes
 from collections.abc import Sequence
 from typing import ClassVar
 
-from anyio import CapacityLimiter
-
 from kvtier.arena import Arena, Lease, address_of
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsArena
 from kvtier.errors import ArenaError, TierError
 from kvtier.keys import ChunkKey
 from kvtier.settings import LocalTierSettings, TierSettings
-from kvtier.threads import limited_hop, spread
+from kvtier.threads import WorkerThreads, spread
 
 INLINE_COPY_BYTES = 256 * 1024
 """Up to here a copy is done in the event loop: it takes 20 microseconds, a hop into a thread takes 60."""
@@ -35,7 +33,7 @@ class MemoryBackend(Backend, SupportsArena):
     def __init__(self, settings: LocalTierSettings) -> None:
         self._settings = settings
         self._held: dict[ChunkKey, Lease] = {}
-        self._hop = limited_hop(CapacityLimiter(settings.concurrency))
+        self._hop = WorkerThreads(settings.concurrency)
 
     @property
     def arena(self) -> Arena:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import chain
 
 import anyio
-from anyio import CapacityLimiter
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.backends.logs import RareWarning
@@ -15,7 +14,7 @@ from kvtier.backends.wrapper import WrapperBackend
 from kvtier.errors import CorruptChunk
 from kvtier.header import ChunkHeader, object_bytes
 from kvtier.keys import ChunkKey
-from kvtier.threads import limited_hop, spread
+from kvtier.threads import WorkerThreads, spread
 from kvtier.units import MIB
 
 logger = logging.getLogger("kvtier")
@@ -43,7 +42,7 @@ class SealedBackend(WrapperBackend):
         self.corrupt = 0
         """Objects found since it was made that did not match their header, and were deleted."""
         self._checksum = checksum
-        self._hop = limited_hop(CapacityLimiter(PARTS_AT_ONCE))
+        self._hop = WorkerThreads(PARTS_AT_ONCE)
         self._warn = RareWarning(logger)
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:

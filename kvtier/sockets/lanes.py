@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from anyio import CapacityLimiter, fail_after, getaddrinfo
+from anyio import fail_after, getaddrinfo
 
 from kvtier.sockets.connection import Connection, Deadline
-from kvtier.threads import limited_hop
+from kvtier.threads import WorkerThreads
 
 ConnectionT = TypeVar("ConnectionT", bound=Connection)
 
@@ -30,7 +30,7 @@ class Lane(Generic[ConnectionT]):
 
     def __init__(self, size: int, connect: Callable[[Deadline], ConnectionT]) -> None:
         self.size = size
-        self.hop = limited_hop(CapacityLimiter(size))
+        self.hop = WorkerThreads(size)
         """Into a thread that may :meth:`borrow` a connection."""
         self._connect = connect
         self._idle: deque[ConnectionT] = deque()
@@ -59,6 +59,7 @@ class Lane(Generic[ConnectionT]):
             self._closed = True
         while self._idle:
             self._idle.pop().close()
+        self.hop.close()
 
     def _take(self, deadline: Deadline) -> ConnectionT:
         while True:

@@ -287,7 +287,7 @@ from concurrent.futures import ThreadPoolExecutor
 import anyio
 from kvtier import hookimpl
 from kvtier.backends.cpu import CpuBackend
-from kvtier.threads import limited_hop, spread
+from kvtier.threads import WorkerThreads, spread
 
 def hang(item=None):
     threading.Event().wait()
@@ -307,7 +307,7 @@ def kvtier_backends():
     [
         "anyio.to_thread.run_sync(hang)",
         "asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(), hang)",
-        "spread(hang, items, parts=1, hop=limited_hop(anyio.CapacityLimiter(1)))",
+        "spread(hang, items, parts=1, hop=WorkerThreads(1))",
     ],
 )
 def test_a_thread_that_never_returns_keeps_nobody_waiting(call: str, tmp_path: Path) -> None:

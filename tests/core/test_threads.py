@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 import weakref
@@ -10,9 +11,8 @@ from collections.abc import Callable
 
 import anyio
 import pytest
-from anyio import CapacityLimiter
 
-from kvtier.threads import limited_hop, spread
+from kvtier.threads import WorkerThreads, spread
 
 pytestmark = pytest.mark.anyio
 
@@ -45,7 +45,6 @@ class Work:
 
 async def test_results_come_in_order_from_as_many_threads_as_allowed() -> None:
     work = Work()
-    limiter = CapacityLimiter(8)
     async with anyio.create_task_group() as group:
         group.start_soon(work.until, lambda: work.running == 3)
 
@@ -54,14 +53,14 @@ async def test_results_come_in_order_from_as_many_threads_as_allowed() -> None:
             work.go.set()
 
         group.start_soon(let_go)
-        results = await spread(work, range(20), parts=3, hop=limited_hop(limiter))
+        results = await spread(work, range(20), parts=3, hop=WorkerThreads(8))
     assert results == [item * 10 for item in range(20)]
     assert work.most == 3
 
 
-async def test_the_limiter_bounds_several_calls_together() -> None:
+async def test_the_number_of_threads_bounds_several_calls_together() -> None:
     work = Work()
-    hop = limited_hop(CapacityLimiter(2))
+    hop = WorkerThreads(2)
     async with anyio.create_task_group() as group:
         for _ in range(3):
             group.start_soon(lambda: spread(work, range(4), parts=4, hop=hop))
@@ -80,7 +79,7 @@ async def test_nothing_to_do_takes_no_thread() -> None:
 async def test_a_thread_that_lingers_holds_no_item() -> None:
     """As a thread does between its result and its next turn: an arena could not be unmapped meanwhile."""
     lingering = []
-    hop = limited_hop(CapacityLimiter(2))
+    hop = WorkerThreads(2)
 
     async def lingering_hop(function: Callable[[], None]) -> None:
         lingering.append(function)
@@ -97,7 +96,7 @@ async def test_a_thread_that_lingers_holds_no_item() -> None:
 @pytest.mark.parametrize("times", [1, 3])
 async def test_a_cancelled_task_waits_for_its_threads_and_drops_the_rest(times: int) -> None:
     work = Work()
-    task = asyncio.ensure_future(spread(work, range(50), parts=2, hop=limited_hop(CapacityLimiter(2))))
+    task = asyncio.ensure_future(spread(work, range(50), parts=2, hop=WorkerThreads(2)))
     await work.until(lambda: work.running == 2)
     for _ in range(times):
         task.cancel()
@@ -116,7 +115,7 @@ async def test_a_cancelled_scope_waits_for_its_threads_and_drops_the_rest() -> N
     async def call() -> None:
         nonlocal ended
         try:
-            await spread(work, range(50), parts=2, hop=limited_hop(CapacityLimiter(2)))
+            await spread(work, range(50), parts=2, hop=WorkerThreads(2))
         finally:
             ended = True
 
@@ -142,5 +141,36 @@ async def test_an_error_is_raised_when_all_threads_are_through() -> None:
         through.append(item)
 
     with pytest.raises(ZeroDivisionError):
-        await spread(work, range(4), parts=4, hop=limited_hop(CapacityLimiter(4)))
+        await spread(work, range(4), parts=4, hop=WorkerThreads(4))
     assert sorted(through) == [1, 2, 3]
+
+
+async def test_threads_are_started_when_needed_and_end_with_their_owner() -> None:
+    before = threading.active_count()
+    work = Work()
+    work.go.set()
+    hop = WorkerThreads(4)
+    assert await spread(work, range(3), parts=4, hop=hop) == [0, 10, 20]
+    assert 1 <= threading.active_count() - before <= 3
+    hop.close()
+    await work.until(lambda: threading.active_count() == before)
+    # One that is dropped lets go of them, too.
+    assert await spread(work, [1], parts=1, hop=WorkerThreads(1)) == [10]
+    gc.collect()
+    await work.until(lambda: threading.active_count() == before)
+
+
+async def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.threads.IDLE_SECONDS", 0.01)
+    before = threading.active_count()
+    hop = WorkerThreads(2)
+    for number in range(5):
+        assert await spread(str, [number], parts=1, hop=hop) == [str(number)]
+        with anyio.fail_after(10):
+            while threading.active_count() > before:
+                await anyio.sleep(0.001)
+
+
+async def test_what_a_thread_raises_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await WorkerThreads(1)(lambda: 1 // 0)

@@ -8,10 +8,9 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import anyio
-from anyio import CapacityLimiter
 
 from kvtier.keys import ChunkKey
-from kvtier.threads import limited_hop, spread
+from kvtier.threads import WorkerThreads, spread
 
 ResultT = TypeVar("ResultT")
 
@@ -22,7 +21,7 @@ class Threads:
     def __init__(self, count: int, patience: float) -> None:
         self._free = anyio.Semaphore(count)
         self._patience = patience
-        self._hop = limited_hop(CapacityLimiter(count))
+        self._hop = WorkerThreads(count)
 
     async def run(self, function: Callable[[], ResultT]) -> ResultT:
         """Call ``function`` in a thread; raises ``TimeoutError`` where none is free within the patience.

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
-from anyio import CapacityLimiter, to_thread
+from anyio import to_thread
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsCheck
 from kvtier.keys import ChunkKey
 from kvtier.settings import TierSettings
-from kvtier.threads import limited_hop, spread
+from kvtier.threads import WorkerThreads, spread
 from kvtier_objectstore.faults import Refused, StoreError
 from kvtier_objectstore.settings import ObjectStoreSettings
 
@@ -37,7 +37,7 @@ class ObjectStoreBackend(Backend, SupportsCheck):
 
     def __init__(self, settings: ObjectStoreSettings) -> None:
         self._settings = settings
-        self._hop = limited_hop(CapacityLimiter(settings.requests))
+        self._hop = WorkerThreads(settings.requests)
 
     async def open(self) -> None:
         """Load obstore. Raises :class:`TierError` where it does not take the settings."""

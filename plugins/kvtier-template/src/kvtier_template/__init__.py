@@ -9,14 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from anyio import CapacityLimiter, to_thread
+from anyio import to_thread
 from pydantic import Field
 
 from kvtier import TierError, hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.keys import ChunkKey
 from kvtier.settings import TierSettings
-from kvtier.threads import limited_hop, spread
+from kvtier.threads import WorkerThreads, spread
 
 
 class TemplateSettings(TierSettings):
@@ -32,7 +32,7 @@ class TemplateBackend(Backend):
 
     def __init__(self, settings: TemplateSettings) -> None:
         self._name, self._path, self._threads = settings.name, settings.path, settings.concurrency
-        self._hop = limited_hop(CapacityLimiter(self._threads))
+        self._hop = WorkerThreads(self._threads)
 
     async def open(self) -> None:
         """Make the folder. Raises :class:`TierError` where that cannot be."""
