@@ -93,6 +93,17 @@ class CacheProcess:
         """SIGTERM, and wait: what is on its way to the disk gets there."""
         self._end(signal.SIGTERM)
 
+    def pause(self) -> None:
+        """SIGSTOP: it answers nobody, and lets go of nothing."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, sent: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(sent)
+
     def kill(self) -> None:
         self._end(signal.SIGKILL)
 

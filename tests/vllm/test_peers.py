@@ -1,0 +1,171 @@
+"""Real engines whose cache processes are each other's peers: what one has computed, no other computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.testing.servers.base import free_port
+from tests.vllm.cache_process import CHUNK, MIB, CacheProcess
+from tests.vllm.conftest import MakeCache, Oracle, StartEngine
+from tests.vllm.engine import Engine
+from tests.vllm.models import prompt
+
+LENGTH = 1000
+WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
+PROMPTS = [prompt(LENGTH, start=1200 * number) for number in range(4)]
+LATER = prompt(LENGTH, start=9000)
+DEADLINE_SECONDS = 1.0
+SECRET = "sixteen or more characters"
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "tcp": {"type": "tcp", "deadline": DEADLINE_SECONDS},
+    "nixl": {"type": "nixl", "deadline": DEADLINE_SECONDS},
+}
+
+MakePeers = Callable[..., list[CacheProcess]]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return TRANSPORTS[request.param]
+
+
+@pytest.fixture
+def make_peers(make_cache: MakeCache, transport: dict[str, Any]) -> MakePeers:
+    """``make_peers(count)``: cache processes that name each other, not yet started."""
+
+    def make(
+        count: int, secrets: Sequence[str] = (), rams: Sequence[dict[str, Any]] = (), **settings: Any
+    ) -> list[CacheProcess]:
+        addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
+        caches = []
+        for number, address in enumerate(addresses):
+            peer = {
+                "listen": address,
+                "others": [other for other in addresses if other != address],
+                "secret": secrets[number] if secrets else SECRET,
+                "transport": transport,
+                "patience": "2s",  # On a busy machine, too.
+            }
+            if rams:
+                settings["ram"] = rams[number]
+            caches.append(make_cache(peer=peer, **settings))
+        return caches
+
+    return make
+
+
+def check(engine: Engine, oracle: Oracle, llama: Path, cached: int | None = None) -> None:
+    """Every prompt gives the right tokens; so many of them come from kvtier where it is told."""
+    for tokens in PROMPTS:
+        answer = engine.generate(tokens)
+        assert answer.tokens == oracle(llama, tokens)
+        assert cached is None or answer.cached == cached
+    engine.reset_prefix_cache()
+
+
+def store(
+    cache: CacheProcess, start: StartEngine, llama: Path, prompts: Sequence[list[int]] = PROMPTS
+) -> None:
+    """Let an engine compute prompts, and leave them to its cache process."""
+    chunks = len(prompts) * WHOLE_CHUNKS // CHUNK
+    with start(llama, cache) as engine:
+        for tokens in prompts:
+            engine.generate(tokens)
+        cache.wait_until(lambda status: status["tiers"][1]["chunks"] >= chunks)
+
+
+def wait_until_nothing_is_granted(cache: CacheProcess) -> None:
+    cache.wait_until(lambda status: status["serving"]["grants"] == 0)
+    cache.wait_until_idle()
+
+
+def test_what_one_engine_computed_its_peer_hits(
+    llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle
+) -> None:
+    """From the first one's memory, and from its disk what its memory has no room for."""
+    first, second = make_peers(2, ram={"capacity": 10 * MIB})
+    first.start()
+    second.start()
+    store(first, start, llama)
+    with start(llama, second) as engine:
+        check(engine, oracle, llama, cached=WHOLE_CHUNKS)
+    assert second.status()["counts"]["found_peers"] == len(PROMPTS) * WHOLE_CHUNKS // CHUNK
+    wait_until_nothing_is_granted(first)
+    wait_until_nothing_is_granted(second)
+
+
+def test_of_three_one_is_gone(llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle) -> None:
+    first, second, third = make_peers(3)
+    for cache in (first, second, third):
+        cache.start()
+    store(first, start, llama)
+    with start(llama, second) as engine:
+        check(engine, oracle, llama, cached=WHOLE_CHUNKS)
+    first.kill()
+    with start(llama, third) as engine:
+        check(engine, oracle, llama, cached=WHOLE_CHUNKS)
+    assert third.status()["counts"]["found_peers"] == len(PROMPTS) * WHOLE_CHUNKS // CHUNK
+    wait_until_nothing_is_granted(second)
+    wait_until_nothing_is_granted(third)
+
+
+@pytest.mark.parametrize("outage", ["killed", "paused"])
+def test_a_peer_that_goes_amid_loads_costs_misses(
+    llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle, outage: str
+) -> None:
+    """And when it is back, its chunks are hit again."""
+    first, second = make_peers(2, ram={"capacity": 10 * MIB})
+    first.start()
+    second.start()
+    store(first, start, llama, [*PROMPTS, LATER])
+    with start(llama, second) as engine:
+        requests = [engine.submit(tokens) for tokens in PROMPTS]
+        second.wait_until(lambda status: status["flights"] > 0)
+        if outage == "killed":
+            first.kill()
+        else:
+            first.pause()
+        expected = [oracle(llama, tokens) for tokens in PROMPTS]
+        assert [engine.answer(request).tokens for request in requests] == expected
+        engine.reset_prefix_cache()
+        check(engine, oracle, llama)
+        if outage == "killed":
+            first.start()
+        else:
+            first.resume()
+        second.wait_until(lambda status: status["peers"][0]["available"])
+        answer = engine.generate(LATER)
+        assert (answer.tokens, answer.cached) == (oracle(llama, LATER), WHOLE_CHUNKS)
+    wait_until_nothing_is_granted(first)
+    wait_until_nothing_is_granted(second)
+
+
+def test_a_peer_with_another_secret_is_none(
+    llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle
+) -> None:
+    first, second = make_peers(2, secrets=[SECRET, SECRET[::-1]])
+    first.start()
+    second.start()
+    store(first, start, llama)
+    with start(llama, second) as engine:
+        check(engine, oracle, llama, cached=0)
+    log = second.log.read_text()
+    assert log.count("WARNING") == 1, log
+    assert "peer.secret" in log
+    assert SECRET not in log + first.log.read_text()
+
+
+def test_a_target_without_room_computes_itself(
+    llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle
+) -> None:
+    first, second = make_peers(2, rams=[{}, {"capacity": 2 * MIB}])
+    first.start()
+    second.start()
+    store(first, start, llama)
+    with start(llama, second) as engine:
+        check(engine, oracle, llama)
+    wait_until_nothing_is_granted(first)
