@@ -11,7 +11,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
 
-from anyio import CancelScope, CapacityLimiter
+from anyio import CancelScope
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -116,11 +116,6 @@ def _settle(done: asyncio.Future[None], error: BaseException | None) -> None:
         done.set_result(None)
     else:
         done.set_exception(error)
-
-
-def limited_hop(limiter: CapacityLimiter) -> WorkerThreads:
-    """Hops into worker threads, as many at once as ``limiter`` admits."""
-    return WorkerThreads(int(limiter.total_tokens))
 
 
 async def spread(

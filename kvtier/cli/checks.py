@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from kvtier.errors import KVTierError
 from kvtier.plugins import BUILT_IN, Plugins, is_memory
-from kvtier.settings import LocalTierSettings, TierSettings, load_settings
+from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
 from kvtier.units import MIB, format_size
 
 OLDEST_PYTHON = (3, 11)
@@ -49,7 +49,7 @@ class Wanted(NamedTuple):
     memory_bytes: int
     """Of all tiers that are memory."""
     plugins: Plugins | None = None
-    checksum: bool = True
+    settings: Settings | None = None
 
 
 def check_settings(file: Path | None) -> tuple[list[Check], Wanted]:
@@ -74,7 +74,7 @@ def check_settings(file: Path | None) -> tuple[list[Check], Wanted]:
         ], nothing
     names = ", ".join(_described(tier) for tier in tiers)
     memory = sum(tier.capacity for tier in _local(tiers) if is_memory(plugins.backend(tier.type)))
-    wanted = Wanted(tiers, memory, plugins, settings.checksum)
+    wanted = Wanted(tiers, memory, plugins, settings)
     return [Check("settings", "ok", f"tiers: {names}"), plugins_check], wanted
 
 

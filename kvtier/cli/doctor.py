@@ -39,7 +39,7 @@ def doctor(
     """Say what this machine offers, what is missing, and what to type to mend it.
 
     Exit status 1 where something fails that the settings need; what only warns works, slower or not yet.
-    A tier that a running cache process has is not disturbed.
+    Every peer of the settings is called. A tier that a running cache process has is not disturbed.
     """
     from kvtier.cli.checks import check_machine, check_settings
     from kvtier.cli.checks_backend import end_threads
@@ -51,6 +51,11 @@ def doctor(
         checks, wanted = check_settings(config)
         trials = _trials(wanted, backend or [], size)
         checks = [*checks, *check_machine(wanted)]
+        if wanted.plugins is not None and wanted.settings is not None and wanted.settings.peer.used:
+            from kvtier.cli.checks_peers import check_peers
+
+            status.update("calling the peers")
+            checks += check_peers(wanted.plugins, wanted.settings)
         status.update("writing and reading chunks")
         checks += trials
     failed = any(check.status == "fail" for check in checks)
@@ -74,14 +79,14 @@ def _trials(wanted: Wanted, names: list[str], size: str | None) -> Iterator[Chec
     if not 0 < length <= LARGEST_SIZE:
         largest = format_size(LARGEST_SIZE)
         raise typer.BadParameter(f"write a size from 1 to {largest}", param_hint="--size")
-    plugins = wanted.plugins
-    if plugins is None:
+    plugins, settings = wanted.plugins, wanted.settings
+    if plugins is None or settings is None:
         return iter(())
     try:
         tiers = chosen(wanted.tiers, names)
     except SettingsError as error:
         raise typer.BadParameter(str(error), param_hint="--backend") from error
-    return (check_backend(plugins, tier, length, checksum=wanted.checksum) for tier in tiers)
+    return (check_backend(plugins, tier, length, checksum=settings.checksum) for tier in tiers)
 
 
 def _print(checks: list[Check], *, failed: bool, as_json: bool, hint: str) -> None:
