@@ -64,13 +64,15 @@ class _Crew:
             try:
                 work = self.queue.get(timeout=IDLE_SECONDS)
             except Empty:
-                work = None
-            if work is not None:
-                return work
-            with self.lock:
-                if self.queue.empty():
+                with self.lock:
+                    if not self.queue.empty():
+                        continue  # It came in this moment, and counts on this thread.
                     self.threads -= 1
                     return None
+            if work is None:
+                with self.lock:
+                    self.threads -= 1
+            return work
 
 
 class WorkerThreads:
