@@ -1,0 +1,235 @@
+"""One peer as it is named in the settings: found, connected, lost, and found again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+
+from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError
+from kvtier.keys import ChunkKey
+from kvtier.peers.dialling import Called, Caller, printable
+from kvtier.peers.pace import Pace
+from kvtier.peers.pauses import Breaker, GrowingPause, Outage
+from kvtier.peers.source import Patience, Source
+from kvtier.settings_peer import split_address
+from kvtier.threads import WorkerThreads
+from kvtier.transports.base import Transport
+
+if TYPE_CHECKING:
+    from kvtier.peers.authentication import Credentials
+
+logger = logging.getLogger("kvtier")
+
+PROBE_SECONDS = 1.0
+"""A paused peer is asked again when it has answered a ping in this time."""
+STEADY_SECONDS = 5.0
+"""A connection that lasted longer was a good one: the next one is opened soon."""
+LOOK_UPS = "leaves look-ups unanswered"
+READS = "fails to send what it promised"
+
+AnswerT = TypeVar("AnswerT")
+
+
+class PeerClient:
+    """One of ``peer.others``. Keeps a connection to it in :meth:`keep`, and knows whether to ask it.
+
+    Nobody ever waits for a connection, but for the very first attempt and no longer than ``patience``.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials,
+        transport: Transport,
+        transport_name: str,
+        instance: str,
+        deadline: float,
+        threads: WorkerThreads,
+    ) -> None:
+        host, port = split_address(address)
+        self.address = address
+        self.pace = Pace()
+        self._source: Source | None = None
+        self._caller = Caller(host, port, credentials, instance, threads)
+        self._transport = transport
+        self._transport_name = transport_name
+        self._instance = instance
+        self._patience = Patience(deadline)
+        self._breaker = Breaker()
+        self._outage = Outage(logger, address)
+        self._attempts = GrowingPause()
+        self._tried = anyio.Event()
+        self._last_error = ""
+        self._seen_instance = ""
+
+    @property
+    def source(self) -> Source | None:
+        """What can be asked and read now; ``None`` while the peer is lost, silent or paused."""
+        source = self._source
+        if source is None or source.over or source.silent or self._breaker.reason is not None:
+            return None
+        return source
+
+    # Asking. None: it did not answer, or not in time.
+
+    async def look_up(self, keys: Sequence[ChunkKey], *, prefix: bool, until: float) -> list[int] | None:
+        """Be promised those of ``keys`` that it holds; their positions. ``until`` is in the loop's time."""
+        return await self._ask(lambda source: source.look_up(keys, prefix=prefix), until)
+
+    async def contains(self, keys: Sequence[ChunkKey], *, until: float) -> list[bool] | None:
+        """Which of ``keys`` it holds."""
+        return await self._ask(lambda source: source.contains(keys), until)
+
+    async def _ask(self, question: Callable[[Source], Awaitable[AnswerT]], until: float) -> AnswerT | None:
+        answer: AnswerT | None = None
+        source = self.source
+        with anyio.CancelScope(deadline=until) as scope:
+            if source is None and not self._tried.is_set():
+                await self._tried.wait()
+                source = self.source
+            if source is None:
+                return None
+            try:
+                answer = await question(source)
+            except ChannelError as error:
+                self._last_error = str(error)
+        if answer is not None:
+            self._breaker.worked(LOOK_UPS)
+        elif scope.cancelled_caught and source is not None:
+            self._note_failure(LOOK_UPS)
+        return answer
+
+    def note_reads(self, *, failed: bool) -> None:
+        """What became of a batch that was read from it."""
+        if failed:
+            self._note_failure(READS)
+        else:
+            self._breaker.worked(READS)
+
+    def note_error(self, error: Exception) -> None:
+        """Why something failed, for people."""
+        self._last_error = printable(str(error))
+
+    def _note_failure(self, kind: str) -> None:
+        if self._breaker.failed(kind):
+            self._outage.begins("paused", f"it {kind}")
+
+    # Being connected.
+
+    async def keep(self) -> None:
+        """Stay connected, and connect again whenever that is lost, until cancelled."""
+        while True:
+            began = time.monotonic()
+            try:
+                await self._stay_connected()
+            except (OSError, ChannelError) as error:
+                self._note_loss(error)
+            except Exception as error:  # A bug, or a transport's: it must not take the other peers along.
+                logger.exception("peer %s: the connection ends", self.address)
+                self._last_error = repr(error)
+            self._tried.set()
+            if time.monotonic() - began > STEADY_SECONDS:
+                self._attempts.reset()
+            await anyio.sleep(self._attempts.next())
+
+    async def _stay_connected(self) -> None:
+        """Connect, and serve whoever asks until the connection ends. Raises ``OSError``, ``ChannelError``."""
+        called = await self._caller.call()
+        try:
+            self._check(called)
+        except PeerError:
+            called.connected.close()
+            raise
+        source = Source(
+            self._caller, called, self._transport, self.pace, self._patience, on_silence=self._note_silence
+        )
+        self._source = source
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._watch, source)
+                cause = await source.run()
+                tasks.cancel_scope.cancel()
+        finally:
+            self._source = None
+        raise cause
+
+    def _check(self, called: Called) -> None:
+        welcome = called.welcome
+        self._seen_instance = printable(welcome.instance)
+        if welcome.instance == self._instance:
+            raise PeerError("it is this very instance: leave it out of peer.others")
+        if welcome.transport != self._transport_name:
+            raise PeerError(
+                f"peer.transport is {printable(welcome.transport)!r} there and {self._transport_name!r} "
+                "here: write the same on both sides"
+            )
+        if not 0 < welcome.lease < float("inf"):
+            raise PeerError(f"it promises chunks for {welcome.lease} s: see peer.lease there")
+
+    async def _watch(self, source: Source) -> None:
+        """Say that it is well, once it has answered; ask it again when it is paused."""
+        try:
+            while not await source.probe(PROBE_SECONDS):
+                pass
+            self._tried.set()
+            self._breaker.close()
+            logger.debug("peer %s: connected to %s", self.address, self._seen_instance)
+            self._outage.ends()
+            while True:
+                await anyio.sleep(self._patience.ping / 5)
+                if self._breaker.probe_is_due and not source.silent:
+                    await self._probe(source)
+        except ChannelError:
+            return  # Its end is told by whoever runs it.
+
+    async def _probe(self, source: Source) -> None:
+        if await source.probe(PROBE_SECONDS):
+            self._breaker.close()
+            self._outage.ends()
+        else:
+            self._breaker.open(self._breaker.reason or LOOK_UPS)
+
+    def _note_silence(self, silent: bool) -> None:
+        if silent:
+            self._last_error = "does not answer"
+            self._outage.begins("lost", "it does not answer")
+        elif self._breaker.reason is None:
+            self._outage.ends()
+
+    def _note_loss(self, error: Exception) -> None:
+        reason = str(error) or "no answer in time"
+        if isinstance(error, OSError):
+            reason = f"it cannot be reached: {error.strerror or reason}"
+        elif isinstance(error, ChannelClosed):
+            reason = f"the connection was lost: {reason}"
+        self._last_error = printable(reason)
+        self._outage.begins("refused" if isinstance(error, PeerError | ProtocolError) else "lost", reason)
+
+    # Telling.
+
+    def status(self) -> dict[str, object]:
+        """For people and tests."""
+        source = self._source
+        return {
+            "address": self.address,
+            "instance": self._seen_instance,
+            "state": self._state(),
+            "last_error": self._last_error,
+            "promises": 0 if source is None else len(source.promises),
+            "under_way_bytes": self.pace.under_way,
+            "read_bytes": self.pace.bytes_read,
+            "seconds_a_mib": None if (seconds := self.pace.seconds_a_byte) is None else seconds * (1 << 20),
+            "round_trip_seconds": self.pace.round_trip,
+        }
+
+    def _state(self) -> str:
+        source = self._source
+        if source is None or source.over:
+            return "not connected" if self._tried.is_set() else "connecting"
+        if source.silent:
+            return "does not answer"
+        return "connected" if self._breaker.reason is None else f"paused: {self._breaker.reason}"
