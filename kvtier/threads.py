@@ -16,7 +16,7 @@ from anyio import CancelScope
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
-IDLE_SECONDS = 10.0
+IDLE_SECONDS = 5.0
 """How long a thread that has nothing to do stays."""
 
 Hop = Callable[[Callable[[], None]], Awaitable[None]]
@@ -60,19 +60,18 @@ class _Crew:
             del work, error
 
     def _next(self) -> _Work | None:
+        """What to do next; ``None`` where it is time to end."""
         while True:
-            try:
+            work = None
+            with suppress(Empty):
                 work = self.queue.get(timeout=IDLE_SECONDS)
-            except Empty:
-                with self.lock:
-                    if not self.queue.empty():
-                        continue  # It came in this moment, and counts on this thread.
+            if work is not None:
+                return work
+            with self.lock:
+                # None that is counted on: work may have come in this very moment.
+                if self.threads > self.unfinished:
                     self.threads -= 1
                     return None
-            if work is None:
-                with self.lock:
-                    self.threads -= 1
-            return work
 
 
 class WorkerThreads:
@@ -85,8 +84,7 @@ class WorkerThreads:
     def __init__(self, most: int) -> None:
         self._most = most
         self._crew = _Crew()
-        self._end = weakref.finalize(self, self._crew.end)
-        self._end.atexit = False
+        weakref.finalize(self, self._crew.end).atexit = False
 
     def __call__(self, function: Callable[[], None]) -> asyncio.Future[None]:
         """Have ``function`` run as soon as a thread is free; done with what it raises. Does not block."""
@@ -108,7 +106,7 @@ class WorkerThreads:
 
         Does not block; harmless when repeated.
         """
-        self._end()
+        self._crew.end()
 
 
 def _settle(done: asyncio.Future[None], error: BaseException | None) -> None:

@@ -153,6 +153,8 @@ async def test_threads_are_started_when_needed_and_end_with_their_owner() -> Non
     assert await spread(work, range(3), parts=4, hop=hop) == [0, 10, 20]
     assert 1 <= len(set(threading.enumerate()) - before) <= 3
     hop.close()
+    assert await spread(work, range(9), parts=4, hop=hop) == [item * 10 for item in range(9)]
+    hop.close()
     await work.until(lambda: before.issuperset(threading.enumerate()))
     # One that is dropped lets go of them, too.
     assert await spread(work, [1], parts=1, hop=WorkerThreads(1)) == [10]
