@@ -80,6 +80,7 @@ class Conversation:
                 await work()
             except ChannelError as error:
                 causes.append(error)
+                self._give_up()
                 scope.cancel()
 
         try:
@@ -152,12 +153,19 @@ class Conversation:
                 question = self._questions.pop(message.ticket, None)
                 if question is None:
                     raise ProtocolError("answers a question that nobody asked")
-                question.answer(message)
+                try:
+                    question.answer(message)
+                finally:
+                    question.give_up()  # Where that was no answer, nobody need wait for another.
 
     def close(self) -> None:
         """End the connection, and every question with it. Harmless when repeated."""
-        self.over = True
+        self._give_up()
         self._channel.close()
+
+    def _give_up(self) -> None:
+        """At once: nobody may go on in the belief that this can be asked."""
+        self.over = True
         questions, self._questions = self._questions, {}
         for question in questions.values():
             question.give_up()
