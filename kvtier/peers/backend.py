@@ -70,7 +70,8 @@ class PeersBackend(Backend, SupportsPrefix, SupportsRegistration):
             return
         self._scope.cancel()
         with CancelScope(shield=True):
-            await keeping
+            await asyncio.wait([keeping])
+        keeping.result()
 
     async def register(self, arena: Arena) -> None:
         """Nothing to do: the transport was told of the arena by whoever opened it."""

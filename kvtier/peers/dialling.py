@@ -53,25 +53,36 @@ class Caller:
         # A new one each time: the name may mean another machine by now.
         dialer = Dialer(self._host, self._port, self._make, self._credentials.prove_to_server)
         await dialer.find(deadline)
-        called: list[Called] = []
+        outcomes: list[Called | Exception] = []
 
         def call(dialer: Dialer[Connection]) -> None:
-            connection = dialer.connect(deadline)
+            # Kept, not raised: nobody asks a thread for its error once the call is cancelled.
             try:
-                with deadline.bounds(connection):
-                    welcome = self._greet(connection, "control")
-                called.append(Called(connection.detach(), welcome))
-            except BaseException:
-                connection.close()
-                raise
+                outcomes.append(self._connected(dialer, deadline))
+            except Exception as error:
+                outcomes.append(error)
 
         try:
             await spread(call, [dialer], parts=1, hop=self._hop, on_cancel=deadline.cut_short)
         except BaseException:
-            for one in called:
-                one.connected.close()
+            for outcome in outcomes:
+                if isinstance(outcome, Called):
+                    outcome.connected.close()
             raise
-        return called[0]
+        (outcome,) = outcomes
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _connected(self, dialer: Dialer[Connection], deadline: Deadline) -> Called:
+        connection = dialer.connect(deadline)
+        try:
+            with deadline.bounds(connection):
+                welcome = self._greet(connection, "control")
+            return Called(connection.detach(), welcome)
+        except BaseException:
+            connection.close()
+            raise
 
     def dial_like(self, called: Called, deadline: Deadline) -> Connection:
         """A data connection to the very process that ``called`` leads to. Raises ``OSError``."""

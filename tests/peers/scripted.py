@@ -150,6 +150,7 @@ class ScriptedPeer:
         while True:
             await anyio.wait_readable(listener)
             connected, _ = listener.accept()
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             tasks.start_soon(self._serve, connected)
 
     async def _serve(self, connected: socket.socket) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from kvtier.backends.base import Outcome
 from kvtier.peers.backend import PeersBackend
+from kvtier.peers.dialling import Called, Caller
 from kvtier.peers.protocol import (
     NO_GRANT,
     VERSION,
@@ -26,9 +29,12 @@ from kvtier.peers.protocol import (
     Released,
     Welcome,
 )
+from kvtier.sockets.connection import Deadline
 from kvtier.sockets.frames import Message
+from kvtier.testing.cancelling import Through, cancelled_at
+from kvtier.threads import WorkerThreads
 
-from .scripted import ScriptedPeer, reading_from, until
+from .scripted import OpenDoor, ScriptedPeer, reading_from, until
 from .test_backend import assert_right, blanks, connected, keys_of
 
 pytestmark = pytest.mark.anyio
@@ -171,6 +177,52 @@ async def test_a_greeting_that_cannot_be(greeting: Message | bytes, told: Callab
         assert await backend.get(blanks([1])) == [MISS]
     assert len(told()) == 1, told()
     await until(lambda: sockets() == before)
+
+
+async def test_a_data_connection_leads_to_the_same_process_or_nowhere() -> None:
+    peer = ScriptedPeer(instance="first life")
+    async with peer.serving():
+        caller = Caller("127.0.0.1", peer.port, OpenDoor(), "here", WorkerThreads(1))  # type: ignore[arg-type]
+        called = await caller.call()
+
+        def dial() -> None:
+            caller.dial_like(called, Deadline(10)).close()
+
+        try:
+            await anyio.to_thread.run_sync(dial)
+            peer.instance = "second life"
+            with pytest.raises(ConnectionError, match="another process"):
+                await anyio.to_thread.run_sync(dial)
+            peer.script = lambda message: [Refused("too many")]
+            with pytest.raises(ConnectionError, match="it refuses: too many"):
+                await anyio.to_thread.run_sync(dial)
+        finally:
+            called.connected.close()
+    with pytest.raises(OSError, match=r".+"):
+        await anyio.to_thread.run_sync(dial)
+
+
+@pytest.mark.parametrize("through", ["scope", "task"])
+async def test_calling_is_cancelled_at_every_await(through: Through) -> None:
+    before = sockets()
+    peer = ScriptedPeer()
+    async with peer.serving():
+        caller = Caller("localhost", peer.port, OpenDoor(), "here", WorkerThreads(1))  # type: ignore[arg-type]
+        for lag in (0, 5):
+            for step in itertools.count(1):
+                answered: list[Called] = []
+
+                async def call(answered: list[Called] = answered) -> None:
+                    answered.append(await caller.call())
+
+                cancelled = await cancelled_at(step, call, through=through, lag=lag)
+                assert cancelled is not bool(answered)
+                for called in answered:
+                    called.connected.close()
+                if not cancelled:
+                    break
+        await until(lambda: not peer.connections)
+    assert sockets() == before
 
 
 # What it says.
