@@ -23,6 +23,7 @@ ALL = {
     "gcc",
     "libc6-dev",
     "openssl",
+    "iproute2",
 }
 
 Stub = Callable[..., None]

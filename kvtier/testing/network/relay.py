@@ -1,0 +1,273 @@
+"""The network between the hosts: a process that carries every packet from one to the other, or does not.
+
+Each host is a network namespace with a TUN device; this process alone holds both. It ends, and ends
+whatever still runs in a host, when the process that started it has closed its control socket, for whatever
+reason: nothing stays behind after a ``kill -9`` of a test.
+
+Requests and answers are packets of JSON on that socket; an answer says that the request is in force.
+
+Facts: tuntap.rst and if_tun.h of Linux; a device opened with IFF_VNET_HDR puts a virtio_net_hdr of 10 bytes
+before each packet, which is carried along as it is, so that nobody has to compute checksums.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvtier.testing.network import namespaces
+
+NETWORK = (10, 77, 0)
+"""The first bytes of each host's address; the last is its number, from 1."""
+DEVICE = "link0"
+MAX_HOSTS = 250
+MAX_MESSAGE_BYTES = 1 << 16
+QUEUE_BYTES = 16 << 20
+"""How much waits at each host for a network with a rate; what finds no room is dropped, as routers do."""
+
+_TUNSETIFF = 0x4004_54CA
+_TUNSETOFFLOAD = 0x4004_54D0
+_IFF_TUN = 0x0001
+_IFF_NO_PI = 0x1000
+_IFF_VNET_HDR = 0x4000
+_TUN_F_CSUM = 0x01
+_VIRTIO_HEADER_BYTES = 10
+_DESTINATION = slice(_VIRTIO_HEADER_BYTES + 16, _VIRTIO_HEADER_BYTES + 20)
+
+_MTU = 65_520
+"""Nearly the largest: Python is asked once for each packet."""
+_DEVICE_QUEUE = 10_000
+"""Packets. Beyond that the device drops them, which no test has asked for."""
+_PACKETS_A_TURN = 64
+_LONGEST_PAUSE = 1000.0
+"""Seconds; epoll knows no more than 24 days."""
+
+
+def address(number: int) -> str:
+    """The address of a host."""
+    return ".".join(map(str, (*NETWORK, number)))
+
+
+class _Waiting(NamedTuple):
+    """A packet on its way."""
+
+    due: float
+    target: _Port
+    packet: bytes
+
+
+class _Port:
+    """Where one host is joined to the network."""
+
+    def __init__(self, number: int) -> None:
+        """Make the host. Raises ``OSError`` and ``subprocess.CalledProcessError``."""
+        self.is_cut = False
+        self.waiting: deque[_Waiting] = deque()
+        self.free_at = 0.0
+        """When the last packet has left at the network's rate."""
+        namespaces.leave()
+        self.namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        self.device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
+        fcntl.ioctl(self.device, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), flags))
+        fcntl.ioctl(self.device, _TUNSETOFFLOAD, _TUN_F_CSUM)
+        with suppress(FileNotFoundError):  # A kernel without IPv6.
+            # No host says anything that no test has asked for.
+            Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
+            Path(f"/proc/sys/net/ipv6/conf/{DEVICE}/disable_ipv6").write_text("1")
+        for command in (
+            "link set lo up",
+            f"link set {DEVICE} up mtu {_MTU} txqueuelen {_DEVICE_QUEUE}",
+            f"address add {address(number)}/24 dev {DEVICE}",
+        ):
+            subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
+
+
+class Relay:
+    """Carries the packets until its control socket is closed. One thread."""
+
+    def __init__(self, control: socket.socket, hosts: int, seed: int) -> None:
+        home = os.open("/proc/self/ns/net", os.O_RDONLY)
+        try:
+            self.ports = [_Port(number) for number in range(1, hosts + 1)]
+        finally:
+            namespaces.enter(home)
+            os.close(home)
+        self._control = control
+        self._random = random.Random(seed)  # noqa: S311 - not for secrets
+        self._buffer = memoryview(bytearray(_VIRTIO_HEADER_BYTES + _MTU))
+        self._by_address = {bytes((*NETWORK, number)): port for number, port in enumerate(self.ports, 1)}
+        self._delay = 0.0
+        self._loss = 0.0
+        self._rate = 0.0
+        self._bytes_until_cut = 0
+        self._counts = {"carried": 0, "carried_bytes": 0, "lost": 0, "cut_off": 0, "overflown": 0}
+
+    def run(self) -> None:
+        """Carry packets and obey, until the control socket is closed."""
+        poll = select.epoll()
+        poll.register(self._control, select.EPOLLIN)
+        by_device = {port.device: port for port in self.ports}
+        for device in by_device:
+            poll.register(device, select.EPOLLIN)
+        while True:
+            for descriptor, _ in poll.poll(self._pause()):
+                if descriptor in by_device:
+                    self._take_in(by_device[descriptor])
+                elif not self._obey():
+                    return
+            self._deliver_due()
+
+    def answer(self, descriptors: Sequence[int] = ()) -> None:
+        """Say how things stand."""
+        under_way = sum(len(port.waiting) for port in self.ports)
+        state = {**self._counts, "under_way": under_way, "is_cut": [port.is_cut for port in self.ports]}
+        socket.send_fds(self._control, [json.dumps(state).encode()], list(descriptors))
+
+    def _obey(self) -> bool:
+        message = self._control.recv(MAX_MESSAGE_BYTES)
+        if not message:
+            return False
+        request: dict[str, Any] = json.loads(message)
+        self._delay = request.get("delay", self._delay)
+        self._loss = request.get("loss", self._loss)
+        self._rate = request.get("rate", self._rate)
+        self._bytes_until_cut = request.get("cut_after", self._bytes_until_cut)
+        self._cut(self.ports[number] for number in request.get("cut", ()))
+        for number in request.get("heal", ()):
+            self.ports[number].is_cut = False
+        self.answer()
+        return True
+
+    def _cut(self, ports: Iterable[_Port]) -> None:
+        for cut in ports:
+            cut.is_cut = True
+            for port in self.ports:
+                left = [item for item in port.waiting if cut not in (port, item.target)]
+                self._counts["cut_off"] += len(port.waiting) - len(left)
+                port.waiting = deque(left)
+
+    def _pause(self) -> float | None:
+        """Seconds until the next packet is due; ``None`` where none is on its way."""
+        dues = [port.waiting[0].due for port in self.ports if port.waiting]
+        return min(max(min(dues) - time.monotonic(), 0.0), _LONGEST_PAUSE) if dues else None
+
+    def _take_in(self, port: _Port) -> None:
+        for _ in range(_PACKETS_A_TURN):
+            try:
+                packet = self._buffer[: os.readv(port.device, [self._buffer])]
+            except BlockingIOError:
+                return
+            # Anything else, such as the multicast of IPv6, concerns no other host.
+            target = self._by_address.get(bytes(packet[_DESTINATION]))
+            if target is None:
+                continue
+            if port.is_cut or target.is_cut:
+                self._counts["cut_off"] += 1
+            elif self._loss and self._random.random() < self._loss:
+                self._counts["lost"] += 1
+            elif self._delay or self._rate or port.waiting:
+                self._put_on_its_way(port, target, packet)
+            else:
+                self._deliver(target, packet)
+
+    def _put_on_its_way(self, port: _Port, target: _Port, packet: memoryview) -> None:
+        due = now = time.monotonic()
+        if self._rate:
+            start = max(now, port.free_at)
+            if (start - now) * self._rate > QUEUE_BYTES:
+                self._counts["overflown"] += 1
+                return
+            due = port.free_at = start + len(packet) / self._rate
+        due += self._delay
+        if port.waiting:
+            due = max(due, port.waiting[-1].due)
+        port.waiting.append(_Waiting(due, target, bytes(packet)))
+
+    def _deliver_due(self) -> None:
+        for port in self.ports:
+            while port.waiting and port.waiting[0].due <= time.monotonic():
+                _, target, packet = port.waiting.popleft()
+                self._deliver(target, packet)
+
+    def _deliver(self, target: _Port, packet: bytes | memoryview) -> None:
+        length = len(packet) - _VIRTIO_HEADER_BYTES
+        with suppress(OSError):  # The host has no memory for it, or was told to take its device down.
+            os.write(target.device, packet)
+            self._counts["carried"] += 1
+            self._counts["carried_bytes"] += length
+        if self._bytes_until_cut:
+            self._bytes_until_cut = max(self._bytes_until_cut - length, 0)
+            if not self._bytes_until_cut:
+                self._cut(self.ports)
+
+
+def end_everything_in(descriptors: Sequence[int], spared: int) -> None:
+    """SIGKILL for every process in these namespaces but one, again until there is none."""
+    ours = {(os.fstat(descriptor).st_dev, os.fstat(descriptor).st_ino) for descriptor in descriptors}
+    found = True
+    while found:
+        found = False
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdecimal() and int(folder.name) != spared:
+                found |= _end_if_in(ours, int(folder.name))
+        time.sleep(0.001 if found else 0)
+
+
+def _end_if_in(namespaces: set[tuple[int, int]], process: int) -> bool:
+    try:
+        # First, so that the number cannot come to mean another process between the question and the end.
+        descriptor = os.pidfd_open(process)
+    except OSError:
+        return False
+    try:
+        where = Path(f"/proc/{process}/ns/net").stat()
+        if (where.st_dev, where.st_ino) not in namespaces:
+            return False
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def main() -> None:
+    """The process: ``CONTROL PARENT HOSTS SEED``."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    parent = int(sys.argv[2])
+
+    def end_as_an_orphan(*_: object) -> None:
+        if os.getppid() != parent:  # Else it is but the thread that has ended.
+            sys.exit()
+
+    signal.signal(signal.SIGTERM, end_as_an_orphan)
+    # The closed socket says the same, but for a test that has forked and left a child which holds it, too.
+    namespaces.signal_at_parents_death(signal.SIGTERM)
+    try:
+        relay = Relay(control, hosts=int(sys.argv[3]), seed=int(sys.argv[4]))
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
+        control.send(json.dumps({"error": f"{error} {said}".strip()}).encode())
+        return
+    inside = [port.namespace for port in relay.ports]
+    try:
+        relay.answer(inside)
+        relay.run()
+    finally:
+        end_everything_in(inside, spared=parent)
