@@ -63,6 +63,8 @@ class PeerClient:
         self._outage = Outage(logger, address)
         self._attempts = GrowingPause()
         self._tried = anyio.Event()
+        self._unanswered_at = 0.0
+        """When what it left unanswered was asked: until it is heard of again, nobody else waits for it."""
         self._last_error = ""
         self._seen_instance = ""
 
@@ -91,8 +93,9 @@ class PeerClient:
             if source is None and not self._tried.is_set():
                 await self._tried.wait()
                 source = self.source
-            if source is None:
+            if source is None or source.conversation.heard_at < self._unanswered_at:
                 return None
+            asked_at = time.monotonic()
             try:
                 answer = await question(source)
             except ChannelError as error:
@@ -100,6 +103,7 @@ class PeerClient:
         if answer is not None:
             self._breaker.worked(LOOK_UPS)
         elif scope.cancelled_caught and source is not None:
+            self._unanswered_at = asked_at
             self._note_failure(LOOK_UPS)
         return answer
 
@@ -123,7 +127,6 @@ class PeerClient:
     async def keep(self) -> None:
         """Stay connected, and connect again whenever that is lost, until cancelled."""
         while True:
-            began = time.monotonic()
             try:
                 await self._stay_connected()
             except (OSError, ChannelError) as error:
@@ -132,8 +135,6 @@ class PeerClient:
                 logger.exception("peer %s: the connection ends", self.address)
                 self._last_error = repr(error)
             self._tried.set()
-            if time.monotonic() - began > STEADY_SECONDS:
-                self._attempts.reset()
             await anyio.sleep(self._attempts.next())
 
     async def _stay_connected(self) -> None:
@@ -148,6 +149,7 @@ class PeerClient:
             self._caller, called, self._transport, self.pace, self._patience, on_silence=self._note_silence
         )
         self._source = source
+        began = time.monotonic()
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch, source)
@@ -155,6 +157,8 @@ class PeerClient:
                 tasks.cancel_scope.cancel()
         finally:
             self._source = None
+        if time.monotonic() - began > STEADY_SECONDS:
+            self._attempts.reset()
         raise cause
 
     def _check(self, called: Called) -> None:

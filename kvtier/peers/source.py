@@ -250,7 +250,9 @@ class Source:
             pong = self._ask_for_pong()
         except PeerError:
             return False
-        await asyncio.wait([pong], timeout=self._patience.silence)
+        for _ in range(4):
+            # In parts: where this loop itself stood still, the peer is not to blame for that.
+            await asyncio.wait([pong], timeout=self._patience.silence / 4)
         if not pong.done():
             self._fall_silent()
             await asyncio.wait([pong], timeout=self._patience.hang_up - self._patience.silence)

@@ -320,21 +320,44 @@ async def test_offsets_that_do_not_fit_are_a_miss() -> None:
 
 
 async def test_a_peer_that_leaves_look_ups_unanswered_is_paused(told: Callable[[], list[str]]) -> None:
+    """Though it answers pings."""
     peer = ScriptedPeer().hold(1)
     peer.script = lambda message: () if isinstance(message, LookUp) else None
-    async with peer.serving(), reading_from(peer, patience=0.05) as backend:
+    async with peer.serving(), reading_from(peer, patience=0.05, deadline=1.0) as backend:
         await connected(backend)
-        for _ in range(3):
-            assert await backend.held_prefix(keys_of([1])) == 0
-        assert state(backend) == "paused: leaves look-ups unanswered"
-        asked = peer.asked["LookUp"]
+
+        async def paused() -> None:
+            while state(backend) != "paused: leaves look-ups unanswered":
+                assert await backend.held_prefix(keys_of([1])) == 0
+                await anyio.sleep(0.01)
+
+        with anyio.fail_after(30):
+            await paused()
+        assert peer.asked["LookUp"] == 3
         assert await backend.held_prefix(keys_of([1])) == 0
-        assert peer.asked["LookUp"] == asked, "asked while it is paused"
+        assert peer.asked["LookUp"] == 3, "asked while it is paused"
         peer.script = lambda _: None
         await connected(backend)
-        assert await backend.get(blanks([1])) == [OK]
         await until(lambda: len(told()) == 2)
     assert told() == ["it leaves look-ups unanswered; going on without it", "answers again"]
+
+
+async def test_a_silent_peer_costs_nobody_a_wait_after_the_first() -> None:
+    peer = ScriptedPeer().hold(1)
+    async with peer.serving(), reading_from(peer, patience=1.0) as backend:
+        await connected(backend)
+        await until(lambda: peer.asked["Ping"] >= 2)
+        peer.script = lambda message: ()
+        assert await backend.held_prefix(keys_of([1])) == 0
+        with anyio.fail_after(0.9):
+            assert await backend.held_prefix(keys_of([1])) == 0
+            assert await backend.contains(keys_of([1])) == [False]
+            assert await backend.get(blanks([1])) == [MISS]
+        peer.script = lambda _: None
+        peer.hang_up()
+        await until(lambda: peer.asked["Hello"] == 2)
+        await connected(backend)
+        assert await backend.get(blanks([1])) == [OK]
 
 
 async def test_a_peer_whose_reads_fail_is_paused(told: Callable[[], list[str]]) -> None:
