@@ -294,7 +294,7 @@ class MemoryLink(Link):
 
 @asynccontextmanager
 async def reading_from(
-    *peers: ScriptedPeer, deadline: float = 20.0, one_sided: bool = False, **more: Any
+    *peers: ScriptedPeer, deadline: float = 20.0, one_sided: bool = False, opened: bool = True, **more: Any
 ) -> AsyncIterator[PeersBackend]:
     """A backend whose peers these are, whether they serve yet or not; afterwards nothing of it is left."""
     settings = PeerSettings(
@@ -309,7 +309,8 @@ async def reading_from(
         transport,
         "here",
     )
-    await backend.open()
+    if opened:
+        await backend.open()
     try:
         yield backend
     finally:

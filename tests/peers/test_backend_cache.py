@@ -1,0 +1,120 @@
+"""Peers as a tier: a prompt that only they hold is looked up, fetched, verified and served from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+import pytest
+
+from kvtier import Settings
+from kvtier.cache import TieredCache
+from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.keys import ChunkKey
+from kvtier.peers.backend import PeersBackend
+from kvtier.pipeline.discover import Expected
+from kvtier.settings import TierSettings
+from kvtier.testing.backend import blank, make_key, noise
+
+from .scripted import ScriptedPeer, reading_from, until
+from .test_backend import Trio, connected, keys_of
+
+pytestmark = pytest.mark.anyio
+
+PAYLOAD = 20_000
+LENGTH = object_bytes(PAYLOAD)
+SPACE = bytes(32)
+
+
+def payload(key: ChunkKey) -> bytes:
+    return noise(b"payload" + key, PAYLOAD)
+
+
+def hold(peer: ScriptedPeer, numbers: Sequence[int]) -> None:
+    """Whole chunk objects, with their checksums."""
+    for number in numbers:
+        key, view = make_key(number), blank(LENGTH)
+        view[HEADER_BYTES : HEADER_BYTES + PAYLOAD] = payload(key)
+        ChunkHeader(key, make_key(number - 1), SPACE, PAYLOAD).seal(view)
+        peer.chunks[key] = bytes(view)
+
+
+async def fetched(cache: TieredCache, count: int) -> int:
+    """How many leading chunks are served, every one of them right."""
+    keys = keys_of(range(count))
+    found = cache.look_up(keys, Expected(SPACE, [LENGTH] * count))
+    await found.settle(20.0)
+    for chunk in found.chunks:
+        assert bytes(chunk.lease.view[HEADER_BYTES : HEADER_BYTES + PAYLOAD]) == payload(chunk.key)
+    ready = found.ready
+    found.release()
+    return ready
+
+
+class Opened:
+    """A cache of memory alone, and peers."""
+
+    def __init__(self, backend: PeersBackend) -> None:
+        tier = TierSettings(name="peers", type="peers", write="never", deadline=20.0, concurrency=16)
+        settings = Settings(tiers=[{"name": "ram", "type": "cpu", "capacity": 400 * LENGTH}])
+        self._open = TieredCache.open(settings, pools=[(tier, backend)])
+
+    async def __aenter__(self) -> TieredCache:
+        self.cache = await self._open.__aenter__()
+        return self.cache
+
+    async def __aexit__(self, *error: object) -> None:
+        chunks = self.cache.hierarchy.catalog.count(0)
+        await until(lambda: self.cache.arena.leases == chunks)
+        await self._open.__aexit__(None, None, None)
+
+
+async def test_a_prompt_comes_from_several_peers() -> None:
+    async with Trio() as peers, reading_from(*peers, opened=False) as backend, Opened(backend) as cache:
+        hold(peers[0], range(40))
+        hold(peers[1], range(60))
+        hold(peers[2], range(60, 100))
+        await connected(backend)
+        assert await fetched(cache, 120) == 100
+        await until(lambda: not any(peer.open_chunks for peer in peers))
+        asked = sum(peer.reads.total() for peer in peers)
+        assert asked == 100, "a chunk came twice"
+        assert await fetched(cache, 100) == 100
+        assert sum(peer.reads.total() for peer in peers) == asked, "not from memory"
+
+
+async def test_a_damaged_chunk_is_a_miss_and_the_peer_keeps_its_own() -> None:
+    peer = ScriptedPeer()
+    async with peer.serving(), reading_from(peer, opened=False) as backend, Opened(backend) as cache:
+        hold(peer, range(10))
+        damaged = bytearray(peer.chunks[make_key(4)])
+        damaged[5000] ^= 1
+        peer.chunks[make_key(4)] = bytes(damaged)
+        await connected(backend)
+        assert await fetched(cache, 10) == 4
+        assert make_key(4) in peer.chunks
+        hold(peer, [4])
+        assert await fetched(cache, 10) == 10
+
+
+async def test_peers_that_die_cost_misses_and_come_back() -> None:
+    async with Trio() as peers, reading_from(*peers, opened=False) as backend, Opened(backend) as cache:
+        for peer in peers:
+            hold(peer, range(100))
+        await connected(backend)
+        async with anyio.create_task_group() as tasks:
+
+            async def die() -> None:
+                for peer in peers:
+                    await until(lambda peer=peer: peer.reads.total() >= 2)  # type: ignore[misc]
+                    peer.hang_up()
+
+            tasks.start_soon(die)
+            ready = await fetched(cache, 100)
+            tasks.cancel_scope.cancel()
+        assert ready <= 100
+        await connected(backend)
+        with anyio.fail_after(30):
+            while await fetched(cache, 100) < 100:
+                await anyio.sleep(0.05)
+        await until(lambda: not any(peer.open_chunks for peer in peers))
