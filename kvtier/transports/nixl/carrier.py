@@ -1,0 +1,298 @@
+"""A process that alone has NIXL loaded, maps the arena and moves bytes.
+
+Never in the cache process, for three things that NIXL 1.5 with UCX does, all of them seen:
+
+- A transfer that has begun cannot be taken back. What ``release_xfer_handle`` and ``remove_remote_agent``
+  give up goes on where the bytes come over TCP, and fills memory seconds later when the other side wakes up.
+  Only the end of the process surely ends it.
+- UCX aborts the process whose memory is read over TCP when the reader goes away in the wrong moment.
+- Making and destroying an agent holds Python's lock for a tenth of a second and more.
+
+One process serves the arena to others, and each link has one, so that a peer that stands still delays no
+other. For each, the arena is registered once. The carrier ends with the socket to its parent, always without
+tidying up NIXL: the kernel does that more reliably.
+
+NIXL: https://github.com/ai-dynamo/nixl, ``src/plugins/ucx/ucx_backend.cpp`` for how transfers are released.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import select
+import socket
+import sys
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+from kvtier.arena import ArenaMap, address_of
+from kvtier.errors import ArenaError, ProtocolError
+from kvtier.sockets.frames import FrameReader, Message, encode
+from kvtier.transports.nixl.messages import (
+    DONE,
+    DROPPED,
+    LOST,
+    Carry,
+    Drop,
+    Ended,
+    Open,
+    Opened,
+    Reach,
+    Reached,
+    Refused,
+    decode_to_carrier,
+)
+
+MOST_BYTES_UNDER_WAY = 256 << 20
+"""Beyond these, transfers wait their turn, and can be dropped."""
+
+SPIN_SECONDS = 100e-6
+"""For so long after something has happened the carrier looks again at once."""
+SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 100e-6
+"""Then in pauses that grow, so that a long transfer does not cost a core."""
+
+READ_BYTES = 1 << 18
+
+_PR_SET_TIMERSLACK = 29
+
+
+class NothingToDo(Exception):
+    """The parent has gone."""
+
+
+class _Transfer(NamedTuple):
+    ticket: int
+    length: int
+    handle: Any
+
+
+class Agent:
+    """NIXL's agent, and the one other agent that it may reach."""
+
+    def __init__(self, name: str, backends: list[str], options: dict[str, str]) -> None:
+        # NIXL imports torch only to learn which CUDA there is, which costs a second and 200 MiB.
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        from nixl import _api
+
+        self.name = name
+        self._agent = _api.nixl_agent(
+            name,
+            # The progress thread serves peers, and is the reason why the mode has to be strict.
+            _api.nixl_agent_config(
+                enable_prog_thread=True,
+                backends=[],
+                sync_mode=_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+            ),
+        )
+        available = self._agent.get_plugin_list()
+        for backend in backends:
+            if backend not in available:
+                raise LookupError(f"has no backend {backend!r}, only {', '.join(sorted(available))}")
+            self._agent.create_backend(backend, options)
+        self._peer = ""
+
+    def register(self, address: int, length: int, memory: str = "DRAM", device: int = 0) -> None:
+        """Make memory known: of the host, or, as ``VRAM``, of a device."""
+        self._agent.register_memory([(address, length, device, "")], memory)
+
+    @property
+    def metadata(self) -> bytes:
+        """What another agent needs to reach this one: text and numbers, no pickle."""
+        metadata: bytes = self._agent.get_agent_metadata()
+        return metadata
+
+    def reach(self, name: str, metadata: bytes) -> None:
+        """Know the agent that the metadata tells of, in the place of the one before."""
+        if self._peer:
+            peer, self._peer = self._peer, ""
+            self._agent.remove_remote_agent(peer)
+        loaded = self._agent.add_remote_agent(metadata)
+        self._peer = loaded.decode() if isinstance(loaded, bytes) else loaded
+        if self._peer != name:
+            raise ValueError(f"the metadata is of {self._peer!r}, not of {name!r}")
+
+    def start(
+        self, write: bool, ours: list[tuple[int, int, int]], theirs: list[tuple[int, int, int]]
+    ) -> tuple[Any, str]:
+        """Begin a transfer between spans of host memory; its handle and its state."""
+        handle = self._agent.initialize_xfer(
+            "WRITE" if write else "READ",
+            self._agent.get_xfer_descs(ours, "DRAM"),
+            self._agent.get_xfer_descs(theirs, "DRAM"),
+            self._peer,
+        )
+        return handle, self._agent.transfer(handle)
+
+    def state(self, handle: Any) -> str:  # noqa: ANN401 - NIXL has no types
+        """``DONE``, ``PROC`` or ``ERR``."""
+        state: str = self._agent.check_xfer_state(handle)
+        return state
+
+
+class Carrier:
+    """Does what the parent asks for, in one thread, until that has gone."""
+
+    def __init__(self, parent: socket.socket, arena: ArenaMap) -> None:
+        self._parent = parent
+        self._arena = arena
+        self._frames = FrameReader()
+        self._base = address_of(arena.view(0, arena.capacity))
+        self._peer_base = 0
+        self._agent: Agent | None = None
+        self._waiting: deque[Carry] = deque()
+        self._under_way: list[_Transfer] = []
+        self._bytes_under_way = 0
+        self._ended: list[tuple[int, int]] = []
+
+    def run(self) -> None:
+        """Raises :class:`NothingToDo` in the end."""
+        active_at = time.monotonic()
+        pause = SHORTEST_PAUSE
+        while True:
+            busy = bool(self._under_way or self._waiting)
+            if not busy:
+                wait = None
+            elif time.monotonic() - active_at < SPIN_SECONDS:
+                wait = 0.0
+            else:
+                wait = pause
+                pause = min(2 * pause, LONGEST_PAUSE)
+            came = self._receive(wait)
+            begun = self._begin()
+            if self._look() or begun or came:
+                active_at = time.monotonic()
+                pause = SHORTEST_PAUSE
+            self._tell()
+
+    def _receive(self, wait: float | None) -> bool:
+        """Take in what the parent says, waiting so many seconds for it; for ever with ``None``."""
+        readable, _, _ = select.select([self._parent], [], [], wait)
+        if not readable:
+            return False
+        data = self._parent.recv(READ_BYTES)
+        if not data:
+            raise NothingToDo
+        for body in self._frames.feed(data):
+            self._take(decode_to_carrier(body))
+        return True
+
+    def _take(self, message: Open | Reach | Carry | Drop) -> None:
+        match message:
+            case Carry():
+                self._waiting.append(message)
+            case Drop(tickets=tickets):
+                dropped = set(tickets)
+                self._ended += [(carry.ticket, DROPPED) for carry in self._waiting if carry.ticket in dropped]
+                self._waiting = deque(carry for carry in self._waiting if carry.ticket not in dropped)
+            case Open():
+                self._send(self._open(message))
+            case Reach():
+                self._send(self._reach(message))
+
+    def _open(self, message: Open) -> Message:
+        try:
+            self._agent = Agent(message.name, message.backends, message.options)
+            self._agent.register(self._base, self._arena.capacity)
+            return Opened(self._base, self._agent.metadata)
+        except ImportError as error:
+            return Refused(f"is missing ({error}): install it: pip install 'kvtier[nixl]'")
+        except LookupError as error:
+            return Refused(f"{error}: see `backends`")
+        except Exception as error:
+            return Refused(f"does not start ({_in_words(error)}): see `backends`, `options` and `ucx`")
+
+    def _reach(self, message: Reach) -> Message:
+        assert self._agent is not None
+        if self._under_way:
+            return Refused("is still moving bytes from or to the agent that was there before")
+        try:
+            self._agent.reach(message.name, message.metadata)
+        except Exception as error:
+            return Refused(f"does not reach the peer: {_in_words(error)}")
+        self._peer_base = message.address
+        return Reached()
+
+    def _begin(self) -> bool:
+        """Begin what waits, as far as the bounds allow."""
+        begun = False
+        while self._waiting and (not self._under_way or self._bytes_under_way < MOST_BYTES_UNDER_WAY):
+            self._start(self._waiting.popleft())
+            begun = True
+        return begun
+
+    def _start(self, carry: Carry) -> None:
+        assert self._agent is not None
+        ours = [
+            (self._base + offset, length, 0) for offset, length in zip(carry.ours, carry.lengths, strict=True)
+        ]
+        theirs = [
+            (self._peer_base + offset, length, 0)
+            for offset, length in zip(carry.theirs, carry.lengths, strict=True)
+        ]
+        try:
+            handle, state = self._agent.start(carry.write, ours, theirs)
+        except Exception:
+            self._ended.append((carry.ticket, LOST))
+            return
+        if state == "PROC":
+            length = sum(carry.lengths)
+            self._under_way.append(_Transfer(carry.ticket, length, handle))
+            self._bytes_under_way += length
+        else:
+            self._ended.append((carry.ticket, DONE if state == "DONE" else LOST))
+
+    def _look(self) -> bool:
+        """See how the transfers that are under way are getting on; whether one has ended."""
+        assert self._agent is not None or not self._under_way
+        still: list[_Transfer] = []
+        for transfer in self._under_way:
+            try:
+                state = self._agent.state(transfer.handle) if self._agent is not None else "ERR"
+            except Exception:
+                state = "ERR"
+            if state == "PROC":
+                still.append(transfer)
+            else:
+                self._ended.append((transfer.ticket, DONE if state == "DONE" else LOST))
+                self._bytes_under_way -= transfer.length
+        has_ended = len(still) < len(self._under_way)
+        self._under_way = still
+        return has_ended
+
+    def _tell(self) -> None:
+        """Say in one message what has ended."""
+        if self._ended:
+            tickets, results = zip(*self._ended, strict=True)
+            self._ended = []
+            self._send(Ended(list(tickets), list(results)))
+
+    def _send(self, message: Message) -> None:
+        self._parent.sendall(encode(message))
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def main() -> None:
+    """The arguments are two descriptors, of the socket to the parent and of the arena, and its capacity."""
+    parent_fd, arena_fd, capacity = map(int, sys.argv[1:])
+    # An abort of UCX must not write the arena to the disk.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Pauses of some microseconds would else take 50 longer.
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    parent = socket.socket(fileno=parent_fd)
+    parent.setblocking(True)
+    try:
+        Carrier(parent, ArenaMap(arena_fd, capacity)).run()
+    except (NothingToDo, OSError, ArenaError, ProtocolError):
+        pass
+    finally:
+        # Not by way of destructors: NIXL's end the process with a signal, or the peer's.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
