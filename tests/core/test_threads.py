@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import time
 import weakref
@@ -158,7 +157,6 @@ async def test_threads_are_started_when_needed_and_end_with_their_owner() -> Non
     await work.until(lambda: before.issuperset(threading.enumerate()))
     # One that is dropped lets go of them, too.
     assert await spread(work, [1], parts=1, hop=WorkerThreads(1)) == [10]
-    gc.collect()
     await work.until(lambda: before.issuperset(threading.enumerate()))
 
 
