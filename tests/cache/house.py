@@ -25,7 +25,7 @@ from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
 
 MakeSettings = Callable[..., Settings]
 BUILT_IN = Plugins.load([])
-"""Loaded here because the first time it imports every backend, which takes longer than a loop may be blocked."""
+"""Loaded here because it imports every backend, which takes longer than a loop may be blocked."""
 
 
 class Shelf(Backend):

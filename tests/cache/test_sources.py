@@ -1,4 +1,4 @@
-"""Chunks that several lower tiers hold: read from the cheapest; and what is worth how much at a peer."""
+"""Chunks that several lower tiers hold: read from the cheapest. And what others hold is not relied on."""
 
 from __future__ import annotations
 
