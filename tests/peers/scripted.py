@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import socket
 from collections import Counter
@@ -164,7 +165,10 @@ class ScriptedPeer:
                 with suppress(ChannelError):
                     while True:
                         for body in reader.feed(await channel.receive()):
-                            tasks.start_soon(self._respond, channel, decode_from_client(body), mine)
+                            message = decode_from_client(body)
+                            tasks.start_soon(self._respond, channel, message, mine)
+                            if isinstance(message, Hello) and message.purpose == "data":
+                                await self.serve_data(channel)
                 tasks.cancel_scope.cancel()
         finally:
             for grant in mine:
@@ -172,6 +176,10 @@ class ScriptedPeer:
             self._channels.discard(channel)
             self.connections -= 1
             channel.close()
+
+    async def serve_data(self, channel: Channel) -> None:
+        """Until the connection ends."""
+        await channel.receive()
 
     async def _respond(self, channel: Channel, message: Any, mine: list[int]) -> None:
         self.asked[type(message).__name__] += 1
@@ -207,6 +215,9 @@ class ScriptedPeer:
                 return Released(ticket, all(stood))
         raise AssertionError(message)
 
+    def length_of(self, key: ChunkKey) -> int:
+        return len(self.chunks[key])
+
     def grant(self, question: LookUp, mine: list[int]) -> Granted:
         keys = split_keys(question.keys)
         positions = [at for at, key in enumerate(keys) if key in self.chunks]
@@ -218,13 +229,14 @@ class ScriptedPeer:
         number = next(self._numbers)
         mine.append(number)
         self.granted[number] = {index: keys[at] for index, at in enumerate(positions)}
+        asyncio.get_running_loop().call_later(self.lease, self.granted.pop, number, None)
         order = list(self.chunks)
         return Granted(
             question.ticket,
             number,
             positions,
             [order.index(keys[at]) << 24 for at in positions],
-            [len(self.chunks[keys[at]]) for at in positions],
+            [self.length_of(keys[at]) for at in positions],
             sum(keys[at] not in self.late for at in positions),
         )
 
