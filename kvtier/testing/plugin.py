@@ -22,7 +22,7 @@ import pytest
 if TYPE_CHECKING:
     from kvtier.arena import Arena
 
-pytest.register_assert_rewrite("kvtier.testing.backend")
+pytest.register_assert_rewrite("kvtier.testing.backend", "kvtier.testing.transport")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

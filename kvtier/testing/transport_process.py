@@ -1,0 +1,223 @@
+"""The other process of the conformance suite of transports: run as a program, and driven by the tests.
+
+A line of JSON each way: ``{"do": name, ...}``, and ``{"answer": ...}`` or ``{"failed": why}``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+from xxhash import xxh3_128_hexdigest
+
+from kvtier.backends.base import Outcome
+from kvtier.testing.transport_side import Certificate, Side, dial_nowhere, dial_to
+from kvtier.transports.base import Access, Link, RemoteSpan, Transport
+
+
+class OtherProcess:
+    """The tests' handle on it. Calls wait in a worker thread; none may be made while it is paused."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, unless it runs. Blocks for no longer than starting a program takes."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # What the tests can import it can, too: transports are told by their modules' names.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not been killed."""
+        return self._process is not None
+
+    @property
+    def _running(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "it was not started"
+        return self._process
+
+    async def do(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - what JSON can hold
+        """Have it carry out one of :class:`_Commands`, and its answer."""
+        return await anyio.to_thread.run_sync(self._do, json.dumps({"do": name, **arguments}).encode())
+
+    def _do(self, line: bytes) -> Any:  # noqa: ANN401 - what JSON can hold
+        process = self._running
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(line + b"\n")
+        process.stdin.flush()
+        answered = process.stdout.readline()
+        if not answered:
+            raise ConnectionError(f"the other process has ended: {process.wait()}")
+        answer = json.loads(answered)
+        if "failed" in answer:
+            raise AssertionError(f"in the other process: {answer['failed']}")
+        return answer["answer"]
+
+    async def open(
+        self,
+        kind: type[Transport],
+        settings: dict[str, Any],
+        capacity: int,
+        certificate: Certificate | None,
+    ) -> tuple[bytes, int]:
+        """Open a side there: its endpoint, and the port where it takes connections."""
+        kind_name = f"{kind.__module__}:{kind.__qualname__}"
+        answer = await self.do(
+            "open", kind=kind_name, settings=settings, capacity=capacity, certificate=certificate
+        )
+        return bytes.fromhex(answer["endpoint"]), answer["port"]
+
+    async def grant(
+        self, lengths: Sequence[int], *, access: Access = Access.READ, seed: int = 0
+    ) -> list[RemoteSpan]:
+        """Grant slices there. See ``SimpleGrants.grant``."""
+        spans = await self.do("grant", lengths=lengths, access=access.value, seed=seed)
+        return [RemoteSpan(*span) for span in spans]
+
+    async def digest(self, offset: int, length: int) -> str:
+        """Of the bytes that lie there: XXH3, 128 bits."""
+        digest: str = await self.do("digest", offset=offset, length=length)
+        return digest
+
+    def pause(self) -> None:
+        """Stop it where it is."""
+        self._running.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._running.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._running.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once, and wait until it is gone. Harmless when repeated."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._process = None
+
+
+class _Commands:
+    """What the other process can be told to do."""
+
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+        self._reading: asyncio.Task[list[str]] | None = None
+
+    async def open(
+        self, kind: str, settings: dict[str, Any], capacity: int, certificate: Sequence[str] | None
+    ) -> dict[str, object]:
+        module, _, name = kind.partition(":")
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        self._certificate = Certificate(*certificate) if certificate else None
+        self._side = await self._stack.enter_async_context(
+            Side.open(found, settings, capacity, self._certificate)
+        )
+        return {"endpoint": self._side.transport.endpoint.hex(), "port": self._side.port}
+
+    async def close(self) -> None:
+        stack, self._stack = self._stack, AsyncExitStack()
+        await stack.aclose()
+
+    async def grant(self, lengths: list[int], access: str, seed: int) -> list[RemoteSpan]:
+        return self._side.grants.grant(lengths, Access(access), seed)
+
+    async def revoke(self, grant: int) -> None:
+        self._side.grants.revoke(grant)
+
+    async def lent(self) -> int:
+        return self._side.lent
+
+    async def digest(self, offset: int, length: int) -> str:
+        return xxh3_128_hexdigest(self._side.arena.view(offset, length))
+
+    async def resources(self) -> list[int]:
+        return resources()
+
+    async def connect(self, endpoint: str, port: int) -> None:
+        dial = dial_to(port, self._certificate) if port else dial_nowhere
+        self._link: Link = await self._side.transport.connect(bytes.fromhex(endpoint), dial)
+        self._stack.push_async_callback(self._link.close)
+
+    async def read(self, spans: list[list[int]]) -> dict[str, list[str]]:
+        """Read into this arena: the outcomes, and the digests of what has come."""
+        leases = [self._side.arena.allocate(length) for _, _, length in spans]
+        assert all(lease is not None for lease in leases), "the arena of a test is too small"
+        items = [
+            (RemoteSpan(*span), lease.view)
+            for span, lease in zip(spans, leases, strict=True)
+            if lease is not None
+        ]
+        try:
+            outcomes = await self._link.read(items)
+            digests = [xxh3_128_hexdigest(view) for _, view in items]
+        finally:
+            del items
+            for lease in leases:
+                if lease is not None:
+                    lease.release()
+        return {"outcomes": [outcome.value for outcome in outcomes], "digests": digests}
+
+    async def read_on(self, spans: list[list[int]]) -> None:
+        """Begin to read, again and again, and never say what came of it."""
+
+        async def read() -> list[str]:
+            while True:
+                outcomes = (await self.read(spans))["outcomes"]
+                assert set(outcomes) <= {Outcome.OK.value, Outcome.FAILED.value}, outcomes
+
+        self._reading = asyncio.ensure_future(read())
+
+
+def resources() -> list[int]:
+    """How many descriptors, threads and tasks this process has."""
+    tasks = len(asyncio.all_tasks())
+    return [len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), tasks]
+
+
+async def _main() -> None:
+    commands = _Commands()
+    # Whatever a library prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    while line := await anyio.to_thread.run_sync(sys.stdin.readline):
+        command = json.loads(line)
+        try:
+            carry_out: Callable[..., Any] = getattr(commands, command.pop("do"))
+            answer = {"answer": await carry_out(**command)}
+        except BaseException as error:
+            traceback.print_exc()
+            answer = {"failed": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    anyio.run(_main)
