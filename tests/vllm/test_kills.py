@@ -92,8 +92,7 @@ def test_kill_of_the_cache_process(
         assert engine.generate(PROMPTS[0]).cached >= WHOLE_CHUNKS
 
 
-# Each of its engines takes as long to start as all of another test.
-@pytest.mark.parametrize("moment", ["stores", pytest.param("loads", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow  # Each of its engines takes as long to start as all of another test.
 def test_kill_of_one_worker(
     llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, moment: str
 ) -> None:
