@@ -1,0 +1,112 @@
+"""How two instances prove to each other that they know the same secret, as a state machine without I/O.
+
+Both send an opening at once, and then the client proves first::
+
+    client                              server
+      magic, version, nonce ────────────►
+      ◄──────────── magic, version, nonce
+      proof ────────────────────────────►    wrong: the server closes, and says nothing
+      ◄──────────────────────────── proof    wrong: the client closes, and has said nothing else
+
+A proof is HMAC-SHA256, under the secret, of the prover's role and both openings. Each opening holds 32 random
+bytes, so a proof is worth nothing on another connection; and the role is in it, so neither side's proof is
+ever the other's. Every message has a fixed length, so nothing is read that does not belong to it.
+
+RFC 2104; on replay and reflection: Needham and Schroeder (1978), RFC 3552 section 3.3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from typing import Literal
+
+from kvtier.errors import PeerError
+from kvtier.peers.protocol import VERSION
+
+MAGIC = b"KVPEER"
+NONCE_BYTES = 32
+PROOF_BYTES = hashlib.sha256().digest_size
+OPENING_BYTES = len(MAGIC) + 2 + NONCE_BYTES
+
+_VERSION = struct.Struct("<H")
+_TLS_ALERT = b"\x15\x03"
+
+Role = Literal["client", "server"]
+
+
+class RefusedHandshake(PeerError):
+    """The other side is not let in, or is none of ours. ``reason`` is the kind of it, for counting."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Handshake:
+    """One side of one handshake. Send :attr:`opening`, then feed what comes, ``wanted`` bytes at a time."""
+
+    def __init__(self, role: Role, secret: bytes) -> None:
+        self.opening = MAGIC + _VERSION.pack(VERSION) + secrets.token_bytes(NONCE_BYTES)
+        """To be sent at once."""
+        self.wanted = len(MAGIC)
+        """How many bytes to feed next; 0 once both sides have proved what they had to."""
+        self._role: Role = role
+        self._secret = secret
+        self._theirs = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take in exactly ``wanted`` bytes; what to send in answer. Raises :class:`RefusedHandshake`."""
+        if len(data) != self.wanted:
+            raise ValueError(f"{len(data)} bytes where {self.wanted} are wanted")
+        if len(self._theirs) < OPENING_BYTES:
+            return self._read_opening(data)
+        return self._read_proof(data)
+
+    def _read_opening(self, data: bytes) -> bytes:
+        self._theirs += data
+        if len(self._theirs) == len(MAGIC):
+            self._check_magic()
+            self.wanted = _VERSION.size
+            return b""
+        if len(self._theirs) < OPENING_BYTES:
+            self._check_version()
+            self.wanted = NONCE_BYTES
+            return b""
+        if hmac.compare_digest(self._theirs, self.opening):
+            raise RefusedHandshake("reflection", "it says what it was told, as a mirror would")
+        self.wanted = PROOF_BYTES
+        return self._proof("client") if self._role == "client" else b""
+
+    def _check_magic(self) -> None:
+        if self._theirs.startswith(_TLS_ALERT):
+            raise RefusedHandshake(
+                "no TLS here", "it speaks TLS: write peer.tls on both sides, or on neither"
+            )
+        if self._theirs != MAGIC:
+            raise RefusedHandshake("no peer", "it is no kvtier peer: look at the address and the port")
+
+    def _check_version(self) -> None:
+        (version,) = _VERSION.unpack(self._theirs[len(MAGIC) :])
+        if version != VERSION:
+            raise RefusedHandshake(
+                "another version",
+                f"it speaks version {version} of the protocol and this instance version {VERSION}: "
+                "install the same kvtier on both",
+            )
+
+    def _read_proof(self, data: bytes) -> bytes:
+        other: Role = "server" if self._role == "client" else "client"
+        if not hmac.compare_digest(data, self._proof(other)):
+            raise RefusedHandshake(
+                "wrong secret", "it does not know peer.secret: write the same secret on both sides"
+            )
+        self.wanted = 0
+        return self._proof("server") if self._role == "server" else b""
+
+    def _proof(self, role: Role) -> bytes:
+        ours, theirs = self.opening, self._theirs
+        openings = ours + theirs if self._role == "client" else theirs + ours
+        return hmac.digest(self._secret, b"kvtier peer " + role.encode() + b"\0" + openings, "sha256")
