@@ -1,4 +1,4 @@
-"""A socket in the event loop: bytes in, bytes and file descriptors out, and who is at the other end.
+"""A socket in the event loop, Unix, TCP or TLS: bytes in, bytes and file descriptors out, and who is there.
 
 Over :func:`anyio.wait_readable` and not anyio's own Unix streams: those report an error to the loop when a
 read is cancelled in the moment in which the peer closes, which is how every cache process ends.
@@ -7,6 +7,7 @@ read is cancelled in the moment in which the peer closes, which is how every cac
 from __future__ import annotations
 
 import socket
+import ssl
 import struct
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -39,8 +40,11 @@ class Channel:
         while True:
             try:
                 data = self._socket.recv(READ_BYTES)
-            except BlockingIOError:
+            except (BlockingIOError, ssl.SSLWantReadError):
                 await anyio.wait_readable(self._socket)
+                continue
+            except ssl.SSLWantWriteError:
+                await anyio.wait_writable(self._socket)
                 continue
             except OSError as error:
                 raise ChannelClosed(str(error)) from error
@@ -59,8 +63,11 @@ class Channel:
                         fds = ()
                     else:
                         sent = self._socket.send(left)
-                except BlockingIOError:
+                except (BlockingIOError, ssl.SSLWantWriteError):
                     await anyio.wait_writable(self._socket)
+                    continue
+                except ssl.SSLWantReadError:
+                    await anyio.wait_readable(self._socket)
                     continue
                 except OSError as error:
                     raise ChannelClosed(str(error)) from error

@@ -101,6 +101,15 @@ class Connection:
         """Let go of the socket. Does not block; harmless when repeated."""
         self._socket.close()
 
+    def detach(self) -> socket.socket:
+        """The socket, which is the caller's from now on; this connection is good for nothing any more.
+
+        Raises :class:`ProtocolViolation` where something has come that nobody took.
+        """
+        if self.buffered:
+            raise ProtocolViolation("the server says more than it was asked for")
+        return self._socket
+
     def interrupt(self) -> None:
         """Wake the thread that waits for this connection, from another thread: it finds it closed."""
         with suppress(OSError):
