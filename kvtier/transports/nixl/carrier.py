@@ -12,45 +12,111 @@ One process serves the arena to others, and each link has one, so that a peer th
 other. For each, the arena is registered once. The carrier ends with the socket to its parent, always without
 tidying up NIXL: the kernel does that more reliably.
 
+It is run as a file of its own, and imports nothing of kvtier: that would take longer than all else. The
+messages between it and its parent are here for that reason, too: a length (u32) and that many bytes of
+MessagePack each.
+
 NIXL: https://github.com/ai-dynamo/nixl, ``src/plugins/ucx/ucx_backend.cpp`` for how transfers are released.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import resource
 import select
 import socket
+import struct
 import sys
 import time
 from collections import deque
 from typing import Any, NamedTuple
 
-from kvtier.arena import ArenaMap, address_of
-from kvtier.errors import ArenaError, ProtocolError
-from kvtier.sockets.frames import FrameReader, Message, encode
-from kvtier.transports.nixl.messages import (
-    DONE,
-    DROPPED,
-    LOST,
-    Carry,
-    Drop,
-    Ended,
-    Open,
-    Opened,
-    Reach,
-    Reached,
-    Refused,
-    decode_to_carrier,
-)
+import msgspec
+
+DONE, LOST, DROPPED = range(3)
+"""What became of a transfer: it is done, nobody knows, or it was never begun."""
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """First message to a carrier: make an agent of this name and register the arena with it."""
+
+    name: str
+    serves: bool
+    """Whether others are to reach it. If not, it reaches one other."""
+    backends: list[str]
+    options: dict[str, str]
+
+
+class Opened(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Answer to :class:`Open`: where the arena lies in the carrier, and the agent's metadata."""
+
+    address: int
+    metadata: bytes
+
+
+class Reach(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Be ready for transfers with this agent, anew if it is known already, and with no other one."""
+
+    name: str
+    address: int
+    metadata: bytes
+
+
+class Reached(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Answer to :class:`Reach`."""
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Answer to :class:`Open` or :class:`Reach` where that cannot be, in words."""
+
+    reason: str
+
+
+class Carry(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Read, or write, these spans of the other arena; offsets are from the start of each arena."""
+
+    ticket: int
+    write: bool
+    ours: list[int]
+    theirs: list[int]
+    lengths: list[int]
+
+
+class Drop(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """These transfers are not wanted any longer: those that are not begun need not be."""
+
+    tickets: list[int]
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Transfers that touch no memory any longer, and what became of each."""
+
+    tickets: list[int]
+    results: list[int]
+
+
+ToCarrier = Open | Reach | Carry | Drop
+FromCarrier = Opened | Reached | Refused | Ended
+
+_LENGTH = struct.Struct("<I")
+_decoder = msgspec.msgpack.Decoder(ToCarrier)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: ToCarrier | FromCarrier) -> bytes:
+    """A message as it travels between the two."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
 
 MOST_BYTES_UNDER_WAY = 256 << 20
 """Beyond these, transfers wait their turn, and can be dropped."""
 
 SPIN_SECONDS = 100e-6
 """For so long after something has happened the carrier looks again at once."""
-SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 100e-6
+SHORTEST_PAUSE, LONGEST_PAUSE = 5e-6, 50e-6
 """Then in pauses that grow, so that a long transfer does not cost a core."""
 
 READ_BYTES = 1 << 18
@@ -71,7 +137,7 @@ class _Transfer(NamedTuple):
 class Agent:
     """NIXL's agent, and the one other agent that it may reach."""
 
-    def __init__(self, name: str, backends: list[str], options: dict[str, str]) -> None:
+    def __init__(self, name: str, backends: list[str], options: dict[str, str], *, serves: bool) -> None:
         # NIXL imports torch only to learn which CUDA there is, which costs a second and 200 MiB.
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         from nixl import _api
@@ -79,9 +145,10 @@ class Agent:
         self.name = name
         self._agent = _api.nixl_agent(
             name,
-            # The progress thread serves peers, and is the reason why the mode has to be strict.
+            # NIXL's own thread serves those who reach this agent. Where nobody does, it would only spin beside
+            # the one that looks after the transfers, which took half of the throughput and a second core.
             _api.nixl_agent_config(
-                enable_prog_thread=True,
+                enable_prog_thread=serves,
                 backends=[],
                 sync_mode=_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
             ),
@@ -134,11 +201,11 @@ class Agent:
 class Carrier:
     """Does what the parent asks for, in one thread, until that has gone."""
 
-    def __init__(self, parent: socket.socket, arena: ArenaMap) -> None:
+    def __init__(self, parent: socket.socket, arena: mmap.mmap) -> None:
         self._parent = parent
         self._arena = arena
-        self._frames = FrameReader()
-        self._base = address_of(arena.view(0, arena.capacity))
+        self._received = bytearray()
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(arena))
         self._peer_base = 0
         self._agent: Agent | None = None
         self._waiting: deque[Carry] = deque()
@@ -174,11 +241,18 @@ class Carrier:
         data = self._parent.recv(READ_BYTES)
         if not data:
             raise NothingToDo
-        for body in self._frames.feed(data):
-            self._take(decode_to_carrier(body))
+        received = self._received
+        received += data
+        while len(received) >= _LENGTH.size:
+            stop = _LENGTH.size + _LENGTH.unpack_from(received)[0]
+            if len(received) < stop:
+                break
+            message = _decoder.decode(bytes(received[_LENGTH.size : stop]))
+            del received[:stop]
+            self._take(message)
         return True
 
-    def _take(self, message: Open | Reach | Carry | Drop) -> None:
+    def _take(self, message: ToCarrier) -> None:
         match message:
             case Carry():
                 self._waiting.append(message)
@@ -191,10 +265,10 @@ class Carrier:
             case Reach():
                 self._send(self._reach(message))
 
-    def _open(self, message: Open) -> Message:
+    def _open(self, message: Open) -> FromCarrier:
         try:
-            self._agent = Agent(message.name, message.backends, message.options)
-            self._agent.register(self._base, self._arena.capacity)
+            self._agent = Agent(message.name, message.backends, message.options, serves=message.serves)
+            self._agent.register(self._base, len(self._arena))
             return Opened(self._base, self._agent.metadata)
         except ImportError as error:
             return Refused(f"is missing ({error}): install it: pip install 'kvtier[nixl]'")
@@ -203,7 +277,7 @@ class Carrier:
         except Exception as error:
             return Refused(f"does not start ({_in_words(error)}): see `backends`, `options` and `ucx`")
 
-    def _reach(self, message: Reach) -> Message:
+    def _reach(self, message: Reach) -> FromCarrier:
         assert self._agent is not None
         if self._under_way:
             return Refused("is still moving bytes from or to the agent that was there before")
@@ -268,7 +342,7 @@ class Carrier:
             self._ended = []
             self._send(Ended(list(tickets), list(results)))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: FromCarrier) -> None:
         self._parent.sendall(encode(message))
 
 
@@ -286,8 +360,8 @@ def main() -> None:
     parent = socket.socket(fileno=parent_fd)
     parent.setblocking(True)
     try:
-        Carrier(parent, ArenaMap(arena_fd, capacity)).run()
-    except (NothingToDo, OSError, ArenaError, ProtocolError):
+        Carrier(parent, mmap.mmap(arena_fd, capacity)).run()
+    except (NothingToDo, OSError, msgspec.DecodeError):
         pass
     finally:
         # Not by way of destructors: NIXL's end the process with a signal, or the peer's.

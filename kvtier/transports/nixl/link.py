@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -18,7 +18,8 @@ from kvtier.errors import PeerError
 from kvtier.sockets.connection import Deadline
 from kvtier.threads import WorkerThreads
 from kvtier.transports.base import Dial, Link, ReadItem, RemoteSpan, WriteItem
-from kvtier.transports.nixl.messages import DONE, MAX_METADATA_BYTES, Endpoint
+from kvtier.transports.nixl.carrier import DONE
+from kvtier.transports.nixl.endpoint import MAX_METADATA_BYTES, Endpoint
 from kvtier.transports.nixl.process import Batch, CarrierProcess, Part, in_thread
 
 logger = logging.getLogger("kvtier")
@@ -28,6 +29,8 @@ TRANSFER_BYTES = 64 << 20
 TRANSFER_PARTS = 1024
 ATTEMPTS = 3
 """So often a call tries to move its bytes, each time over a connection made anew."""
+PAUSE_SECONDS = 0.3
+"""Before the second attempt, and twice as long before each further one, where the peer has no agent."""
 GRACE_SECONDS = 1.0
 """So long a call that is over waits for transfers that have begun before it ends their process."""
 
@@ -53,7 +56,7 @@ class NixlLink(Link):
         arena: Arena,
         deadline: float,
         hop: WorkerThreads,
-        start: Callable[[], asyncio.Task[CarrierProcess]],
+        start: Callable[[], Awaitable[CarrierProcess]],
         endpoint: Endpoint,
         dial: Dial,
     ) -> None:
@@ -68,6 +71,8 @@ class NixlLink(Link):
         self._lost: CarrierProcess | None = None
         """The last one, where it was of no use any longer."""
         self._connecting: asyncio.Task[CarrierProcess] | None = None
+        self._is_replaced = False
+        """Whether another instance answers where the peer was: nothing comes of this link any longer."""
         self._warn = RareWarning(logger)
 
     async def connect(self) -> None:
@@ -95,27 +100,21 @@ class NixlLink(Link):
             self._carrier = self._lost = None
 
     async def _move(self, items: Sequence[WriteItem], *, write: bool) -> list[Outcome]:
-        outcomes = [self._judge(span) for _, span in items]
+        outcomes = [Outcome.MISS] * len(items)
         staged: dict[int, Lease] = {}
+        pieces: list[_Piece] = []
         try:
-            pieces: list[_Piece] = []
             for index, (view, span) in enumerate(items):
-                if outcomes[index] is Outcome.FAILED and span.length:
-                    offset = self._offset_of(view)
-                    if offset is None:
-                        if (lease := self._arena.allocate(span.length)) is None:
-                            continue
-                        staged[index] = lease
-                        offset = lease.offset
-                    pieces += _pieces(index, offset, span)
+                if self._is_inside(span):
+                    outcomes[index] = Outcome.FAILED
+                    if (offset := self._offset_for(view, index, staged)) is not None:
+                        pieces += _pieces(index, offset, span)
             if write:
                 await self._copy([(staged[index].view, items[index][0]) for index in staged])
             with anyio.move_on_after(self._deadline):
-                pieces = await self._carry_all(pieces, write=write)
-                unmoved = {piece.item for piece in pieces}
-                for index, outcome in enumerate(outcomes):
-                    if outcome is Outcome.FAILED and index not in unmoved:
-                        outcomes[index] = Outcome.OK
+                unmoved = {piece.item for piece in await self._carry_all(pieces, write=write)}
+                for index in {piece.item for piece in pieces} - unmoved:
+                    outcomes[index] = Outcome.OK
             if not write:
                 arrived = [index for index in staged if outcomes[index] is Outcome.OK]
                 await self._copy([(items[index][0], staged[index].view) for index in arrived])
@@ -124,10 +123,19 @@ class NixlLink(Link):
                 lease.release()
         return outcomes
 
-    def _judge(self, span: RemoteSpan) -> Outcome:
-        """``MISS`` for what does not lie in the peer's arena; ``FAILED``, for now, for all else."""
-        inside = span.offset >= 0 and span.length >= 0 and span.offset + span.length <= self._endpoint.length
-        return Outcome.FAILED if inside else Outcome.MISS
+    def _is_inside(self, span: RemoteSpan) -> bool:
+        """Whether it lies in the peer's arena."""
+        return span.offset >= 0 and span.length >= 0 and span.offset + span.length <= self._endpoint.length
+
+    def _offset_for(self, view: memoryview, index: int, staged: dict[int, Lease]) -> int | None:
+        """Where in this host's arena the view's bytes are, or are to be until they are copied."""
+        if not view.nbytes:
+            return 0
+        offset = self._offset_of(view)
+        if offset is None and (lease := self._arena.allocate(view.nbytes)) is not None:
+            staged[index] = lease
+            offset = lease.offset
+        return offset
 
     def _offset_of(self, view: memoryview) -> int | None:
         """Where the view begins in the arena; ``None`` for other memory."""
@@ -148,12 +156,16 @@ class NixlLink(Link):
 
     async def _carry_all(self, pieces: list[_Piece], *, write: bool) -> list[_Piece]:
         """Move the pieces, again where a connection is lost; those that were not moved."""
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             if not pieces:
                 break
             try:
                 carrier = await self._reach_peer()
             except (PeerError, OSError) as error:
+                if isinstance(error, PeerError) and not self._is_replaced and attempt + 1 < ATTEMPTS:
+                    # Its agent may have ended a moment ago: another one is on its way.
+                    await asyncio.sleep(PAUSE_SECONDS * 2**attempt)
+                    continue
                 self._warn("NIXL moves nothing from or to a peer: %s", error)
                 break
             transfers = _transfers(pieces)
@@ -241,8 +253,9 @@ class NixlLink(Link):
 
         await in_thread(self._hop, ask)
         endpoint = Endpoint.decode(answers[0])
-        if endpoint.length != self._endpoint.length:
-            raise PeerError("the peer has another arena than before: what it granted is gone")
+        if (endpoint.arena, endpoint.length) != (self._endpoint.arena, self._endpoint.length):
+            self._is_replaced = True
+            raise PeerError("the peer was started anew, and what it had granted is gone")
         return endpoint
 
 
@@ -252,9 +265,10 @@ def encode_endpoint(endpoint: bytes) -> bytes:
 
 
 def _pieces(item: int, ours: int, span: RemoteSpan) -> list[_Piece]:
+    """The span in so many pieces as it takes; one of no length where it has none."""
     return [
         _Piece(item, Part(ours + at, span.offset + at, min(TRANSFER_BYTES, span.length - at)))
-        for at in range(0, span.length, TRANSFER_BYTES)
+        for at in range(0, max(span.length, 1), TRANSFER_BYTES)
     ]
 
 
@@ -263,7 +277,10 @@ def _transfers(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
     transfers: list[list[_Piece]] = []
     room = 0
     for piece in pieces:
-        if piece.part.length > room or len(transfers[-1]) == TRANSFER_PARTS:
+        # NIXL knows no empty parts.
+        if not piece.part.length:
+            continue
+        if not transfers or piece.part.length > room or len(transfers[-1]) == TRANSFER_PARTS:
             transfers.append([])
             room = TRANSFER_BYTES
         transfers[-1].append(piece)

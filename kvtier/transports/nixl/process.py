@@ -16,22 +16,27 @@ import anyio
 
 from kvtier.arena import Arena
 from kvtier.errors import PeerError, ProtocolError
-from kvtier.sockets.frames import FrameReader, Message, encode
+from kvtier.sockets.frames import FrameReader, decoder
 from kvtier.threads import WorkerThreads, spread
-from kvtier.transports.nixl.messages import (
+from kvtier.transports.nixl import carrier
+from kvtier.transports.nixl.carrier import (
     LOST,
     Carry,
     Drop,
     Ended,
+    FromCarrier,
     Open,
     Opened,
     Reach,
     Refused,
-    decode_from_carrier,
+    ToCarrier,
+    encode,
 )
 from kvtier.transports.nixl.settings import NixlSettings
 
 logger = logging.getLogger("kvtier")
+
+_decode: Callable[[bytes], FromCarrier] = decoder(FromCarrier, "a message of a carrier")
 
 START_SECONDS = 30.0
 """A carrier that has not come up by then never will. It takes a second."""
@@ -78,26 +83,29 @@ class CarrierProcess(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._reaping: asyncio.Task[None] | None = None
         self._frames = FrameReader()
-        self._answers: list[asyncio.Future[Message]] = []
+        self._answers: list[asyncio.Future[FromCarrier]] = []
         self._tickets = itertools.count()
         self._batches: dict[int, Batch] = {}
 
     @classmethod
     async def start(
-        cls, arena: Arena, settings: NixlSettings, name: str, hop: WorkerThreads
+        cls, arena: Arena, settings: NixlSettings, name: str, hop: WorkerThreads, *, serves: bool
     ) -> CarrierProcess:
-        """A carrier that has made an agent and registered the arena. Raises :class:`PeerError`."""
-        carrier = cls(arena, settings, name, hop)
+        """A carrier that has made an agent and registered the arena. Raises :class:`PeerError`.
+
+        Either it serves, or :meth:`reach` and :meth:`carry` come next.
+        """
+        started = cls(arena, settings, name, hop)
         try:
-            await carrier._begin()
+            await started._begin()
             options = {key: str(value) for key, value in settings.options.items()}
-            opened = await carrier._ask(Open(name, list(settings.backends), options))
+            opened = await started._ask(Open(name, serves, list(settings.backends), options))
             assert isinstance(opened, Opened)
-            carrier.opened = opened
+            started.opened = opened
         except BaseException:
-            await carrier.end()
+            await started.end()
             raise
-        return carrier
+        return started
 
     async def reach(self, name: str, address: int, metadata: bytes) -> None:
         """Be ready for transfers with another host's agent. Raises :class:`PeerError`."""
@@ -138,7 +146,7 @@ class CarrierProcess(asyncio.Protocol):
         try:
             command = [
                 sys.executable,
-                *("-m", "kvtier.transports.nixl.carrier"),
+                *("-P", carrier.__file__),
                 *map(str, (theirs.fileno(), self._arena.fd, self._arena.capacity)),
             ]
 
@@ -162,7 +170,7 @@ class CarrierProcess(asyncio.Protocol):
         ours.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
 
-    async def _ask(self, message: Message) -> Message:
+    async def _ask(self, message: ToCarrier) -> FromCarrier:
         """The answer, unless it is a refusal. Raises :class:`PeerError` where none comes."""
         assert self._transport is not None
         answer = asyncio.get_running_loop().create_future()
@@ -172,7 +180,7 @@ class CarrierProcess(asyncio.Protocol):
         self._transport.write(encode(message))
         try:
             with anyio.fail_after(START_SECONDS):
-                reply: Message = await answer
+                reply: FromCarrier = await answer
         except TimeoutError as error:
             raise PeerError("NIXL does not answer: see `ucx`") from error
         if isinstance(reply, Refused):
@@ -187,7 +195,7 @@ class CarrierProcess(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """The process has answered, or transfers have ended."""
         try:
-            messages = [decode_from_carrier(body) for body in self._frames.feed(data)]
+            messages = [_decode(body) for body in self._frames.feed(data)]
         except ProtocolError:
             assert self._transport is not None
             self._transport.abort()

@@ -15,16 +15,18 @@ from kvtier.arena import Arena
 from kvtier.errors import PeerError
 from kvtier.threads import WorkerThreads
 from kvtier.transports.base import Dial, Grants, Link, SupportsConnections, Transport, TransportSettings
+from kvtier.transports.nixl.endpoint import ARENA_BYTES, Endpoint
 from kvtier.transports.nixl.link import NixlLink, encode_endpoint
-from kvtier.transports.nixl.messages import Endpoint
 from kvtier.transports.nixl.process import CarrierProcess, in_thread
 from kvtier.transports.nixl.settings import NixlSettings
 
 logger = logging.getLogger("kvtier")
 
 THREADS = 4
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 10.0
 """Seconds before a process that has ended is started again."""
+LONG_LIFE = 60.0
+"""Seconds after which a process counts as one that works."""
 
 
 class NixlTransport(Transport, SupportsConnections):
@@ -48,8 +50,8 @@ class NixlTransport(Transport, SupportsConnections):
         self._arena: Arena | None = None
         self._server: CarrierProcess | None = None
         self._endpoint = b""
+        self._arena_number = secrets.token_bytes(ARENA_BYTES)
         self._watching: asyncio.Task[None] | None = None
-        self._starting: set[asyncio.Task[CarrierProcess]] = set()
 
     async def open(self, arena: Arena, grants: Grants) -> None:
         """Start the process that serves the arena. Takes a second. Raises :class:`PeerError`."""
@@ -95,31 +97,30 @@ class NixlTransport(Transport, SupportsConnections):
 
         await in_thread(self._hop, tell)
 
-    def _start(self) -> asyncio.Task[CarrierProcess]:
-        """Start a process. Who cancels the task gets none."""
+    async def _start(self, *, serves: bool = False) -> CarrierProcess:
+        """Start a process. Raises :class:`PeerError`."""
         assert self._arena is not None
         name = f"kvtier-{secrets.token_hex(8)}"
-        task = asyncio.get_running_loop().create_task(
-            CarrierProcess.start(self._arena, self._settings, name, self._hop)
-        )
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
-        return task
+        return await CarrierProcess.start(self._arena, self._settings, name, self._hop, serves=serves)
 
     async def _serve(self) -> None:
         assert self._arena is not None
-        server = self._server = await self._start()
+        server = self._server = await self._start(serves=True)
         assert server.opened is not None
-        self._endpoint = Endpoint.of(server.name, self._arena.capacity, server.opened).encode()
+        self._endpoint = Endpoint.of(
+            self._arena_number, server.name, self._arena.capacity, server.opened
+        ).encode()
 
     async def _watch(self) -> None:
         """Replace the process that serves the arena whenever it has ended."""
-        pause = FIRST_PAUSE
+        loop = asyncio.get_running_loop()
+        pause, began = FIRST_PAUSE, loop.time()
         while True:
             assert self._server is not None
             await self._server.gone.wait()
+            pause = min(2 * pause, LONGEST_PAUSE) if loop.time() - began < LONG_LIFE else FIRST_PAUSE
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            began = loop.time()
             try:
                 await self._serve()
             except PeerError as error:
