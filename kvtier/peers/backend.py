@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 from anyio import CancelScope
@@ -12,6 +12,7 @@ from anyio import CancelScope
 from kvtier.arena import Arena
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsPrefix, SupportsRegistration
 from kvtier.keys import ChunkKey
+from kvtier.peers.authentication import Credentials
 from kvtier.peers.client import PeerClient
 from kvtier.peers.dialling import CONNECTING_AT_ONCE
 from kvtier.peers.fetch import Fetch
@@ -19,9 +20,6 @@ from kvtier.settings import TierSettings
 from kvtier.settings_peer import PeerSettings
 from kvtier.threads import WorkerThreads
 from kvtier.transports.base import Transport
-
-if TYPE_CHECKING:
-    from kvtier.peers.authentication import Credentials
 
 KEYS_A_QUESTION = 32_768
 """1 MiB of keys; the answer to as many fits a frame, too."""

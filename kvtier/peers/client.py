@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import anyio
 
 from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError
 from kvtier.keys import ChunkKey
+from kvtier.peers.authentication import Credentials
 from kvtier.peers.dialling import Called, Caller, printable
 from kvtier.peers.pace import Pace
 from kvtier.peers.pauses import Breaker, GrowingPause, Outage
@@ -18,9 +19,6 @@ from kvtier.peers.source import Patience, Source
 from kvtier.settings_peer import split_address
 from kvtier.threads import WorkerThreads
 from kvtier.transports.base import Transport
-
-if TYPE_CHECKING:
-    from kvtier.peers.authentication import Credentials
 
 logger = logging.getLogger("kvtier")
 

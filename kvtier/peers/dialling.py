@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvtier.errors import ChannelError, PeerError, ProtocolError
+from kvtier.peers.authentication import Credentials
 from kvtier.peers.protocol import VERSION, Hello, Purpose, Refused, Welcome, decode_from_server
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.sockets.frames import encode
 from kvtier.sockets.lanes import Dialer
 from kvtier.threads import WorkerThreads, spread
-
-if TYPE_CHECKING:
-    from kvtier.peers.authentication import Credentials
 
 CONNECT_SECONDS = 5.0
 CONNECTING_AT_ONCE = 16

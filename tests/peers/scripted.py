@@ -17,8 +17,9 @@ from anyio.abc import TaskGroup
 
 from kvtier.arena import Arena
 from kvtier.backends.base import Outcome
-from kvtier.errors import ChannelError
+from kvtier.errors import ChannelError, PeerError
 from kvtier.keys import ChunkKey, split_keys
+from kvtier.peers.authentication import Credentials
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.protocol import (
     NO_GRANT,
@@ -59,16 +60,11 @@ PATIENCE = 5.0
 SECRET = "a secret of these tests"
 
 
-class _Plain(Connection):
-    def detach(self) -> socket.socket:
-        return self._socket
-
-
 class OpenDoor:
     """Stands in the place of ``Credentials`` where nobody proves anything."""
 
     def connection(self, family: int, host: str) -> Connection:
-        return _Plain(family)
+        return Connection(family)
 
     def prove_to_server(self, connection: Connection) -> None:
         pass
@@ -91,6 +87,8 @@ class ScriptedPeer:
     name: str = "there"
     transport: str = "memory"
     lease: float = 10.0
+    credentials: Credentials | None = None
+    """By which who connects has to prove who it is."""
     instance: str = ""
     port: int = 0
     script: Callable[[Message], Sequence[Message | bytes] | None] = lambda _: None
@@ -155,6 +153,12 @@ class ScriptedPeer:
             tasks.start_soon(self._serve, connected)
 
     async def _serve(self, connected: socket.socket) -> None:
+        self.asked["connections"] += 1
+        if self.credentials is not None:
+            try:
+                connected = await self.credentials.accept(connected)
+            except (OSError, PeerError):
+                return
         channel = Channel(connected)
         self._channels.add(channel)
         self.connections += 1
@@ -306,7 +310,12 @@ class MemoryLink(Link):
 
 @asynccontextmanager
 async def reading_from(
-    *peers: ScriptedPeer, deadline: float = 20.0, one_sided: bool = False, opened: bool = True, **more: Any
+    *peers: ScriptedPeer,
+    deadline: float = 20.0,
+    one_sided: bool = False,
+    opened: bool = True,
+    credentials: Credentials | None = None,
+    **more: Any,
 ) -> AsyncIterator[PeersBackend]:
     """A backend whose peers these are, whether they serve yet or not; afterwards nothing of it is left."""
     settings = PeerSettings(
@@ -317,7 +326,7 @@ async def reading_from(
     backend = PeersBackend(
         TierSettings(name="peers", type="peers", write="never", deadline=deadline),
         settings,
-        OpenDoor(),  # type: ignore[arg-type]
+        credentials or OpenDoor(),  # type: ignore[arg-type]
         transport,
         "here",
     )

@@ -13,6 +13,7 @@ from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.keys import ChunkKey
 from kvtier.peers.backend import PeersBackend
 from kvtier.pipeline.discover import Expected
+from kvtier.plugins import Plugins
 from kvtier.settings import TierSettings
 from kvtier.testing.backend import blank, make_key, noise
 
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.anyio
 PAYLOAD = 20_000
 LENGTH = object_bytes(PAYLOAD)
 SPACE = bytes(32)
+PLUGINS = Plugins.load(())
+"""Here, since importing what they stand on blocks."""
 
 
 def payload(key: ChunkKey) -> bytes:
@@ -57,7 +60,7 @@ class Opened:
     def __init__(self, backend: PeersBackend) -> None:
         tier = TierSettings(name="peers", type="peers", write="never", deadline=20.0, concurrency=16)
         settings = Settings(tiers=[{"name": "ram", "type": "cpu", "capacity": 400 * LENGTH}])
-        self._open = TieredCache.open(settings, pools=[(tier, backend)])
+        self._open = TieredCache.open(settings, plugins=PLUGINS, pools=[(tier, backend)])
 
     async def __aenter__(self) -> TieredCache:
         self.cache = await self._open.__aenter__()

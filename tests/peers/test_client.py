@@ -12,6 +12,7 @@ import anyio.to_thread
 import pytest
 
 from kvtier.backends.base import Outcome
+from kvtier.peers.authentication import Credentials
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.dialling import Called, Caller
 from kvtier.peers.protocol import (
@@ -29,6 +30,7 @@ from kvtier.peers.protocol import (
     Released,
     Welcome,
 )
+from kvtier.settings_peer import PeerSettings
 from kvtier.sockets.connection import Deadline
 from kvtier.sockets.frames import Message
 from kvtier.testing.cancelling import Through, cancelled_at
@@ -223,6 +225,39 @@ async def test_calling_is_cancelled_at_every_await(through: Through) -> None:
                     break
         await until(lambda: not peer.connections)
     assert sockets() == before
+
+
+def knowing(secret: str) -> Credentials:
+    return Credentials.of(PeerSettings(secret=secret))  # type: ignore[arg-type]
+
+
+async def test_who_knows_the_secret_is_served() -> None:
+    peer = ScriptedPeer(credentials=knowing("what both of them know")).hold(1)
+    async with (
+        peer.serving(),
+        reading_from(peer, credentials=knowing("what both of them know")) as backend,
+    ):
+        await connected(backend)
+        assert await backend.get(blanks([1])) == [OK]
+
+
+async def test_the_wrong_secret_is_said_once(told: Callable[[], list[str]]) -> None:
+    before = sockets()
+    peer = ScriptedPeer(credentials=knowing("what one of them knows")).hold(1)
+    async with (
+        peer.serving(),
+        reading_from(peer, credentials=knowing("and what the other knows")) as backend,
+    ):
+        await until(lambda: state(backend) == "not connected")
+        for _ in range(3):
+            assert await backend.held_prefix(keys_of([1])) == 0
+            assert await backend.get(blanks([1])) == [MISS]
+        await until(lambda: peer.asked["connections"] >= 3)
+        assert not peer.asked["Hello"]
+    assert len(told()) == 1, told()
+    assert "secret" in told()[0]
+    assert "knows" not in told()[0]
+    await until(lambda: sockets() == before)
 
 
 # What it says.
