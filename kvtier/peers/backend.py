@@ -43,10 +43,16 @@ class PeersBackend(Backend, SupportsPrefix, SupportsRegistration):
     ) -> None:
         self._deadline = settings.deadline
         self._look_up_patience = peer.patience
-        threads = WorkerThreads(CONNECTING_AT_ONCE)
+        self._threads = WorkerThreads(CONNECTING_AT_ONCE)
         self._clients = [
             PeerClient(
-                address, credentials, transport, peer.transport["type"], instance, settings.deadline, threads
+                address,
+                credentials,
+                transport,
+                peer.transport["type"],
+                instance,
+                settings.deadline,
+                self._threads,
             )
             for address in dict.fromkeys(peer.others)
         ]
@@ -70,6 +76,7 @@ class PeersBackend(Backend, SupportsPrefix, SupportsRegistration):
         with CancelScope(shield=True):
             await asyncio.wait([keeping])
         keeping.result()
+        self._threads.close()
 
     async def register(self, arena: Arena) -> None:
         """Nothing to do: the transport was told of the arena by whoever opened it."""

@@ -209,7 +209,8 @@ class PeerClient:
         elif isinstance(error, ChannelClosed):
             reason = f"the connection was lost: {reason}"
         self._last_error = printable(reason)
-        self._outage.begins("refused" if isinstance(error, PeerError | ProtocolError) else "lost", reason)
+        refused = isinstance(error, PeerError | ProtocolError)
+        self._outage.begins("refused" if refused else "lost", self._last_error)
 
     # Telling.
 
