@@ -26,6 +26,10 @@ BUFFER_BYTES = 4096
 """The longest line that is accepted, and the most of a value that is copied."""
 BUFFERS_A_CALL = 1024
 """IOV_MAX of Linux."""
+KEEP_ALIVE_IDLE_SECONDS = 15
+KEEP_ALIVE_INTERVAL_SECONDS = 5
+KEEP_ALIVE_PROBES = 3
+UNACKNOWLEDGED_SECONDS = 30
 
 _CRLF = b"\r\n"
 _TIMEVAL = struct.Struct("@ll")
@@ -165,6 +169,21 @@ class Connection:
         while held < len(view):
             held += self._receive_some(view[held:], socket.MSG_WAITALL)
 
+    def receive_some(self, views: Sequence[memoryview]) -> int:
+        """Fill the views one after the other with what comes: how many bytes that were.
+
+        At least one; all that fit where the kernel can wait for them. Nothing is copied.
+        """
+        if not self.buffered:
+            return self._receive_some_into(views)
+        held = min(self._stop - self._start, len(views[0]))
+        self.take(views[0][:held])
+        return held
+
+    def keep_alive(self) -> None:
+        """Have the kernel find out that the other side is gone. Once it is connected."""
+        keep_alive(self._socket)
+
     def _set_up(self) -> None:
         # Blocking, so that MSG_WAITALL waits for all; how long is said by SO_RCVTIMEO.
         self._socket.settimeout(None)
@@ -180,6 +199,14 @@ class Connection:
         self._set_timeout(socket.SO_RCVTIMEO)
         try:
             received = self._socket.recv_into(view, len(view), flags)
+        except BlockingIOError:
+            raise TimeoutError("no answer in time") from None
+        return _unless_closed(received)
+
+    def _receive_some_into(self, views: Sequence[memoryview]) -> int:
+        self._set_timeout(socket.SO_RCVTIMEO)
+        try:
+            received, *_ = self._socket.recvmsg_into(views[:BUFFERS_A_CALL], 0, socket.MSG_WAITALL)
         except BlockingIOError:
             raise TimeoutError("no answer in time") from None
         return _unless_closed(received)
@@ -211,6 +238,27 @@ class TLSConnection(Connection):
     def _receive_some(self, view: memoryview, flags: int) -> int:
         self._socket.settimeout(self.deadline.remaining())
         return _unless_closed(self._socket.recv_into(view))
+
+    def _receive_some_into(self, views: Sequence[memoryview]) -> int:
+        return self._receive_some(views[0], 0)
+
+
+def keep_alive(connected: socket.socket) -> None:
+    """Have the kernel find out within half a minute that the other side is gone, idle or not.
+
+    Asks after 15 seconds of silence, and gives up what is not acknowledged. tcp(7), TCP_USER_TIMEOUT.
+    """
+    if connected.family == socket.AF_UNIX:
+        return
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, KEEP_ALIVE_IDLE_SECONDS),
+        (socket.TCP_KEEPINTVL, KEEP_ALIVE_INTERVAL_SECONDS),
+        (socket.TCP_KEEPCNT, KEEP_ALIVE_PROBES),
+        (socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_SECONDS * 1000),
+    ):
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _unless_closed(received: int) -> int:

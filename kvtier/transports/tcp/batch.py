@@ -1,0 +1,161 @@
+"""A batch of reads or writes, cut into the parts that are asked for with one request each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from threading import Lock
+from typing import NamedTuple
+
+from kvtier.backends.base import Outcome
+from kvtier.transports.base import Access, RemoteSpan
+from kvtier.transports.tcp.wire import MAX_SPANS, can_be_asked
+
+PART_BYTES = 4 << 20
+"""The most of one request: what is sent twice at worst where a connection is cut while it writes."""
+LEAST_PART_BYTES = 1 << 20
+"""Less is not worth a further connection."""
+
+
+class Piece(NamedTuple):
+    """Bytes of one item."""
+
+    item: int
+    span: RemoteSpan
+    view: memoryview
+
+
+class Part:
+    """What is left to be done of some pieces of one batch."""
+
+    __slots__ = ("batch", "pieces")
+
+    def __init__(self, batch: Batch, pieces: Iterable[Piece]) -> None:
+        self.batch = batch
+        self.pieces = deque(pieces)
+
+    def settle(self, outcomes: Sequence[Outcome]) -> None:
+        """Note what became of each piece; nothing is left to be done."""
+        self.batch.settle(zip([piece.item for piece in self.pieces], outcomes, strict=True))
+        self.pieces.clear()
+
+    def drop_misses(self, outcomes: Sequence[Outcome]) -> None:
+        """Note which pieces are missing; those that are left are on their way."""
+        missed = [
+            piece for piece, outcome in zip(self.pieces, outcomes, strict=True) if outcome is not Outcome.OK
+        ]
+        if missed:
+            self.pieces = deque(
+                piece for piece, outcome in zip(self.pieces, outcomes, strict=True) if outcome is Outcome.OK
+            )
+            self.batch.settle((piece.item, Outcome.MISS) for piece in missed)
+
+    def views(self, most: int) -> list[memoryview]:
+        """The memory of the next pieces, at most so many."""
+        return [piece.view for piece in islice(self.pieces, most)]
+
+    def advance(self, received: int) -> None:
+        """Note that so many bytes of it have come."""
+        whole: list[tuple[int, Outcome]] = []
+        while self.pieces and received >= len(self.pieces[0].view):
+            piece = self.pieces.popleft()
+            received -= len(piece.view)
+            whole.append((piece.item, Outcome.OK))
+        if received:
+            item, span, view = self.pieces[0]
+            rest = RemoteSpan(span.grant, span.offset + received, span.length - received)
+            self.pieces[0] = Piece(item, rest, view[received:])
+        if whole:
+            self.batch.settle(whole)
+
+
+class Batch:
+    """One call. Its parts are worked on by several threads; its memory is theirs until :attr:`let_go`."""
+
+    def __init__(
+        self, access: Access, items: Sequence[tuple[RemoteSpan, memoryview]], lock: Lock, spread: int
+    ) -> None:
+        self.access = access
+        self.outcomes = [Outcome.OK] * len(items)
+        self.let_go = asyncio.Event()
+        """Set in the loop when no thread touches the memory any more: done, or over."""
+        self.is_over = False
+        """Nobody waits for it any longer. Changed with the lock held."""
+        self._loop = asyncio.get_running_loop()
+        self._lock = lock
+        self._gripped = 0
+        self._left = [0] * len(items)
+        total = sum(len(view) for _, view in items)
+        size = min(max(-(-total // spread), LEAST_PART_BYTES), PART_BYTES)
+        self.parts = [Part(self, pieces) for pieces in self._cut(items, size)]
+        self._unsettled = sum(self._left)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every piece has its outcome."""
+        return not self._unsettled
+
+    def _cut(self, items: Sequence[tuple[RemoteSpan, memoryview]], size: int) -> Iterator[list[Piece]]:
+        pieces: list[Piece] = []
+        held = 0
+        for item, (span, view) in enumerate(items):
+            if span.length != len(view):
+                raise ValueError(f"a span of {span.length} bytes and a view of {len(view)}")
+            if not can_be_asked(span):
+                self.outcomes[item] = Outcome.MISS
+                continue
+            start = 0
+            while True:
+                length = min(len(view) - start, size - held)
+                cut = RemoteSpan(span.grant, span.offset + start, length)
+                pieces.append(Piece(item, cut, view[start : start + length]))
+                self._left[item] += 1
+                start += length
+                held += length
+                if held >= size or len(pieces) == MAX_SPANS:
+                    yield pieces
+                    pieces, held = [], 0
+                if start == len(view):
+                    break
+        if pieces:
+            yield pieces
+
+    def settle(self, settled: Iterable[tuple[int, Outcome]]) -> None:
+        """Note outcomes of pieces, by their items. From any thread."""
+        with self._lock:
+            for item, outcome in settled:
+                self._left[item] -= 1
+                self._unsettled -= 1
+                if outcome is not Outcome.OK and self.outcomes[item] is not Outcome.FAILED:
+                    self.outcomes[item] = outcome
+
+    # With the lock held.
+
+    def grip(self) -> bool:
+        """A thread is about to touch the memory of a part; ``False``: it must not any more."""
+        if self.is_over:
+            return False
+        self._gripped += 1
+        return True
+
+    def ungrip(self) -> None:
+        """The thread has let go."""
+        self._gripped -= 1
+        self.tell()
+
+    def end(self) -> None:
+        """Nobody waits for it any longer: what has no outcome has failed."""
+        self.is_over = True
+        for item, left in enumerate(self._left):
+            if left and self.outcomes[item] is Outcome.OK:
+                self.outcomes[item] = Outcome.FAILED
+        self.tell()
+
+    def tell(self) -> None:
+        """Wake who waits, where there is nothing to wait for."""
+        if not self._gripped and (self.is_over or self.is_done):
+            with suppress(RuntimeError):  # The loop is closed: nobody waits.
+                self._loop.call_soon_threadsafe(self.let_go.set)

@@ -1,0 +1,164 @@
+"""The side that serves bytes: one connection of a peer, watched by the event loop."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+from anyio import fail_after
+
+from kvtier.arena import Lease
+from kvtier.backends.logs import RareWarning
+from kvtier.sockets.connection import ProtocolViolation, keep_alive
+from kvtier.threads import Hop, spread
+from kvtier.transports.base import Access, Grants, RemoteSpan
+from kvtier.transports.tcp.stream import MOMENT_SECONDS, advance, first_of, stream_over
+from kvtier.transports.tcp.wire import Request, RequestReader, encode_answer
+
+ANSWERS_AT_ONCE = 8
+"""Requests whose leases are held at once, for one connection."""
+RECEIVE_BYTES = 1 << 16
+SMALL_BYTES = 1 << 16
+"""So much is sent in the loop, where the socket takes it: a thread would take longer to start."""
+SCRATCH_BYTES = 1 << 18
+
+_warn = RareWarning(logging.getLogger("kvtier"))
+
+Buffers = deque[memoryview]
+Move = Callable[[Sequence[memoryview]], int]
+
+
+class Session:
+    """Answers requests in their order. A thread is needed only while the socket takes bytes in."""
+
+    def __init__(self, connected: socket.socket, grants: Grants, hop: Hop, deadline: float) -> None:
+        self._socket = connected
+        self._stream = stream_over(connected)
+        self._grants = grants
+        self._hop = hop
+        self._deadline = deadline
+        self._reader = RequestReader()
+        self._next: Request | None = None
+        """A request to write that came after others to read."""
+
+    async def run(self) -> None:
+        """Until the peer closes, breaks off, is too slow, or sends what it must not."""
+        try:
+            keep_alive(self._socket)
+            while requests := await self._requests():
+                # Who does not take what it has asked for is not waited for any longer.
+                with fail_after(self._deadline * len(requests)):
+                    if requests[0].access is Access.READ:
+                        await self._answer(requests)
+                    else:
+                        await self._take_in(requests[0].spans)
+        except ProtocolViolation as error:
+            _warn("a peer's connection is closed: %s", error)
+        except OSError:
+            return
+
+    async def _requests(self) -> list[Request]:
+        """Requests that are there, at least one: some to read, or one to write. None: the peer has closed."""
+        while not (requests := self._parsed()):
+            # Who has said half of it has a deadline; who says nothing may take as long as it likes.
+            with fail_after(self._deadline if self._reader.held else None):
+                data = await self._stream.receive(RECEIVE_BYTES)
+            if not data:
+                return []
+            self._reader.feed(data)
+        return requests
+
+    def _parsed(self) -> list[Request]:
+        found: list[Request] = []
+        while len(found) < ANSWERS_AT_ONCE:
+            request = self._next or self._reader.next()
+            self._next = None
+            if request is None:
+                break
+            if request.access is Access.WRITE:
+                if found:
+                    self._next = request
+                    break
+                return [request]
+            found.append(request)
+        return found
+
+    async def _answer(self, requests: Sequence[Request]) -> None:
+        leases: list[Lease] = []
+        buffers: Buffers = deque()
+        try:
+            for request in requests:
+                held = [self._held(span, Access.READ, leases) for span in request.spans]
+                granted = encode_answer(Access.READ, [view is not None for view in held])
+                buffers.append(memoryview(granted))
+                buffers.extend(view for view in held if view)
+            held = []
+            await self._send(buffers)
+        finally:
+            buffers.clear()
+            for lease in leases:
+                lease.release()
+
+    async def _take_in(self, spans: Sequence[RemoteSpan]) -> None:
+        leases: list[Lease] = []
+        targets: Buffers = deque()
+        try:
+            held = [self._held(span, Access.WRITE, leases) for span in spans]
+            granted = [view is not None for view in held]
+            scratch = memoryview(bytearray(0 if all(granted) else SCRATCH_BYTES))
+            for span, view in zip(spans, held, strict=True):
+                targets.extend(_repeated(scratch, span.length) if view is None else [view] if view else [])
+            held, view = [], None
+            while targets and (data := self._reader.take(len(targets[0]))):
+                targets[0][: len(data)] = data
+                advance(targets, len(data))
+            await self._carry(targets, self._stream.receive_some, self._stream.until_readable)
+        finally:
+            targets.clear()
+            for lease in leases:
+                lease.release()
+        await self._send(deque([memoryview(encode_answer(Access.WRITE, granted))]))
+
+    def _held(self, span: RemoteSpan, access: Access, leases: list[Lease]) -> memoryview | None:
+        """The memory of a span that is granted, leased as long as ``leases`` are."""
+        lease = self._grants.hold(span, access)
+        if lease is None:
+            return None
+        leases.append(lease)
+        start = span.offset - lease.offset
+        view = lease.view[start : start + span.length]
+        return view if start >= 0 and len(view) == span.length else None
+
+    async def _send(self, buffers: Buffers) -> None:
+        if sum(map(len, buffers)) <= SMALL_BYTES:
+            self._stream.send_now(buffers)
+        await self._carry(buffers, self._stream.send_some, self._stream.until_writable)
+
+    async def _carry(
+        self, buffers: Buffers, move: Move, until_possible: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Move all buffers in a thread, for as long as the socket takes or gives something."""
+
+        def work(buffers: Buffers) -> None:
+            # Then it is another connection's turn.
+            until = time.monotonic() + MOMENT_SECONDS
+            while buffers and (moved := move(first_of(buffers))):
+                advance(buffers, moved)
+                if time.monotonic() > until:
+                    return
+
+        while buffers:
+            await spread(work, [buffers], parts=1, hop=self._hop, on_cancel=self._stream.interrupt)
+            if buffers:
+                await until_possible()
+
+
+def _repeated(scratch: memoryview, length: int) -> Iterator[memoryview]:
+    """Views of the same memory, for what is to be received and not kept."""
+    while length:
+        view = scratch[:length]
+        length -= len(view)
+        yield view
