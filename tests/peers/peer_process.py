@@ -44,9 +44,14 @@ def store(instance: Instance, numbers: Sequence[int], payload: int) -> None:
         instance.cache.commit([reservation])
 
 
-def settings_of(listen: str | None, others: Sequence[str], capacity: int, **peer: Any) -> Settings:
+def settings_of(
+    listen: str | None, others: Sequence[str], capacity: int, folder: str | None = None, **peer: Any
+) -> Settings:
+    tiers: list[dict[str, Any]] = [{"name": "ram", "type": "cpu", "capacity": capacity}]
+    if folder:
+        tiers.append({"name": "ssd", "type": "disk", "capacity": 1 << 30, "path": folder})
     return Settings(
-        tiers=[{"name": "ram", "type": "cpu", "capacity": capacity}],
+        tiers=tiers,
         peer={"listen": listen, "others": list(others), "secret": SECRET, **peer},
     )
 
@@ -54,10 +59,14 @@ def settings_of(listen: str | None, others: Sequence[str], capacity: int, **peer
 class PeerProcess:
     """One such process, started, stopped, killed and started again on the same port."""
 
-    def __init__(self, numbers: Sequence[int], payload: int = 20_000, **peer: Any) -> None:
+    def __init__(
+        self, numbers: Sequence[int], payload: int = 20_000, folder: str | None = None, **peer: Any
+    ) -> None:
+        """With ``folder``, memory holds half of them at once and a disk tier there all."""
         self.numbers = list(numbers)
         self.payload = payload
         self.port = 0
+        self._folder = folder
         self._peer = peer
         self._process: subprocess.Popen[str] | None = None
 
@@ -67,12 +76,11 @@ class PeerProcess:
 
     async def start(self) -> None:
         self._process = _started()
-        capacity = 2 * object_bytes(self.payload) * (len(self.numbers) + 1)
         wanted = {
             "listen": self.address,
             "numbers": self.numbers,
             "payload": self.payload,
-            "capacity": capacity,
+            "folder": self._folder,
             "peer": self._peer,
         }
         self.port = (await self._ask(json.dumps(wanted)))["port"]
@@ -116,10 +124,14 @@ def _started() -> subprocess.Popen[str]:
 
 async def main() -> None:
     wanted = json.loads(sys.stdin.readline())
-    settings = settings_of(wanted["listen"], [], wanted["capacity"], **wanted["peer"])
+    numbers, length, folder = wanted["numbers"], object_bytes(wanted["payload"]), wanted["folder"]
+    capacity = length * (len(numbers) // 2 if folder else 2 * len(numbers) + 2)
+    settings = settings_of(wanted["listen"], [], capacity, folder, **wanted["peer"])
     async with Instance.open(settings) as instance:
         assert instance.server is not None
-        store(instance, wanted["numbers"], wanted["payload"])
+        for number in numbers:
+            store(instance, [number], wanted["payload"])
+            await instance.cache.drain(60)
         print(json.dumps({"port": instance.server.address[1]}), flush=True)
         while await anyio.to_thread.run_sync(sys.stdin.readline):
             print(json.dumps(instance.status(), default=str), flush=True)

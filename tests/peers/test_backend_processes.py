@@ -7,59 +7,77 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 from anyio import to_thread
 
+from kvtier.arena import Arena, Lease
 from kvtier.backends.base import GetItem, Outcome
+from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.peers.authentication import Credentials
 from kvtier.peers.backend import PeersBackend
+from kvtier.plugins import Plugins
 from kvtier.settings import TierSettings
-from kvtier.settings_peer import PeerSettings
 from kvtier.testing.backend import blank, is_stained, make_key, same, stain
+from kvtier.transports.base import Access, RemoteSpan
 
-from .scripted import OpenDoor, until
+from .peer_process import PeerProcess, payload_of, settings_of
+from .scripted import until
 from .test_backend import connected, keys_of
 from .test_client import sockets
-from .wire import WireProcess, WireTransport, value
 
 pytestmark = pytest.mark.anyio
 
 OK, MISS, FAILED = Outcome.OK, Outcome.MISS, Outcome.FAILED
 SMALL, BIG = 20_000, 8 << 20
-SECRET = "what nobody asks for here"
+PLUGINS = Plugins.load(())
+"""Here, since importing what they stand on blocks."""
+
+
+class Nothing:
+    """What these tests grant to others."""
+
+    def hold(self, span: RemoteSpan, access: Access) -> Lease | None:
+        return None
 
 
 @asynccontextmanager
 async def reading_from(
-    *processes: WireProcess, deadline: float = 20.0, patience: float = 5.0
+    *processes: PeerProcess, deadline: float = 20.0, **peer: Any
 ) -> AsyncIterator[PeersBackend]:
-    """Afterwards nothing of the backend is left."""
+    """Opened as an instance does it, but without tiers; afterwards nothing of it is left."""
     before = sockets()
-    transport = WireTransport()
+    addresses = [process.address for process in processes]
+    settings = settings_of(None, addresses, 1 << 20, **({"patience": 5.0} | peer))
+    transport_settings = PLUGINS.transport_settings(settings)
+    transport = PLUGINS.transport(transport_settings.type)(transport_settings)
     backend = PeersBackend(
         TierSettings(name="peers", type="peers", write="never", deadline=deadline),
-        PeerSettings(
-            others=[process.address for process in processes],
-            secret=SECRET,
-            transport="wire",
-            patience=patience,
-        ),
-        OpenDoor(),  # type: ignore[arg-type]
+        settings.peer,
+        Credentials.of(settings.peer),
         transport,
         "the one that reads",
     )
-    await backend.open()
+    arena = Arena.create(1 << 20)
     try:
-        yield backend
+        await transport.open(arena, Nothing())
+        await backend.open()
+        try:
+            yield backend
+        finally:
+            await backend.disconnect()
+            await transport.close()
+            await backend.close()
     finally:
-        await backend.close()
-        await transport.close()
+        arena.close()
     await until(lambda: sockets() == before)
 
 
 @asynccontextmanager
-async def started(*processes: WireProcess) -> AsyncIterator[None]:
+async def started(*processes: PeerProcess) -> AsyncIterator[None]:
     try:
         for process in processes:
             await process.start()
@@ -72,14 +90,16 @@ async def started(*processes: WireProcess) -> AsyncIterator[None]:
 # In threads, since all that a loop does for these bytes would block it.
 
 
-async def blanks(numbers: Sequence[int], length: int) -> list[GetItem]:
+async def blanks(numbers: Sequence[int], payload: int) -> list[GetItem]:
+    length = object_bytes(payload)
     return await to_thread.run_sync(lambda: [(make_key(number), blank(length)) for number in numbers])
 
 
-async def assert_right(items: Sequence[GetItem], numbers: Sequence[int]) -> None:
+async def assert_right(items: Sequence[GetItem], payload: int) -> None:
     def check() -> None:
-        for number, (_, view) in zip(numbers, items, strict=True):
-            assert same(view, value(number, len(view)))
+        for key, view in items:
+            ChunkHeader.verify(view, key)
+            assert same(view[HEADER_BYTES : HEADER_BYTES + payload], payload_of(key, payload))
 
     await to_thread.run_sync(check)
 
@@ -93,14 +113,42 @@ async def assert_stained(items: Sequence[GetItem]) -> None:
     assert await to_thread.run_sync(lambda: all(is_stained(view) for _, view in items))
 
 
-async def nothing_granted(process: WireProcess) -> None:
+async def nothing_granted(process: PeerProcess) -> None:
     with anyio.fail_after(30):
-        while await process.open_chunks():
+        while (status := await process.status())["serving"]["grants"]:
             await anyio.sleep(0.05)
+    assert status["serving"]["promised_bytes"] == 0
+    assert status["arena"]["leases"] == len(process.numbers)
+
+
+async def test_chunks_come_whole_and_are_given_back() -> None:
+    process = PeerProcess(range(20))
+    async with started(process), reading_from(process) as backend:
+        await connected(backend)
+        assert await backend.contains(keys_of(range(25))) == [True] * 20 + [False] * 5
+        assert await backend.held_prefix(keys_of(range(25))) == 20
+        items = await blanks(range(20), SMALL)
+        assert await backend.get(items) == [OK] * 20
+        await assert_right(items, SMALL)
+        await nothing_granted(process)
+
+
+async def test_chunks_that_are_only_on_disk_fly_first(tmp_path: Path) -> None:
+    """More than the peer's memory holds: some are read at once, the others when they have come up."""
+    process = PeerProcess(range(30), 1 << 20, folder=str(tmp_path), share=0.9)
+    async with started(process), reading_from(process) as backend:
+        await connected(backend)
+        for start in range(0, 30, 5):
+            items = await blanks(range(start, start + 5), 1 << 20)
+            assert await backend.get(items) == [OK] * 5
+            await assert_right(items, 1 << 20)
+        status = await process.status()
+        assert status["counts"]["get_ok"] > 0, "nothing came from disk"
+        assert status["serving"]["asked"]["Await"] > 0
 
 
 async def test_a_peer_killed_in_mid_read_is_routed_around() -> None:
-    first, second = WireProcess(range(8), BIG), WireProcess(range(8), BIG)
+    first, second = PeerProcess(range(8), BIG), PeerProcess(range(8), BIG)
     async with started(first, second), reading_from(first, second) as backend:
         await connected(backend)
         assert await backend.held_prefix(keys_of(range(8))) == 8
@@ -116,17 +164,17 @@ async def test_a_peer_killed_in_mid_read_is_routed_around() -> None:
             await until(lambda: any(not is_stained(view[:4096]) for _, view in items))
             await first.kill()
         assert answers == [OK] * 8
-        await assert_right(items, range(len(items)))
+        await assert_right(items, BIG)
         # And from the one that is left, all of it.
         again = await blanks(range(8), BIG)
         assert await backend.get(again) == [OK] * 8
-        await assert_right(again, range(len(again)))
+        await assert_right(again, BIG)
         await nothing_granted(second)
 
 
 async def test_the_only_peer_killed_in_mid_read_fails_soon(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "kvtier")
-    process = WireProcess(range(16), BIG)
+    process = PeerProcess(range(16), BIG)
     async with started(process), reading_from(process, deadline=60.0) as backend:
         await connected(backend)
         items = await blanks(range(16), BIG)
@@ -143,7 +191,7 @@ async def test_the_only_peer_killed_in_mid_read_fails_soon(caplog: pytest.LogCap
                 await until(lambda: len(answers) == 16)
         assert FAILED in answers
         done = [number for number in range(16) if answers[number] is OK]
-        await assert_right([items[number] for number in done], done)
+        await assert_right([items[number] for number in done], BIG)
         with anyio.fail_after(1):
             assert await backend.get(await blanks([1], BIG)) == [MISS], "at once"
         assert len(caplog.records) == 1, [record.getMessage() for record in caplog.records]
@@ -153,11 +201,11 @@ async def test_the_only_peer_killed_in_mid_read_fails_soon(caplog: pytest.LogCap
         await connected(backend)
         assert backend.status()[0]["instance"] != name
         assert await backend.get(items[:2]) == [OK, OK]
-        await assert_right(items[:2], range(2))
+        await assert_right(items[:2], BIG)
 
 
 async def test_a_peer_killed_in_mid_look_up_is_a_miss() -> None:
-    process = WireProcess(range(4))
+    process = PeerProcess(range(4))
     async with started(process), reading_from(process, patience=30.0) as backend:
         await connected(backend)
         process.signal(signal.SIGSTOP)
@@ -177,7 +225,7 @@ async def test_a_peer_killed_in_mid_look_up_is_a_miss() -> None:
 
 
 async def test_a_stopped_peer_costs_patience_and_is_found_again() -> None:
-    process = WireProcess(range(4))
+    process = PeerProcess(range(4))
     async with started(process), reading_from(process, patience=0.1, deadline=2.0) as backend:
         await connected(backend)
         await until(lambda: backend.status()[0]["round_trip_seconds"])
@@ -194,11 +242,11 @@ async def test_a_stopped_peer_costs_patience_and_is_found_again() -> None:
                 await anyio.sleep(0.05)
         items = await blanks(range(4), SMALL)
         assert await backend.get(items) == [OK] * 4
-        await assert_right(items, range(len(items)))
+        await assert_right(items, SMALL)
 
 
 async def test_a_peer_stopped_in_mid_read_is_given_up_and_touches_nothing_later() -> None:
-    process = WireProcess(range(16), BIG)
+    process = PeerProcess(range(16), BIG)
     async with started(process), reading_from(process, deadline=2.0) as backend:
         await connected(backend)
         assert await backend.held_prefix(keys_of(range(16))) == 16
@@ -222,25 +270,25 @@ async def test_a_peer_stopped_in_mid_read_is_given_up_and_touches_nothing_later(
         with anyio.fail_after(20):
             while await backend.get(again) != [OK, OK]:
                 await anyio.sleep(0.05)
-        await assert_right(again, range(len(again)))
+        await assert_right(again, BIG)
         await assert_stained(items)
         await nothing_granted(process)
 
 
 async def test_a_lease_that_ran_out_is_asked_for_again() -> None:
-    process = WireProcess(range(4), lease=0.4)
+    process = PeerProcess(range(4), lease=0.4)
     async with started(process), reading_from(process) as backend:
         await connected(backend)
         assert await backend.held_prefix(keys_of(range(4))) == 4
         await until(lambda: not backend.status()[0]["promises"])
         items = await blanks(range(4), SMALL)
         assert await backend.get(items) == [OK] * 4
-        await assert_right(items, range(len(items)))
+        await assert_right(items, SMALL)
         await nothing_granted(process)
 
 
 async def test_many_at_once_with_a_quarter_cancelled() -> None:
-    process = WireProcess(range(64), 1 << 20, lease=2.0)
+    process = PeerProcess(range(64), 1 << 20, lease=2.0)
     async with started(process), reading_from(process) as backend:
         await connected(backend)
         batches = [await blanks([number], 1 << 20) for number in range(64)]
@@ -249,12 +297,12 @@ async def test_many_at_once_with_a_quarter_cancelled() -> None:
         cancelled = [get for index, get in enumerate(gets) if index % 4 == 0 and get.cancel()]
         await asyncio.wait(gets)
         assert cancelled, "all were through before"
-        for number, (batch, get) in enumerate(zip(batches, gets, strict=True)):
+        for batch, get in zip(batches, gets, strict=True):
             if get.cancelled():
                 await stained_anew(batch)
             else:
                 assert get.result() == [OK]
-                await assert_right(batch, [number])
+                await assert_right(batch, 1 << 20)
         await nothing_granted(process)
         for batch, get in zip(batches, gets, strict=True):
             if get.cancelled():
@@ -262,15 +310,28 @@ async def test_many_at_once_with_a_quarter_cancelled() -> None:
 
 
 async def test_three_peers_share_and_one_may_go() -> None:
-    processes = [WireProcess(range(60), 1 << 20) for _ in range(3)]
+    processes = [PeerProcess(range(60), 1 << 20) for _ in range(3)]
     async with started(*processes), reading_from(*processes) as backend:
         await connected(backend)
         for round_ in range(2):
             for start in range(0, 60, 6):
                 items = await blanks(range(start, start + 6), 1 << 20)
                 assert await backend.get(items) == [OK] * 6
-                await assert_right(items, range(start, start + 6))
+                await assert_right(items, 1 << 20)
             counts = [status["read_bytes"] for status in backend.status()]
             assert round_ or min(counts) > 6 << 20, counts
             await processes[0].kill()
             await connected(backend, 2)
+
+
+async def test_the_wrong_secret_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    process = PeerProcess(range(4))
+    async with started(process), reading_from(process, secret="another that is long enough") as backend:
+        await until(lambda: backend.status()[0]["state"] == "not connected")
+        for _ in range(20):
+            assert await backend.held_prefix(keys_of(range(4))) == 0
+            assert await backend.get(await blanks([1], SMALL)) == [MISS]
+            await anyio.sleep(0.05)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1, warnings
+    assert "secret" in warnings[0]
