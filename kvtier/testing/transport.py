@@ -14,16 +14,9 @@ authentication, over loopback or over a relay that holds bytes back and cuts.
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import random
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -31,176 +24,33 @@ import anyio.to_thread
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from kvtier.arena import Lease
-from kvtier.backends.base import Outcome
 from kvtier.errors import PeerError
-from kvtier.testing.backend import is_stained, stain
-from kvtier.testing.cancelling import Through, cancelled_at
-from kvtier.testing.relay import Relay
+from kvtier.testing.backend import is_stained, same
+from kvtier.testing.transport_faults import TransportFaults
+from kvtier.testing.transport_pair import (
+    KIB,
+    MISS,
+    OK,
+    PATIENCE_SECONDS,
+    Linked,
+    fill,
+    holds,
+    no_more,
+    part,
+    until,
+)
 from kvtier.testing.transport_process import OtherProcess, resources
 from kvtier.testing.transport_side import (
     MIB,
     Certificate,
-    Side,
     dial_nowhere,
-    dial_to,
     pattern,
 )
-from kvtier.transports.base import Access, Link, RemoteSpan, Transport
-
-KIB = 1 << 10
-OK, MISS, FAILED = Outcome.OK, Outcome.MISS, Outcome.FAILED
-
-SHORT_DEADLINE = 1.0
-GRACE_SECONDS = 3.0
-"""How much later than its deadline a call may end on a machine that is busy."""
-PATIENCE_SECONDS = 30.0
-"""How long a condition that must come may take to come."""
+from kvtier.transports.base import Access, RemoteSpan
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition; fail where it does not come."""
-    with anyio.fail_after(PATIENCE_SECONDS):
-        while not condition():  # noqa: ASYNC110 - of another process or thread
-            await anyio.sleep(0.005)
-
-
-def no_more(now: Sequence[Sequence[int]], before: Sequence[Sequence[int]]) -> bool:
-    """Whether no number is greater than it was."""
-    return all(
-        count <= earlier
-        for row, row_before in zip(now, before, strict=True)
-        for count, earlier in zip(row, row_before, strict=True)
-    )
-
-
-def part(span: RemoteSpan, start: int, length: int) -> RemoteSpan:
-    """Some bytes of a span."""
-    return RemoteSpan(span.grant, span.offset + start, length)
-
-
-@dataclass
-class Linked:
-    """This process's side, the other process, and the link there."""
-
-    here: Side
-    other: OtherProcess
-    endpoint: bytes
-    link: Link
-    relay: Relay | None
-    room: list[Lease] = field(default_factory=list)
-
-    def views(self, lengths: Sequence[int]) -> list[memoryview]:
-        """Memory of this process's arena, until the test ends; stained."""
-        leases = [self.here.arena.allocate(length) for length in lengths]
-        for lease in leases:
-            assert lease is not None, "the arena of a test is too small"
-            self.room.append(lease)
-        return [lease.view for lease in leases if lease is not None]
-
-    async def read(self, spans: Sequence[RemoteSpan]) -> tuple[list[Outcome], list[memoryview]]:
-        """Read spans into memory of its own each."""
-        views = self.views([span.length for span in spans])
-        return list(await self.link.read(list(zip(spans, views, strict=True)))), views
-
-    async def nothing_is_lent(self) -> None:
-        """Wait until no transfer holds a lease over there; fail where one stays."""
-        with anyio.fail_after(PATIENCE_SECONDS):
-            while await self.other.do("lent"):  # noqa: ASYNC110 - of another process
-                await anyio.sleep(0.01)
-
-
-class TransportConformance:
+class TransportConformance(TransportFaults):
     """The contract of :class:`~kvtier.transports.base.Transport`. Call your subclass ``Test...``."""
-
-    pytestmark = pytest.mark.anyio
-
-    transport: ClassVar[type[Transport]]
-    settings: ClassVar[Mapping[str, Any]]
-    """Of this transport, as an operator writes them, without ``deadline``."""
-    counts_files: ClassVar[bool] = True
-    """Whether all descriptors of a transport are closed with it: not so where a library keeps some."""
-    counts_threads: ClassVar[bool] = True
-    """The same of its threads."""
-
-    def certificate(self, path: Path) -> Certificate | None:
-        """One, made in that folder, to run all this over TLS."""
-        return None
-
-    @property
-    def over_connections(self) -> bool:
-        """Whether its bytes go over connections that it is given."""
-        # Not issubclass(), which would ask for more than methods.
-        return hasattr(self.transport, "serve")
-
-    @pytest.fixture
-    def anyio_backend(self) -> str:
-        """The cache process runs on asyncio."""
-        return "asyncio"
-
-    @pytest.fixture(scope="class")
-    def process(self) -> Iterator[OtherProcess]:
-        """The other process; a test that ends it leaves it to the next to start it again."""
-        process = OtherProcess()
-        yield process
-        process.kill()
-
-    @pytest.fixture
-    def other(self, process: OtherProcess) -> OtherProcess:
-        """The other process, running."""
-        process.start()
-        return process
-
-    @pytest.fixture
-    def proof(self, tmp_path: Path) -> Certificate | None:
-        """What this test's connections are secured with."""
-        return self.certificate(tmp_path / "certificate")
-
-    @asynccontextmanager
-    async def linked(
-        self,
-        other: OtherProcess,
-        proof: Certificate | None = None,
-        *,
-        deadline: float = 20.0,
-        capacity: int = 24 * MIB,
-        relayed: bool = False,
-    ) -> AsyncIterator[Linked]:
-        """Both sides open, and this one linked to the other. At the end nothing of either may be leased."""
-        settings = {**self.settings, "deadline": deadline}
-        endpoint, port = await other.open(self.transport, settings, capacity, proof)
-        async with AsyncExitStack() as stack:
-            here = await stack.enter_async_context(Side.open(self.transport, settings, capacity, proof))
-            relay = stack.enter_context(Relay.to(port)) if relayed else None
-            dial = dial_to(relay.port if relay else port, proof) if port else dial_nowhere
-            link = await here.transport.connect(endpoint, dial)
-            linked = Linked(here, other, endpoint, link, relay)
-            try:
-                yield linked
-            finally:
-                await link.close()
-                for lease in linked.room:
-                    lease.release()
-        if other.is_running:
-            await other.do("close")
-
-    @pytest.fixture
-    async def pair(self, other: OtherProcess, proof: Certificate | None) -> AsyncIterator[Linked]:
-        """Both sides, linked directly."""
-        async with self.linked(other, proof) as linked:
-            yield linked
-
-    async def assert_reads(self, pair: Linked, spans: Sequence[RemoteSpan], seed: int = 0) -> None:
-        """Fail unless whole slices, granted with this seed, are read right."""
-        outcomes, views = await pair.read(spans)
-        assert outcomes == [OK] * len(spans)
-        for index, view in enumerate(views):
-            assert view == pattern(seed + index, len(view)), f"item {index} has other bytes"
-
-    def only_over_connections(self) -> None:
-        """Skip the test where the suite has no hand in how bytes travel."""
-        if not self.over_connections:
-            pytest.skip("needs connections that can be held back and cut")
 
     # Bytes.
 
@@ -229,11 +79,10 @@ class TransportConformance:
             (span,) = await pair.other.grant([size], seed=1)
             (target,) = await pair.other.grant([size], access=Access.WRITE, seed=2)
             (view,) = pair.views([size])
-            expected = await anyio.to_thread.run_sync(pattern, 1, size)
             assert list(await pair.link.read([(span, view)])) == [OK]
-            assert view == expected
+            assert await holds(view, 1)
             assert list(await pair.link.write([(view, target)])) == [OK]
-            assert await pair.other.digest(target.offset, size) == xxh3_128_hexdigest(expected)
+            assert await pair.other.digest(target.offset, size) == xxh3_128_hexdigest(view)
 
     @pytest.mark.parametrize(("start", "length"), [(1, 1), (4095, 2), (0, 9999), (777, 5000), (9999, 1)])
     async def test_a_part_of_a_slice(self, pair: Linked, start: int, length: int) -> None:
@@ -286,7 +135,7 @@ class TransportConformance:
                 spans = await pair.other.grant(sizes, access=Access.WRITE, seed=seed)
                 views = pair.views(sizes)
                 for view in views:
-                    view[:] = await anyio.to_thread.run_sync(pattern, seed + 1000, len(view))
+                    await fill(view, seed + 1000)
                 for _ in range(3):
                     assert list(await pair.link.write(list(zip(views, spans, strict=True)))) == [OK] * 4
                 for span, view in zip(spans, views, strict=True):
@@ -343,8 +192,8 @@ class TransportConformance:
         spans = [good, *(span for each in bad for span in (each, beside))]
         outcomes, views = await pair.read(spans)
         assert outcomes == [OK, *([MISS, OK] * len(bad))]
-        assert views[0] == pattern(1, 5000)
-        assert all(view == pattern(2, 5000) for view in views[2::2])
+        assert same(views[0], pattern(1, 5000))
+        assert all(same(view, pattern(2, 5000)) for view in views[2::2])
         await pair.nothing_is_lent()
 
     async def test_what_is_not_granted_is_not_written(self, pair: Linked) -> None:
@@ -372,246 +221,10 @@ class TransportConformance:
         outcomes, views = await pair.read([good, *bad, good])
         assert OK not in outcomes[1:-1]
         assert (outcomes[0], outcomes[-1]) == (OK, OK)
-        assert views[0] == views[-1] == pattern(1, 5000)
+        assert all(same(view, pattern(1, 5000)) for view in (views[0], views[-1]))
         outcomes = list(await pair.link.write(list(zip(views[1:-1], bad, strict=True))))
         assert OK not in outcomes
         await self.assert_reads(pair, [good], 1)
-
-    async def test_a_grant_that_ends_in_mid_transfer(
-        self, other: OtherProcess, proof: Certificate | None
-    ) -> None:
-        """What a transfer is using stays leased until it has ended; then all is as before."""
-        self.only_over_connections()
-        size = 32 * MIB
-        async with self.linked(other, proof, capacity=size + 4 * MIB, relayed=True) as pair:
-            assert pair.relay is not None
-            (span,) = await pair.other.grant([size])
-            (view,) = pair.views([size])
-            pair.relay.hold_after(MIB)
-            outcomes: list[Outcome] = []
-
-            async def read() -> None:
-                outcomes.extend(await pair.link.read([(span, view)]))
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(read)
-                await until(lambda: pair.relay is not None and pair.relay.is_holding)
-                await pair.other.do("revoke", grant=span.grant)
-                assert await pair.other.do("lent") > 0
-                pair.relay.let_go()
-            # What was not yet being sent may have missed.
-            assert outcomes in ([OK], [MISS])
-            assert outcomes != [OK] or view == await anyio.to_thread.run_sync(pattern, 0, size)
-            await pair.nothing_is_lent()
-            (again,) = await pair.other.grant([1000], seed=5)
-            await self.assert_reads(pair, [again], 5)
-
-    # Cancelling.
-
-    @pytest.mark.parametrize("lag", [0, 1])
-    @pytest.mark.parametrize("through", ["scope", "task"])
-    @pytest.mark.parametrize("method", ["read", "write"])
-    async def test_cancelling_at_every_step(
-        self, pair: Linked, method: str, through: Through, lag: int
-    ) -> None:
-        """A cancelled call leaves memory alone from then on, and the link usable."""
-        sizes = [300 * KIB, 20, 2 * MIB]
-        granted = await pair.other.grant(sizes, access=Access(method), seed=1)
-        checked = await pair.other.grant([1000], seed=9)
-        views = pair.views(sizes)
-        if method == "read":
-            operation = partial(pair.link.read, list(zip(granted, views, strict=True)))
-        else:
-            operation = partial(pair.link.write, list(zip(views, granted, strict=True)))
-        for step in itertools.count(1):
-            cancelled = await cancelled_at(step, operation, through=through, lag=lag)
-            for view in views:
-                stain(view)
-            await self.assert_reads(pair, checked, 9)
-            assert all(is_stained(view) for view in views), "memory was written to after the call had ended"
-            if not cancelled:
-                break
-        await pair.nothing_is_lent()
-
-    async def test_many_at_once_and_a_quarter_cancelled(
-        self, other: OtherProcess, proof: Certificate | None
-    ) -> None:
-        """Of 64 transfers that go on at once, those that are cancelled do not disturb the others."""
-        size = 700_000
-        async with self.linked(other, proof, capacity=64 * 720_896) as pair:
-            spans = await pair.other.grant([size] * 64)
-            views = pair.views([size] * 64)
-            calls = [
-                asyncio.ensure_future(pair.link.read([(span, view)]))
-                for span, view in zip(spans, views, strict=True)
-            ]
-            cancelled = calls[2::4]
-            for call in cancelled:
-                await anyio.lowlevel.checkpoint()
-                call.cancel()
-                await asyncio.wait([call])
-                stain(views[calls.index(call)])
-            await asyncio.wait(calls)
-            for index, (call, view) in enumerate(zip(calls, views, strict=True)):
-                if call.cancelled():
-                    assert is_stained(view), "memory was written to after the call had ended"
-                elif call not in cancelled:
-                    assert list(call.result()) == [OK]
-                    assert view == await anyio.to_thread.run_sync(pattern, index, size)
-            await pair.nothing_is_lent()
-
-    async def test_cancelling_what_stands_still(self, other: OtherProcess, proof: Certificate | None) -> None:
-        """A call whose bytes do not come ends soon after it is cancelled."""
-        async with self.linked(other, proof) as pair:
-            (span,) = await pair.other.grant([8 * MIB])
-            (view,) = pair.views([8 * MIB])
-            pair.other.pause()
-            try:
-                call = asyncio.ensure_future(pair.link.read([(span, view)]))
-                await anyio.sleep(0.1)
-                began = time.monotonic()
-                call.cancel()
-                await asyncio.wait([call])
-                assert time.monotonic() - began < GRACE_SECONDS
-                stain(view)
-            finally:
-                pair.other.resume()
-            (checked,) = await pair.other.grant([1000], seed=3)
-            await self.assert_reads(pair, [checked], 3)
-            assert call.cancelled() is False or is_stained(view)
-            await pair.nothing_is_lent()
-
-    # What befalls peers and networks.
-
-    @pytest.mark.parametrize("method", ["read", "write"])
-    async def test_a_peer_that_is_killed_in_mid_transfer(
-        self, other: OtherProcess, proof: Certificate | None, method: str
-    ) -> None:
-        """``FAILED`` within the deadline, and nothing leaks; what is called afterwards fails, too."""
-        size = 32 * MIB
-        async with self.linked(
-            other, proof, deadline=2.0, capacity=size + 4 * MIB, relayed=self.over_connections
-        ) as pair:
-            (span,) = await pair.other.grant([size], access=Access(method))
-            (view,) = pair.views([size])
-            if pair.relay is not None:
-                pair.relay.hold_after(MIB)
-            began = time.monotonic()
-            call = asyncio.ensure_future(
-                pair.link.read([(span, view)]) if method == "read" else pair.link.write([(view, span)])
-            )
-            if pair.relay is not None:
-                await until(lambda: pair.relay is not None and pair.relay.is_holding)
-            else:
-                await anyio.sleep(0.001)
-            pair.other.kill()
-            if pair.relay is not None:
-                pair.relay.let_go()
-            (outcome,) = await call
-            assert time.monotonic() - began < 2.0 + GRACE_SECONDS
-            assert outcome is FAILED or (outcome is OK and pair.relay is None)
-            stain(view)
-            assert list(await pair.link.read([(span, view)])) == [FAILED]
-            assert is_stained(view)
-
-    async def test_a_reader_that_is_killed_in_mid_transfer(
-        self, other: OtherProcess, proof: Certificate | None
-    ) -> None:
-        """Who serves it lets go of what it was reading, and serves others."""
-        size = 16 * MIB
-        async with self.linked(other, proof, capacity=2 * size) as pair:
-            port = pair.here.port
-            (span,) = pair.here.grants.grant([size], Access.READ, 1)
-            with Relay.to(port) if port else nullcontext() as relay:
-                through = relay.port if isinstance(relay, Relay) else 0
-                endpoint = pair.here.transport.endpoint.hex()
-                await pair.other.do("connect", endpoint=endpoint, port=through)
-                if isinstance(relay, Relay):
-                    relay.hold_after(MIB)
-                await pair.other.do("read_on", spans=[span])
-                if isinstance(relay, Relay):
-                    await until(lambda: relay.is_holding and pair.here.lent > 0)
-                pair.other.kill()
-            await until(lambda: pair.here.lent == len(pair.room))
-            pair.other.start()
-            settings = {**self.settings, "deadline": 20.0}
-            await pair.other.open(self.transport, settings, 2 * size, proof)
-            await pair.other.do("connect", endpoint=endpoint, port=port)
-            answer = await pair.other.do("read", spans=[span])
-            assert answer["outcomes"] == ["ok"]
-            expected = await anyio.to_thread.run_sync(pattern, 1, size)
-            assert answer["digests"] == [xxh3_128_hexdigest(expected)]
-            await until(lambda: pair.here.lent == len(pair.room))
-
-    async def test_a_peer_that_is_paused(self, other: OtherProcess, proof: Certificate | None) -> None:
-        """Longer than the deadline: ``FAILED``. When it goes on, so does the link."""
-        async with self.linked(other, proof, deadline=SHORT_DEADLINE) as pair:
-            spans = await pair.other.grant([MIB, 5000], seed=1)
-            await self.assert_reads(pair, spans, 1)
-            views = pair.views([MIB, 5000])
-            pair.other.pause()
-            try:
-                began = time.monotonic()
-                outcomes = list(await pair.link.read(list(zip(spans, views, strict=True))))
-                assert time.monotonic() - began < SHORT_DEADLINE + GRACE_SECONDS
-                # A device may need no help of that process.
-                assert outcomes == [FAILED, FAILED] or self.transport.one_sided
-                for view in views:
-                    stain(view)
-            finally:
-                pair.other.resume()
-            await self.assert_reads(pair, spans, 1)
-            assert all(is_stained(view) for view in views), "memory was written to after the call had ended"
-            await pair.nothing_is_lent()
-
-    @pytest.mark.parametrize("method", ["read", "write"])
-    async def test_a_cut_that_heals(
-        self, other: OtherProcess, proof: Certificate | None, method: str
-    ) -> None:
-        """The transfer goes on over new connections, and what had arrived is not sent again."""
-        self.only_over_connections()
-        size = 48 * MIB
-        async with self.linked(other, proof, capacity=size + 4 * MIB, relayed=True) as pair:
-            assert pair.relay is not None
-            (span,) = await pair.other.grant([size], access=Access(method), seed=1)
-            (view,) = pair.views([size])
-            if method == "write":
-                view[:] = await anyio.to_thread.run_sync(pattern, 5, size)
-            pair.relay.hold_after(size // 2)
-            call = asyncio.ensure_future(
-                pair.link.read([(span, view)]) if method == "read" else pair.link.write([(view, span)])
-            )
-            await until(lambda: pair.relay is not None and pair.relay.is_holding)
-            pair.relay.cut()
-            await anyio.sleep(0.3)
-            pair.relay.let_go()
-            pair.relay.heal()
-            assert list(await call) == [OK]
-            if method == "read":
-                assert view == await anyio.to_thread.run_sync(pattern, 1, size)
-            assert await pair.other.digest(span.offset, size) == xxh3_128_hexdigest(view)
-            assert pair.relay.forwarded < size * 5 // 4, "what had arrived was sent again"
-            await pair.nothing_is_lent()
-
-    async def test_a_cut_that_does_not_heal_in_time(
-        self, other: OtherProcess, proof: Certificate | None
-    ) -> None:
-        """``FAILED`` by the deadline; after it has healed the link works again."""
-        self.only_over_connections()
-        async with self.linked(other, proof, deadline=SHORT_DEADLINE, relayed=True) as pair:
-            assert pair.relay is not None
-            spans = await pair.other.grant([8 * MIB, 1], seed=1)
-            pair.relay.hold_after(MIB)
-            call = asyncio.ensure_future(pair.read(spans))
-            await until(lambda: pair.relay is not None and pair.relay.is_holding)
-            began = time.monotonic()
-            pair.relay.cut()
-            assert FAILED in (await call)[0]
-            assert time.monotonic() - began < SHORT_DEADLINE + GRACE_SECONDS
-            pair.relay.let_go()
-            pair.relay.heal()
-            await self.assert_reads(pair, spans, 1)
-            await pair.nothing_is_lent()
 
     # Endpoints, and closing.
 
