@@ -145,8 +145,8 @@ class Agent:
         self.name = name
         self._agent = _api.nixl_agent(
             name,
-            # NIXL's own thread serves those who reach this agent. Where nobody does, it would only spin beside
-            # the one that looks after the transfers, which took half of the throughput and a second core.
+            # NIXL's own thread serves those who reach this agent. Where nobody does, it would only spin
+            # beside the one that looks after the transfers, which took half of the throughput and a core.
             _api.nixl_agent_config(
                 enable_prog_thread=serves,
                 backends=[],

@@ -77,7 +77,14 @@ class NixlLink(Link):
 
     async def connect(self) -> None:
         """Make the first connection. Raises :class:`PeerError`."""
-        await self._reach_peer()
+        try:
+            await self._reach_peer()
+        except PeerError as error:
+            # The endpoint may be that of an agent which has ended since; the second time it is asked for.
+            try:
+                await self._reach_peer()
+            except OSError:
+                raise error from None
 
     async def read(self, items: Sequence[ReadItem]) -> Sequence[Outcome]:
         """See :class:`~kvtier.transports.base.Link`."""

@@ -1,0 +1,20 @@
+"""The suite that every transport must pass, over NIXL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
+
+from kvtier.testing.transport import TransportConformance
+from kvtier.transports.nixl import NixlTransport
+
+pytest.importorskip("nixl_cu13")
+
+
+class TestNixl(TransportConformance):
+    transport = NixlTransport
+    settings: ClassVar[Mapping[str, Any]] = {"type": "nixl", "ucx": {"TLS": "tcp,self"}}
+    # Connections only tell where an agent is.
+    over_connections = False
