@@ -22,7 +22,12 @@ import pytest
 if TYPE_CHECKING:
     from kvtier.arena import Arena
 
-pytest.register_assert_rewrite("kvtier.testing.backend", "kvtier.testing.transport")
+pytest.register_assert_rewrite(
+    "kvtier.testing.backend",
+    "kvtier.testing.transport",
+    "kvtier.testing.transport_faults",
+    "kvtier.testing.transport_pair",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -33,6 +33,7 @@ class OtherProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._turn = threading.Lock()
 
     def start(self) -> None:
         """Start it, unless it runs. Blocks for no longer than starting a program takes."""
@@ -64,9 +65,10 @@ class OtherProcess:
         process = self._running
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(line + b"\n")
-        process.stdin.flush()
-        answered = process.stdout.readline()
+        with self._turn:
+            process.stdin.write(line + b"\n")
+            process.stdin.flush()
+            answered = process.stdout.readline()
         if not answered:
             raise ConnectionError(f"the other process has ended: {process.wait()}")
         answer = json.loads(answered)

@@ -1,0 +1,279 @@
+"""The part of the conformance suite of transports in which calls are cancelled, and peers fail."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from contextlib import nullcontext
+from functools import partial
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+from xxhash import xxh3_128_hexdigest
+
+from kvtier.backends.base import Outcome
+from kvtier.testing.backend import is_stained, stain
+from kvtier.testing.cancelling import Through, cancelled_at
+from kvtier.testing.relay import Relay
+from kvtier.testing.transport_pair import (
+    FAILED,
+    GRACE_SECONDS,
+    KIB,
+    MISS,
+    OK,
+    SHORT_DEADLINE,
+    Linked,
+    TransportSuite,
+    fill,
+    holds,
+    until,
+)
+from kvtier.testing.transport_process import OtherProcess
+from kvtier.testing.transport_side import (
+    MIB,
+    Certificate,
+    pattern,
+)
+from kvtier.transports.base import Access
+
+
+class TransportFaults(TransportSuite):
+    """What must not do any harm."""
+
+    async def test_a_grant_that_ends_in_mid_transfer(
+        self, other: OtherProcess, proof: Certificate | None
+    ) -> None:
+        """What a transfer is using stays leased until it has ended; then all is as before."""
+        self.only_over_connections()
+        size = 32 * MIB
+        async with self.linked(other, proof, capacity=size + 4 * MIB, relayed=True) as pair:
+            assert pair.relay is not None
+            (span,) = await pair.other.grant([size])
+            (view,) = pair.views([size])
+            pair.relay.hold_after(MIB)
+            outcomes: list[Outcome] = []
+
+            async def read() -> None:
+                outcomes.extend(await pair.link.read([(span, view)]))
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(read)
+                await until(lambda: pair.relay is not None and pair.relay.is_holding)
+                await pair.other.do("revoke", grant=span.grant)
+                assert await pair.other.do("lent") > 0
+                pair.relay.let_go()
+            # What was not yet being sent may have missed.
+            assert outcomes in ([OK], [MISS])
+            assert outcomes != [OK] or await holds(view, 0)
+            await pair.nothing_is_lent()
+            (again,) = await pair.other.grant([1000], seed=5)
+            await self.assert_reads(pair, [again], 5)
+
+    # Cancelling.
+
+    @pytest.mark.parametrize("lag", [0, 1])
+    @pytest.mark.parametrize("through", ["scope", "task"])
+    @pytest.mark.parametrize("method", ["read", "write"])
+    async def test_cancelling_at_every_step(
+        self, pair: Linked, method: str, through: Through, lag: int
+    ) -> None:
+        """A cancelled call leaves memory alone from then on, and the link usable."""
+        sizes = [300 * KIB, 20, 2 * MIB]
+        granted = await pair.other.grant(sizes, access=Access(method), seed=1)
+        checked = await pair.other.grant([1000], seed=9)
+        views = pair.views(sizes)
+        if method == "read":
+            operation = partial(pair.link.read, list(zip(granted, views, strict=True)))
+        else:
+            operation = partial(pair.link.write, list(zip(views, granted, strict=True)))
+        for step in itertools.count(1):
+            cancelled = await cancelled_at(step, operation, through=through, lag=lag)
+            for view in views:
+                stain(view)
+            await self.assert_reads(pair, checked, 9)
+            assert all(is_stained(view) for view in views), "memory was written to after the call had ended"
+            if not cancelled:
+                break
+        await pair.nothing_is_lent()
+
+    async def test_many_at_once_and_a_quarter_cancelled(
+        self, other: OtherProcess, proof: Certificate | None
+    ) -> None:
+        """Of 64 transfers that go on at once, those that are cancelled do not disturb the others."""
+        size = 700_000
+        async with self.linked(other, proof, capacity=64 * 720_896) as pair:
+            spans = await pair.other.grant([size] * 64)
+            views = pair.views([size] * 64)
+            calls = [
+                asyncio.ensure_future(pair.link.read([(span, view)]))
+                for span, view in zip(spans, views, strict=True)
+            ]
+            cancelled = calls[2::4]
+            for call in cancelled:
+                await anyio.lowlevel.checkpoint()
+                call.cancel()
+                await asyncio.wait([call])
+                stain(views[calls.index(call)])
+            await asyncio.wait(calls)
+            for index, (call, view) in enumerate(zip(calls, views, strict=True)):
+                if call.cancelled():
+                    assert is_stained(view), "memory was written to after the call had ended"
+                elif call not in cancelled:
+                    assert list(call.result()) == [OK]
+                    assert await holds(view, index)
+            await pair.nothing_is_lent()
+
+    async def test_cancelling_what_stands_still(self, other: OtherProcess, proof: Certificate | None) -> None:
+        """A call whose bytes do not come ends soon after it is cancelled."""
+        async with self.linked(other, proof) as pair:
+            (span,) = await pair.other.grant([8 * MIB])
+            (view,) = pair.views([8 * MIB])
+            pair.other.pause()
+            try:
+                call = asyncio.ensure_future(pair.link.read([(span, view)]))
+                await anyio.sleep(0.1)
+                began = time.monotonic()
+                call.cancel()
+                await asyncio.wait([call])
+                assert time.monotonic() - began < GRACE_SECONDS
+                stain(view)
+            finally:
+                pair.other.resume()
+            (checked,) = await pair.other.grant([1000], seed=3)
+            await self.assert_reads(pair, [checked], 3)
+            assert call.cancelled() is False or is_stained(view)
+            await pair.nothing_is_lent()
+
+    # What befalls peers and networks.
+
+    @pytest.mark.parametrize("method", ["read", "write"])
+    async def test_a_peer_that_is_killed_in_mid_transfer(
+        self, other: OtherProcess, proof: Certificate | None, method: str
+    ) -> None:
+        """``FAILED`` within the deadline, and nothing leaks; what is called afterwards fails, too."""
+        size = 32 * MIB
+        async with self.linked(
+            other, proof, deadline=SHORT_DEADLINE, capacity=size + 4 * MIB, relayed=self.over_connections
+        ) as pair:
+            (span,) = await pair.other.grant([size], access=Access(method))
+            (view,) = pair.views([size])
+            if pair.relay is not None:
+                pair.relay.hold_after(MIB)
+            began = time.monotonic()
+            call = asyncio.ensure_future(
+                pair.link.read([(span, view)]) if method == "read" else pair.link.write([(view, span)])
+            )
+            if pair.relay is not None:
+                await until(lambda: pair.relay is not None and pair.relay.is_holding)
+            else:
+                await anyio.sleep(0.001)
+            pair.other.kill()
+            if pair.relay is not None:
+                pair.relay.let_go()
+            (outcome,) = await call
+            assert time.monotonic() - began < SHORT_DEADLINE + GRACE_SECONDS
+            assert outcome is FAILED or (outcome is OK and pair.relay is None)
+            stain(view)
+            assert list(await pair.link.read([(span, view)])) == [FAILED]
+            assert is_stained(view)
+
+    async def test_a_reader_that_is_killed_in_mid_transfer(
+        self, other: OtherProcess, proof: Certificate | None
+    ) -> None:
+        """Who serves it lets go of what it was reading, and serves others."""
+        size = 16 * MIB
+        async with self.linked(other, proof, capacity=2 * size) as pair:
+            port = pair.here.port
+            (span,) = pair.here.grants.grant([size], Access.READ, 1)
+            with Relay.to(port) if self.over_connections else nullcontext() as relay:
+                through = relay.port if isinstance(relay, Relay) else port
+                endpoint = pair.here.transport.endpoint.hex()
+                await pair.other.do("connect", endpoint=endpoint, port=through)
+                if isinstance(relay, Relay):
+                    relay.hold_after(MIB)
+                await pair.other.do("read_on", spans=[span])
+                if isinstance(relay, Relay):
+                    await until(lambda: relay.is_holding and pair.here.lent > 0)
+                pair.other.kill()
+            await until(lambda: pair.here.lent == len(pair.room))
+            pair.other.start()
+            settings = {**self.settings, "deadline": 20.0}
+            await pair.other.open(self.transport, settings, 2 * size, proof)
+            await pair.other.do("connect", endpoint=endpoint, port=port)
+            answer = await pair.other.do("read", spans=[span])
+            assert answer["outcomes"] == ["ok"]
+            assert answer["digests"] == [xxh3_128_hexdigest(await anyio.to_thread.run_sync(pattern, 1, size))]
+            await until(lambda: pair.here.lent == len(pair.room))
+
+    async def test_a_peer_that_is_paused(self, other: OtherProcess, proof: Certificate | None) -> None:
+        """Longer than the deadline: ``FAILED``. When it goes on, so does the link."""
+        async with self.linked(other, proof, deadline=SHORT_DEADLINE) as pair:
+            spans = await pair.other.grant([MIB, 5000], seed=1)
+            await self.assert_reads(pair, spans, 1)
+            views = pair.views([MIB, 5000])
+            pair.other.pause()
+            try:
+                began = time.monotonic()
+                outcomes = list(await pair.link.read(list(zip(spans, views, strict=True))))
+                assert time.monotonic() - began < SHORT_DEADLINE + GRACE_SECONDS
+                # A device may need no help of that process.
+                assert outcomes == [FAILED, FAILED] or self.transport.one_sided
+                for view in views:
+                    stain(view)
+            finally:
+                pair.other.resume()
+            await self.assert_reads(pair, spans, 1)
+            assert all(is_stained(view) for view in views), "memory was written to after the call had ended"
+            await pair.nothing_is_lent()
+
+    @pytest.mark.parametrize("method", ["read", "write"])
+    async def test_a_cut_that_heals(
+        self, other: OtherProcess, proof: Certificate | None, method: str
+    ) -> None:
+        """The transfer goes on over new connections, and what had arrived is not sent again."""
+        self.only_over_connections()
+        size = 48 * MIB
+        async with self.linked(other, proof, capacity=size + 4 * MIB, relayed=True) as pair:
+            assert pair.relay is not None
+            (span,) = await pair.other.grant([size], access=Access(method), seed=1)
+            (view,) = pair.views([size])
+            if method == "write":
+                await fill(view, 5)
+            pair.relay.hold_after(size // 2)
+            call = asyncio.ensure_future(
+                pair.link.read([(span, view)]) if method == "read" else pair.link.write([(view, span)])
+            )
+            await until(lambda: pair.relay is not None and pair.relay.is_holding)
+            pair.relay.cut()
+            await anyio.sleep(0.3)
+            pair.relay.let_go()
+            pair.relay.heal()
+            assert list(await call) == [OK]
+            if method == "read":
+                assert await holds(view, 1)
+            assert await pair.other.digest(span.offset, size) == xxh3_128_hexdigest(view)
+            assert pair.relay.forwarded < size * 5 // 4, "what had arrived was sent again"
+            await pair.nothing_is_lent()
+
+    async def test_a_cut_that_does_not_heal_in_time(
+        self, other: OtherProcess, proof: Certificate | None
+    ) -> None:
+        """``FAILED`` by the deadline; after it has healed the link works again."""
+        self.only_over_connections()
+        async with self.linked(other, proof, deadline=SHORT_DEADLINE, relayed=True) as pair:
+            assert pair.relay is not None
+            spans = await pair.other.grant([8 * MIB, 1], seed=1)
+            pair.relay.hold_after(MIB)
+            call = asyncio.ensure_future(pair.read(spans))
+            await until(lambda: pair.relay is not None and pair.relay.is_holding)
+            began = time.monotonic()
+            pair.relay.cut()
+            assert FAILED in (await call)[0]
+            assert time.monotonic() - began < SHORT_DEADLINE + GRACE_SECONDS
+            pair.relay.let_go()
+            pair.relay.heal()
+            await self.assert_reads(pair, spans, 1)
+            await pair.nothing_is_lent()
