@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -15,6 +16,7 @@ from kvtier.backends.base import Outcome
 from kvtier.peers.authentication import Credentials
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.dialling import Called, Caller
+from kvtier.peers.pauses import GrowingPause
 from kvtier.peers.protocol import (
     NO_GRANT,
     VERSION,
@@ -50,6 +52,11 @@ def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What was logged at INFO and above, but for the peer's address."""
     caplog.set_level(logging.INFO, "kvtier")
     return lambda: [record.getMessage().partition(": ")[2] for record in caplog.records]
+
+
+@pytest.fixture(autouse=True)
+def _call_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.peers.client.GrowingPause", partial(GrowingPause, shortest=0.02))
 
 
 def sockets() -> int:
