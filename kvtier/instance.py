@@ -82,7 +82,7 @@ class Instance:
             TieredCache.open(settings, plugins=plugins, pools=pools) as cache,
             AsyncExitStack() as stack,
         ):
-            grants = GrantBook(cache.arena, settings.peer)
+            grants = GrantBook(cache.arena, settings.peer, one_sided=transport.one_sided)
             await transport.open(cache.arena, grants)
             stack.push_async_callback(_close, transport, peers)
             server = None

@@ -137,7 +137,7 @@ def test_a_peer_that_goes_amid_loads_costs_misses(
             first.start()
         else:
             first.resume()
-        second.wait_until(lambda status: status["peers"][0]["available"])
+        second.wait_until(lambda status: status["peers"][0]["state"] == "connected")
         answer = engine.generate(LATER)
         assert (answer.tokens, answer.cached) == (oracle(llama, LATER), WHOLE_CHUNKS)
     wait_until_nothing_is_granted(first)
