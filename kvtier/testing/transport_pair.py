@@ -168,6 +168,10 @@ class TransportSuite:
             linked = Linked(here, other, endpoint, link, relay)
             try:
                 yield linked
+            except BaseException:
+                # What it is doing now is nobody's business any longer, least of all the next test's.
+                other.kill()
+                raise
             finally:
                 await link.close()
                 for lease in linked.room:
