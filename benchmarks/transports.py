@@ -32,7 +32,7 @@ from benchmarks.common import MIB, ratio, show, speed
 from benchmarks.transports_nixl import BareNixl
 from benchmarks.transports_process import cpu_seconds, family
 from benchmarks.transports_raw import RawSockets, Span
-from kvtier.arena import ArenaMap, Lease
+from kvtier.arena import Arena, ArenaMap, Lease
 from kvtier.backends.base import Outcome
 from kvtier.plugins import Plugins
 from kvtier.testing.transport_side import Side, dial_to, pattern
@@ -57,7 +57,7 @@ class Extent(NamedTuple):
     small_runs: int
 
 
-FULL = Extent(32 * MIB, [1, 4, 16], 4096 * MIB, 9, 2000)
+FULL = Extent(32 * MIB, [1, 4, 16], 2048 * MIB, 7, 2000)
 QUICK = Extent(MIB, [1, 4], 0, 1, 100)
 
 
@@ -92,7 +92,7 @@ class Row(NamedTuple):
 class OverTransport:
     """A transport of kvtier."""
 
-    def __init__(self, link: Link, grants: Mapping[Access, int], arena: ArenaMap) -> None:
+    def __init__(self, link: Link, grants: Mapping[Access, int], arena: Arena) -> None:
         self._link = link
         self._grants = grants
         self._arena = arena
@@ -213,11 +213,10 @@ async def contestants_of(
     """The transport and its limit."""
     limit: RawSockets | BareNixl
     link = await side.transport.connect(there.endpoint, dial_to(there.port))
-    arena = ArenaMap(os.dup(side.arena.fd), side.arena.capacity)
     ours = family(os.getpid()) if name == "nixl" else [os.getpid()]
     own = [number for number in ours if number not in family(there.process)] + family(there.process)
     if name == "tcp":
-        limit = RawSockets(arena, there.raw_port, settings["connections"])
+        limit = RawSockets(side.arena, there.raw_port, settings["connections"])
         working = own
     else:
         here = Path(f"/proc/{os.getpid()}/fd/{side.arena.fd}")
@@ -228,12 +227,11 @@ async def contestants_of(
     try:
         yield {
             "limit": Contestant(limit, working),
-            name: Contestant(OverTransport(link, grants, arena), own),
+            name: Contestant(OverTransport(link, grants, side.arena), own),
         }
     finally:
         limit.close()
         await link.close()
-        arena.close()
 
 
 class Check:

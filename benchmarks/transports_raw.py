@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from kvtier.arena import ArenaMap
+from kvtier.arena import Arena
 from kvtier.transports.base import Access
 
 _REQUEST = struct.Struct("<cQQ")
@@ -73,7 +73,7 @@ def _serve(connection: socket.socket, view: Viewing) -> None:
 class RawSockets:
     """The side that asks. Each connection moves an equal share of what is to be moved."""
 
-    def __init__(self, arena: ArenaMap, port: int, connections: int) -> None:
+    def __init__(self, arena: Arena, port: int, connections: int) -> None:
         self._arena = arena
         self._connections = [_connected(port) for _ in range(connections)]
         self._threads = ThreadPoolExecutor(connections)
