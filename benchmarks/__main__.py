@@ -1,4 +1,4 @@
-"""Every benchmark, one after the other: ``make bench``, or ``python -m benchmarks``; fifteen minutes.
+"""Every benchmark, one after the other: ``make bench``, or ``python -m benchmarks``; twenty minutes.
 
 With ``--small`` each is run as briefly as it can be, to see that it runs: the figures mean nothing then.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import catalog, disk, engine, look_up, memory
+from benchmarks import catalog, disk, engine, look_up, memory, peers, transports
 
 SMALL = {
     catalog: ["--entries", "100000"],
     look_up: ["--runs", "5"],
     memory: ["--small"],
     disk: ["--small"],
+    transports: ["--quick"],
+    peers: ["--transport", "tcp", "--quick"],
     engine: ["--rounds", "1"],
 }
 

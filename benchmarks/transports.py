@@ -22,6 +22,7 @@ import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -39,7 +40,7 @@ from kvtier.testing.transport_side import Side, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan
 from kvtier.transports.nixl.settings import NixlSettings
 
-TRANSPORTS = ("tcp", "nixl")
+TRANSPORTS = ("tcp", "nixl") if find_spec("nixl") else ("tcp",)
 SMALL_BYTES = 4096
 SMALL_AT_ONCE = 100
 """Small reads in a row before the other side has its turn."""

@@ -1,0 +1,155 @@
+"""An instance with chunks in its memory, which it serves to peers until its input ends.
+
+One line of JSON in: ``[its settings, sets of chunks]``. One out: the port of an echo, for bare round trips.
+Its peers may come and go.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from typing import Any, NamedTuple
+
+import anyio
+import anyio.to_thread
+
+from benchmarks.common import MIB, filled
+from benchmarks.transports_raw import serving
+from kvtier.cache import TieredCache
+from kvtier.header import HEADER_BYTES, ChunkHeader
+from kvtier.instance import Instance
+from kvtier.keys import ChunkKey
+from kvtier.settings import Settings
+from kvtier.testing.backend import make_key
+
+SECRET = "what the processes of this benchmark know"
+NAMESPACE = bytes(32)
+NUMBER_BYTES = 8
+PATTERN_BYTES = 8 * MIB
+
+
+class ChunkSet(NamedTuple):
+    """Chunks that are a prompt together."""
+
+    first: int
+    amount: int
+    length: int
+    """Of a chunk object."""
+
+    @property
+    def keys(self) -> list[ChunkKey]:
+        return [make_key(number) for number in self.numbers]
+
+    @property
+    def numbers(self) -> range:
+        return range(self.first, self.first + self.amount)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of them."""
+        return self.amount * self.length
+
+
+def number_in(view: memoryview) -> int:
+    """Which chunk it is, by its payload."""
+    return int.from_bytes(view[HEADER_BYTES : HEADER_BYTES + NUMBER_BYTES], "little")
+
+
+def store(cache: TieredCache, chunks: ChunkSet) -> None:
+    """As an engine leaves them in memory: without a checksum."""
+    payload = chunks.length - HEADER_BYTES
+    pattern = filled(min(payload, PATTERN_BYTES))
+    for number in chunks.numbers:
+        reservation = cache.reserve(ChunkHeader(make_key(number), make_key(number - 1), NAMESPACE, payload))
+        assert reservation is not None, "no room"
+        view = reservation.lease.view[HEADER_BYTES:]
+        for start in range(0, payload, len(pattern)):
+            view[start : start + len(pattern)] = pattern[: payload - start]
+        view[:NUMBER_BYTES] = number.to_bytes(NUMBER_BYTES, "little")
+        cache.commit([reservation])
+
+
+def settings_of(
+    transport: str, port: int, others: Sequence[int], capacity: int, *, checksum: bool
+) -> dict[str, Any]:
+    """Of one of several instances on this host that are each other's peers, by their ports."""
+    return {
+        "tiers": [{"name": "ram", "type": "cpu", "capacity": capacity}],
+        "checksum": checksum,
+        "peer": {
+            "listen": address(port),
+            "others": [address(other) for other in others],
+            "secret": SECRET,
+            "transport": {"type": transport, "deadline": 30},
+            "lease": 60,
+            "share": 1,
+        },
+    }
+
+
+def address(port: int) -> str:
+    return f"127.0.0.1:{port}"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports at which nobody listens now."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+class PeerProcess(NamedTuple):
+    process: int
+    echo_port: int
+
+
+@contextmanager
+def peer_process(settings: dict[str, Any], sets: Sequence[ChunkSet]) -> Iterator[PeerProcess]:
+    """It runs meanwhile, and holds these chunks."""
+    command = [sys.executable, "-m", __name__]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(json.dumps([settings, sets]).encode() + b"\n")
+        process.stdin.flush()
+        said = process.stdout.readline()
+        if not said:
+            raise SystemExit(f"a peer has ended: {process.wait()}")
+        yield PeerProcess(process.pid, int(said))
+    finally:
+        process.communicate()  # Its input ends, and so does it.
+
+
+@asynccontextmanager
+async def opened(settings: dict[str, Any]) -> AsyncIterator[Instance]:
+    """An instance. Nothing of the environment is in its settings, and no peer that goes is worth a word."""
+    logging.getLogger("kvtier").setLevel(logging.ERROR)
+    for name in [name for name in os.environ if name.startswith("KVTIER_")]:
+        del os.environ[name]
+    async with Instance.open(Settings.model_validate(settings)) as instance:
+        yield instance
+
+
+async def main() -> None:
+    # What a library prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    settings, sets = json.loads(sys.stdin.readline())
+    async with opened(settings) as instance:
+        for chunks in sets:
+            store(instance.cache, ChunkSet(*chunks))
+        with serving(instance.cache.arena.view) as echo_port:
+            answers.write(f"{echo_port}\n")
+            answers.flush()
+            await anyio.to_thread.run_sync(sys.stdin.read)
+
+
+if __name__ == "__main__":
+    anyio.run(main)
