@@ -85,6 +85,8 @@ class Instance:
             grants = GrantBook(cache.arena, settings.peer, one_sided=transport.one_sided)
             await transport.open(cache.arena, grants)
             stack.push_async_callback(_close, transport, peers)
+            if peers is not None:
+                peers.connect()
             server = None
             if settings.peer.listen is not None:
                 server = PeerServer(cache, settings.peer, transport, grants, name)

@@ -9,8 +9,7 @@ from typing import Any
 import anyio
 from anyio import CancelScope
 
-from kvtier.arena import Arena
-from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsPrefix, SupportsRegistration
+from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsPrefix
 from kvtier.keys import ChunkKey
 from kvtier.peers.authentication import Credentials
 from kvtier.peers.client import PeerClient
@@ -25,12 +24,12 @@ KEYS_A_QUESTION = 32_768
 """1 MiB of keys; the answer to as many fits a frame, too."""
 
 
-class PeersBackend(Backend, SupportsPrefix, SupportsRegistration):
+class PeersBackend(Backend, SupportsPrefix):
     """Chunks in the tiers of other hosts: looked up there, promised, and read while the promise lasts.
 
     Nothing can be put here and nothing is deleted: what a peer holds is its own business. A peer that cannot
     be reached holds nothing; that none can is no error, and costs no wait. The transport belongs to the
-    caller, who has to open it before the first ``get`` and to call :meth:`disconnect` before closing it.
+    caller, who opens it, calls :meth:`connect`, and calls :meth:`disconnect` before closing it.
     """
 
     def __init__(
@@ -60,7 +59,10 @@ class PeersBackend(Backend, SupportsPrefix, SupportsRegistration):
         self._keeping: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Begin to connect to every peer. Waits for none."""
+        """Nothing to do: peers are connected to by :meth:`connect`, once the transport knows the arena."""
+
+    def connect(self) -> None:
+        """Begin to connect to every peer, and to link with it. Once, in the event loop; waits for none."""
         self._keeping = asyncio.ensure_future(self._keep())
 
     async def close(self) -> None:
@@ -77,9 +79,6 @@ class PeersBackend(Backend, SupportsPrefix, SupportsRegistration):
             await asyncio.wait([keeping])
         keeping.result()
         self._threads.close()
-
-    async def register(self, arena: Arena) -> None:
-        """Nothing to do: the transport was told of the arena by whoever opened it."""
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Whether any peer holds each key, as far as they answer within ``patience``."""

@@ -181,6 +181,7 @@ class PeerClient:
             self._breaker.close()
             logger.debug("peer %s: connected to %s", self.address, self._seen_instance)
             self._outage.ends()
+            await source.prepare()
             while True:
                 await anyio.sleep(self._patience.ping / 5)
                 if self._breaker.probe_is_due and not source.silent:

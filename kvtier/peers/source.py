@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -199,6 +200,11 @@ class Source:
                 if not self._reads:
                     self._all_read.set()
         return outcomes
+
+    async def prepare(self) -> None:
+        """Make the link before somebody waits for it, as far as that can be."""
+        with suppress(OSError, PeerError):  # Who reads is told, and tries again.
+            await self._linked()
 
     async def _linked(self) -> Link:
         async with self._linking:

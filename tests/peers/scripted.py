@@ -332,6 +332,7 @@ async def reading_from(
     )
     if opened:
         await backend.open()
+        backend.connect()
     try:
         yield backend
     finally:

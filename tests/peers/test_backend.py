@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvtier.backends.base import GetItem, Outcome, SupportsPrefix, SupportsRegistration
+from kvtier.backends.base import GetItem, Outcome, SupportsPrefix
 from kvtier.backends.guarded import GuardedBackend
 from kvtier.backends.sealed import SealedBackend
 from kvtier.keys import ChunkKey
@@ -70,7 +70,6 @@ async def test_what_is_looked_up_is_read_and_given_back() -> None:
     async with ScriptedPeer().hold(*range(5)).serving() as peer:
         async with reading_from(peer) as backend:
             assert isinstance(backend, SupportsPrefix)
-            assert isinstance(backend, SupportsRegistration)
             # Right after the start: the first question waits for the connection.
             assert await backend.held_prefix(keys_of(range(9))) == 5
             assert peer.open_chunks == 5

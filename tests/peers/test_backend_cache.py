@@ -60,10 +60,12 @@ class Opened:
     def __init__(self, backend: PeersBackend) -> None:
         tier = TierSettings(name="peers", type="peers", write="never", deadline=20.0, concurrency=16)
         settings = Settings(tiers=[{"name": "ram", "type": "cpu", "capacity": 400 * LENGTH}])
+        self._backend = backend
         self._open = TieredCache.open(settings, plugins=PLUGINS, pools=[(tier, backend)])
 
     async def __aenter__(self) -> TieredCache:
         self.cache = await self._open.__aenter__()
+        self._backend.connect()
         return self.cache
 
     async def __aexit__(self, *error: object) -> None:

@@ -65,6 +65,7 @@ async def reading_from(
     try:
         await transport.open(arena, Nothing())
         await backend.open()
+        backend.connect()
         try:
             yield backend
         finally:
