@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -78,6 +79,8 @@ class Contestant(NamedTuple):
     mover: Mover
     processes: Sequence[int]
     """Who works for it."""
+    helpers: Sequence[int] = ()
+    """Those of them that are stopped while it is another's turn: NIXL's wait for peers in a busy loop."""
 
 
 class Row(NamedTuple):
@@ -214,22 +217,23 @@ async def contestants_of(
     """The transport and its limit."""
     limit: RawSockets | BareNixl
     link = await side.transport.connect(there.endpoint, dial_to(there.port))
-    ours = family(os.getpid()) if name == "nixl" else [os.getpid()]
-    own = [number for number in ours if number not in family(there.process)] + family(there.process)
+    grants = {access: spans[0].grant for access, spans in there.spans.items()}
+    over_transport = OverTransport(link, grants, side.arena)
+    own = family(os.getpid())
+    helpers = [number for number in own if number not in (os.getpid(), there.process)]
     if name == "tcp":
         limit = RawSockets(side.arena, there.raw_port, settings["connections"])
-        working = own
+        contestants = {"limit": Contestant(limit, own), name: Contestant(over_transport, own)}
     else:
         here = Path(f"/proc/{os.getpid()}/fd/{side.arena.fd}")
         environment = NixlSettings.model_validate(settings).environment()
         limit = BareNixl(here, there.arena, (side.arena.capacity, there.capacity), environment)
-        working = limit.processes
-    grants = {access: spans[0].grant for access, spans in there.spans.items()}
-    try:
-        yield {
-            "limit": Contestant(limit, working),
-            name: Contestant(OverTransport(link, grants, side.arena), own),
+        contestants = {
+            "limit": Contestant(limit, limit.processes, limit.processes),
+            name: Contestant(over_transport, own, helpers),
         }
+    try:
+        yield contestants
     finally:
         limit.close()
         await link.close()
@@ -273,17 +277,37 @@ async def in_turns(
     cpu: dict[str, float] = dict.fromkeys(contestants, 0.0)
     for turn in range(turns_of(extent, depth) + 1):
         for name in list(contestants)[:: 1 if turn % 2 else -1]:
-            mover, processes = contestants[name]
+            mover, processes, _ = contestants[name]
             check.clear(access, depth)
-            before = cpu_seconds(processes)
-            took = await mover.move(access, check.spans[access][:depth])
-            worked = cpu_seconds(processes) - before
+            with alone(contestants, name):
+                before = cpu_seconds(processes)
+                took = await mover.move(access, check.spans[access][:depth])
+                worked = cpu_seconds(processes) - before
             if not check.arrived(access, depth):
                 raise SystemExit(f"{name} has not moved what it was to move")
             if turn:
                 seconds[name].append(took)
                 cpu[name] += worked
     return Row(access, depth, seconds, cpu)
+
+
+@contextmanager
+def alone(contestants: Mapping[str, Contestant], name: str) -> Iterator[None]:
+    """While this lasts, the others' helpers stand still."""
+    others = [number for other in contestants if other != name for number in contestants[other].helpers]
+    for number in others:
+        os.kill(number, signal.SIGSTOP)
+    try:
+        while not all(is_stopped(number) for number in others):
+            pass
+        yield
+    finally:
+        for number in others:
+            os.kill(number, signal.SIGCONT)
+
+
+def is_stopped(process: int) -> bool:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def turns_of(extent: Extent, depth: int) -> int:
@@ -298,7 +322,8 @@ async def small_reads(
     seconds: dict[str, list[float]] = defaultdict(list)
     for turn in range(-1, runs // SMALL_AT_ONCE):
         for name in list(contestants)[:: 1 if turn % 2 else -1]:
-            took = await contestants[name].mover.one_by_one(span, SMALL_AT_ONCE)
+            with alone(contestants, name):
+                took = await contestants[name].mover.one_by_one(span, SMALL_AT_ONCE)
             if turn >= 0:
                 seconds[name] += took
     return dict(seconds)

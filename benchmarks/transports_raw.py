@@ -1,8 +1,8 @@
 """Bytes between two arenas by hand, on blocking sockets with a thread each: the limit of a TCP transport.
 
 A request is a kind, an offset and a length. ``R`` is answered with so many bytes of the server's arena, ``W``
-is followed by as many for it and answered with one byte, ``E`` is followed by as many, which are dropped, and
-answered with as many as its offset says.
+is followed by as many for it and answered when they are there, ``E`` is followed by as many to be dropped,
+and answered with as many as its offset says.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from kvtier.arena import Arena
+from kvtier.arena import PAGE_BYTES, Arena
 from kvtier.transports.base import Access
 
-_REQUEST = struct.Struct("<cQQ")
-_DONE = b"!"
+_REQUEST = struct.Struct("<c7xQQ40x")
+"""64 bytes: the kernel takes up to twice as long over copies that are not aligned."""
+_DONE = bytes(64)
 
 
 class Span(NamedTuple):
@@ -115,7 +116,7 @@ class RawSockets:
         for ours, theirs, length in share:
             connection.sendall(_REQUEST.pack(b"W", theirs, length))
             connection.sendall(self._arena.view(ours, length))
-        _fill(connection, memoryview(bytearray(len(share))))
+        _fill(connection, memoryview(bytearray(len(share) * len(_DONE))))
 
     def close(self) -> None:
         """Let go of connections and threads."""
@@ -127,7 +128,7 @@ class RawSockets:
 def _shares(spans: Sequence[Span], count: int) -> list[list[Span]]:
     """The same bytes in so many equal shares, each of them in one piece as far as can be."""
     total = sum(span.length for span in spans)
-    share_bytes = -(-total // count)
+    share_bytes = -(-total // count // PAGE_BYTES) * PAGE_BYTES
     shares: list[list[Span]] = [[]]
     room = share_bytes
     for ours, theirs, length in spans:
