@@ -108,10 +108,11 @@ class Holdings:
         if not self._cache.settings.checksum:
             return [True] * len(chunks)
         held = [lease.share() for _, lease in chunks]
+        items = [(key, lease.view) for (key, _), lease in zip(chunks, held, strict=True)]
         try:
-            items = [(key, lease.view) for (key, _), lease in zip(chunks, held, strict=True)]
             return await spread(_seal, items, parts=1, hop=self._hop)
         finally:
+            items.clear()  # Else the traceback of a cancelled call would keep the arena mapped.
             for lease in held:
                 lease.release()
 
