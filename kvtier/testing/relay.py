@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 CHUNK_BYTES = 1 << 18
+SOCKET_BYTES = 1 << 17
+"""What the kernel may hold of what was sent here: else it would take in megabytes that are held back."""
 _FOREVER = 1 << 62
 
 
@@ -26,6 +28,8 @@ class Relay:
         """Connections."""
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
+        # Those that it accepts inherit it.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
         self.port: int = self._listener.getsockname()[1]
         self._budget = _FOREVER
         self._condition = threading.Condition()
@@ -95,10 +99,13 @@ class Relay:
             except OSError:
                 return
             self.accepted += 1
+            far = socket.socket()
             try:
-                far = socket.create_connection(("127.0.0.1", self._target))
+                far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
+                far.connect(("127.0.0.1", self._target))
             except OSError:
                 near.close()
+                far.close()
                 continue
             with self._condition:
                 if self._is_cut:

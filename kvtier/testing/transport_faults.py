@@ -184,7 +184,7 @@ class TransportFaults(TransportSuite):
         self, other: OtherProcess, proof: Certificate | None
     ) -> None:
         """Who serves it lets go of what it was reading, and serves others."""
-        size = 16 * MIB
+        size = 32 * MIB
         async with self.linked(other, proof, capacity=2 * size) as pair:
             port = pair.here.port
             (span,) = pair.here.grants.grant([size], Access.READ, 1)
@@ -199,7 +199,7 @@ class TransportFaults(TransportSuite):
                     await until(lambda: relay.is_holding and pair.here.lent > 0)
                 pair.other.kill()
             await until(lambda: pair.here.lent == len(pair.room))
-            pair.other.start()
+            await anyio.to_thread.run_sync(pair.other.start)
             settings = {**self.settings, "deadline": 20.0}
             await pair.other.open(self.transport, settings, 2 * size, proof)
             await pair.other.do("connect", endpoint=endpoint, port=port)
@@ -255,7 +255,7 @@ class TransportFaults(TransportSuite):
             if method == "read":
                 assert await holds(view, 1)
             assert await pair.other.digest(span.offset, size) == xxh3_128_hexdigest(view)
-            assert pair.relay.forwarded < size * 5 // 4, "what had arrived was sent again"
+            assert pair.relay.forwarded < size * 3 // 2, "what had arrived was sent again"
             await pair.nothing_is_lent()
 
     async def test_a_cut_that_does_not_heal_in_time(

@@ -241,11 +241,11 @@ def say(answer: bytes, connected: socket.socket) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n" + b"x" * 100,
         b"\xff" * 200,
         encode_answer(Access.WRITE, [True]) + bytes(100),
         encode_answer(Access.READ, [True, True]) + bytes(100),
-        encode_answer(Access.READ, [True])[:-1] + b"\x07" + bytes(100),
+        encode_answer(Access.READ, [True])[:8] + b"\x07" + bytes(100),
     ],
 )
 async def test_an_answer_that_is_none(answer: bytes) -> None:

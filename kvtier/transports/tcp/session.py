@@ -20,7 +20,8 @@ from kvtier.transports.tcp.wire import Request, RequestReader, encode_answer
 
 ANSWERS_AT_ONCE = 8
 """Requests whose leases are held at once, for one connection."""
-RECEIVE_BYTES = 1 << 16
+RECEIVE_BYTES = 4096
+"""At once, of requests: what is received beside them is copied."""
 SMALL_BYTES = 1 << 16
 """So much is sent in the loop, where the socket takes it: a thread would take longer to start."""
 SCRATCH_BYTES = 1 << 18
