@@ -150,6 +150,8 @@ async def _listening(
         context.load_cert_chain(certificate.certificate, certificate.key)
         context.load_verify_locations(certificate.certificate)
         context.verify_mode = ssl.CERT_REQUIRED
+        # Nothing may come that was not asked for: idle connections are told from dead ones by that.
+        context.num_tickets = 0
     listener = socket.create_server((address, 0), backlog=128)
     listener.setblocking(False)
     with listener:
