@@ -75,12 +75,12 @@ class Credentials:
                 if answer:
                     connection.send([answer])
                     opened = True
+        except (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+            raise RefusedHandshake("refused", self._told_nothing(opened=opened)) from error
         except ssl.SSLError as error:
             raise _tls_refusal(error) from error
         except TimeoutError as error:
             raise TimeoutError("it does not prove in time that it is a peer") from error
-        except ConnectionError as error:
-            raise RefusedHandshake("refused", self._told_nothing(opened=opened)) from error
 
     def _told_nothing(self, *, opened: bool) -> str:
         """Why a server may have closed the connection without a word."""
