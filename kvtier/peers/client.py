@@ -222,6 +222,7 @@ class PeerClient:
             "address": self.address,
             "instance": self._seen_instance,
             "state": self._state(),
+            "linked": source is not None and source.linked,
             "last_error": self._last_error,
             "promises": 0 if source is None else len(source.promises),
             "under_way_bytes": self.pace.under_way,

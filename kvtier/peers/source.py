@@ -92,6 +92,11 @@ class Source:
         """Whether the connection has ended."""
         return self.conversation.over
 
+    @property
+    def linked(self) -> bool:
+        """Whether there is a way for its bytes."""
+        return self._link is not None
+
     async def run(self) -> ChannelError:
         """Converse until the connection ends, and say why it did. Closes everything."""
         cause: ChannelError = ChannelClosed(f"it has not answered for {self._patience.hang_up:g} s")
