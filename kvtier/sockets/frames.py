@@ -40,7 +40,7 @@ def decoder(messages: Any, what: str) -> Callable[[bytes], Any]:  # noqa: ANN401
     def checked(body: bytes) -> Any:  # noqa: ANN401 - one of ``messages``
         try:
             return decode(body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"not {what}: {error}") from error
 
     return checked
