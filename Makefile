@@ -7,14 +7,16 @@ BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/*)
 DEMO ?=
 PYTEST ?=
+FUZZ ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages demo test test-slow test-gpu lint format bench clean
+.PHONY: help install system-packages demo test test-slow test-gpu fuzz lint format bench clean
 
 help:  ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "PYTHON=…  the Python to use (3.11 or newer)    DEVICE=cpu|cuda  which vLLM, where auto is wrong"
 	@echo "DEMO='--tokens 4000'  options of kvtier demo    PYTEST='-k disk'  options of pytest"
+	@echo "FUZZ=600  how many seconds make fuzz takes for each of its programs"
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or newer: make PYTHON=…")'
@@ -51,6 +53,17 @@ test-slow: install $(VENV)/.pools system-packages  ## Run the tests that take mi
 
 test-gpu: install  ## Run the tests that need a CUDA device
 	$(BIN)/pytest -m gpu $(PYTEST)
+
+$(VENV)/.fuzz: $(VENV)/.kvtier pyproject.toml
+	@$(BIN)/python tools/pip_install.py "the fuzzer" --group fuzz
+	@touch $@
+
+fuzz: $(VENV)/.fuzz  ## Tell the peers' protocol random things, for FUZZ=60 seconds each; what breaks it is left in fuzz/
+	@for program in frames session; do \
+	  mkdir -p fuzz/corpus/$$program && \
+	  $(BIN)/python -m fuzz.fuzz_$$program -max_total_time=$(FUZZ) -artifact_prefix=fuzz/$$program- \
+	    -print_final_stats=1 fuzz/corpus/$$program || exit 1; \
+	done
 
 lint: $(VENV)/.kvtier  ## Check style and types
 	$(BIN)/ruff check
