@@ -164,7 +164,7 @@ def test_messages_survive_the_wire(said: list[Said]) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"\x94\x01\x01\xa2\xf2\xf2\xa7control",  # A text that is no UTF-8, which msgspec tells in a way of its own.
+        b"\x94\x01\x01\xa2\xf2\xf2\xa7control",  # Not UTF-8, which msgspec tells in a way of its own.
         b"\x93\x0c\x01" + b"\x91" * 100_000,  # Deeper than Python's stack, where nothing should be.
     ],
     ids=["text", "depth"],
