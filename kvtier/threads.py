@@ -156,10 +156,22 @@ async def spread(
         if on_cancel is not None:
             on_cancel()
         await _all_done(hops)
+        _error_of(hops)
         raise
-    for done in hops:
-        done.result()
+    if (error := _error_of(hops)) is not None:
+        try:
+            raise error
+        finally:
+            # It refers to this frame: what it was about would stay in memory until it is collected.
+            del error
     return [results[index] for index in range(len(items))]
+
+
+def _error_of(hops: list[asyncio.Task[None]]) -> BaseException | None:
+    """What the first hop that failed has raised. Forgets them all, whose errors count as known now."""
+    errors = [error for hop in hops if not hop.cancelled() and (error := hop.exception()) is not None]
+    hops.clear()
+    return errors[0] if errors else None
 
 
 async def _all_done(hops: Sequence[asyncio.Future[None]]) -> None:
