@@ -187,7 +187,7 @@ class TransportFaults(TransportSuite):
         size = 32 * MIB
         async with self.linked(other, proof, capacity=2 * size) as pair:
             port = pair.here.port
-            (span,) = pair.here.grants.grant([size], Access.READ, 1)
+            (span,) = await anyio.to_thread.run_sync(pair.here.grants.grant, [size], Access.READ, 1)
             with Relay.to(port) if self.over_connections else nullcontext() as relay:
                 through = relay.port if isinstance(relay, Relay) else port
                 endpoint = pair.here.transport.endpoint.hex()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -16,6 +19,7 @@ import pytest
 from kvtier.backends.base import Outcome
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.testing.backend import is_stained
+from kvtier.testing.relay import Relay
 from kvtier.testing.transport_pair import fill, holds, until
 from kvtier.testing.transport_side import MIB, Side, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan
@@ -376,3 +380,36 @@ async def test_views_and_spans_must_be_equally_long() -> None:
     async with side() as here, linked(here) as link:
         with pytest.raises(ValueError, match="5000"):
             await link.read([(RemoteSpan(1, 0, 5000), memoryview(bytearray(10)))])
+
+
+@pytest.mark.parametrize("ends", ["cut", "deadline", "cancelled"])
+async def test_nothing_waits_to_be_collected(ends: str) -> None:
+    """Who closes an arena gets its memory back, however a transfer has ended."""
+
+    async def once() -> None:
+        async with side(deadline=SHORT) as served, side(deadline=SHORT) as here:
+            (span,) = await anyio.to_thread.run_sync(served.grants.grant, [32 * MIB], Access.READ, 1)
+            with Relay.to(served.port) as relay:
+                async with linked(here, relay.port) as link:
+                    relay.hold_after(MIB)
+                    call = asyncio.ensure_future(link.read([(span, here.arena.view(0, 32 * MIB))]))
+                    await until(lambda: relay.is_holding)
+                    if ends == "cut":
+                        relay.cut()
+                    elif ends == "cancelled":
+                        call.cancel()
+                    await asyncio.wait([call])
+                    assert call.cancelled() or list(call.result()) == [FAILED]
+                    del call
+
+    def arenas() -> int:
+        return Path("/proc/self/maps").read_text().count("kvtier-arena")
+
+    gc.collect()
+    before = arenas()
+    gc.disable()
+    try:
+        await once()
+        await until(lambda: arenas() <= before)
+    finally:
+        gc.enable()

@@ -132,6 +132,11 @@ class Batch:
                 if outcome is not Outcome.OK and self.outcomes[item] is not Outcome.FAILED:
                     self.outcomes[item] = outcome
 
+    def forget(self) -> None:
+        """Hold no memory any longer. Once it has been let go of."""
+        for part in self.parts:
+            part.pieces.clear()
+
     # With the lock held.
 
     def grip(self) -> bool:

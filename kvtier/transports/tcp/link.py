@@ -78,6 +78,7 @@ class TcpLink(Link):
             if not batch.let_go.is_set():
                 self._queue.abandon(batch)
                 await _let_go(batch)
+                batch.forget()
         return batch.outcomes
 
     def _start_pumps(self) -> None:
@@ -178,4 +179,8 @@ async def _let_go(batch: Batch) -> None:
             except asyncio.CancelledError as error:
                 cancelled = error
     if cancelled is not None:
-        raise cancelled
+        try:
+            raise cancelled
+        finally:
+            # Else it would refer to itself, and keep the batch's memory until it is collected.
+            del cancelled

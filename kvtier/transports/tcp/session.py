@@ -143,16 +143,23 @@ class Session:
     ) -> None:
         """Move all buffers in a thread, for as long as the socket takes or gives something."""
 
-        def work(buffers: Buffers) -> None:
+        def work(buffers: Buffers) -> OSError | None:
             # Then it is another connection's turn.
             until = time.monotonic() + MOMENT_SECONDS
-            while buffers and (moved := move(first_of(buffers))):
-                advance(buffers, moved)
-                if time.monotonic() > until:
-                    return
+            try:
+                while buffers and (moved := move(first_of(buffers))):
+                    advance(buffers, moved)
+                    if time.monotonic() > until:
+                        break
+            except OSError as error:
+                # Where it was raised there are views, which nobody is to hold longer than the leases.
+                return error.with_traceback(None)
+            return None
 
         while buffers:
-            await spread(work, [buffers], parts=1, hop=self._hop, on_cancel=self._stream.interrupt)
+            (error,) = await spread(work, [buffers], parts=1, hop=self._hop, on_cancel=self._stream.interrupt)
+            if error is not None:
+                raise error
             if buffers:
                 await until_possible()
 
