@@ -67,7 +67,7 @@ class Extent(NamedTuple):
     turns: int
 
 
-FULL = Extent([TOKENS // 256, TOKENS // 16], 200, 1024 * MIB, [32 * MIB, 2 * MIB], 5)
+FULL = Extent([TOKENS // 256, TOKENS // 16], 100, 1024 * MIB, [32 * MIB, 2 * MIB], 5)
 QUICK = Extent([16], 3, 8 * MIB, [2 * MIB], 1)
 
 
