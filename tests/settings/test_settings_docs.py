@@ -85,11 +85,12 @@ def yaml_of(path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "path",
-    [DOCS / "pools.md", DOCS / "vllm.md", *sorted((DOCS.parent / "examples").rglob("*.yaml"))],
+    [DOCS / "peers.md", DOCS / "pools.md", DOCS / "vllm.md", *sorted((DOCS.parent / "examples").rglob("*.yaml"))],
     ids=lambda path: f"{path.parent.name}/{path.name}",
 )
 def test_what_is_shown_can_be_used(path: Path, plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POOL_PASSWORD", "secret")
+    monkeypatch.setenv("PEER_SECRET", "sixteen or more characters")
     shown = yaml_of(path)
     assert shown
     for text in shown:
