@@ -13,6 +13,7 @@ from kvtier.transports.nixl import NixlTransport
 pytest.importorskip("nixl_cu13")
 
 
+@pytest.mark.slow  # Each test starts processes in which NIXL is loaded.
 class TestNixl(TransportConformance):
     transport = NixlTransport
     settings: ClassVar[Mapping[str, Any]] = {"type": "nixl", "ucx": {"TLS": "tcp,self"}}

@@ -35,7 +35,10 @@ def swap(path: Path) -> None:
     path.write_bytes(other.read_bytes())
 
 
-@pytest.mark.parametrize("damage", [corrupt, truncate, swap, Path.unlink])
+@pytest.mark.parametrize(
+    "damage",
+    [corrupt, swap, *(pytest.param(damage, marks=pytest.mark.slow) for damage in (truncate, Path.unlink))],
+)
 def test_a_damaged_file_is_recomputed(
     llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, damage: Callable[[Path], None]
 ) -> None:

@@ -25,7 +25,8 @@ TRANSPORTS: dict[str, dict[str, Any]] = {"tcp": {"type": "tcp"}, "nixl": {"type"
 MakePeers = Callable[..., list[CacheProcess]]
 
 
-@pytest.fixture(params=TRANSPORTS)
+# What only the transport makes different is tested with it: here NIXL takes twice the time.
+@pytest.fixture(params=["tcp", pytest.param("nixl", marks=pytest.mark.slow)])
 def transport(request: pytest.FixtureRequest) -> dict[str, Any]:
     return TRANSPORTS[request.param]
 
@@ -85,6 +86,7 @@ def wait_until_nothing_is_granted(cache: CacheProcess) -> None:
     cache.wait_until_idle()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
 def test_what_one_engine_computed_its_peer_hits(
     llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle
 ) -> None:
