@@ -85,7 +85,12 @@ def yaml_of(path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "path",
-    [DOCS / "peers.md", DOCS / "pools.md", DOCS / "vllm.md", *sorted((DOCS.parent / "examples").rglob("*.yaml"))],
+    [
+        DOCS / "peers.md",
+        DOCS / "pools.md",
+        DOCS / "vllm.md",
+        *sorted((DOCS.parent / "examples").rglob("*.yaml")),
+    ],
     ids=lambda path: f"{path.parent.name}/{path.name}",
 )
 def test_what_is_shown_can_be_used(path: Path, plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
