@@ -14,6 +14,7 @@ ROOT = Path(kvtier.__file__).parent
 MODULES = sorted(path for path in ROOT.rglob("*.py"))
 
 ABOVE_THE_CACHE = ("kvtier.bridge", "kvtier.integrations", "kvtier.cli", "kvtier.demo", "kvtier.testing")
+ABOVE_THE_CACHE_TOO = ("kvtier.peers", "kvtier.instance")
 ENGINES = ("torch", "vllm")
 MAY_IMPORT_ENGINES = ("integrations", "arena.py", "cli", "demo")
 
@@ -36,6 +37,8 @@ def test_imports_go_downward(path: Path) -> None:
     names = list(imported(path))
     if not within(path, ("bridge", "integrations", "cli", "demo", "testing", "__main__.py")):
         assert not [name for name in names if name.startswith(ABOVE_THE_CACHE)]
+        if not within(path, ("peers", "instance.py")):
+            assert not [name for name in names if name.startswith(ABOVE_THE_CACHE_TOO)]
     if not within(path, MAY_IMPORT_ENGINES):
         assert not [name for name in names if name.split(".")[0] in ENGINES]
     if within(path, ("bridge",)):
