@@ -36,6 +36,8 @@ class EvictStage:
         self._needed = anyio.Event()
         self.demoting_bytes = 0
         """Bytes on their way from one tier to the next."""
+        self._refused_bytes = 0
+        """The largest allocation since the last eviction that found no room."""
 
     def allocate(self, length: int) -> Lease | None:
         """A lease on ``length`` bytes of the arena, evicting for it what may go at once; never waits.
@@ -46,6 +48,8 @@ class EvictStage:
         lease = arena.allocate(length)
         if lease is None:
             lease = self._allocate_by_dropping(length)
+        if lease is None and length <= arena.capacity:
+            self._refused_bytes = max(self._refused_bytes, length)
         # Including this lease, which the catalog does not count yet.
         if lease is None or self._hierarchy.tiers[FIRST].excess_bytes(length):
             self._needed.set()
@@ -74,17 +78,26 @@ class EvictStage:
         self._hierarchy.counts["evicted"] += len(keys)
 
     async def run(self) -> None:
-        """Keep the arena under its high watermark for as long as the cache is open."""
+        """Keep the arena under its high watermark, and able to take chunks, while the cache is open."""
         while True:
             await self._needed.wait()
             self._needed = anyio.Event()
             pause = RETRY_SECONDS
-            while excess := self._hierarchy.tiers[FIRST].excess_bytes(0):
+            while excess := self._excess_bytes():
                 if await self._relieve(excess):
+                    self._refused_bytes = 0
                     pause = RETRY_SECONDS
                 else:
                     await anyio.sleep(pause)
                     pause = min(2 * pause, LONGEST_RETRY_SECONDS)
+
+    def _excess_bytes(self) -> int:
+        """How many bytes must go from the arena.
+
+        It may be full below its watermark: what is left there is less than a chunk, or lies in pieces.
+        """
+        refused = self._refused_bytes
+        return max(self._hierarchy.tiers[FIRST].excess_bytes(refused), refused)
 
     async def _relieve(self, excess: int) -> int:
         """Evict up to ``excess`` bytes from the arena; how many chunks went."""

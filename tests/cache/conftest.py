@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from kvtier import Settings
+from kvtier.plugins import Plugins
+
+Plugins.load([])  # What is built in takes longer to import than an event loop may be blocked.
 
 TOKEN_BYTES = 64
 CHUNK_TOKENS = 256

@@ -128,6 +128,25 @@ async def test_a_write_that_fails_leaves_the_chunk_in_memory(settings: MakeSetti
         assert model.held_tokens(tokens) == 1024
 
 
+async def test_memory_that_an_outage_left_full_takes_chunks_again(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    """Full below its watermark: less than a chunk is free, and nothing may go before it is written."""
+    async with opened(settings, ram=15.8) as (cache, model, puppet):
+        puppet.fails = True
+        tokens = prompt(256 * 15)
+        assert await model.store(tokens, rows(tokens)) == len(tokens)
+        assert await cache.drain(5)
+        assert not cache.hierarchy.tiers[0].excess_bytes(0)
+        puppet.fails = False
+        tokens = prompt(256, 1)
+        with anyio.fail_after(10):
+            while not cache.hierarchy.tiers[1].available:  # Else what it would inherit is dropped.
+                await anyio.sleep(0.01)
+            while await model.store(tokens, rows(tokens)) != 256:
+                await anyio.sleep(0.01)
+
+
 async def test_a_tier_that_hangs_is_given_up_and_its_memory_stays_leased(
     settings: MakeSettings, prompt: Prompt
 ) -> None:
