@@ -16,6 +16,8 @@ from anyio import CancelScope
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
+WORKER_NAME = "kvtier-worker"
+"""Threads of this name keep no process from ending."""
 IDLE_SECONDS = 5.0
 """How long a thread that has nothing to do stays."""
 
@@ -98,7 +100,7 @@ class WorkerThreads:
             crew.queue.put(_Work(function, loop, done))
         if start:
             # A daemon: what hangs in the kernel must not keep the process from ending.
-            threading.Thread(target=crew.work, name="kvtier-worker", daemon=True).start()
+            threading.Thread(target=crew.work, name=WORKER_NAME, daemon=True).start()
         return done
 
     def close(self) -> None:

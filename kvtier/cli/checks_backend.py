@@ -28,6 +28,7 @@ from kvtier.errors import KVTierError, SettingsError
 from kvtier.header import OBJECT_ALIGNMENT
 from kvtier.plugins import Plugins, is_memory
 from kvtier.settings import LocalTierSettings, TierSettings
+from kvtier.threads import WORKER_NAME
 from kvtier.units import MIB
 
 DEFAULT_SIZE = 4 * MIB
@@ -82,12 +83,14 @@ def check_backend(plugins: Plugins, tier: TierSettings, size: int, *, checksum: 
 
 
 def end_threads(before: Sequence[threading.Thread]) -> bool:
-    """Wait a moment for all threads but those of ``before``; whether they have ended.
+    """Wait a moment for all threads that Python would wait for, but those of ``before``; whether they ended.
 
     Where they have not, the interpreter cannot end either.
     """
     until = time.monotonic() + GRACE_SECONDS
-    threads = [thread for thread in threading.enumerate() if thread not in before]
+    threads = [
+        thread for thread in threading.enumerate() if thread not in before and thread.name != WORKER_NAME
+    ]
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)
