@@ -230,23 +230,29 @@ async def test_two_clients_that_store_the_same_chunks_at_once(server: MooncakeSe
             assert same(view, value)
 
 
-async def test_memory_of_its_own_and_more_than_one_copy(tmp_path: Path) -> None:
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[MooncakeServer]:
+    """A pool to which nobody gives memory."""
     with MooncakeServer(tmp_path, segment=None) as server:
-        async with opened(server.tier()) as pure:
-            assert list(await pure.put([(KEYS[0], filled(MIB))])) == [FULL]
-            with pytest.raises(TierError, match=r"no memory to give.*`segment_size`"):
-                await pure.check()
-            async with opened(
-                server.tier(), segment_size="32MiB", replicas=2, soft_pin=True, local_hostname=HOST
-            ) as giver:
-                value = filled(MIB)
-                assert list(await giver.put([(KEYS[0], value)])) == [OK]
-                view = blank(MIB)
-                assert list(await pure.get([(KEYS[0], view)])) == [OK]
-                assert same(view, value)
-                assert list(await pure.put([(KEYS[1], value)])) == [OK]
-                assert server.master in await pure.check()
-            assert list(await pure.contains(KEYS[:2])) == [False, False]
+        yield server
+
+
+async def test_memory_of_its_own_and_more_than_one_copy(master: MooncakeServer) -> None:
+    async with opened(master.tier()) as pure:
+        assert list(await pure.put([(KEYS[0], filled(MIB))])) == [FULL]
+        with pytest.raises(TierError, match=r"no memory to give.*`segment_size`"):
+            await pure.check()
+        async with opened(
+            master.tier(), segment_size="32MiB", replicas=2, soft_pin=True, local_hostname=HOST
+        ) as giver:
+            value = filled(MIB)
+            assert list(await giver.put([(KEYS[0], value)])) == [OK]
+            view = blank(MIB)
+            assert list(await pure.get([(KEYS[0], view)])) == [OK]
+            assert same(view, value)
+            assert list(await pure.put([(KEYS[1], value)])) == [OK]
+            assert master.master in await pure.check()
+        assert list(await pure.contains(KEYS[:2])) == [False, False]
 
 
 # The arena.
