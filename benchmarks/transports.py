@@ -22,7 +22,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -46,6 +46,7 @@ SMALL_BYTES = 4096
 SMALL_AT_ONCE = 100
 """Small reads in a row before the other side has its turn."""
 STAMP_BYTES = 8
+STOP_SECONDS = 10
 
 
 class Extent(NamedTuple):
@@ -138,6 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 async def measure(name: str, settings: Mapping[str, Any], extent: Extent) -> None:
     """Print the tables of one transport."""
+    strangers = family(os.getpid())[1:]
     count = max(extent.depths)
     lengths = [extent.chunk_bytes] * count
     kind = Plugins.load([]).transport(name)
@@ -145,7 +147,7 @@ async def measure(name: str, settings: Mapping[str, Any], extent: Extent) -> Non
         async with Side.open(kind, settings, sum(lengths) + MIB) as side:
             leases = [side.arena.allocate(length) for length in lengths]
             spans = spans_between([lease for lease in leases if lease is not None], there)
-            async with contestants_of(name, settings, side, there) as contestants:
+            async with contestants_of(name, settings, side, there, strangers) as contestants:
                 check = Check(side, there, spans)
                 rows = []
                 for access in Access:
@@ -212,14 +214,14 @@ def spans_between(leases: Sequence[Lease], there: There) -> dict[Access, list[Sp
 
 @asynccontextmanager
 async def contestants_of(
-    name: str, settings: Mapping[str, Any], side: Side, there: There
+    name: str, settings: Mapping[str, Any], side: Side, there: There, strangers: Sequence[int]
 ) -> AsyncIterator[dict[str, Contestant]]:
-    """The transport and its limit."""
+    """The transport and its limit. Of the strangers, who were here before, nobody works for either."""
     limit: RawSockets | BareNixl
     link = await side.transport.connect(there.endpoint, dial_to(there.port))
     grants = {access: spans[0].grant for access, spans in there.spans.items()}
     over_transport = OverTransport(link, grants, side.arena)
-    own = family(os.getpid())
+    own = [number for number in family(os.getpid()) if number not in strangers]
     helpers = [number for number in own if number not in (os.getpid(), there.process)]
     if name == "tcp":
         limit = RawSockets(side.arena, there.raw_port, settings["connections"])
@@ -298,16 +300,27 @@ def alone(contestants: Mapping[str, Contestant], name: str) -> Iterator[None]:
     for number in others:
         os.kill(number, signal.SIGSTOP)
     try:
-        while not all(is_stopped(number) for number in others):
-            pass
+        for number in others:
+            wait_until_stopped(number)
         yield
     finally:
         for number in others:
-            os.kill(number, signal.SIGCONT)
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGCONT)
 
 
-def is_stopped(process: int) -> bool:
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+def wait_until_stopped(process: int) -> None:
+    deadline = perf_counter() + STOP_SECONDS
+    while (state := state_of(process)) != "T":
+        if state in "ZX":
+            raise SystemExit(f"process {process}, which moves bytes here, has ended")
+        if perf_counter() > deadline:
+            raise SystemExit(f"process {process} does not stop: it is in state {state}")
+
+
+def state_of(process: int) -> str:
+    """As in ps(1): T is stopped, Z has ended."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def turns_of(extent: Extent, depth: int) -> int:

@@ -35,6 +35,13 @@ OVER_TCP: dict[str, Any] = {"type": "nixl", "deadline": "20s", "ucx": {"TLS": "t
 OVER_MEMORY: dict[str, Any] = {"type": "nixl", "deadline": "20s", "ucx": {"TLS": "tcp,sm,self"}}
 
 
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    before = children(os.getpid())
+    yield
+    assert children(os.getpid()) <= before
+
+
 @pytest.fixture
 def other() -> Iterator[OtherProcess]:
     process = OtherProcess()
@@ -57,14 +64,14 @@ async def linked(
         finally:
             await link.close()
         assert side.arena.leases == side.grants.leases
-    assert not children(os.getpid()) - {other._running.pid if other._process else 0}
 
 
 def children(pid: int) -> set[int]:
     """The processes that a process has started and that are there yet."""
     found: set[int] = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
-        found |= {int(child) for child in (task / "children").read_text().split()}
+        with suppress(FileNotFoundError):  # A thread may end meanwhile.
+            found |= {int(child) for child in (task / "children").read_text().split()}
     return found
 
 
@@ -331,14 +338,12 @@ async def test_without_the_library_it_is_said_what_to_install(
     with pytest.raises(PeerError, match=r"pip install 'kvtier\[nixl\]'"):
         async with Side.open(NixlTransport, OVER_TCP, MIB):
             pass
-    assert not children(os.getpid())
 
 
 async def test_a_backend_that_is_not_there() -> None:
     with pytest.raises(PeerError, match=r"no backend 'ABACUS'.*`backends`"):
         async with Side.open(NixlTransport, {**OVER_TCP, "backends": ["ABACUS"]}, MIB):
             pass
-    assert not children(os.getpid())
 
 
 def test_what_the_environment_says_comes_before_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
