@@ -29,6 +29,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvtier.errors import SettingsError
+from kvtier.settings_controller import ControllerSettings, MetricsSettings
 from kvtier.settings_errors import explain
 from kvtier.settings_peer import PeerSettings
 from kvtier.settings_sources import (
@@ -264,6 +265,13 @@ class Settings(BaseSettings):
     peer: PeerSettings = Field(
         default=PeerSettings(),
         description="Serving this instance's tiers to others, and fetching from theirs.",
+    )
+    controller: ControllerSettings = Field(
+        default=ControllerSettings(),
+        description="The controller that knows what this instance holds, and may move it.",
+    )
+    metrics: MetricsSettings = Field(
+        default=MetricsSettings(), description="What Prometheus is told of this instance."
     )
     log_level: LogLevel = Field(
         default="INFO",

@@ -25,11 +25,17 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Anything that travels in a frame of its own."""
 
 
-def encode(message: Message) -> bytes:
-    """One frame, length included. Raises :class:`ProtocolError` where it is too long."""
+def encode_body(message: Message) -> bytes:
+    """One frame without its length. Raises :class:`ProtocolError` where it is too long."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"{type(message).__name__} of {len(body)} bytes is over {MAX_FRAME_BYTES}")
+    return body
+
+
+def encode(message: Message) -> bytes:
+    """One frame, length included. Raises :class:`ProtocolError` where it is too long."""
+    body = encode_body(message)
     return _LENGTH.pack(len(body)) + body
 
 

@@ -1,0 +1,1 @@
+"""What an instance tells its controller, and does for it."""
