@@ -13,10 +13,11 @@ import kvtier
 ROOT = Path(kvtier.__file__).parent
 MODULES = sorted(path for path in ROOT.rglob("*.py"))
 
-ABOVE_THE_CACHE = ("kvtier.bridge", "kvtier.integrations", "kvtier.cli", "kvtier.demo", "kvtier.testing")
-ABOVE_THE_CACHE_TOO = ("kvtier.peers", "kvtier.instance")
+TOP = ("bridge", "controller", "integrations", "cli", "demo", "testing")
+MIDDLE = ("peers", "agent", "instance", "http", "metrics")
+"""Above the cache, and below those on top."""
 ENGINES = ("torch", "vllm")
-MAY_IMPORT_ENGINES = ("integrations", "arena.py", "cli", "demo")
+MAY_IMPORT_ENGINES = ("integrations", "arena", "cli", "demo")
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -29,20 +30,31 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def within(path: Path, places: tuple[str, ...]) -> bool:
-    return path.relative_to(ROOT).parts[0] in places
+    return path.relative_to(ROOT).parts[0].removesuffix(".py") in places
+
+
+def modules(places: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"kvtier.{place}" for place in places)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_downward(path: Path) -> None:
     names = list(imported(path))
-    if not within(path, ("bridge", "integrations", "cli", "demo", "testing", "__main__.py")):
-        assert not [name for name in names if name.startswith(ABOVE_THE_CACHE)]
-        if not within(path, ("peers", "instance.py")):
-            assert not [name for name in names if name.startswith(ABOVE_THE_CACHE_TOO)]
+    if not within(path, (*TOP, "__main__")):
+        assert not [name for name in names if name.startswith(modules(TOP))]
+        if not within(path, MIDDLE):
+            assert not [name for name in names if name.startswith(modules(MIDDLE))]
     if not within(path, MAY_IMPORT_ENGINES):
         assert not [name for name in names if name.split(".")[0] in ENGINES]
-    if within(path, ("bridge",)):
-        assert not [name for name in names if name.startswith(("kvtier.integrations", "kvtier.cli"))]
+    if within(path, ("bridge", "controller")):
+        assert not [name for name in names if name.startswith(modules(("integrations", "cli")))]
+    if within(path, ("controller",)):
+        # Of instances it knows what they tell it, no more: it runs where there is none.
+        assert not [
+            name for name in names if name.startswith(modules(("bridge", "cache", "instance", "peers")))
+        ]
+    if within(path, ("agent",)):
+        assert not [name for name in names if name.startswith("kvtier.instance")]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -49,6 +49,11 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "peer.lease": ("1m", "60s", 60.0),
     "peer.share": ("0.1", "0.1", 0.1),
     "peer.patience": ("1s", "1s", 1.0),
+    "controller.url": ("http://there:9000/", "http://there:9000", "http://there:9000"),
+    "controller.instance_id": ("decode-1", "decode-1", "decode-1"),
+    "controller.token": (SECRET, SECRET, SecretStr(SECRET)),
+    "controller.ask": ("false", "0", False),
+    "metrics.listen": ("localhost:9464", "localhost:9464", "localhost:9464"),
     "log_level": ("debug", "debug", "DEBUG"),
 }
 
