@@ -25,6 +25,9 @@ Rules:
 
 - What an instance holds is what it said on this connection. When the connection ends it holds nothing, and
   commands under way on either side have failed.
+- What a command has changed is told before its Done: who asks then who holds it is told the new state.
+- The controller hears of an instance by its heartbeats, the instance of it by the pongs to its WebSocket
+  pings. ``removed`` may name chunks that were never told as stored.
 - No command both copies and deletes. Whoever moves deletes from the source what the target has confirmed.
 - A tier is its number in ``Hello.tiers``. A key is 32 bytes; keys travel joined.
 """
@@ -168,7 +171,8 @@ class Fetch(Message, frozen=True, array_like=True, tag=16):
     """Bring chunks into ``tier``: from this instance's other tiers where they are, from ``peer`` otherwise.
 
     ``peer`` alone is asked for what is not here, or nobody where it is ``None``. All chunks belong to one
-    prompt of one namespace, in prefix order, and each is ``lengths`` bytes long.
+    prompt of one namespace, in prefix order, and each is ``lengths`` bytes long. What comes after a chunk
+    that is neither here nor there, or that finds no room, is not fetched.
     """
 
     ticket: int
@@ -182,7 +186,10 @@ class Fetch(Message, frozen=True, array_like=True, tag=16):
 
 
 class Delete(Message, frozen=True, array_like=True, tag=17):
-    """Remove chunks from one tier. Their bytes are freed with the last lease on them."""
+    """Remove chunks from one tier. Their bytes are freed with the last lease on them.
+
+    Its answer names those that were there. What was not is as it should be, too, and no reason for words.
+    """
 
     ticket: int
     tier: int
