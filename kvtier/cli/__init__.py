@@ -13,11 +13,25 @@ import typer
 from rich.markup import escape
 
 import kvtier
-from kvtier.cli import config, doctor, inspect, plugins, serve
+from kvtier.cli import (
+    clear,
+    config,
+    doctor,
+    events,
+    inspect,
+    instances,
+    lookup,
+    move,
+    pin,
+    plugins,
+    prefetch,
+    serve,
+)
 from kvtier.cli.terminal import messages
 from kvtier.errors import KVTierError, SettingsError
 
 DEMO_MODULE = "kvtier.cli.demo"
+OF_A_CONTROLLER = "Commands that ask a controller"
 
 
 def make_app() -> typer.Typer:
@@ -37,7 +51,22 @@ def make_app() -> typer.Typer:
     app.add_typer(config.app)
     app.add_typer(inspect.app)
     app.command("plugins")(plugins.plugins)
+    _add_commands_of_a_controller(app)
     return app
+
+
+def _add_commands_of_a_controller(app: typer.Typer) -> None:
+    for command, examples in (
+        (lookup.lookup, lookup.EXAMPLES),
+        (move.move, move.EXAMPLES),
+        (prefetch.prefetch, prefetch.EXAMPLES),
+        (pin.pin, pin.PIN_EXAMPLES),
+        (pin.unpin, pin.UNPIN_EXAMPLES),
+        (clear.clear, clear.EXAMPLES),
+        (instances.instances, instances.EXAMPLES),
+        (events.events, events.EXAMPLES),
+    ):
+        app.command(epilog=examples, rich_help_panel=OF_A_CONTROLLER)(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
