@@ -24,6 +24,7 @@ ALL = {
     "libc6-dev",
     "openssl",
     "iproute2",
+    "chromium",
 }
 
 Stub = Callable[..., None]
