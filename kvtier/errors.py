@@ -13,6 +13,7 @@
     │   ├── ProtocolError    the other side sent what the protocol does not allow
     │   ├── ChannelClosed    the other side is gone
     │   └── PeerError        a peer cannot be reached, is not who it should be, or will not serve us
+    ├── ControllerError      the controller cannot do what it was asked for (kvtier.controller.errors)
     └── UnsupportedEngine    this vLLM, or this way of running it, is not one that kvtier was built for
 
 Losing a chunk, a tier that is down, a file that is torn: none of these raises. They are outcomes
@@ -62,6 +63,10 @@ class ChannelClosed(ChannelError):
 
 class PeerError(ChannelError):
     """A peer cannot be reached, is not who it should be, or will not serve us; says what mends it."""
+
+
+class ControllerError(KVTierError):
+    """The controller cannot do what it was asked for; kinds of it are in :mod:`kvtier.controller.errors`."""
 
 
 class UnsupportedEngine(KVTierError):
