@@ -1,7 +1,7 @@
 """A controller, over HTTP. Every call blocks until the answer is there, or raises ``ControllerError``.
 
 A controller that has just been started, or is being started anew, is waited for: what was refused a
-connection is tried again for ``patience`` seconds, and so is a question whose answer was cut off. What
+connection is tried again for ``PATIENCE_SECONDS``, and so is a question whose answer was cut off. What
 would change something is sent once, as it may have arrived.
 """
 
@@ -46,9 +46,8 @@ AnswerT = TypeVar("AnswerT")
 class Controller:
     """The controller at ``url``, asked as the one who holds ``token``."""
 
-    def __init__(self, url: str, token: str | None = None, *, patience: float = PATIENCE_SECONDS) -> None:
+    def __init__(self, url: str, token: str | None = None) -> None:
         self._url = url
-        self._patience = patience
         self._http = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"} if token is not None else {},
@@ -135,7 +134,7 @@ class Controller:
         self, method: str, path: str, *, body: object = None, query: dict[str, float] | None = None
     ) -> bytes:
         pause = FIRST_PAUSE_SECONDS
-        until = time.monotonic() + self._patience
+        until = time.monotonic() + PATIENCE_SECONDS
         with self._explained():
             while True:
                 try:

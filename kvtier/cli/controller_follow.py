@@ -48,6 +48,7 @@ def carry_out(controller: Controller, accepted: Accepted, *, wait: bool, as_json
 
 def follow(controller: Controller, event_id: str) -> Event:
     """Wait for the end of an event. Ctrl-C ends the waiting alone, and says so."""
+    console = messages()
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -57,7 +58,7 @@ def follow(controller: Controller, event_id: str) -> Event:
         TimeElapsedColumn(),
     )
     try:
-        with Progress(*columns, console=messages(), transient=True) as progress:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task(escape(event_id), total=0, bytes="")
             began: float | None = None
             while True:
@@ -74,7 +75,7 @@ def follow(controller: Controller, event_id: str) -> Event:
                     bytes=_rate(event.bytes_done, time.monotonic() - began if began else 0.0),
                 )
     except KeyboardInterrupt:
-        messages().print(
+        console.print(
             f"It goes on at the controller. Follow it with: kvtier events {escape(event_id)} --follow"
         )
         raise typer.Exit(INTERRUPTED) from None

@@ -1,0 +1,109 @@
+"""An HTTP server on loopback that answers as it is told: for what a real controller cannot be made to do."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+EVENT: dict[str, Any] = {
+    "event_id": "e1",
+    "kind": "move",
+    "state": "done",
+    "source": ["a", "ram"],
+    "target": ["b", "ram"],
+    "model": "m",
+    "num_tokens": 12,
+    "chunks": 4,
+    "chunks_done": 4,
+    "bytes_done": 4096,
+    "created_at": 1.7e9,
+    "started_at": 1.7e9,
+    "ended_at": 1.7e9 + 2,
+    "error": None,
+    "result": {},
+}
+
+
+class Asked(NamedTuple):
+    """One request that has arrived."""
+
+    call: str
+    """``METHOD PATH``."""
+    query: str
+    body: Any
+    authorization: str | None
+
+
+class Raw(NamedTuple):
+    """An answer that is not JSON."""
+
+    content: bytes
+    kind: str = "text/plain"
+
+
+class Stub:
+    """Answers each call with what it was told last, or with the next of what it was told.
+
+    What nothing was told about is answered by 404. ``None`` ends the connection without an answer.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self.asked: list[Asked] = []
+        self._answers: dict[str, deque[tuple[int, Any]]] = {}
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def tell(self, call: str, *answers: Any, status: int = 200) -> None:
+        """What to answer from now on; the last of ``answers`` again and again."""
+        self._answers[call] = deque((status, answer) for answer in answers)
+
+    def answer(self, asked: Asked) -> tuple[int, Any]:
+        self.asked.append(asked)
+        answers = self._answers.get(asked.call)
+        if answers is None:
+            return 404, {"detail": f"nothing was told about {asked.call}", "known": []}
+        return answers.popleft() if len(answers) > 1 else answers[0]
+
+    @contextmanager
+    def serving(self) -> Iterator[Stub]:
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._server.shutdown()
+            self._server.server_close()
+            thread.join()
+
+
+def _handler(stub: Stub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(None)
+
+        def do_POST(self) -> None:
+            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def _answer(self, body: Any) -> None:
+            parts = urlsplit(self.path)
+            asked = Asked(f"{self.command} {parts.path}", parts.query, body, self.headers["Authorization"])
+            status, answer = stub.answer(asked)
+            if answer is None:
+                return
+            raw = answer if isinstance(answer, Raw) else Raw(json.dumps(answer).encode(), "application/json")
+            self.send_response(status)
+            self.send_header("Content-Type", raw.kind)
+            self.end_headers()
+            self.wfile.write(raw.content)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing on standard error: that is the command's."""
+
+    return Handler

@@ -1,0 +1,418 @@
+"""The commands that ask a controller: what they send, what they say, and what they do where it fails."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from kvtier.cli import controller_client, controller_follow
+from kvtier.testing.servers.base import free_port
+
+from .conftest import Kvtier, spawn
+from .controller_stub import EVENT, Raw, Stub
+
+FOUND = {"model": "m", "num_tokens": 12, "instances": {"b": {"ssd": 12}, "a": {"ram": 12, "ssd": 4}}}
+ACCEPTED = {"event_id": "e1", "num_tokens": 12}
+TIER = {
+    "name": "ram",
+    "type": "cpu",
+    "capacity": 4 << 20,
+    "used": 1 << 20,
+    "chunks": 8,
+    "available": True,
+    "shared": False,
+    "found": 3,
+}
+INSTANCE: dict[str, Any] = {
+    "instance": "a",
+    "state": "connected",
+    "version": "0.1.0",
+    "host": "here",
+    "process": 7,
+    "peer": None,
+    "transport": None,
+    "registered_at": 1.7e9,
+    "last_heartbeat": 1.7e9,
+    "in_step": True,
+    "models": ["m"],
+    "engines": ["vllm"],
+    "tiers": [TIER, {**TIER, "name": "pool", "type": "redis", "capacity": None, "shared": True}],
+    "looked_up": 10,
+    "hit_rate": 0.3,
+}
+COMMANDS = [
+    ["lookup", "--tokens", "[1]"],
+    ["move", "a/ram", "b/ram", "--tokens", "[1]"],
+    ["prefetch", "a/ram", "--tokens", "[1]"],
+    ["pin", "a/ram", "--tokens", "[1]"],
+    ["unpin", "a/ram", "--tokens", "[1]"],
+    ["clear", "a", "--yes"],
+    ["instances"],
+    ["events"],
+]
+by_name = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    stub = Stub()
+    with stub.serving():
+        for path in ("move", "prefetch", "pin", "unpin", "clear"):
+            stub.tell(f"POST /{path}", ACCEPTED)
+        stub.tell("POST /lookup", FOUND)
+        stub.tell("GET /events/e1", EVENT)
+        stub.tell("GET /events", {"events": [EVENT]})
+        stub.tell("GET /instances", {"instances": [INSTANCE]})
+        stub.tell("GET /instances/a", {**INSTANCE, "history": [{"time": 1.7e9, "looked_up": 1, "tiers": []}]})
+        yield stub
+
+
+@pytest.fixture(autouse=True)
+def _at_the_stub(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_CONTROLLER__URL", stub.url)
+
+
+def words(text: str) -> str:
+    """What a message says, without the frame and the line breaks that it is shown in."""
+    return " ".join(text.replace("│", " ").split())
+
+
+def test_lookup(kvtier: Kvtier, stub: Stub) -> None:
+    result = kvtier("lookup", "--tokens", "[1, 2, 3]", "--model", "m", "--salt", "s")
+    assert [line.split() for line in result.output.splitlines()[1:]] == [
+        ["a", "ram", "12", "100%"],
+        ["b", "ssd", "12", "100%"],
+        ["a", "ssd", "4", "33%"],
+    ]
+    assert stub.asked[0].body == {"tokens": [1, 2, 3], "model": "m", "salt": "s"}
+    assert json.loads(kvtier("lookup", "--tokens", "[1]", "--json").output) == FOUND
+
+
+def test_lookup_of_what_nobody_holds(kvtier: Kvtier, stub: Stub) -> None:
+    stub.tell("POST /lookup", {**FOUND, "instances": {"a": {}}})
+    result = kvtier("lookup", "--prompt", "Why?")
+    said = "No instance holds the beginning of this prompt: 12 tokens of m.\n"
+    assert (result.status, result.output) == (0, said)
+    assert stub.asked[0].body == {"prompt": "Why?"}
+
+
+def test_ways_to_give_a_prompt(
+    kvtier: Kvtier, stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, ids, answer = tmp_path / "p.txt", tmp_path / "t.json", tmp_path / "a.json"
+    text.write_text("Wörter\n")
+    ids.write_text("[4, 5]")
+    answer.write_text(json.dumps({"count": 2, "max_model_len": 64, "tokens": [6, 7], "token_strs": None}))
+    kvtier("lookup", "--prompt-file", text)
+    kvtier("lookup", "--tokens-file", ids)
+    kvtier("lookup", "--tokens-file", answer)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"[8]")))
+    kvtier("lookup", "--tokens-file", "-")
+    assert [asked.body for asked in stub.asked] == [
+        {"prompt": "Wörter\n"},
+        {"tokens": [4, 5]},
+        {"tokens": [6, 7]},
+        {"tokens": [8]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "which prompt? Write --prompt, --prompt-file, --tokens or --tokens-file"),
+        (["--model", "m"], "say more of a prompt: write that, too"),
+        (["--prompt", "x", "--tokens", "[1]"], "--prompt and --tokens name one prompt each"),
+        (["--tokens", "[1, -1]"], "these are no token ids"),
+        (["--tokens", "[1.5]"], "these are no token ids"),
+        (["--tokens", "1, 2"], "these are no token ids"),
+        (["--tokens", '{"words": []}'], "these are no token ids"),
+        (["--prompt-file", "/nowhere"], "/nowhere cannot be read: No such file or directory"),
+        (["--tokens-file", "/dev/zero"], "/dev/zero is longer than 64MiB"),
+    ],
+)
+def test_prompts_that_are_none(kvtier: Kvtier, stub: Stub, options: list[str], said: str) -> None:
+    result = kvtier("lookup", *options)
+    assert result.status == 2
+    assert said in words(result.errors)
+    assert not stub.asked
+
+
+@pytest.mark.parametrize("places", [["a", "b/ram"], ["a/ram", "b/"], ["/ram", "b/ram"], ["a/b/c", "b/ram"]])
+def test_places_that_are_none(kvtier: Kvtier, stub: Stub, places: list[str]) -> None:
+    result = kvtier("move", *places, "--tokens", "[1]")
+    assert result.status == 2
+    assert "write INSTANCE/TIER, like decode-1/ram" in words(result.errors)
+    assert not stub.asked
+
+
+def test_move(kvtier: Kvtier, stub: Stub) -> None:
+    running = {**EVENT, "state": "running", "chunks_done": 1, "ended_at": None}
+    stub.tell("GET /events/e1", {**running, "state": "queued"}, running, running, EVENT)
+    result = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]", "--copy")
+    assert result.output == "4 of 4 chunks moved (a/ram -> b/ram), 4KiB in 2s (2KiB/s).\n"
+    move, *polls = stub.asked
+    assert (move.call, move.body) == (
+        "POST /move",
+        {"old_position": ["a", "ram"], "new_position": ["b", "ram"], "tokens": [1], "copy": True},
+    )
+    assert [poll.query for poll in polls] == ["wait=0.5"] * 4
+
+
+def test_a_move_on_a_terminal(kvtier: Kvtier, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(controller_follow, "messages", lambda: console)
+    running = {**EVENT, "state": "running", "chunks_done": 1, "bytes_done": 1024, "ended_at": None}
+    stub.tell("GET /events/e1", running, running, EVENT)
+    kvtier("move", "a/ram", "b/ram", "--tokens", "[1]")
+    shown = Text.from_ansi(screen.getvalue()).plain
+    assert "move running" in shown
+    assert "1 of 4 chunks 1KiB" in shown
+
+
+def test_move_without_waiting(kvtier: Kvtier, stub: Stub) -> None:
+    arguments = ["move", "a/ram", "b/ram", "--tokens", "[1]", "--no-wait"]
+    assert kvtier(*arguments).output == "e1\n"
+    assert json.loads(kvtier(*arguments, "--json").output) == ACCEPTED
+    assert {asked.call for asked in stub.asked} == {"POST /move"}
+
+
+def test_a_move_that_fails(kvtier: Kvtier, stub: Stub) -> None:
+    stub.tell("GET /events/e1", {**EVENT, "state": "failed", "error": "b is gone"})
+    result = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]")
+    assert (result.status, result.output) == (1, "")
+    assert result.errors == "error: move e1 failed: b is gone\n"
+    shown = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]", "--json")
+    assert shown.status == 1
+    assert json.loads(shown.output)["error"] == "b is gone"
+
+
+def test_a_move_of_nothing(kvtier: Kvtier, stub: Stub) -> None:
+    stub.tell("GET /events/e1", {**EVENT, "chunks": 0, "chunks_done": 0, "bytes_done": 0, "num_tokens": 0})
+    result = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]")
+    said = "Nothing of this is held there: no chunk was moved (a/ram -> b/ram).\n"
+    assert (result.status, result.output) == (0, said)
+
+
+def test_ctrl_c_ends_the_waiting_alone(stub: Stub) -> None:
+    polled = threading.Event()
+    tell = stub.answer
+
+    def answer(asked: Any) -> tuple[int, Any]:
+        if asked.call == "GET /events/e1":
+            polled.set()
+        return tell(asked)
+
+    stub.answer = answer  # type: ignore[method-assign]
+    stub.tell("GET /events/e1", {**EVENT, "state": "running"})
+    process = spawn("move", "a/ram", "b/ram", "--tokens", "[1]")
+    try:
+        assert polled.wait(60)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors == "It goes on at the controller. Follow it with: kvtier events e1 --follow\n"
+
+
+def test_prefetch_pin_and_unpin(kvtier: Kvtier, stub: Stub) -> None:
+    kvtier("prefetch", "a/ram", "--tokens", "[1]", "--deadline", "250ms", "--no-wait")
+    kvtier("pin", "a/ram", "--tokens", "[1]", "--ttl", "1h", "--no-wait")
+    kvtier("pin", "a/ram", "--prompt", "x", "--no-wait")
+    kvtier("unpin", "a/ram", "--tokens", "[1]", "--no-wait")
+    at = {"instance": "a", "tier": "ram"}
+    assert [(asked.call, asked.body) for asked in stub.asked] == [
+        ("POST /prefetch", {**at, "tokens": [1], "deadline": 0.25}),
+        ("POST /pin", {**at, "tokens": [1], "ttl": 3600}),
+        ("POST /pin", {**at, "prompt": "x"}),
+        ("POST /unpin", {**at, "tokens": [1]}),
+    ]
+    result = kvtier("pin", "a/ram", "--tokens", "[1]", "--ttl", "soon")
+    assert result.status == 2
+    assert "'soon' is no duration" in words(result.errors)
+
+
+def test_clear_asks_first(kvtier: Kvtier, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(answer: str) -> None:
+        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+
+    told("n\n")
+    result = kvtier("clear", "a")
+    assert result.status == 1
+    assert "Remove 8 chunks, 1MiB, from ram; 8 chunks, 1MiB, from pool of a? [y/N]" in result.errors
+    told("\n")
+    result = kvtier("clear", "a/ram", "--tokens", "[1]")
+    assert "Remove, of 12 tokens, 12 from ram of a? [y/N]" in result.errors
+    assert "POST /clear" not in [asked.call for asked in stub.asked]
+    told("y\n")
+    kvtier("clear", "a/ram", "--tokens", "[1]")
+    kvtier("clear", "a", "--yes")
+    bodies = [asked.body for asked in stub.asked if asked.call == "POST /clear"]
+    assert bodies == [{"instance": "a", "tier": "ram", "tokens": [1]}, {"instance": "a"}]
+
+
+def test_instances(kvtier: Kvtier, stub: Stub) -> None:
+    lines = [line.split() for line in kvtier("instances").output.splitlines()]
+    assert lines[1][:9] == ["a", "ram", "cpu", "1MiB", "(25%)", "4MiB", "8", "30%", "m"]
+    assert lines[2][:7] == ["a", "pool", "redis", "-", "shared", "8", "30%"]
+    assert json.loads(kvtier("instances", "--json").output) == {"instances": [INSTANCE]}
+    one = kvtier("instances", "a").output
+    assert "nowhere: peer.listen is not set there" in one
+    assert "30% of 10 chunks looked up" in one
+    assert json.loads(kvtier("instances", "a", "--json").output)["history"]
+    stub.tell("GET /instances", {"instances": []})
+    assert kvtier("instances").output.startswith("No instance is registered: write controller.url")
+
+
+def test_events(kvtier: Kvtier, stub: Stub) -> None:
+    listed = kvtier("events", "--limit", "5").output.splitlines()
+    assert stub.asked[-1].query == "limit=5"
+    assert listed[1].split()[:6] == ["e1", "move", "done", "a/ram", "->", "b/ram"]
+    assert json.loads(kvtier("events", "--json").output) == {"events": [EVENT]}
+    assert "4 of 4 chunks, 4KiB" in kvtier("events", "e1").output
+    assert json.loads(kvtier("events", "e1", "--json").output) == EVENT
+    stub.tell("GET /events", {"events": []})
+    assert kvtier("events").output == "The controller was asked for nothing yet.\n"
+
+
+def test_events_are_followed(kvtier: Kvtier, stub: Stub) -> None:
+    assert kvtier("events", "e1", "--follow").output.startswith("4 of 4 chunks moved")
+    stub.tell("GET /events/e1", {**EVENT, "state": "failed", "error": "b is gone"})
+    assert kvtier("events", "e1", "--follow").status == 1
+
+
+def test_all_events_are_followed(kvtier: Kvtier, stub: Stub) -> None:
+    running = {**EVENT, "state": "running", "chunks_done": 1, "bytes_done": 0}
+    parts = [
+        ": a comment",
+        f"event: instances\ndata: {json.dumps({'instances': [INSTANCE]})}",
+        f"event: event\ndata: {json.dumps(running)}",
+        f"event: event\ndata: {json.dumps(EVENT)}",
+    ]
+    stub.tell("GET /stream", Raw("".join(f"{part}\n\n" for part in parts).encode(), "text/event-stream"))
+    result = kvtier("events", "--follow")
+    assert result.output.splitlines() == [
+        "e1 move a/ram -> b/ram running 1 of 4 chunks",
+        "e1 move a/ram -> b/ram done 4 of 4 chunks moved (a/ram -> b/ram), 4KiB in 2s (2KiB/s).",
+    ]
+    assert "has ended the stream of events" in result.errors
+    lines = kvtier("events", "--follow", "--json").output.splitlines()
+    assert [json.loads(line)["state"] for line in lines] == ["running", "done"]
+
+
+@by_name
+def test_nobody_there(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    monkeypatch.setattr(controller_client, "PATIENCE_SECONDS", 0.0)
+    url = f"http://127.0.0.1:{free_port()}"
+    result = kvtier(*command, "--url", url)
+    assert (result.status, result.output) == (1, "")
+    assert len(result.errors.splitlines()) == 1
+    assert f"no controller answers at {url}" in result.errors
+    assert "`kvtier controller`" in result.errors
+    assert "--url or controller.url" in result.errors
+
+
+@by_name
+def test_a_controller_that_wants_a_token(
+    kvtier: Kvtier, stub: Stub, tmp_path: Path, command: list[str]
+) -> None:
+    for call in {f"{method} /{name}" for name in [command[0]] for method in ("GET", "POST")}:
+        stub.tell(call, {"detail": "a token is needed"}, status=401)
+    result = kvtier(*command)
+    assert result.status == 1
+    assert "lets in nobody without a token: name the file that holds its token" in result.errors
+    token = tmp_path / "token"
+    token.write_text("wrong-token\n")
+    result = kvtier(*command, "--token-file", token)
+    assert stub.asked[-1].authorization == "Bearer wrong-token"
+    assert "does not know this token" in result.errors
+    assert "wrong-token" not in result.errors
+
+
+def test_where_url_and_token_come_from(
+    kvtier: Kvtier, stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("of-the-option")
+    (tmp_path / "other").write_text("of-the-file")
+    config = tmp_path / "kvtier.yaml"
+    config.write_text(
+        json.dumps({"controller": {"url": stub.url, "token": {"file": str(tmp_path / "other")}}})
+    )
+    monkeypatch.delenv("KVTIER_CONTROLLER__URL")
+    kvtier("instances", "--config", config)
+    kvtier("instances", "--config", config, "--token-file", tmp_path / "token")
+    monkeypatch.setenv("KVTIER_CONTROLLER__TOKEN", "of-the-variable")
+    kvtier("instances", "--url", stub.url + "/")
+    asked = [request.authorization for request in stub.asked]
+    assert asked == ["Bearer of-the-file", "Bearer of-the-option", "Bearer of-the-variable"]
+    assert "controller.url" in kvtier("instances", "--url", "nowhere").errors
+    missing = kvtier("instances", "--token-file", tmp_path / "none")
+    assert (missing.status, "--token-file" in missing.errors) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "said"),
+    [
+        (404, {"detail": "no instance is called x", "known": ["a", "b"]}, "x (known: a, b)"),
+        (404, {"detail": "no instance is called x: there are a and b", "known": ["a", "b"]}, "a and b\n"),
+        (422, {"detail": [{"loc": ["body", "tokens"], "msg": "too long"}]}, "body.tokens: too long"),
+        (502, Raw(b"<html>"), "answers at {url} with 502 Bad Gateway is no controller"),
+        (200, Raw(b"<html>"), "is no controller that kvtier"),
+        (200, {"num_tokens": "many"}, "is no controller that kvtier"),
+    ],
+)
+def test_answers_that_are_none(kvtier: Kvtier, stub: Stub, status: int, answer: Any, said: str) -> None:
+    stub.tell("POST /lookup", answer, status=status)
+    result = kvtier("lookup", "--tokens", "[1]")
+    assert (result.status, result.output) == (1, "")
+    assert said.format(url=stub.url) in result.errors
+
+
+def test_a_controller_that_is_just_starting_is_waited_for(
+    kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    slept: list[float] = []
+    with ExitStack() as stack:
+
+        def sleep(pause: float) -> None:
+            """Instead of waiting: start the server when it has been missed twice."""
+            slept.append(pause)
+            if len(slept) == 2:
+                late = stack.enter_context(Stub(port).serving())
+                late.tell("POST /move", ACCEPTED)
+
+        monkeypatch.setattr(controller_client.time, "sleep", sleep)
+        move = ["move", "a/ram", "b/ram", "--tokens", "[1]", "--no-wait"]
+        result = kvtier(*move, "--url", f"http://127.0.0.1:{port}")
+    assert (result.output, len(slept)) == ("e1\n", 2)
+
+
+def test_what_was_cut_off_is_asked_again_but_not_done_again(kvtier: Kvtier, stub: Stub) -> None:
+    stub.tell("GET /events/e1", None, None, EVENT)
+    assert kvtier("move", "a/ram", "b/ram", "--tokens", "[1]").status == 0
+    stub.asked.clear()
+    stub.tell("POST /move", None)
+    result = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]")
+    assert result.status == 1
+    assert "went away before it had answered" in result.errors
+    assert "`kvtier events` shows it" in result.errors
+    assert len(stub.asked) == 1
+
+
+@by_name
+def test_help_has_examples(kvtier: Kvtier, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = kvtier(command[0], "--help").output
+    assert f"  kvtier {command[0]} " in shown.partition("Examples:")[2]
