@@ -25,11 +25,12 @@ from kvtier.backends.guarded import GuardedBackend
 from kvtier.backends.sealed import SealedBackend
 from kvtier.catalog import ALL_TIERS, Catalog, State
 from kvtier.errors import SettingsError
-from kvtier.events import Evict, Move, Observer, Prefetch, Priority
+from kvtier.events import Move, Observer, Prefetch, Priority
 from kvtier.header import ChunkHeader
 from kvtier.keys import ChunkKey
 from kvtier.model import ModelCache
 from kvtier.pipeline.base import Hierarchy
+from kvtier.pipeline.clear import Cleared, ClearStage
 from kvtier.pipeline.discover import DiscoverStage, Expected
 from kvtier.pipeline.evict import EvictStage
 from kvtier.pipeline.forget import ForgetStage
@@ -37,7 +38,7 @@ from kvtier.pipeline.move import MoveStage
 from kvtier.pipeline.prefetch import Flight, PrefetchStage
 from kvtier.pipeline.store import Reservation, StoreStage
 from kvtier.plugins import Plugins
-from kvtier.router import FIRST, Router, Transfer
+from kvtier.router import FIRST, Router
 from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
 from kvtier.tasks import open_tasks
 from kvtier.tier import Tier
@@ -135,6 +136,7 @@ class TieredCache:
         self._prefetching = PrefetchStage(hierarchy, self._evicting)
         self._discovering = DiscoverStage(hierarchy)
         self._forgetting = ForgetStage(hierarchy)
+        self._clearing = ClearStage(hierarchy, self._evicting)
         self._moving = MoveStage(hierarchy, self._evicting, self._prefetching)
         self._local = sum(1 << tier.index for tier in hierarchy.tiers if not tier.shared)
         self._finished = False
@@ -341,30 +343,26 @@ class TieredCache:
         move = Move(keys=keys, source=self._index(source), target=self._index(target), copy=copy)
         return await self._moving.carry_out(move)
 
-    async def clear(self, keys: Sequence[ChunkKey] | None = None, *, namespace: bytes | None = None) -> int:
-        """Remove chunks from every tier; those named, those of a namespace, or all. How many went.
+    async def clear(
+        self,
+        keys: Sequence[ChunkKey] | None = None,
+        *,
+        namespace: bytes | None = None,
+        tier: str | None = None,
+    ) -> Cleared:
+        """Remove chunks from every tier, or from one: those named, those of a namespace, or all. What went.
 
-        A chunk that is on its way into a tier is not kept when it arrives. From a shared pool goes what is
-        known of it here. What others have left there of a cleared namespace stays, since they may need it,
-        but is not asked for any more while this cache is open.
+        A chunk that is on its way into a tier is not kept when it arrives; the bytes of one that is leased
+        are freed with its last lease. From a shared pool goes what is known of it here. What others have left
+        there stays, since they may need it. Where every tier is cleared of a namespace, or of all, that is
+        not asked for any more while this cache is open.
         """
-        catalog = self.hierarchy.catalog
-        self.hierarchy.clearings += 1
-        if keys is None:
+        tiers = [tier.index for tier in self.hierarchy.tiers] if tier is None else [self._index(tier)]
+        if keys is not None:
+            return await self._clearing.clear(keys, tiers)
+        if tier is None:
             self.hierarchy.distrusted.add(namespace)
-        gone: set[ChunkKey] = set()
-        for tier in self.hierarchy.tiers:
-            doomed = catalog.keys(tier.index, namespace) if keys is None else keys
-            there = [key for key in doomed if catalog.state(key, tier.index) is not State.ABSENT]
-            ready = [key for key in there if catalog.state(key, tier.index) is State.READY]
-            self.hierarchy.unwanted[tier.index].update(set(there).difference(ready))
-            gone.update(ready)
-            if tier.index == FIRST:
-                self.hierarchy.drop(ready)
-            else:
-                event = Evict(keys=ready, tier=tier.index)
-                await self._evicting.delete(event, Transfer(tier.index, None, ready))
-        return len(gone)
+        return await self._clearing.clear_all(namespace, tiers)
 
     @property
     def pending_bytes(self) -> int:

@@ -14,6 +14,8 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
+from itertools import compress
+from struct import Struct
 
 from kvtier.eviction.base import EvictionPolicy
 from kvtier.keys import KEY_BYTES, ChunkKey
@@ -22,6 +24,7 @@ MAX_TIERS = 8
 """As many as a byte has bits."""
 ALL_TIERS = (1 << MAX_TIERS) - 1
 
+_KEY = Struct(f"{KEY_BYTES}s")
 _FASTEST = [(mask & -mask).bit_length() - 1 for mask in range(1 << MAX_TIERS)]
 """The lowest tier number in a mask of tiers; -1 for none."""
 
@@ -227,17 +230,39 @@ class Catalog:
                 if not (pins and self.pinned(key, now)):
                     yield key
 
-    def keys(self, tier: int, namespace: bytes | None = None) -> list[ChunkKey]:
-        """The chunks of a tier, READY or PENDING; of one namespace where that is given.
+    @property
+    def rows(self) -> range:
+        """All rows, vacant ones included. Whoever has much to do with each walks them in :meth:`slices`."""
+        return range(len(self._lengths))
 
-        Looks at every row: about 0.1 s a million.
+    def slices(self, rows: int) -> Iterator[range]:
+        """The rows that there are now, so many at a time.
+
+        What a walk has found holds only until the loop has had its turn: a chunk that comes later may get a
+        row that was passed, or one beyond the last.
         """
+        total = len(self._lengths)
+        return (range(start, min(start + rows, total)) for start in range(0, total, rows))
+
+    def keys(self, tier: int, namespace: bytes | None = None, *, rows: range | None = None) -> list[ChunkKey]:
+        """The chunks of a tier, READY or PENDING; of one namespace, and of some rows, where these are given.
+
+        Takes about 0.1 s for a million rows.
+        """
+        rows = self.rows if rows is None else rows
         space = None if namespace is None else self._space_numbers.get(namespace, -1)
+        ready, pending = self._ready[rows.start : rows.stop], self._pending[rows.start : rows.stop]
         return [
             self._key_of(row)
-            for row, (ready, pending) in enumerate(zip(self._ready, self._pending, strict=True))
-            if (ready | pending) >> tier & 1 and (space is None or self._spaces[row] == space)
+            for row, here, coming in zip(rows, ready, pending, strict=True)
+            if (here | coming) >> tier & 1 and (space is None or self._spaces[row] == space)
         ]
+
+    def ready_keys(self, tier: int, rows: range) -> bytes:
+        """The keys of those chunks in some rows that are READY in a tier, joined. About 0.1 µs a row."""
+        here = [mask >> tier & 1 for mask in self._ready[rows.start : rows.stop]]
+        keys = _KEY.iter_unpack(self._keys[rows.start * KEY_BYTES : rows.stop * KEY_BYTES])
+        return b"".join(key for (key,) in compress(keys, here))
 
     def _key_of(self, row: int) -> ChunkKey:
         return ChunkKey(bytes(self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]))

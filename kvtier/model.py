@@ -130,8 +130,8 @@ class ModelCache:
     async def clear(self, tokens: Sequence[int] | None = None) -> int:
         """Remove a prompt's chunks, or all of this model's; how many chunks went."""
         if tokens is None:
-            return await self._cache.clear(namespace=self._namespace)
-        return await self._cache.clear(self.keys(tokens))
+            return (await self._cache.clear(namespace=self._namespace)).chunks
+        return (await self._cache.clear(self.keys(tokens))).chunks
 
     def _expected(self, tokens: int) -> Expected:
         whole = self._layout.chunk_tokens

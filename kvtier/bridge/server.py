@@ -214,7 +214,8 @@ class Connection:
             case Confirm():
                 return Confirmed(message.ticket, engine.holds(message.leases))
             case Clear():
-                return Cleared(message.ticket, await self._server.cache.clear(namespace=engine.namespace))
+                cleared = await self._server.cache.clear(namespace=engine.namespace)
+                return Cleared(message.ticket, cleared.chunks)
             case Commit():
                 engine.commit(message, rank)
             case Release():

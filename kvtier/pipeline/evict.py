@@ -166,8 +166,9 @@ class EvictStage:
         """Remove what is READY in a lower tier."""
         hierarchy = self._hierarchy
         held = [key for key in transfer.keys if transfer.source in hierarchy.catalog.tiers(key)]
+        hierarchy.counts["evicted"] += len(held)
+        # Told before its bytes are gone: by then it may have been stored again.
+        hierarchy.changed(transfer.source, removed=held)
         with hierarchy.reporting(event, Transfer(transfer.source, None, held)) as outcomes:
             await hierarchy.tiers[transfer.source].delete(held)
             outcomes += [Outcome.OK] * len(held)
-        hierarchy.counts["evicted"] += len(held)
-        hierarchy.changed(transfer.source, removed=held)

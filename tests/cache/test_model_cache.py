@@ -197,8 +197,38 @@ async def test_clear_removes_one_prompt_or_one_model(settings: MakeSettings, pro
         assert (model.held_tokens(one), model.held_tokens(two)) == (0, 1024)
         assert await model.clear() == 4
         assert (model.held_tokens(two), other.held_tokens(one)) == (0, 1024)
-        assert await cache.clear() == 4
+        cleared = await cache.clear()
+        assert (cleared.chunks, cleared.bytes) == (4, 2 * 4 * CHUNK_OBJECT_BYTES)
         assert len(cache.hierarchy.catalog) == 0
+
+
+async def test_clear_removes_from_one_tier_alone(settings: MakeSettings, prompt: Prompt) -> None:
+    one, two = prompt(1024, seed=1), prompt(1024, seed=2)
+    async with opened(settings()) as (cache, model):
+        for tokens in (one, two):
+            await model.store(tokens, rows(tokens))
+        await cache.drain(5)
+        catalog, keys = cache.hierarchy.catalog, model.keys(one)
+        cleared = await cache.clear(keys[:3], tier="ram")
+        assert (sorted(cleared.keys), cleared.bytes) == (sorted(keys[:3]), 3 * CHUNK_OBJECT_BYTES)
+        assert [catalog.tiers(key) for key in keys] == [[1], [1], [1], [0, 1]]
+        assert (await cache.clear(keys[:3], tier="ram")).chunks == 0
+        assert (await cache.clear(tier="ssd")).chunks == 8
+        assert (catalog.count(0), catalog.count(1)) == (5, 0)
+        assert not cache.hierarchy.distrusted
+
+
+async def test_what_is_leased_survives_a_clear(settings: MakeSettings, prompt: Prompt) -> None:
+    tokens = prompt(1024)
+    async with opened(settings(ssd=0)) as (cache, model):
+        await model.store(tokens, rows(tokens))
+        found = cache.look_up(model.keys(tokens))
+        before = [bytes(chunk.lease.view) for chunk in found.chunks]
+        assert (await cache.clear(tier="ram")).chunks == 4
+        assert (model.held_tokens(tokens), cache.arena.leases) == (0, 4)
+        assert [bytes(chunk.lease.view) for chunk in found.chunks] == before
+        found.release()
+        assert cache.arena.used == 0
 
 
 async def test_wrong_buffers_are_refused(settings: MakeSettings, prompt: Prompt) -> None:

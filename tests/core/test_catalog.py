@@ -122,6 +122,19 @@ def test_a_row_is_used_again_and_remembers_nothing(catalog: Catalog) -> None:
     assert not catalog.pinned(A, 0)
 
 
+def test_rows_are_walked_in_slices(catalog: Catalog) -> None:
+    store(catalog, PROMPT[:5], RAM)
+    store(catalog, PROMPT[2:6], SSD)
+    catalog.add(PROMPT[6], RAM, LENGTH, PENDING, namespace=b"one")
+    catalog.remove(PROMPT[0], RAM)
+    slices = list(catalog.slices(3))
+    assert slices == [range(3), range(3, 6), range(6, 7)]
+    for tier, held in ((RAM, PROMPT[1:5]), (SSD, PROMPT[2:6]), (POOL, [])):
+        assert b"".join(catalog.ready_keys(tier, rows) for rows in slices) == b"".join(held)
+    assert [len(catalog.keys(RAM, rows=rows)) for rows in slices] == [2, 2, 1]
+    assert [len(catalog.keys(RAM, b"one", rows=rows)) for rows in slices] == [0, 0, 1]
+
+
 @pytest.mark.parametrize("tiers", [0, MAX_TIERS + 1])
 def test_there_are_one_to_eight_tiers(tiers: int) -> None:
     with pytest.raises(ValueError, match="there can be 1 to 8"):
