@@ -10,7 +10,9 @@
     │   └── UnknownEvent
     ├── AmbiguousModel       no model was named, and there are several; ``known`` lists them
     ├── TooManyOperations    more would be under way than the controller keeps in mind
+    ├── TooManyPins          more chunks would be pinned than the controller remembers
     ├── WrongPrompt          what should be token ids are none
+    ├── WrongRequest         what was asked for makes no sense, or no instance can do it
     ├── RefusedInstance      an instance cannot be registered: its id is taken, or what it says is wrong
     ├── MemberGone           the connection of an instance ended before a command was answered
     └── CommandFailed        an instance could not carry out a command; says why
@@ -74,8 +76,16 @@ class TooManyOperations(ControllerError):
     """More would be under way than the controller keeps in mind: try again when some have ended."""
 
 
+class TooManyPins(ControllerError):
+    """More chunks would be pinned than the controller remembers."""
+
+
 class WrongPrompt(ControllerError):
     """Token ids are whole numbers from 0 to 4,294,967,295; these are not."""
+
+
+class WrongRequest(ControllerError):
+    """What was asked for makes no sense, or no instance can do it; says what to ask for instead."""
 
 
 class RefusedInstance(ControllerError):
