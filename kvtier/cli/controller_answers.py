@@ -39,6 +39,20 @@ class Accepted(msgspec.Struct, frozen=True):
     """How many tokens it is about: 0 where nothing is held."""
 
 
+class Result(msgspec.Struct, frozen=True):
+    """What has come of an event."""
+
+    tokens: int = 0
+    """Of the chunks that are now as they should be."""
+    chunks: int = 0
+    bytes: int = 0
+    """Transferred, or freed by a clear."""
+    removed: int = 0
+    """Chunks that were removed: from a move's source, or by a clear."""
+    reason: str | None = None
+    """Where that is less than was asked for: why."""
+
+
 class Event(msgspec.Struct, frozen=True):
     """An operation that the controller was asked for, and how far it is. Times are seconds since 1970."""
 
@@ -56,7 +70,7 @@ class Event(msgspec.Struct, frozen=True):
     started_at: float | None = None
     ended_at: float | None = None
     error: str | None = None
-    result: dict[str, Any] | None = None
+    result: Result = Result()
 
     @property
     def ended(self) -> bool:

@@ -218,5 +218,6 @@ def _sentence(refusal: Refusal) -> str:
     if isinstance(detail, list):  # What FastAPI says of a body that is not what it should be.
         parts = [part for part in detail if isinstance(part, dict)]
         detail = "; ".join(f"{'.'.join(map(str, part.get('loc', ())))}: {part.get('msg')}" for part in parts)
-    missing = [name for name in refusal.known if name not in str(detail)]
-    return f"{detail} (known: {', '.join(refusal.known)})" if missing else str(detail)
+    # The detail names them as a rule.
+    named = not refusal.known or any(name in str(detail) for name in refusal.known)
+    return str(detail) if named else f"{detail} (known: {', '.join(refusal.known)})"

@@ -93,13 +93,16 @@ def conclude(event: Event, *, as_json: bool) -> None:
 
 def ending(event: Event) -> str:
     """What an event that is done has done, in a sentence."""
-    where = route(event)
-    if not event.chunks:
-        return f"Nothing of this is held there: no chunk was {DONE.get(event.kind, 'changed')} ({where})."
-    count = f"{event.chunks_done} of {event.chunks} chunks"
-    moved = f", {_rate(event.bytes_done, _seconds(event))}" if event.bytes_done else ""
-    reason = (event.result or {}).get("reason")
-    return f"{count} {DONE.get(event.kind, 'done')} ({where}){moved}." + (f" {reason}" if reason else "")
+    result = event.result
+    done = f"{DONE.get(event.kind, 'done')} ({route(event)})"
+    if event.kind == "clear":
+        said = f"{result.removed} chunks {done}, {format_size(result.bytes)} freed."
+    elif not event.chunks:
+        said = f"Nothing of this is held there: no chunk was {done}."
+    else:
+        moved = f", {_rate(result.bytes, _seconds(event))}" if result.bytes else ""
+        said = f"{result.tokens} tokens {done}: {result.chunks} of {event.chunks} chunks{moved}."
+    return f"{said} {result.reason}" if result.reason else said
 
 
 def route(event: Event) -> str:

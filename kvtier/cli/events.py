@@ -79,7 +79,7 @@ def _watch(client: Controller, *, as_json: bool) -> None:
             if as_json:
                 typer.echo(json.dumps(msgspec.to_builtins(event)))
             else:
-                how = event.error or (ending(event) if event.ended else _progress(event))
+                how = event.error or (ending(event) if event.state == "done" else _progress(event))
                 said = f"{event.event_id} {event.kind} {route(event)}"
                 output().print(f"{escape(said)} [{COLOURS[event.state]}]{event.state}[/] {escape(how)}")
     except KeyboardInterrupt:
@@ -118,7 +118,7 @@ def _print_one(event: Event) -> None:
         "began": moment(event.started_at),
         "ended": moment(event.ended_at),
         "error": event.error or "-",
-        "result": json.dumps(event.result) if event.result else "-",
+        "outcome": ending(event) if event.state == "done" else "-",
     }
     lines = table("", "")
     lines.show_header = False

@@ -159,7 +159,7 @@ def test_move(kvtier: Kvtier, stub: Stub) -> None:
     running = {**EVENT, "state": "running", "chunks_done": 1, "ended_at": None}
     stub.tell("GET /events/e1", {**running, "state": "queued"}, running, running, EVENT)
     result = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]", "--copy")
-    assert result.output == "4 of 4 chunks moved (a/ram -> b/ram), 4KiB in 2s (2KiB/s).\n"
+    assert result.output == "12 tokens moved (a/ram -> b/ram): 4 of 4 chunks, 4KiB in 2s (2KiB/s).\n"
     move, *polls = stub.asked
     assert (move.call, move.body) == (
         "POST /move",
@@ -198,10 +198,18 @@ def test_a_move_that_fails(kvtier: Kvtier, stub: Stub) -> None:
 
 
 def test_a_move_of_nothing(kvtier: Kvtier, stub: Stub) -> None:
-    stub.tell("GET /events/e1", {**EVENT, "chunks": 0, "chunks_done": 0, "bytes_done": 0, "num_tokens": 0})
+    stub.tell("GET /events/e1", {**EVENT, "chunks": 0, "num_tokens": 0})
     result = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]")
     said = "Nothing of this is held there: no chunk was moved (a/ram -> b/ram).\n"
     assert (result.status, result.output) == (0, said)
+
+
+def test_a_move_of_less_than_was_asked_for(kvtier: Kvtier, stub: Stub) -> None:
+    result = {**EVENT["result"], "tokens": 9, "chunks": 3, "reason": "b/ram is full"}
+    stub.tell("GET /events/e1", {**EVENT, "chunks_done": 3, "result": result})
+    said = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]").output
+    assert said.startswith("9 tokens moved (a/ram -> b/ram): 3 of 4 chunks, ")
+    assert said.endswith(". b/ram is full\n")
 
 
 def test_ctrl_c_ends_the_waiting_alone(stub: Stub) -> None:
@@ -256,7 +264,8 @@ def test_clear_asks_first(kvtier: Kvtier, stub: Stub, monkeypatch: pytest.Monkey
     assert "Remove, of 12 tokens, 12 from ram of a? [y/N]" in result.errors
     assert "POST /clear" not in [asked.call for asked in stub.asked]
     told("y\n")
-    kvtier("clear", "a/ram", "--tokens", "[1]")
+    stub.tell("GET /events/e1", {**EVENT, "kind": "clear", "source": None, "target": ["a", None]})
+    assert kvtier("clear", "a/ram", "--tokens", "[1]").output.strip() == "4 chunks removed (a), 4KiB freed."
     kvtier("clear", "a", "--yes")
     bodies = [asked.body for asked in stub.asked if asked.call == "POST /clear"]
     assert bodies == [{"instance": "a", "tier": "ram", "tokens": [1]}, {"instance": "a"}]
@@ -287,7 +296,7 @@ def test_events(kvtier: Kvtier, stub: Stub) -> None:
 
 
 def test_events_are_followed(kvtier: Kvtier, stub: Stub) -> None:
-    assert kvtier("events", "e1", "--follow").output.startswith("4 of 4 chunks moved")
+    assert kvtier("events", "e1", "--follow").output.startswith("12 tokens moved")
     stub.tell("GET /events/e1", {**EVENT, "state": "failed", "error": "b is gone"})
     assert kvtier("events", "e1", "--follow").status == 1
 
@@ -304,7 +313,7 @@ def test_all_events_are_followed(kvtier: Kvtier, stub: Stub) -> None:
     result = kvtier("events", "--follow")
     assert result.output.splitlines() == [
         "e1 move a/ram -> b/ram running 1 of 4 chunks",
-        "e1 move a/ram -> b/ram done 4 of 4 chunks moved (a/ram -> b/ram), 4KiB in 2s (2KiB/s).",
+        "e1 move a/ram -> b/ram done 12 tokens moved (a/ram -> b/ram): 4 of 4 chunks, 4KiB in 2s (2KiB/s).",
     ]
     assert "has ended the stream of events" in result.errors
     lines = kvtier("events", "--follow", "--json").output.splitlines()
@@ -364,8 +373,12 @@ def test_where_url_and_token_come_from(
 @pytest.mark.parametrize(
     ("status", "answer", "said"),
     [
-        (404, {"detail": "no instance is called x", "known": ["a", "b"]}, "x (known: a, b)"),
-        (404, {"detail": "no instance is called x: there are a and b", "known": ["a", "b"]}, "a and b\n"),
+        (404, {"detail": "no instance is called x", "known": ["i-1", "i-2"]}, "x (known: i-1, i-2)"),
+        (
+            404,
+            {"detail": "no instance is called x: known: i-1, i-2", "known": ["i-1", "i-2"]},
+            "x: known: i-1, i-2\n",
+        ),
         (422, {"detail": [{"loc": ["body", "tokens"], "msg": "too long"}]}, "body.tokens: too long"),
         (502, Raw(b"<html>"), "answers at {url} with 502 Bad Gateway is no controller"),
         (200, Raw(b"<html>"), "is no controller that kvtier"),
