@@ -139,7 +139,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 async def measure(name: str, settings: Mapping[str, Any], extent: Extent) -> None:
     """Print the tables of one transport."""
-    strangers = family(os.getpid())[1:]
     count = max(extent.depths)
     lengths = [extent.chunk_bytes] * count
     kind = Plugins.load([]).transport(name)
@@ -147,7 +146,7 @@ async def measure(name: str, settings: Mapping[str, Any], extent: Extent) -> Non
         async with Side.open(kind, settings, sum(lengths) + MIB) as side:
             leases = [side.arena.allocate(length) for length in lengths]
             spans = spans_between([lease for lease in leases if lease is not None], there)
-            async with contestants_of(name, settings, side, there, strangers) as contestants:
+            async with contestants_of(name, settings, side, there) as contestants:
                 check = Check(side, there, spans)
                 rows = []
                 for access in Access:
@@ -214,14 +213,14 @@ def spans_between(leases: Sequence[Lease], there: There) -> dict[Access, list[Sp
 
 @asynccontextmanager
 async def contestants_of(
-    name: str, settings: Mapping[str, Any], side: Side, there: There, strangers: Sequence[int]
+    name: str, settings: Mapping[str, Any], side: Side, there: There
 ) -> AsyncIterator[dict[str, Contestant]]:
-    """The transport and its limit. Of the strangers, who were here before, nobody works for either."""
+    """The transport and its limit."""
     limit: RawSockets | BareNixl
     link = await side.transport.connect(there.endpoint, dial_to(there.port))
     grants = {access: spans[0].grant for access, spans in there.spans.items()}
     over_transport = OverTransport(link, grants, side.arena)
-    own = [number for number in family(os.getpid()) if number not in strangers]
+    own = family(os.getpid())
     helpers = [number for number in own if number not in (os.getpid(), there.process)]
     if name == "tcp":
         limit = RawSockets(side.arena, there.raw_port, settings["connections"])

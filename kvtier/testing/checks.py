@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator, Set
 
 import pytest
@@ -12,16 +11,6 @@ from kvtier.testing.watch import LoopWatch
 
 LEFTOVER_GRACE_SECONDS = 1.0
 """How long a task that the test has cancelled or told to end may take over it."""
-
-
-def pytest_collection_finish() -> None:
-    """Have the garbage collector leave alone what is there before the first test.
-
-    Beside vLLM that is millions of objects. To walk them takes longer than a loop may be blocked, and it
-    would be blamed on whichever test the collector interrupts.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

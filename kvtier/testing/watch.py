@@ -14,6 +14,8 @@ without a beat two kinds are counted:
   thread, as ``Thread.start`` does, is not to blame either. One such look counts as one period, however
   late the monitor itself came.
 
+What the garbage collector takes is not counted, nor what it finalizes: it interrupts whoever comes along.
+
 Both err on the side of too little; twice the limit is found on any machine. A worker thread that holds the
 GIL for long without computing in the loop's thread is not found: the monitor needs the GIL too.
 """
@@ -21,6 +23,7 @@ GIL for long without computing in the loop's thread is not found: the monitor ne
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
 import time
@@ -28,7 +31,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 BEAT_SECONDS = 0.005
 PERIOD_SECONDS = 0.01
@@ -49,6 +52,7 @@ class LoopWatch:
         self.limit = limit
         self.blocks: list[Block] = []
         self._beats = 0
+        self._collected_seconds = 0.0
         self._stopped = threading.Event()
 
     def start(self) -> None:
@@ -57,6 +61,7 @@ class LoopWatch:
         self._thread_id = threading.get_ident()
         self._cpu_clock = time.pthread_getcpuclockid(self._thread_id)
         self._native_id = str(threading.get_native_id())
+        gc.callbacks.append(self._note_collection)
         self._beat()
         self._monitor = threading.Thread(target=self._watch, name="kvtier-loop-watch", daemon=True)
         self._monitor.start()
@@ -64,6 +69,7 @@ class LoopWatch:
     def stop(self) -> None:
         """End. What was found is in :attr:`blocks`."""
         self._timer.cancel()
+        gc.callbacks.remove(self._note_collection)
         self._stopped.set()
         self._monitor.join()
 
@@ -98,8 +104,16 @@ class LoopWatch:
         if stall.stack:
             self.blocks.append(Block(stall.seconds, stall.stack))
 
+    def _note_collection(self, phase: Literal["start", "stop"], _: dict[str, int]) -> None:
+        if threading.get_ident() == self._thread_id:
+            now = time.clock_gettime(self._cpu_clock)
+            # From the start on, nothing counts; what came before it does.
+            self._collected_seconds += -now if phase == "start" else now
+
     def _cpu_seconds(self) -> float:
-        return time.clock_gettime(self._cpu_clock)
+        """What the thread has computed, but for collections."""
+        now, collected = time.clock_gettime(self._cpu_clock), self._collected_seconds
+        return now - collected if collected >= 0 else -collected
 
     def _is_asleep(self) -> bool:
         states = _thread_states()

@@ -22,7 +22,7 @@ def anyio_backend():
 """
 
 TESTS = """
-import asyncio, hashlib, socket, subprocess, threading, time
+import asyncio, gc, hashlib, socket, subprocess, threading, time
 import anyio, pytest
 from kvtier.arena import Arena
 
@@ -88,6 +88,17 @@ async def test_good_fixture(server):
 
 async def test_good_task_that_is_about_to_end():
     asyncio.ensure_future(asyncio.sleep(0.05))
+
+async def test_good_collects_what_takes_long():
+    class Slow:
+        def __del__(self):
+            end = time.thread_time() + 0.2
+            while time.thread_time() < end:
+                pass
+    slow = Slow()
+    slow.itself = slow
+    del slow
+    gc.collect()
 
 @pytest.mark.loop_may_block("on purpose")
 async def test_good_may_block():

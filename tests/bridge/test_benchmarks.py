@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
-from benchmarks import look_up
+from tests.benchmark import run_benchmark
 
 
-def test_look_up(capsys: pytest.CaptureFixture[str]) -> None:
-    look_up.main(["--runs", "2", "--tokens", "2048"])
-    shown = capsys.readouterr().out
+def test_look_up() -> None:
+    shown = run_benchmark("look_up", "--runs", "2", "--tokens", "2048")
     for row in ("look-up: hashing and the socket", "limit: a bare round trip", "confirm all chunks"):
         assert row in shown

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
-from benchmarks import peers
+from tests.benchmark import run_benchmark
 
 
-def test_peers(capsys: pytest.CaptureFixture[str]) -> None:
-    peers.main(["--transport", "tcp", "--quick"])
-    shown = capsys.readouterr().out
+def test_peers() -> None:
+    shown = run_benchmark("peers", "--transport", "tcp", "--quick")
     for row in ("PeersBackend.held_prefix, 2 peers", "look-up and answered, 1 peer", "4 x 2 MiB, 2 peers"):
         assert row in shown

@@ -432,8 +432,9 @@ async def test_a_peer_that_answers_nothing_is_hung_up_on(
         peer.script = lambda _: None
         await connected(backend)
         assert await backend.get(blanks([1])) == [OK]
-        await until(lambda: peer.connections == 1 and len(told()) == 2)
-    assert told() == ["it does not answer; going on without it", "answers again"]
+        # On a busy machine it may have greeted, and been taken for well, more than once.
+        await until(lambda: peer.connections == 1 and told()[-1] == "answers again")
+    assert told()[0] == "it does not answer; going on without it"
 
 
 async def test_silence_makes_nobody_wait_for_a_release() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import transports
+from tests.benchmark import run_benchmark
 
 
 @pytest.mark.parametrize("transport", ["tcp", "nixl"])
-def test_transports(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transports(transport: str) -> None:
     if transport == "nixl":
         pytest.importorskip("nixl_cu13")
-    transports.main(["--transport", transport, "--quick"])
-    shown = capsys.readouterr().out
+    shown = run_benchmark("transports", "--transport", transport, "--quick")
     for row in ("read 4 in flight", "write 1 in flight", "processor seconds a GB", "99 %"):
         assert row in shown

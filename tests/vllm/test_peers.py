@@ -144,6 +144,7 @@ def test_a_peer_that_goes_amid_loads_costs_misses(
         # What it promised before its end may take all that it has to promise, until the leases run out.
         wait_until_nothing_is_granted(first)
         second.wait_until(lambda status: status["peers"][0]["linked"])
+        second.wait_until(lambda status: status["peers"][0]["state"] == "connected")
         second.wait_until(lambda status: status["tiers"][2]["available"])
         answer = engine.generate(LATER)
         assert (answer.tokens, answer.cached) == (oracle(llama, LATER), WHOLE_CHUNKS), second.tail()
