@@ -89,6 +89,7 @@ def yaml_of(path: Path) -> list[str]:
 @pytest.mark.parametrize(
     "path",
     [
+        DOCS / "controller.md",
         DOCS / "peers.md",
         DOCS / "pools.md",
         DOCS / "vllm.md",
@@ -99,6 +100,7 @@ def yaml_of(path: Path) -> list[str]:
 def test_what_is_shown_can_be_used(path: Path, plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POOL_PASSWORD", "secret")
     monkeypatch.setenv("PEER_SECRET", "sixteen or more characters")
+    monkeypatch.setenv("CONTROLLER_TOKEN", "a token")
     shown = yaml_of(path)
     assert shown
     for text in shown:
