@@ -35,6 +35,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import msgspec
 
@@ -46,6 +47,9 @@ MOST_KEYS = 32_768
 """In one message: 1 MiB of them. What names more comes in parts."""
 CONNECT_PATH = "/connect"
 """Where the controller takes WebSockets."""
+
+JoinedKeys: TypeAlias = bytes
+"""Under a name of its own: within a message with a field ``bytes`` the type is hidden."""
 
 
 class TierDescription(msgspec.Struct, frozen=True, array_like=True):
@@ -244,7 +248,7 @@ class Done(Message, frozen=True, array_like=True, tag=33):
     """A command has been carried out, as far as it could be."""
 
     ticket: int
-    keys: bytes
+    keys: JoinedKeys
     """Those of its chunks that are now as they should be: held by the tier, removed, pinned, unpinned.
 
     Empty after :class:`DeleteAll` and :class:`Tokenize`.
