@@ -167,19 +167,27 @@ class Hierarchy:
         chunks = [ChunkBytes(key, lease) for key, lease in room if lease is not None]
         mine = [ChunkBytes(chunk.key, chunk.lease.share()) for chunk in chunks]
         transfer = Transfer(source, FIRST, [chunk.key for chunk in chunks])
-        with self.reporting(event, transfer) as outcomes:
-            outcomes += await self.tiers[source].get(chunks, self.nothing_to_settle)
-        lifted = []
-        for chunk, outcome in zip(mine, outcomes, strict=True):
-            if outcome is Outcome.OK:
-                lifted.append(chunk)
-            else:
-                chunk.lease.release()
-        return lifted
+        outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(mine)
+        try:
+            with self.reporting(event, transfer) as told:
+                outcomes = await self.tiers[source].get(chunks, partial(self._forget_misses, transfer))
+                told += outcomes
+        finally:
+            for chunk, outcome in zip(mine, outcomes, strict=True):
+                if outcome is not Outcome.OK:
+                    chunk.lease.release()
+        return [chunk for chunk, outcome in zip(mine, outcomes, strict=True) if outcome is Outcome.OK]
 
-    @staticmethod
-    def nothing_to_settle(outcomes: Sequence[Outcome]) -> None:
-        """For transfers that the catalog does not know of."""
+    def _forget_misses(self, transfer: Transfer, outcomes: Sequence[Outcome]) -> None:
+        """Take out of the catalog what a tier has turned out not to hold."""
+        missing = [
+            key
+            for key, outcome in zip(transfer.keys, outcomes, strict=True)
+            if outcome is Outcome.MISS and transfer.source in self.catalog.tiers(key)
+        ]
+        for key in missing:
+            self.catalog.remove(key, transfer.source)
+        self.changed(transfer.source, removed=missing)
 
     @contextmanager
     def reporting(self, event: Event, transfer: Transfer) -> Iterator[list[Outcome]]:

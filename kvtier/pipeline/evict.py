@@ -14,10 +14,11 @@ import anyio
 
 from kvtier.arena import Lease
 from kvtier.backends.base import Outcome
-from kvtier.events import Evict
+from kvtier.events import Event, Evict
 from kvtier.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
 from kvtier.router import FIRST, Transfer
+from kvtier.tier import ChunkBytes
 
 BATCH_BYTES = 64 << 20
 """Demoted in one go: enough to keep a disk busy, little enough to free memory soon."""
@@ -155,12 +156,26 @@ class EvictStage:
         length = sum(chunk.lease.length for chunk in chunks)
         self.demoting_bytes += length
         try:
-            await self.make_room(transfer.target, length)
-            held = hierarchy.still_held(transfer.source, chunks, clearings)
-            outcomes = await hierarchy.write(event, transfer.target, held)
+            outcomes = await self.write(event, transfer.source, transfer.target, chunks, clearings)
         finally:
             self.demoting_bytes -= length
         hierarchy.counts["demoted"] += outcomes.count(Outcome.OK)
+
+    async def write(
+        self, event: Event, source: int, target: int, chunks: Sequence[ChunkBytes], clearings: int
+    ) -> Sequence[Outcome]:
+        """Make room in a lower tier and write there what ``source`` still holds; takes over the leases.
+
+        The outcomes are of these alone. ``clearings`` are those when the chunks were leased.
+        """
+        try:
+            await self.make_room(target, sum(chunk.lease.length for chunk in chunks))
+        except BaseException:
+            for chunk in chunks:
+                chunk.lease.release()
+            raise
+        held = self._hierarchy.still_held(source, chunks, clearings)
+        return await self._hierarchy.write(event, target, held)
 
     async def delete(self, event: Evict, transfer: Transfer) -> None:
         """Remove what is READY in a lower tier."""

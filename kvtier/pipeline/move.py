@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from kvtier.arena import Lease
+from kvtier.backends.base import Outcome
 from kvtier.catalog import State
-from kvtier.events import Evict, Move, Prefetch, Priority
+from kvtier.events import Event, Evict, Move, Prefetch, Priority
 from kvtier.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
 from kvtier.pipeline.prefetch import PrefetchStage
 from kvtier.router import FIRST, Transfer
+
+Allocate = Callable[[int], Lease | None]
+"""Room in the arena for so many bytes, if there is any."""
 
 
 class MoveStage:
@@ -28,7 +33,7 @@ class MoveStage:
         """
         for transfer in self._hierarchy.router.move(event):
             if event.target == FIRST:
-                await self._raise(transfer.keys)
+                await self.raise_up(transfer.keys)
             else:
                 await self._write(event, transfer)
         there = [key for key in event.keys if self._hierarchy.catalog.state(key, event.target) is State.READY]
@@ -36,26 +41,31 @@ class MoveStage:
             await self._leave(event, there)
         return len(there)
 
-    async def _raise(self, keys: Sequence[ChunkKey]) -> None:
+    async def raise_up(self, keys: Sequence[ChunkKey]) -> None:
+        """Bring up into the first tier what is held below, and wait until it has arrived or will not."""
         self._prefetching.start(Prefetch(keys=keys, priority=Priority.AHEAD))
         flights = [self._prefetching.flights[key] for key in keys if key in self._prefetching.flights]
         for flight in flights:
             await flight.landed.wait()
 
     async def _write(self, event: Move, transfer: Transfer) -> None:
-        hierarchy = self._hierarchy
         at = 0
         while at < len(transfer.keys):
             keys = self._batch(transfer.keys[at:])
             at += len(keys)
-            clearings = hierarchy.clearings
-            if transfer.source == FIRST:
-                chunks = hierarchy.shares(keys)
-            else:
-                chunks = await hierarchy.lift(event, transfer.source, keys, self._evicting.allocate)
-            await self._evicting.make_room(event.target, sum(chunk.lease.length for chunk in chunks))
-            held = hierarchy.still_held(transfer.source, chunks, clearings)
-            await hierarchy.write(event, event.target, held)
+            await self.write(event, transfer.source, event.target, keys, self._evicting.allocate)
+
+    async def write(
+        self, event: Event, source: int, target: int, keys: Sequence[ChunkKey], allocate: Allocate
+    ) -> Sequence[Outcome]:
+        """Write one batch that ``source`` holds to a lower tier; the outcomes of what could be read."""
+        hierarchy = self._hierarchy
+        clearings = hierarchy.clearings
+        if source == FIRST:
+            chunks = hierarchy.shares(keys)
+        else:
+            chunks = await hierarchy.lift(event, source, keys, allocate)
+        return await self._evicting.write(event, source, target, chunks, clearings)
 
     async def _leave(self, event: Move, keys: Sequence[ChunkKey]) -> None:
         """Take from the source what the target has confirmed."""
