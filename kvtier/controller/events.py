@@ -30,7 +30,7 @@ MOST_ENDED = 10_000
 MOST_UNFINISHED = 1_000
 """What comes on top is refused: whoever asks faster than instances can move must wait, not the controller."""
 RESTARTED = "the controller was restarted"
-_MEANWHILE = "what was confirmed until then stays as it is: ask for the same again to do the rest"
+MEANWHILE = "what was confirmed until then stays as it is: ask for the same again to do the rest"
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -117,7 +117,7 @@ class EventLog:
         for event in self._events.values():
             if not event.ended:
                 event.state, event.ended_at = "failed", self._clock()
-                event.error = f"{RESTARTED}; {_MEANWHILE}"
+                event.error = f"{RESTARTED}; {MEANWHILE}"
                 self._save(event)
         self._ended.extend(sorted(self._events.values(), key=lambda event: event.ended_at or 0.0))
         self._forget()
@@ -178,6 +178,11 @@ class EventLog:
             event.error = error
             self._end(event, "failed")
 
+    def fail_all(self, error: str) -> None:
+        """All that have not ended have failed, for one reason."""
+        for number in list(self._ends):
+            self.fail(self._events[number], error)
+
     def find(self, number: str) -> Event:
         """The event of this id. Raises :class:`UnknownEvent`."""
         self._forget()
@@ -197,6 +202,11 @@ class EventLog:
         if end is not None:
             with anyio.move_on_after(seconds):
                 await end.wait()
+
+    async def all_ended(self) -> None:
+        """Wait until none is under way."""
+        while self._ends:
+            await next(iter(self._ends.values())).wait()
 
     @contextmanager
     def watching(self, listener: Listener) -> Iterator[None]:

@@ -92,6 +92,10 @@ class Pins:
                 self._put(instance, rest)
                 self._save(instance, rest)
 
+    def has(self, instance: str) -> bool:
+        """Whether anything is pinned at an instance."""
+        return instance in self._pins
+
     def of(self, instance: str) -> list[tuple[Sequence[ChunkKey], float | None]]:
         """What is pinned at an instance, and for how many seconds more; ``None`` for good."""
         self._expire()
