@@ -118,7 +118,7 @@ def capacity_for(length: int) -> int:
 
 async def connected(instance: Instance) -> list[Source]:
     """The peers, when each of them can be asked."""
-    clients = backend_of(instance)._clients
+    clients = backend_of(instance).clients
     with anyio.fail_after(CONNECT_SECONDS):
         while True:
             sources = [client.source for client in clients if client.source is not None]
@@ -158,10 +158,33 @@ async def look_ups(
     instance: Instance, process: PeerProcess, chunks: ChunkSet, runs: int, peers: int
 ) -> list[tuple[str, list[float]]]:
     """The seconds of each kind of look-up."""
-    cache, backend, keys = instance.cache, backend_of(instance), chunks.keys
-    expected = Expected(NAMESPACE, [chunks.length] * chunks.amount)
+    timed = LookUps(instance, chunks)
+    limit = RoundTrip(instance, process, chunks)
+    contestants = {
+        limit.name: limit.ask,
+        f"PeersBackend.held_prefix, {of(peers)}": timed.held_prefix,
+        f"look-up and answered, {of(peers)}": timed.whole,
+        f"of what nobody holds, {of(peers)}": timed.nobodys,
+    }
+    seconds = await alternating(contestants, runs)
+    limit.close()
+    rows = [(name, taken) for name, taken in seconds.items() if peers == 1 or name != limit.name]
+    return [*rows, (f"look-up and all {chunks.length} bytes of each there, {of(peers)}", timed.fetched)]
 
-    async def held_prefix() -> float:
+
+class LookUps:
+    """Look-ups of one prompt: each call is one, and its seconds."""
+
+    def __init__(self, instance: Instance, chunks: ChunkSet) -> None:
+        self._instance = instance
+        self._chunks = chunks
+        self._expected = Expected(NAMESPACE, [chunks.length] * chunks.amount)
+        self._fresh = iter(range(NOBODYS, 1 << 62))
+        self.fetched: list[float] = []
+        """The seconds until all bytes were there, of each :meth:`whole`."""
+
+    async def held_prefix(self) -> float:
+        backend, keys = backend_of(self._instance), self._chunks.keys
         started = perf_counter()
         held = await backend.held_prefix(keys)
         seconds = perf_counter() - started
@@ -169,61 +192,55 @@ async def look_ups(
         backend._drop_promises(keys)
         return seconds
 
-    fetched: list[float] = []
-
-    async def whole() -> float:
+    async def whole(self) -> float:
+        keys = self._chunks.keys
         started = perf_counter()
-        found = cache.look_up(keys, expected)
+        found = self._instance.cache.look_up(keys, self._expected)
         await found.answered.wait()
         seconds = perf_counter() - started
         expect(len(found.chunks) == len(keys), f"{len(found.chunks)} of {len(keys)} chunks are found")
         await found.settle(None)
-        fetched.append(perf_counter() - started)
+        self.fetched.append(perf_counter() - started)
         expect(found.ready == len(keys), f"{found.ready} of {len(keys)} chunks have come")
         found.release()
-        await emptied(instance, chunks)
+        await emptied(self._instance, self._chunks)
         return seconds
 
-    fresh = iter(range(NOBODYS, 1 << 62))
-
-    async def nobodys() -> float:
-        unknown = [make_key(next(fresh)) for _ in keys]
+    async def nobodys(self) -> float:
+        unknown = [make_key(next(self._fresh)) for _ in self._chunks.keys]
         started = perf_counter()
-        found = cache.look_up(unknown, expected)
+        found = self._instance.cache.look_up(unknown, self._expected)
         await found.answered.wait()
         seconds = perf_counter() - started
         expect(not found.chunks, "what nobody holds is found")
         return seconds
 
-    question = encode(LookUp(1, bytes(32 * len(keys)), True))
-    offsets = [chunk << 20 for chunk in range(len(keys))]
-    answer = encode(
-        Granted(1, (1 << 63) - 1, list(range(len(keys))), offsets, [chunks.length] * len(keys), len(keys))
-    )
-    bare = RawSockets(cache.arena, process.echo_port, 1)
-    received = memoryview(bytearray(len(answer)))
 
-    async def round_trip() -> float:
+class RoundTrip:
+    """A question and an answer as long as those of a look-up, and nothing else."""
+
+    def __init__(self, instance: Instance, process: PeerProcess, chunks: ChunkSet) -> None:
+        count = chunks.amount
+        offsets = [chunk << 20 for chunk in range(count)]
+        answer = Granted(1, (1 << 63) - 1, list(range(count)), offsets, [chunks.length] * count, count)
+        self._question = memoryview(encode(LookUp(1, bytes(32 * count), True)))
+        self._answer = memoryview(bytearray(len(encode(answer))))
+        self._sockets = RawSockets(instance.cache.arena, process.echo_port, 1)
+        self.name = f"limit: a bare round trip, {len(self._question):,} and {len(self._answer):,} bytes"
+
+    async def ask(self) -> float:
         started = perf_counter()
-        bare.ask(memoryview(question), received)
+        self._sockets.ask(self._question, self._answer)
         return perf_counter() - started
 
-    contestants = {
-        f"limit: a bare round trip, {len(question):,} and {len(answer):,} bytes": round_trip,
-        f"PeersBackend.held_prefix, {of(peers)}": held_prefix,
-        f"look-up and answered, {of(peers)}": whole,
-        f"of what nobody holds, {of(peers)}": nobodys,
-    }
-    seconds = await alternating(contestants, runs)
-    bare.close()
-    rows = [(name, taken) for name, taken in seconds.items() if peers == 1 or "limit" not in name]
-    return [*rows, (f"look-up and all {chunks.length} bytes of each there, {of(peers)}", fetched)]
+    def close(self) -> None:
+        self._sockets.close()
 
 
 async def alternating(
     contestants: Mapping[str, Callable[[], Awaitable[float]]], runs: int
 ) -> dict[str, list[float]]:
-    """The seconds of each, some in a row before it is the next one's turn. The first never counts."""
+    """The seconds of each, some in a row before it is the next one's turn. The first of them never counts."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(-(-runs // RUNS_IN_A_ROW)):
         for name, contestant in contestants.items():
