@@ -76,7 +76,7 @@ def check_models(models: Sequence[Model]) -> None:
         _check_texts("its models", model.names)
         if len(model.namespace) != KEY_BYTES:
             raise RefusedInstance(
-                f"the namespace of its model {model.names[0]!r} has {len(model.namespace)} bytes, not {KEY_BYTES}"
+                f"the namespace of {model.names[0]!r} has {len(model.namespace)} bytes, not {KEY_BYTES}"
             )
         if not _is_sane(model.layout):
             raise RefusedInstance(f"the layout of its model {model.names[0]!r} makes no sense")

@@ -1,0 +1,201 @@
+"""A registry behind a real server on loopback, and instances that say to it what a test has them say."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import anyio
+import uvicorn
+from blake3 import blake3
+from starlette.applications import Starlette
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+
+from kvtier.agent.protocol import (
+    CONNECT_PATH,
+    VERSION,
+    Changed,
+    FromController,
+    Heartbeat,
+    Hello,
+    InStep,
+    Model,
+    Refused,
+    Serves,
+    TierDescription,
+    TierState,
+    Welcome,
+    decode_from_controller,
+)
+from kvtier.controller import connection
+from kvtier.controller.member import Member
+from kvtier.controller.registry import Registry
+from kvtier.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
+from kvtier.layout import ChunkLayout, GroupLayout, namespace
+from kvtier.sockets.frames import Message, encode_body
+
+PATIENCE = 10.0
+"""What a test waits for comes long before, or never."""
+RAM, DISK, POOL = 0, 1, 2
+TIERS = [
+    TierDescription("ram", "cpu", 1 << 30, False),
+    TierDescription("ssd", "disk", 1 << 40, False),
+    TierDescription("pool", "redis", None, True),
+]
+LAYOUT = ChunkLayout(256, (GroupLayout(32, (1024, 1024)),))
+MODEL = Model(["meta/llama", "llama"], namespace("meta/llama", LAYOUT), LAYOUT, True)
+
+_incarnations = itertools.count(1)
+
+
+def keys_of(name: str, count: int) -> list[ChunkKey]:
+    """As many keys, other ones for another name."""
+    return split_keys(blake3(name.encode()).digest(KEY_BYTES * count))
+
+
+def hello(instance: str = "one", **changes: Any) -> Hello:
+    fields: dict[str, Any] = {
+        "version": VERSION,
+        "instance": instance,
+        "incarnation": next(_incarnations),
+        "kvtier": "0.1.0",
+        "host": "test-host",
+        "process": 4242,
+        "peer": f"{instance}:8200",
+        "transport": "tcp",
+        "tiers": TIERS,
+    }
+    return Hello(**{**fields, **changes})
+
+
+def heartbeat(used: int = 0, looked_up: int = 0, found: int = 0) -> Heartbeat:
+    return Heartbeat([TierState(used, used // 4096, True, found)] * len(TIERS), looked_up, ["engine"], 0, 0)
+
+
+class RegisteringInstance:
+    """The instance's end of one connection."""
+
+    def __init__(self, websocket: ClientConnection) -> None:
+        self.websocket = websocket
+
+    async def say(self, *messages: Message) -> None:
+        for message in messages:
+            await self.websocket.send(encode_body(message))
+
+    async def hear(self) -> FromController:
+        with anyio.fail_after(PATIENCE):
+            body = await self.websocket.recv()
+        assert isinstance(body, bytes)
+        return decode_from_controller(body)
+
+    async def register(self, instance: str = "one", **changes: Any) -> Welcome:
+        await self.say(hello(instance, **changes))
+        answer = await self.hear()
+        assert isinstance(answer, Welcome), answer
+        return answer
+
+    async def tell(
+        self, stored: Sequence[ChunkKey], tier: int = RAM, removed: Sequence[ChunkKey] = ()
+    ) -> None:
+        await self.say(Changed(tier, join_keys(stored), join_keys(removed)))
+
+    async def refusal(self) -> str:
+        """Why the controller ends the connection, which it then does."""
+        while not isinstance(answer := await self.hear(), Refused):
+            pass
+        await self.closed()
+        return answer.reason
+
+    async def closed(self) -> None:
+        with anyio.fail_after(PATIENCE):
+            try:
+                while True:
+                    await self.websocket.recv()
+            except ConnectionClosed:
+                return
+
+
+class RunningRegistry:
+    """A registry behind a real server."""
+
+    def __init__(self, registry: Registry, port: int) -> None:
+        self.registry = registry
+        self.port = port
+
+    @asynccontextmanager
+    async def instance(self, name: str | None = None, **changes: Any) -> AsyncIterator[RegisteringInstance]:
+        """One that has connected, and has registered where it has a name."""
+        url = f"ws://127.0.0.1:{self.port}{CONNECT_PATH}"
+        async with connect(url, compression=None, proxy=None, close_timeout=1) as websocket:
+            instance = RegisteringInstance(websocket)
+            if name is not None:
+                await instance.register(name, **changes)
+            yield instance
+
+    @asynccontextmanager
+    async def holding(
+        self, name: str, keys: Sequence[ChunkKey], tier: int = RAM, **changes: Any
+    ) -> AsyncIterator[RegisteringInstance]:
+        """One that serves a model, holds some chunks and has told all of it."""
+        async with self.instance(name, **changes) as instance:
+            await instance.say(Serves([MODEL]))
+            await instance.tell(keys, tier)
+            await instance.say(InStep(), heartbeat())
+            await self.until(lambda: self.member(name).heartbeat is not None)
+            yield instance
+
+    def member(self, name: str = "one") -> Member:
+        return self.registry.find(name)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until the registry has come to this."""
+        with anyio.fail_after(PATIENCE):
+            while not condition():
+                await anyio.sleep(0.005)
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def running_registry(port: int = 0, **settings: Any) -> AsyncIterator[RunningRegistry]:
+    """A registry that takes instances in, on a free port where none is given."""
+    registry = Registry(**settings)
+
+    async def endpoint(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await connection.serve(registry, websocket)
+
+    app = Starlette(routes=[WebSocketRoute(CONNECT_PATH, endpoint)])
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        ws="websockets-sansio",
+        ws_per_message_deflate=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+    )
+    server = _Server(config)
+    with socket.create_server(("127.0.0.1", port)) as listening:
+        async with anyio.create_task_group() as tasks:
+
+            async def serve() -> None:
+                with anyio.CancelScope(shield=True):
+                    await server.serve(sockets=[listening])
+
+            tasks.start_soon(registry.run)
+            tasks.start_soon(serve)
+            try:
+                yield RunningRegistry(registry, listening.getsockname()[1])
+            finally:
+                server.should_exit = True
+                tasks.cancel_scope.cancel()
