@@ -33,7 +33,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 MOST_REQUESTS = 256
 MOST_HEAD_BYTES = 16 * 1024
-"""The address, the method and the headers of a request."""
+"""The address, the method and the headers of a request, where they do not come at once."""
 MOST_MESSAGE_BYTES = 1024 * 1024
 REQUEST_SECONDS = 10.0
 """How long a connection may stay without the head of a request."""
@@ -109,13 +109,13 @@ async def _bound(listen: str | tuple[str, int], setting: str) -> socket.socket:
         host, port = split_address(listen) if isinstance(listen, str) else listen
     except ValueError as error:
         raise ChannelError(f"{setting}: {error}") from error
+    if not 0 <= port <= 65535:  # A resolver would shorten it to 16 bits.
+        raise ChannelError(f"there is no port {port}: write another in {setting}")
     try:
-        if not 0 <= port <= 65535:  # Which a resolver would shorten to 16 bits.
-            raise OverflowError("there is no such port")
         found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
         return socket.create_server(address, family=family, backlog=BACKLOG)
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ChannelError(
             f"cannot listen on {host}:{port}: {why}: write another address or port in {setting}"

@@ -91,7 +91,7 @@ async def test_serves_version_6_of_the_internet_protocol() -> None:
         ("192.0.2.1:0", "write another address or port in metrics.listen"),
         ("no-such-host.invalid:80", "cannot listen on no-such-host.invalid:80"),
         ("x" * 300 + ":80", "write another address"),
-        (("127.0.0.1", 123456), "write another address or port in metrics.listen"),
+        (("127.0.0.1", 123456), "there is no port 123456: write another in metrics.listen"),
     ],
 )
 async def test_a_wrong_address_is_said_in_one_line(listen: str, why: str) -> None:
@@ -295,14 +295,20 @@ async def test_who_asks_again_and_again_is_not(monkeypatch: pytest.MonkeyPatch) 
         assert await websocket.recv() == b"still here"
 
 
-async def test_a_head_that_is_too_long_is_refused() -> None:
+async def test_a_head_that_is_too_long_or_none_is_refused() -> None:
     async with serving(hello, "127.0.0.1:0") as address:
-        assert (await get(address, "/" + "x" * 50_000)).status_code == 400
-        answer = await get(address, headers={"x": "y" * 100_000})
-        assert answer.status_code == 400
-        async with connect_raw(address) as stream:
-            await stream.send(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
-            assert b"400" in await stream.receive()
+        for said in (
+            b"GET /" + bytes(1 << 20),
+            b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 200_000,
+            b"\x16\x03\r\n\r\n",
+        ):
+            heard = b""
+            async with connect_raw(address) as stream:
+                with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                    await stream.send(said)
+                    while True:
+                        heard += await stream.receive()
+            assert b"200" not in heard
         assert (await get(address)).text == "hello"
 
 
