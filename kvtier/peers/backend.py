@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import anyio
 from anyio import CancelScope
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsPrefix
+from kvtier.errors import PeerError
 from kvtier.keys import ChunkKey
 from kvtier.peers.authentication import Credentials
+from kvtier.peers.borrowed import KEYS_A_QUESTION, BorrowedPeer, Bound
 from kvtier.peers.client import PeerClient
-from kvtier.peers.dialling import CONNECTING_AT_ONCE
+from kvtier.peers.dialling import CONNECT_SECONDS, CONNECTING_AT_ONCE
+from kvtier.peers.directory import AskedDirectory, Directory
 from kvtier.peers.fetch import Fetch
+from kvtier.peers.roster import IDLE_SECONDS, Roster
 from kvtier.settings import TierSettings
 from kvtier.settings_peer import PeerSettings
 from kvtier.threads import WorkerThreads
 from kvtier.transports.base import Transport
 
-KEYS_A_QUESTION = 32_768
-"""1 MiB of keys; the answer to as many fits a frame, too."""
+logger = logging.getLogger("kvtier")
+
+BORROWING_AT_ONCE = 8
+"""Threads of their own that connect to borrowed peers, so that no directory can keep the others waiting."""
+HOLDERS_ASKED = 3
+"""Of those that a directory names, in one look-up."""
+
+Question = Callable[[PeerClient, int, Sequence[ChunkKey]], Coroutine[Any, Any, None]]
+"""Asks a peer about some keys, which begin at a position."""
 
 
 class PeersBackend(Backend, SupportsPrefix):
@@ -30,6 +45,9 @@ class PeersBackend(Backend, SupportsPrefix):
     Nothing can be put here and nothing is deleted: what a peer holds is its own business. A peer that cannot
     be reached holds nothing; that none can is no error, and costs no wait. The transport belongs to the
     caller, who opens it, calls :meth:`connect`, and calls :meth:`disconnect` before closing it.
+
+    Peers are those of ``peer.others``, and others that are borrowed: by a command that names one, or because
+    the directory says that they hold what is looked up.
     """
 
     def __init__(
@@ -39,24 +57,54 @@ class PeersBackend(Backend, SupportsPrefix):
         credentials: Credentials,
         transport: Transport,
         instance: str,
+        *,
+        idle: float = IDLE_SECONDS,
     ) -> None:
+        """``idle``: seconds after which a borrowed peer that nobody uses is hung up on."""
         self._deadline = settings.deadline
         self._look_up_patience = peer.patience
         self._threads = WorkerThreads(CONNECTING_AT_ONCE)
-        self._clients = [
-            PeerClient(
-                address,
-                credentials,
-                transport,
-                peer.transport["type"],
-                instance,
-                settings.deadline,
-                self._threads,
-            )
-            for address in dict.fromkeys(peer.others)
-        ]
+        self._borrowing_threads = WorkerThreads(BORROWING_AT_ONCE)
+        make = partial(
+            PeerClient,
+            credentials=credentials,
+            transport=transport,
+            transport_name=peer.transport["type"],
+            instance=instance,
+            deadline=settings.deadline,
+        )
+        configured = [make(address, threads=self._threads) for address in dict.fromkeys(peer.others)]
+        self._roster = Roster(
+            configured, partial(make, threads=self._borrowing_threads, borrowed=True), idle=idle
+        )
+        self._bound: Bound = {}
+        self._directory: AskedDirectory | None = None
         self._scope = CancelScope()
         self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def clients(self) -> list[PeerClient]:
+        """All peers of this moment, those of the settings first."""
+        return self._roster.clients
+
+    def ask_directory(self, directory: Directory | None) -> None:
+        """Ask this directory, too, in every look-up from now on; none where it is ``None``."""
+        self._directory = None if directory is None else AskedDirectory(directory)
+
+    @asynccontextmanager
+    async def borrow(self, address: str) -> AsyncIterator[BorrowedPeer]:
+        """A peer to fetch from at ``HOST:PORT``, which the settings need not name; see :class:`BorrowedPeer`.
+
+        Connected within five seconds; one that is connected already is shared. It stays for half a minute
+        after its last use. Raises :class:`PeerError`, in words, where nobody answers there, it proves to be
+        no peer or this very instance, or too many are borrowed and in use.
+        """
+        async with self._roster.lend(address, CONNECT_SECONDS) as client:
+            peer = BorrowedPeer(client, self._bound, self._deadline)
+            try:
+                yield peer
+            finally:
+                peer.let_go()
 
     async def open(self) -> None:
         """Nothing to do: peers are connected to by :meth:`connect`, once the transport knows the arena."""
@@ -79,6 +127,7 @@ class PeersBackend(Backend, SupportsPrefix):
             await asyncio.wait([keeping])
         keeping.result()
         self._threads.close()
+        self._borrowing_threads.close()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Whether any peer holds each key, as far as they answer within ``patience``."""
@@ -96,7 +145,8 @@ class PeersBackend(Backend, SupportsPrefix):
     async def held_prefix(self, keys: Sequence[ChunkKey]) -> int:
         """How many leading keys the peers hold together; those are promised to this host then.
 
-        One round trip; a second one where the peers seem to hold different parts of the prompt.
+        One round trip; a second one where the peers seem to hold different parts of the prompt. Meanwhile the
+        directory is asked, and whoever it names besides.
         """
         until = self._patience_ends()
         keys = keys[:KEYS_A_QUESTION]
@@ -108,7 +158,10 @@ class PeersBackend(Backend, SupportsPrefix):
             if positions is not None:
                 prefixes[client] = len(positions)
 
-        await self._ask_all(ask_for_prefix, keys)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._ask_all, ask_for_prefix, keys, self._roster.configured)
+            if self._directory is not None:
+                tasks.start_soon(self._ask_holders, self._directory, ask_for_prefix, keys, prefixes, until)
         longest = max(prefixes.values(), default=0)
         held[:longest] = [True] * longest
         # Whoever holds as much as the longest does not hold the key after it.
@@ -134,45 +187,83 @@ class PeersBackend(Backend, SupportsPrefix):
         """Read each chunk from a peer. ``MISS`` where none that can be reached holds it."""
         if not items:
             return []
-        return await Fetch(self._clients, items, self._ask_for_promises).run(self._deadline)
+        parts: dict[PeerClient | None, list[int]] = {}
+        for index, (key, _) in enumerate(items):
+            parts.setdefault(self._bound.get(key), []).append(index)
+        outcomes = [Outcome.FAILED] * len(items)
+
+        async def get(only: PeerClient | None, indexes: Sequence[int]) -> None:
+            clients = self._roster.clients if only is None else [only]
+            part = [items[index] for index in indexes]
+            ask = partial(self._ask_for_promises, clients=clients)
+            for index, outcome in zip(
+                indexes, await Fetch(clients, part, ask).run(self._deadline), strict=True
+            ):
+                outcomes[index] = outcome
+
+        async with anyio.create_task_group() as tasks:
+            for only, indexes in parts.items():
+                tasks.start_soon(get, only, indexes)
+        return outcomes
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
         """Nothing: nobody deletes what is another's."""
 
     def status(self) -> list[dict[str, object]]:
-        """Of each peer, for people and tests: see :meth:`PeerClient.status`."""
-        return [client.status() for client in self._clients]
+        """Of each peer, for people and tests: see :meth:`Roster.status`."""
+        return self._roster.status()
 
     async def _keep(self) -> None:
         with self._scope:
-            async with anyio.create_task_group() as tasks:
-                for client in self._clients:
-                    tasks.start_soon(client.keep)
+            await self._roster.run()
 
     def _patience_ends(self) -> float:
         return anyio.current_time() + self._look_up_patience
 
-    async def _ask_for_promises(self, keys: Sequence[ChunkKey]) -> None:
+    async def _ask_holders(
+        self,
+        directory: AskedDirectory,
+        ask: Question,
+        keys: Sequence[ChunkKey],
+        prefixes: Mapping[PeerClient, int],
+        until: float,
+    ) -> None:
+        """Ask those that the directory names and that have more than is known to be held so far."""
+        holders = await directory.holders(keys, until)
+        known = max(prefixes.values(), default=0)
+        chosen = (one.address for one in holders if one.chunks > known and self._roster.may_help(one.address))
+
+        async def ask_one(address: str) -> None:
+            try:
+                async with self._roster.lend(address, CONNECT_SECONDS) as client:
+                    if client not in self._roster.configured:
+                        await ask(client, 0, keys)
+            except PeerError as error:
+                logger.debug("the directory names a peer that is of no use: %s", error)
+
+        with CancelScope(deadline=until):
+            async with anyio.create_task_group() as tasks:
+                for address in islice(chosen, HOLDERS_ASKED):
+                    tasks.start_soon(ask_one, address)
+
+    async def _ask_for_promises(self, keys: Sequence[ChunkKey], clients: Sequence[PeerClient]) -> None:
         until = self._patience_ends()
 
         async def ask(client: PeerClient, _start: int, part: Sequence[ChunkKey]) -> None:
             await client.look_up(part, prefix=False, until=until)
 
-        await self._ask_all(ask, keys)
+        await self._ask_all(ask, keys, clients)
 
     async def _ask_all(
-        self,
-        ask: Callable[[PeerClient, int, Sequence[ChunkKey]], Coroutine[Any, Any, None]],
-        keys: Sequence[ChunkKey],
-        clients: Sequence[PeerClient] | None = None,
+        self, ask: Question, keys: Sequence[ChunkKey], clients: Sequence[PeerClient] | None = None
     ) -> None:
         """Ask every peer about all keys, at once, in as many parts as it takes."""
         async with anyio.create_task_group() as tasks:
-            for client in self._clients if clients is None else clients:
+            for client in self._roster.clients if clients is None else clients:
                 for start in range(0, len(keys), KEYS_A_QUESTION):
                     tasks.start_soon(ask, client, start, keys[start : start + KEYS_A_QUESTION])
 
     def _drop_promises(self, keys: Sequence[ChunkKey]) -> None:
-        for client in self._clients:
+        for client in self._roster.clients:
             if client.source is not None:
                 client.source.promises.drop(keys)

@@ -1,4 +1,4 @@
-"""One peer as it is named in the settings: found, connected, lost, and found again."""
+"""One peer, be it of the settings or borrowed: found, connected, lost, and found again."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ AnswerT = TypeVar("AnswerT")
 
 
 class PeerClient:
-    """One of ``peer.others``. Keeps a connection to it in :meth:`keep`, and knows whether to ask it.
+    """Keeps a connection to one peer, and knows whether to ask it.
 
-    Nobody ever waits for a connection, but for the very first attempt and no longer than ``patience``.
+    Nobody ever waits for a connection, but for the very first attempt and no longer than he wants to.
     """
 
     def __init__(
@@ -47,10 +47,15 @@ class PeerClient:
         instance: str,
         deadline: float,
         threads: WorkerThreads,
+        *,
+        borrowed: bool = False,
     ) -> None:
+        """``borrowed``: it is not one of ``peer.others``, and whoever needs it says what is wrong with it."""
         host, port = split_address(address)
         self.address = address
         self.pace = Pace()
+        self.used_at = 0.0
+        """When somebody last had something of it, on the clock of :func:`time.monotonic`."""
         self._source: Source | None = None
         self._caller = Caller(host, port, credentials, instance, threads)
         self._transport = transport
@@ -58,9 +63,12 @@ class PeerClient:
         self._instance = instance
         self._patience = Patience(deadline)
         self._breaker = Breaker()
-        self._outage = Outage(logger, address)
+        self._borrowed = borrowed
+        self._outage = Outage(logger, address, quiet=borrowed)
         self._attempts = GrowingPause()
         self._tried = anyio.Event()
+        self._answered = False
+        """Whether the connection, the last one or this, was of any use."""
         self._unanswered_at = 0.0
         """When what it left unanswered was asked: until it is heard of again, nobody else waits for it."""
         self._last_error = ""
@@ -74,24 +82,61 @@ class PeerClient:
             return None
         return source
 
+    @property
+    def instance(self) -> str:
+        """Who it said that it is, when it was last connected."""
+        return self._seen_instance
+
+    @property
+    def connecting(self) -> bool:
+        """Whether the very first attempt is under way."""
+        return not self._tried.is_set()
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is not connected, after an attempt at least."""
+        return self._tried.is_set() and (self._source is None or self._source.over)
+
+    async def ready(self, seconds: float) -> Source:
+        """Wait for the first attempt to connect, so long at most. Raises :class:`PeerError`, in words."""
+        with anyio.move_on_after(seconds):
+            await self._tried.wait()
+        source = self.source
+        if source is not None:
+            return source
+        why = f"it has not answered within {seconds:g} s" if self.connecting else self.trouble
+        raise PeerError(f"peer {self.address}: {why}")
+
+    @property
+    def trouble(self) -> str:
+        """Why it cannot be asked, for people; empty where it can."""
+        return "" if self.source is not None else self._last_error or self._state()
+
     # Asking. None: it did not answer, or not in time.
 
-    async def look_up(self, keys: Sequence[ChunkKey], *, prefix: bool, until: float) -> list[int] | None:
-        """Be promised those of ``keys`` that it holds; their positions. ``until`` is in the loop's time."""
-        return await self._ask(lambda source: source.look_up(keys, prefix=prefix), until)
+    async def look_up(
+        self, keys: Sequence[ChunkKey], *, prefix: bool, until: float, insist: bool = False
+    ) -> list[int] | None:
+        """Be promised those of ``keys`` that it holds; their positions. ``until`` is in the loop's time.
+
+        With ``insist`` also where it has left a question unanswered and is silent since: for who has time.
+        """
+        return await self._ask(lambda source: source.look_up(keys, prefix=prefix), until, insist=insist)
 
     async def contains(self, keys: Sequence[ChunkKey], *, until: float) -> list[bool] | None:
         """Which of ``keys`` it holds."""
         return await self._ask(lambda source: source.contains(keys), until)
 
-    async def _ask(self, question: Callable[[Source], Awaitable[AnswerT]], until: float) -> AnswerT | None:
+    async def _ask(
+        self, question: Callable[[Source], Awaitable[AnswerT]], until: float, *, insist: bool = False
+    ) -> AnswerT | None:
         answer: AnswerT | None = None
         source = self.source
         with anyio.CancelScope(deadline=until) as scope:
             if source is None and not self._tried.is_set():
                 await self._tried.wait()
                 source = self.source
-            if source is None or source.conversation.heard_at < self._unanswered_at:
+            if source is None or (not insist and source.conversation.heard_at < self._unanswered_at):
                 return None
             asked_at = time.monotonic()
             try:
@@ -100,6 +145,8 @@ class PeerClient:
                 self._last_error = str(error)
         if answer is not None:
             self._breaker.worked(LOOK_UPS)
+            if answer:
+                self.used_at = time.monotonic()
         elif scope.cancelled_caught and source is not None:
             self._unanswered_at = asked_at
             self._note_failure(LOOK_UPS)
@@ -107,6 +154,7 @@ class PeerClient:
 
     def note_reads(self, *, failed: bool) -> None:
         """What became of a batch that was read from it."""
+        self.used_at = time.monotonic()
         if failed:
             self._note_failure(READS)
         else:
@@ -125,15 +173,21 @@ class PeerClient:
     async def keep(self) -> None:
         """Stay connected, and connect again whenever that is lost, until cancelled."""
         while True:
-            try:
-                await self._stay_connected()
-            except (OSError, ChannelError) as error:
-                self._note_loss(error)
-            except Exception as error:  # A bug, or a transport's: it must not take the other peers along.
-                logger.exception("peer %s: the connection ends", self.address)
-                self._last_error = repr(error)
-            self._tried.set()
+            await self.stay()
             await anyio.sleep(self._attempts.next())
+
+    async def stay(self) -> bool:
+        """Connect, and stay connected until that is lost; whether that was a connection of any use."""
+        self._answered = False
+        try:
+            await self._stay_connected()
+        except (OSError, ChannelError) as error:
+            self._note_loss(error)
+        except Exception as error:  # A bug, or a transport's: it must not take the other peers along.
+            logger.exception("peer %s: the connection ends", self.address)
+            self._last_error = repr(error)
+        self._tried.set()
+        return self._answered
 
     async def _stay_connected(self) -> None:
         """Connect, and serve whoever asks until the connection ends. Raises ``OSError``, ``ChannelError``."""
@@ -163,7 +217,8 @@ class PeerClient:
         welcome = called.welcome
         self._seen_instance = printable(welcome.instance)
         if welcome.instance == self._instance:
-            raise PeerError("it is this very instance: leave it out of peer.others")
+            remedy = "" if self._borrowed else ": leave it out of peer.others"
+            raise PeerError(f"it is this very instance{remedy}")
         if welcome.transport != self._transport_name:
             raise PeerError(
                 f"peer.transport is {printable(welcome.transport)!r} there and {self._transport_name!r} "
@@ -177,6 +232,7 @@ class PeerClient:
         try:
             while not await source.probe(PROBE_SECONDS):
                 pass
+            self._answered = True
             self._tried.set()
             self._breaker.close()
             logger.debug("peer %s: connected to %s", self.address, self._seen_instance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections import Counter
@@ -83,19 +84,21 @@ class Breaker:
 class Outage:
     """Tells that a peer is lost, once, and that it is back, once."""
 
-    def __init__(self, logger: Logger, name: str) -> None:
+    def __init__(self, logger: Logger, name: str, *, quiet: bool = False) -> None:
+        """With ``quiet`` it is told to those alone who want to know everything."""
         self._logger = logger
         self._name = name
+        self._levels = (logging.DEBUG, logging.DEBUG) if quiet else (logging.WARNING, logging.INFO)
         self._told = ""
 
     def begins(self, kind: str, reason: str) -> None:
         """It cannot be used. Said where it was well before, or where the trouble is of another kind now."""
         if kind != self._told:
             self._told = kind
-            self._logger.warning("peer %s: %s; going on without it", self._name, reason)
+            self._logger.log(self._levels[0], "peer %s: %s; going on without it", self._name, reason)
 
     def ends(self) -> None:
         """It is well."""
         if self._told:
             self._told = ""
-            self._logger.info("peer %s: answers again", self._name)
+            self._logger.log(self._levels[1], "peer %s: answers again", self._name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -19,6 +20,10 @@ class Expected:
     namespace: bytes
     lengths: Sequence[int]
     """Bytes of each chunk object, in the order of the keys."""
+
+
+Ask = Callable[[Sequence[ChunkKey]], Awaitable[Sequence[int]]]
+"""Asks which of some chunks are held, be they a prefix or not: their positions."""
 
 
 class DiscoverStage:
@@ -57,13 +62,40 @@ class DiscoverStage:
         hierarchy.counts["pool_asked"] += len(keys) - start
         if clearings != hierarchy.clearings:
             return  # What was cleared meanwhile may be among the answers.
+        found = self._enter(tier, keys, expected, range(start, start + held))
+        hierarchy.counts["pool_found"] += len(found)
+
+    @asynccontextmanager
+    async def known_for_now(
+        self, tier: Tier, keys: Sequence[ChunkKey], expected: Expected, ask: Ask
+    ) -> AsyncIterator[list[ChunkKey]]:
+        """Those of ``keys`` that a pool holds by what ``ask`` is told, which is believed within the block."""
+        clearings = self._hierarchy.clearings
+        positions = await ask(keys)
+        if clearings != self._hierarchy.clearings:
+            positions = ()
+        entered = self._enter(tier, keys, expected, positions)
+        try:
+            yield [keys[position] for position in positions]
+        finally:
+            catalog = self._hierarchy.catalog
+            known = [key for key in entered if catalog.state(key, tier.index) is State.READY]
+            for key in known:
+                catalog.remove(key, tier.index)
+            self._hierarchy.changed(tier.index, removed=known)
+
+    def _enter(
+        self, tier: Tier, keys: Sequence[ChunkKey], expected: Expected, positions: Iterable[int]
+    ) -> list[ChunkKey]:
+        """Have the catalog know that a pool holds these; those of which it did not."""
+        catalog = self._hierarchy.catalog
         found = []
-        for index in range(start, start + held):
+        for index in positions:
             key = keys[index]
-            if hierarchy.catalog.state(key, tier.index) is State.ABSENT:
+            if catalog.state(key, tier.index) is State.ABSENT:
                 parent = keys[index - 1] if index else None
                 length = expected.lengths[index]
-                hierarchy.catalog.add(key, tier.index, length, State.READY, parent, expected.namespace)
+                catalog.add(key, tier.index, length, State.READY, parent, expected.namespace)
                 found.append(key)
-        hierarchy.counts["pool_found"] += len(found)
-        hierarchy.changed(tier.index, stored=found)
+        self._hierarchy.changed(tier.index, stored=found)
+        return found

@@ -338,7 +338,7 @@ async def reading_from(
     finally:
         await backend.close()
         await transport.close()
-        assert all(not client.pace.under_way for client in backend._clients)
+        assert all(not client.pace.under_way for client in backend.clients)
 
 
 async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:

@@ -43,8 +43,8 @@ def assert_right(items: Sequence[GetItem]) -> None:
 
 async def connected(backend: PeersBackend, count: int | None = None) -> None:
     """Wait until so many peers, or all, can be asked."""
-    wanted = len(backend._clients) if count is None else count
-    await until(lambda: sum(client.source is not None for client in backend._clients) == wanted)
+    wanted = len(backend.clients) if count is None else count
+    await until(lambda: sum(client.source is not None for client in backend.clients) == wanted)
 
 
 class Trio:
@@ -259,7 +259,7 @@ async def test_peers_share_the_load(batch: int) -> None:
         for peer in peers:
             peer.hold(*range(300), length=64)
         await connected(backend)
-        for client in backend._clients:
+        for client in backend.clients:
             client.pace.round_trip = 1e-4  # Whatever this machine was busy with.
         assert await backend.held_prefix(keys_of(range(300))) == 300
         for start in range(0, 300, batch):
