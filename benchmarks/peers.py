@@ -128,8 +128,8 @@ async def connected(instance: Instance) -> list[Source]:
 
 
 def backend_of(instance: Instance) -> PeersBackend:
-    assert instance._peers is not None
-    return instance._peers
+    assert instance.peers is not None
+    return instance.peers
 
 
 # Look-ups.

@@ -44,7 +44,8 @@ class Instance:
         self.cache = cache
         self.server = server
         """What serves the peers, where ``peer.listen`` is set."""
-        self._peers = peers
+        self.peers = peers
+        """What fetches from peers, where ``peer.others`` names some or a controller may."""
 
     @classmethod
     @asynccontextmanager
@@ -59,7 +60,8 @@ class Instance:
         settings = settings or load_settings()
         plugins = plugins or Plugins.load(settings.plugins)
         name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
-        if not settings.peer.used:
+        borrows = settings.controller.url is not None and settings.peer.can_prove
+        if not settings.peer.used and not borrows:
             async with TieredCache.open(settings, plugins=plugins) as cache:
                 yield cls(name, cache, None, None)
             return
@@ -74,7 +76,7 @@ class Instance:
         credentials = Credentials.of(settings.peer)
         pools: list[tuple[TierSettings, Backend]] = []
         peers = None
-        if settings.peer.others:
+        if settings.peer.others or borrows:
             tier = _tier(settings, transport_settings.deadline)
             peers = PeersBackend(tier, settings.peer, credentials, transport, name)
             pools.append((tier, peers))
@@ -98,19 +100,19 @@ class Instance:
         status = self.cache.status()
         if self.server is not None:
             status["serving"] = self.server.status()
-        if self._peers is not None:
-            status["peers"] = self._peers.status()
+        if self.peers is not None:
+            status["peers"] = self.peers.status()
         return {"instance": self.name, **status}
 
 
 def _tier(settings: Settings, deadline: float) -> TierSettings:
     if any(tier.get("name") == PEERS for tier in settings.tiers):
         raise SettingsError(
-            f"a tier is called {PEERS!r}, which is what peer.others is called: write another name"
+            f"a tier is called {PEERS!r}, which is what all peers together are called: write another name"
         )
     if len(settings.tiers) == MAX_TIERS:
         raise SettingsError(
-            f"peer.others takes the place of a tier, and there are {MAX_TIERS} tiers already: leave one out"
+            f"peers take the place of a tier, and there are {MAX_TIERS} tiers already: leave one out"
         )
     return TierSettings(name=PEERS, type=PEERS, write="never", deadline=deadline, concurrency=CALLS_UNDER_WAY)
 

@@ -165,12 +165,17 @@ class PeerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _proves_itself(self) -> PeerSettings:
-        if self.used and self.secret is None and self.tls is None:
+        if self.used and not self.can_prove:
             raise ValueError(
                 "peers must prove who they are: write peer.secret, such as {file: /etc/kvtier/secret}, or "
                 "peer.tls"
             )
         return self
+
+    @property
+    def can_prove(self) -> bool:
+        """Whether this instance has what peers prove to each other who they are by."""
+        return self.secret is not None or self.tls is not None
 
     @property
     def used(self) -> bool:
