@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from ssl import SSLContext
 from typing import Any
 
@@ -128,12 +128,10 @@ async def _run(
     # Shielded: uvicorn would leave connections and tasks behind where it is cancelled. It is told to end.
     with CancelScope(shield=True):
         server.when_started = task_status.started
-        try:
+        with suppress(SystemExit):  # Some versions say so that it has not started.
             await server.serve([listener])
-        except SystemExit:
-            if watched.error is None:
-                raise ChannelError("the application could not start: its log says why") from None
-            raise watched.error from None
+        if not server.started:
+            raise watched.error or ChannelError("the application could not start: its log says why")
 
 
 class _WatchedStart:
@@ -170,7 +168,8 @@ class _Server(Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.when_started()
+        if self.started:
+            self.when_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         cut = asyncio.get_running_loop().call_later(FINISH_SECONDS, self._cut_off)
