@@ -413,6 +413,7 @@ class TieredCache:
                     "used_bytes": tier.used_bytes,
                     "chunks": hierarchy.catalog.count(tier.index),
                     "available": tier.available,
+                    "reading": tier.reading.status(),
                 }
                 for tier in hierarchy.tiers
             ],

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from kvtier.units import MIB
+
 NEWEST_SHARE = 0.25
 """How much of what is known the newest read makes up."""
 HALF_LIFE_SECONDS = 60.0
@@ -50,6 +52,28 @@ class ReadCost:
 
     def expected(self, length: int) -> float | None:
         """Seconds to read ``length`` bytes, failures included as attempts in vain; ``None`` if not known."""
+        line = self._line()
+        if line is None:
+            return None
+        latency, slope = line
+        return (latency + slope * length) / max(self._success, LEAST_SUCCESS)
+
+    def status(self) -> dict[str, object]:
+        """For people and tests; ``None`` where nothing is known."""
+        latency, slope = self._line() or (None, None)
+        return {
+            "latency_seconds": latency,
+            "seconds_a_mib": None if slope is None else slope * MIB,
+            "failed_share": None if latency is None else 1 - self._success,
+        }
+
+    @property
+    def _success(self) -> float:
+        """The share of the batches that did not fail, of those that still count."""
+        return self._weight / (self._weight + self._failures)
+
+    def _line(self) -> tuple[float, float] | None:
+        """Seconds for a read of any length, and for each byte of it besides; ``None`` if not known."""
         self._fade(1.0)
         if self._weight < FAINT:
             return None
@@ -58,9 +82,7 @@ class ReadCost:
         if spread > LEAST_SPREAD * self._bytes**2:
             straight = (self._weight * self._products - self._bytes * self._seconds) / spread
             slope = min(max(straight, 0.0), slope)
-        latency = (self._seconds - slope * self._bytes) / self._weight
-        success = self._weight / (self._weight + self._failures)
-        return (latency + slope * length) / max(success, LEAST_SUCCESS)
+        return (self._seconds - slope * self._bytes) / self._weight, slope
 
     def _make_way(self) -> None:
         self._fade(1.0 - NEWEST_SHARE)

@@ -54,6 +54,18 @@ def test_reads_of_one_length_tell_seconds_a_byte(reading: ReadCost) -> None:
     assert cost(reading, 2 * MIB) == pytest.approx(0.01)
 
 
+def test_what_is_known_is_told(reading: ReadCost) -> None:
+    nothing = {"latency_seconds": None, "seconds_a_mib": None, "failed_share": None}
+    assert reading.status() == nothing
+    for length in (1, 40, 3, 17, 64, 8):
+        reading.succeeded(length * MIB, 0.02 + 0.001 * length)
+    assert reading.status() == pytest.approx(
+        {"latency_seconds": 0.02, "seconds_a_mib": 0.001, "failed_share": 0.0}
+    )
+    reading.failed()
+    assert 0 < float(str(reading.status()["failed_share"])) < 0.5
+
+
 def test_reads_of_many_lengths_tell_the_latency_too(reading: ReadCost) -> None:
     for length in (1, 40, 3, 17, 64, 8):
         reading.succeeded(length * MIB, 0.02 + 0.001 * length)
