@@ -210,6 +210,11 @@ class Catalog:
             return False
         return True
 
+    @property
+    def pins(self) -> int:
+        """How many chunks are pinned. One whose time is over counts until eviction comes to it."""
+        return len(self._pins)
+
     def used(self, tier: int) -> int:
         """Bytes of chunk objects in a tier, READY or PENDING."""
         return self._used[tier]

@@ -62,6 +62,8 @@ class GuardedBackend(WrapperBackend):
     ) -> None:
         super().__init__(inner)
         self.state = BreakerState.CLOSED
+        self.outages = 0
+        """How often the breaker has opened; a probe that failed is part of the outage that it was made in."""
         self._name = name or type(inner).__name__
         self._failures = failures
         self._first_cooldown = cooldown
@@ -205,6 +207,7 @@ class GuardedBackend(WrapperBackend):
             self._break(0.0)
 
     def _break(self, seconds: float) -> None:
+        self.outages += self.state is BreakerState.CLOSED
         self.state = BreakerState.OPEN
         self._epoch += 1
         self._open_until = self._clock() + seconds

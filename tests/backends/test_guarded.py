@@ -170,10 +170,12 @@ async def test_probes_that_fail_double_the_time_to_the_next(guarded: Guarded) ->
         assert await guarded.get() == ["failed"]
         assert guarded.reached == before + 1
         assert guarded.backend.state is OPEN
+    assert guarded.backend.outages == 1
     guarded.faulty.fault = None
     guarded.now += 6
     assert await guarded.get() == ["ok"]
     await guarded.fail(3)
+    assert guarded.backend.outages == 2
     guarded.now += 1.01
     assert guarded.backend.available, "the cooldown begins anew"
 

@@ -214,7 +214,9 @@ def test_a_pinned_chunk_is_no_victim_until_it_is_unpinned(catalog: Catalog) -> N
     catalog.pin([A, B], None)
     assert list(catalog.victims(RAM)) == []
     assert catalog.pinned(A, 1e18)
+    assert catalog.pins == 2
     catalog.unpin([B, C])
+    assert catalog.pins == 1
     assert list(catalog.victims(RAM)) == [B]
 
 
