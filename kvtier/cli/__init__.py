@@ -16,6 +16,7 @@ import kvtier
 from kvtier.cli import (
     clear,
     config,
+    controller,
     doctor,
     events,
     inspect,
@@ -47,6 +48,7 @@ def make_app() -> typer.Typer:
     if find_spec(DEMO_MODULE) is not None:
         app.command("demo")(import_module(DEMO_MODULE).demo)
     app.command()(serve.serve)
+    app.command(epilog=controller.EXAMPLES)(controller.controller)
     app.command()(doctor.doctor)
     app.add_typer(config.app)
     app.add_typer(inspect.app)

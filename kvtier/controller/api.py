@@ -54,8 +54,8 @@ class PromptBody(_Body):
         ),
         examples=["meta-llama/Llama-3.1-8B-Instruct"],
     )
-    salt: str = Field(
-        default="",
+    salt: str | None = Field(
+        default=None,
         max_length=MOST_NAME,
         description="The tenant's `cache_salt`, where requests carry one: chunks are kept apart by it.",
         examples=["tenant-1"],

@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import anyio
+from anyio import CancelScope
 from anyio.abc import TaskGroup
 
-from kvtier.controller.errors import WrongRequest
+from kvtier.controller.errors import TooManyOperations
 from kvtier.controller.events import MEANWHILE, Event, EventLog, Position
 from kvtier.controller.keeping import Clear, PinChunks, UnpinChunks
 from kvtier.controller.member import Member
@@ -49,6 +50,7 @@ class Operations:
         self._tasks = tasks
         self._prompts = Prompts(registry)
         self._turns = Turns()
+        self._under_way: set[CancelScope] = set()
         self._stopping = False
         self.look_ups = 0
         self.look_up_seconds = 0.0
@@ -62,7 +64,7 @@ class Operations:
             try:
                 yield operations
             finally:
-                operations._stopping = True
+                operations.stop()
                 operations._prompts.close()
                 tasks.cancel_scope.cancel()
                 # Some may not even have begun.
@@ -73,6 +75,12 @@ class Operations:
         self._stopping = True
         with anyio.move_on_after(seconds):
             await self.events.all_ended()
+
+    def stop(self) -> None:
+        """Take nothing on any more, and end what is under way: it has failed."""
+        self._stopping = True
+        for scope in self._under_way:
+            scope.cancel()
 
     async def look_up(self, asked: Asked) -> Found:
         """How many leading tokens of a prompt each tier of each instance holds, in whatever layout."""
@@ -136,7 +144,7 @@ class Operations:
     def _begin(self, operation: Operation) -> Event:
         """Enter it into the log, and carry it out as soon as it is its turn."""
         if self._stopping:
-            raise WrongRequest("the controller is being stopped")
+            raise TooManyOperations("the controller is being stopped: ask again when it is back")
         plan = operation.plan()
         event = self.events.create(
             operation.kind,
@@ -155,9 +163,12 @@ class Operations:
         return event
 
     async def _run(self, operation: Operation, event: Event, claim: Claim) -> None:
+        scope = CancelScope()
+        self._under_way.add(scope)
         try:
-            async with self._turns.turn(claim):
-                await self._carry_out(operation, event)
+            with scope:
+                async with self._turns.turn(claim):
+                    await self._carry_out(operation, event)
         except ControllerError as error:
             self.events.fail(event, str(error))
         except Exception:
@@ -165,6 +176,7 @@ class Operations:
             logger.exception("%s %s has failed", event.kind, event.id)
             self.events.fail(event, "the controller has made a mistake, which its log describes")
         finally:
+            self._under_way.discard(scope)
             self.events.fail(event, f"{STOPPED}; {MEANWHILE}")
             self._log(event)
 

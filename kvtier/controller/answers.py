@@ -1,0 +1,109 @@
+"""What the controller knows, in the form in which it is told over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.agent.protocol import TierState
+from kvtier.controller.api import (
+    EventAnswer,
+    InstanceAnswer,
+    InstancesAnswer,
+    InstanceWithHistory,
+    ResultAnswer,
+    Sample,
+    TierAnswer,
+    TierSample,
+)
+from kvtier.controller.events import Event
+from kvtier.controller.history import Sample as KnownSample
+from kvtier.controller.member import Member
+from kvtier.controller.registry import Registry
+
+_UNKNOWN = TierState(used=0, chunks=0, available=True, found=0)
+"""Before the first heartbeat."""
+
+
+def of_event(event: Event) -> EventAnswer:
+    """One event."""
+    result = event.result
+    return EventAnswer(
+        event_id=event.id,
+        kind=event.kind,
+        state=event.state,
+        source=event.source,
+        target=event.target,
+        model=event.model,
+        num_tokens=event.num_tokens,
+        chunks=event.chunks,
+        chunks_done=event.chunks_done,
+        bytes_done=event.bytes_done,
+        created_at=event.created_at,
+        started_at=event.started_at,
+        ended_at=event.ended_at,
+        error=event.error,
+        result=ResultAnswer(
+            tokens=result.tokens,
+            chunks=result.chunks,
+            bytes=result.bytes,
+            removed=result.removed,
+            reason=result.reason,
+        ),
+    )
+
+
+def of_registry(registry: Registry) -> InstancesAnswer:
+    """All instances, by their names."""
+    members = sorted(registry.members.values(), key=lambda member: member.id)
+    return InstancesAnswer(instances=[of_member(member) for member in members])
+
+
+def of_member(member: Member) -> InstanceAnswer:
+    """One instance."""
+    hello, heartbeat = member.hello, member.heartbeat
+    # As many as tiers, from the first heartbeat on.
+    states = heartbeat.tiers if heartbeat is not None else [_UNKNOWN] * len(hello.tiers)
+    looked_up = heartbeat.looked_up if heartbeat is not None else 0
+    found = sum(state.found for state in states)
+    return InstanceAnswer(
+        instance=member.id,
+        state="connected",
+        version=hello.kvtier,
+        host=hello.host,
+        process=hello.process,
+        peer=hello.peer,
+        transport=hello.transport,
+        registered_at=member.registered_at,
+        last_heartbeat=member.heard_at,
+        in_step=member.in_step,
+        models=list(dict.fromkeys(name for model in member.models for name in model.names)),
+        engines=list(heartbeat.engines) if heartbeat is not None else [],
+        tiers=[
+            TierAnswer(
+                name=tier.name,
+                type=tier.type,
+                capacity=tier.capacity,
+                used=state.used,
+                chunks=state.chunks,
+                available=state.available,
+                shared=tier.shared,
+                found=state.found,
+            )
+            for tier, state in zip(hello.tiers, states, strict=True)
+        ],
+        looked_up=looked_up,
+        hit_rate=min(1.0, found / looked_up) if looked_up else None,
+    )
+
+
+def with_history(member: Member, samples: Sequence[KnownSample]) -> InstanceWithHistory:
+    """One instance, and how it was of late."""
+    history = [
+        Sample(
+            time=sample.time,
+            looked_up=sample.looked_up,
+            tiers=[TierSample(used=tier.used, found=tier.found) for tier in sample.tiers],
+        )
+        for sample in samples
+    ]
+    return InstanceWithHistory(**of_member(member).model_dump(), history=history)
