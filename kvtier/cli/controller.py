@@ -32,7 +32,7 @@ def controller(
             metavar="FILE",
             help=(
                 "The file with the token that instances and clients must have. Needed where others than this "
-                "host reach it. Left out: `controller.token` of the settings (KVTIER_CONTROLLER__TOKEN), if any."
+                "host reach it. Left out: `controller.token` of the settings, if any."
             ),
         ),
     ] = None,

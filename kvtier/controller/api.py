@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvtier.controller.events import EventState, Kind
 from kvtier.units import Duration
@@ -32,8 +32,9 @@ class PromptBody(_Body):
     """Whose chunks are meant: those of a prompt, given as token ids or as text."""
 
     # Fails at the first that is wrong: a message for each of four million is no use to anybody.
-    tokens: Annotated[list[TokenID], FailFast()] | None = Field(
+    tokens: list[TokenID] | None = Field(
         default=None,
+        fail_fast=True,
         max_length=MOST_TOKENS,
         description=(f"The prompt's token ids, at most {MOST_TOKENS:,}. Either these or `prompt`."),
         examples=[_TOKENS],
@@ -145,6 +146,12 @@ class ClearBody(PromptBody):
         description="The name or the type of the tier that is cleared. Left out: all of the instance.",
         examples=["cpu"],
     )
+
+    @model_validator(mode="after")
+    def _means_what_it_says(self) -> ClearBody:
+        if self.tokens is None and self.prompt is None and (self.model or self.salt):
+            raise ValueError("`model` and `salt` say whose prompt: write `tokens` or `prompt`, too")
+        return self
 
     @property
     def _may_be_without(self) -> bool:
