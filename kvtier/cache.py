@@ -34,6 +34,7 @@ from kvtier.pipeline.clear import Cleared, ClearStage
 from kvtier.pipeline.discover import DiscoverStage, Expected
 from kvtier.pipeline.evict import EvictStage
 from kvtier.pipeline.forget import ForgetStage
+from kvtier.pipeline.gather import Gathering, GatherStage
 from kvtier.pipeline.move import MoveStage
 from kvtier.pipeline.prefetch import Flight, PrefetchStage
 from kvtier.pipeline.store import Reservation, StoreStage
@@ -138,6 +139,7 @@ class TieredCache:
         self._forgetting = ForgetStage(hierarchy)
         self._clearing = ClearStage(hierarchy, self._evicting)
         self._moving = MoveStage(hierarchy, self._evicting, self._prefetching)
+        self._gathering = GatherStage(hierarchy, self._evicting, self._moving, self._discovering)
         self._local = sum(1 << tier.index for tier in hierarchy.tiers if not tier.shared)
         self._finished = False
 
@@ -343,26 +345,34 @@ class TieredCache:
         move = Move(keys=keys, source=self._index(source), target=self._index(target), copy=copy)
         return await self._moving.carry_out(move)
 
+    def gather(self, keys: Sequence[ChunkKey], expected: Expected, target: str) -> Gathering:
+        """What brings chunks of one prompt, in prefix order, into a tier, from wherever they are.
+
+        Nothing happens before it is run. All other tiers keep theirs. See :class:`~kvtier.pipeline.gather.Gathering`.
+        """
+        return self._gathering.begin(keys, expected, self._index(target))
+
     async def clear(
         self,
         keys: Sequence[ChunkKey] | None = None,
         *,
         namespace: bytes | None = None,
-        tier: str | None = None,
+        tiers: Sequence[str] | None = None,
     ) -> Cleared:
-        """Remove chunks from every tier, or from one: those named, those of a namespace, or all. What went.
+        """Remove chunks from every tier, or from some: those named, those of a namespace, or all. What went.
 
         A chunk that is on its way into a tier is not kept when it arrives; the bytes of one that is leased
         are freed with its last lease. From a shared pool goes what is known of it here. What others have left
         there stays, since they may need it. Where every tier is cleared of a namespace, or of all, that is
         not asked for any more while this cache is open.
         """
-        tiers = [tier.index for tier in self.hierarchy.tiers] if tier is None else [self._index(tier)]
+        every = self.hierarchy.tiers
+        chosen = [tier.index for tier in every] if tiers is None else [self._index(name) for name in tiers]
         if keys is not None:
-            return await self._clearing.clear(keys, tiers)
-        if tier is None:
+            return await self._clearing.clear(keys, chosen)
+        if tiers is None:
             self.hierarchy.distrusted.add(namespace)
-        return await self._clearing.clear_all(namespace, tiers)
+        return await self._clearing.clear_all(namespace, chosen)
 
     @property
     def pending_bytes(self) -> int:

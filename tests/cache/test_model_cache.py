@@ -209,11 +209,11 @@ async def test_clear_removes_from_one_tier_alone(settings: MakeSettings, prompt:
             await model.store(tokens, rows(tokens))
         await cache.drain(5)
         catalog, keys = cache.hierarchy.catalog, model.keys(one)
-        cleared = await cache.clear(keys[:3], tier="ram")
+        cleared = await cache.clear(keys[:3], tiers=["ram"])
         assert (sorted(cleared.keys), cleared.bytes) == (sorted(keys[:3]), 3 * CHUNK_OBJECT_BYTES)
         assert [catalog.tiers(key) for key in keys] == [[1], [1], [1], [0, 1]]
-        assert (await cache.clear(keys[:3], tier="ram")).chunks == 0
-        assert (await cache.clear(tier="ssd")).chunks == 8
+        assert (await cache.clear(keys[:3], tiers=["ram"])).chunks == 0
+        assert (await cache.clear(tiers=["ssd"])).chunks == 8
         assert (catalog.count(0), catalog.count(1)) == (5, 0)
         assert not cache.hierarchy.distrusted
 
@@ -224,7 +224,7 @@ async def test_what_is_leased_survives_a_clear(settings: MakeSettings, prompt: P
         await model.store(tokens, rows(tokens))
         found = cache.look_up(model.keys(tokens))
         before = [bytes(chunk.lease.view) for chunk in found.chunks]
-        assert (await cache.clear(tier="ram")).chunks == 4
+        assert (await cache.clear(tiers=["ram"])).chunks == 4
         assert (model.held_tokens(tokens), cache.arena.leases) == (0, 4)
         assert [bytes(chunk.lease.view) for chunk in found.chunks] == before
         found.release()

@@ -1,0 +1,251 @@
+"""Carries out what the controller asks for: each command is one piece of work, which may be cancelled."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import anyio
+import anyio.lowlevel
+
+from kvtier.agent.protocol import (
+    MOST_KEYS,
+    Command,
+    Delete,
+    DeleteAll,
+    Done,
+    Fetch,
+    Pin,
+    Progress,
+    Tokenize,
+    Unpin,
+)
+from kvtier.agent.tokenizing import Tokenizers
+from kvtier.cache import TieredCache
+from kvtier.errors import PeerError, ProtocolError
+from kvtier.keys import ChunkKey, join_keys, split_keys
+from kvtier.peers.backend import PeersBackend
+from kvtier.pipeline.clear import Cleared
+from kvtier.pipeline.discover import Expected
+from kvtier.pipeline.gather import Lender
+from kvtier.tier import Tier
+
+KEYS_A_STEP = 4096
+"""Looked at before the loop may do something else."""
+
+
+class Peers(NamedTuple):
+    """What chunks of other instances come through, and the tier that stands for all of them."""
+
+    backend: PeersBackend
+    tier: Tier
+
+
+class Work(ABC):
+    """One command."""
+
+    changes = True
+    """Whether it changes what tiers hold."""
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Carry it out. Raises :class:`kvtier.errors.KVTierError` where that cannot even begin."""
+
+    @abstractmethod
+    def answer(self, reason: str | None) -> Done:
+        """What has come of it, be it cancelled; with ``reason`` why it was ended from outside, if it was."""
+
+    def progress(self) -> Progress | None:
+        """How far it is, where it may take long."""
+        return None
+
+
+class Commands:
+    """Makes work of commands. ``peers`` is ``None`` where nothing can come from other instances."""
+
+    def __init__(self, cache: TieredCache, peers: Peers | None, tokenizers: Tokenizers) -> None:
+        self.cache = cache
+        self.peers = peers
+        self.tokenizers = tokenizers
+
+    def begin(self, command: Command) -> Work:
+        """Nothing happens before :meth:`Work.run`. Raises :class:`ProtocolError` for what makes no sense."""
+        match command:
+            case Fetch():
+                return _Fetching(self, command)
+            case Delete():
+                return _Deleting(self, command)
+            case DeleteAll():
+                return _DeletingAll(self, command)
+            case Pin() | Unpin():
+                return _Pinning(self, command)
+            case Tokenize():
+                return _Tokenizing(self, command)
+        raise ProtocolError(f"{type(command).__name__} is no command to be carried out")
+
+    def tier(self, number: int) -> Tier:
+        """A tier by its number. Raises :class:`ProtocolError`."""
+        tiers = self.cache.hierarchy.tiers
+        if not 0 <= number < len(tiers):
+            raise ProtocolError(f"there is no tier {number}: this instance has {len(tiers)}")
+        return tiers[number]
+
+
+class _Fetching(Work):
+    def __init__(self, commands: Commands, command: Fetch) -> None:
+        keys = _split(command.keys)
+        if len(command.lengths) != len(keys) or any(length <= 0 for length in command.lengths):
+            raise ProtocolError(
+                f"{len(keys)} different chunks and {len(command.lengths)} lengths, or one of no bytes"
+            )
+        self._commands = commands
+        self._command = command
+        self._keys = keys
+        self._tier = commands.tier(command.tier)
+        expected = Expected(command.namespace, command.lengths)
+        self._gathering = commands.cache.gather(keys, expected, self._tier.name)
+        self._trouble: str | None = None
+
+    async def run(self) -> None:
+        seconds = self._command.seconds
+        with anyio.move_on_after(None if seconds is None else max(seconds, 0.0)) as scope:
+            await self._run()
+        if scope.cancelled_caught:
+            self._trouble = f"the {seconds:g} s that it was given are over"
+
+    async def _run(self) -> None:
+        address, gathering, peers = self._command.peer, self._gathering, self._commands.peers
+        if peers is not None and self._tier is peers.tier:
+            raise ProtocolError(f"nothing is ever put into tier {self._tier.name}: choose another one")
+        if address is None or not gathering.lacking():
+            await gathering.run()
+            return
+        if peers is None:
+            self._trouble = "this instance has no way to fetch from others: give it peer.secret or peer.tls"
+            await gathering.run()
+            return
+        try:
+            async with peers.backend.borrow(address) as peer:
+                await gathering.run(Lender(peers.tier, peer.promise, f"peer {address}"))
+        except PeerError as error:
+            await gathering.run()  # What is here can still be brought.
+            self._trouble = str(error)
+
+    def answer(self, reason: str | None) -> Done:
+        held = self._gathering.held()
+        if len(held) == len(self._keys):
+            reason = None
+        else:
+            reason = reason or self._trouble or self._gathering.reason or "some have gone again"
+        return Done(
+            self._command.ticket, join_keys(held), len(held), self._gathering.transferred_bytes, reason
+        )
+
+    def progress(self) -> Progress | None:
+        transferred = self._gathering.transferred_bytes
+        return Progress(self._command.ticket, len(self._gathering.held()), transferred)
+
+
+class _Deleting(Work):
+    def __init__(self, commands: Commands, command: Delete) -> None:
+        self._ticket = command.ticket
+        self._cache = commands.cache
+        self._keys = _split(command.keys)
+        self._tier = commands.tier(command.tier)
+        self._gone: list[ChunkKey] = []
+        self._bytes = 0
+
+    async def run(self) -> None:
+        for part in _steps(self._keys):
+            cleared = await self._cache.clear(part, tiers=[self._tier.name])
+            self._gone += cleared.keys
+            self._bytes += cleared.bytes
+            await anyio.lowlevel.checkpoint()
+
+    def answer(self, reason: str | None) -> Done:
+        return Done(self._ticket, join_keys(self._gone), len(self._gone), self._bytes, reason)
+
+
+class _DeletingAll(Work):
+    def __init__(self, commands: Commands, command: DeleteAll) -> None:
+        self._ticket = command.ticket
+        self._cache = commands.cache
+        if command.tier is not None:
+            tiers = [commands.tier(command.tier)]
+        else:
+            # What peers hold is theirs.
+            among = None if commands.peers is None else commands.peers.tier
+            tiers = [tier for tier in commands.cache.hierarchy.tiers if tier is not among]
+        self._tiers = [tier.name for tier in tiers]
+        self._cleared = Cleared([], 0, 0)
+
+    async def run(self) -> None:
+        self._cleared = await self._cache.clear(tiers=self._tiers)
+
+    def answer(self, reason: str | None) -> Done:
+        return Done(self._ticket, b"", self._cleared.chunks, self._cleared.bytes, reason)
+
+
+class _Pinning(Work):
+    changes = False
+
+    def __init__(self, commands: Commands, command: Pin | Unpin) -> None:
+        self._command = command
+        self._cache = commands.cache
+        self._keys = _split(command.keys)
+        self._done: list[ChunkKey] = []
+        self._bytes = 0
+
+    async def run(self) -> None:
+        for part in _steps(self._keys):
+            if isinstance(self._command, Pin):
+                self._pin(part, self._command.seconds)
+            else:
+                self._cache.unpin(part)
+                self._done += part
+            await anyio.lowlevel.checkpoint()
+
+    def _pin(self, keys: Sequence[ChunkKey], seconds: float | None) -> None:
+        catalog = self._cache.hierarchy.catalog
+        local = sum(1 << tier.index for tier in self._cache.hierarchy.tiers if not tier.shared)
+        places = zip(keys, catalog.places(keys), strict=True)
+        held = [key for key, (ready, _) in places if ready & local]
+        self._cache.pin(held, seconds)
+        self._done += held
+        self._bytes += sum(catalog.length(key) for key in held)
+
+    def answer(self, reason: str | None) -> Done:
+        if len(self._done) < len(self._keys):
+            reason = reason or "the others are in no tier of this instance"
+        return Done(self._command.ticket, join_keys(self._done), len(self._done), self._bytes, reason)
+
+
+class _Tokenizing(Work):
+    changes = False
+
+    def __init__(self, commands: Commands, command: Tokenize) -> None:
+        self._command = command
+        self._tokenizers = commands.tokenizers
+        self._tokens: list[int] = []
+
+    async def run(self) -> None:
+        self._tokens = await self._tokenizers.tokenize(self._command.namespace, self._command.prompt)
+
+    def answer(self, reason: str | None) -> Done:
+        return Done(self._command.ticket, b"", 0, 0, reason, self._tokens)
+
+
+def _split(joined: bytes) -> list[ChunkKey]:
+    try:
+        keys = split_keys(joined)
+    except ValueError as error:
+        raise ProtocolError(str(error)) from error
+    if len(keys) > MOST_KEYS:
+        raise ProtocolError(f"{len(keys)} chunks in one command are over {MOST_KEYS}")
+    return list(dict.fromkeys(keys))
+
+
+def _steps(keys: Sequence[ChunkKey]) -> Iterator[Sequence[ChunkKey]]:
+    for start in range(0, len(keys), KEYS_A_STEP):
+        yield keys[start : start + KEYS_A_STEP]
