@@ -82,6 +82,7 @@ class Roster:
         """Until when nobody is to be looked for there."""
         self._instances: dict[Place, str] = {}
         """Whom a further address leads to that is known by another."""
+        self._begun = anyio.Event()
         self._tasks: TaskGroup | None = None
 
     @property
@@ -93,6 +94,7 @@ class Roster:
         """Stay connected to the configured ones, and let others be borrowed, until cancelled."""
         try:
             async with anyio.create_task_group() as self._tasks:
+                self._begun.set()
                 for client in self.configured:
                     self._tasks.start_soon(client.keep)
                 await anyio.sleep_forever()
@@ -122,6 +124,8 @@ class Roster:
             place = _place(address)
         except ValueError as error:
             raise PeerError(str(error)) from error
+        with anyio.move_on_after(seconds):
+            await self._begun.wait()
         with self._used(place, address) as client:
             await client.ready(seconds)
             same = self._known_otherwise(place, client)

@@ -315,20 +315,26 @@ async def reading_from(
     one_sided: bool = False,
     opened: bool = True,
     credentials: Credentials | None = None,
+    strangers: Sequence[ScriptedPeer] = (),
+    idle: float = 60.0,
     **more: Any,
 ) -> AsyncIterator[PeersBackend]:
-    """A backend whose peers these are, whether they serve yet or not; afterwards nothing of it is left."""
+    """A backend whose peers these are, whether they serve yet or not; afterwards nothing of it is left.
+
+    ``strangers`` are not named in its settings, and it can read from them all the same.
+    """
     settings = PeerSettings(
         others=[peer.address for peer in peers],
         **{"secret": SECRET, "transport": "memory", "patience": PATIENCE} | more,
     )
-    transport = MemoryTransport(peers, one_sided=one_sided)
+    transport = MemoryTransport([*peers, *strangers], one_sided=one_sided)
     backend = PeersBackend(
         TierSettings(name="peers", type="peers", write="never", deadline=deadline),
         settings,
         credentials or OpenDoor(),  # type: ignore[arg-type]
         transport,
         "here",
+        idle=idle,
     )
     if opened:
         await backend.open()
