@@ -63,15 +63,12 @@ async function reason(answer) {
   if (answer.status === 401) return "The controller asks for its token.";
   try {
     const { detail } = await answer.json();
-    if (typeof detail === "string" && detail) return sentence(detail);
+    if (typeof detail === "string" && detail) return `The controller says: ${stopped(detail)}`;
   } catch {
     // Not from the controller, but from a proxy before it.
   }
   return `The controller answered ${answer.status}${answer.statusText && ` ${answer.statusText}`}.`;
 }
 
-/** The controller's words, which begin small and end without a full stop, as a sentence. */
-export function sentence(words) {
-  const text = words.trim();
-  return text.charAt(0).toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
-}
+/** The controller's words, which are no sentence of their own, as the end of one. Names in them stay as they are. */
+export const stopped = (words) => (/[.!?]$/.test(words) ? words : `${words}.`);

@@ -7,6 +7,7 @@ const WIDTH = 300;
 const HEIGHT = 100;
 const SHORTEST = 300;
 const LONGEST = 3600;
+const MINUTE_SAMPLES = 6;
 
 export class Chart {
   #value = make("span", { class: "chart-value numbers" });
@@ -76,7 +77,8 @@ export class Chart {
   #rest() {
     this.#cursor.setAttribute("visibility", "hidden");
     const last = this.#series.map(({ points }) => known(points).at(-1));
-    say(this.#value, this.#series.length === 1 && last[0] ? percent(last[0][1]) : "");
+    const one = last[0] ? percent(last[0][1]) : "nothing yet";
+    say(this.#value, this.#series.length === 1 ? one : "");
   }
 
   /** What it was at the time that is pointed at. */
@@ -121,14 +123,19 @@ export function fillSeries(instance) {
   });
 }
 
-/** Of the chunks that were looked up between one sample and the next, how many were found. */
-export function hitSeries(instance) {
+/** Of the chunks that were asked for in the minute before each sample, how many were found. */
+export function hitSeries({ history }) {
   const found = (sample) => sample.tiers.reduce((sum, tier) => sum + tier.found, 0);
-  const points = instance.history.slice(1).map((sample, index) => {
-    const before = instance.history[index];
+  const steps = history.slice(1).map((sample, index) => {
+    const before = history[index];
     const asked = sample.looked_up - before.looked_up;
-    // Nothing was asked for, or the instance has begun anew.
-    return [sample.time, asked > 0 ? share(found(sample) - found(before), asked) : null];
+    // Less than before: the instance has begun anew.
+    return asked > 0 ? [asked, found(sample) - found(before)] : [0, 0];
+  });
+  const points = steps.map((_, index) => {
+    const minute = steps.slice(Math.max(0, index + 1 - MINUTE_SAMPLES), index + 1);
+    const [asked, hits] = minute.reduce(([a, b], [c, d]) => [a + c, b + d]);
+    return [history[index + 1].time, asked ? share(hits, asked) : null];
   });
   return [{ name: "hit rate", tone: 0, points }];
 }

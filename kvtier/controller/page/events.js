@@ -1,8 +1,8 @@
 // What was asked for, and what becomes of it.
 
+import { stopped } from "./api.js";
 import { Bar, arrange, byId, make, say } from "./dom.js";
-import { bytes, clock, many, place, took } from "./format.js";
-import { sentence } from "./api.js";
+import { age, bytes, clock, count, many, place, took } from "./format.js";
 import { underWay } from "./store.js";
 
 const NAMES = { move: "Move", copy: "Copy", prefetch: "Prefetch", pin: "Pin", unpin: "Unpin", clear: "Clear" };
@@ -70,7 +70,7 @@ function way({ source, target }) {
 
 function when(event, now) {
   const from = event.started_at ?? event.created_at;
-  if (underWay(event)) return `${clock(event.created_at)}, for ${took(Math.max(0, Math.floor(now - from)))}`;
+  if (underWay(event)) return `${clock(event.created_at)}, for ${age(now - from)}`;
   return `${clock(event.created_at)}, ${took(event.ended_at - from)}`;
 }
 
@@ -83,7 +83,7 @@ export function progress(event) {
 /** What it is doing, or what has come of it, in a sentence. */
 export function outcome(event) {
   const wanted = event.num_tokens ? many(event.num_tokens, "token") : "all that is held";
-  if (event.state === "failed") return sentence(event.error ?? "it failed, for no known reason");
+  if (event.state === "failed") return `Failed: ${stopped(event.error ?? "nobody knows why")}`;
   if (event.state === "queued") return `Waits for its turn: ${wanted}.`;
   if (event.state === "running") return `${many(event.num_tokens, "token")}, ${progress(event)}.`;
   return done(event);
@@ -92,8 +92,9 @@ export function outcome(event) {
 function done({ kind, num_tokens: wanted, chunks, result }) {
   if (!chunks && !result.chunks) return "There was nothing to do: nothing of it is held there.";
   const size = result.bytes ? `, ${bytes(result.bytes)}` : "";
-  const part = result.tokens < wanted ? ` of ${many(wanted, "token")}` : "";
-  const what = result.tokens || wanted ? many(result.tokens, "token") : many(result.chunks, "chunk");
-  const text = `${what}${part} ${PAST[kind] ?? "done"}${size}.`;
-  return result.reason ? `${text} ${sentence(result.reason)}` : text;
+  const part = result.tokens < wanted ? `${count(result.tokens)} of ` : "";
+  // A tier that was cleared of everything held chunks of prompts that nobody has named.
+  const what = wanted ? part + many(wanted, "token") : many(result.chunks, "chunk");
+  const text = `${what} ${PAST[kind] ?? "done"}${size}`;
+  return result.reason ? `${text}: ${stopped(result.reason)}` : `${text}.`;
 }

@@ -20,22 +20,29 @@ export function bytes(number) {
     unit += 1;
   }
   const digits = unit === 0 || number >= 100 ? 0 : number >= 10 ? 1 : 2;
-  return `${number.toFixed(digits)} ${UNITS[unit]}`;
+  return `${number.toFixed(digits)}\u00a0${UNITS[unit]}`;
+}
+
+/** "3.2 of 20 GiB", or each with its own unit where they differ. */
+export function bytesOf(part, whole) {
+  const [some, all] = [bytes(part), bytes(whole)];
+  const [number, unit] = some.split("\u00a0");
+  return all.endsWith(`\u00a0${unit}`) ? `${number} of ${all}` : `${some} of ${all}`;
 }
 
 /** A part of one as a percentage. Neither "0 %" nor "100 %" where it is not quite so. */
 export function percent(part) {
-  if (part > 0 && part < 0.01) return "< 1 %";
-  if (part < 1 && part > 0.99) return "> 99 %";
-  return `${Math.round(100 * part)} %`;
+  if (part > 0 && part < 0.01) return "<\u00a01\u00a0%";
+  if (part < 1 && part > 0.99) return ">\u00a099\u00a0%";
+  return `${Math.round(100 * part)}\u00a0%`;
 }
 
 /** Seconds that have gone by, coarsely: for what is told anew all the time. */
 export function age(seconds) {
   const whole = Math.max(0, Math.floor(seconds));
-  if (whole < MINUTE) return `${whole} s`;
-  if (whole < HOUR) return `${Math.floor(whole / MINUTE)} min`;
-  if (whole < DAY) return `${Math.floor(whole / HOUR)} h`;
+  if (whole < MINUTE) return `${whole}\u00a0s`;
+  if (whole < HOUR) return `${Math.floor(whole / MINUTE)}\u00a0min`;
+  if (whole < DAY) return `${Math.floor(whole / HOUR)}\u00a0h`;
   return many(Math.floor(whole / DAY), "day");
 }
 

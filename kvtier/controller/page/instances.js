@@ -2,7 +2,7 @@
 
 import { Chart, fillSeries, hitSeries } from "./chart.js";
 import { Bar, arrange, byId, make, say } from "./dom.js";
-import { age, bytes, count, many, percent } from "./format.js";
+import { age, bytes, bytesOf, count, many, percent } from "./format.js";
 
 export class Instances {
   #cards = new Map();
@@ -49,7 +49,7 @@ class Card {
   #facts = make("dl", { class: "facts" });
   #tiers = make("ul", { class: "tiers" });
   #fill = new Chart("Fill", "Fill of each tier");
-  #hits = new Chart("Hit rate", "Share of the chunks asked for that were found");
+  #hits = new Chart("Hit rate", "Share of the chunks asked for in each minute that were found");
   #rows = [];
   #drawn = {};
 
@@ -145,11 +145,12 @@ class TierRow {
 
   draw(tier) {
     const part = tier.capacity ? tier.used / tier.capacity : 0;
-    const words = tier.capacity ? `${bytes(tier.used)} of ${bytes(tier.capacity)}` : bytes(tier.used);
+    const words = tier.capacity ? bytesOf(tier.used, tier.capacity) : "shared pool";
     this.bar.node.hidden = !tier.capacity;
     this.bar.set(part, words);
     say(this.#numbers, tier.capacity ? `${words} · ${percent(part)}` : words);
-    const held = tier.shared ? `${many(tier.chunks, "chunk")} known of, a shared pool` : many(tier.chunks, "chunk");
+    // Of a pool that others fill, too, an instance knows what it has seen.
+    const held = `${many(tier.chunks, "chunk")}${tier.shared ? " known of" : ""}`;
     say(this.#more, `${held} · found ${many(tier.found, "time")}`);
     say(this.#problem, tier.available ? "" : "not available");
   }
@@ -158,12 +159,12 @@ class TierRow {
 /** How an instance is, for the style sheet and in words. */
 function condition({ gone, in_step: inStep }) {
   if (gone) return ["gone", "gone"];
-  return inStep ? ["here", "in step"] : ["behind", "telling what it holds"];
+  return inStep ? ["here", "in step"] : ["behind", "catching up"];
 }
 
 function heard({ gone, last_heartbeat: last, hit_rate: rate, looked_up: asked }, now) {
   if (gone) return `since ${age(now - gone)}`;
   const heartbeat = last === null ? "no heartbeat yet" : `heartbeat ${age(now - last)} ago`;
-  const hits = asked && rate !== null ? `${percent(rate)} of ${count(asked)} chunks found, ` : "";
+  const hits = asked && rate !== null ? `found ${percent(rate)} of ${count(asked)} chunks, ` : "";
   return hits + heartbeat;
 }

@@ -108,8 +108,7 @@ export class LookUp {
     this.#result = { body: { ...body, model: answer.model }, answer, chosen };
     this.#found.hidden = false;
     const longest = places[0]?.tokens ?? 0;
-    const part = answer.num_tokens ? `, ${percent(longest / answer.num_tokens)}` : "";
-    const most = places.length ? ` The longest beginning that is held has ${count(longest)}${part}.` : "";
+    const most = longest ? ` The first ${count(longest)} (${percent(longest / answer.num_tokens)}) are held.` : "";
     say(this.#head, `${many(answer.num_tokens, "token")} for ${answer.model}.${most}`);
     const hadFocus = this.#rows.contains(document.activeElement);
     this.#rows.replaceChildren(...this.#drawn(places, answer.num_tokens));
