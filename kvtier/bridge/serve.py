@@ -8,8 +8,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import anyio
@@ -38,25 +38,43 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
 
     Then no engine is served any longer, and what is on its way to a lower tier is written, for
     ``drain_timeout`` at most; a second signal ends that at once. Raises :class:`ChannelError` where
-    another process serves on this socket, and what :meth:`TieredCache.open` raises.
+    another process serves on this socket or on ``metrics.listen``, and what :meth:`Instance.open` raises.
     """
     path = socket or settings.socket or default_address(settings)
     serving, draining = CancelScope(), CancelScope()
     with _claim(path):
         async with Instance.open(settings) as instance, open_tasks() as tasks:
+            server = BridgeServer(instance)
             await tasks.start(_stop_on_signals, serving, draining)
-            # What is there by now stays: full collections need not look at it again.
-            gc.freeze()
-            with serving:
-                await _serve_engines(instance, path, settings.linger if exit_when_idle else None)
-            with draining:
-                await _finish(instance.cache)
+            async with _serving_metrics(settings.metrics.listen, server):
+                # What is there by now stays: full collections need not look at it again.
+                gc.freeze()
+                with serving:
+                    await _serve_engines(server, path, settings.linger if exit_when_idle else None)
+                with draining:
+                    await _finish(instance.cache)
             tasks.cancel_scope.cancel()
 
 
-async def _serve_engines(instance: Instance, path: Path, linger: float | None) -> None:
-    server = BridgeServer(instance)
-    names = ", ".join(f"{tier.name} ({tier.settings.type})" for tier in instance.cache.hierarchy.tiers)
+@asynccontextmanager
+async def _serving_metrics(listen: str | None, server: BridgeServer) -> AsyncIterator[None]:
+    """Let Prometheus ask, also while the last chunks are written. Nothing is imported where nobody does."""
+    if listen is None:
+        yield
+        return
+    from kvtier.http import serving
+    from kvtier.metrics import MOST_REQUESTS, CacheMetrics, application
+
+    with CacheMetrics.of(server.cache, server.status) as metrics:
+        async with serving(
+            application(metrics), listen, setting="metrics.listen", limit_concurrency=MOST_REQUESTS
+        ) as (host, port):
+            logger.info("metrics on http://%s:%d/metrics", host, port)
+            yield
+
+
+async def _serve_engines(server: BridgeServer, path: Path, linger: float | None) -> None:
+    names = ", ".join(f"{tier.name} ({tier.settings.type})" for tier in server.cache.hierarchy.tiers)
     async with listening(path, server.handle):
         logger.info("serving %s on %s, process %d", names, path, os.getpid())
         if linger is None:
