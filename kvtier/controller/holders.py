@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from kvtier.keys import ChunkKey
@@ -123,46 +123,45 @@ class HolderSets:
             self._numbers[labels] = number
         return number
 
-    def sweep(self, numbers: range) -> list[int]:
-        """Take ended labels out of these sets, and forget sets that no key refers to.
+    def sweep(self, numbers: range, needed: Iterable[int]) -> dict[int, int]:
+        """Take ended labels out of these sets, and forget those that neither a key nor the caller needs.
 
-        Returns those to which keys refer although nobody is in them any more: their keys can go.
+        Where two sets are equal then, the keys of one can be moved to the other: by the one the other, which
+        is ``NOBODY`` where none is left.
         """
-        deserted = []
-        forgotten = False
+        moves = {}
+        targets = set(needed)
         for number in numbers:
             labels = self.labels[number]
             if not labels:
                 continue
-            if not self.keys[number]:
-                self._vacate(number)
-                forgotten = True
+            if not self.keys[number] and number not in targets:
+                self._rename(number, ())
+                self._vacant.append(number)
                 continue
             left = tuple(label for label in labels if label in self.live)
             if len(left) < len(labels):
-                self._rename(number, left)
-                if not left:
-                    deserted.append(number)
-        if forgotten:
-            self._forget_steps()
-        return deserted
+                same = self._rename(number, left)
+                if same != number:
+                    moves[number] = same
+                    targets.add(same)
+        # They may lead to what is vacant, or has moved.
+        self._forget_steps()
+        return moves
 
-    def _rename(self, number: int, labels: tuple[int, ...]) -> None:
+    def _rename(self, number: int, labels: tuple[int, ...]) -> int:
+        """Give a set other labels; the set by which these are known, itself or another."""
         before = self.labels[number]
         if self._numbers.get(before) == number:
             del self._numbers[before]
         self.labels[number] = labels
-        self._numbers.setdefault(labels, number)
+        return self._numbers.setdefault(labels, number)
 
-    def _vacate(self, number: int) -> None:
-        self._rename(number, ())
-        self._vacant.append(number)
-
-    def vacate_deserted(self, numbers: Collection[int]) -> None:
-        """No key refers to these any longer."""
+    def vacate(self, numbers: Collection[int]) -> None:
+        """All keys of these have been moved."""
         for number in numbers:
-            assert not self.labels[number]
             assert not self.keys[number]
+            self.labels[number] = ()
             self._vacant.append(number)
         self._forget_steps()
 
@@ -315,7 +314,8 @@ class Sweep:
         self._sets_at: int | None = None
         self._rows_left = 0
         self._row = 0
-        self._deserted: set[int] = set()
+        self._moves: dict[int, int] = {}
+        """Sets whose keys go to others, or go."""
         self._sets_after = 0
 
     @property
@@ -341,25 +341,36 @@ class Sweep:
 
     def _sweep_sets(self, start: int) -> None:
         stop = min(start + SETS_A_SLICE, len(self._sets.labels))
-        self._deserted.update(self._sets.sweep(range(start, stop)))
+        self._moves.update(self._sets.sweep(range(start, stop), self._moves.values()))
         if stop < len(self._sets.labels):
             self._sets_at = stop
             return
         self._sets_at = None
-        self._rows_left = ROWS if self._deserted else 0
         self._sets_after = len(self._sets)
+        if self._moves:
+            self._rows_left = ROWS
+            # A label may have ended meanwhile, and what keys should move to may itself have moved.
+            self._moves = {number: self._end_of(number) for number in self._moves}
+
+    def _end_of(self, number: int) -> int:
+        while number in self._moves:
+            number = self._moves[number]
+        return number
 
     def _sweep_row(self) -> None:
-        deserted, row = self._deserted, self._rows[self._row]
-        kept = {key: number for key, number in row.items() if number not in deserted}
-        if len(kept) < len(row):
-            gone = Counter(number for number in row.values() if number in deserted)
-            for number, count in gone.items():
+        moves, row = self._moves, self._rows[self._row]
+        moved = Counter(number for number in row.values() if number in moves)
+        if moved:
+            for number, count in moved.items():
                 self._sets.keys[number] -= count
-            self._rows[self._row] = kept  # A new one: a dictionary gives nothing back for what is deleted.
+                self._sets.keys[moves[number]] += count
+            # A new one: a dictionary gives nothing back for what is deleted.
+            self._rows[self._row] = {
+                key: to for key, number in row.items() if (to := moves.get(number, number)) != NOBODY
+            }
         self._row = (self._row + 1) % ROWS
         self._rows_left -= 1
         if not self._rows_left:
-            self._sets.vacate_deserted(deserted)
-            self._deserted = set()
+            self._sets.vacate(moves)
+            self._moves = {}
             self._sets_after = len(self._sets)
