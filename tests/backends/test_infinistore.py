@@ -193,7 +193,14 @@ async def test_a_server_that_was_killed_fails_at_once_and_is_used_again(
         assert "InfiniStore at" in await backend.check()
 
 
-@pytest.mark.parametrize("method", ["put", "get", "contains", "held_prefix", "delete"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "get",
+        "contains",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("put", "held_prefix", "delete")),
+    ],
+)
 async def test_a_server_that_stands_still_fails_by_the_deadline(
     server: InfiniStoreServer, method: str
 ) -> None:

@@ -80,6 +80,7 @@ async def test_sentinels_name_another_primary(sentinels: Sentinels, caplog: pyte
         assert len(warnings(caplog)) <= 2
 
 
+@pytest.mark.slow
 async def test_a_primary_that_became_a_replica_is_left(
     sentinels: Sentinels, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -305,7 +305,7 @@ def kvtier_backends():
 @pytest.mark.parametrize(
     "call",
     [
-        "anyio.to_thread.run_sync(hang)",
+        pytest.param("anyio.to_thread.run_sync(hang)", marks=pytest.mark.slow),
         "asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(), hang)",
         "spread(hang, items, parts=1, hop=WorkerThreads(1))",
     ],

@@ -7,7 +7,7 @@ import pytest
 from tests.benchmark import run_benchmark
 
 
-@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("nixl", marks=pytest.mark.slow)])
 def test_transports(transport: str) -> None:
     if transport == "nixl":
         pytest.importorskip("nixl_cu13")

@@ -171,6 +171,9 @@ def test_a_cut_that_heals_in_time(patient: Pair) -> None:
     assert network.counts.carried_bytes - before < (24 + 32) * MIB
 
 
+@pytest.mark.parametrize(
+    "kind", ["tcp", pytest.param("nixl", marks=pytest.mark.slow)], indirect=True, scope="module"
+)
 def test_a_cut_that_outlasts_the_deadline(hasty: Pair) -> None:
     network = hasty.network
     long, short = hasty.granted(LONG), hasty.granted(LENGTHS)

@@ -249,7 +249,7 @@ async def test_a_quarter_of_64_transfers_is_cancelled(other: OtherProcess) -> No
             lease.release()
 
 
-@pytest.mark.parametrize("write", [True, False])
+@pytest.mark.parametrize("write", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_a_peer_killed_in_mid_transfer(other: OtherProcess, *, write: bool) -> None:
     async with linked(other) as (side, _, link):
         spans = await other.grant([32 * MIB] * 3, access=Access.WRITE if write else Access.READ)

@@ -37,7 +37,7 @@ def swap(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [corrupt, swap, *(pytest.param(damage, marks=pytest.mark.slow) for damage in (truncate, Path.unlink))],
+    [corrupt, *(pytest.param(damage, marks=pytest.mark.slow) for damage in (swap, truncate, Path.unlink))],
 )
 def test_a_damaged_file_is_recomputed(
     llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, damage: Callable[[Path], None]

@@ -27,7 +27,7 @@ def cache(make_cache: MakeCache) -> CacheProcess:
     return cache
 
 
-@pytest.fixture(params=["stores", "loads"])
+@pytest.fixture(params=["loads", pytest.param("stores", marks=pytest.mark.slow)])
 def moment(request: pytest.FixtureRequest) -> str:
     """In the middle of what."""
     return str(request.param)

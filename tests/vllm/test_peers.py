@@ -117,7 +117,7 @@ def test_of_three_one_is_gone(llama: Path, make_peers: MakePeers, start: StartEn
     wait_until_nothing_is_granted(third)
 
 
-@pytest.mark.parametrize("outage", ["killed", "paused"])
+@pytest.mark.parametrize("outage", ["killed", pytest.param("paused", marks=pytest.mark.slow)])
 def test_a_peer_that_goes_amid_loads_costs_misses(
     llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle, outage: str
 ) -> None:
@@ -167,6 +167,7 @@ def test_a_peer_with_another_secret_is_none(
     assert SECRET not in log + first.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_target_without_room_computes_itself(
     llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle
 ) -> None:

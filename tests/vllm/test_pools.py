@@ -24,11 +24,13 @@ LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
 PROMPTS = [prompt(LENGTH, start=1200 * number) for number in range(4)]
 DEADLINE_SECONDS = 1.0
+OUTAGES = {("redis", True), ("infinistore", False), ("mooncake", True)}
+"""Which servers are killed, and not only paused, by default."""
 MOST_WARNINGS = 8
 """Of one outage: the breaker's, the backend's own and the cache process's, with room for one retry each."""
 
 
-@pytest.fixture(params=SERVERS)
+@pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A running server of each kind of pool."""
     kind = SERVERS[request.param]
@@ -37,6 +39,14 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvt-"))
         yield stack.enter_context(kind(Path(folder)))
+
+
+few_valkey = pytest.mark.parametrize(
+    "server",
+    [pytest.param(name, marks=pytest.mark.slow if name == "valkey" else ()) for name in SERVERS],
+    indirect=True,
+)
+"""The code is that of Redis."""
 
 
 def pool(server: Server) -> dict[str, Any]:
@@ -78,6 +88,7 @@ def store_whole(engine: Engine, cache: CacheProcess) -> list[int]:
     raise AssertionError(f"the pool takes nothing: {cache.status()}\n{cache.tail()}")
 
 
+@few_valkey
 def test_what_one_engine_stored_another_hits(
     llama: Path, server: Server, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
@@ -94,14 +105,6 @@ def test_what_one_engine_stored_another_hits(
     first.start()
     with start(llama, first) as engine:
         check(engine, oracle, llama, cached=WHOLE_CHUNKS)
-
-
-few_valkey = pytest.mark.parametrize(
-    "server",
-    [pytest.param(name, marks=pytest.mark.slow if name == "valkey" else ()) for name in SERVERS],
-    indirect=True,
-)
-"""The code is that of Redis."""
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +151,20 @@ def test_a_damaged_value_is_recomputed(
     assert again.cached == WHOLE_CHUNKS
 
 
-@few_valkey
-@pytest.mark.parametrize("killed", [False, True], ids=["paused", "killed"])
+@pytest.mark.parametrize(
+    ("server", "killed"),
+    [
+        pytest.param(
+            name,
+            killed,
+            id=f"{name}-{'killed' if killed else 'paused'}",
+            marks=() if (name, killed) in OUTAGES else pytest.mark.slow,
+        )
+        for name in SERVERS
+        for killed in (False, True)
+    ],
+    indirect=["server"],
+)
 def test_an_outage_costs_misses(
     llama: Path, server: Server, make_cache: MakeCache, start: StartEngine, oracle: Oracle, killed: bool
 ) -> None:

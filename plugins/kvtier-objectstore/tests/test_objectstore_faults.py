@@ -179,6 +179,7 @@ async def test_an_upload_that_is_cancelled_leaves_no_parts(
         assert same(view, old[0][1]) or same(view, new[0][1])
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_killed_in_mid_upload(server: S3Server) -> None:
     async with FaultyProxy(server.port) as proxy:
         dead = threading.Event()
@@ -207,6 +208,7 @@ async def test_a_server_that_is_killed_in_mid_upload(server: S3Server) -> None:
             assert await found(backend, items) == [OK] * 3
 
 
+@pytest.mark.slow
 async def test_a_server_that_stands_still_for_longer_than_the_deadline(server: S3Server) -> None:
     short, long = await values(40, 4000), await values(2, LONG)
     keys = [key for key, _ in short]
