@@ -1,0 +1,95 @@
+"""Models by their names, and what prompts are made of in them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.agent.protocol import Model
+from kvtier.controller.errors import AmbiguousModel, UnknownModel, WrongPrompt
+from kvtier.controller.models import MOST_MODELS, Models
+from kvtier.header import object_bytes
+from kvtier.keys import chunk_keys, root_key
+from kvtier.layout import ChunkLayout, GroupLayout, namespace
+from tests.controller.registering import LAYOUT, MODEL
+
+OTHER_LAYOUT = ChunkLayout(128, (GroupLayout(32, (64,)),), ranks=2)
+
+
+def model(*names: str, layout: ChunkLayout = LAYOUT) -> Model:
+    return Model(list(names), namespace(names[0], layout), layout, False)
+
+
+def test_a_model_is_found_by_each_of_its_names() -> None:
+    models = Models()
+    qwen = model("qwen")
+    models.add([MODEL, qwen])
+    assert models.find("llama") == models.find("meta/llama") == [MODEL]
+    assert models.find("qwen") == [qwen]
+
+
+def test_one_name_may_be_of_several_layouts() -> None:
+    models = Models()
+    both = [model("llama"), model("llama", layout=OTHER_LAYOUT)]
+    models.add(both)
+    assert models.find("llama") == both
+    assert models.find(None) == both, "there is no other"
+    assert models.find("llama", both[1:]) == both[1:]
+
+
+def test_what_is_unknown_or_ambiguous_is_told_with_what_there_is() -> None:
+    models = Models()
+    with pytest.raises(UnknownModel, match="there is no model, nor any other"):
+        models.find(None)
+    models.add([MODEL, model("qwen")])
+    with pytest.raises(UnknownModel, match="no model 'gpt'; known: llama, meta/llama, qwen") as unknown:
+        models.find("gpt")
+    assert unknown.value.known == ["llama", "meta/llama", "qwen"]
+    with pytest.raises(AmbiguousModel, match="meta/llama, qwen") as ambiguous:
+        models.find(None)
+    assert ambiguous.value.known == ["meta/llama", "qwen"]
+    assert models.find(None, [MODEL]) == [MODEL]
+    with pytest.raises(UnknownModel):
+        models.find("qwen", [MODEL])
+
+
+def test_names_that_other_engines_give_a_model_are_added() -> None:
+    models = Models()
+    models.add([model("llama", "chat")])
+    models.add([model("llama", "assistant")])
+    (found,) = models.find("chat")
+    assert found.names == ["llama", "assistant", "chat"]
+
+
+def test_there_is_a_most_of_models() -> None:
+    models = Models()
+    models.add([MODEL])
+    models.add(model(f"model {number}") for number in range(MOST_MODELS - 1))
+    models.add([MODEL])
+    models.add([model("one more")])
+    assert len(models.all()) == MOST_MODELS
+    assert models.find("llama") == [MODEL], "it was told of lately"
+    with pytest.raises(UnknownModel):
+        models.find("model 0")
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 1000, 1024])
+def test_a_prompt_is_cut_into_chunks_as_an_engine_cuts_it(count: int) -> None:
+    tokens = list(range(count))
+    prompt = Models().prompt(MODEL, tokens, "tenant")
+    root = root_key(MODEL.namespace, "tenant")
+    assert prompt.keys == chunk_keys(root, tokens, 256, tail=True)
+    assert len(prompt.keys) == len(prompt.tokens) == len(prompt.lengths) == -(-count // 256)
+    assert prompt.leading_tokens(len(prompt.keys)) == sum(prompt.tokens) == count
+    assert prompt.leading_tokens(1) == min(count, 256)
+    assert list(prompt.lengths) == [object_bytes(LAYOUT.payload_bytes(tokens)) for tokens in prompt.tokens]
+
+
+@pytest.mark.parametrize("tokens", [[-1], [1 << 32], ["1"], [1.5], [None]])
+def test_what_are_no_token_ids_is_told(tokens: list[int]) -> None:
+    with pytest.raises(WrongPrompt, match="whole numbers from 0 to 4294967295"):
+        Models().prompt(MODEL, tokens)
+
+
+def test_a_salt_that_is_no_text_is_told() -> None:
+    with pytest.raises(WrongPrompt):
+        Models().prompt(MODEL, [1], "\ud800")
