@@ -348,7 +348,7 @@ class TieredCache:
     def gather(self, keys: Sequence[ChunkKey], expected: Expected, target: str) -> Gathering:
         """What brings chunks of one prompt, in prefix order, into a tier, from wherever they are.
 
-        Nothing happens before it is run. All other tiers keep theirs. See :class:`~kvtier.pipeline.gather.Gathering`.
+        Nothing happens before :meth:`Gathering.run`. All other tiers keep theirs.
         """
         return self._gathering.begin(keys, expected, self._index(target))
 

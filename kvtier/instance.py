@@ -1,6 +1,6 @@
-"""One instance: the tiers of a host, and their way to those of its peers.
+"""One instance: the tiers of a host, their way to those of its peers, and its controller.
 
-What a cache process serves its engines from, and what a program opens that wants peers, too;
+What a cache process serves its engines from, and what a program opens that wants peers or a controller, too;
 :class:`~kvtier.cache.TieredCache` alone has none.
 """
 
@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING
 
 from anyio import CancelScope
 
+from kvtier.agent.served import Served
 from kvtier.backends.base import Backend
 from kvtier.cache import TieredCache
 from kvtier.catalog import MAX_TIERS
 from kvtier.errors import SettingsError
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, TierSettings, load_settings
+from kvtier.tasks import open_tasks
 
 if TYPE_CHECKING:
+    from kvtier.agent.agent import Agent
     from kvtier.peers.backend import PeersBackend
     from kvtier.peers.server import PeerServer
     from kvtier.transports.base import Transport
@@ -34,7 +37,7 @@ CALLS_UNDER_WAY = 16
 
 
 class Instance:
-    """A host's tiers and its peers. Made with :meth:`open`."""
+    """A host's tiers, its peers and its controller. Made with :meth:`open`."""
 
     def __init__(
         self, name: str, cache: TieredCache, server: PeerServer | None, peers: PeersBackend | None
@@ -46,25 +49,37 @@ class Instance:
         """What serves the peers, where ``peer.listen`` is set."""
         self.peers = peers
         """What fetches from peers, where ``peer.others`` names some or a controller may."""
+        self.served = Served()
+        """The models of the engines: whoever lets engines in tells it."""
+        self._agent: Agent | None = None
 
     @classmethod
     @asynccontextmanager
     async def open(
         cls, settings: Settings | None = None, *, plugins: Plugins | None = None
     ) -> AsyncIterator[Instance]:
-        """Open every tier and serve peers until the block is left; arguments as of :meth:`TieredCache.open`.
+        """Open every tier, serve peers and register with the controller until the block is left.
 
-        A peer that does not answer is no error. Raises :class:`kvtier.errors.PeerError` where this host
-        cannot serve, be it for its port or its transport, and what :meth:`TieredCache.open` raises.
+        Arguments are as of :meth:`TieredCache.open`. A peer or a controller that does not answer is no error.
+        Raises :class:`kvtier.errors.PeerError` where this host cannot serve, be it for its port or its
+        transport, and what :meth:`TieredCache.open` raises.
         """
         settings = settings or load_settings()
         plugins = plugins or Plugins.load(settings.plugins)
-        name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
-        borrows = settings.controller.url is not None and settings.peer.can_prove
-        if not settings.peer.used and not borrows:
-            async with TieredCache.open(settings, plugins=plugins) as cache:
-                yield cls(name, cache, None, None)
-            return
+        name = f"{_base_name(settings)}:{secrets.token_hex(4)}"
+        async with AsyncExitStack() as stack:
+            if settings.peer.used or _borrows(settings):
+                instance = await stack.enter_async_context(cls._with_peers(name, settings, plugins))
+            else:
+                cache = await stack.enter_async_context(TieredCache.open(settings, plugins=plugins))
+                instance = cls(name, cache, None, None)
+            if settings.controller.url is not None:
+                await stack.enter_async_context(instance._registered(settings))
+            yield instance
+
+    @classmethod
+    @asynccontextmanager
+    async def _with_peers(cls, name: str, settings: Settings, plugins: Plugins) -> AsyncIterator[Instance]:
         # Here, so that who has no peers does not wait for what serves them to be imported.
         from kvtier.peers.authentication import Credentials
         from kvtier.peers.backend import PeersBackend
@@ -76,7 +91,7 @@ class Instance:
         credentials = Credentials.of(settings.peer)
         pools: list[tuple[TierSettings, Backend]] = []
         peers = None
-        if settings.peer.others or borrows:
+        if settings.peer.others or _borrows(settings):
             tier = _tier(settings, transport_settings.deadline)
             peers = PeersBackend(tier, settings.peer, credentials, transport, name)
             pools.append((tier, peers))
@@ -95,14 +110,56 @@ class Instance:
                 await stack.enter_async_context(server.serving())
             yield cls(name, cache, server, peers)
 
+    @asynccontextmanager
+    async def _registered(self, settings: Settings) -> AsyncIterator[None]:
+        # Here, so that who has no controller does not wait for WebSockets to be imported.
+        from kvtier.agent.agent import Agent, Serving
+        from kvtier.agent.commands import Commands, Peers
+        from kvtier.agent.tokenizing import Tokenizers
+
+        peers = serving = None
+        if self.peers is not None:
+            tier = next(tier for tier in self.cache.hierarchy.tiers if tier.name == PEERS)
+            peers = Peers(self.peers, tier)
+        if self.server is not None and settings.peer.listen is not None:
+            serving = Serving(settings.peer.listen, self.server.address[1])
+        transport = settings.peer.transport["type"] if peers or serving else None
+        tokenizers = Tokenizers(self.served)
+        commands = Commands(self.cache, peers, tokenizers)
+        agent = Agent(settings, self.cache, self.served, commands, serving=serving, transport=transport)
+        async with tokenizers.open(), open_tasks() as tasks:
+            self._agent = agent
+            if self.peers is not None and settings.controller.ask:
+                self.peers.ask_directory(agent)
+            tasks.start_soon(agent.run)
+            try:
+                yield
+            finally:
+                if self.peers is not None:
+                    self.peers.ask_directory(None)
+                tasks.cancel_scope.cancel()
+
     def status(self) -> dict[str, object]:
-        """What is held, what has happened, and how the peers are, for people and tests."""
+        """What is held, what has happened, how the peers are and the controller, for people and tests."""
         status = self.cache.status()
         if self.server is not None:
             status["serving"] = self.server.status()
         if self.peers is not None:
             status["peers"] = self.peers.status()
+        if self._agent is not None:
+            status["controller"] = self._agent.status()
         return {"instance": self.name, **status}
+
+
+def _base_name(settings: Settings) -> str:
+    if settings.controller.url is not None:
+        return settings.controller.instance_name
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def _borrows(settings: Settings) -> bool:
+    """Whether a controller may have chunks fetched from peers that the settings do not name."""
+    return settings.controller.url is not None and settings.peer.can_prove
 
 
 def _tier(settings: Settings, deadline: float) -> TierSettings:

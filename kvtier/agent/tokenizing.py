@@ -102,8 +102,7 @@ class Tokenizers:
     async def _look_after(self, source: TokenizerSource, helper: _Helper) -> None:
         try:
             with helper.scope:
-                while (left := self._idle - helper.idle_seconds) > 0:
-                    await anyio.sleep(left)
+                await helper.idle(self._idle)
         finally:
             if self._helpers.get(source) is helper:
                 del self._helpers[source]
@@ -131,6 +130,13 @@ class _Helper:
     def over(self) -> bool:
         """Whether it is of no use any more."""
         return self.scope.cancel_called or self.process.returncode is not None
+
+    async def idle(self, seconds: float) -> None:
+        """Wait until it has had nothing to do for so long."""
+        left = seconds
+        while left > 0:
+            await anyio.sleep(left)
+            left = seconds - self.idle_seconds
 
     def end(self) -> None:
         """Let it be ended, soon."""
