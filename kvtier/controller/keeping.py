@@ -8,6 +8,7 @@ from functools import partial
 from kvtier.agent.protocol import MOST_KEYS, Delete, DeleteAll, Pin, Unpin
 from kvtier.controller.events import Position, Result
 from kvtier.controller.operation import Operation, Part, Place, Plan, Report, confirmed, tell
+from kvtier.controller.pinning import end_pins
 from kvtier.controller.pins import Pins
 from kvtier.controller.prompts import ModelPrompt
 from kvtier.controller.registry import Registry
@@ -83,27 +84,25 @@ class UnpinChunks(_Pinning):
 
     def plan(self) -> Plan:
         """The whole prompt, in every layout."""
-        held = max(chunks.num_tokens for chunks in self._held())
-        parts = [Part(self._place().tier, chunks) for chunks in self._prompts]
+        held = max(self._held(), key=lambda chunks: chunks.num_tokens)
         return Plan(
-            parts,
-            held,
-            sum(len(part.chunks.prompt.keys) for part in parts),
+            [Part(self._place().tier, chunks) for chunks in self._prompts],
+            held.num_tokens,
+            len(held.prompt.keys),
             self._prompts[0].model.names[0],
+            more=True,
         )
 
     async def carry_out(self, plan: Plan, result: Result, report: Report) -> None:
         """Unpin, and forget it."""
         member = self._place().member
-        result.tokens = plan.num_tokens
+        result.tokens, result.chunks = plan.num_tokens, plan.chunks
         for part in plan.parts:
             for chunks in part.chunks.slices(MOST_KEYS):
                 keys = chunks.keys
                 self._pins.drop(member.id, keys)
                 done = await tell(member, partial(Unpin, keys=join_keys(keys)))
-                result.chunks += done.chunks
                 result.reason = done.reason or result.reason
-                report(result.chunks, 0)
 
 
 class Clear(Operation):
@@ -153,7 +152,8 @@ class Clear(Operation):
                 result.bytes += done.bytes
                 result.reason = done.reason or result.reason
                 report(result.chunks, result.bytes)
-        self._unpin(places)
+        keys = [key for _, prompt in self._prompts for key in prompt.keys]
+        end_pins(self._registry, self._pins, member, keys if self._prompts else self._pins.keys(member.id))
 
     async def _remove_all(self, places: Sequence[Place], result: Result) -> None:
         tier = None if self._everywhere else places[0].tier
@@ -161,16 +161,6 @@ class Clear(Operation):
         result.chunks = result.removed = done.chunks
         result.bytes = done.bytes
         result.reason = done.reason
-
-    def _unpin(self, places: Sequence[Place]) -> None:
-        """What is nowhere in the instance is not pinned any longer."""
-        if not self._everywhere:
-            return
-        instance = places[0].member.id
-        if not self._prompts:
-            self._pins.drop(instance)
-        for chunks in self._prompts:
-            self._pins.drop(instance, chunks.prompt.keys)
 
     @property
     def _everywhere(self) -> bool:
@@ -182,7 +172,8 @@ class Clear(Operation):
         if not self._everywhere:
             return [self.place(self.target)]
         member = self._registry.find(instance)
-        return [Place(member, tier) for tier in range(len(member.hello.tiers))]
+        places = [Place(member, tier) for tier in range(len(member.hello.tiers))]
+        return [place for place in places if not place.is_of_peers]
 
 
 def _is_known(place: Place) -> bool:

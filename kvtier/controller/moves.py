@@ -11,7 +11,8 @@ from kvtier.controller.errors import CommandFailed, MemberGone, UnknownName, Wro
 from kvtier.controller.events import Kind, Position, Result
 from kvtier.controller.member import Member
 from kvtier.controller.models import Prompt
-from kvtier.controller.operation import Operation, Part, Place, Plan, Report, confirmed, tell
+from kvtier.controller.operation import PEERS, Operation, Part, Place, Plan, Report, confirmed, tell
+from kvtier.controller.pinning import end_pins
 from kvtier.controller.pins import Pins
 from kvtier.controller.prompts import ModelPrompt
 from kvtier.controller.registry import Registry
@@ -130,18 +131,7 @@ class Move(Operation):
             raise CommandFailed(
                 f"the target has confirmed {len(keys)} chunks, but they may still be in the source: {error}"
             ) from error
-        self._unpin(member, keys)
-
-    def _unpin(self, member: Member, keys: Sequence[ChunkKey]) -> None:
-        """A pin ends with the last copy that its instance has."""
-        holders = self._registry.holders
-        kept = {
-            key
-            for place in member.places
-            for key, held in zip(keys, holders.held(place, keys), strict=True)
-            if held
-        }
-        self._pins.drop(member.id, [key for key in keys if key not in kept])
+        end_pins(self._registry, self._pins, member, keys)
 
     def _why(self, source: Place, reason: str | None) -> str:
         said = reason or "the target does not say why"
@@ -199,7 +189,7 @@ class Prefetch(Operation):
         peer = max(peers, key=lambda address: peers[address], default=None)
         known = chunks.first(here + (peers[peer] if peer is not None else 0))
         # What a pool holds is asked for by the instance alone.
-        pools = any(tier.shared for tier in member.hello.tiers)
+        pools = any(tier.shared and tier.type != PEERS for tier in member.hello.tiers)
         return Plan(
             [Part(target.tier, chunks if pools else known)],
             known.num_tokens,

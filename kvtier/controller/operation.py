@@ -9,13 +9,15 @@ from typing import ClassVar, NamedTuple
 import anyio
 
 from kvtier.agent.protocol import Command, Done, Progress
-from kvtier.controller.errors import CommandFailed
+from kvtier.controller.errors import CommandFailed, WrongRequest
 from kvtier.controller.events import Kind, Position, Result
 from kvtier.controller.member import Member
 from kvtier.controller.prompts import ModelPrompt
 from kvtier.controller.registry import Registry
 from kvtier.keys import ChunkKey, split_keys
 
+PEERS = "peers"
+"""The type of the tier by which an instance calls all others together."""
 STALL_SECONDS = 120.0
 """A command that has come no further for so long is given up. Instances tell of each batch of chunks."""
 
@@ -43,6 +45,11 @@ class Place(NamedTuple):
     def shared(self) -> bool:
         """Whether it is a pool that others fill and empty, too."""
         return self.member.hello.tiers[self.tier].shared
+
+    @property
+    def is_of_peers(self) -> bool:
+        """Whether it stands for what other instances hold, who are asked themselves."""
+        return self.member.hello.tiers[self.tier].type == PEERS
 
 
 class Part(NamedTuple):
@@ -120,10 +127,23 @@ class Operation(ABC):
 
     def place(self, position: Position) -> Place:
         """Where a position is now. Raises ``UnknownInstance`` or ``UnknownTier``."""
-        instance, tier = position
-        member = self._registry.find(instance)
-        assert tier is not None
-        return Place(member, self._registry.tier(member, tier))
+        return find_place(self._registry, position)
+
+
+def find_place(registry: Registry, position: Position) -> Place:
+    """Where a position is now.
+
+    Raises ``UnknownInstance`` and ``UnknownTier``, and ``WrongRequest`` where it stands for other instances.
+    """
+    instance, tier = position
+    assert tier is not None
+    member = registry.find(instance)
+    place = Place(member, registry.tier(member, tier))
+    if place.is_of_peers:
+        raise WrongRequest(
+            f"tier {tier!r} of instance {instance!r} stands for what other instances hold: name one of those"
+        )
+    return place
 
 
 async def tell(

@@ -17,7 +17,7 @@ from kvtier.controller.events import MEANWHILE, Event, EventLog, Position
 from kvtier.controller.keeping import Clear, PinChunks, UnpinChunks
 from kvtier.controller.member import Member
 from kvtier.controller.moves import Move, Prefetch
-from kvtier.controller.operation import Operation, Place
+from kvtier.controller.operation import Operation, Place, find_place
 from kvtier.controller.pins import Pins
 from kvtier.controller.prompts import Asked, Prompts
 from kvtier.controller.registry import Registry
@@ -136,10 +136,7 @@ class Operations:
         return self._begin(Clear(self.registry, prompts, self._pins, target=position))
 
     def _place(self, position: Position) -> Place:
-        instance, tier = position
-        assert tier is not None
-        member = self.registry.find(instance)
-        return Place(member, self.registry.tier(member, tier))
+        return find_place(self.registry, position)
 
     def _begin(self, operation: Operation) -> Event:
         """Enter it into the log, and carry it out as soon as it is its turn."""

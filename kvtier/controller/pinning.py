@@ -1,8 +1,9 @@
-"""Gives each instance that registers anew its pins again, as soon as it has told all that it holds."""
+"""Gives each instance that registers anew its pins again, and ends those on chunks that it has no longer."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 import anyio
@@ -15,12 +16,20 @@ from kvtier.controller.member import Member
 from kvtier.controller.operation import tell
 from kvtier.controller.pins import Pins
 from kvtier.controller.registry import Registry
-from kvtier.keys import join_keys
+from kvtier.keys import ChunkKey, join_keys
 
 logger = logging.getLogger("kvtier.controller")
 
 PAUSE_SECONDS = 0.1
 """Between two looks at who is there: heartbeats change the registry all the time."""
+
+
+def end_pins(registry: Registry, pins: Pins, member: Member, keys: Sequence[ChunkKey]) -> None:
+    """Forget the pins on those of ``keys`` of which an instance has no copy left."""
+    gone = set(keys)
+    for place in member.places:
+        gone -= {key for key, held in zip(keys, registry.holders.held(place, keys), strict=True) if held}
+    pins.drop(member.id, gone)
 
 
 async def give_pins(registry: Registry, pins: Pins) -> None:

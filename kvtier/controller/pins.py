@@ -79,11 +79,11 @@ class Pins:
                 f"{self._keys} chunks are pinned, and no more than {self._most} may be: unpin some"
             )
 
-    def drop(self, instance: str, keys: Collection[ChunkKey] | None = None) -> None:
-        """Forget the pins on these chunks of an instance, or all that it has."""
-        wanted = None if keys is None else frozenset(keys)
+    def drop(self, instance: str, keys: Collection[ChunkKey]) -> None:
+        """Forget the pins on these chunks of an instance."""
+        wanted = frozenset(keys)
         for last, pin in list(self._pins.get(instance, {}).items()):
-            left = [] if wanted is None else [key for key in pin.keys if key not in wanted]
+            left = [key for key in pin.keys if key not in wanted]
             if len(left) == len(pin.keys):
                 continue
             self._remove(instance, last)
@@ -95,6 +95,10 @@ class Pins:
     def has(self, instance: str) -> bool:
         """Whether anything is pinned at an instance."""
         return instance in self._pins
+
+    def keys(self, instance: str) -> list[ChunkKey]:
+        """All that is pinned at an instance."""
+        return list({key for pin in self._pins.get(instance, {}).values() for key in pin.keys})
 
     def of(self, instance: str) -> list[tuple[Sequence[ChunkKey], float | None]]:
         """What is pinned at an instance, and for how many seconds more; ``None`` for good."""
