@@ -76,7 +76,8 @@ class Pins:
             self._forget_strangers(self._keys + count - self._most, connected)
         if self._keys + count > self._most:
             raise TooManyPins(
-                f"{self._keys} chunks are pinned, and no more than {self._most} may be: unpin some"
+                f"{self._keys} chunks are pinned, and with {count} more they would be over {self._most}: "
+                "unpin some"
             )
 
     def drop(self, instance: str, keys: Collection[ChunkKey]) -> None:

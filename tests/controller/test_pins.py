@@ -1,0 +1,91 @@
+"""What is pinned is remembered, and no longer than it is pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.controller.errors import TooManyPins
+from kvtier.controller.pins import Pins
+from kvtier.controller.state import State
+from tests.controller.registering import keys_of
+
+KEYS = keys_of("prompt", 6)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[State]:
+    with State.open(tmp_path / "state.sqlite") as opened:
+        yield opened
+
+
+def test_pins_outlive_the_controller(state: State) -> None:
+    clock = Clock()
+    pins = Pins(state, clock=clock)
+    pins.add("a", KEYS, None, ())
+    pins.add("a", KEYS[:2], 60, ())
+    pins.add("b", KEYS[:1], 60, ())
+    pins.add("b", [], 60, ())
+    clock.now += 20
+    again = Pins(state, clock=clock)
+    assert len(again) == 9
+    assert sorted(again.of("a"), key=lambda pin: len(pin[0])) == [(KEYS[:2], 40), (KEYS, None)]
+    assert again.of("b") == [(KEYS[:1], 40)]
+    assert again.of("c") == []
+    clock.now += 41
+    assert again.of("a") == [(KEYS, None)]
+    assert not again.has("b")
+    assert len(again) == 6
+    assert len(Pins(state, clock=clock)) == 6
+
+
+def test_a_pin_replaces_one_on_the_same_chunks(state: State) -> None:
+    pins = Pins(state, clock=Clock())
+    pins.add("a", KEYS, 10, ())
+    pins.add("a", KEYS, None, ())
+    assert pins.of("a") == [(KEYS, None)]
+    assert len(pins) == 6
+
+
+def test_what_is_unpinned_is_taken_out_of_every_pin(state: State) -> None:
+    pins = Pins(state, clock=Clock())
+    pins.add("a", KEYS[:3], None, ())
+    pins.add("a", KEYS, None, ())
+    pins.add("b", KEYS, None, ())
+    assert set(pins.keys("a")) == set(KEYS)
+    pins.drop("a", KEYS[:4])
+    for known in (pins, Pins(state)):
+        assert known.of("a") == [(KEYS[4:], None)]
+        assert known.of("b") == [(KEYS, None)]
+        assert len(known) == 8
+    pins.drop("a", KEYS)
+    pins.drop("a", KEYS)
+    assert not pins.has("a")
+    assert pins.keys("a") == []
+
+
+def test_there_are_no_more_than_there_may_be_and_those_who_have_left_make_room(state: State) -> None:
+    clock = Clock()
+    pins = Pins(state, most=10, clock=clock)
+    pins.add("gone", KEYS[:2], None, ())
+    clock.now += 1
+    pins.add("gone", KEYS[:4], None, ())
+    pins.add("here", KEYS[:3], None, ["here"])
+    pins.add("here", KEYS[:2], None, ["here"])
+    assert pins.of("gone") == [(KEYS[:4], None)]
+    pins.add("here", KEYS[:5], None, ["here"])
+    assert not pins.has("gone")
+    with pytest.raises(TooManyPins, match="unpin some"):
+        pins.add("here", KEYS, None, ["here"])
+    with pytest.raises(TooManyPins):
+        pins.check(1, ["here"])
