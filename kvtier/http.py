@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -114,12 +115,16 @@ async def _bound(listen: str | tuple[str, int], setting: str) -> socket.socket:
     try:
         found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
-        return socket.create_server(address, family=family, backlog=BACKLOG)
+        listener = socket.create_server(address, family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or error
+        code = error.errno if isinstance(error, OSError) else None
+        why = os.strerror(code) if code and code > 0 else getattr(error, "strerror", None) or error
         raise ChannelError(
             f"cannot listen on {host}:{port}: {why}: write another address or port in {setting}"
         ) from error
+    # Or the body of an answer waits 40 ms until its head is acknowledged. What is accepted inherits it.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 async def _run(

@@ -105,7 +105,9 @@ async def test_a_wrong_address_is_said_in_one_line(listen: str, why: str) -> Non
 async def test_a_port_that_is_taken_is_named() -> None:
     async with serving(hello, "127.0.0.1:0") as (host, port):
         before = files()
-        with pytest.raises(ChannelError, match=f"cannot listen on {host}:{port}: Address already in use"):
+        with pytest.raises(
+            ChannelError, match=f"cannot listen on {host}:{port}: Address already in use: write"
+        ):
             async with serving(hello, f"{host}:{port}"):
                 raise AssertionError
         assert files() == before
@@ -333,6 +335,21 @@ async def test_there_are_never_too_many_connections() -> None:
         while (answer := await get(address)).status_code == 503:  # Until it has seen that they are gone.
             await anyio.lowlevel.checkpoint()
         assert answer.text == "hello"
+
+
+async def test_no_answer_waits_for_an_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays: list[int] = []
+    made = kvtier.http._Connection.connection_made
+
+    def connection_made(self: kvtier.http._Connection, transport: asyncio.Transport) -> None:
+        made(self, transport)
+        connected = transport.get_extra_info("socket")
+        delays.append(connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(kvtier.http._Connection, "connection_made", connection_made)
+    async with serving(hello, "127.0.0.1:0") as address:
+        assert (await get(address)).text == "hello"
+    assert delays == [1]
 
 
 async def test_beyond_its_limit_a_request_is_told_so() -> None:
