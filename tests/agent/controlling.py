@@ -1,0 +1,209 @@
+"""A controller for tests: a real WebSocket server that keeps what it hears, and says what a test has it say."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+import anyio
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from kvtier.agent.protocol import (
+    CONNECT_PATH,
+    VERSION,
+    Changed,
+    Command,
+    Done,
+    Failed,
+    FromInstance,
+    Heartbeat,
+    HeldBy,
+    Hello,
+    InStep,
+    Lost,
+    Model,
+    Progress,
+    Serves,
+    Welcome,
+    WhoHolds,
+    decode_from_instance,
+)
+from kvtier.keys import ChunkKey, split_keys
+from kvtier.plugins import Plugins
+from kvtier.sockets.frames import MAX_FRAME_BYTES, Message, encode_body
+
+TOKEN = "a token of these tests"
+BUILT_IN = Plugins.load([])
+"""Loaded here because it imports every backend, which takes longer than a loop may be blocked."""
+Greeting = Callable[["Conversation"], Awaitable[bool]]
+
+
+class Conversation:
+    """One connection of an instance, and what it has said."""
+
+    def __init__(self, socket: ServerConnection) -> None:
+        self.socket = socket
+        self.hello: Hello | None = None
+        self.models: list[Model] = []
+        self.heartbeats: list[Heartbeat] = []
+        self.held: dict[int, set[ChunkKey]] = {}
+        self.in_step = False
+        self.lost = 0
+        self.questions: list[WhoHolds] = []
+        self.holders: tuple[list[str], list[int]] | None = ([], [])
+        """What to answer whoever asks who holds something; ``None``: nothing at all."""
+        self.progress: list[Progress] = []
+        self.answers: dict[int, Done | Failed] = {}
+        self._tickets = itertools.count(1)
+
+    async def say(self, message: Message | bytes | str) -> None:
+        await self.socket.send(encode_body(message) if isinstance(message, Message) else message)
+
+    async def begin(self, make: Callable[[int], Command]) -> int:
+        ticket = next(self._tickets)
+        await self.say(make(ticket))
+        return ticket
+
+    async def answered(self, ticket: int) -> Done | Failed:
+        await until(lambda: ticket in self.answers)
+        return self.answers.pop(ticket)
+
+    async def ask(self, make: Callable[[int], Command]) -> Done | Failed:
+        return await self.answered(await self.begin(make))
+
+    async def done(self, make: Callable[[int], Command]) -> Done:
+        answer = await self.ask(make)
+        assert isinstance(answer, Done), answer
+        return answer
+
+    async def failed(self, make: Callable[[int], Command]) -> str:
+        answer = await self.ask(make)
+        assert isinstance(answer, Failed), answer
+        return answer.reason
+
+    async def listen(self) -> None:
+        async for body in self.socket:
+            assert isinstance(body, bytes)
+            await self._hear(decode_from_instance(body))
+
+    async def _hear(self, message: FromInstance) -> None:
+        match message:
+            case Changed():
+                held = self.held.setdefault(message.tier, set())
+                held.difference_update(split_keys(message.removed))
+                held.update(split_keys(message.stored))
+            case Lost():
+                self.held.clear()
+                self.in_step = False
+                self.lost += 1
+            case InStep():
+                self.in_step = True
+            case Serves():
+                self.models = message.models
+            case Heartbeat():
+                self.heartbeats.append(message)
+            case Progress():
+                self.progress.append(message)
+            case Done() | Failed():
+                assert message.ticket not in self.answers
+                self.answers[message.ticket] = message
+            case WhoHolds():
+                self.questions.append(message)
+                if self.holders is not None:
+                    await self.say(HeldBy(message.ticket, *self.holders))
+            case Hello():
+                raise AssertionError("Hello twice")
+
+
+class Controller:
+    """Takes instances in, one conversation for each connection; may be killed and come back."""
+
+    def __init__(self, heartbeat: float = 0.05, silence: float = 5.0) -> None:
+        self.welcome = Welcome(VERSION, heartbeat, silence)
+        self.conversations: list[Conversation] = []
+        self.attempts = 0
+        self.token: str | None = TOKEN
+        self.greeting: Greeting | None = None
+        """What it does instead of a welcome; whether to go on."""
+        self._server: Server | None = None
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    async def start(self) -> None:
+        self._server = await serve(
+            self._serve,
+            "127.0.0.1",
+            self._port,
+            process_request=self._check,
+            compression=None,
+            max_size=MAX_FRAME_BYTES,
+            ping_interval=None,
+            close_timeout=0.2,
+        )
+        self._port = next(iter(self._server.sockets)).getsockname()[1]
+
+    async def kill(self) -> None:
+        """End at once, without a word to anybody."""
+        server, self._server = self._server, None
+        if server is not None:
+            for connection in list(server.connections):
+                connection.transport.abort()
+            server.close()
+            await server.wait_closed()
+
+    async def conversation(self, number: int = 0) -> Conversation:
+        """A conversation that has begun, counted from the first."""
+        await until(lambda: len(self.conversations) > number and self.conversations[number].hello)
+        return self.conversations[number]
+
+    async def in_step(self, number: int = 0) -> Conversation:
+        conversation = await self.conversation(number)
+        await until(lambda: conversation.in_step)
+        return conversation
+
+    def _check(self, connection: ServerConnection, request: Request) -> Response | None:
+        self.attempts += 1
+        if request.path != CONNECT_PATH:
+            return connection.respond(HTTPStatus.NOT_FOUND, "not here\n")
+        if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
+            return connection.respond(HTTPStatus.UNAUTHORIZED, "no\n")
+        return None
+
+    async def _serve(self, socket: ServerConnection) -> None:
+        conversation = Conversation(socket)
+        try:
+            hello = decode_from_instance(await socket.recv(decode=False))
+            assert isinstance(hello, Hello)
+            conversation.hello = hello
+            if self.greeting is not None and not await self.greeting(conversation):
+                return
+            self.conversations.append(conversation)
+            await conversation.say(self.welcome)
+            await conversation.listen()
+        except ConnectionClosed:
+            pass
+
+
+@asynccontextmanager
+async def controlling(**more: Any) -> AsyncIterator[Controller]:
+    controller = Controller(**more)
+    await controller.start()
+    try:
+        yield controller
+    finally:
+        await controller.kill()
+
+
+async def until(condition: Callable[[], object], seconds: float = 10) -> None:
+    """Wait until something is so."""
+    with anyio.fail_after(seconds):
+        while not condition():
+            await anyio.sleep(0.005)
