@@ -67,6 +67,13 @@ class Fleet(NamedTuple):
                         return
                     await anyio.sleep(0.01)
 
+    async def until_heard(self) -> None:
+        """Wait until every instance has told how it is."""
+        members = self.controller.registry.members
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not all(members[name].heartbeat for name in self.instances):
+                await anyio.sleep(0.01)
+
     async def run(self, *arguments: object) -> Result:
         """Run a command."""
         return await to_thread.run_sync(lambda: self.kvtier(*arguments, "--url", self.url))

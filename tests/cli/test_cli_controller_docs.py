@@ -1,0 +1,137 @@
+"""What the page on the controller says to type works, and is answered as it says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import typer
+
+from kvtier.cli import make_app
+
+from .conftest import Kvtier
+from .fleet import MODEL, fleet
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "controller.md"
+EXAMPLE = ROOT / "examples" / "controller" / "README.md"
+TEXT = PAGE.read_text()
+
+
+class Call(NamedTuple):
+    """A curl on the page."""
+
+    method: str
+    path: str
+    body: Any
+
+
+def calls() -> Iterator[tuple[Call, Any]]:
+    """Each call that the page shows with its answer."""
+    for block in re.findall(r"```console\n(.*?)```", TEXT, re.DOTALL):
+        for line, answer in re.findall(r"^\$ (.*)\n(.*)$", block, re.MULTILINE):
+            yield call(line), json.loads(answer)
+
+
+def call(line: str) -> Call:
+    words = [word for word in shlex.split(line) if word != "-s"]
+    assert words[0] == "curl"
+    path = words[1].removeprefix("localhost:9000")
+    if len(words) == 2:
+        return Call("GET", path, None)
+    assert words[2] == "--json"
+    return Call("POST", path, json.loads(words[3]))
+
+
+def shape(value: Any) -> Any:
+    """The names and the kinds of values, whatever they are."""
+    if isinstance(value, dict):
+        return {name: shape(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [shape(value[0])] if value else []
+    return (
+        "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
+    )
+
+
+@pytest.mark.anyio
+async def test_every_call_is_answered_as_the_page_says(tmp_path: Path, kvtier: Kvtier) -> None:
+    shown = list(calls())
+    assert len(shown) >= 10
+    paths = {call.path.partition("?")[0].split("/")[1] for call, _ in shown}
+    assert paths >= {"lookup", "move", "prefetch", "pin", "unpin", "clear", "events", "instances", "healthz"}
+    tokens = shown[0][0].body["tokens"]
+    numbers: dict[str, str] = {}
+    """The event ids of this run by those on the page."""
+    async with fleet(tmp_path, kvtier, "decode-1", "decode-2") as running:
+        await running.store("decode-1", tokens)
+        await running.until_heard()
+        async with httpx.AsyncClient(base_url=running.url, trust_env=False) as http:
+            for asked, answer in shown:
+                path = re.sub("[0-9a-f]{16}", lambda found: numbers[found[0]], asked.path)
+                response = await http.request(asked.method, path, json=asked.body)
+                given = response.json()
+                if "event_id" in answer and "event_id" in given:
+                    numbers[answer["event_id"]] = given["event_id"]
+                    await http.get(f"/events/{given['event_id']}?wait=30")
+                told = comparable(given), comparable(answer)
+                assert told[0] == told[1], asked
+
+
+def comparable(answer: Any) -> Any:
+    """What must be the same wherever it runs: shapes, and of what is counted the counts."""
+    same = {
+        name: answer[name] for name in ("num_tokens", "kind", "state", "detail", "known") if name in answer
+    }
+    for event in answer.get("events", ()):
+        # Of a list the page shows the newest alone.
+        return {"events": {"kind": answer["events"][0]["kind"], **shape(event)}}
+    if "instances" in answer and isinstance(answer["instances"], list):
+        first = {**answer["instances"][0]}
+        tier = shape(first.pop("tiers"))
+        return {"instances": shape({**first, "hit_rate": None, "looked_up": 0}), "tiers": tier}
+    return {**shape(answer), **same}
+
+
+def commands(text: str) -> list[list[str]]:
+    """The `kvtier` commands on a page, in blocks and in the text."""
+    blocks = "\n".join(re.findall(r"^ *```\n(.*?)```", text, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
+    found = re.findall(r"^ *(?:\S+=\S+ )*(kvtier [^\n#&|]*)", blocks, re.MULTILINE)
+    found += re.findall(r"`(kvtier [^`]*)`", text)
+    return [shlex.split(command.replace("\n", " ")) for command in dict.fromkeys(found)]
+
+
+def spelled_out(words: list[str]) -> Iterator[list[str]]:
+    """Each of `a|b`, written `a\\|b` in a table; without what stands for something else."""
+    for name in re.split(r"\\?\|", words[1]):
+        yield [name, *(word for word in words[2:] if not word.startswith("["))]
+
+
+@pytest.mark.parametrize("page", [PAGE, EXAMPLE, ROOT / "README.md"], ids=lambda page: page.parent.name)
+def test_every_command_has_the_options_that_the_pages_give_it(page: Path) -> None:
+    group = typer.main.get_command(make_app())
+    known = group.commands  # type: ignore[attr-defined]
+    found = [words for command in commands(page.read_text()) for words in spelled_out(command)]
+    assert found
+    for name, *arguments in found:
+        options = {option for parameter in known[name].params for option in parameter.opts}
+        if not hasattr(known[name], "commands"):  # Options of commands below it are checked elsewhere.
+            assert {word for word in arguments if word.startswith("--")} <= options
+
+
+def test_the_walk_through_has_the_files_of_the_example() -> None:
+    """Its two settings files, its model and its port numbers are those of examples/controller."""
+    for number, port in ((1, 8200), (2, 8201)):
+        text = (EXAMPLE.parent / f"instance{number}.yaml").read_text()
+        assert f'"127.0.0.1:{port}"' in text
+        assert f"instance_id: instance-{number}" in text
+        assert f"instance{number}.yaml" in TEXT
+        assert f"instance-{number}" in TEXT
+    assert MODEL in TEXT
+    assert MODEL in EXAMPLE.read_text()
