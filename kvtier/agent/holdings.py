@@ -44,6 +44,9 @@ class Holdings:
         self._lost = False
         self._telling = False
         self._waiting: list[anyio.Event] = []
+        """Those who wait until what is marked now has been told."""
+        self._waiting_for_all: list[anyio.Event] = []
+        """Those whose marks were lost: they wait until everything has been told."""
         self._woken = anyio.Event()
         self._hurried = anyio.Event()
         self.in_step = False
@@ -92,6 +95,8 @@ class Holdings:
             self._cache.remove_observer(self)
 
     async def _tell_all(self, send: Send) -> None:
+        self._waiting_for_all += self._waiting
+        self._waiting.clear()
         self._forget()
         self._lost = False
         due = time.monotonic() + GATHER_SECONDS
@@ -110,6 +115,7 @@ class Holdings:
         if not self._lost:
             await send(InStep())
             self.in_step = True
+            _wake_up(self._waiting_for_all)
 
     async def _gather(self) -> None:
         await self._woken.wait()
@@ -129,9 +135,8 @@ class Holdings:
         self._telling = False
         if self._lost:
             self._waiting += waiting
-            return
-        for told in waiting:
-            told.set()
+        else:
+            _wake_up(waiting)
 
     def _state_of(self, tier: int, keys: Sequence[ChunkKey]) -> Changed:
         stored: list[ChunkKey] = []
@@ -143,3 +148,9 @@ class Holdings:
     def _forget(self) -> None:
         for tier in self._changed:
             self._changed[tier] = set()
+
+
+def _wake_up(waiting: list[anyio.Event]) -> None:
+    for told in waiting:
+        told.set()
+    waiting.clear()

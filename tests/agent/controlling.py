@@ -1,4 +1,4 @@
-"""A controller for tests: a real WebSocket server that keeps what it hears, and says what a test has it say."""
+"""A controller for tests: a real WebSocket server that keeps what it hears, and says what it is told to."""
 
 from __future__ import annotations
 

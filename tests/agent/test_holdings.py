@@ -1,0 +1,321 @@
+"""What the controller is told is what the tiers hold: always in the end, whatever happened meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+
+import anyio
+import anyio.lowlevel
+import pytest
+from anyio.from_thread import start_blocking_portal
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from kvtier import Settings, TieredCache
+from kvtier.agent import holdings as holdings_module
+from kvtier.agent.holdings import Holdings
+from kvtier.agent.protocol import Changed, InStep, Lost
+from kvtier.arena import Arena
+from kvtier.catalog import Catalog, State
+from kvtier.eviction.lru import LruPolicy
+from kvtier.keys import KEY_BYTES, ChunkKey, split_keys
+from kvtier.sockets.frames import Message
+from kvtier.testing.backend import make_key
+from tests.agent.controlling import BUILT_IN, until
+
+pytestmark = pytest.mark.anyio
+TIERS, SHARED = (0, 1), 2
+LENGTH = 4096
+
+
+class Tier:
+    def __init__(self, index: int, shared: bool) -> None:
+        self.index = index
+        self.shared = shared
+
+
+class Hierarchy:
+    def __init__(self) -> None:
+        self.catalog = Catalog([LruPolicy() for _ in range(3)])
+        self.tiers = [Tier(0, False), Tier(1, False), Tier(SHARED, True)]
+
+
+class CatalogAlone:
+    """What of a cache is told: a catalog that a test fills itself, chunk by chunk."""
+
+    def __init__(self) -> None:
+        self.hierarchy = Hierarchy()
+        self.observers: list[Holdings] = []
+        self.add_observer = self.observers.append
+        self.remove_observer = self.observers.remove
+
+    def store(self, tier: int, *keys: ChunkKey) -> None:
+        for key in keys:
+            self.hierarchy.catalog.add(key, tier, LENGTH, State.READY)
+        for observer in self.observers:
+            observer.changed(tier, keys, ())
+
+    def remove(self, tier: int, *keys: ChunkKey) -> None:
+        for key in keys:
+            self.hierarchy.catalog.remove(key, tier)
+        for observer in self.observers:
+            observer.changed(tier, (), keys)
+
+    def held(self) -> dict[int, set[ChunkKey]]:
+        return {tier: set(self.hierarchy.catalog.keys(tier)) for tier in TIERS}
+
+
+class Listener:
+    """Takes in what is told, as fast as a test lets it."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, set[ChunkKey]] = {tier: set() for tier in TIERS}
+        self.in_step = False
+        self.lost = 0
+        self.messages = 0
+        self.longest = 0
+        self.listening = anyio.Event()
+        self.listening.set()
+
+    async def __call__(self, message: Message) -> None:
+        await self.listening.wait()
+        await anyio.lowlevel.checkpoint()
+        self.messages += 1
+        if isinstance(message, Lost):
+            self.lost += 1
+            self.in_step = False
+            for held in self.held.values():
+                held.clear()
+        elif isinstance(message, InStep):
+            self.in_step = True
+        else:
+            assert isinstance(message, Changed)
+            assert message.tier in TIERS
+            removed, stored = split_keys(message.removed), split_keys(message.stored)
+            assert not set(removed).intersection(stored)
+            self.longest = max(self.longest, len(removed) + len(stored))
+            self.held[message.tier].difference_update(removed)
+            self.held[message.tier].update(stored)
+
+    def pause(self) -> None:
+        self.listening = anyio.Event()
+
+    def resume(self) -> None:
+        self.listening.set()
+
+
+def keys(start: int, stop: int) -> list[ChunkKey]:
+    return [make_key(number) for number in range(start, stop)]
+
+
+async def test_everything_is_told_then_what_changes_and_nothing_of_pools() -> None:
+    cache, listener = CatalogAlone(), Listener()
+    cache.store(0, *keys(0, 100))
+    cache.store(1, *keys(50, 200))
+    cache.store(SHARED, *keys(0, 300))
+    cache.hierarchy.catalog.add(make_key(999), 0, LENGTH, State.PENDING)
+    holdings = Holdings(cache)  # type: ignore[arg-type]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(holdings.tell, listener)
+        await until(lambda: listener.in_step)
+        assert listener.held == {0: set(keys(0, 100)), 1: set(keys(50, 200))}
+        assert holdings.in_step
+        cache.remove(0, *keys(0, 10))
+        cache.store(SHARED, *keys(300, 400))
+        cache.hierarchy.catalog.set_ready(make_key(999), 0)
+        holdings.changed(0, [make_key(999)], ())
+        await holdings.told()
+        assert listener.held == {0: {*keys(10, 100), make_key(999)}, 1: set(keys(50, 200))}
+        tasks.cancel_scope.cancel()
+    assert not cache.observers
+
+
+async def test_told_waits_for_what_is_being_told() -> None:
+    cache, listener = CatalogAlone(), Listener()
+    holdings = Holdings(cache)  # type: ignore[arg-type]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(holdings.tell, listener)
+        await until(lambda: listener.in_step)
+        await holdings.told()
+        listener.pause()
+        cache.store(0, make_key(1))
+        await anyio.sleep(2 * holdings_module.GATHER_SECONDS)  # By now it is being told, and marked no more.
+        tasks.start_soon(listen_again, listener)
+        await holdings.told()
+        assert listener.held[0] == {make_key(1)}
+        tasks.cancel_scope.cancel()
+
+
+async def listen_again(listener: Listener) -> None:
+    await anyio.sleep(0.01)
+    listener.resume()
+
+
+async def test_too_many_changes_are_told_from_the_start() -> None:
+    cache, listener = CatalogAlone(), Listener()
+    cache.store(0, *keys(0, 50))
+    holdings = Holdings(cache, most_changed=100)  # type: ignore[arg-type]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(holdings.tell, listener)
+        await until(lambda: listener.in_step)
+        listener.pause()
+        cache.store(1, *keys(0, 60))
+        cache.remove(0, *keys(0, 50))
+        assert sum(map(len, holdings._changed.values())) == 0, "nothing is kept of what is told anew"
+        cache.store(1, *keys(60, 1000))
+        listener.resume()
+        await until(lambda: listener.lost == 1 and listener.in_step)
+        assert listener.held == cache.held()
+        assert holdings.lost == 1
+        # Whoever waits is told when it has been told anew.
+        listener.pause()
+        cache.remove(1, *keys(0, 200))
+        tasks.start_soon(listen_again, listener)
+        await holdings.told()
+        assert listener.held == cache.held()
+        tasks.cancel_scope.cancel()
+
+
+async def test_many_chunks_are_told_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop watch is what fails here."""
+    monkeypatch.setattr(holdings_module, "PAUSE_SECONDS", 0.0)
+    cache, listener = CatalogAlone(), Counter()
+    await fill(cache, 100_000)
+    holdings = Holdings(cache)  # type: ignore[arg-type]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(holdings.tell, listener)
+        await until(lambda: listener.in_step)
+        assert listener.stored == 100_000
+        tasks.cancel_scope.cancel()
+
+
+class Counter:
+    """A listener that remembers no keys."""
+
+    def __init__(self) -> None:
+        self.stored = 0
+        self.in_step = False
+
+    async def __call__(self, message: Message) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.in_step = isinstance(message, InStep)
+        if isinstance(message, Changed):
+            self.stored += len(message.stored) // KEY_BYTES
+
+
+async def fill(cache: CatalogAlone, count: int) -> None:
+    for start in range(0, count, 1000):
+        cache.store(0, *keys(start, start + 1000))
+        await anyio.lowlevel.checkpoint()
+
+
+async def test_what_changes_while_it_is_told_is_told_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdings_module, "ROWS_A_STEP", 16)
+    monkeypatch.setattr(holdings_module, "GATHER_SECONDS", 0.002)
+    monkeypatch.setattr(holdings_module, "KEYS_A_PART", 8)
+    cache, listener = CatalogAlone(), Listener()
+    cache.store(0, *keys(0, 500))
+    holdings = Holdings(cache)  # type: ignore[arg-type]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(holdings.tell, listener)
+        for number in itertools.count():
+            # Removed from where the walk has been and from where it has not, and stored into both.
+            low, high = number % 250, 250 + number % 250
+            for tier in TIERS:
+                for key in (make_key(low), make_key(high), make_key(1000 + number)):
+                    there = tier in cache.hierarchy.catalog.tiers(key)
+                    (cache.remove if there else cache.store)(tier, key)
+            if listener.in_step:
+                break
+            await anyio.sleep(0.0005)
+        await holdings.told()
+        assert number > 10, "it was told at once"
+        assert listener.held == cache.held()
+        assert listener.longest <= 16
+        tasks.cancel_scope.cancel()
+
+
+class HoldingsMachine(RuleBasedStateMachine):
+    """Chunks come and go while somebody tells of them, and now and then too many at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(holdings_module, "ROWS_A_STEP", 8)
+        self.portal_manager = start_blocking_portal()
+        self.portal = self.portal_manager.__enter__()
+        self.cache = CatalogAlone()
+        self.listener: Listener = self.portal.call(Listener)
+        self.holdings = self.portal.call(lambda: Holdings(self.cache, most_changed=40))  # type: ignore[arg-type]
+        self.telling = self.portal.start_task_soon(self.holdings.tell, self.listener)
+
+    chunks = st.lists(st.integers(0, 60), max_size=30, unique=True)
+
+    @rule(tier=st.sampled_from([0, 1, SHARED]), chunks=chunks)
+    def store(self, tier: int, chunks: list[int]) -> None:
+        def store() -> None:
+            tiers = self.cache.hierarchy.catalog.tiers
+            self.cache.store(tier, *[key for key in map(make_key, chunks) if tier not in tiers(key)])
+
+        self.portal.call(store)
+
+    @rule(tier=st.sampled_from([0, 1, SHARED]), chunks=chunks)
+    def remove(self, tier: int, chunks: list[int]) -> None:
+        def remove() -> None:
+            tiers = self.cache.hierarchy.catalog.tiers
+            self.cache.remove(tier, *[key for key in map(make_key, chunks) if tier in tiers(key)])
+
+        self.portal.call(remove)
+
+    @rule()
+    def fall_behind(self) -> None:
+        self.portal.call(self.listener.pause)
+
+    @rule()
+    def listen(self) -> None:
+        self.portal.call(self.listener.resume)
+
+    @rule()
+    def compare(self) -> None:
+        async def compare() -> None:
+            self.listener.resume()
+            with anyio.fail_after(10):
+                await self.holdings.told()
+                # Nothing to tell, but that there was nothing may still have to be told.
+                await until(lambda: self.listener.in_step)
+            assert self.listener.held == self.cache.held()
+
+        self.portal.call(compare)
+
+    def teardown(self) -> None:
+        try:
+            self.compare()
+        finally:
+            self.telling.cancel()
+            self.patch.undo()
+            self.portal_manager.__exit__(None, None, None)
+
+
+TestHoldings = HoldingsMachine.TestCase
+TestHoldings.settings = hypothesis_settings(max_examples=30, stateful_step_count=25, deadline=None)
+
+
+async def test_a_real_cache_tells_all_that_it_does(leak_check: list[Arena]) -> None:
+    tiers = [{"name": "ram", "type": "cpu", "capacity": 16 * 4096 * 5}]
+    listener = Listener()
+    async with TieredCache.open(Settings(tiers=tiers, chunk_tokens=4), plugins=BUILT_IN) as cache:
+        model = cache.model("llama", token_bytes=1024)
+        holdings = Holdings(cache)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(holdings.tell, listener)
+            for seed in range(30):  # Ten times what fits.
+                await model.store([seed] * 40, bytes(40 * 1024))
+            await model.clear([29] * 40)
+            await until(lambda: listener.in_step)
+            await holdings.told()
+            held = set(cache.hierarchy.catalog.keys(0))
+            assert held
+            assert listener.held[0] == held
+            tasks.cancel_scope.cancel()
+    assert leak_check
