@@ -205,12 +205,16 @@ class Session:
     def _begin(self, command: Command) -> None:
         if command.ticket in self._running:
             raise ProtocolError(f"it gives ticket {command.ticket} to two commands at once")
+        if len(self._running) >= MOST_COMMANDS:
+            busy = Failed(command.ticket, f"this instance is busy with {MOST_COMMANDS} commands already")
+            self._tasks.start_soon(self._do, partial(self._send, busy))
+            return
         scope = self._running[command.ticket] = CancelScope()
         self._tasks.start_soon(self._carry_out, command, scope)
 
     async def _carry_out(self, command: Command, scope: CancelScope) -> None:
         try:
-            answer = await self._answer(self._work(command), scope)
+            answer = await self._answer(self._commands.begin(command), scope)
         except KVTierError as error:
             answer = Failed(command.ticket, str(error)[:MOST_REASON_CHARACTERS])
         except Exception as error:  # Whatever is wrong with one command must not end the others.
@@ -219,11 +223,6 @@ class Session:
         finally:
             del self._running[command.ticket]
         await self._do(partial(self._send, answer))
-
-    def _work(self, command: Command) -> Work:
-        if len(self._running) > MOST_COMMANDS:
-            raise ChannelError(f"this instance is busy with {MOST_COMMANDS} commands already")
-        return self._commands.begin(command)
 
     async def _answer(self, work: Work, scope: CancelScope) -> Done | Failed:
         async with open_tasks() as tasks:

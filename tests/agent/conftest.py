@@ -13,6 +13,7 @@ import pytest
 
 from kvtier import ModelCache, Settings
 from kvtier.catalog import State
+from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.instance import Instance
 from kvtier.keys import ChunkKey
 from tests.agent.controlling import BUILT_IN, TOKEN, Controller
@@ -22,6 +23,7 @@ from tests.cache.conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, 
 import kvtier.agent.agent  # isort: skip
 import kvtier.peers.backend  # isort: skip
 import kvtier.peers.server  # noqa: F401 # isort: skip
+import anyio.lowlevel
 
 SECRET = "a secret that these tests share"
 
@@ -41,11 +43,24 @@ class Home:
         return status
 
     async def store(self, chunks: int, seed: int = 0) -> list[ChunkKey]:
-        """Store a prompt of so many chunks, also in the tiers below; its keys."""
+        """Store a prompt of so many chunks, be it longer than memory, also in the tiers below; its keys."""
         tokens = prompt(chunks, seed)
-        assert await self.model.store(tokens, rows(tokens)) == len(tokens)
+        keys = self.model.keys(tokens)
+        values = rows(tokens)
+        payload = CHUNK_TOKENS * TOKEN_BYTES
+        for at, key in enumerate(keys):
+            parent = keys[at - 1] if at else self.model._root
+            header = ChunkHeader(key, parent, self.model._namespace, payload)
+            while self.cache.hierarchy.catalog.state(key, 0) is State.ABSENT:
+                reservation = self.cache.reserve(header)
+                if reservation is not None:
+                    reservation.lease.view[HEADER_BYTES : HEADER_BYTES + payload] = values[at * payload :][
+                        :payload
+                    ]
+                    self.cache.commit([reservation])
+                await anyio.lowlevel.checkpoint()
         assert await self.cache.drain(10)
-        return self.model.keys(tokens)
+        return keys
 
     async def is_whole(self, chunks: int, seed: int = 0) -> bool:
         """Whether a prompt comes back, every byte of it right."""
