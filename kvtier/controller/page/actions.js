@@ -96,7 +96,8 @@ export class Actions {
     if (moves) offer(this.#instance, [...others, ...here].map(({ instance: id }) => [id, id]));
     const id = moves ? this.#instance.value : instance;
     const tiers = this.store.instance(id)?.tiers ?? [];
-    const elsewhere = tiers.filter(({ name }) => id !== instance || name !== tier);
+    // What peers hold is no place to bring anything to.
+    const elsewhere = tiers.filter(({ name, type }) => type !== "peers" && (id !== instance || name !== tier));
     offer(this.#tier, elsewhere.map(({ name, type }) => [name, name === type ? name : `${name} (${type})`]));
   }
 

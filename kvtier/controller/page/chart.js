@@ -7,7 +7,7 @@ const WIDTH = 300;
 const HEIGHT = 100;
 const SHORTEST = 300;
 const LONGEST = 3600;
-const MINUTE_SAMPLES = 6;
+const MINUTE = 60;
 
 export class Chart {
   #value = make("span", { class: "chart-value numbers" });
@@ -127,17 +127,19 @@ export function fillSeries(instance) {
 export function hitSeries({ history }) {
   const found = (sample) => sample.tiers.reduce((sum, tier) => sum + tier.found, 0);
   const steps = history.slice(1).map((sample, index) => {
-    const before = history[index];
-    const asked = sample.looked_up - before.looked_up;
+    const asked = sample.looked_up - history[index].looked_up;
     // Less than before: the instance has begun anew.
-    return asked > 0 ? [asked, found(sample) - found(before)] : [0, 0];
+    return asked > 0 ? [sample.time, asked, found(sample) - found(history[index])] : [sample.time, 0, 0];
   });
-  const points = steps.map((_, index) => {
-    const minute = steps.slice(Math.max(0, index + 1 - MINUTE_SAMPLES), index + 1);
-    const [asked, hits] = minute.reduce(([a, b], [c, d]) => [a + c, b + d]);
-    return [history[index + 1].time, asked ? share(hits, asked) : null];
+  let first = 0;
+  const points = steps.map(([time], last) => {
+    while (steps[first][0] <= time - MINUTE) first += 1;
+    const minute = steps.slice(first, last + 1);
+    const asked = minute.reduce((sum, step) => sum + step[1], 0);
+    return [time, asked ? share(minute.reduce((sum, step) => sum + step[2], 0), asked) : null];
   });
-  return [{ name: "hit rate", tone: 0, points }];
+  // Of the first sample it is not known what came before it.
+  return [{ name: "hit rate", tone: 0, points: [...history.slice(0, 1).map(({ time }) => [time, null]), ...points] }];
 }
 
 const share = (part, whole) => (part === undefined ? null : Math.min(1, Math.max(0, part / whole)));

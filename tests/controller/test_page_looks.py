@@ -1,0 +1,173 @@
+"""How the controller's page looks and is made: contrast, room, names, charts, and only text from others."""
+
+from __future__ import annotations
+
+import re
+import time
+import zipfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+from playwright.async_api import Browser, expect
+
+from kvtier.controller.page import FILES
+from tests.controller.scripted import ScriptedController, event, instance, tier
+from tests.controller.visiting import Visit, scripted, visiting
+
+pytestmark = pytest.mark.anyio
+
+PAYLOADS = [
+    "<img src=x onerror=window.hacked=1>",
+    "<script>window.hacked=1</script>",
+    '"><svg onload=window.hacked=1>',
+    "javascript:window.hacked=1//",
+]
+
+
+async def test_names_are_text_and_nothing_else(browser: Browser) -> None:
+    image, script, quoted, address = PAYLOADS
+    async with scripted(browser) as (controller, page):
+        parts = {
+            "host": script,
+            "peer": address,
+            "models": [quoted, image],
+            "engines": [script],
+            "version": image,
+        }
+        controller.instances = [instance(image, tier(script, quoted, 1 << 30, 1 << 20), **parts)]
+        controller.tell_instances()
+        controller.answers["lookup"] = (
+            200,
+            {"model": quoted, "num_tokens": 9, "instances": {image: {script: 9}}},
+        )
+        controller.answers["pin"] = 404, {"detail": f"there is no instance {image}"}
+        controller.tell_event(event("e1", "move", "failed", source=[image, script], error=quoted))
+        await expect(page.card(image)).to_contain_text(script)
+        await expect(page.events.first).to_contain_text(f"Failed: {quoted}.")
+        await page.look_up(image)
+        await expect(page.found).to_contain_text(f"9 tokens for {quoted}")
+        await page.choose("Pin")
+        await page.button("Pin").click()
+        await expect(page.outcome).to_have_text(f"The controller says: there is no instance {image}.")
+        assert await page.page.evaluate("window.hacked") is None
+        assert await page.page.locator("img, body script, body svg[onload], [onerror], #main a").count() == 0
+        with pytest.raises(Exception, match="TrustedHTML"):
+            await page.page.evaluate("document.body.innerHTML = '<b></b>'")
+        assert "Trusted" in page.problems.pop()
+
+
+@pytest.fixture(scope="module")
+async def everything(browser: Browser) -> AsyncIterator[Visit]:
+    """A page on which there is something of everything, with names as long as they may be."""
+    async with scripted(browser) as (controller, page):
+        long = "a-name-of-an-instance-that-somebody-thought-was-a-good-idea." * 2
+        full = tier("ram", "hugepage", 20 << 30, 19 << 30)
+        pool = tier("pool-" + "x" * 60, "redis", None, 0, available=False)
+        controller.instances = [
+            instance(long, full, pool, in_step=False, models=["m" * 200], host="h" * 120),
+            instance("decode-2", peer=None, models=[], engines=[], hit_rate=None),
+            instance("gone"),
+        ]
+        controller.answers["lookup"] = (
+            200,
+            {
+                "model": "m" * 200,
+                "num_tokens": 3000,
+                "instances": {long: {"ram": 2000, pool["name"]: 1000}, "decode-2": {"ram": 500}},
+            },
+        )
+        controller.answers["move"] = 503, {"detail": "x" * 300}
+        controller.tell_instances()
+        await expect(page.cards).to_have_count(4)
+        controller.instances.pop()
+        controller.tell_instances()
+        states = ("queued", "running", "done", "failed")
+        for number, state in enumerate(states):
+            controller.tell_event(
+                event(f"e{number}", state=state, source=[long, pool["name"]], chunks_done=3)
+            )
+        await page.look_up("word " * 400)
+        await page.button("Move").click()
+        await expect(page.outcome).to_contain_text("The controller says: xxx")
+        controller.refuse_streams = 503
+        controller.cut()
+        await expect(page.page.locator("#banner")).to_be_visible()
+        yield page
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_contrast(everything: Visit, scheme: Any) -> None:
+    page = everything
+    await page.page.emulate_media(color_scheme=scheme)
+    measured = await page.measure("contrast")
+    assert measured["poor"] == []
+    assert measured["texts"] > 100
+    await page.choose("Clear")
+    await page.button("Clear …").click()
+    assert (await page.measure("contrast"))["poor"] == []
+    await page.button("Keep it").click()
+    surface = await page.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (int(re.findall(r"\d+", surface)[0]) < 60) == (scheme == "dark")
+
+
+@pytest.mark.parametrize("width", [320, 360, 700, 1100, 1600])
+async def test_nothing_reaches_out_of_the_window(everything: Visit, width: int) -> None:
+    await everything.page.set_viewport_size({"width": width, "height": 740})
+    for action in ("Move", "Pin", "Prefetch"):
+        await everything.choose(action)
+        assert await everything.measure("overflowing") == [0]
+
+
+async def test_everything_has_a_name(everything: Visit) -> None:
+    assert await everything.measure("nameless") == []
+
+
+async def test_charts(browser: Browser) -> None:
+    controller = ScriptedController()
+    now = time.time()
+    ram = tier("ram", "cpu", 100, 80, found=30)
+    controller.instances = [instance("one", ram, tier("pool", "redis", None, 0, found=0), looked_up=60)]
+    counts = [(0, 20, 0), (20, 40, 10), (40, 60, 15), (40, 60, 15), (60, 80, 30)]
+    controller.histories["one"] = [
+        {
+            "time": now - 600 + 120 * n,
+            "looked_up": asked,
+            "tiers": [{"used": used, "found": found}, {"used": 0, "found": 0}],
+        }
+        for n, (asked, used, found) in enumerate(counts)
+    ]
+    async with controller.serving() as url, visiting(browser, url) as page:
+        fill = page.page.get_by_role("img", name="Fill of each tier in the last 10 min")
+        await expect(fill).to_have_accessible_name(re.compile(r"ram now 80\s%, lowest 20\s%, highest 80\s%$"))
+        hits = page.page.get_by_role("img", name="found in the last 10 min")
+        await expect(hits).to_have_accessible_name(
+            re.compile(r"hit rate now 75\s%, lowest 25\s%, highest 75\s%$")
+        )
+        await expect(page.cards.locator("figcaption")).to_have_text(["Fill80 %", "Hit rate75 %"])
+        await fill.hover(position={"x": 1, "y": 5})
+        await expect(page.cards.locator("figcaption").first).to_have_text(
+            re.compile(r"Fill\d\d:\d\d\s+20\s%")
+        )
+
+
+def test_the_page_asks_nothing_of_anybody_else() -> None:
+    sources = {path.name: path.read_text() for path in FILES.iterdir()}
+    assert set(sources) >= {"index.html", "style.css", "main.js"}
+    for name, text in sources.items():
+        assert re.findall(r"https?://[^\s\"']+", text) in ([], ["http://www.w3.org/2000/svg"]), name
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|\bstyle=", text
+        ), name
+        assert len(text.splitlines()) <= 500
+
+
+def test_the_files_are_in_the_wheel(tmp_path: Path) -> None:
+    wheel = next(WheelBuilder(str(FILES.parents[2])).build(directory=str(tmp_path)))
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {
+            Path(name).name for name in archive.namelist() if name.startswith("kvtier/controller/page/")
+        }
+    assert packed == {path.name for path in FILES.iterdir()}
