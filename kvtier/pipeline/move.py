@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.arena import Lease
 from kvtier.backends.base import Outcome
@@ -49,10 +49,8 @@ class MoveStage:
             await flight.landed.wait()
 
     async def _write(self, event: Move, transfer: Transfer) -> None:
-        at = 0
-        while at < len(transfer.keys):
-            keys = self._batch(transfer.keys[at:])
-            at += len(keys)
+        left = iter(transfer.keys)
+        while keys := self._batch(left, transfer.source):
             await self.write(event, transfer.source, event.target, keys, self._evicting.allocate)
 
     async def write(
@@ -77,10 +75,13 @@ class MoveStage:
             evict = Evict(keys=keys, tier=event.source)
             await self._evicting.delete(evict, Transfer(event.source, None, keys))
 
-    def _batch(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+    def _batch(self, keys: Iterator[ChunkKey], source: int) -> Sequence[ChunkKey]:
+        """The next of these that the source holds yet: some may have gone while others were written."""
+        catalog = self._hierarchy.catalog
+        batch: list[ChunkKey] = []
         total = 0
-        for count, key in enumerate(keys):
-            total += self._hierarchy.catalog.length(key)
-            if total > BATCH_BYTES and count:
-                return keys[:count]
-        return keys
+        while total < BATCH_BYTES and (key := next(keys, None)) is not None:
+            if catalog.state(key, source) is State.READY:
+                batch.append(key)
+                total += catalog.length(key)
+        return batch

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from kvtier import LayoutError, ModelCache, Settings, SettingsError, TieredCache
@@ -167,6 +168,28 @@ async def test_move_and_copy_between_tiers(settings: MakeSettings, prompt: Promp
         assert await model.move(tokens, "ssd", "ram") == 1024, "a move that is done stays done"
         with pytest.raises(SettingsError, match="there are ram, ssd"):
             await model.move(tokens, "ram", "tape")
+
+
+async def test_what_goes_while_it_is_moved_is_left_out(
+    settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.pipeline.move.BATCH_BYTES", CHUNK_OBJECT_BYTES)
+    tokens = prompt(2048)
+    async with opened(settings(disk={"write": "never"})) as (cache, model):
+        await model.store(tokens, rows(tokens))
+        catalog = cache.hierarchy.catalog
+        async with anyio.create_task_group() as tasks:
+            moved: list[int] = []
+
+            async def move() -> None:
+                moved.append(await cache.move(model.keys(tokens), "ram", "ssd", copy=True))
+
+            tasks.start_soon(move)
+            while not catalog.count(1):
+                await anyio.lowlevel.checkpoint()
+            await cache.clear(model.keys(tokens)[4:], tiers=["ram"])
+        assert 1 <= moved[0] <= 5
+        assert catalog.count(1) == moved[0]
 
 
 async def test_pinned_chunks_stay(settings: MakeSettings, prompt: Prompt) -> None:
