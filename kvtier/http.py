@@ -42,6 +42,8 @@ FINISH_SECONDS = 1.5
 """What is under way when the server ends has so long before its connection is cut off."""
 CANCEL_SECONDS = 2
 """What goes on without a connection is cancelled so long after the end."""
+UNREAD_SECONDS = 30.0
+"""A connection whose other side takes nothing in for so long is cut off, even while it is being closed."""
 BACKLOG = 256
 
 
@@ -124,6 +126,8 @@ async def _bound(listen: str | tuple[str, int], setting: str) -> socket.socket:
         ) from error
     # Or the body of an answer waits 40 ms until its head is acknowledged. What is accepted inherits it.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # So is this. What waits for a reader that never reads would keep its connection for good.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_SECONDS * 1000))
     return listener
 
 
