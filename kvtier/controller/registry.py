@@ -40,8 +40,10 @@ PING_SECONDS = 2.0
 MOST_MEMBERS = 1024
 MOST_HOLDERS = 8
 """Named to an instance that asks who holds a prompt."""
+SWEEP_SECONDS = 0.005
+"""Of sweeping without letting others have a turn; a single slice may take somewhat longer."""
 SWEEP_PAUSE_SECONDS = 0.01
-"""Between two slices of sweeping, each of which takes less."""
+"""Between two such turns."""
 
 
 class Watch:
@@ -122,7 +124,9 @@ class Registry:
             await self._to_sweep.wait()
             self._to_sweep = anyio.Event()
             while self.holders.untidy:
-                self.holders.sweep()
+                turn = time.monotonic() + SWEEP_SECONDS
+                while self.holders.untidy and time.monotonic() < turn:
+                    self.holders.sweep()
                 await anyio.sleep(SWEEP_PAUSE_SECONDS)
 
     # What operations ask.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-import uvicorn
 from blake3 import blake3
 from starlette.applications import Starlette
 from starlette.routing import WebSocketRoute
@@ -36,9 +34,11 @@ from kvtier.agent.protocol import (
 from kvtier.controller import connection
 from kvtier.controller.member import Member
 from kvtier.controller.registry import Registry
+from kvtier.http import serving
 from kvtier.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
 from kvtier.layout import ChunkLayout, GroupLayout, namespace
-from kvtier.sockets.frames import Message, encode_body
+from kvtier.sockets.frames import MAX_FRAME_BYTES, Message, encode_body
+from kvtier.tasks import open_tasks
 
 PATIENCE = 10.0
 """What a test waits for comes long before, or never."""
@@ -160,12 +160,6 @@ class RunningRegistry:
                 await anyio.sleep(0.005)
 
 
-class _Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @asynccontextmanager
 async def running_registry(port: int = 0, **settings: Any) -> AsyncIterator[RunningRegistry]:
     """A registry that takes instances in, on a free port where none is given."""
@@ -176,26 +170,8 @@ async def running_registry(port: int = 0, **settings: Any) -> AsyncIterator[Runn
         await connection.serve(registry, websocket)
 
     app = Starlette(routes=[WebSocketRoute(CONNECT_PATH, endpoint)])
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        ws="websockets-sansio",
-        ws_per_message_deflate=False,
-        lifespan="off",
-        timeout_graceful_shutdown=1,
-    )
-    server = _Server(config)
-    with socket.create_server(("127.0.0.1", port)) as listening:
-        async with anyio.create_task_group() as tasks:
-
-            async def serve() -> None:
-                with anyio.CancelScope(shield=True):
-                    await server.serve(sockets=[listening])
-
-            tasks.start_soon(registry.run)
-            tasks.start_soon(serve)
-            try:
-                yield RunningRegistry(registry, listening.getsockname()[1])
-            finally:
-                server.should_exit = True
-                tasks.cancel_scope.cancel()
+    async with open_tasks() as tasks:
+        tasks.start_soon(registry.run)
+        async with serving(app, ("127.0.0.1", port), ws_max_size=MAX_FRAME_BYTES) as (_, bound):
+            yield RunningRegistry(registry, bound)
+        tasks.cancel_scope.cancel()
