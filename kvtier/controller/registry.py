@@ -123,11 +123,17 @@ class Registry:
         while True:
             await self._to_sweep.wait()
             self._to_sweep = anyio.Event()
-            while self.holders.untidy:
-                turn = time.monotonic() + SWEEP_SECONDS
-                while self.holders.untidy and time.monotonic() < turn:
-                    self.holders.sweep()
+            while self._sweep_for_a_turn():
                 await anyio.sleep(SWEEP_PAUSE_SECONDS)
+
+    def _sweep_for_a_turn(self) -> bool:
+        """Whether there is more to be swept."""
+        end = time.monotonic() + SWEEP_SECONDS
+        while self.holders.untidy:
+            if time.monotonic() >= end:
+                return True
+            self.holders.sweep()
+        return False
 
     # What operations ask.
 

@@ -13,11 +13,21 @@ if TYPE_CHECKING:
     from playwright.async_api import Browser
 
 
+@pytest.fixture(scope="module")
+async def patient_registry() -> AsyncIterator[RunningRegistry]:
+    """A registry behind a real server, which takes a while to end."""
+    async with running_registry(heartbeat=2.0, silence=60.0) as running:
+        yield running
+
+
 @pytest.fixture
-async def running() -> AsyncIterator[RunningRegistry]:
-    """A registry behind a real server; it is patient."""
-    async with running_registry(heartbeat=2.0, silence=60.0) as registry:
-        yield registry
+async def running(patient_registry: RunningRegistry) -> AsyncIterator[RunningRegistry]:
+    """The same for every test of a module, but without any instances."""
+    yield patient_registry
+    registry = patient_registry.registry
+    for member in list(registry.members.values()):
+        registry.leave(member, "the test is over")
+    await patient_registry.until(lambda: len(registry.holders) == 0)
 
 
 @pytest.fixture(scope="module")
