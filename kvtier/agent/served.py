@@ -17,8 +17,8 @@ MOST_CHARACTERS = 256
 """In one name."""
 MOST_ENGINES = 256
 """That are told of."""
-PLAIN_MODES = ("auto", "hf", "slow")
-"""vLLM's ``tokenizer_mode``, where the tokenizer is one of the library transformers."""
+PLAIN_MODES = ("hf", "cohere", "inkling", "kimi_k3")
+"""vLLM's tokenizer modes in which the tokenizer is one of the library transformers."""
 
 
 class TokenizerSource(msgspec.Struct, frozen=True, array_like=True):
@@ -26,7 +26,8 @@ class TokenizerSource(msgspec.Struct, frozen=True, array_like=True):
 
     path: str
     """A directory or the name of a repository."""
-    mode: str = "auto"
+    mode: str = "hf"
+    """As vLLM has resolved it: not ``auto``."""
     revision: str | None = None
     trust_remote_code: bool = False
 

@@ -72,7 +72,6 @@ def load(source: TokenizerSource) -> Any:  # noqa: ANN401 - a type of transforme
 
     return AutoTokenizer.from_pretrained(
         source.path,
-        use_fast=source.mode != "slow",
         revision=source.revision,
         trust_remote_code=source.trust_remote_code,
     )

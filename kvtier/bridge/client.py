@@ -312,6 +312,7 @@ class SchedulerBridge(_Bridge):
             self._hello.namespace,
             self._hello.changes,
             sorted(self._in_use),
+            self._hello.model,
         )
 
     def _lost(self) -> None:

@@ -37,10 +37,11 @@ from typing import Literal
 
 import msgspec
 
+from kvtier.agent.served import EngineModel
 from kvtier.layout import ChunkLayout
 from kvtier.sockets.frames import Message, decoder
 
-VERSION = 1
+VERSION = 2
 
 Role = Literal["scheduler", "worker", "observer"]
 
@@ -62,6 +63,8 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
     changes: bool = False
     """Whether this connection wants :class:`Changed`."""
     holding: list[int] = msgspec.field(default_factory=list)
+    model: EngineModel | None = None
+    """What the engine calls its model, and where its tokenizer is: for the controller. From schedulers."""
 
 
 class Welcome(Message, frozen=True, array_like=True, tag=2):

@@ -69,7 +69,7 @@ async def _serving_metrics(listen: str | None, server: BridgeServer) -> AsyncIte
         async with serving(
             application(metrics), listen, setting="metrics.listen", limit_concurrency=MOST_REQUESTS
         ) as (host, port):
-            logger.info("metrics on http://%s:%d/metrics", host, port)
+            logger.info("metrics on http://%s:%d/metrics", f"[{host}]" if ":" in host else host, port)
             yield
 
 

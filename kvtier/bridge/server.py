@@ -106,6 +106,7 @@ class BridgeServer:
             raise ProtocolError(f"rank {hello.rank} of a layout with {engine.layout.ranks}")
         if hello.role == "scheduler":
             engine.keep_only(hello.holding)
+        self._instance.served.came(engine.name, engine.namespace, engine.layout, hello.model)
         self._connections[hello.engine].add(connection)
         return engine
 
@@ -116,6 +117,7 @@ class BridgeServer:
         if not connections:
             del self._connections[engine.name], self._engines[engine.name]
             engine.close()
+            self._instance.served.left(engine.name)
             logger.info("engine %s has left", engine.name)
             if not self._engines:
                 self.left.set()

@@ -30,6 +30,7 @@ from kvtier.integrations.vllm.layout import model_layout
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
 from kvtier.integrations.vllm.scheduler import SchedulerSide
+from kvtier.integrations.vllm.served import engine_model
 from kvtier.integrations.vllm.worker import WorkerSide
 from kvtier.settings import Settings, load_settings
 
@@ -75,6 +76,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 model.layout,
                 model.namespace,
                 name == "scheduler" and wants_events,
+                model=engine_model(vllm_config) if name == "scheduler" else None,
             )
 
         if role is KVConnectorRole.SCHEDULER:
