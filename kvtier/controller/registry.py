@@ -123,17 +123,16 @@ class Registry:
         while True:
             await self._to_sweep.wait()
             self._to_sweep = anyio.Event()
-            while self._sweep_for_a_turn():
+            while self.holders.untidy:
+                self._sweep_for_a_turn()
                 await anyio.sleep(SWEEP_PAUSE_SECONDS)
 
-    def _sweep_for_a_turn(self) -> bool:
-        """Whether there is more to be swept."""
+    def _sweep_for_a_turn(self) -> None:
         end = time.monotonic() + SWEEP_SECONDS
         while self.holders.untidy:
-            if time.monotonic() >= end:
-                return True
             self.holders.sweep()
-        return False
+            if time.monotonic() >= end:
+                return
 
     # What operations ask.
 
