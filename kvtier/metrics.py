@@ -154,6 +154,7 @@ class CacheMetrics(Collector):
         yield from self._of_now(status)
         yield from _of_peers(status.get("peers", ()))
         yield from _of_serving(status.get("serving", {}))
+        yield from _of_controller(status.get("controller"))
 
     def _of_tiers(self, tiers: Sequence[Tier]) -> Iterator[Metric]:
         info = InfoMetricFamily("kvtier_tier", "The type of a tier.", labels=["tier"])
@@ -275,11 +276,32 @@ def _of_serving(serving: Status) -> Iterator[Metric]:
     yield refused
 
 
+def _of_controller(controller: Status | None) -> Iterator[Metric]:
+    """Shown where there is one."""
+    connected = GaugeMetricFamily("kvtier_agent_connected", "0 while the controller is not connected.")
+    in_step = GaugeMetricFamily(
+        "kvtier_agent_in_step", "0 while the controller does not know all that is held here."
+    )
+    lost = CounterMetricFamily(
+        "kvtier_agent_lost_connections", "How often the connection to the controller was lost."
+    )
+    if controller is not None:
+        connected.add_metric([], controller["connected"])
+        in_step.add_metric([], controller["in_step"])
+        lost.add_metric([], controller["lost"])
+    yield connected
+    yield in_step
+    yield lost
+
+
 def application(metrics: CacheMetrics) -> Starlette:
     """``/metrics`` and ``/healthz``, to be served with :func:`kvtier.http.serving`."""
 
     async def answer(request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        try:
+            encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        except (TypeError, ValueError):  # A version that is none.
+            encode, content_type = choose_encoder("")
         return Response(encode(metrics.registry), headers={"Content-Type": content_type})
 
     async def health(_request: Request) -> Response:

@@ -1,0 +1,110 @@
+"""What metrics cost: the report of a batch on the data path, and a scrape in the event loop.
+
+::
+
+    python benchmarks/metrics.py
+    python benchmarks/metrics.py --chunks 10000
+
+A batch is what one transfer between two tiers carries. For comparison: what making such a report costs, which
+is done for every observer together. A scrape is answered over HTTP by a real server in the loop of a real
+cache, so its time includes a client in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import anyio
+import httpx
+
+from benchmarks.common import show
+from kvtier import Settings, TieredCache
+from kvtier.backends.base import Outcome
+from kvtier.catalog import State
+from kvtier.events import Prefetch, Report
+from kvtier.http import serving
+from kvtier.metrics import CacheMetrics, application
+from kvtier.router import FIRST, Transfer
+from kvtier.testing.backend import make_key
+
+CHUNK_BYTES = 4096
+SOME = 1000
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="What metrics cost.")
+    parser.add_argument(
+        "--chunks", type=int, default=1_000_000, help="held while scraped, default: %(default)s"
+    )
+    parser.add_argument("--runs", type=int, default=200, help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        anyio.run(measure, Path(folder), options.chunks, options.runs)
+
+
+async def measure(folder: Path, chunks: int, runs: int) -> None:
+    disk = {"name": "ssd", "type": "disk", "path": str(folder), "capacity": f"{chunks * CHUNK_BYTES}B"}
+    settings = Settings(tiers=[{"name": "ram", "type": "cpu", "capacity": "16MiB"}, disk], metrics={})
+    async with TieredCache.open(settings) as cache:
+        with CacheMetrics.of(cache) as metrics:
+            rows = [row for size in (1, 16, 128) for row in batches(cache, metrics, size, runs)]
+            show("a batch, µs", ("call", "median", "99 %"), rows)
+            rows = [(f"scrape, {SOME:,} chunks held", *await scrapes(cache, metrics, SOME, runs))]
+            rows.append((f"scrape, {chunks:,} chunks held", *await scrapes(cache, metrics, chunks, runs)))
+            generate = timed(lambda: list(metrics.registry.collect()), runs)
+            rows.append(("  of that reading the values", *(seconds / 1000 for seconds in generate)))
+            show("a scrape, ms", ("call", "median", "99 %"), rows)
+
+
+def batches(
+    cache: TieredCache, metrics: CacheMetrics, size: int, runs: int
+) -> list[tuple[str, float, float]]:
+    keys = [make_key(number) for number in range(size)]
+    event = Prefetch(keys=keys)
+    cache.remove_observer(metrics)
+    report = Report(event, "ssd", "ram", keys, [Outcome.OK] * size, size * CHUNK_BYTES, 0.004)
+
+    def make_report() -> None:
+        with cache.hierarchy.reporting(event, Transfer(1, FIRST, keys)) as outcomes:
+            outcomes += [Outcome.OK] * size
+
+    rows = [
+        (f"count a batch of {size} chunks", *timed(lambda: metrics.observe(report), runs)),
+        ("  for comparison: report it", *timed(make_report, runs)),
+    ]
+    cache.add_observer(metrics)
+    return rows
+
+
+def timed(call: Callable[[], object], runs: int, repeats: int = 50) -> tuple[float, float]:
+    """Microseconds of one call, the median and the 99th percentile."""
+    seconds = []
+    for _ in range(runs):
+        started = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        seconds.append((time.perf_counter() - started) / repeats * 1e6)
+    return statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
+
+
+async def scrapes(cache: TieredCache, metrics: CacheMetrics, chunks: int, runs: int) -> tuple[float, float]:
+    catalog = cache.hierarchy.catalog
+    for number in range(catalog.count(1), chunks):
+        catalog.add(make_key(number), 1, CHUNK_BYTES, State.READY)
+    seconds = []
+    async with serving(application(metrics), "127.0.0.1:0") as (host, port), httpx.AsyncClient() as client:
+        for _ in range(runs):
+            started = time.perf_counter()
+            answer = await client.get(f"http://{host}:{port}/metrics")
+            seconds.append((time.perf_counter() - started) * 1e3)
+            assert answer.status_code == 200
+    return statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
+
+
+if __name__ == "__main__":
+    main()
