@@ -235,16 +235,15 @@ class PeersBackend(Backend, SupportsPrefix):
 
         async def ask_one(address: str) -> None:
             try:
-                async with self._roster.lend(address, CONNECT_SECONDS) as client:
+                async with self._roster.lend(address, until - anyio.current_time()) as client:
                     if client not in self._roster.configured:
                         await ask(client, 0, keys)
             except PeerError as error:
                 logger.debug("the directory names a peer that is of no use: %s", error)
 
-        with CancelScope(deadline=until):
-            async with anyio.create_task_group() as tasks:
-                for address in islice(chosen, HOLDERS_ASKED):
-                    tasks.start_soon(ask_one, address)
+        async with anyio.create_task_group() as tasks:
+            for address in islice(chosen, HOLDERS_ASKED):
+                tasks.start_soon(ask_one, address)
 
     async def _ask_for_promises(self, keys: Sequence[ChunkKey], clients: Sequence[PeerClient]) -> None:
         until = self._patience_ends()

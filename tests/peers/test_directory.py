@@ -279,6 +279,23 @@ async def test_a_holder_that_is_slow_to_connect_is_there_for_the_next_look_up() 
         assert holder.asked["Hello"] == 1
 
 
+async def test_a_holder_that_leaves_look_ups_unanswered_costs_patience_once() -> None:
+    holder = ScriptedPeer().hold(0)
+    directory = ScriptedDirectory((holder, 1))
+    async with asking(directory, strangers=[holder], patience=0.5) as backend:
+        assert await backend.held_prefix(keys_of([0])) == 1
+        holder.answering = anyio.Event()
+        assert await backend.held_prefix(keys_of([0])) == 0
+        with anyio.fail_after(0.4):
+            for _ in range(20):
+                assert await backend.held_prefix(keys_of([0])) == 0
+        holder.answering.set()
+        await until(lambda: backend.clients[0].source is not None)
+        with anyio.fail_after(20):
+            while await backend.held_prefix(keys_of([0])) == 0:
+                await anyio.sleep(0.02)
+
+
 async def test_holders_that_never_answer_keep_nobody_else_waiting() -> None:
     """More of them than there are threads to connect by; a peer of the settings comes back meanwhile."""
     usual = ScriptedPeer("usual").hold(0)
