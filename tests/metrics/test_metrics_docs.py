@@ -80,6 +80,7 @@ async def test_the_table_lists_all_metrics_of_a_cache_process_and_no_other(tmp_p
         }
 
 
+@pytest.mark.loop_may_block("the controller describes its calls")
 async def test_the_table_lists_all_metrics_of_the_controller_and_no_other(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as running, running.instance("decode-1"):
         accepted = await running.ask("/clear", instance="decode-1", tier="ram")
