@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import catalog, disk, engine, look_up, memory, peers, transports
+from benchmarks import catalog, disk, engine, look_up, memory, metrics, peers, transports
 
 SMALL = {
     catalog: ["--entries", "100000"],
     look_up: ["--runs", "5"],
     memory: ["--small"],
     disk: ["--small"],
+    metrics: ["--runs", "5", "--chunks", "10000"],
     transports: ["--quick"],
     peers: ["--transport", "tcp", "--quick"],
     engine: ["--rounds", "1"],

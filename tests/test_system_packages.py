@@ -25,6 +25,7 @@ ALL = {
     "openssl",
     "iproute2",
     "chromium",
+    "prometheus",
 }
 
 Stub = Callable[..., None]
