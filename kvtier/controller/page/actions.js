@@ -2,7 +2,7 @@
 
 import { Bar, byId, make, offer, say } from "./dom.js";
 import { outcome, progress } from "./events.js";
-import { many } from "./format.js";
+import { many, place as named } from "./format.js";
 import { underWay } from "./store.js";
 
 const ACTIONS = ["Move", "Copy", "Pin", "Unpin", "Prefetch", "Clear"];
@@ -49,7 +49,10 @@ export class Actions {
       make("div", { class: "submit" }, this.#button, this.#outcome),
       this.#bar.node,
     );
-    this.node.addEventListener("change", () => this.draw());
+    this.node.addEventListener("change", ({ target }) => {
+      if (target.name === "action") this.#forget();
+      this.draw();
+    });
     this.node.addEventListener("submit", (event) => {
       event.preventDefault();
       this.#submit();
@@ -61,6 +64,12 @@ export class Actions {
     this.#place = place;
     this.#body = body;
     this.draw();
+  }
+
+  /** What has come of the last action is no news beside the next one; the activity still shows it. */
+  #forget() {
+    this.#unwatch();
+    this.#say("", "");
   }
 
   get #action() {
@@ -82,7 +91,7 @@ export class Actions {
     }
     this.#offerTargets(moves);
     say(this.#secondsLabel, action === "Pin" ? "For how long, or empty for good" : "Within, or empty for as long as it takes");
-    say(this.#what, `${many(place.tokens, "token")} held by ${place.instance} · ${place.tier}`);
+    say(this.#what, `${many(place.tokens, "token")} held by ${named([place.instance, place.tier])}`);
     say(this.#button, action === "Clear" ? "Clear …" : action);
     say(this.#hint, this.#warning(moves));
     this.#button.disabled = !this.fields.tier.hidden && !this.#tier.value;
@@ -184,7 +193,7 @@ function confirmed(place) {
   const dialog = byId("confirm-dialog");
   say(
     byId("confirm-text"),
-    `${many(place.tokens, "token")} of this prompt will be removed from ${place.instance} · ${place.tier}. If no other place holds them, the engine computes them again.`,
+    `${many(place.tokens, "token")} of this prompt will be removed from ${named([place.instance, place.tier])}. If no other place holds them, the engine computes them again.`,
   );
   dialog.returnValue = "";
   dialog.showModal();

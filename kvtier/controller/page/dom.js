@@ -67,6 +67,7 @@ export class Bar {
     this.#last = key;
     this.node.setAttribute("aria-valuenow", percent);
     this.node.setAttribute("aria-valuetext", words);
-    this.#filled.style.width = `${percent}%`;
+    // Moved, not made wider: that needs no new layout.
+    this.#filled.style.transform = `translateX(${percent - 100}%)`;
   }
 }

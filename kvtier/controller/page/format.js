@@ -57,4 +57,4 @@ export function took(seconds) {
 export const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en-GB");
 
 /** An instance and one of its tiers, or all of them. */
-export const place = ([instance, tier]) => (tier === null ? `${instance} · all tiers` : `${instance} · ${tier}`);
+export const place = ([instance, tier]) => (tier === null ? `${instance}\u00a0· all tiers` : `${instance}\u00a0·\u00a0${tier}`);

@@ -145,7 +145,8 @@ class TierRow {
 
   draw(tier) {
     const part = tier.capacity ? tier.used / tier.capacity : 0;
-    const words = tier.capacity ? bytesOf(tier.used, tier.capacity) : "shared pool";
+    const shared = tier.type === "peers" ? "other instances" : "shared pool";
+    const words = tier.capacity ? bytesOf(tier.used, tier.capacity) : shared;
     this.bar.node.hidden = !tier.capacity;
     this.bar.set(part, words);
     say(this.#numbers, tier.capacity ? `${words} · ${percent(part)}` : words);
@@ -164,7 +165,7 @@ function condition({ gone, in_step: inStep }) {
 
 function heard({ gone, last_heartbeat: last, hit_rate: rate, looked_up: asked }, now) {
   if (gone) return `since ${age(now - gone)}`;
-  const heartbeat = last === null ? "no heartbeat yet" : `heartbeat ${age(now - last)} ago`;
+  const since = last === null ? "not heard yet" : `heard ${age(now - last)} ago`;
   const hits = asked && rate !== null ? `found ${percent(rate)} of ${count(asked)} chunks, ` : "";
-  return hits + heartbeat;
+  return hits + since;
 }

@@ -108,8 +108,9 @@ export class LookUp {
     this.#result = { body: { ...body, model: answer.model }, answer, chosen };
     this.#found.hidden = false;
     const longest = places[0]?.tokens ?? 0;
-    const most = longest ? ` The first ${count(longest)} (${percent(longest / answer.num_tokens)}) are held.` : "";
-    say(this.#head, `${many(answer.num_tokens, "token")} for ${answer.model}.${most}`);
+    const some = `The first ${count(longest)} (${percent(longest / answer.num_tokens)}) are held.`;
+    const most = longest === answer.num_tokens ? "All of them are held." : some;
+    say(this.#head, `${many(answer.num_tokens, "token")} for ${answer.model}.${longest ? ` ${most}` : ""}`);
     const hadFocus = this.#rows.contains(document.activeElement);
     this.#rows.replaceChildren(...this.#drawn(places, answer.num_tokens));
     const same = places.find((place) => chosen && key(place) === key(chosen));
