@@ -48,7 +48,7 @@ def files() -> set[str]:
 
 
 async def get(address: tuple[str, int], path: str = "/", **options: object) -> httpx.Response:
-    async with httpx.AsyncClient(**options) as client:
+    async with httpx.AsyncClient(trust_env=False, **options) as client:
         scheme = "https" if "verify" in options else "http"
         return await client.get(f"{scheme}://{address[0]}:{address[1]}{path}")
 
@@ -205,7 +205,7 @@ async def test_streams_and_sockets_do_not_outlive_it(caplog: pytest.LogCaptureFi
     tasks, begun = asyncio.all_tasks(), anyio.Event()
 
     async def read(address: tuple[str, int]) -> None:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(trust_env=False) as client:
             with suppress(httpx.HTTPError):
                 async with client.stream("GET", f"http://{address[0]}:{address[1]}/stream") as answer:
                     async for _ in answer.aiter_bytes():
@@ -285,7 +285,7 @@ async def test_who_asks_again_and_again_is_not(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kvtier.http, "REQUEST_SECONDS", 0.2)
     async with (
         serving(endless([]), "127.0.0.1:0") as (host, port),
-        httpx.AsyncClient() as client,
+        httpx.AsyncClient(trust_env=False) as client,
         connect(f"ws://{host}:{port}/socket") as websocket,
     ):
         deadline = asyncio.get_running_loop().time() + 0.5
