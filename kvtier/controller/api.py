@@ -64,7 +64,7 @@ class PromptBody(_Body):
 
     @model_validator(mode="after")
     def _is_one_prompt(self) -> PromptBody:
-        if (self.tokens is None) == (self.prompt is None) and not self._may_be_without:
+        if self.tokens is None and self.prompt is None and not self._may_be_without:
             raise ValueError("write either `tokens` or `prompt`")
         if self.tokens is not None and self.prompt is not None:
             raise ValueError("write either `tokens` or `prompt`, not both")

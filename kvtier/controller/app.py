@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, WebSocket
+from fastapi import Depends, FastAPI, WebSocket
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -41,11 +41,14 @@ tells when it is done or has failed, and why. Where the controller has a token, 
 WRONG = (AmbiguousModel, WrongPrompt, WrongRequest, TooManyPins)
 MISTAKE = "the controller has made a mistake, which its log describes"
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
-    401: {"model": Problem, "description": "The token is wrong or missing."},
-    404: {"model": Problem, "description": "There is no such instance, tier, model or event."},
-    413: {"model": Problem, "description": "The body is too long."},
-    422: {"model": Problem, "description": "What was asked for makes no sense."},
-    503: {"model": Problem, "description": "Too much is under way already."},
+    "4XX": {
+        "model": Problem,
+        "description": (
+            "401: the token is wrong or missing. 404: there is no such instance, tier, model or event. "
+            "413: the body is too long. 422: what was asked for makes no sense."
+        ),
+    },
+    "5XX": {"model": Problem, "description": "503: too much is under way already."},
 }
 
 
@@ -68,12 +71,13 @@ def make_app(operations: Operations, token: str | None = None) -> FastAPI:
         redoc_url=None,
         lifespan=lifespan,
     )
-    router = APIRouter(dependencies=[Depends(door.let_in)], responses=_PROBLEMS)
-    add_operations(router, operations, bodies)
-    add_knowledge(router, operations)
-    add_stream(router, Stream(operations.registry, operations.events))
-    app.include_router(router)
     _add_open_calls(app, operations.registry, door)
+    # From here on: not through a second router, which would make every route twice.
+    app.router.dependencies.append(Depends(door.let_in))
+    app.router.responses.update(_PROBLEMS)
+    add_operations(app.router, operations, bodies)
+    add_knowledge(app.router, operations)
+    add_stream(app.router, Stream(operations.registry, operations.events))
     page.mount(app)
     app.add_exception_handler(ControllerError, _explain)
     app.add_exception_handler(HTTPException, _explain)

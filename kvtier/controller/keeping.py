@@ -125,17 +125,18 @@ class Clear(Operation):
             known = sum(holders.count(place.number) for place in places)
             return Plan(chunks=known, more=not all(_is_known(place) for place in places))
         parts: list[Part] = []
-        tokens = 0
+        known = tokens = 0
         for chunks in self._prompts:
             there = [holders.held(place.number, chunks.prompt.keys) for place in places]
             parts += (
                 Part(place.tier, chunks.part(held) if _is_known(place) else chunks)
                 for place, held in zip(places, there, strict=True)
             )
+            known += sum(map(sum, there))
             held_somewhere = [any(held) for held in zip(*there, strict=True)]
             tokens = max(tokens, chunks.part(held_somewhere).num_tokens)
-        count = sum(len(part.chunks.prompt.keys) for part in parts)
-        return Plan(parts, tokens, count, self._prompts[0].model.names[0])
+        more = not all(_is_known(place) for place in places)
+        return Plan(parts, tokens, known, self._prompts[0].model.names[0], more=more)
 
     async def carry_out(self, plan: Plan, result: Result, report: Report) -> None:
         """Delete, tier by tier."""

@@ -111,8 +111,9 @@ def _cannot(path: Path) -> str:
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     # Exclusive before the first access: then the log needs no memory shared with other processes.
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-    connection.execute("PRAGMA journal_mode = WAL")
+    # And this before the second, which would wait for the disk.
     connection.execute("PRAGMA synchronous = OFF")
+    connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("BEGIN EXCLUSIVE")
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version == 0:

@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import httpx
+import msgspec
 from anyio.abc import TaskGroup
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
@@ -37,7 +38,7 @@ from kvtier.controller.models import Models
 from kvtier.controller.serve import Controller, controlling
 from kvtier.controller.settings import service_settings
 from kvtier.keys import ChunkKey, join_keys, split_keys
-from tests.controller.registering import MODEL, PATIENCE, RAM, RegisteringInstance, heartbeat
+from tests.controller.registering import DISK, MODEL, PATIENCE, RAM, TIERS, RegisteringInstance, heartbeat
 
 CHUNK = MODEL.layout.chunk_tokens
 TOKENS = list(range(4 * CHUNK + 44))
@@ -239,9 +240,10 @@ class RunningController:
             assert isinstance(welcome, Welcome)
             tasks.start_soon(instance.obey, tasks)
             await instance.say(Serves(list(models)))
-            await instance.store(0, ram)
-            await instance.store(1, disk)
-            await instance.say(InStep(), heartbeat())
+            await instance.store(RAM, ram)
+            await instance.store(DISK, disk)
+            states = heartbeat().tiers[: len(changes.get("tiers", TIERS))]
+            await instance.say(InStep(), msgspec.structs.replace(heartbeat(), tiers=states))
             await self.until(lambda: name in self.registry.members and self.registry.find(name).heartbeat)
             try:
                 yield instance

@@ -1,0 +1,603 @@
+"""What the controller has instances do, and what it makes of what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from kvtier.agent.protocol import Changed, Command, Delete, Fetch, Lost, Model, TierDescription, Tokenize
+from kvtier.controller import operation, prompts
+from kvtier.controller.prompts import Asked
+from kvtier.keys import join_keys
+from kvtier.layout import ChunkLayout, GroupLayout, namespace
+from tests.controller.controlling import (
+    CHUNK,
+    KEYS,
+    LENGTHS,
+    TOKENS,
+    RunningController,
+    running_controller,
+    tokens_of,
+)
+from tests.controller.registering import DISK, MODEL, POOL, RAM, keys_of
+
+pytestmark = pytest.mark.anyio
+
+WHOLE = 4 * CHUNK
+A_TO_B = {"old_position": ["a", "ram"], "new_position": ["b", "ram"], "tokens": TOKENS}
+B_TO_A = {"old_position": ["b", "ram"], "new_position": ["a", "ram"], "tokens": TOKENS}
+
+
+@pytest.fixture
+async def controller(tmp_path: Path) -> AsyncIterator[RunningController]:
+    async with running_controller(tmp_path) as running:
+        yield running
+
+
+class Gate:
+    """Holds up commands of some kind until it is opened."""
+
+    def __init__(self, kind: type[Command] = Fetch) -> None:
+        self.reached, self.opened = anyio.Event(), anyio.Event()
+        self._kind = kind
+
+    async def __call__(self, command: Command) -> None:
+        if isinstance(command, self._kind):
+            self.reached.set()
+            await self.opened.wait()
+
+
+# Look-ups
+
+
+async def test_a_look_up_tells_each_tier_of_each_instance(controller: RunningController) -> None:
+    assert (await controller.refused("/lookup", 404, tokens=TOKENS))["known"] == []
+    async with (
+        controller.instance("a", ram=KEYS[:2], disk=KEYS),
+        controller.instance("b", ram=KEYS[1:]),
+        controller.instance("c", disk=KEYS[:4]),
+    ):
+        found = await controller.ask("/lookup", tokens=TOKENS, model="llama")
+        assert found == {
+            "model": "meta/llama",
+            "num_tokens": WHOLE + 44,
+            "instances": {"a": {"ram": 2 * CHUNK, "ssd": WHOLE + 44}, "c": {"ssd": WHOLE}},
+        }
+        assert await controller.held(tokens=tokens_of(3)) == {
+            "a": {"ram": 2 * CHUNK, "ssd": 3 * CHUNK},
+            "c": {"ssd": 3 * CHUNK},
+        }
+        assert await controller.held(salt="another tenant") == {}
+        assert await controller.held(tokens=[]) == {}
+    await controller.until(lambda: not controller.registry.members)
+    assert await controller.held() == {}
+
+
+async def test_a_model_in_two_layouts_is_found_in_both(controller: RunningController) -> None:
+    layout = ChunkLayout(128, (GroupLayout(32, (4096,)),))
+    other = Model(["meta/llama"], namespace("meta/llama", layout), layout, False)
+    keys = controller.registry.models.prompt(other, TOKENS).keys
+    async with controller.instance("a", ram=KEYS[:2]), controller.instance("b", ram=keys[:3], models=[other]):
+        assert await controller.held() == {"a": {"ram": 2 * CHUNK}, "b": {"ram": 3 * 128}}
+        event = await controller.done("/move", **B_TO_A)
+        assert (event["num_tokens"], event["chunks"]) == (3 * 128, 3)
+
+
+async def test_the_model_may_be_left_out_where_there_is_but_one(controller: RunningController) -> None:
+    other = Model(["mistral"], namespace("mistral", MODEL.layout), MODEL.layout, False)
+    async with controller.instance("a", ram=KEYS), controller.instance("b", models=[other]):
+        problem = await controller.refused("/lookup", 422, tokens=TOKENS)
+        assert problem["known"] == ["meta/llama", "mistral"]
+        problem = await controller.refused("/lookup", 404, tokens=TOKENS, model="gemma")
+        assert "'gemma'" in problem["detail"]
+        assert problem["known"] == ["llama", "meta/llama", "mistral"]
+        pinned = await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)
+        assert pinned["model"] == "meta/llama", "the one that this instance serves"
+        await controller.refused("/move", 422, **A_TO_B)
+
+
+# Prompts
+
+
+async def test_a_prompt_is_tokenized_by_an_instance_that_serves_the_model(
+    controller: RunningController,
+) -> None:
+    without = Model(MODEL.names, MODEL.namespace, MODEL.layout, False)
+    text = "a prompt of bytes " * 60
+    keys = controller.registry.models.prompt(MODEL, list(text.encode())).keys
+    async with (
+        controller.instance("a", ram=keys, models=[without]) as a,
+        controller.instance("b") as b,
+        controller.instance("c") as c,
+    ):
+        found = await controller.ask("/lookup", prompt=text)
+        assert found["num_tokens"] == len(text)
+        assert found["instances"] == {"a": {"ram": len(text)}}
+        assert len(b.commands) == 1
+        await controller.done("/pin", instance="c", tier="ram", prompt=text)
+        assert isinstance(c.commands[0], Tokenize), "who is named does it"
+        b.refuse = "its tokenizer is broken"
+        assert (await controller.ask("/lookup", prompt=text))["num_tokens"] == len(text)
+        assert not a.commands
+
+
+async def test_a_prompt_that_nobody_can_tokenize_is_refused_in_words(
+    controller: RunningController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "TOKENIZE_SECONDS", 0.05)
+    without = Model(MODEL.names, MODEL.namespace, MODEL.layout, False)
+    async with controller.instance("a", models=[without]):
+        problem = await controller.refused("/lookup", 422, prompt="text")
+        assert "no instance that is connected has its tokenizer" in problem["detail"]
+        assert "send `tokens` instead" in problem["detail"]
+    async with controller.instance("b") as b, controller.instance("c") as c:
+        b.refuse, c.before = "it is broken", Gate(Tokenize)
+        problem = await controller.refused("/lookup", 422, prompt="text")
+        assert "b: it is broken" in problem["detail"]
+        assert "c: no answer within 0.05 s" in problem["detail"]
+        await controller.until(lambda: c.cancelled)
+
+
+# Moves
+
+
+async def test_a_move_is_done_when_the_source_holds_it_no_longer(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS, disk=KEYS) as a, controller.instance("b") as b:
+        accepted = await controller.ask("/move", **A_TO_B)
+        assert accepted["num_tokens"] == WHOLE + 44
+        event = await controller.ended(accepted)
+        assert (event["kind"], event["state"], event["error"]) == ("move", "done", None)
+        assert (event["source"], event["target"]) == (["a", "ram"], ["b", "ram"])
+        assert event["model"] == "meta/llama"
+        assert (event["chunks"], event["chunks_done"], event["bytes_done"]) == (5, 5, 500)
+        assert event["result"] == {
+            "tokens": WHOLE + 44, "chunks": 5, "bytes": 500, "removed": 5, "reason": None,
+        }  # fmt: skip
+        assert await controller.held() == {"a": {"ssd": WHOLE + 44}, "b": {"ram": WHOLE + 44}}
+        [fetch], [delete] = b.commands, a.commands
+        assert fetch == Fetch(fetch.ticket, RAM, "a:8200", MODEL.namespace, join_keys(KEYS), LENGTHS, None)
+        assert delete == Delete(delete.ticket, RAM, join_keys(KEYS))
+
+        again = await controller.done("/move", **A_TO_B)
+        assert (again["num_tokens"], again["chunks"], again["started_at"]) == (0, 0, None)
+        assert len(b.commands) == 1, "there is nothing to do"
+
+
+async def test_a_copy_keeps_both(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS) as a, controller.instance("b"):
+        event = await controller.done("/move", **A_TO_B, copy=True)
+        assert (event["kind"], event["result"]["chunks"], event["result"]["removed"]) == ("copy", 5, 0)
+        assert await controller.held() == {"a": {"ram": WHOLE + 44}, "b": {"ram": WHOLE + 44}}
+        assert not a.commands
+        moved = await controller.done("/move", **A_TO_B)
+        assert (moved["result"]["chunks"], moved["result"]["bytes"], moved["result"]["removed"]) == (5, 0, 5)
+
+
+async def test_within_one_instance_nobody_else_is_asked(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS, peer=None) as a:
+        await controller.done("/move", old_position=["a", "cpu"], new_position=["a", "disk"], tokens=TOKENS)
+        assert await controller.held() == {"a": {"ssd": WHOLE + 44}}
+        assert [type(command) for command in a.commands] == [Fetch, Delete]
+        assert isinstance(a.commands[0], Fetch)
+        assert a.commands[0].peer is None
+        await controller.done("/move", old_position=["a", "ssd"], new_position=["a", "ram"], tokens=TOKENS)
+        assert await controller.held() == {"a": {"ram": WHOLE + 44}}
+
+
+async def test_what_a_source_raised_for_the_move_alone_goes_from_its_memory_too(
+    controller: RunningController,
+) -> None:
+    async with controller.instance("a", ram=KEYS[:1], disk=KEYS) as a, controller.instance("b"):
+        event = await controller.done(
+            "/move", old_position=["a", "ssd"], new_position=["b", "ram"], tokens=TOKENS
+        )
+        assert event["result"]["removed"] == 5
+        assert list(a.held[RAM]) == KEYS[:1], "which was there before"
+        assert await controller.held() == {"a": {"ram": CHUNK}, "b": {"ram": WHOLE + 44}}
+
+
+async def test_a_move_that_was_cut_short_is_completed_by_asking_again(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS[2:]), controller.instance("b", ram=KEYS[:2]):
+        assert await controller.held() == {"b": {"ram": 2 * CHUNK}}
+        event = await controller.done("/move", **A_TO_B)
+        assert (event["num_tokens"], event["chunks"]) == (2 * CHUNK + 44, 3)
+        assert await controller.held() == {"b": {"ram": WHOLE + 44}}
+    async with controller.instance("c", ram=KEYS[3:]), controller.instance("d", ram=KEYS[:2]):
+        event = await controller.done(
+            "/move", old_position=["c", "ram"], new_position=["d", "ram"], tokens=TOKENS
+        )
+        assert event["chunks"] == 0, "after a chunk that neither has"
+
+
+async def test_a_target_that_is_full_takes_what_fits_and_the_source_keeps_the_rest(
+    controller: RunningController,
+) -> None:
+    async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
+        b.room = 3
+        event = await controller.done("/move", **A_TO_B)
+        assert event["result"] == {
+            "tokens": 3 * CHUNK, "chunks": 3, "bytes": 300, "removed": 3, "reason": "no room",
+        }  # fmt: skip
+        assert list(a.held[RAM]) == KEYS[3:]
+        event = await controller.ended(await controller.ask("/move", **A_TO_B))
+        assert (event["state"], event["error"]) == ("failed", "no room"), "not a single one"
+        assert list(a.held[RAM]) == KEYS[3:]
+
+
+async def test_a_move_of_what_the_source_has_lost_says_so(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
+
+        async def evict(command: Command) -> None:
+            a.held[RAM] = dict.fromkeys(KEYS[:2])
+            await a.say(Changed(RAM, b"", join_keys(KEYS[2:])))
+
+        b.before = evict
+        event = await controller.done("/move", **A_TO_B)
+        assert event["result"]["reason"] == "the peer has it not"
+        assert (event["result"]["chunks"], event["result"]["removed"]) == (2, 2)
+        assert await controller.held() == {"b": {"ram": 2 * CHUNK}}
+
+
+async def test_progress_is_told(controller: RunningController) -> None:
+    told: list[tuple[str, int, int]] = []
+    async with controller.instance("a", ram=KEYS), controller.instance("b"):
+        with controller.events.watching(
+            lambda event: told.append((event.state, event.chunks_done, event.bytes_done))
+        ):
+            await controller.done("/move", **A_TO_B)
+    assert told[:4] == [("queued", 0, 0), ("running", 0, 0), ("running", 1, 100), ("running", 2, 200)]
+    assert told[-1] == ("done", 5, 500)
+
+
+async def test_what_is_unknown_is_answered_with_the_names_that_exist(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS), controller.instance("b"):
+        problem = await controller.refused("/move", 404, **A_TO_B | {"new_position": ["z", "ram"]})
+        assert problem["known"] == ["a", "b"]
+        problem = await controller.refused("/move", 404, **A_TO_B | {"old_position": ["a", "tape"]})
+        assert problem["known"] == ["pool", "ram", "ssd"]
+        problem = await controller.refused("/clear", 404, instance="a", tier="tape")
+        assert "tape" in problem["detail"]
+        for path in ("/prefetch", "/pin", "/unpin"):
+            await controller.refused(path, 404, instance="z", tier="ram", tokens=TOKENS)
+
+
+async def test_what_makes_no_sense_is_refused(controller: RunningController) -> None:
+    peers = [TierDescription("ram", "cpu", 1 << 30, False), TierDescription("peers", "peers", None, True)]
+    async with controller.instance("a", ram=KEYS), controller.instance("b"):
+        same = {"old_position": ["a", "ram"], "new_position": ["a", "cpu"], "tokens": TOKENS}
+        assert "are the same" in (await controller.refused("/move", 422, **same))["detail"]
+        pool = {"old_position": ["a", "pool"], "new_position": ["b", "ram"], "tokens": TOKENS}
+        assert "use /prefetch" in (await controller.refused("/move", 422, **pool))["detail"]
+    async with controller.instance("a", tiers=peers):
+        problem = await controller.refused("/pin", 422, instance="a", tier="peers", tokens=TOKENS)
+        assert "name one of those" in problem["detail"]
+
+
+async def test_a_source_that_serves_nobody_is_named(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS, peer=None) as a, controller.instance("b"):
+        event = await controller.ended(await controller.ask("/move", **A_TO_B))
+        assert event["state"] == "failed"
+        assert "set peer.listen" in event["error"]
+        assert list(a.held[RAM]) == KEYS
+
+
+# Who is gone
+
+
+async def test_a_target_that_goes_away_fails_the_move_and_the_source_keeps_everything(
+    controller: RunningController,
+) -> None:
+    async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
+        gate = b.before = Gate()
+        accepted = await controller.ask("/move", **A_TO_B)
+        await gate.reached.wait()
+        await b.websocket.close()
+        event = await controller.ended(accepted)
+        assert event["state"] == "failed"
+        assert "the target 'b' went away" in event["error"]
+        assert list(a.held[RAM]) == KEYS
+        assert not a.commands
+
+
+async def test_a_source_that_goes_away_before_the_end_leaves_what_was_confirmed(
+    controller: RunningController,
+) -> None:
+    async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
+        gate = a.before = Gate(Delete)
+        accepted = await controller.ask("/move", **A_TO_B)
+        await gate.reached.wait()
+        await a.websocket.close()
+        event = await controller.ended(accepted)
+        assert event["state"] == "failed"
+        assert "the target has confirmed 5 chunks, but they may still be in the source" in event["error"]
+        assert event["result"]["chunks"] == 5
+        assert list(b.held[RAM]) == KEYS
+
+
+async def test_a_source_that_is_gone_is_blamed_for_what_is_missing(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
+
+        async def die(command: Command) -> None:
+            await a.websocket.close()
+            await controller.until(lambda: "a" not in controller.registry.members)
+            del controller.world.instances["a:8200"]
+
+        b.before = die
+        event = await controller.ended(await controller.ask("/move", **A_TO_B))
+        assert event["state"] == "failed"
+        assert "the source 'a' went away: the peer has it not" in event["error"]
+
+
+async def test_who_is_gone_when_its_turn_comes_fails_the_operation(controller: RunningController) -> None:
+    async with controller.instance("b") as b:
+        async with controller.instance("a", ram=KEYS):
+            gate = b.before = Gate()
+            first = await controller.ask("/move", **A_TO_B)
+            await gate.reached.wait()
+            second = await controller.ask("/move", **A_TO_B)
+        await controller.until(lambda: "a" not in controller.registry.members)
+        gate.opened.set()
+        assert (await controller.ended(first))["state"] == "failed"
+        event = await controller.ended(second)
+        assert event["state"] == "failed"
+        assert "there is no instance 'a'; known: b" in event["error"]
+
+
+async def test_an_instance_that_comes_no_further_is_given_up(
+    controller: RunningController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operation, "STALL_SECONDS", 0.05)
+    async with controller.instance("a", ram=KEYS), controller.instance("b") as b:
+        b.before = Gate()
+        event = await controller.ended(await controller.ask("/move", **A_TO_B))
+        assert event["state"] == "failed"
+        assert "has come no further for 0.05 s" in event["error"]
+        await controller.until(lambda: b.cancelled)
+
+
+async def test_what_an_instance_says_that_it_cannot_do_is_the_reason(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
+        b.refuse = "its transport is broken"
+        event = await controller.ended(await controller.ask("/move", **A_TO_B))
+        assert (event["state"], event["error"]) == ("failed", "b: its transport is broken")
+        b.refuse, a.refuse = None, "its disk is read-only"
+        event = await controller.ended(await controller.ask("/move", **A_TO_B))
+        assert event["state"] == "failed"
+        assert "its disk is read-only" in event["error"]
+
+
+async def test_a_mistake_of_ours_ends_the_event_too(
+    controller: RunningController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with controller.instance("a", ram=KEYS), controller.instance("b"):
+        monkeypatch.setattr("kvtier.controller.moves.confirmed", lambda *_: 1 / 0)
+        event = await controller.ended(await controller.ask("/move", **A_TO_B))
+        assert event["state"] == "failed"
+        assert "which its log describes" in event["error"]
+
+
+# At once
+
+
+async def test_opposite_moves_come_one_after_the_other_and_nothing_is_lost(
+    controller: RunningController,
+) -> None:
+    async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
+        gate = b.before = Gate()
+        first = await controller.ask("/move", **A_TO_B)
+        await gate.reached.wait()
+        back = await controller.ask("/move", **B_TO_A)
+        same = await controller.ask("/move", **A_TO_B)
+        queued = await controller.get(f"/events/{back['event_id']}", wait=0.01)
+        assert (queued["state"], queued["num_tokens"]) == ("queued", 0)
+        gate.opened.set()
+        events = [await controller.ended(event) for event in (first, back, same)]
+        assert [event["state"] for event in events] == ["done"] * 3
+        assert [event["result"]["removed"] for event in events] == [5, 5, 5], "each as it was its turn"
+        assert events[1]["num_tokens"] == WHOLE + 44
+        assert not a.held[RAM]
+        assert list(b.held[RAM]) == KEYS
+
+
+async def test_a_second_move_of_the_same_finds_nothing_left_to_do(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS), controller.instance("b") as b:
+        gate = b.before = Gate()
+        first = await controller.ask("/move", **A_TO_B)
+        await gate.reached.wait()
+        second = await controller.ask("/move", **A_TO_B)
+        assert second["num_tokens"] == WHOLE + 44
+        gate.opened.set()
+        assert (await controller.ended(first))["result"]["removed"] == 5
+        event = await controller.ended(second)
+        assert (event["state"], event["num_tokens"], event["chunks"]) == ("done", 0, 0)
+        assert await controller.held() == {"b": {"ram": WHOLE + 44}}
+
+
+async def test_what_is_cleared_in_the_middle_of_a_move_is_cleared_after_it(
+    controller: RunningController,
+) -> None:
+    async with controller.instance("a", ram=KEYS), controller.instance("b") as b:
+        gate = b.before = Gate()
+        move = await controller.ask("/move", **A_TO_B)
+        await gate.reached.wait()
+        clear = await controller.ask("/clear", instance="b")
+        other = await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS[1:])
+        assert other["num_tokens"] == 0, "of other chunks"
+        gate.opened.set()
+        assert (await controller.ended(move))["result"]["removed"] == 5
+        assert (await controller.ended(clear))["result"]["removed"] == 5
+        assert await controller.held() == {}
+
+
+# Prefetch
+
+
+async def test_chunks_are_brought_up_from_ones_own_disk_and_from_the_peer_that_has_most(
+    controller: RunningController,
+) -> None:
+    async with (
+        controller.instance("a", disk=KEYS[:2]) as a,
+        controller.instance("b", ram=KEYS[:3]),
+        controller.instance("c", disk=KEYS[:4]),
+        controller.instance("d", ram=KEYS, peer=None),
+    ):
+        event = await controller.done("/prefetch", instance="a", tier="ram", tokens=TOKENS, deadline="5s")
+        [fetch] = a.commands
+        assert isinstance(fetch, Fetch)
+        assert (fetch.peer, fetch.seconds) == ("c:8200", 5.0)
+        assert (event["source"], event["target"]) == (None, ["a", "ram"])
+        assert (event["num_tokens"], event["result"]["chunks"], event["result"]["reason"]) == (WHOLE, 4, None)
+        assert list(a.held[RAM]) == KEYS[:4]
+        again = await controller.done("/prefetch", instance="a", tier="ram", tokens=TOKENS)
+        assert (again["num_tokens"], again["result"]["bytes"]) == (WHOLE, 0)
+
+
+async def test_what_may_be_in_a_pool_is_left_to_the_instance(
+    controller: RunningController,
+) -> None:
+    own = [TierDescription("ram", "cpu", 1 << 30, False), TierDescription("ssd", "disk", 1 << 30, False)]
+    async with controller.instance("a") as a, controller.instance("b", tiers=own) as b:
+        a.held[POOL].update(dict.fromkeys(KEYS[:3]))  # Of which nobody was told.
+        accepted = await controller.ask("/prefetch", instance="a", tier="ram", tokens=TOKENS)
+        assert accepted["num_tokens"] == 0
+        event = await controller.ended(accepted)
+        assert (event["state"], event["num_tokens"], event["chunks"]) == ("done", 3 * CHUNK, 3)
+        assert list(a.held[RAM]) == KEYS[:3]
+        nothing = await controller.done("/prefetch", instance="b", tier="ssd", tokens=keys_to_nothing())
+        assert nothing["started_at"] is None
+        assert not b.commands
+
+
+def keys_to_nothing() -> list[int]:
+    return [7] * 1000
+
+
+# Pins
+
+
+async def test_what_is_pinned_is_pinned_again_for_an_instance_anew(
+    controller: RunningController,
+) -> None:
+    async with controller.instance("a", ram=KEYS[:3], disk=KEYS) as a:
+        event = await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)
+        assert (event["kind"], event["target"], event["num_tokens"]) == ("pin", ["a", "ram"], 3 * CHUNK)
+        assert event["result"]["chunks"] == 3
+        assert a.pinned == dict.fromkeys(KEYS[:3])
+        await controller.done("/pin", instance="a", tier="ssd", tokens=TOKENS, ttl="10m")
+        assert a.pinned[KEYS[4]] == 600
+    await controller.until(lambda: not controller.registry.members)
+    async with controller.instance("a", disk=KEYS[:4]) as a:
+        await controller.until(lambda: len(a.commands) == 2)
+        assert set(a.pinned) == set(KEYS[:4])
+        assert 500 < max(seconds or 0 for seconds in a.pinned.values()) <= 600
+        event = await controller.done("/unpin", instance="a", tier="ssd", tokens=TOKENS)
+        assert (event["num_tokens"], event["result"]["chunks"]) == (WHOLE, 4)
+        assert not a.pinned
+    await controller.until(lambda: not controller.registry.members)
+    async with controller.instance("a", disk=KEYS) as a:
+        await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)
+        assert not a.commands, "nothing is held there, and nothing was left of the pins"
+
+
+async def test_a_pin_ends_with_the_last_copy(controller: RunningController) -> None:
+    pins = controller.controller.operations._pins
+    async with controller.instance("a", ram=KEYS, disk=KEYS[:2]), controller.instance("b"):
+        await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)
+        await controller.done("/move", **A_TO_B)
+        assert set(pins.keys("a")) == set(KEYS[:2]), "which the disk still has"
+        await controller.done("/clear", instance="a", tier="ssd")
+        assert pins.keys("a") == []
+
+
+# Clearing
+
+
+async def test_a_prompt_is_cleared_from_one_tier_or_from_all(controller: RunningController) -> None:
+    async with controller.instance("a", ram=[*KEYS, *keys_of("other", 3)], disk=KEYS[2:]) as a:
+        event = await controller.done("/clear", instance="a", tier="ram", tokens=tokens_of(2))
+        assert (event["num_tokens"], event["result"]["removed"], event["result"]["bytes"]) == (
+            2 * CHUNK,
+            2,
+            200,
+        )
+        assert event["target"] == ["a", "ram"]
+        event = await controller.done("/clear", instance="a", tokens=TOKENS)
+        assert event["target"] == ["a", None]
+        assert (event["num_tokens"], event["chunks"], event["result"]["removed"]) == (2 * CHUNK + 44, 6, 6)
+        assert list(a.held[RAM]) == keys_of("other", 3)
+        assert not a.held[DISK]
+
+
+async def test_everything_is_cleared_from_one_tier_or_from_all(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS, disk=KEYS) as a:
+        accepted = await controller.ask("/clear", instance="a", tier="disk")
+        assert accepted["num_tokens"] == 0, "whose they are is not asked"
+        event = await controller.ended(accepted)
+        assert (event["chunks"], event["result"]["removed"], event["model"]) == (5, 5, None)
+        assert (len(a.held[RAM]), len(a.held[DISK])) == (5, 0)
+        await controller.done("/clear", instance="a")
+        assert not a.held[RAM]
+        count = len(a.commands)
+        own = await controller.done("/clear", instance="a", tier="ssd")
+        assert (own["started_at"], len(a.commands)) == (None, count), "there was nothing left to do"
+
+
+async def test_what_has_not_been_told_yet_is_cleared_all_the_same(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS) as a:
+        await a.say(Lost())
+        await controller.until(lambda: not controller.registry.find("a").in_step)
+        event = await controller.done("/clear", instance="a", tier="ram", tokens=TOKENS)
+        assert event["result"]["removed"] == 5
+        a.held[RAM] = dict.fromkeys(KEYS)
+        assert (await controller.done("/clear", instance="a"))["result"]["removed"] == 5
+
+
+# The end
+
+
+async def test_who_is_told_to_stop_lets_what_is_under_way_end(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS), controller.instance("b") as b:
+        gate = b.before = Gate()
+        accepted = await controller.ask("/move", **A_TO_B)
+        await gate.reached.wait()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(controller.controller.operations.finish, 10)
+            await anyio.lowlevel.checkpoint()
+            problem = await controller.refused("/move", 503, **A_TO_B)
+            assert "is being stopped" in problem["detail"]
+            gate.opened.set()
+        assert (await controller.ended(accepted))["state"] == "done"
+
+
+async def test_what_does_not_end_in_time_has_failed(tmp_path: Path) -> None:
+    async with (
+        running_controller(tmp_path) as controller,
+        controller.instance("a", ram=KEYS) as a,
+        controller.instance("b") as b,
+    ):
+        b.before = Gate()
+        move = await controller.ask("/move", **A_TO_B)
+        queued = await controller.ask("/move", **B_TO_A)
+        operations = controller.controller.operations
+        await operations.finish(0.01)
+        operations.stop()
+        for accepted in (move, queued):
+            event = await controller.ended(accepted)
+            assert event["state"] == "failed"
+            assert "the controller was stopped" in event["error"]
+        await controller.until(lambda: b.cancelled)
+        assert list(a.held[RAM]) == KEYS
+
+
+async def test_what_has_not_even_begun_at_the_end_has_failed(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as controller, controller.instance("a", ram=KEYS):
+        operations = controller.controller.operations
+        event = await operations.clear(("a", None), None)
+        asked = Asked(TOKENS, None, None)
+        other = await operations.pin(("a", "ram"), asked, seconds=None)
+        operations.stop()
+    assert (event.state, other.state) == ("failed", "failed")
