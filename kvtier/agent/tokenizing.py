@@ -27,8 +27,9 @@ ANSWER_SECONDS = 20.0
 IDLE_SECONDS = 300.0
 """How long a helper that has nothing to do stays."""
 MOST_HELPERS = 2
-"""At once, some 300 MB each; the one that was used least recently makes room for another."""
+"""At once, some 100 MB each; the one that was used least recently makes room for another."""
 MOST_WAITING = 32
+COMMAND = (sys.executable, "-m", "kvtier.agent.tokenizer")
 
 
 class Tokenizers:
@@ -91,7 +92,7 @@ class Tokenizers:
             self._helpers.pop(least).end()
         with CancelScope(shield=True):  # Else nobody might know of the process.
             process = await anyio.open_process(
-                [sys.executable, "-m", "kvtier.agent.tokenizer"],
+                COMMAND,
                 stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
             )
         helper = self._helpers[source] = _Helper(process)

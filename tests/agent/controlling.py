@@ -202,7 +202,7 @@ async def controlling(**more: Any) -> AsyncIterator[Controller]:
         await controller.kill()
 
 
-async def until(condition: Callable[[], object], seconds: float = 10) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60) -> None:
     """Wait until something is so."""
     with anyio.fail_after(seconds):
         while not condition():

@@ -16,6 +16,7 @@ from anyio import to_thread
 from anyio.abc import UNIXSocketStream
 
 from kvtier import Settings
+from kvtier.agent.served import EngineModel, TokenizerSource
 from kvtier.arena import ArenaMap
 from kvtier.bridge import protocol
 from kvtier.bridge.listen import listening
@@ -45,6 +46,7 @@ from kvtier.header import HEADER_BYTES
 from kvtier.instance import Instance
 from kvtier.keys import ChunkKey, chunk_keys, join_keys, root_key
 from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.plugins import Plugins
 from kvtier.sockets.frames import FrameReader, encode
 
 pytestmark = pytest.mark.anyio
@@ -52,6 +54,8 @@ pytestmark = pytest.mark.anyio
 CHUNK_TOKENS = 64
 LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024, 1024)),), ranks=2)
 NAMESPACE = bytes(range(32))
+BUILT_IN = Plugins.load([])
+"""Loaded here because it imports every backend, which takes longer than a loop may be blocked."""
 ROOT = root_key(NAMESPACE)
 TOKENS = CHUNK_TOKENS * 6
 KEYS = chunk_keys(ROOT, list(range(TOKENS)), CHUNK_TOKENS)
@@ -126,7 +130,7 @@ async def host(tmp_path: Path, **more: object) -> AsyncIterator[Host]:
         {"name": "ssd", "type": "disk", "path": str(tmp_path / "ssd"), "capacity": "8MiB"},
     ]
     settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=tiers, **more)  # type: ignore[arg-type]
-    async with Instance.open(settings) as instance:
+    async with Instance.open(settings, plugins=BUILT_IN) as instance:
         server = BridgeServer(instance)
         async with listening(tmp_path / "socket", server.handle):
             yield Host(tmp_path / "socket", server)
@@ -145,6 +149,20 @@ async def store(scheduler: Peer, workers: list[Peer], keys: list[ChunkKey]) -> l
         await worker.say(Commit(reserved.leases))
         await worker.status()
     return reserved.leases
+
+
+async def test_an_instance_knows_which_models_its_engines_serve(tmp_path: Path) -> None:
+    model = EngineModel(["llama"], TokenizerSource("/models/llama"))
+    async with host(tmp_path) as home:
+        served = home.server._instance.served
+        async with home.peer() as worker, home.peer() as scheduler:
+            await worker.greet("worker")
+            assert (served.engines, served.models) == (["engine"], [])
+            await scheduler.greet(model=model)
+            assert [(one.names, one.namespace) for one in served.models] == [(["llama"], NAMESPACE)]
+            assert served.tokenizer(NAMESPACE) == model.tokenizer
+        await home.nobody()
+        assert (served.engines, len(served.models)) == ([], 1)
 
 
 async def test_what_one_engine_stored_is_found_when_every_rank_has_committed(tmp_path: Path) -> None:

@@ -1,0 +1,27 @@
+"""The helper process with a tokenizer of its own: the length of each word is its token."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvtier.agent import tokenizer
+from kvtier.agent.served import TokenizerSource
+
+
+def words(text: str, **_: Any) -> SimpleNamespace:
+    if text.startswith("print"):
+        print("This is printed where answers are expected.", flush=True)
+    count = 5_000_000 if text == "many" else 1
+    return SimpleNamespace(input_ids=[len(word) for word in text.split()] * count)
+
+
+def load(source: TokenizerSource) -> Any:
+    if source.path.endswith("nowhere"):
+        raise FileNotFoundError(source.path)
+    return words
+
+
+if __name__ == "__main__":
+    tokenizer.load = load
+    tokenizer.main()
