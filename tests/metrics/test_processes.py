@@ -107,12 +107,14 @@ def test_the_process_that_an_engine_starts_is_read_too(
     made = settings(tmp_path, linger=0.3, metrics={"listen": f"127.0.0.1:{free_port}"})
     path = default_address(made)
     scheduler = SchedulerBridge(hello("scheduler"), path)
-    CacheProcess(made, path).start_and_wait(scheduler.connect)
+    process = CacheProcess(made, path)
+    process.start_and_wait(scheduler.connect)
     pid = status(path)["pid"]
     try:
         assert scrape(f"http://127.0.0.1:{free_port}")("engines") == 1
         scheduler.close()
-        wait_until(lambda: not answers(path))
+        assert process._child is not None
+        assert process._child.wait(20) == 0
     finally:
         if answers(path):
             os.kill(pid, signal.SIGKILL)
