@@ -10,7 +10,10 @@ import anyio
 import pytest
 
 from kvtier import __version__
+from kvtier.agent import session as session_module
+from kvtier.agent.agent import Agent
 from kvtier.agent.protocol import (
+    MOST_KEYS,
     VERSION,
     HeldBy,
     Hello,
@@ -20,9 +23,11 @@ from kvtier.agent.protocol import (
     Welcome,
 )
 from kvtier.agent.served import EngineModel, TokenizerSource
+from kvtier.keys import split_keys
 from kvtier.layout import ChunkLayout, GroupLayout
 from kvtier.sockets.frames import MAX_FRAME_BYTES, Message
-from tests.agent.conftest import SECRET, OpenHome
+from kvtier.testing.backend import make_key
+from tests.agent.conftest import SECRET, Home, OpenHome
 from tests.agent.controlling import Controller, Conversation, controlling, until
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 
@@ -290,3 +295,77 @@ async def test_an_instance_says_farewell(home: OpenHome) -> None:
             conversation = await controller.in_step()
         await conversation.socket.wait_closed()
         assert conversation.socket.close_code == 1000
+
+
+# Asking who holds what.
+
+
+async def test_who_holds_is_answered(home: OpenHome) -> None:
+    async with controlling() as controller, home(controller) as one:
+        conversation = await controller.in_step()
+        conversation.holders = (["b:1", "[::1]:2"], [5, 3])
+        keys = [make_key(number) for number in range(6)]
+        assert await agent_of(one).who_holds(keys) == [("b:1", 5), ("[::1]:2", 3)]
+        assert split_keys(conversation.questions[0].keys) == keys
+
+
+async def test_nobody_waits_for_a_controller_that_does_not_answer(home: OpenHome) -> None:
+    async with controlling() as controller, home(controller, peer={"patience": "50ms"}) as one:
+        conversation = await controller.in_step()
+        conversation.holders = None
+        with anyio.fail_after(10):
+            assert await agent_of(one).who_holds([make_key(1)]) == []
+        await until(lambda: conversation.questions)
+        await conversation.say(HeldBy(conversation.questions[0].ticket, ["b:1"], [1]))  # Late.
+        conversation.holders = (["c:1"], [1])
+        await until_answered(one, [("c:1", 1)])
+        await controller.kill()
+        await until(lambda: not one.status["connected"])
+        assert await agent_of(one).who_holds([make_key(1)]) == []
+
+
+async def test_of_very_many_keys_the_first_are_asked_for(home: OpenHome) -> None:
+    async with controlling() as controller, home(controller, peer={"patience": "10s"}) as one:
+        conversation = await controller.in_step()
+        keys = [make_key(number % 100) for number in range(MOST_KEYS + 1)]
+        await agent_of(one).who_holds(keys)
+        assert split_keys(conversation.questions[0].keys) == keys[:MOST_KEYS]
+
+
+async def test_questions_at_once_are_bounded(home: OpenHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "MOST_QUESTIONS", 2)
+    async with controlling() as controller, home(controller, peer={"patience": "10s"}) as one:
+        conversation = await controller.in_step()
+        conversation.holders = None
+        async with anyio.create_task_group() as tasks:
+            for _ in range(2):
+                tasks.start_soon(agent_of(one).who_holds, [make_key(1)])
+            await until(lambda: len(conversation.questions) == 2)
+            assert await agent_of(one).who_holds([make_key(1)]) == []
+            tasks.cancel_scope.cancel()
+
+
+async def test_a_look_up_finds_what_only_the_controller_knows_of(home: OpenHome) -> None:
+    async with (
+        controlling() as controller,
+        home(controller, peer={"secret": SECRET, "patience": "10s"}, prefetch={"policy": "wait"}) as one,
+        home(controller, name="two", peer={"listen": "127.0.0.1:0", "secret": SECRET}) as two,
+    ):
+        keys = await two.store(4)
+        await controller.in_step(1)
+        for conversation in controller.conversations:
+            assert two.instance.server is not None
+            conversation.holders = ([f"127.0.0.1:{two.instance.server.address[1]}"], [len(keys)])
+        assert await one.is_whole(4)
+
+
+def agent_of(home: Home) -> Agent:
+    agent = home.instance._agent
+    assert agent is not None
+    return agent
+
+
+async def until_answered(home: Home, answer: list[tuple[str, int]]) -> None:
+    with anyio.fail_after(60):
+        while await agent_of(home).who_holds([make_key(1)]) != answer:
+            await anyio.sleep(0.005)
