@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import catalog, disk, engine, look_up, memory, metrics, peers, transports
+from benchmarks import catalog, controller, disk, engine, look_up, memory, metrics, peers, transports
 
 SMALL = {
     catalog: ["--entries", "100000"],
+    controller: ["--quick"],
     look_up: ["--runs", "5"],
     memory: ["--small"],
     disk: ["--small"],

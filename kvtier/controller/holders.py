@@ -192,22 +192,28 @@ class Holders:
             self._sets.begin(label, place)
         rows, sets = self._rows, self._sets
         steps, counts, most = sets.steps_with(label), sets.keys, self._most_in_a_row
-        added = 0
+        alone = sets.join(NOBODY, label)
+        added = new = 0
         for key in keys:
             row = rows[key[0]]
-            before = row.get(key, NOBODY)
+            before = row.get(key)
+            if before is None:
+                if len(row) < most:
+                    row[key] = alone
+                    new += 1
+                else:
+                    self.overlooked += 1
+                continue
             after = steps.get(before)
             if after is None:
                 after = sets.join(before, label)
-            if after == before:
-                continue
-            if before == NOBODY and len(row) >= most:
-                self.overlooked += 1
-                continue
-            row[key] = after
-            counts[before] -= 1
-            counts[after] += 1
-            added += 1
+            if after != before:
+                row[key] = after
+                counts[before] -= 1
+                counts[after] += 1
+                added += 1
+        counts[alone] += new
+        added += new
         self._counts[place] += added
 
     def remove(self, place: int, keys: Sequence[ChunkKey]) -> None:

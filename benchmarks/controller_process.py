@@ -1,0 +1,158 @@
+"""kvtier's controller, full of keys, as a process that a benchmark asks.
+
+One line of JSON in, ``[what, number]``, and one out: seconds, bytes, or a port. LMCache's answers the same
+questions (:mod:`benchmarks.peer.controller`).
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+from blake3 import blake3
+
+from benchmarks.catalog import resident_bytes
+from kvtier.agent.protocol import VERSION, Changed, Hello, Model, TierDescription, decode_from_instance
+from kvtier.controller.registry import Registry
+from kvtier.controller.serve import controlling
+from kvtier.controller.settings import service_settings
+from kvtier.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
+from kvtier.layout import ChunkLayout, GroupLayout, namespace
+from kvtier.sockets.frames import encode_body
+
+INSTANCES = 8
+PROMPT_CHUNKS = 128
+PROMPT_TOKENS = list(range(32_768))
+BATCH_KEYS = 1024
+LAYOUT = ChunkLayout(256, (GroupLayout(32, (4096,)),))
+MODEL = Model(["benchmark"], namespace("benchmark", LAYOUT), LAYOUT, False)
+
+
+def prompt_keys(prompt: int) -> list[ChunkKey]:
+    """The keys of a prompt, as new objects each time: neither caches nor a remembered hash help."""
+    return split_keys(blake3(prompt.to_bytes(8, "little")).digest(KEY_BYTES * PROMPT_CHUNKS))
+
+
+def hello(number: int) -> Hello:
+    tier = TierDescription("ram", "cpu", 1 << 40, False)
+    return Hello(
+        VERSION, f"instance-{number}", number, "benchmark", "host", 1, f"host:{8200 + number}", "tcp", [tier]
+    )
+
+
+def changes(batch: int) -> bytes:
+    """A message that tells of keys that nobody holds."""
+    joined = join_keys(list(itertools.chain(*(prompt_keys((1 << 40) + batch * 8 + n) for n in range(8)))))
+    return encode_body(Changed(0, joined, b""))
+
+
+class Answers:
+    """What can be asked. Each method takes a number, and answers with one."""
+
+    def __init__(self, registry: Registry, port: int) -> None:
+        self._registry = registry
+        self._port = port
+        self._prompts = 0
+
+    async def fill(self, keys: int) -> float:
+        """The bytes that so many keys have taken, each held by one instance."""
+        members = [await self._registry.admit(hello(number), lambda: None) for number in range(INSTANCES)]
+        self._registry.serves(members[0], [MODEL])
+        self._prompts = keys // PROMPT_CHUNKS
+        before = resident_bytes()
+        for prompt in range(self._prompts):
+            self._registry.stored(members[prompt % INSTANCES], 0, prompt_keys(prompt))
+        gc.collect()
+        grown = resident_bytes() - before
+        # One prompt of real tokens, for the look-ups that hash.
+        held = self._registry.models.prompt(MODEL, PROMPT_TOKENS)
+        self._registry.stored(members[1], 0, held.keys)
+        return grown
+
+    async def hold_again(self, _: int) -> float:
+        """The bytes that a second holder of each key takes."""
+        members = list(self._registry.members.values())
+        before = resident_bytes()
+        for prompt in range(self._prompts):
+            self._registry.stored(members[(prompt + 1) % INSTANCES], 0, prompt_keys(prompt))
+        gc.collect()
+        return resident_bytes() - before
+
+    async def look_up(self, count: int) -> float:
+        """Seconds of so many look-ups of prompts spread over all, whose keys are there."""
+        prompts = [prompt_keys(number * self._prompts // count) for number in range(count)]
+        started = time.perf_counter()
+        for keys in prompts:
+            assert self._registry.holders.prefixes(keys)
+        return time.perf_counter() - started
+
+    async def look_up_tokens(self, count: int) -> float:
+        """Seconds of so many look-ups of one prompt from its tokens."""
+        started = time.perf_counter()
+        for _ in range(count):
+            prompt = self._registry.models.prompt(MODEL, PROMPT_TOKENS)
+            assert self._registry.holders.prefixes(prompt.keys)
+        return time.perf_counter() - started
+
+    async def update(self, batches: int) -> float:
+        """Seconds of so many messages with new keys, from bytes to the index."""
+        bodies = [changes(batch) for batch in range(batches)]
+        member = self._registry.find("instance-0")
+        started = time.perf_counter()
+        for body in bodies:
+            changed = decode_from_instance(body)
+            assert isinstance(changed, Changed)
+            self._registry.stored(member, changed.tier, split_keys(changed.stored))
+        seconds = time.perf_counter() - started
+        for batch in range(batches):
+            changed = decode_from_instance(changes(batch))
+            assert isinstance(changed, Changed)
+            self._registry.removed(member, 0, split_keys(changed.stored))
+        return seconds
+
+    async def leave(self, number: int) -> float:
+        """Seconds that forgetting an instance and all that it holds blocks the loop at a time, at most."""
+        started = time.perf_counter()
+        self._registry.leave(self._registry.find(f"instance-{number}"), "the benchmark says so")
+        longest = time.perf_counter() - started
+        while self._registry.holders.untidy:
+            started = time.perf_counter()
+            self._registry.holders.sweep()
+            longest = max(longest, time.perf_counter() - started)
+        return longest
+
+    async def port(self, _: int) -> float:
+        """Where it serves."""
+        return self._port
+
+
+async def main() -> None:
+    logging.disable()
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
+        settings = service_settings(
+            listen="127.0.0.1:0", state=Path(folder, "state.sqlite"), heartbeat=600, silence=3600
+        )
+        async with controlling(settings) as controller:
+            answers = Answers(controller.registry, controller.address[1])
+            print(json.dumps(0), flush=True)
+            while line := await anyio.to_thread.run_sync(sys.stdin.readline):
+                what, number = json.loads(line)
+                print(json.dumps(await getattr(answers, what)(number)), flush=True)
+
+
+def command() -> Sequence[str]:
+    """How this process is started."""
+    return [sys.executable, "-m", "benchmarks.controller_process"]
+
+
+if __name__ == "__main__":
+    anyio.run(main)
