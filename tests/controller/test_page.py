@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -400,3 +401,8 @@ async def test_how_the_files_are_served(tmp_path: Path) -> None:
             assert (await client.head(at)).headers["content-length"] == str(len(path.read_bytes()))
         assert (await client.get("/page/..%2fpage.py")).status_code == 404
         assert (await client.get("/page/index.html")).status_code == 404
+
+
+async def test_a_clock_that_is_wrong(browser: Browser) -> None:
+    async with scripted(browser, at=datetime.now(UTC) + timedelta(hours=2)) as (_, page):
+        await expect(page.card("decode-1")).to_contain_text(re.compile(r"heard \d+\ss ago"))

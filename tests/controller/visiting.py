@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -96,14 +97,17 @@ class Visit:
 
 @asynccontextmanager
 async def visiting(
-    browser: Browser, url: str, *, clock: bool = False, **context: Any
+    browser: Browser, url: str, *, clock: bool = False, at: datetime | None = None, **context: Any
 ) -> AsyncIterator[Visit]:
-    """Visit the page; with ``clock`` its time can be put forward. At the end nothing has gone wrong in it."""
+    """Visit the page; with ``clock`` its time can be put forward, and it is ``at`` some time.
+
+    At the end nothing has gone wrong in it.
+    """
     async with await browser.new_context(**context) as opened:
         page = await opened.new_page()
         visit = Visit(page)
-        if clock:
-            await page.clock.install()
+        if clock or at is not None:
+            await page.clock.install(time=at)
         await page.goto(url)
         yield visit
         assert not visit.problems

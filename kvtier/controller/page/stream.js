@@ -7,6 +7,8 @@ const FIRST_DELAY = 0.5;
 const LONGEST_DELAY = 15;
 // The controller says something every 10 seconds.
 const SILENCE = 25;
+// Milliseconds by which two clocks may differ and be taken for equal.
+const SLACK = 2000;
 const LONGEST_MESSAGE = 16 * 1024 * 1024;
 
 /** Cuts a text that comes in pieces into its events. */
@@ -88,8 +90,9 @@ export class Stream {
     };
     heard();
     try {
+      const asked = Date.now();
       const answer = await this.api.open("stream", { signal: connecting.signal });
-      this.on.state("live", skew(answer));
+      this.on.state("live", skew(answer, asked));
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       const parser = new Parser();
       for (;;) {
@@ -113,9 +116,10 @@ export class Stream {
   }
 }
 
-/** Seconds that the controller's clock is ahead of this one; its header has whole seconds only. */
-function skew(answer) {
+/** Seconds that the controller's clock is ahead of this one, for sure: its header has whole seconds only, and was
+ * written at some time between the question and now. */
+function skew(answer, asked) {
   const there = Date.parse(answer.headers.get("Date") ?? "");
-  const ahead = (there - Date.now()) / 1000;
-  return Math.abs(ahead) > 2 ? ahead : 0;
+  if (there > Date.now() + SLACK) return (there - Date.now()) / 1000;
+  return there < asked - SLACK ? (there - asked) / 1000 : 0;
 }
