@@ -20,7 +20,7 @@ from kvtier.cli.controller_answers import Event, Instances
 from kvtier.controller import bodies, stream
 from kvtier.controller.app import MISTAKE
 from kvtier.controller.door import Door
-from tests.controller.controlling import KEYS, TOKENS, RunningController, running_controller
+from tests.controller.controlling import KEYS, RunningController, running_controller
 from tests.controller.registering import MODEL, PATIENCE, heartbeat
 from tests.controller.test_operations import A_TO_B, Gate
 
@@ -79,39 +79,37 @@ def test_the_header_is_read_as_others_write_it() -> None:
 # What is asked
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
-        ("/lookup", "{}", "write either `tokens` or `prompt`"),
-        ("/lookup", '{"tokens": [1], "prompt": "x"}', "not both"),
-        ("/lookup", '{"tokens": [1, "2"]}', "tokens.1: Input should be a valid integer"),
-        ("/lookup", '{"tokens": [1, true]}', "tokens.1"),
-        ("/lookup", '{"tokens": [1.5]}', "tokens.0"),
-        ("/lookup", '{"tokens": [-1]}', "tokens.0: Input should be greater than or equal to 0"),
-        ("/lookup", '{"tokens": [4294967296]}', "tokens.0"),
-        ("/lookup", '{"tokens": "12"}', "tokens"),
-        ("/lookup", '{"tokens": [1], "tokenz": 2}', "tokenz: Extra inputs are not permitted"),
-        ("/lookup", '{"prompt": "\\ud800"}', "Invalid JSON"),
-        ("/lookup", "[", "Invalid JSON"),
-        ("/lookup", "", "Invalid JSON"),
-        ("/lookup", '{"tokens": [1], "salt": "%s"}' % ("x" * 2000), "salt"),
-        ("/move", '{"tokens": [1]}', "old_position: Field required; new_position: Field required"),
-        ("/move", '{"tokens": [1], "old_position": ["a"], "new_position": ["b", ""]}', "old_position"),
-        ("/prefetch", '{"tokens": [1], "instance": "a", "tier": "b", "deadline": "soon"}', "is no duration"),
-        ("/prefetch", '{"tokens": [1], "instance": "a", "tier": "b", "deadline": 0}', "deadline"),
-        ("/pin", '{"tokens": [1], "instance": "a", "tier": "b", "ttl": -1}', "ttl"),
-        ("/clear", '{"instance": "a", "model": "m"}', "write `tokens` or `prompt`, too"),
-        ("/clear", "{}", "instance: Field required"),
-    ],
-)
-async def test_a_wrong_body_is_answered_with_a_sentence(
-    controller: RunningController, path: str, body: str, said: str
-) -> None:
-    answer = await controller.client.post(path, content=body)
-    assert answer.status_code == 422, answer.text
-    assert said in answer.json()["detail"]
-    assert answer.json()["known"] == []
-    assert len(answer.text) < 500
+WRONG_BODIES = [
+    ("/lookup", "{}", "write either `tokens` or `prompt`"),
+    ("/lookup", '{"tokens": [1], "prompt": "x"}', "not both"),
+    ("/lookup", '{"tokens": [1, "2"]}', "tokens.1: Input should be a valid integer"),
+    ("/lookup", '{"tokens": [1, true]}', "tokens.1"),
+    ("/lookup", '{"tokens": [1.5]}', "tokens.0"),
+    ("/lookup", '{"tokens": [-1]}', "tokens.0: Input should be greater than or equal to 0"),
+    ("/lookup", '{"tokens": [4294967296]}', "tokens.0"),
+    ("/lookup", '{"tokens": "12"}', "tokens"),
+    ("/lookup", '{"tokens": [1], "tokenz": 2}', "tokenz: Extra inputs are not permitted"),
+    ("/lookup", '{"prompt": "\\ud800"}', "Invalid JSON"),
+    ("/lookup", "[", "Invalid JSON"),
+    ("/lookup", "", "Invalid JSON"),
+    ("/lookup", '{"tokens": [1], "salt": "%s"}' % ("x" * 2000), "salt"),
+    ("/move", '{"tokens": [1]}', "old_position: Field required; new_position: Field required"),
+    ("/move", '{"tokens": [1], "old_position": ["a"], "new_position": ["b", ""]}', "old_position"),
+    ("/prefetch", '{"tokens": [1], "instance": "a", "tier": "b", "deadline": "soon"}', "is no duration"),
+    ("/prefetch", '{"tokens": [1], "instance": "a", "tier": "b", "deadline": 0}', "deadline"),
+    ("/pin", '{"tokens": [1], "instance": "a", "tier": "b", "ttl": -1}', "ttl"),
+    ("/clear", '{"instance": "a", "model": "m"}', "write `tokens` or `prompt`, too"),
+    ("/clear", "{}", "instance: Field required"),
+]
+
+
+async def test_a_wrong_body_is_answered_with_a_sentence(controller: RunningController) -> None:
+    for path, body, said in WRONG_BODIES:
+        answer = await controller.client.post(path, content=body)
+        assert answer.status_code == 422, answer.text
+        assert said in answer.json()["detail"], (path, body)
+        assert answer.json()["known"] == []
+        assert len(answer.text) < 500
 
 
 async def test_how_long_a_body_may_be(controller: RunningController, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,201 @@
+"""``kvtier controller``: how it starts, why it does not, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvtier.controller.serve import controlling, serve
+from kvtier.controller.settings import ServiceSettings, default_state, service_settings
+from kvtier.errors import ChannelError, ControllerError, SettingsError
+from tests.controller.registering import PATIENCE
+from tests.peers.authority import Authority
+
+TOKEN = "a token that nobody guesses"
+
+
+# Settings
+
+
+def test_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/var/state")
+    settings = service_settings(listen=None, token=None)
+    assert settings == ServiceSettings()
+    assert (settings.listen, settings.heartbeat, settings.silence) == ("127.0.0.1:9000", 2.0, 10.0)
+    assert (settings.keep_events, settings.token) == (3600.0, None)
+    assert settings.state == Path("/var/state/kvtier/controller.sqlite")
+    for nothing in ("", "relative"):
+        monkeypatch.setenv("XDG_STATE_HOME", nothing)
+        assert default_state() == Path.home() / ".local/state/kvtier/controller.sqlite"
+
+
+@pytest.mark.parametrize(
+    ("listen", "local"),
+    [
+        ("127.0.0.1:9000", True),
+        ("127.3.2.1:9000", True),
+        ("localhost:9000", True),
+        ("[::1]:9000", True),
+        ("0.0.0.0:9000", False),
+        ("[::]:9000", False),
+        ("10.0.0.1:9000", False),
+        ("controller:9000", False),
+    ],
+)
+def test_who_can_be_reached_from_other_hosts_has_a_token(listen: str, local: bool) -> None:
+    assert service_settings(listen=listen, token=TOKEN).is_local == local
+    if local:
+        service_settings(listen=listen)
+    else:
+        with pytest.raises(SettingsError, match="write --token-file with the file of a token"):
+            service_settings(listen=listen)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"listen": "9000"}, "--listen: .*write HOST:PORT"),
+        ({"silence": "3s"}, "--silence: .*at least twice"),
+        ({"heartbeat": "never"}, "--heartbeat: 'never' is no duration"),
+        ({"heartbeat": "0s"}, "--heartbeat: "),
+        ({"token": "short"}, "--token: it has fewer than 16 characters"),
+        ({"tls_key": "key.pem"}, "--tls-certificate and --tls-key"),
+    ],
+)
+def test_what_is_wrong_is_named(wrong: dict[str, str], said: str) -> None:
+    with pytest.raises(SettingsError, match=said) as raised:
+        service_settings(**wrong)
+    assert wrong.get("token", "?") not in str(raised.value)
+
+
+# In this process
+
+
+@pytest.mark.anyio
+async def test_a_port_that_is_taken_is_one_clear_error(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = service_settings(listen=f"127.0.0.1:{port}", state=tmp_path / "state")
+        with pytest.raises(ChannelError, match=rf"127.0.0.1:{port}: Address already in use.*--listen"):
+            async with controlling(settings):
+                pass
+
+
+@pytest.mark.anyio
+async def test_two_controllers_do_not_share_what_they_remember(tmp_path: Path) -> None:
+    settings = service_settings(listen="127.0.0.1:0", state=tmp_path / "state")
+    async with controlling(settings):
+        with pytest.raises(ControllerError, match="another controller uses"):
+            await serve(settings)
+    async with controlling(settings):
+        pass
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> dict[str, str]:
+    return Authority(tmp_path, "authority").sign("controller")
+
+
+@pytest.mark.anyio
+async def test_it_serves_over_tls(tmp_path: Path, certificates: dict[str, str]) -> None:
+    certificate, key = certificates["certificate"], certificates["key"]
+    settings = service_settings(
+        listen="127.0.0.1:0", state=tmp_path / "state", tls_certificate=certificate, tls_key=key
+    )
+    context = ssl.create_default_context(cafile=certificates["authority"])
+    context.check_hostname = False
+    async with controlling(settings) as controller:
+        host, port = controller.address
+        async with httpx.AsyncClient(verify=context, trust_env=False) as client:
+            answer = await client.get(f"https://{host}:{port}/healthz")
+            assert answer.json()["status"] == "ok"
+    broken = settings.model_copy(update={"tls_key": certificate})
+    with pytest.raises(SettingsError, match="cannot be used"):
+        async with controlling(broken):
+            pass
+
+
+# As a process
+
+
+@contextmanager
+def started(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, killed at the end if it still runs."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvtier", "controller", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=inherited | environment,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def address_of(process: subprocess.Popen[str]) -> str:
+    """What it says when it is there."""
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert "the controller is at " in line, line
+    return line.partition("the controller is at ")[2].partition(",")[0]
+
+
+def test_the_command_starts_answers_and_leaves(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    state = tmp_path / "folder" / "state.sqlite"
+    with started(
+        "--listen", "127.0.0.1:0", "--token-file", str(tmp_path / "token"), "--state", str(state)
+    ) as process:  # fmt: skip
+        url = address_of(process)
+        with httpx.Client(base_url=url, trust_env=False) as client:
+            assert client.get("/healthz").json()["instances"] == 0
+            assert client.get("/instances").status_code == 401
+            client.headers["Authorization"] = f"Bearer {TOKEN}"
+            assert client.get("/instances").json() == {"instances": []}
+            with client.stream("GET", "/stream") as stream:
+                assert next(stream.iter_lines()) == "event: instances"
+                process.send_signal(signal.SIGTERM)
+                # A reader that has no end keeps nobody.
+                assert process.wait(PATIENCE) == 0
+        assert process.stderr is not None
+        rest = process.stderr.read()
+        assert "SIGTERM: leaving" in rest
+        assert "Traceback" not in rest
+        assert TOKEN not in rest
+    assert state.exists()
+
+
+def test_the_token_comes_from_the_settings_as_clients_have_it(tmp_path: Path) -> None:
+    with started(
+        "--listen", "127.0.0.1:0", "--state", str(tmp_path / "state"), KVTIER_CONTROLLER__TOKEN=TOKEN
+    ) as process:  # fmt: skip
+        assert httpx.get(address_of(process) + "/events", trust_env=False).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--listen", "0.0.0.0:0"], "--token-file"),
+        (["--token-file", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--log-level", "loud"], "loud"),
+    ],
+)
+def test_why_it_does_not_start(tmp_path: Path, arguments: list[str], said: str) -> None:
+    with started("--state", str(tmp_path / "state"), *arguments) as process:
+        assert process.wait(PATIENCE) in (1, 2)
+        assert process.stderr is not None
+        text = process.stderr.read()
+        assert said in text
+        assert "Traceback" not in text
