@@ -25,7 +25,6 @@ ALL = {
     "openssl",
     "iproute2",
     "chromium",
-    "prometheus",
 }
 
 Stub = Callable[..., None]
