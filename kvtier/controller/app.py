@@ -17,7 +17,7 @@ from kvtier.agent.protocol import CONNECT_PATH
 from kvtier.controller import connection, page
 from kvtier.controller.api import Health, Problem
 from kvtier.controller.bodies import Bodies, sentence
-from kvtier.controller.door import Door
+from kvtier.controller.door import Door, denial
 from kvtier.controller.errors import (
     AmbiguousModel,
     TooManyPins,
@@ -44,8 +44,9 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
     "4XX": {
         "model": Problem,
         "description": (
-            "401: the token is wrong or missing. 404: there is no such instance, tier, model or event. "
-            "413: the body is too long. 422: what was asked for makes no sense."
+            "401: the token is wrong or missing. 403: there is none, and another host or site asks. "
+            "404: there is no such instance, tier, model or event. 413: the body is too long. "
+            "422: what was asked for makes no sense."
         ),
     },
     "5XX": {"model": Problem, "description": "503: too much is under way already."},
@@ -94,8 +95,8 @@ def _add_open_calls(app: FastAPI, registry: Registry, door: Door) -> None:
 
     @app.websocket(CONNECT_PATH)
     async def connect(websocket: WebSocket) -> None:
-        if not door.opens(websocket.headers.get("authorization")):
-            await websocket.send_denial_response(door.refusal())
+        if (refusal := door.refusal(websocket)) is not None:
+            await websocket.send_denial_response(denial(refusal))
             return
         await websocket.accept()
         await connection.serve(registry, websocket)
