@@ -102,15 +102,14 @@ def home(tmp_path: Path) -> OpenHome:
 
     @asynccontextmanager
     async def open_home(
-        controller: Controller | str, *, name: str = "one", ram: int = 64, ssd: int = 0, **more: Any
+        controller: Controller | str, /, *, name: str = "one", ram: int = 64, ssd: int = 0, **more: Any
     ) -> AsyncIterator[Home]:
         tiers: list[dict[str, Any]] = [{"name": "ram", "type": "cpu", "capacity": ram * CHUNK_OBJECT_BYTES}]
+        disk = more.pop("disk", {})
         if ssd:
             folder = str(tmp_path / f"{name}-ssd")
             capacity = ssd * CHUNK_OBJECT_BYTES
-            tiers.append(
-                {"name": "ssd", "type": "disk", "path": folder, "capacity": capacity, **more.pop("disk", {})}
-            )
+            tiers.append({"name": "ssd", "type": "disk", "path": folder, "capacity": capacity, **disk})
         url = controller if isinstance(controller, str) else controller.url
         chosen = {"url": url, "token": TOKEN, "instance_id": name, **more.pop("controller", {})}
         settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=tiers, controller=chosen, **more)
