@@ -63,7 +63,13 @@ class ControllerProcess:
 
     def wait_until_held(self, tokens: Sequence[int], **held: dict[str, int]) -> None:
         """Wait until the instances hold just so many of these tokens, by the names of their tiers."""
-        self.wait_until(lambda: self.lookup(tokens) == held)
+        found: list[dict[str, dict[str, int]]] = [{}]
+
+        def is_held() -> bool:
+            found[0] = self.lookup(tokens)
+            return found[0] == held
+
+        self.wait_until(is_held, lambda: f"{found[0]} is held instead of {held}")
 
     def wait_until_registered(self, *names: str) -> None:
         """Wait until these instances, and no others, have told all that they hold."""
@@ -84,11 +90,11 @@ class ControllerProcess:
         assert event["ended_at"] is not None, (event, self.tail())
         return event
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: Callable[[], str] = lambda: "") -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             assert self._process is None or self._process.poll() is None, self.tail()
-            assert time.monotonic() < deadline, f"did not happen\n{self.tail()}"
+            assert time.monotonic() < deadline, f"did not happen: {what()}\n{self.tail()}"
             time.sleep(0.02)
 
     def tail(self, lines: int = 40) -> str:
