@@ -169,6 +169,7 @@ def test_the_source_is_killed_in_the_middle_of_a_move(cluster: Cluster) -> None:
     cluster.complete()
 
 
+@pytest.mark.slow
 def test_the_target_is_killed_in_the_middle_of_a_move(cluster: Cluster) -> None:
     accepted = cluster.begin()
     cluster.b.kill()
@@ -194,6 +195,7 @@ def test_the_controller_is_killed_in_the_middle_of_a_move(cluster: Cluster) -> N
     cluster.complete()
 
 
+@pytest.mark.slow
 def test_an_instance_that_is_silent_is_dropped_and_taken_back(cluster: Cluster) -> None:
     cluster.b.signal(signal.SIGSTOP)
     accepted = cluster.controller.ask("/move", **MOVE)

@@ -231,7 +231,7 @@ async def test_a_move_that_races_eviction_ends_and_says_what_became_of_it(
     url = controller.url
     async with holding("a", url, ram=24) as a, holding("b", url, ram=24) as b:
         await registered(controller, "a", "b")
-        for attempt in range(3):
+        for attempt in range(2):
             # What the last move has promised to the other keeps its memory for a while.
             await a.model.store(TOKENS, rows(TOKENS))
             await known_in_part(controller)
