@@ -1,0 +1,135 @@
+"""An instance that is registered with a controller, and does what it is told until its input ends.
+
+The first line of JSON is its settings and the bytes of a token; each further one is ``[what, number]``. Each
+is answered with a number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from benchmarks.common import filled
+from benchmarks.peers_process import opened
+from kvtier.agent.served import EngineModel
+from kvtier.backends.base import Outcome
+from kvtier.instance import Instance
+from kvtier.peers.source import Source
+
+MODEL = "benchmark"
+CHUNK_TOKENS = 256
+Ask = Callable[[str, int], float]
+
+
+def prompt(chunks: int) -> list[int]:
+    """Tokens of so many whole chunks."""
+    return list(range(chunks * CHUNK_TOKENS))
+
+
+@contextmanager
+def instance_process(settings: dict[str, Any], token_bytes: int) -> Iterator[Ask]:
+    """It runs meanwhile; the way to tell it what to do."""
+    command = [sys.executable, "-m", __name__]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    writing, reading = process.stdin, process.stdout
+
+    def ask(*question: object) -> float:
+        writing.write(json.dumps(question) + "\n")
+        writing.flush()
+        line = reading.readline()
+        if not line:
+            raise SystemExit(f"an instance has ended: {process.wait()}")
+        return float(line)
+
+    try:
+        ask(settings, token_bytes)
+        yield ask
+    finally:
+        process.communicate()
+
+
+class Told:
+    """What an instance can be told. Each method takes a number of chunks."""
+
+    def __init__(self, instance: Instance, token_bytes: int) -> None:
+        self._instance = instance
+        self._token_bytes = token_bytes
+        self._model = instance.cache.model(MODEL, token_bytes=token_bytes)
+        instance.served.came("engine", self._model._namespace, self._model._layout, EngineModel([MODEL]))
+
+    async def store(self, chunks: int) -> float:
+        """Hold a prompt; how many of its tokens are held then."""
+        tokens = prompt(chunks)
+        return await self._model.store(tokens, filled(len(tokens) * self._token_bytes))
+
+    async def clear(self, _: int) -> float:
+        """Hold nothing; how many chunks were removed."""
+        return await self._instance.cache.clear()
+
+    async def linked(self, _: int) -> float:
+        """Wait until there is a link with the peer."""
+        while not (sources := self._sources()) or not sources[0].linked:  # noqa: ASYNC110 - nothing tells of it
+            await anyio.sleep(0.01)
+        return 1
+
+    async def bare(self, chunks: int) -> float:
+        """Read a prompt from the peer with the transport alone, into memory of no tier: the seconds."""
+        (source,) = self._sources()
+        keys = self._model.keys(prompt(chunks))
+        await source.look_up(keys, prefix=False)
+        promises = [promise for key in keys if (promise := source.promises.take(key)) is not None]
+        await source.readable([promise for promise in promises if not promise.ready])
+        leases = [self._instance.cache.arena.allocate(promise.length) for promise in promises]
+        reads = [
+            (promise, lease.view)
+            for promise, lease in zip(promises, leases, strict=True)
+            if lease is not None
+        ]
+        started = perf_counter()
+        outcomes = await source.read(reads)
+        seconds = perf_counter() - started
+        if list(outcomes) != [Outcome.OK] * chunks:
+            raise SystemExit(f"the transport has not read {chunks} chunks: {outcomes}")
+        source.release(promises)
+        reads.clear()
+        for lease in leases:
+            if lease is not None:
+                lease.release()
+        return seconds
+
+    def _sources(self) -> list[Source]:
+        assert self._instance.peers is not None
+        clients = self._instance.peers.clients
+        return [client.source for client in clients if client.source is not None]
+
+
+async def main() -> None:
+    # What a library prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    settings, token_bytes = json.loads(sys.stdin.readline())
+    async with opened(settings) as instance:
+        told = Told(instance, token_bytes)
+        answer = 0.0
+        while True:
+            print(answer, file=answers, flush=True)
+            line = await anyio.to_thread.run_sync(sys.stdin.readline)
+            if not line:
+                return
+            what, number = json.loads(line)
+            answer = await getattr(told, what)(number)
+
+
+if __name__ == "__main__":
+    anyio.run(main)
