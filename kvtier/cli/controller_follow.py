@@ -39,7 +39,13 @@ def carry_out(controller: Controller, accepted: Accepted, *, wait: bool, as_json
     Exit status 1, with the reason, where it failed.
     """
     if wait:
-        conclude(follow(controller, accepted.event_id), as_json=as_json)
+        try:
+            event = follow(controller, accepted.event_id)
+        except ControllerError as error:
+            raise ControllerError(
+                f"{error}; later, ask again with: kvtier events {accepted.event_id}"
+            ) from error
+        conclude(event, as_json=as_json)
     elif as_json:
         print_json(msgspec.to_builtins(accepted))
     else:

@@ -234,6 +234,17 @@ def test_ctrl_c_ends_the_waiting_alone(stub: Stub) -> None:
     assert errors == "It goes on at the controller. Follow it with: kvtier events e1 --follow\n"
 
 
+def test_a_controller_that_goes_away_during_a_move(
+    kvtier: Kvtier, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_client, "PATIENCE_SECONDS", 0.0)
+    stub.tell("GET /events/e1", {**EVENT, "state": "running"}, None)
+    result = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]")
+    assert (result.status, result.output) == (1, "")
+    assert "went away before it had answered" in result.errors
+    assert result.errors.endswith("; later, ask again with: kvtier events e1\n")
+
+
 def test_prefetch_pin_and_unpin(kvtier: Kvtier, stub: Stub) -> None:
     kvtier("prefetch", "a/ram", "--tokens", "[1]", "--deadline", "250ms", "--no-wait")
     kvtier("pin", "a/ram", "--tokens", "[1]", "--ttl", "1h", "--no-wait")
