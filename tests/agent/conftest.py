@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ import anyio
 import pytest
 
 from kvtier import ModelCache, Settings
+from kvtier.agent.protocol import Command, Fetch
 from kvtier.catalog import State
 from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.instance import Instance
-from kvtier.keys import ChunkKey
+from kvtier.keys import ChunkKey, join_keys
 from tests.agent.controlling import BUILT_IN, TOKEN, Controller
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
 
@@ -123,3 +124,22 @@ def home(tmp_path: Path) -> OpenHome:
 
 def prompt(chunks: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(50_000), k=chunks * CHUNK_TOKENS)
+
+
+def fetch(
+    keys: Sequence[ChunkKey],
+    tier: int,
+    peer: str | None = None,
+    *,
+    home: Home | None = None,
+    seconds: float | None = None,
+    length: int = CHUNK_OBJECT_BYTES,
+) -> Callable[[int], Command]:
+    namespace = bytes(32) if home is None else home.model._namespace
+    lengths = [length] * len(keys)
+    return lambda ticket: Fetch(ticket, tier, peer, namespace, join_keys(keys), lengths, seconds)
+
+
+def address_of(home: Home) -> str:
+    assert home.instance.server is not None
+    return f"127.0.0.1:{home.instance.server.address[1]}"
