@@ -10,7 +10,8 @@ Eight instances, prompts of 128 chunks, each held by one of them. Each controlle
 and they take turns. Look-ups are of prompts all over the index, with keys that were made anew, so that
 neither the processor's caches nor a remembered hash helps; those from tokens are of one prompt of 32,768.
 Updates are messages of 1,024 new keys: decoded and entered within the process, or sent to it by another as
-instances do, over a WebSocket here and over ZeroMQ there.
+instances do, over a WebSocket here and over ZeroMQ there. Times within a process are its thread's own, so
+that a pause is one of the controller and not of a busy machine; the others are of the clock.
 """
 
 from __future__ import annotations
@@ -151,6 +152,7 @@ def in_turns(sides: Sequence[Process], call: Measure, turns: int) -> list[list[f
     seconds: list[list[float]] = [[] for _ in sides]
     for turn in range(-1, turns):
         for taken, side in zip(seconds, sides, strict=True):
+            side.ask("settle")
             one = call(side)
             if turn >= 0:
                 taken.append(one)

@@ -20,8 +20,8 @@ from typing import TypeVar
 
 from kvtier.keys import ChunkKey
 
-MOST_KEYS = 50_000_000
-"""In mind at once: 7 GB of them. What comes beyond is not taken in, and so is not found."""
+MOST_KEYS = 25_000_000
+"""In mind at once: 3 GB of them. What comes beyond is not taken in, and so is not found."""
 MOST_SETS = 1 << 20
 """Combinations of places; a chunk that would need another one is known by its first holders alone."""
 MOST_STEPS = 1 << 17
@@ -365,7 +365,7 @@ class Sweep:
 
     def _sweep_row(self) -> None:
         moves, row = self._moves, self._rows[self._row]
-        moved = Counter(number for number in row.values() if number in moves)
+        moved = {number: count for number, count in Counter(row.values()).items() if number in moves}
         if moved:
             for number, count in moved.items():
                 self._sets.keys[number] -= count

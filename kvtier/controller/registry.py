@@ -42,8 +42,8 @@ MOST_HOLDERS = 8
 """Named to an instance that asks who holds a prompt."""
 SWEEP_SECONDS = 0.005
 """Of sweeping without letting others have a turn; a single slice may take somewhat longer."""
-SWEEP_PAUSE_SECONDS = 0.01
-"""Between two such turns."""
+SWEEP_SHARE = 0.2
+"""Of the loop's time, as long as there is something to be swept."""
 
 
 class Watch:
@@ -124,15 +124,16 @@ class Registry:
             await self._to_sweep.wait()
             self._to_sweep = anyio.Event()
             while self.holders.untidy:
-                self._sweep_for_a_turn()
-                await anyio.sleep(SWEEP_PAUSE_SECONDS)
+                taken = self._sweep_for_a_turn()
+                await anyio.sleep(taken / SWEEP_SHARE - taken)
 
-    def _sweep_for_a_turn(self) -> None:
-        end = time.monotonic() + SWEEP_SECONDS
-        while self.holders.untidy:
+    def _sweep_for_a_turn(self) -> float:
+        """Returns the seconds that it has taken."""
+        started = now = time.monotonic()
+        while self.holders.untidy and now - started < SWEEP_SECONDS:
             self.holders.sweep()
-            if time.monotonic() >= end:
-                return
+            now = time.monotonic()
+        return now - started
 
     # What operations ask.
 
