@@ -1,4 +1,4 @@
-"""Every benchmark, one after the other: ``make bench``, or ``python -m benchmarks``; twenty minutes.
+"""Every benchmark, one after the other: ``make bench``, or ``python -m benchmarks``; half an hour.
 
 With ``--small`` each is run as briefly as it can be, to see that it runs: the figures mean nothing then.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import catalog, controller, disk, engine, look_up, memory, metrics, peers, transports
+from benchmarks import catalog, controller, disk, engine, look_up, memory, metrics, move, peers, transports
 
 SMALL = {
     catalog: ["--entries", "100000"],
@@ -18,6 +18,7 @@ SMALL = {
     metrics: ["--runs", "5", "--chunks", "10000"],
     transports: ["--quick"],
     peers: ["--transport", "tcp", "--quick"],
+    move: ["--transport", "tcp", "--quick"],
     engine: ["--rounds", "1"],
 }
 
