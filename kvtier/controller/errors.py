@@ -55,6 +55,8 @@ class UnknownModel(UnknownName):
 
     def __init__(self, name: str | None, known: Iterable[str]) -> None:
         super().__init__("model" if name is None else f"model {name!r}", known)
+        if not self.known:
+            self.args = ("there is no model yet: no engine has said to an instance here which one it serves",)
 
 
 class UnknownEvent(UnknownName):

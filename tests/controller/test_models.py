@@ -38,7 +38,7 @@ def test_one_name_may_be_of_several_layouts() -> None:
 
 def test_what_is_unknown_or_ambiguous_is_told_with_what_there_is() -> None:
     models = Models()
-    with pytest.raises(UnknownModel, match="there is no model, nor any other"):
+    with pytest.raises(UnknownModel, match="there is no model yet: no engine has said"):
         models.find(None)
     models.add([MODEL, model("qwen")])
     with pytest.raises(UnknownModel, match="no model 'gpt'; known: llama, meta/llama, qwen") as unknown:

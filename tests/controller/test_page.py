@@ -341,7 +341,8 @@ async def test_what_the_controller_refuses(browser: Browser, tmp_path: Path) -> 
         await page.live()
         await page.look_up("1", tokens=True)
         await expect(page.look_up_outcome).to_have_text(
-            "The controller says: there is no model, nor any other."
+            "The controller says: there is no model yet: no engine has said to an instance here which one it "
+            "serves."
         )
         async with registered(controller, "one", KEYS):
             await page.look_up(TEXT, tokens=True)
