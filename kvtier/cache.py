@@ -249,7 +249,8 @@ class TieredCache:
         shared pools are asked for the rest. What can be read now and
         what is on its way are told by the answer; nothing is waited for.
         """
-        self.hierarchy.counts["looked_up"] += len(keys)
+        if not local:  # What peers ask for tells nothing of how well this host's engines are served.
+            self.hierarchy.counts["looked_up"] += len(keys)
         found = LookUp()
         reached = self._extend(found, keys, self._local if local else ALL_TIERS)
         rest = keys[len(found.chunks) :]
@@ -273,8 +274,9 @@ class TieredCache:
                 break
             chunks.append(chunk)
         found.chunks += chunks
-        for source, count in Counter(chunk.source for chunk in chunks).items():
-            hierarchy.counts[f"found_{hierarchy.tiers[source].name}"] += count
+        if among == ALL_TIERS:
+            for source, count in Counter(chunk.source for chunk in chunks).items():
+                hierarchy.counts[f"found_{hierarchy.tiers[source].name}"] += count
         return len(chunks) == len(held)
 
     async def _ask_pools(self, found: LookUp, keys: Sequence[ChunkKey], expected: Expected) -> None:

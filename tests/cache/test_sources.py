@@ -150,3 +150,15 @@ async def test_a_look_up_for_others_waits_for_no_other_host(settings: MakeSettin
         await ours.settle(None)
         assert ours.ready == 4
         ours.release()
+
+
+async def test_what_peers_ask_for_is_not_what_engines_ask_for(settings: MakeSettings, prompt: Prompt) -> None:
+    tokens = prompt(1024)
+    async with opened(settings) as house:
+        await house.model.store(tokens, rows(tokens))
+        keys = house.model.keys(tokens)
+        house.cache.look_up(keys, local=True).release()
+        counts = house.cache.hierarchy.counts
+        assert (counts["looked_up"], counts["found_ram"]) == (0, 0)
+        house.cache.look_up(keys).release()
+        assert (counts["looked_up"], counts["found_ram"]) == (4, 4)
