@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.controller.controlling import RunningController, running_controller
 from tests.controller.registering import RunningRegistry, running_registry
 
 if TYPE_CHECKING:
@@ -37,3 +39,10 @@ async def browser() -> AsyncIterator[Browser]:
 
     async with chromium() as started:
         yield started
+
+
+@pytest.fixture
+async def controller(tmp_path: Path) -> AsyncIterator[RunningController]:
+    """A whole controller, without a token."""
+    async with running_controller(tmp_path) as running:
+        yield running

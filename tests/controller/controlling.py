@@ -47,6 +47,24 @@ KEYS = list(Models().prompt(MODEL, TOKENS).keys)
 LENGTHS = list(Models().prompt(MODEL, TOKENS).lengths)
 
 
+WHOLE = 4 * CHUNK
+A_TO_B = {"old_position": ["a", "ram"], "new_position": ["b", "ram"], "tokens": TOKENS}
+B_TO_A = {"old_position": ["b", "ram"], "new_position": ["a", "ram"], "tokens": TOKENS}
+
+
+class Gate:
+    """Holds up commands of some kind until it is opened."""
+
+    def __init__(self, kind: type[Command] = Fetch) -> None:
+        self.reached, self.opened = anyio.Event(), anyio.Event()
+        self._kind = kind
+
+    async def __call__(self, command: Command) -> None:
+        if isinstance(command, self._kind):
+            self.reached.set()
+            await self.opened.wait()
+
+
 class World:
     """Scripted instances, by the address at which others reach them."""
 

@@ -19,21 +19,14 @@ from kvtier.agent.protocol import CONNECT_PATH
 from kvtier.cli.controller_answers import Event, Instances
 from kvtier.controller import bodies, stream
 from kvtier.controller.app import MISTAKE
-from tests.controller.controlling import KEYS, RunningController, running_controller
+from tests.controller.controlling import A_TO_B, KEYS, Gate, RunningController, running_controller
 from tests.controller.registering import MODEL, PATIENCE, heartbeat
-from tests.controller.test_operations import A_TO_B, Gate
 
 pytestmark = pytest.mark.anyio
 
 TOKEN = "a token that nobody guesses"
 READS = ("/instances", "/instances/a", "/events", "/events/1", "/metrics", "/stream")
 WRITES = ("/lookup", "/move", "/prefetch", "/pin", "/unpin", "/clear")
-
-
-@pytest.fixture
-async def controller(tmp_path: Path) -> AsyncIterator[RunningController]:
-    async with running_controller(tmp_path) as running:
-        yield running
 
 
 # Who may ask

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,6 @@ pytestmark = pytest.mark.anyio
 CHUNKS = 20
 TOKENS = prompt(CHUNKS)
 RAM, SSD = 0, 1
-
-
-@pytest.fixture
-async def controller(tmp_path: Path) -> AsyncIterator[RunningController]:
-    async with running_controller(tmp_path) as running:
-        yield running
 
 
 async def registered(controller: RunningController, *names: str) -> None:

@@ -2,53 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import anyio
-import anyio.lowlevel
 import pytest
 
-from kvtier.agent.protocol import Changed, Command, Delete, Fetch, Lost, Model, TierDescription, Tokenize
-from kvtier.controller import operation, prompts
-from kvtier.controller.prompts import Asked
+from kvtier.agent.protocol import Changed, Command, Delete, Fetch, Model, TierDescription, Tokenize
+from kvtier.controller import prompts
 from kvtier.keys import join_keys
 from kvtier.layout import ChunkLayout, GroupLayout, namespace
 from tests.controller.controlling import (
+    A_TO_B,
+    B_TO_A,
     CHUNK,
     KEYS,
     LENGTHS,
     TOKENS,
+    WHOLE,
+    Gate,
     RunningController,
-    running_controller,
     tokens_of,
 )
-from tests.controller.registering import DISK, MODEL, POOL, RAM, keys_of
+from tests.controller.registering import MODEL, POOL, RAM
 
 pytestmark = pytest.mark.anyio
-
-WHOLE = 4 * CHUNK
-A_TO_B = {"old_position": ["a", "ram"], "new_position": ["b", "ram"], "tokens": TOKENS}
-B_TO_A = {"old_position": ["b", "ram"], "new_position": ["a", "ram"], "tokens": TOKENS}
-
-
-@pytest.fixture
-async def controller(tmp_path: Path) -> AsyncIterator[RunningController]:
-    async with running_controller(tmp_path) as running:
-        yield running
-
-
-class Gate:
-    """Holds up commands of some kind until it is opened."""
-
-    def __init__(self, kind: type[Command] = Fetch) -> None:
-        self.reached, self.opened = anyio.Event(), anyio.Event()
-        self._kind = kind
-
-    async def __call__(self, command: Command) -> None:
-        if isinstance(command, self._kind):
-            self.reached.set()
-            await self.opened.wait()
 
 
 # Look-ups
@@ -285,101 +259,6 @@ async def test_a_source_that_serves_nobody_is_named(controller: RunningControlle
         assert list(a.held[RAM]) == KEYS
 
 
-# Who is gone
-
-
-async def test_a_target_that_goes_away_fails_the_move_and_the_source_keeps_everything(
-    controller: RunningController,
-) -> None:
-    async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
-        gate = b.before = Gate()
-        accepted = await controller.ask("/move", **A_TO_B)
-        await gate.reached.wait()
-        await b.websocket.close()
-        event = await controller.ended(accepted)
-        assert event["state"] == "failed"
-        assert "the target 'b' went away" in event["error"]
-        assert list(a.held[RAM]) == KEYS
-        assert not a.commands
-
-
-async def test_a_source_that_goes_away_before_the_end_leaves_what_was_confirmed(
-    controller: RunningController,
-) -> None:
-    async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
-        gate = a.before = Gate(Delete)
-        accepted = await controller.ask("/move", **A_TO_B)
-        await gate.reached.wait()
-        await a.websocket.close()
-        event = await controller.ended(accepted)
-        assert event["state"] == "failed"
-        assert "the target has confirmed 5 chunks, but they may still be in the source" in event["error"]
-        assert event["result"]["chunks"] == 5
-        assert list(b.held[RAM]) == KEYS
-
-
-async def test_a_source_that_is_gone_is_blamed_for_what_is_missing(controller: RunningController) -> None:
-    async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
-
-        async def die(command: Command) -> None:
-            await a.websocket.close()
-            await controller.until(lambda: "a" not in controller.registry.members)
-            del controller.world.instances["a:8200"]
-
-        b.before = die
-        event = await controller.ended(await controller.ask("/move", **A_TO_B))
-        assert event["state"] == "failed"
-        assert "the source 'a' went away: the peer has it not" in event["error"]
-
-
-async def test_who_is_gone_when_its_turn_comes_fails_the_operation(controller: RunningController) -> None:
-    async with controller.instance("b") as b:
-        async with controller.instance("a", ram=KEYS):
-            gate = b.before = Gate()
-            first = await controller.ask("/move", **A_TO_B)
-            await gate.reached.wait()
-            second = await controller.ask("/move", **A_TO_B)
-        await controller.until(lambda: "a" not in controller.registry.members)
-        gate.opened.set()
-        assert (await controller.ended(first))["state"] == "failed"
-        event = await controller.ended(second)
-        assert event["state"] == "failed"
-        assert "there is no instance 'a'; known: b" in event["error"]
-
-
-async def test_an_instance_that_comes_no_further_is_given_up(
-    controller: RunningController, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(operation, "STALL_SECONDS", 0.05)
-    async with controller.instance("a", ram=KEYS), controller.instance("b") as b:
-        b.before = Gate()
-        event = await controller.ended(await controller.ask("/move", **A_TO_B))
-        assert event["state"] == "failed"
-        assert "has come no further for 0.05 s" in event["error"]
-        await controller.until(lambda: b.cancelled)
-
-
-async def test_what_an_instance_says_that_it_cannot_do_is_the_reason(controller: RunningController) -> None:
-    async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
-        b.refuse = "its transport is broken"
-        event = await controller.ended(await controller.ask("/move", **A_TO_B))
-        assert (event["state"], event["error"]) == ("failed", "b: its transport is broken")
-        b.refuse, a.refuse = None, "its disk is read-only"
-        event = await controller.ended(await controller.ask("/move", **A_TO_B))
-        assert event["state"] == "failed"
-        assert "its disk is read-only" in event["error"]
-
-
-async def test_a_mistake_of_ours_ends_the_event_too(
-    controller: RunningController, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with controller.instance("a", ram=KEYS), controller.instance("b"):
-        monkeypatch.setattr("kvtier.controller.moves.confirmed", lambda *_: 1 / 0)
-        event = await controller.ended(await controller.ask("/move", **A_TO_B))
-        assert event["state"] == "failed"
-        assert "which its log describes" in event["error"]
-
-
 # At once
 
 
@@ -474,130 +353,3 @@ async def test_what_may_be_in_a_pool_is_left_to_the_instance(
 
 def keys_to_nothing() -> list[int]:
     return [7] * 1000
-
-
-# Pins
-
-
-async def test_what_is_pinned_is_pinned_again_for_an_instance_anew(
-    controller: RunningController,
-) -> None:
-    async with controller.instance("a", ram=KEYS[:3], disk=KEYS) as a:
-        event = await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)
-        assert (event["kind"], event["target"], event["num_tokens"]) == ("pin", ["a", "ram"], 3 * CHUNK)
-        assert event["result"]["chunks"] == 3
-        assert a.pinned == dict.fromkeys(KEYS[:3])
-        await controller.done("/pin", instance="a", tier="ssd", tokens=TOKENS, ttl="10m")
-        assert a.pinned[KEYS[4]] == 600
-    await controller.until(lambda: not controller.registry.members)
-    async with controller.instance("a", disk=KEYS[:4]) as a:
-        await controller.until(lambda: len(a.commands) == 2)
-        assert set(a.pinned) == set(KEYS[:4])
-        assert 500 < max(seconds or 0 for seconds in a.pinned.values()) <= 600
-        event = await controller.done("/unpin", instance="a", tier="ssd", tokens=TOKENS)
-        assert (event["num_tokens"], event["result"]["chunks"]) == (WHOLE, 4)
-        assert not a.pinned
-    await controller.until(lambda: not controller.registry.members)
-    async with controller.instance("a", disk=KEYS) as a:
-        await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)
-        assert not a.commands, "nothing is held there, and nothing was left of the pins"
-
-
-async def test_a_pin_ends_with_the_last_copy(controller: RunningController) -> None:
-    pins = controller.controller.operations._pins
-    async with controller.instance("a", ram=KEYS, disk=KEYS[:2]), controller.instance("b"):
-        await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)
-        await controller.done("/move", **A_TO_B)
-        assert set(pins.keys("a")) == set(KEYS[:2]), "which the disk still has"
-        await controller.done("/clear", instance="a", tier="ssd")
-        assert pins.keys("a") == []
-
-
-# Clearing
-
-
-async def test_a_prompt_is_cleared_from_one_tier_or_from_all(controller: RunningController) -> None:
-    async with controller.instance("a", ram=[*KEYS, *keys_of("other", 3)], disk=KEYS[2:]) as a:
-        event = await controller.done("/clear", instance="a", tier="ram", tokens=tokens_of(2))
-        assert (event["num_tokens"], event["result"]["removed"], event["result"]["bytes"]) == (
-            2 * CHUNK,
-            2,
-            200,
-        )
-        assert event["target"] == ["a", "ram"]
-        event = await controller.done("/clear", instance="a", tokens=TOKENS)
-        assert event["target"] == ["a", None]
-        assert (event["num_tokens"], event["chunks"], event["result"]["removed"]) == (2 * CHUNK + 44, 6, 6)
-        assert list(a.held[RAM]) == keys_of("other", 3)
-        assert not a.held[DISK]
-
-
-async def test_everything_is_cleared_from_one_tier_or_from_all(controller: RunningController) -> None:
-    async with controller.instance("a", ram=KEYS, disk=KEYS) as a:
-        accepted = await controller.ask("/clear", instance="a", tier="disk")
-        assert accepted["num_tokens"] == 0, "whose they are is not asked"
-        event = await controller.ended(accepted)
-        assert (event["chunks"], event["result"]["removed"], event["model"]) == (5, 5, None)
-        assert (len(a.held[RAM]), len(a.held[DISK])) == (5, 0)
-        await controller.done("/clear", instance="a")
-        assert not a.held[RAM]
-        count = len(a.commands)
-        own = await controller.done("/clear", instance="a", tier="ssd")
-        assert (own["started_at"], len(a.commands)) == (None, count), "there was nothing left to do"
-
-
-async def test_what_has_not_been_told_yet_is_cleared_all_the_same(controller: RunningController) -> None:
-    async with controller.instance("a", ram=KEYS) as a:
-        await a.say(Lost())
-        await controller.until(lambda: not controller.registry.find("a").in_step)
-        event = await controller.done("/clear", instance="a", tier="ram", tokens=TOKENS)
-        assert event["result"]["removed"] == 5
-        a.held[RAM] = dict.fromkeys(KEYS)
-        assert (await controller.done("/clear", instance="a"))["result"]["removed"] == 5
-
-
-# The end
-
-
-async def test_who_is_told_to_stop_lets_what_is_under_way_end(controller: RunningController) -> None:
-    async with controller.instance("a", ram=KEYS), controller.instance("b") as b:
-        gate = b.before = Gate()
-        accepted = await controller.ask("/move", **A_TO_B)
-        await gate.reached.wait()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(controller.controller.operations.finish, 10)
-            await anyio.lowlevel.checkpoint()
-            problem = await controller.refused("/move", 503, **A_TO_B)
-            assert "is being stopped" in problem["detail"]
-            gate.opened.set()
-        assert (await controller.ended(accepted))["state"] == "done"
-
-
-async def test_what_does_not_end_in_time_has_failed(tmp_path: Path) -> None:
-    async with (
-        running_controller(tmp_path) as controller,
-        controller.instance("a", ram=KEYS) as a,
-        controller.instance("b") as b,
-    ):
-        b.before = Gate()
-        move = await controller.ask("/move", **A_TO_B)
-        queued = await controller.ask("/move", **B_TO_A)
-        operations = controller.controller.operations
-        await operations.finish(0.01)
-        operations.stop()
-        for accepted in (move, queued):
-            event = await controller.ended(accepted)
-            assert event["state"] == "failed"
-            assert "the controller was stopped" in event["error"]
-        await controller.until(lambda: b.cancelled)
-        assert list(a.held[RAM]) == KEYS
-
-
-async def test_what_has_not_even_begun_at_the_end_has_failed(tmp_path: Path) -> None:
-    async with running_controller(tmp_path) as controller, controller.instance("a", ram=KEYS):
-        operations = controller.controller.operations
-        event = await operations.clear(("a", None), None)
-        asked = Asked(TOKENS, None, None)
-        other = await operations.pin(("a", "ram"), asked, seconds=None)
-        operations.stop()
-    assert (event.state, other.state) == ("failed", "failed")
