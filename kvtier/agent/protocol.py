@@ -28,6 +28,8 @@ Rules:
 - What a command has changed is told before its Done: who asks then who holds it is told the new state.
 - The controller hears of an instance by its heartbeats, the instance of it by the pongs to its WebSocket
   pings. ``removed`` may name chunks that were never told as stored.
+- A command that names no chunks is answered like any other: with one the controller asks for a sign of life
+  when another instance of the same id has come.
 - No command both copies and deletes. Whoever moves deletes from the source what the target has confirmed.
 - A tier is its number in ``Hello.tiers``. A key is 32 bytes; keys travel joined.
 """
