@@ -14,7 +14,7 @@ from kvtier.backends.base import Outcome
 from kvtier.transports.base import Access, RemoteSpan
 from kvtier.transports.tcp.wire import MAX_SPANS, can_be_asked
 
-PART_BYTES = 16 << 20
+PART_BYTES = {Access.READ: 16 << 20, Access.WRITE: 8 << 20}
 """The most of one request. What was written and not confirmed when a connection was cut is sent again."""
 LEAST_PART_BYTES = 1 << 20
 """Less is not worth a further connection."""
@@ -89,7 +89,7 @@ class Batch:
         self._gripped = 0
         self._left = [0] * len(items)
         total = sum(len(view) for _, view in items)
-        size = min(max(-(-total // spread), LEAST_PART_BYTES), PART_BYTES)
+        size = min(max(-(-total // spread), LEAST_PART_BYTES), PART_BYTES[access])
         self.parts = [Part(self, pieces) for pieces in self._cut(items, size)]
         self._unsettled = sum(self._left)
 
