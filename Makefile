@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/*)
 DEMO ?=
 PYTEST ?=
+# One of them runs the engines, one the rest: conftest.py. PYTEST='-n0' where one test is looked at.
+WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
 FUZZ ?= 60
 
 .DEFAULT_GOAL := help
@@ -46,7 +48,7 @@ demo: install  ## Serve one long prompt four times with a real vLLM: cold, from 
 	@$(BIN)/kvtier demo $(DEMO)
 
 test: install $(VENV)/.pools system-packages  ## Run the tests, real vLLM engines included
-	$(BIN)/pytest -m "not slow and not gpu" $(PYTEST)
+	$(BIN)/pytest -m "not slow and not gpu" $(WORKERS) $(PYTEST)
 
 test-slow: install $(VENV)/.pools system-packages  ## Run the tests that take minutes each
 	$(BIN)/pytest -m "slow and not gpu" $(PYTEST)
