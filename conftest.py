@@ -14,7 +14,7 @@ import pytest
 ENGINES = ("tests/vllm", "tests/integrations", "tests/demo")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # The groups are read by another such hook.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Say which tests stay together, and put first those that take longest."""
     groups = {item: _group(item.path.relative_to(config.rootpath)) for item in items}
