@@ -6,7 +6,6 @@ take the longest, and two at once would take each other's processors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,16 @@ import pytest
 ENGINES = ("tests/vllm", "tests/integrations", "tests/demo")
 
 
-@pytest.hookimpl(tryfirst=True)  # The groups are read by another such hook.
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Say which tests stay together."""
+    path = item.path.relative_to(item.config.rootpath)
+    item.add_marker(pytest.mark.xdist_group("engines" if _needs_engines(path) else str(path)))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Say which tests stay together, and put first those that take longest."""
-    groups = {item: _group(item.path.relative_to(config.rootpath)) for item in items}
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: groups[item] != "engines")
+    """Put first those that take longest."""
+    items.sort(key=lambda item: not _needs_engines(item.path.relative_to(config.rootpath)))
 
 
-def _group(path: Path) -> str:
-    return "engines" if _is_within(path, ENGINES) else str(path)
-
-
-def _is_within(path: Path, folders: Sequence[str]) -> bool:
-    return any(path.is_relative_to(folder) for folder in folders)
+def _needs_engines(path: Path) -> bool:
+    return any(path.is_relative_to(folder) for folder in ENGINES)
