@@ -8,7 +8,7 @@ PLUGINS := $(wildcard plugins/*)
 DEMO ?=
 PYTEST ?=
 # One of them runs the engines, one the rest: conftest.py. PYTEST='-n0' where one test is looked at.
-WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
+WORKERS := -n 2 --no-loadscope-reorder
 FUZZ ?= 60
 
 .DEFAULT_GOAL := help

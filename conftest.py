@@ -6,23 +6,26 @@ take the longest, and two at once would take each other's processors.
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-ENGINES = ("tests/vllm", "tests/integrations", "tests/demo")
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Say which tests stay together."""
-    path = item.path.relative_to(item.config.rootpath)
-    item.add_marker(pytest.mark.xdist_group("engines" if _needs_engines(path) else str(path)))
+ENGINES = ("tests/vllm/", "tests/integrations/", "tests/demo/")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+class _Sharing(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        """What stays together with this test."""
+        path = nodeid.partition("::")[0]
+        return "engines" if path.startswith(ENGINES) else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Sharing:  # noqa: ANN401 - as xdist has it
+    """How the tests are shared, where there are several workers."""
+    return _Sharing(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put first those that take longest."""
-    items.sort(key=lambda item: not _needs_engines(item.path.relative_to(config.rootpath)))
-
-
-def _needs_engines(path: Path) -> bool:
-    return any(path.is_relative_to(folder) for folder in ENGINES)
+    items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
