@@ -41,8 +41,8 @@ class HandOverSettings(BaseModel):
         default=None,
         ge=4096,
         description=(
-            "The most bytes of the decoder's first tier that prefillers may have reserved at once; what comes "
-            "on top is not handed over. Left out: `peer.share` of that tier."
+            "The most bytes of the decoder's first tier that prefillers may have reserved at once; what is "
+            "beyond is not handed over. Left out: `peer.share` of that tier."
         ),
         examples=["4GiB"],
     )
