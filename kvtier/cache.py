@@ -363,7 +363,7 @@ class TieredCache:
         return FoundChunk(key, flight.lease.share(), flight)
 
     async def settle(self, found: LookUp) -> None:
-        """Wait for what peers push, then for what is fetched as long as ``prefetch.policy`` says; keep that."""
+        """Wait for what is pushed, then for what is fetched as long as ``prefetch.policy`` says; keep that."""
         prefetch = self.settings.prefetch
         if found.pushed is not None:
             await found.pushed.ended.wait()
