@@ -36,10 +36,11 @@ Rules that keep bytes right:
   ``Welcome.lease`` seconds have passed, or with the connection that it was given on. What a transfer is using
   at that moment stays leased until the transfer has ended.
 - Only what this host's own tiers hold is granted: nobody is sent on to a pool or to a third host.
-- Room for chunks that are pushed is granted for ``Reserved.seconds``. It goes back with ``Release``, when that time
-  has passed, or with the connection; where the transport cannot refuse a late write, its memory is used for
-  nothing else before the pusher has given it back or was cut off. A chunk is served once its bytes match the
-  checksum of its ``Commit``, by which the right to write there has ended. Its header is written here.
+- Room for chunks that are pushed is granted for ``Reserved.seconds``. It goes back with ``Release``, when
+  that time has passed, or with the connection; where the transport cannot refuse a late write, its memory is
+  used for nothing else before the pusher has given it back or was cut off. A chunk is served once its bytes
+  match the checksum of its ``Commit``, by which the right to write there has ended. The server writes its
+  header.
 - Requests carry a ticket, which their answer repeats. Answers may come in another order.
 """
 
@@ -226,7 +227,7 @@ class Reserved(Message, frozen=True, array_like=True, tag=19):
 
 
 class Commit(Message, frozen=True, array_like=True, tag=20):
-    """These chunks of a grant, by their numbers in :class:`Reserved`, are written, and nothing writes there."""
+    """These chunks of a grant, by their numbers in :class:`Reserved`, are written, once and for all."""
 
     ticket: int
     grant: int
