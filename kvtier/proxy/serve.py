@@ -45,7 +45,11 @@ async def proxying(settings: ProxySettings) -> AsyncIterator[Running]:
     async with (
         Proxy.open(settings) as proxy,
         serving(
-            make_app(proxy), settings.listen, setting="--listen", limit_concurrency=connections
+            make_app(proxy),
+            settings.listen,
+            setting="--listen",
+            limit_concurrency=connections,
+            backlog=settings.most_requests,
         ) as address,
     ):
         try:
