@@ -272,7 +272,7 @@ class Settings(BaseSettings):
         description=(
             "What the engines of this instance do: `prefill` computes prompts and hands their KV over to "
             "decoders, `decode` takes over what prefillers have computed, `both` does either. Left out: what "
-            "vLLM's `kv_role` says, where an engine starts its cache process itself."
+            "vLLM's `kv_role` says of each engine."
         ),
         examples=["prefill"],
     )

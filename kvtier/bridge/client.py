@@ -26,8 +26,11 @@ from kvtier.bridge.protocol import (
     Commit,
     Confirm,
     Confirmed,
+    EndHandOver,
     Found,
     FromCache,
+    HandedOver,
+    HandOver,
     Hello,
     LookUp,
     Release,
@@ -79,6 +82,8 @@ class SchedulerBridge(Bridge):
         self._reserved: dict[int, Reserved] = {}
         self._cleared: dict[int, Cleared] = {}
         self._changes: list[Changed] = []
+        self._handing: dict[int, HandedOver | None] = {}
+        """What is known of each hand-over that has not ended."""
         self._in_use: set[int] = set()
 
     def _greeting(self) -> Hello:
@@ -98,6 +103,7 @@ class SchedulerBridge(Bridge):
         self._findings.clear()
         self._reserved.clear()
         self._unwanted_reserves.clear()
+        self._handing.clear()
         self._in_use.clear()
 
     def _receive(self, message: FromCache) -> None:
@@ -114,6 +120,9 @@ class SchedulerBridge(Bridge):
                 self._cleared[message.ticket] = message
             case Changed():
                 self._changes.append(message)
+            case HandedOver():
+                if message.ticket in self._handing:
+                    self._handing[message.ticket] = message
             case _:
                 logger.debug("an answer that nobody asked for: %s", type(message).__name__)
 
@@ -129,13 +138,28 @@ class SchedulerBridge(Bridge):
         finding.answered = True
         self._in_use.update(found.leases)
 
-    def look_up(self, keys: Sequence[ChunkKey], tokens: int) -> int | None:
-        """Ask which leading chunks are held; never waits. ``None`` where there is nobody to ask."""
-        if not keys or not self.ready() or (self._connection is not None and self._connection.congested):
+    def look_up(
+        self,
+        keys: Sequence[ChunkKey],
+        tokens: int,
+        *,
+        expect_chunks: int = 0,
+        expect_seconds: float = 0.0,
+    ) -> int | None:
+        """Ask which leading chunks are held; never waits. ``None`` where there is nobody to ask.
+
+        The final answer may take ``expect_seconds`` longer: for so long those of the first ``expect_chunks``
+        that a peer pushes here are waited for.
+        """
+        if not keys or not self._takes_questions():
             return None
         ticket = next(self._tickets)
         self._findings[ticket] = Finding()
-        return ticket if self._send(LookUp(ticket, join_keys(keys), tokens)) else None
+        question = LookUp(ticket, join_keys(keys), tokens, expect_chunks, expect_seconds)
+        return ticket if self._send(question) else None
+
+    def _takes_questions(self) -> bool:
+        return self.ready() and self._connection is not None and not self._connection.congested
 
     def found(self, ticket: int, wait: float = 0.0) -> Finding | None:
         """What is known of a look-up; ``None`` where its cache process is gone or it was cancelled.
@@ -180,7 +204,7 @@ class SchedulerBridge(Bridge):
         Where no answer comes in time nothing is stored, and what is granted later is given back.
         """
         nothing: list[Slot | None] = [None] * len(keys)
-        if not keys or not self.ready() or (self._connection is not None and self._connection.congested):
+        if not keys or not self._takes_questions():
             return nothing
         ticket = next(self._tickets)
         if not self._send(Reserve(ticket, parent, join_keys(keys), last_tokens)):
@@ -198,6 +222,31 @@ class SchedulerBridge(Bridge):
         """These reservations will not be filled."""
         if leases:
             self._send(Abandon(list(leases)))
+
+    def hand_over(self, to: str, root: ChunkKey, keys: Sequence[ChunkKey], tokens: int) -> int | None:
+        """Have a prompt's chunks pushed to a peer as they are stored; ``None`` where nobody can.
+
+        Never waits, and to be ended with :meth:`end_hand_over`.
+        """
+        if not keys or not self._takes_questions():
+            return None
+        ticket = next(self._tickets)
+        self._handing[ticket] = None
+        return ticket if self._send(HandOver(ticket, to, root, join_keys(keys), tokens)) else None
+
+    def handed_over(self, ticket: int) -> HandedOver | None:
+        """What the other side has said of a hand-over; ``None`` where nothing is known of it yet.
+
+        Raises ``KeyError`` where it has ended, be it with its cache process.
+        """
+        self.poll()
+        return self._handing[ticket]
+
+    def end_hand_over(self, ticket: int, *, complete: bool) -> None:
+        """No further chunk will be reserved; unless ``complete``, none is pushed any longer either."""
+        if ticket in self._handing:
+            del self._handing[ticket]
+            self._send(EndHandOver(ticket, complete))
 
     def clear(self, seconds: float) -> int | None:
         """Remove every chunk of this engine's model; how many, or ``None`` where no answer came in time."""
