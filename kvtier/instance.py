@@ -48,6 +48,7 @@ class Instance:
         server: PeerServer | None = None,
         peers: PeersBackend | None = None,
         handing: HandOvers | None = None,
+        served: Served | None = None,
     ) -> None:
         self.name = name
         """Of this process alone, for peers and people."""
@@ -57,7 +58,7 @@ class Instance:
         self.peers = peers
         """What fetches from peers, where ``peer.others`` names some or a controller may."""
         self._handing = handing
-        self.served = Served()
+        self.served = served or Served()
         """The models of the engines: whoever lets engines in tells it."""
         self._agent: Agent | None = None
 
@@ -115,7 +116,7 @@ class Instance:
             TieredCache.open(settings, plugins=plugins, pools=pools) as cache,
             AsyncExitStack() as stack,
         ):
-            handing = settings.hand_over
+            handing, served = settings.hand_over, Served()
             grants = GrantBook(
                 cache.arena, settings.peer, one_sided=transport.one_sided, reserve=handing.reserve
             )
@@ -124,13 +125,15 @@ class Instance:
             peers.connect()
             server = None
             if settings.peer.listen is not None:
-                server = PeerServer(cache, settings.peer, transport, grants, name, handing.buffer)
+                server = PeerServer(
+                    cache, settings.peer, transport, grants, name, handing.buffer, served.refusal
+                )
                 await stack.enter_async_context(server.serving())
             tasks = await stack.enter_async_context(open_tasks())
             hand_overs = HandOvers(cache, peers, tasks, grants.limit)
             stack.callback(hand_overs.close)
             try:
-                yield cls(name, cache, server, peers if fetches else None, hand_overs)
+                yield cls(name, cache, server, peers if fetches else None, hand_overs, served)
             finally:
                 tasks.cancel_scope.cancel()
 

@@ -32,6 +32,10 @@ class Result(Protocol):
         """How many chunks from the first on the peer has."""
 
     @property
+    def refused(self) -> bool:
+        """Whether the peer takes nothing of this model."""
+
+    @property
     def trouble(self) -> str:
         """Why not all of it is there."""
 
@@ -153,6 +157,7 @@ class EngineHandOvers:
         await handing.ended.wait()
         self._open.pop(ask.ticket, None)
         result = handing.result
-        self._troubles.note(ask.to, result.trouble)
+        trouble = f"{result.trouble}; here: {self._layout}" if result.refused else result.trouble
+        self._troubles.note(ask.to, trouble)
         tokens = min(result.leading * self._layout.chunk_tokens, ask.tokens)
-        await self._tell(HandedOver(ask.ticket, tokens, result.trouble))
+        await self._tell(HandedOver(ask.ticket, tokens, trouble))

@@ -80,6 +80,8 @@ class HandedOver(NamedTuple):
     pushed_bytes: int
     seconds: float
     """From the beginning to the end."""
+    refused: bool
+    """Whether the peer takes nothing of this model."""
     trouble: str
     """Why not all of it is there, for people; empty where it is or nobody knows."""
 
@@ -117,6 +119,7 @@ class HandOver:
         self._seconds = 0.0
         self._finishing = False
         self._failed = False
+        self._refused = False
         self._under_way = 0
         self._cut: ChannelError | None = None
         self._news = anyio.Event()
@@ -145,6 +148,7 @@ class HandOver:
             sum(1 for _ in itertools.takewhile(lambda outcome: outcome.there, outcomes.values())),
             self.pushed_bytes,
             self._seconds or time.monotonic() - self._began,
+            self._refused,
             self.trouble,
         )
 
@@ -218,6 +222,7 @@ class HandOver:
             await self._pump(target)
         finally:
             target.withdraw(self._number)
+            self._refused = bool(target.trouble)
             self.trouble = self.trouble or target.trouble
         if self._cut is not None:
             raise self._cut

@@ -7,7 +7,7 @@ READY once nobody can write to it any longer and its payload has the checksum th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -56,12 +56,22 @@ class _Room(NamedTuple):
 class Reservations:
     """What all peers of this host have reserved and announced. Belongs to one event loop."""
 
-    def __init__(self, cache: TieredCache, grants: GrantBook, buffer: int | None = None) -> None:
-        """``buffer``: bytes that may be reserved at once; the limit of all grants where it is left out."""
+    def __init__(
+        self,
+        cache: TieredCache,
+        grants: GrantBook,
+        buffer: int | None = None,
+        refusal: Callable[[bytes], str] | None = None,
+    ) -> None:
+        """``buffer``: bytes that may be reserved at once; the limit of all grants where it is left out.
+
+        ``refusal`` says why nothing of a namespace is taken; nothing where it is.
+        """
         self.limit = grants.limit if buffer is None else min(buffer, grants.limit)
         self.reserved_bytes = 0
         """Of chunks that are not committed yet."""
         self._cache = cache
+        self._refusal = refusal
         self._grants = grants
         self._rooms: dict[int, _Room] = {}
         self._announced: dict[Hashable, dict[int, list[ChunkKey]]] = {}
@@ -103,8 +113,7 @@ class Reservations:
         held: list[int] = []
         coming: list[int] = []
         reserved: dict[int, Reservation] = {}
-        if not self._cache.hierarchy.distrusted.isdisjoint((question.namespace, None)):
-            why = "this model was reset here, so what other hosts hold of it is not trusted"
+        if why := self._why_not(question.namespace):
             return Reserved(question.ticket, NO_GRANT, [], [], 0.0, [], [], why)
         left = min(self.limit - self.reserved_bytes, self._grants.limit - self._grants.promised)
         for at, header in enumerate(headers):
@@ -133,6 +142,11 @@ class Reservations:
             coming,
             "",
         )
+
+    def _why_not(self, namespace: bytes) -> str:
+        if not self._cache.hierarchy.distrusted.isdisjoint((namespace, None)):
+            return "this model was reset here, so what other hosts hold of it is not trusted"
+        return "" if self._refusal is None else self._refusal(namespace)
 
     def _grant(self, owner: Hashable, reservations: Sequence[Reservation]) -> _Room | None:
         """Grant the first of these; the others are given up."""

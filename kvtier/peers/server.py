@@ -6,7 +6,7 @@ import logging
 import socket
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import anyio
@@ -57,18 +57,19 @@ class PeerServer:
         grants: GrantBook,
         instance: str,
         buffer: int | None = None,
+        refusal: Callable[[bytes], str] | None = None,
     ) -> None:
         """Reads the certificates. Raises :class:`kvtier.errors.SettingsError`.
 
         ``buffer``: bytes of the first tier that peers may have reserved at once; ``peer.share`` of it where
-        left out.
+        left out. ``refusal`` says why nothing of a namespace may be pushed here; nothing where it may.
         """
         self._settings = settings
         self._transport = transport
         self._grants = grants
         self._instance = instance
         self._holdings = Holdings(cache)
-        self._reservations = Reservations(cache, grants, buffer)
+        self._reservations = Reservations(cache, grants, buffer, refusal)
         self._credentials = Credentials.of(settings)
         self._warn = RareWarning(logger)
         self._address: tuple[str, int] | None = None
