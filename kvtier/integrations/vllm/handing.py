@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvtier.backends.logs import RareWarning
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.integrations.vllm.hints import NAME, NO_HINTS, Hints, has_hints, read_hints
 from kvtier.integrations.vllm.request import RequestState
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvtier")
 
-WARNING_SECONDS = 60.0
-"""One warning in so long, however many requests have hints that are of no use."""
 MOST_CHARACTERS = 200
 """Of what a client has written, in a warning."""
 
@@ -60,32 +59,28 @@ class HandOvers:
         self._chunk_tokens = chunk_tokens
         self._bridge = bridge
         self._stats = stats
-        self._warned_at = float("-inf")
+        self._warn = RareWarning(logger)
 
     def hints(self, request: Request) -> Hints:
         """What a request has told and this engine does."""
-        params = request.kv_transfer_params
+        params, name = request.kv_transfer_params, request.request_id
         if not has_hints(params):
             return NO_HINTS
         try:
             hints = read_hints(params)
         except ValueError as error:
-            self._warn(f'its kv_transfer_params["{NAME}"] are wrong: {error}', request)
+            said = "".join(one if one.isprintable() else "?" for one in str(error)[:MOST_CHARACTERS])
+            self._warn(f'request %s: %s in its kv_transfer_params["{NAME}"], passed over', name, said)
             return NO_HINTS
         if hints.hand_over is not None and self._role == "decode":
-            self._warn("it is to be handed over, and this engine's `role` is decode", request)
+            self._warn("request %s is to be handed over, and this engine's `role` is decode: it is not", name)
             hints = Hints(expect=hints.expect)
         if hints.expect is not None and self._role == "prefill":
-            self._warn("it expects to be handed over, and this engine's `role` is prefill", request)
+            self._warn(
+                "request %s expects a hand-over, and this engine's `role` is prefill: it waits for none", name
+            )
             hints = Hints(hand_over=hints.hand_over)
         return hints
-
-    def _warn(self, what: str, request: Request) -> None:
-        now = time.monotonic()
-        if now - self._warned_at >= WARNING_SECONDS:
-            self._warned_at = now
-            said = "".join(one if one.isprintable() else "?" for one in what[:MOST_CHARACTERS])
-            logger.warning("request %s: %s; served as if it had said nothing", request.request_id, said)
 
     def wants_tail(self, state: RequestState) -> bool:
         """Whether the partial chunk at the prompt's end is stored and looked up whatever the settings say."""
