@@ -19,6 +19,7 @@ from kvtier.settings_schema import EXAMPLE, json_schema, markdown_page, shown
 from kvtier.settings_sources import field_names, nested_model, variable_name
 
 DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = DOCS.parent / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +92,12 @@ def yaml_of(path: Path) -> list[str]:
     "path",
     [
         DOCS / "controller.md",
+        DOCS / "disaggregated.md",
         DOCS / "peers.md",
         DOCS / "pools.md",
         DOCS / "vllm.md",
-        *sorted((DOCS.parent / "examples").rglob("*.yaml")),
+        # Kubernetes' own are looked at in tests/examples.
+        *sorted(path for path in EXAMPLES.rglob("*.yaml") if path.parent.name != "kubernetes"),
     ],
     ids=lambda path: f"{path.parent.name}/{path.name}",
 )
