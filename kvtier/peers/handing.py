@@ -37,6 +37,7 @@ from kvtier.router import FIRST
 from kvtier.settings_peer import split_address
 from kvtier.threads import WorkerThreads
 from kvtier.tier import ChunkBytes
+from kvtier.units import format_size
 
 logger = logging.getLogger("kvtier")
 
@@ -80,6 +81,8 @@ class HandedOver(NamedTuple):
     pushed_bytes: int
     seconds: float
     """From the beginning to the end."""
+    pushing_seconds: float
+    """Of these, those in which anything was under way: mostly there is nothing to push yet."""
     refused: bool
     """Whether the peer takes nothing of this model."""
     trouble: str
@@ -121,6 +124,8 @@ class HandOver:
         self._failed = False
         self._refused = False
         self._under_way = 0
+        self._pushing_since = 0.0
+        self._pushing_seconds = 0.0
         self._cut: ChannelError | None = None
         self._news = anyio.Event()
 
@@ -148,6 +153,7 @@ class HandOver:
             sum(1 for _ in itertools.takewhile(lambda outcome: outcome.there, outcomes.values())),
             self.pushed_bytes,
             self._seconds or time.monotonic() - self._began,
+            self._pushing_seconds,
             self._refused,
             self.trouble,
         )
@@ -239,6 +245,8 @@ class HandOver:
                     continue
                 await target.source.pushing.acquire()
                 if batch := self._next_batch():
+                    if not self._under_way:
+                        self._pushing_since = time.monotonic()
                     self._under_way += 1
                     tasks.start_soon(self._push, target, batch)
                 else:
@@ -285,6 +293,8 @@ class HandOver:
         finally:
             target.source.pushing.release()
             self._under_way -= 1
+            if not self._under_way:
+                self._pushing_seconds += time.monotonic() - self._pushing_since
             self._settle(batch, outcomes)
             self._tell()
 
@@ -333,6 +343,7 @@ class HandOvers:
         self._awaiting: dict[ChunkKey, set[HandOver]] = {}
         self._counts: Counter[str] = Counter()
         self._pushed_bytes = 0
+        self._pushing_seconds = 0.0
         cache.add_observer(self)
 
     def begin(self, to: str, keys: Sequence[ChunkKey]) -> HandOver:
@@ -378,6 +389,8 @@ class HandOvers:
         self._counts.update(outcome.value for outcome in result.outcomes.values())
         self._counts["hand_overs"] += 1
         self._pushed_bytes += result.pushed_bytes
+        self._pushing_seconds += result.pushing_seconds
+        _tell_of(handing.to, result)
 
     def observe(self, report: Report) -> None:
         """Transfers are not of interest here."""
@@ -402,6 +415,7 @@ class HandOvers:
             "leased_bytes": self.leased_bytes,
             "awaited": len(self._awaiting),
             "pushed_bytes": self._pushed_bytes + sum(handing.pushed_bytes for handing in self._open),
+            "pushing_seconds": self._pushing_seconds,
             "counts": dict(self._counts),
         }
 
@@ -414,3 +428,17 @@ class HandOvers:
             awaiting.discard(handing)
             if not awaiting:
                 del self._awaiting[key]
+
+
+def _tell_of(to: str, result: HandedOver) -> None:
+    counts = Counter(result.outcomes.values())
+    logger.info(
+        "%d of %d chunks pushed to %s, %d were there: %s in %.1f ms (%.2f GB/s)",
+        counts[Pushed.OK],
+        len(result.outcomes),
+        to,
+        counts[Pushed.HELD],
+        format_size(result.pushed_bytes),
+        result.pushing_seconds * 1e3,
+        result.pushed_bytes / max(result.pushing_seconds, 1e-9) / 1e9,
+    )
