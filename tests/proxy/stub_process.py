@@ -1,6 +1,7 @@
 """A stub engine in a process of its own, served by uvicorn as vLLM is.
 
-``python -m tests.proxy.stub_process PORT`` says ``ready`` when it listens. A stream has ``max_tokens`` events, ``pause`` seconds apart.
+``python -m tests.proxy.stub_process PORT`` says ``ready`` when it listens. A stream has
+``max_tokens`` events, ``pause`` seconds apart.
 """
 
 from __future__ import annotations
