@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import catalog, disk, engine, look_up, memory, metrics, peers, transports
+from benchmarks import catalog, disaggregated, disk, engine, look_up, memory, metrics, peers, transports
 
 SMALL = {
     catalog: ["--entries", "100000"],
@@ -18,6 +18,7 @@ SMALL = {
     transports: ["--quick"],
     peers: ["--transport", "tcp", "--quick"],
     engine: ["--rounds", "1"],
+    disaggregated: ["--quick"],
 }
 
 

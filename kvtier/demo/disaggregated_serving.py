@@ -84,7 +84,7 @@ class Serving:
 
 @contextmanager
 def serving(
-    options: Options, work: Work, steps: Steps, *, prompts: int, new_tokens: int
+    options: Options, work: Work, steps: Steps, *, prompts: int, new_tokens: int, transport: str = "tcp"
 ) -> Iterator[Serving]:
     """All of it, started and warmed up, until the block is left.
 
@@ -93,7 +93,7 @@ def serving(
     """
     model = model_of(options, work, steps)
     ports = {name: free_port() for name in ("prefiller", "decoder", "proxy")}
-    _write_settings(work)
+    _write_settings(work, transport)
     with ExitStack() as stack:
         clients = {name: stack.enter_context(Client(port, model)) for name, port in ports.items()}
         running = Serving(work, clients["prefiller"], clients["decoder"], clients["proxy"])
@@ -122,7 +122,7 @@ def serving(
         yield running
 
 
-def _write_settings(work: Work) -> None:
+def _write_settings(work: Work, transport: str) -> None:
     """Each with a secret of this demo's own."""
     secret = secrets.token_hex(32)
     for name, (role, _) in ROLES.items():
@@ -131,7 +131,7 @@ def _write_settings(work: Work) -> None:
             "chunk_tokens": CHUNK_TOKENS,
             "socket": str(work.socket(name)),
             "tiers": [{"name": "ram", "type": "cpu", "capacity": "4GiB"}],
-            "peer": {"listen": f"127.0.0.1:{free_port()}", "secret": secret, "transport": "tcp"},
+            "peer": {"listen": f"127.0.0.1:{free_port()}", "secret": secret, "transport": transport},
             "hand_over": {"patience": f"{PATIENCE_SECONDS}s", "reserve": f"{PATIENCE_SECONDS}s"},
         }
         file = work.config(name)
