@@ -161,11 +161,16 @@ class GrantBook:
         lease = grant.slice_of(span)
         return None if lease is None else lease.share()
 
-    def release(self, owner: Hashable, number: int, chunks: Iterable[int]) -> bool:
-        """Take back some slices of a grant; whether each of them was this owner's until now."""
+    def release(
+        self, owner: Hashable, number: int, chunks: Iterable[int], access: Access | None = None
+    ) -> bool:
+        """Take back some slices of a grant; whether each of them was this owner's until now.
+
+        With ``access``, only where it was granted for that.
+        """
         stood = self.find(owner, number) is not None
         grant = self._grants.get(number) or self._overdue.get(number)
-        if grant is None or grant.owner != owner:
+        if grant is None or grant.owner != owner or access not in (None, grant.access):
             return False
         for index in chunks:
             lease = grant.leases[index] if 0 <= index < len(grant.leases) else None

@@ -31,6 +31,7 @@ from kvtier.errors import ChannelError, PeerError
 from kvtier.events import Report
 from kvtier.keys import ChunkKey
 from kvtier.peers.backend import PeersBackend
+from kvtier.peers.protocol import MOST_IN_ONE
 from kvtier.peers.push import Pushed, Target
 from kvtier.peers.source import Source
 from kvtier.router import FIRST
@@ -43,8 +44,6 @@ logger = logging.getLogger("kvtier")
 
 MOST_HAND_OVERS = 1024
 """At once."""
-MOST_CHUNKS = 65_536
-"""Of one hand-over: 2 MiB of keys."""
 BATCH_BYTES, BATCH_CHUNKS = 32 << 20, 64
 """Pushed with one reservation, at most; at least one chunk."""
 PUSH_SECONDS = 30.0
@@ -220,11 +219,10 @@ class HandOver:
     async def _push_to(self, source: Source) -> None:
         target = Target(source, self._stage.hop)
         left = [key for key in self.keys if key not in self._outcomes]
-        noted = await target.announce(self._number, left)
-        if not noted:
-            logger.debug("peer %s waits for too many chunks to wait for further ones", self.to)
-        self.announced.set()
         try:
+            if not await target.announce(self._number, left):
+                logger.debug("peer %s waits for too many chunks to wait for further ones", self.to)
+            self.announced.set()
             await self._pump(target)
         finally:
             target.withdraw(self._number)
@@ -354,8 +352,8 @@ class HandOvers:
             split_address(to)
         except ValueError as error:
             raise PeerError(f"cannot hand over: {error}") from error
-        if len(keys) > MOST_CHUNKS:
-            raise PeerError(f"cannot hand over {len(keys)} chunks at once: {MOST_CHUNKS} is the limit")
+        if len(keys) > MOST_IN_ONE:
+            raise PeerError(f"cannot hand over {len(keys)} chunks at once: {MOST_IN_ONE} is the limit")
         if len(self._open) >= MOST_HAND_OVERS:
             raise PeerError(f"{MOST_HAND_OVERS} hand-overs are under way, which is the limit")
         handing = HandOver(self, next(self._numbers), to, keys)

@@ -52,6 +52,8 @@ from typing import Literal
 from kvtier.sockets.frames import Message, decoder
 
 VERSION = 2
+MOST_IN_ONE = 32_768
+"""Chunks of one :class:`Announce`: 1 MiB of keys."""
 MOST_RESERVED = 128
 """Chunks of one :class:`Reserve`."""
 CHECKSUM_BYTES = 16

@@ -168,15 +168,22 @@ class _Push:
         """See :meth:`Target.push`."""
         with anyio.move_on_after(seconds):
             sealed = await self._target.seal(self._chunks)
-            self._sealed = {index: one for index, one in enumerate(sealed) if one is not None}
+            space = next((one[0].namespace for one in sealed if one is not None), b"")
+            self._sealed = {
+                index: one
+                for index, one in enumerate(sealed)
+                if one is not None and one[0].namespace == space
+            }
             pause, full_since = FIRST_PAUSE_SECONDS, anyio.current_time()
             while self._sealed:
                 before = len(self._sealed)
                 room = await self._reserve()
+                if room.promises or room.coming or len(self._sealed) < before:
+                    full_since = anyio.current_time()
                 if len(self._sealed) < before:
-                    pause, full_since = FIRST_PAUSE_SECONDS, anyio.current_time()
+                    pause = FIRST_PAUSE_SECONDS
                     continue
-                if not room.coming and anyio.current_time() - full_since > FULL_SECONDS:
+                if anyio.current_time() - full_since > FULL_SECONDS:
                     break
                 await anyio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -220,6 +227,8 @@ class _Push:
             source.release(unused.values())
         self._settle([index for index, good in zip(written, whole, strict=True) if good], Pushed.OK)
         tried = [index for index in promises if index in self._sealed]
+        if source.silent:
+            return  # Whether it is there at all is seen by the next question.
         for index in tried:
             self._attempts[index] += 1
         self._settle([index for index in tried if self._attempts[index] == ATTEMPTS], Pushed.FAILED)
@@ -255,11 +264,18 @@ def _promises(reserved: Reserved, headers: Sequence[ChunkHeader], asked_at: floa
     return promises
 
 
+def _header(chunk: memoryview) -> ChunkHeader:
+    try:
+        return ChunkHeader.parse(chunk)
+    except CorruptChunk:
+        return ChunkHeader.parse(chunk)  # It may have been sealed between two looks at it.
+
+
 def _sealed(item: tuple[ChunkKey, memoryview]) -> Sealed | None:
     """In a worker thread. Whoever else seals the chunk at the same time writes the same bytes."""
     key, chunk = item
     try:
-        header = ChunkHeader.parse(chunk)
+        header = _header(chunk)
     except CorruptChunk:
         return None
     if header.key != key or object_bytes(header.payload_bytes) != len(chunk) or not header.payload_bytes:

@@ -21,6 +21,7 @@ from kvtier.keys import KEY_BYTES, ChunkKey, split_keys
 from kvtier.peers.grants import Grant, GrantBook
 from kvtier.peers.protocol import (
     CHECKSUM_BYTES,
+    MOST_IN_ONE,
     MOST_RESERVED,
     NO_GRANT,
     Announce,
@@ -34,8 +35,10 @@ from kvtier.threads import WorkerThreads, spread
 from kvtier.transports.base import Access
 
 MOST_ANNOUNCEMENTS = 1024
-MOST_ANNOUNCED = 262_144
+MOST_ANNOUNCED = 131_072
 """Of one peer, and the chunks of all of them. What is announced beyond is not waited for."""
+MOST_ANNOUNCED_BY_ALL = 524_288
+"""Some 80 MB of Python's memory."""
 BIGGEST_PAYLOAD = 1 << 48
 VERIFIED_AT_ONCE = 2
 """Threads that compute checksums, for all peers together."""
@@ -75,6 +78,8 @@ class Reservations:
         self._grants = grants
         self._rooms: dict[int, _Room] = {}
         self._announced: dict[Hashable, dict[int, list[ChunkKey]]] = {}
+        self._announced_by_all = 0
+        """Chunks."""
         self._counts: Counter[str] = Counter()
         self._hop = WorkerThreads(VERIFIED_AT_ONCE)
 
@@ -92,18 +97,28 @@ class Reservations:
     def announce(self, owner: Hashable, announcement: Announce) -> bool:
         """Have look-ups wait for these; whether they do. Raises :class:`ProtocolError`."""
         keys = _split(announcement.keys)
+        if len(keys) > MOST_IN_ONE:
+            raise ProtocolError(f"it announces more than {MOST_IN_ONE} chunks at once")
         mine = self._announced.setdefault(owner, {})
         if announcement.number in mine:
             raise ProtocolError("it announces twice under one number")
-        if len(mine) >= MOST_ANNOUNCEMENTS or sum(map(len, mine.values())) + len(keys) > MOST_ANNOUNCED:
+        mine_in_all = sum(map(len, mine.values())) + len(keys)
+        if (
+            len(mine) >= MOST_ANNOUNCEMENTS
+            or mine_in_all > MOST_ANNOUNCED
+            or self._announced_by_all + len(keys) > MOST_ANNOUNCED_BY_ALL
+        ):
             return False
         mine[announcement.number] = keys
+        self._announced_by_all += len(keys)
         self._cache.expecting.announce(keys)
         return True
 
     def withdraw(self, owner: Hashable, number: int) -> None:
         """Nothing more of an announcement will come."""
-        self._cache.expecting.withdraw(self._announced.get(owner, {}).pop(number, ()))
+        keys = self._announced.get(owner, {}).pop(number, [])
+        self._announced_by_all -= len(keys)
+        self._cache.expecting.withdraw(keys)
 
     # Reserving.
 
@@ -190,14 +205,14 @@ class Reservations:
     # Committing.
 
     async def commit(self, owner: Hashable, question: Commit) -> list[bool]:
-        """Serve those that are whole; which these are. Raises :class:`ProtocolError`.
+        """Serve those that are whole; which these are. There is a checksum for each.
 
         From here on nobody may begin to write there; those that still do are waited for.
         """
-        if len(question.checksums) != CHECKSUM_BYTES * len(question.chunks):
-            raise ProtocolError("it commits chunks without their checksums")
         room = self._rooms.get(question.grant)
         if room is None or room.owner is not owner:
+            # Too late; but that nothing writes there any longer holds all the same.
+            self._grants.release(owner, question.grant, question.chunks, Access.WRITE)
             return [False] * len(question.chunks)
         filled = {index: room.unfilled.pop(index) for index in question.chunks if index in room.unfilled}
         if len(filled) < len(question.chunks):

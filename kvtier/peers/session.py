@@ -21,6 +21,7 @@ from kvtier.keys import ChunkKey, split_keys
 from kvtier.peers.grants import Grant, GrantBook
 from kvtier.peers.holdings import PART_BYTES, PART_CHUNKS, Holdings
 from kvtier.peers.protocol import (
+    CHECKSUM_BYTES,
     NO_GRANT,
     Announce,
     Announced,
@@ -145,6 +146,8 @@ class Session:
                 await self._say(self._reservations.reserve(self, message))
             case Commit():
                 self._check_numbers(message.grant, message.chunks)
+                if len(message.checksums) != CHECKSUM_BYTES * len(message.chunks):
+                    raise ProtocolError("it commits chunks without their checksums")
                 await self._commits.acquire()
                 self._tasks.start_soon(self._commit, message)
             case Ping():
@@ -156,7 +159,7 @@ class Session:
         try:
             whole = await self._reservations.commit(self, question)
             await self._say(Committed(question.ticket, whole))
-        except (ChannelClosed, ProtocolError) as error:
+        except ChannelClosed as error:
             self._lost = str(error)
             self._scope.cancel()
         finally:
