@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from anyio import to_thread
+from anyio.lowlevel import checkpoint
 
 from kvtier import Settings
 from kvtier.cache import FoundChunk, LookUp
@@ -60,6 +62,12 @@ class Host:
         """Chunks become READY, as engines leave them there."""
         store(self.instance, numbers, payload)
 
+    async def compute_many(self, numbers: Sequence[int], payload: int) -> None:
+        """Large ones, and others get their turn meanwhile."""
+        for number in numbers:
+            self.compute([number], payload)
+            await checkpoint()
+
     def hand_over(self, to: Host, numbers: Sequence[int]) -> HandOver:
         return self.instance.hand_over(to.address, keys_of(numbers))
 
@@ -71,7 +79,7 @@ class Host:
         with anyio.fail_after(seconds):
             await self.cache.settle(found)
         count = len(found.chunks)
-        assert all(map(_is_right, found.chunks))
+        assert await to_thread.run_sync(lambda: all(map(_is_right, found.chunks)))
         found.release()
         return count
 
@@ -96,11 +104,11 @@ class Host:
         """No lease, no reservation, no announcement, no hand-over, nothing PENDING."""
         cache, server = self.cache, self.instance.server
         assert server is not None
-        handing: Any = self.instance.status()["hand_overs"]
+        await until(lambda: not self.instance.status()["hand_overs"]["open"])  # type: ignore[index]
         await until(lambda: not cache.pending_bytes)
         await until(lambda: cache.arena.leases == cache.hierarchy.catalog.count(0))
         await until(lambda: not self.reserving["announcements"])
-        handing = self.instance.status()["hand_overs"]
+        handing: Any = self.instance.status()["hand_overs"]
         assert (handing["open"], handing["leased_bytes"], handing["awaited"]) == (0, 0, 0)
         assert (self.reserving["reserved_bytes"], self.reserving["reservations"]) == (0, 0)
         serving: Any = server.status()
