@@ -54,6 +54,8 @@ class Checks:
         self._fleet = fleet
         self._interval = settings.check
         self._limit = settings.check * 2.5
+        self._roles = (Role.DECODE,) if settings.controller is None else tuple(Role)
+        """Whose peer addresses matter: those of prefillers only to tell what the controller calls them."""
         self._headers = {"accept-encoding": "identity"}
         if settings.engine_key is not None:
             self._headers["authorization"] = f"Bearer {settings.engine_key.get_secret_value()}"
@@ -68,7 +70,7 @@ class Checks:
                 self._down(engine, why)
             elif not why:
                 due = engine.state != State.UP or time.monotonic() > probed + PROBE_AGAIN_SECONDS
-                if engine.peer is None and due:
+                if engine.peer is None and due and engine.role in self._roles:
                     probed = time.monotonic()
                     await self._learn(engine)
                 self._up(engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 
 import httpx
 
@@ -16,10 +17,21 @@ CONNECT_SECONDS = 5.0
 WRITE_SECONDS = 30.0
 
 
+def verification(url: str) -> ssl.SSLContext | bool:
+    """How to verify who answers at a URL: by the certificates that this host trusts, where it is HTTPS."""
+    return _context() if url.startswith("https://") else False
+
+
+@cache
+def _context() -> ssl.SSLContext:
+    """One for all: reading the certificates takes a while."""
+    return ssl.create_default_context()
+
+
 class Connections:
     """All connections to one engine. Bounded by who asks: one request has one connection."""
 
-    def __init__(self, verify: ssl.SSLContext | bool = True) -> None:
+    def __init__(self, verify: ssl.SSLContext | bool) -> None:
         self._verify = verify
         self._pools: list[_Pool] = []
 

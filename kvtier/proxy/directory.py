@@ -12,6 +12,7 @@ import msgspec
 
 from kvtier.proxy.body import CHAT_PATH, Body
 from kvtier.proxy.checks import WILDCARDS, read
+from kvtier.proxy.connections import verification
 from kvtier.settings_peer import split_address
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ logger = logging.getLogger("kvtier.proxy")
 LOOK_UP_SECONDS = 0.25
 """A request waits no longer for it: choosing well is worth less than answering soon."""
 NAMES_SECONDS = 5.0
+MOST_TOKENS_BYTES = 64 << 20
 PAUSE_SECONDS = 5.0
 """After a failure nothing is asked for so long."""
 
@@ -71,7 +73,12 @@ class Directory:
         if settings.controller_token is not None:
             headers["authorization"] = f"Bearer {settings.controller_token.get_secret_value()}"
         assert settings.controller is not None
-        self._client = httpx.AsyncClient(base_url=settings.controller, headers=headers, trust_env=False)
+        self._client = httpx.AsyncClient(
+            base_url=settings.controller,
+            headers=headers,
+            trust_env=False,
+            verify=verification(settings.controller),
+        )
         self._fleet = fleet
         self._statistics = statistics
         self._paused_until = 0.0
@@ -149,11 +156,12 @@ class Directory:
 async def _tokenize(body: Body, engine: Engine, headers: Headers) -> msgspec.Raw | None:
     content = body.for_tokenizing()
     request = httpx.Request("POST", engine.at("/tokenize"), headers=headers, content=content)
-    async with engine.connections.exchange(request, LOOK_UP_SECONDS) as response:
-        answer = await read(response, 64 << 20)
-        if response.status_code != 200 or answer is None:
-            return None
-        return msgspec.json.decode(answer, type=_Tokenized).tokens
+    try:
+        async with engine.connections.exchange(request, LOOK_UP_SECONDS) as response:
+            answer = await read(response, MOST_TOKENS_BYTES)
+        return msgspec.json.decode(answer or b"", type=_Tokenized).tokens
+    except (httpx.TransportError, msgspec.DecodeError):  # An error, too, has no tokens.
+        return None
 
 
 async def _places(instance: _Instance) -> set[tuple[str, int]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from itertools import count
 
 import anyio
 import httpx
@@ -13,6 +15,10 @@ from anyio import CancelScope
 from kvtier.proxy.connections import Connections
 from kvtier.proxy.errors import EngineLost
 from kvtier.proxy.prompt import PrefixMemory
+
+AVOIDED_SECONDS = 5.0
+
+_turns = count()
 
 
 class Role(StrEnum):
@@ -50,8 +56,12 @@ class Engine:
         """Where it is not up: why, in words that follow its name."""
         self.load = 0
         """Requests under way, those that are meant for it included."""
+        self.turn = -1
+        """When it was last given a request, as a running number."""
         self.served = 0
         self.failed = 0
+        self.avoided_until = 0.0
+        """On the monotonic clock: others are asked first until then."""
         self.memory = PrefixMemory(remember)
         self.connections = connections
         self._urls: dict[str, httpx.URL] = {}
@@ -87,6 +97,7 @@ class Engine:
     @contextmanager
     def loaded(self) -> Iterator[None]:
         """Count a request as under way."""
+        self.turn = next(_turns)
         self.load += 1
         try:
             yield
@@ -118,6 +129,16 @@ class Engine:
     def lives(self) -> None:
         """It has answered."""
         self.state, self.why = State.UP, ""
+
+    def has_failed(self, lost: EngineLost) -> None:
+        """A request has not been answered there, or nobody was there.
+
+        An engine that fails at once is always idle, and would get every request.
+        """
+        self.failed += 1
+        self.avoided_until = time.monotonic() + AVOIDED_SECONDS
+        if lost.gone:
+            self.state, self.why = State.DOWN, lost.why
 
     def is_down(self, why: str) -> None:
         """It does not answer. What waits for it to begin goes elsewhere; what it held counts as lost."""

@@ -59,7 +59,8 @@ class Exchange:
             with self._proxy.admission.admit() as ticket:
                 await self._run(client, ticket)
         except Refused as refused:
-            self._outcome = "refused" if refused.status != 502 else "interrupted"
+            if self._outcome != "interrupted":
+                self._outcome = "refused"
             await client.refuse(refused)
         except ClientGone:
             client.gone = True
@@ -167,7 +168,8 @@ class Exchange:
             if prefiller is None:
                 break
             tried.append(prefiller)
-            self._statistics.retries[Role.PREFILL] += number > 0
+            if number:
+                self._statistics.retries[Role.PREFILL] += 1
             try:
                 return await self._prefill_at(prefiller, body, _post(prefiller, self._path, headers, content))
             except EngineLost as lost:
@@ -224,6 +226,7 @@ class Exchange:
             try:
                 await self._pass_on(client, body, response, begun, pieces)
             except httpx.TransportError:
+                self._outcome = "interrupted"
                 decoder.failed += 1
                 logger.warning("the decode engine %s has gone in the middle of an answer", decoder.url)
                 raise Refused(502, INTERRUPTED) from None
@@ -254,10 +257,8 @@ class Exchange:
         return len(tried) < MOST_TRIES and any(engine not in tried for engine in there)
 
     def _note(self, lost: EngineLost) -> None:
-        lost.engine.failed += 1
         logger.warning("%s", lost)
-        if lost.gone and not lost.engine.removed:
-            lost.engine.is_down(lost.why)
+        lost.engine.has_failed(lost)
 
 
 class _Begun:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ssl
+import time
 from collections.abc import Callable, Collection, Iterator
-from itertools import count
 
-from kvtier.proxy.connections import Connections
+from kvtier.proxy.connections import Connections, verification
 from kvtier.proxy.engine import Engine, Role, State
 from kvtier.proxy.settings import MOST_ENGINES
 
@@ -23,9 +22,6 @@ class Fleet:
     def __init__(self, remember: int) -> None:
         self._remember = remember
         self._engines: dict[tuple[Role, str], Engine] = {}
-        self._turns = count()
-        self._turn_of: dict[Engine, int] = {}
-        self._context: ssl.SSLContext | None = None
         self.leaving: set[Engine] = set()
         """Removed, with requests under way."""
 
@@ -49,23 +45,21 @@ class Fleet:
             raise ValueError(f"the {role} engine {url} is there already")
         if len(self._engines) >= 2 * MOST_ENGINES:
             raise ValueError(f"there are {len(self._engines)} engines already: start one more proxy")
-        engine = Engine(role, url, peer, Connections(self._verify(url)), self._remember)
+        engine = Engine(role, url, peer, Connections(verification(url)), self._remember)
         self._engines[role, url] = engine
-        self._turn_of[engine] = -1
         return engine
 
     def remove(self, engine: Engine) -> None:
         """Give it nothing more. What is under way there may end."""
         del self._engines[engine.role, engine.url]
-        del self._turn_of[engine]
         engine.remove()
         self.leaving.add(engine)
 
     def choose(self, role: Role, held: Held, without: Collection[Engine] = ()) -> Engine | None:
         """The engine for a request: of those that are not much busier than the idlest, who holds most.
 
-        Among equals the idlest, then whoever has waited longest. A decoder is needed: where none is known
-        to be up, one that is not may still be.
+        Among equals the idlest, then whoever has waited longest. Who has failed of late is asked only where
+        there is no other. A decoder is needed: where none is known to be up, one that is not may still be.
         """
         there = [engine for engine in self.of(role) if engine not in without]
         candidates = [engine for engine in there if engine.state == State.UP]
@@ -73,23 +67,15 @@ class Fleet:
             candidates = there
         if not candidates:
             return None
+        now = time.monotonic()
+        candidates = [engine for engine in candidates if engine.avoided_until <= now] or candidates
         most = min(engine.load for engine in candidates) * 1.5 + SLACK
-        chosen = max(
+        return max(
             (engine for engine in candidates if engine.load <= most),
-            key=lambda engine: (held(engine), -engine.load, -self._turn_of[engine]),
+            key=lambda engine: (held(engine), -engine.load, -engine.turn),
         )
-        self._turn_of[chosen] = next(self._turns)
-        return chosen
 
     async def aclose(self) -> None:
         """Close all connections."""
         for engine in [*self, *self.leaving]:
             await engine.connections.aclose()
-
-    def _verify(self, url: str) -> ssl.SSLContext | bool:
-        """Making a context takes a while, so there is one for all; without HTTPS there is none."""
-        if not url.startswith("https://"):
-            return False
-        if self._context is None:
-            self._context = ssl.create_default_context()
-        return self._context

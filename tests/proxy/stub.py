@@ -34,8 +34,8 @@ class Asked(NamedTuple):
     @property
     def ours(self) -> dict[str, Any] | None:
         """What the proxy says to kvtier."""
-        found: dict[str, Any] | None = (self.body.get("kv_transfer_params") or {}).get("kvtier")
-        return found
+        params = self.body.get("kv_transfer_params")
+        return params.get("kvtier") if isinstance(params, dict) else None
 
     def header(self, name: str) -> str | None:
         return dict(self.headers).get(name)
@@ -225,13 +225,12 @@ class Stub:
         """Listen; where it did before, on the same port."""
         listener = await anyio.create_tcp_listener(local_host="127.0.0.1", local_port=self.port)
         self.port = listener.extra(SocketAttribute.local_port)
-        async with anyio.create_task_group() as tasks:
+        async with listener, anyio.create_task_group() as tasks:
             tasks.start_soon(listener.serve, self._handle)
             try:
                 yield self
             finally:
                 tasks.cancel_scope.cancel()
-        await listener.aclose()
 
     async def _handle(self, stream: SocketStream) -> None:
         self.connections += 1

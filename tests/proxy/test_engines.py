@@ -210,7 +210,6 @@ def fleet_of(count: int) -> list[Engine]:
 def choice(engines: list[Engine], **held: int) -> str | None:
     fleet = Fleet(1000)
     fleet._engines = {(engine.role, engine.url): engine for engine in engines}
-    fleet._turn_of = dict.fromkeys(engines, -1)
     chosen = fleet.choose(Role.DECODE, lambda engine: held.get(engine.host, 0))
     return None if chosen is None else chosen.host
 
@@ -237,8 +236,13 @@ def test_equals_take_turns() -> None:
     fleet = Fleet(1000)
     for number in range(3):
         fleet.add(Role.PREFILL, f"http://p{number}:1").lives()
-    chosen = [fleet.choose(Role.PREFILL, lambda _: 0) for _ in range(6)]
-    assert [engine.host for engine in chosen if engine] == ["p0", "p1", "p2"] * 2
+    chosen = []
+    for _ in range(6):
+        engine = fleet.choose(Role.PREFILL, lambda _: 0)
+        assert engine is not None
+        with engine.loaded():
+            chosen.append(engine.host)
+    assert chosen == ["p0", "p1", "p2"] * 2
     for engine in fleet:
         engine.is_down("has gone")
     assert fleet.choose(Role.PREFILL, lambda _: 0) is None  # A prompt can be computed without.

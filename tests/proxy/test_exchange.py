@@ -54,9 +54,10 @@ async def test_a_chat_is_too(place: Place) -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
         "seed": 12345678901234567890,
-        "unknown": {"deep": [1.10, None, "é", 1e3]},
+        "unknown": {"deep": [None, "é"]},
     }
-    content = json.dumps(asked, ensure_ascii=False).encode()
+    content = json.dumps(asked, ensure_ascii=False).encode().replace(b"null", b"1.10, 1e3,null")
+    asked = json.loads(content)
     answer = await place.client.post("/v1/chat/completions", content=content)
     assert answer.content == b"".join(EVENTS)
     (prefill,), (decode,) = place.prefillers[0].asked, place.decoders[0].asked
@@ -196,12 +197,12 @@ async def test_a_stream_comes_at_once_and_as_it_is(place: Place) -> None:
         b"\xff\x00 no text\n\n",
         DONE,
     ]
+    slow.say(said[0])
     async with place.stream() as response:
-        received = b""
+        received, pieces = b"", aiter(response.aiter_raw())
         for content in said:
-            slow.say(content)
-            if content is said[0]:
-                pieces = aiter(response.aiter_raw())
+            if content is not said[0]:
+                slow.say(content)
             piece = b""
             while len(piece) < len(content):  # Each is there before the next is said.
                 with anyio.fail_after(10):
@@ -261,7 +262,7 @@ async def test_an_answer_too_long_to_be_looked_into_goes_through(
 
 
 async def test_a_long_request_goes_through(place: Place) -> None:
-    prompt = list(range(100_000, 600_000))
+    prompt = list(range(100_000, 200_000))
     await place.ask(prompt=prompt)
     assert place.decoders[0].asked[0].body["prompt"] == prompt
 

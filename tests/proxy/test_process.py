@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
 import socket
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvtier.cli import main, terminal
 from tests.hosts import ROOT
 
 PATIENCE = 60
@@ -222,28 +224,31 @@ def test_a_decoder_that_is_stopped_is_replaced(start: Start) -> None:
     decoders[0].process.send_signal(signal.SIGCONT)
 
 
-def kvtier(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvtier", "proxy", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE,
-    )
+@pytest.fixture
+def says(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What the command says in this process, which is over soon."""
+    monkeypatch.setattr(terminal.logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(logging.getLogger("kvtier"), "level", logging.WARNING)
+
+    def run(*arguments: object) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["proxy", *map(str, arguments)])
+        assert ended.value.code in {1, 2}
+        return capsys.readouterr().err
+
+    return run
 
 
-def test_what_is_wrong_is_said_in_one_message(tmp_path: Path) -> None:
-    done = kvtier("--prefill", "http://localhost:1")
-    assert done.returncode == 2
-    assert "which engine answers?" in done.stderr
-    done = kvtier("--decode", "localhost:8200")
-    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
-    assert "write one like http://10.0.0.1:8100" in done.stderr
+def test_what_is_wrong_is_said_in_one_message(says: Callable[..., str], tmp_path: Path) -> None:
+    assert "which engine answers?" in says("--prefill", "http://localhost:1")
+    said = says("--decode", "localhost:8200")
+    assert len(said.splitlines()) == 1
+    assert "write one like http://10.0.0.1:8100" in said
+    decode = ("--decode", "http://localhost:1")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = "{}:{}".format(*taken.getsockname())
-        done = kvtier("--decode", "http://localhost:1", "--listen", address)
-    assert f"cannot listen on {address}: Address already in use: write another" in done.stderr
-    assert "--listen" in done.stderr
-    done = kvtier("--decode", "http://localhost:1", "--token-file", str(tmp_path / "none"))
-    assert "--token-file: the file" in done.stderr
+        said = says(*decode, "--listen", address)
+    assert f"cannot listen on {address}: Address already in use: write another" in said
+    assert "--listen" in said
+    assert "--token-file: the file" in says(*decode, "--token-file", tmp_path / "none")
+    assert "none of DEBUG" in says(*decode, "--log-level", "loud")
