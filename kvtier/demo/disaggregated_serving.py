@@ -181,5 +181,7 @@ def _start_proxy(running: Serving, port: int) -> None:
 
 
 def _all_known(engines: Sequence[dict[str, Any]]) -> bool:
-    """Whether both are up, and have said where their instances listen."""
-    return all(engine["state"] == "up" and engine["peer"] for engine in engines)
+    """Whether both are up, and the decoder has said where its instance listens."""
+    return all(
+        engine["state"] == "up" and (engine["role"] != "decode" or engine["peer"]) for engine in engines
+    )
