@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from kvtier.bridge.client import SchedulerBridge
+from kvtier.bridge.client import RESERVE_SECONDS, SchedulerBridge
 from kvtier.integrations.vllm.changes import ChangeLog
 from kvtier.integrations.vllm.handing import HandOvers
 from kvtier.integrations.vllm.layout import ModelLayout
@@ -36,6 +36,8 @@ PATIENCE_SECONDS = 1.0
 """How much longer than the prefetch deadline an answer may take before a request is computed instead."""
 LONGEST_WAIT_SECONDS = 120.0
 """How long an answer may take with ``prefetch.policy: wait``: a cache process may be stopped for good."""
+HAND_OVER_RESERVE_SECONDS = 1.0
+"""How long the cache process of a prefiller may take to find room, where that of others has 0.1 s."""
 CLEAR_SECONDS = 10.0
 NOTHING = (0, False)
 ASK_AGAIN = (None, False)
@@ -290,7 +292,9 @@ class SchedulerSide:
     ) -> list[ChunkCopy]:
         if not keys:
             return []
-        slots = self._bridge.reserve(state.parent(first), keys, sizes[-1])  # type: ignore[arg-type]
+        # What finds no room is not handed over, and this engine has computed it for nothing.
+        seconds = RESERVE_SECONDS if state.hand_over is None else HAND_OVER_RESERVE_SECONDS
+        slots = self._bridge.reserve(state.parent(first), keys, sizes[-1], seconds)  # type: ignore[arg-type]
         copies, unusable = [], []
         for slot, tokens, chunk_blocks in zip(slots, sizes, blocks, strict=True):
             if slot is None:
