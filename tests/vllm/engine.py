@@ -124,9 +124,17 @@ class Engine:
             self._take()
         return number in self._answers
 
-    def allow(self, steps: int | None) -> None:
-        """Take so many steps, then none before it is allowed more; ``None``: as many as there are."""
-        self._call("allow", steps=steps)
+    def hold(self) -> None:
+        """Take no step before :meth:`step` or :meth:`let_go`."""
+        self._call("allow", steps=0)
+
+    def step(self) -> None:
+        """Take one step, if there is anything to do, and no more."""
+        self._call("allow", steps=1)
+
+    def let_go(self) -> None:
+        """Step on as ever. The inverse of :meth:`hold`."""
+        self._call("allow", steps=None)
 
     def abort(self, *numbers: int) -> None:
         self._call("abort", requests=[str(number) for number in numbers])

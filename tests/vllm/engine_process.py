@@ -38,8 +38,8 @@ class _Host:
         self._connection = connection
         self._llm: Any = None
         self._running = True
-        self._allowed: int | None = None
-        """How many steps may still be taken; ``None`` for any number."""
+        self._held = False
+        """Whether steps are taken only when one is asked for."""
         self._calls: dict[str, Callable[..., Any]] = {
             "open": self._open,
             "generate": self._generate,
@@ -53,7 +53,7 @@ class _Host:
 
     def run(self) -> None:
         while self._running:
-            stepping = self._llm is not None and self._allowed != 0 and self._core.scheduler.has_requests()
+            stepping = self._llm is not None and not self._held and self._core.scheduler.has_requests()
             if not stepping or self._connection.poll(0):
                 self._answer(json.loads(self._connection.recv_bytes()))
             else:
@@ -110,12 +110,12 @@ class _Host:
         )
 
     def _allow(self, number: int, steps: int | None) -> bool:
-        self._allowed = steps
+        self._held = steps is not None
+        if steps and self._core.scheduler.has_requests():
+            self._step()
         return True
 
     def _step(self) -> None:
-        if self._allowed is not None:
-            self._allowed -= 1
         for output in self._llm.llm_engine.step():
             if output.finished and output.request_id in self._pending:
                 completion = output.outputs[0]

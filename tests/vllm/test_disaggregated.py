@@ -19,7 +19,8 @@ from tests.vllm.engine import Answer, Engine, Engines
 from tests.vllm.models import prompt
 
 LENGTH = 1000
-CHUNKS = -(-LENGTH // CHUNK)
+FIRST_CHUNKS = 2
+"""Of eight. A few more may have been computed by the time that these are seen at the decoder."""
 SECRET = "sixteen or more characters"
 EXPECT_SECONDS = 60.0
 """Nothing is judged by it: what is not pushed any longer is not waited for."""
@@ -48,13 +49,15 @@ class Pair(NamedTuple):
         """Ask the prefiller, as a proxy does."""
         return self.prefiller.submit(tokens, 1, params={"kvtier": {"hand_over": {"to": address(self.there)}}})
 
-    def begin(self, tokens: list[int], steps: int = 3) -> int:
-        """Ask it, and come back when it has stopped amid its prefill, and all until there is pushed."""
+    def begin(self, tokens: list[int]) -> int:
+        """Ask it, and hold it amid its prefill, when the first chunks have been pushed."""
         before = self.there.status()["tiers"][0]["chunks"]
-        self.prefiller.allow(steps)
+        self.prefiller.hold()
         request = self.submit(tokens)
-        self.there.wait_until(lambda status: status["tiers"][0]["chunks"] == before + steps)
-        assert not self.prefiller.finished(request)
+        # Its first steps may do nothing: whether it has the prompt in some tier is not known yet.
+        while self.there.status()["tiers"][0]["chunks"] < before + FIRST_CHUNKS:
+            assert not self.prefiller.finished(request)
+            self.prefiller.step()
         return request
 
     def prefill(self, tokens: list[int]) -> Answer:
@@ -80,10 +83,13 @@ class Pair(NamedTuple):
         return self.decode(tokens, told) if told else self.decoder.generate(tokens)
 
     def check(self, model: Path, oracle: Oracle, tokens: list[int]) -> None:
-        """The answer is right, and the decoder has computed nothing of the prompt but its last token."""
+        """The answer is right, and the decoder has computed nothing of the prompt but its last token.
+
+        Which vLLM counts as cached, too: its KV is loaded, and computed again to go on from there.
+        """
         answer = self.serve(tokens)
         assert answer.tokens == oracle(model, tokens)
-        assert answer.cached == len(tokens) - 1, self.here.tail() + self.there.tail()
+        assert answer.cached == len(tokens), self.here.tail() + self.there.tail()
 
 
 def address(cache: CacheProcess) -> str:
@@ -174,7 +180,7 @@ def running(hosts: Hosts, llama: Path) -> Iterator[Pair]:
 def pair(running: Pair) -> Iterator[Pair]:
     """Two engines for many tests: after each, nobody may hold anything any more."""
     yield running
-    running.prefiller.allow(None)
+    running.prefiller.let_go()
     for cache, engine in ((running.here, running.prefiller), (running.there, running.decoder)):
         cache.wait_until(is_quiet)
         engine.wait_until_free()
@@ -207,7 +213,7 @@ def test_a_chat_goes_on_with_what_both_have(llama: Path, pair: Pair, oracle: Ora
     for length in (300, 200, 150):
         conversation += fresh(length)
         answer = pair.serve(conversation)
-        assert (answer.tokens, answer.cached) == (oracle(llama, conversation), len(conversation) - 1)
+        assert (answer.tokens, answer.cached) == (oracle(llama, conversation), len(conversation))
         conversation += answer.tokens
     pair.here.wait_until(is_quiet)
     pair.there.wait_until(is_quiet)
@@ -222,10 +228,10 @@ def test_chunks_are_pushed_while_later_ones_are_computed(llama: Path, pair: Pair
     tokens = fresh()
     prefilling = pair.begin(tokens)
     decoding = pair.wait_for(tokens)
-    pair.prefiller.allow(None)
+    pair.prefiller.let_go()
     assert handed_over(pair.prefiller.answer(prefilling)) == LENGTH
     answer = pair.decoder.answer(decoding)
-    assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH - 1)
+    assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH)
 
 
 def test_one_prompt_twice_at_once(llama: Path, pair: Pair, oracle: Oracle) -> None:
@@ -236,7 +242,7 @@ def test_one_prompt_twice_at_once(llama: Path, pair: Pair, oracle: Oracle) -> No
         assert handed_over(pair.prefiller.answer(request)) == LENGTH
     for request, tokens in zip(decoding, reversed(prompts), strict=True):
         answer = pair.decoder.answer(request)
-        assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH - 1)
+        assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH)
 
 
 def test_without_hints_the_decoder_finds_what_is_there(llama: Path, pair: Pair, oracle: Oracle) -> None:
@@ -244,7 +250,7 @@ def test_without_hints_the_decoder_finds_what_is_there(llama: Path, pair: Pair, 
     pair.prefill(tokens)
     pair.here.wait_until(is_quiet)
     answer = pair.decoder.generate(tokens)
-    assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH - 1)
+    assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +279,8 @@ def test_an_abort_at_the_prefiller_ends_the_hand_over(llama: Path, pair: Pair, o
     decoding = pair.wait_for(tokens)
     pair.prefiller.abort(prefilling)
     answer = pair.decoder.answer(decoding)
-    assert (answer.tokens, answer.cached) == (oracle(llama, tokens), 3 * CHUNK)
+    assert answer.tokens == oracle(llama, tokens)
+    assert FIRST_CHUNKS * CHUNK <= answer.cached < LENGTH
 
 
 def test_an_abort_at_the_decoder_ends_the_wait(llama: Path, pair: Pair, oracle: Oracle) -> None:
@@ -281,11 +288,11 @@ def test_an_abort_at_the_decoder_ends_the_wait(llama: Path, pair: Pair, oracle: 
     prefilling = pair.begin(tokens)
     pair.decoder.abort(pair.wait_for(tokens))
     pair.there.wait_until(lambda status: status["pushed"]["waiting"] == 0 and is_idle(status))
-    pair.prefiller.allow(None)
+    pair.prefiller.let_go()
     assert handed_over(pair.prefiller.answer(prefilling)) == LENGTH
     pair.here.wait_until(is_quiet)
     assert pair.decode(tokens) == Answer(
-        oracle(llama, tokens), LENGTH - 1, "length", {"kvtier": {"peer": address(pair.there)}}
+        oracle(llama, tokens), LENGTH, "length", {"kvtier": {"peer": address(pair.there)}}
     )
 
 
@@ -297,7 +304,7 @@ def test_a_link_that_is_paused_holds_nobody_up_at_the_prefiller(
     decoding = pair.wait_for(tokens)
     pair.there.pause()
     try:
-        pair.prefiller.allow(None)
+        pair.prefiller.let_go()
         answer = pair.prefiller.answer(prefilling)
         assert answer.tokens == oracle(llama, tokens)[:1]
     finally:
@@ -315,7 +322,8 @@ def test_a_prefiller_that_is_killed_amid_a_push(
         decoding = dying.wait_for(tokens)
         engine.kill()
         answer = pair.decoder.answer(decoding)
-    assert (answer.tokens, answer.cached) == (oracle(llama, tokens), 3 * CHUNK)
+    assert answer.tokens == oracle(llama, tokens)
+    assert FIRST_CHUNKS * CHUNK <= answer.cached < LENGTH
 
 
 def test_a_decoder_that_is_killed_amid_its_answer(
@@ -328,10 +336,10 @@ def test_a_decoder_that_is_killed_amid_its_answer(
         prefilling = dying.begin(tokens)
         dying.wait_for(tokens)
         engine.kill()
-    pair.prefiller.allow(None)
+    pair.prefiller.let_go()
     assert handed_over(pair.prefiller.answer(prefilling)) == LENGTH
     answer = pair.decode(tokens)
-    assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH - 1)
+    assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH)
 
 
 def test_a_decoder_without_room_computes_itself(
@@ -346,7 +354,7 @@ def test_a_decoder_without_room_computes_itself(
             tokens = fresh()
             answer = full.serve(tokens)
             assert answer.tokens == oracle(llama, tokens)
-            assert answer.cached < LENGTH - 1
+            assert answer.cached < LENGTH
         pair.here.wait_until(is_quiet)
 
 
@@ -364,8 +372,9 @@ def test_layouts_that_differ_are_refused_in_words(
             assert (answer.tokens, answer.cached) == (oracle(llama, tokens), 0)
         pair.here.wait_until(is_quiet)
         assert there.status()["tiers"][0]["chunks"] == 3 * (LENGTH // CHUNK), "its own alone"
-    said = [line for line in pair.here.log.read_text().splitlines() if address(there) in line]
+    said = [line for line in pair.here.log.read_text().splitlines() if "blocks of 64" in line]
     assert len(said) == 1, said
+    assert address(there) in said[0]
     assert f"chunks of {CHUNK} tokens in blocks of 64" in said[0]
     assert f"here: chunks of {CHUNK} tokens in blocks of 32" in said[0]
 
@@ -381,7 +390,7 @@ def test_a_cache_process_that_is_killed_amid_a_push(
         decoding = pair.wait_for(tokens)
         cache: CacheProcess = getattr(pair, side)
         cache.kill()
-        pair.prefiller.allow(None)
+        pair.prefiller.let_go()
         assert pair.decoder.answer(decoding).tokens == oracle(llama, tokens)
         assert pair.prefiller.answer(prefilling).tokens == oracle(llama, tokens)[:1]
         cache.start()
@@ -400,7 +409,7 @@ def test_over_nixl(llama: Path, engines: Engines, oracle: Oracle) -> None:
         decoding = pair.wait_for(tokens)
         pair.prefiller.abort(prefilling)
         assert pair.decoder.answer(decoding).tokens == oracle(llama, tokens)
-        pair.prefiller.allow(None)
+        pair.prefiller.let_go()
         pair.check(llama, oracle, fresh())
 
 
