@@ -7,7 +7,19 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import catalog, controller, disk, engine, look_up, memory, metrics, move, peers, transports
+from benchmarks import (
+    catalog,
+    controller,
+    disaggregated,
+    disk,
+    engine,
+    look_up,
+    memory,
+    metrics,
+    move,
+    peers,
+    transports,
+)
 
 SMALL = {
     catalog: ["--entries", "100000"],
@@ -20,6 +32,7 @@ SMALL = {
     peers: ["--transport", "tcp", "--quick"],
     move: ["--transport", "tcp", "--quick"],
     engine: ["--rounds", "1"],
+    disaggregated: ["--quick"],
 }
 
 
