@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import catalog, disaggregated, disk, engine, look_up, memory, metrics, peers, transports
+from benchmarks import catalog, disaggregated, disk, engine, look_up, memory, metrics, peers, push, transports
 
 SMALL = {
     catalog: ["--entries", "100000"],
@@ -17,6 +17,7 @@ SMALL = {
     metrics: ["--runs", "5", "--chunks", "10000"],
     transports: ["--quick"],
     peers: ["--transport", "tcp", "--quick"],
+    push: ["--transport", "tcp", "--quick"],
     engine: ["--rounds", "1"],
     disaggregated: ["--quick"],
 }
