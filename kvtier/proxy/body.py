@@ -53,8 +53,9 @@ class Params(msgspec.Struct, frozen=True):
             tokens = _values.decode((self.handed_over or {})["tokens"])
         except (KeyError, msgspec.DecodeError):
             return 0
-        whole = isinstance(tokens, int) and not isinstance(tokens, bool)
-        return tokens if whole and tokens > 0 else 0
+        if not isinstance(tokens, int) or isinstance(tokens, bool):
+            return 0
+        return max(0, tokens)
 
 
 _params = msgspec.json.Decoder(Params)
