@@ -18,6 +18,7 @@ from benchmarks import (
     metrics,
     move,
     peers,
+    push,
     transports,
 )
 
@@ -31,6 +32,7 @@ SMALL = {
     transports: ["--quick"],
     peers: ["--transport", "tcp", "--quick"],
     move: ["--transport", "tcp", "--quick"],
+    push: ["--transport", "tcp", "--quick"],
     engine: ["--rounds", "1"],
     disaggregated: ["--quick"],
 }

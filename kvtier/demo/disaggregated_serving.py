@@ -33,6 +33,8 @@ from kvtier.demo.work import (
 
 ROLES = {"prefiller": ("prefill", "kv_producer"), "decoder": ("decode", "kv_consumer")}
 """Each engine's ``role``, and what vLLM calls it."""
+STEP = ("--max-num-batched-tokens", "1024")
+"""Of so many tokens a prompt is computed at a time: what one step has computed is pushed during the next."""
 PROXY_READY_SECONDS = 120.0
 PATIENCE_SECONDS = 60
 """A busy machine is not to be mistaken for one that has lost something."""
@@ -147,7 +149,7 @@ def _start_engine(name: str, model: str, port: int, options: Options, work: Work
         config=work.config(name),
         log=work.log(name),
         max_tokens=options.tokens + new_tokens + SPARE_TOKENS,
-        arguments=vllm_arguments(options),
+        arguments=[*STEP, *vllm_arguments(options)],
         kv_role=ROLES[name][1],
         scratch=work.sockets,
         name=f"the {name}'s vLLM",

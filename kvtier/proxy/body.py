@@ -55,7 +55,7 @@ class Params(msgspec.Struct, frozen=True):
             return 0
         if not isinstance(tokens, int) or isinstance(tokens, bool):
             return 0
-        return max(tokens, 0)
+        return max(0, tokens)
 
 
 _params = msgspec.json.Decoder(Params)

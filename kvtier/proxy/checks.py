@@ -64,7 +64,10 @@ class Checks:
         """Ask again and again until the engine is removed and nothing is under way there."""
         failed, probed = 0, 0.0
         while not engine.removed:
+            began = time.monotonic()
             why = await self._failing(engine)
+            if engine.heard_at > began:
+                why = None  # Whoever is that late, it is not dead.
             failed = failed + 1 if why else 0
             if why and (engine.state != State.UP or failed >= MOST_FAILED or why == _REFUSED):
                 self._down(engine, why)

@@ -77,7 +77,7 @@ class Directory:
             base_url=settings.controller,
             headers=headers,
             trust_env=False,
-            verify=verification(settings.controller),
+            verify=verification(settings.controller) or False,
         )
         self._fleet = fleet
         self._statistics = statistics

@@ -60,6 +60,8 @@ class Engine:
         """When it was last given a request, as a running number."""
         self.served = 0
         self.failed = 0
+        self.heard_at = 0.0
+        """On the monotonic clock: when an answer of it last went on."""
         self.avoided_until = 0.0
         """On the monotonic clock: others are asked first until then."""
         self.memory = PrefixMemory(remember)

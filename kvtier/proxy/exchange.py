@@ -14,7 +14,7 @@ from kvtier.proxy.admission import BUSY
 from kvtier.proxy.body import Body, answered_params, without_params
 from kvtier.proxy.checks import reachable, read
 from kvtier.proxy.client import EVENT_STREAM, Client
-from kvtier.proxy.engine import Engine, Role
+from kvtier.proxy.engine import Engine, Role, described
 from kvtier.proxy.errors import ClientGone, EngineLost, Refused
 from kvtier.proxy.headers import Headers, to_client, to_engine
 from kvtier.tasks import open_tasks
@@ -223,34 +223,35 @@ class Exchange:
                     decoder.memory.add(body.prompt)
             else:
                 self._outcome = "error"
-            try:
-                await self._pass_on(client, body, response, begun, pieces)
-            except httpx.TransportError:
-                self._outcome = "interrupted"
-                decoder.failed += 1
-                logger.warning("the decode engine %s has gone in the middle of an answer", decoder.url)
-                raise Refused(502, INTERRUPTED) from None
+            decoder.heard_at = time.monotonic()
+            if begun.complete and not _streams(response):
+                await self._send_whole(client, body, response, begun.content)
+                return
+            await client.start(response.status_code, to_client(response.headers.raw))
+            await client.write(begun.content)
+            if not begun.complete:
+                await self._relay(client, decoder, pieces)
+            await client.end()
 
-    async def _pass_on(
-        self,
-        client: Client,
-        body: Body,
-        response: httpx.Response,
-        begun: _Begun,
-        pieces: AsyncIterator[bytes],
-    ) -> None:
-        status, headers = response.status_code, response.headers.raw
-        if begun.complete and not _streams(response):
-            content = begun.content if body.wants_params else without_params(begun.content)
-            await client.start(status, to_client(headers, len(content)))
-            await client.end(content)
-            return
-        await client.start(status, to_client(headers))
-        await client.write(begun.content)
-        if not begun.complete:
+    async def _send_whole(self, client: Client, body: Body, response: httpx.Response, content: bytes) -> None:
+        if not body.wants_params:
+            content = without_params(content)
+        await client.start(response.status_code, to_client(response.headers.raw, len(content)))
+        await client.end(content)
+
+    async def _relay(self, client: Client, decoder: Engine, pieces: AsyncIterator[bytes]) -> None:
+        """The path of every token but the first."""
+        try:
             async for piece in pieces:
+                decoder.heard_at = time.monotonic()
                 await client.write(piece)
-        await client.end()
+        except httpx.TransportError as error:
+            self._outcome = "interrupted"
+            decoder.failed += 1
+            logger.warning(
+                "the decode engine %s %s in the middle of an answer", decoder.url, described(error)
+            )
+            raise Refused(502, INTERRUPTED) from None
 
     def _has_another(self, tried: Sequence[Engine]) -> bool:
         there = self._proxy.fleet.of(Role.DECODE)
@@ -281,7 +282,7 @@ def _streams(response: httpx.Response) -> bool:
 
 
 def _pieces(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The body as it comes, chunk by chunk. httpx' own iterators would cost more than all the rest."""
+    """The body as it comes. The response's own iterators would cost more than all the rest."""
     assert isinstance(response.stream, httpx.AsyncByteStream)
     return aiter(response.stream)
 

@@ -1,7 +1,7 @@
 """An instance in a process of its own, which pushes what it is told to until it is killed.
 
 As a program it reads one line of JSON, its settings, and then one command a line, each answered with a line:
-``compute`` has chunks become READY, ``hand_over`` begins to push a prompt, ``finish`` ends that, ``status``.
+``compute`` has chunks become READY, ``hand_over`` begins to push a prompt, ``finish`` ends that.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ import anyio.to_thread
 
 from kvtier.instance import Instance
 from kvtier.peers.handing import HandOver
+from kvtier.peers.source import Read, Source
 from kvtier.testing.backend import make_key
 
 from .peer_process import settings_of, store
 
 ROOT = Path(__file__).parents[2]
+CAPACITY = 256 << 20
 
 
 class PushProcess:
     """One such process, killed or stopped at any time."""
 
-    def __init__(self, kind: str, payload: int, capacity: int = 256 << 20, **peer: Any) -> None:
-        self._wanted = {"payload": payload, "capacity": capacity, "peer": {"transport": kind, **peer}}
+    def __init__(self, kind: str, payload: int, stops_after: int | None = None) -> None:
+        """``stops_after`` so many batches it gets stuck in the middle of the next, until it is to go on."""
+        self._wanted = {"payload": payload, "peer": {"transport": kind}, "stops_after": stops_after}
         self._process: subprocess.Popen[str] | None = None
         self.address = ""
 
@@ -50,14 +53,14 @@ class PushProcess:
         """Returns when it is announced."""
         await self._say({"do": "hand_over", "to": to, "numbers": list(numbers)})
 
+    async def go_on(self) -> None:
+        """Get stuck no longer."""
+        await self._say({"do": "go_on"})
+
     async def finish(self) -> int:
         """How many leading chunks the other has."""
         leading: int = await self._say({"do": "finish"})
         return leading
-
-    async def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = await self._say({"do": "status"})
-        return status
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
@@ -92,9 +95,26 @@ def _started() -> subprocess.Popen[str]:
     return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
+def get_stuck(batches: int) -> anyio.Event:
+    """What lets it go on."""
+    honest, left, go_on = Source.write, iter(range(batches)), anyio.Event()
+
+    async def write(self: Source, writes: list[Read]) -> Any:
+        if next(left, None) is None and not go_on.is_set():
+            await honest(self, writes[: len(writes) // 2])
+            await go_on.wait()
+        return await honest(self, writes)
+
+    Source.write = write  # type: ignore[assignment, method-assign]
+    return go_on
+
+
 async def main() -> None:
     wanted = json.loads(sys.stdin.readline())
-    settings = settings_of("127.0.0.1:0", [], wanted["capacity"], **wanted["peer"])
+    settings = settings_of("127.0.0.1:0", [], CAPACITY, **wanted["peer"])
+    go_on = anyio.Event()
+    if wanted["stops_after"] is not None:
+        go_on = get_stuck(wanted["stops_after"])
     handing: HandOver | None = None
     async with Instance.open(settings) as instance:
         assert instance.server is not None
@@ -112,11 +132,11 @@ async def main() -> None:
                     keys = [make_key(number) for number in command["numbers"]]
                     handing = instance.hand_over(command["to"], keys)
                     await handing.announced.wait()
+                case "go_on":
+                    go_on.set()
                 case "finish":
                     assert handing is not None
-                    answer = (await handing.finish()).leading
-                case "status":
-                    answer = instance.status()
+                    answer = (await handing.finish(60)).leading
 
 
 if __name__ == "__main__":

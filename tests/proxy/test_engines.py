@@ -178,7 +178,7 @@ async def test_an_engine_that_came_back_is_asked_anew(place: Place) -> None:
 
 
 async def test_addresses_as_others_reach_them() -> None:
-    engine = Engine(Role.DECODE, "http://10.0.0.5:8000", None, Connections(False), 1000)
+    engine = Engine(Role.DECODE, "http://10.0.0.5:8000", None, Connections(None), 1000)
     assert reachable("10.0.0.1:2", engine) == "10.0.0.1:2"
     assert reachable("[::]:2", engine) == "10.0.0.5:2"
     assert reachable("[fe80::1]:2", engine) == "[fe80::1]:2"

@@ -146,6 +146,10 @@ class Engine:
             assert time.monotonic() < deadline, "vLLM still holds blocks of finished requests"
             time.sleep(0.02)
 
+    def preempt(self) -> None:
+        """Have every request that runs begin anew."""
+        self._call("reset", external=False, running=True)
+
     def wait_until_free(self) -> None:
         """Wait until every block of vLLM's pool, but the null block, belongs to nobody."""
         deadline = time.monotonic() + ANSWER_SECONDS

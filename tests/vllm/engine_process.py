@@ -136,8 +136,8 @@ class _Host:
                 self._send(waiting, result={"tokens": [], "cached": 0, "reason": "abort"})
         return True
 
-    def _reset(self, number: int, external: bool) -> bool:
-        return bool(self._llm.reset_prefix_cache(reset_connector=external))
+    def _reset(self, number: int, external: bool, running: bool = False) -> bool:
+        return bool(self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=external))
 
     def _metrics(self, number: int) -> dict[str, float]:
         """Every counter and gauge, named ``name`` or ``name{source}`` where it has such a label."""

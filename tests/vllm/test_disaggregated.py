@@ -296,6 +296,19 @@ def test_an_abort_at_the_decoder_ends_the_wait(llama: Path, pair: Pair, oracle: 
     )
 
 
+def test_one_that_is_preempted_is_handed_over_anew(llama: Path, pair: Pair, oracle: Oracle) -> None:
+    tokens = fresh()
+    before = pair.here.status()["hand_overs"]["counts"].get("hand_overs", 0)
+    prefilling = pair.begin(tokens)
+    pair.prefiller.preempt()
+    pair.prefiller.let_go()
+    assert handed_over(pair.prefiller.answer(prefilling)) == LENGTH
+    answer = pair.decode(tokens)
+    assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH)
+    status = pair.here.wait_until(is_quiet)
+    assert status["hand_overs"]["counts"]["hand_overs"] == before + 2
+
+
 def test_a_link_that_is_paused_holds_nobody_up_at_the_prefiller(
     llama: Path, pair: Pair, oracle: Oracle
 ) -> None:

@@ -104,6 +104,15 @@ class HandOvers:
             keys.append(tail)
         state.hand_over = self._bridge.hand_over(hint.to, state.root, keys, tokens)
 
+    def note_preemption(self, state: RequestState) -> None:
+        """Give up where it was preempted since: it may wait for long, and the decoder's room is wanted.
+
+        It begins anew with its turn, be that in the very step in which the scheduler tells of it.
+        """
+        if state.request.num_preemptions != state.preemptions:
+            state.preemptions = state.request.num_preemptions
+            self.give_up(state)
+
     def give_up(self, state: RequestState) -> None:
         """Nothing more of it is pushed; what has arrived stays there."""
         if state.hand_over is not None:

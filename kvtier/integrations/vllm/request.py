@@ -38,6 +38,8 @@ class RequestState:
     hints: Hints = NO_HINTS
     hand_over: int | None = None
     """The hand-over to a peer that is under way."""
+    preemptions: int = 0
+    """How often it had been preempted when that was last looked at."""
     expect_until: float | None = None
     """When chunks that are pushed here are waited for no longer, as :func:`time.monotonic` counts."""
     patience: float = 0.0

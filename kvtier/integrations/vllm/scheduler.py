@@ -115,6 +115,7 @@ class SchedulerSide:
         if state is None or request.request_id in self._loading:
             return NOTHING
         if state.ticket is None:
+            self._handing.note_preemption(state)
             self._handing.begin(state)
             self._look_up(state)
         if state.ticket is None:
@@ -225,8 +226,7 @@ class SchedulerSide:
         self._bridge.poll()
         for request_id in output.preempted_req_ids or ():
             if (preempted := self._requests.get(request_id)) is not None:
-                # It may wait for long: the decoder's room is wanted by others. It begins anew with its turn.
-                self._handing.give_up(preempted)
+                self._handing.note_preemption(preempted)
         block_state = output.kv_connector_block_state
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
