@@ -12,7 +12,8 @@ WORKERS := -n 2 --no-loadscope-reorder
 FUZZ ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages demo test test-slow test-gpu fuzz lint format bench clean
+.PHONY: help install system-packages demo test test-slow test-gpu fuzz lint format bench clean \
+        native native-tests native-asan native-ubsan native-tsan
 
 help:  ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,8 +27,10 @@ $(VENV)/.python:
 	@$(BIN)/python tools/pip_install.py "pip" --upgrade pip
 	@touch $@
 
-$(VENV)/.kvtier: $(VENV)/.python pyproject.toml
+# A compiler must be there first; whoever installs system packages otherwise is not held up.
+$(VENV)/.kvtier: $(VENV)/.python pyproject.toml csrc/CMakeLists.txt csrc/python.cmake | system-packages
 	@$(BIN)/python tools/pip_install.py "kvtier with its tests and tools" -e '.[demo]' --group test --group lint
+	@$(BIN)/python -m kvtier.native
 	@touch $@
 
 $(VENV)/.vllm: $(VENV)/.python tools/install_vllm.py
@@ -43,6 +46,36 @@ install: $(VENV)/.vllm $(VENV)/.kvtier  ## Install torch, a vLLM that fits this 
 # Asked anew each time, in milliseconds: a stamp would outlive the packages, and silence what is missing.
 system-packages: $(VENV)/.python  ## Install what the tests need of the system, or say what to type
 	@$(BIN)/python tools/system_packages.py
+
+# In place, beside the sources, and only what changed: for working on csrc/. NATIVE_PYTHON needs nanobind.
+NATIVE_PYTHON ?= $(BIN)/python
+NATIVE_BUILD = build/native-$(shell $(NATIVE_PYTHON) -c 'import sys; print(sys.implementation.cache_tag)')
+# Not as a make below this one: that would name every folder it enters.
+NATIVE_COMPILE = env -u MAKEFLAGS -u MAKELEVEL nice -n 10 cmake --build
+
+native:  ## Build the native core in place, where NATIVE_PYTHON=… has nanobind
+	@$(NATIVE_PYTHON) -c 'import nanobind' 2>/dev/null || $(NATIVE_PYTHON) -m pip install -q nanobind
+	@mkdir -p build && cmake -S csrc -B $(NATIVE_BUILD) -DKVTIER_IN_PLACE=ON -DKVTIER_WERROR=ON \
+	  -DPython_EXECUTABLE=$(shell command -v $(NATIVE_PYTHON)) \
+	  -Dnanobind_DIR=$$($(NATIVE_PYTHON) -m nanobind --cmake_dir) >$(NATIVE_BUILD).log 2>&1 \
+	  || { cat $(NATIVE_BUILD).log; exit 1; }
+	@$(NATIVE_COMPILE) $(NATIVE_BUILD) -j1
+
+# The C++ tests as they are, and watched by a sanitizer each.
+NATIVE_TEST = cmake -S csrc -B build/$@ -DKVTIER_PYTHON=OFF -DKVTIER_TESTS=ON -DKVTIER_WERROR=ON
+NATIVE_RUN = $(NATIVE_COMPILE) build/$@ -j1 && cd build/$@ && ctest --output-on-failure
+
+native-tests:  ## Run the C++ tests
+	@$(NATIVE_TEST) >/dev/null && $(NATIVE_RUN)
+
+native-asan:  ## Run the C++ tests with AddressSanitizer
+	@$(NATIVE_TEST) -DKVTIER_SANITIZE=address >/dev/null && $(NATIVE_RUN)
+
+native-ubsan:  ## Run the C++ tests with UndefinedBehaviorSanitizer
+	@$(NATIVE_TEST) -DKVTIER_SANITIZE=undefined >/dev/null && $(NATIVE_RUN)
+
+native-tsan:  ## Run the C++ tests with ThreadSanitizer
+	@$(NATIVE_TEST) -DKVTIER_SANITIZE=thread >/dev/null && $(NATIVE_RUN)
 
 demo: install  ## Serve one long prompt four times with a real vLLM: cold, from memory, after kill -9, from disk
 	@$(BIN)/kvtier demo $(DEMO)
@@ -81,5 +114,5 @@ bench: install $(VENV)/.pools system-packages  ## Measure; the figures are expla
 	$(BIN)/python -m benchmarks
 
 clean:  ## Remove .venv and everything else that was made here
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist kvtier/_native*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

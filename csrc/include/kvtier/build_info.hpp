@@ -1,0 +1,17 @@
+// What this build has, and what of it this processor can run.
+#pragma once
+
+#include <string>
+
+namespace kvtier {
+
+struct BuildInfo {
+    std::string compiler;
+    bool avx2;      // this processor has it; asked at run time
+    bool avx512;    // AVX-512F and BW, the same
+    bool io_uring;  // the headers were there; whether the kernel lets one use it is another question
+};
+
+BuildInfo build_info();
+
+}  // namespace kvtier

@@ -1,0 +1,70 @@
+"""The native core: whether it is there, and the one place that imports it.
+
+kvtier works without it, slower: each part that has a native path asks :func:`available` and else takes its
+Python path. ``KVTIER_NATIVE=0`` leaves it out where it is there, to compare the two or to rule it out.
+
+    if native.available():
+        native.core.something(...)
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from typing import TYPE_CHECKING
+
+logger = logging.getLogger("kvtier")
+
+if TYPE_CHECKING:
+    from kvtier import _native as core  # noqa: TC004 - at run time it may not be there
+
+ADVICE = "install a C++ compiler (Debian: g++) and then kvtier again; pip install -v says what went wrong"
+
+_problem = ""
+_warned = False
+
+
+def _load() -> str:
+    """Import the extension as ``core``; why it is not there, or nothing."""
+    global core
+    if os.environ.get("KVTIER_NATIVE", "").strip().lower() in {"0", "off", "false", "no"}:
+        return "KVTIER_NATIVE leaves it out"
+    try:
+        core = importlib.import_module("kvtier._native")
+    except ImportError as error:
+        return f"{error}"
+    return ""
+
+
+def available() -> bool:
+    """Whether :data:`core` is there. Costs nothing; the answer stays the same while the process lives."""
+    return not _problem
+
+
+def why_not() -> str:
+    """Why it is not there; empty where it is."""
+    return _problem
+
+
+def summary() -> str:
+    """One line: what was built and what this processor has of it, or why there is nothing."""
+    if _problem:
+        return f"without the native core ({_problem}): {ADVICE}"
+    info = core.build_info()
+    found = [name for name in ("avx2", "avx512", "io_uring") if info[name]]
+    return f"native core built with {info['compiler']}: {', '.join(found) or 'nothing special here'}"
+
+
+def warn_if_missing() -> None:
+    """Say once in a process that the native core is not there. What runs data through kvtier calls this."""
+    global _warned
+    if _problem and not _warned:
+        _warned = True
+        logger.warning("kvtier runs %s", summary())
+
+
+_problem = _load()
+
+if __name__ == "__main__":
+    print(summary())  # noqa: T201 - asked for on the command line
