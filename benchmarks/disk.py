@@ -17,9 +17,7 @@ import argparse
 import os
 import shutil
 import tempfile
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
@@ -28,6 +26,7 @@ from benchmarks.common import MIB, filled, ratio, show, speed, take_turns
 from kvtier.backends.base import Backend, Outcome
 from kvtier.backends.disk import DiskBackend, DiskSettings, walk
 from kvtier.backends.sealed import SealedBackend
+from kvtier.bench.raw_files import in_threads, read_file, write_file
 from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.keys import KEY_BYTES, ChunkKey
 
@@ -132,38 +131,6 @@ async def get(backend: Backend, chunks: Chunks) -> None:
 def expect_ok(outcomes: Sequence[Outcome]) -> None:
     if set(outcomes) != {Outcome.OK}:
         raise SystemExit(f"the disk did not do it: {outcomes}")
-
-
-def in_threads(depth: int, chunks: Chunks, work: Callable[[tuple[ChunkKey, memoryview]], object]) -> None:
-    waiting = deque(chunks)
-
-    def take_turns() -> None:
-        while waiting:
-            try:
-                item = waiting.popleft()
-            except IndexError:
-                return
-            work(item)
-
-    threads = [threading.Thread(target=take_turns) for _ in range(depth)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def write_file(path: Path, view: memoryview) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
-    moved = os.pwrite(descriptor, view, 0)
-    os.close(descriptor)
-    if moved != len(view):
-        raise SystemExit(f"a short write of {moved} bytes: is the disk full?")
-
-
-def read_file(path: Path, view: memoryview) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    os.preadv(descriptor, [view], 0)
-    os.close(descriptor)
 
 
 def forget(folder: Path) -> None:

@@ -37,8 +37,8 @@ from benchmarks.peers_process import (
     settings_of,
 )
 from benchmarks.transports import TRANSPORTS
-from benchmarks.transports_raw import RawSockets
 from kvtier.backends.base import Outcome
+from kvtier.bench.raw_sockets import RawSockets
 from kvtier.instance import Instance
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.protocol import Granted, LookUp

@@ -20,7 +20,7 @@ import anyio
 import anyio.to_thread
 
 from benchmarks.common import MIB, filled
-from benchmarks.transports_raw import serving
+from kvtier.bench.raw_sockets import serving
 from kvtier.cache import TieredCache
 from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.instance import Instance

@@ -29,11 +29,13 @@ import anyio
 
 from benchmarks.common import MIB, ratio, show, speed
 from benchmarks.peer import LMCache, LMCacheSide
-from benchmarks.pools_libraries import InfiniStoreLibrary, MooncakeLibrary
-from benchmarks.pools_sides import Chunk, Pump, RawRESP, Side, Tier, fill_arena
+from benchmarks.pools_sides import Pump, RawRESP, fill_arena
 from kvtier.arena import Arena
 from kvtier.backends.base import SupportsRegistration
 from kvtier.backends.sealed import SealedBackend
+from kvtier.bench.libraries import InfiniStoreLibrary, MooncakeLibrary
+from kvtier.bench.sides import BackendSide, Chunk, Side
+from kvtier.bench.timing import rotated
 from kvtier.plugins import Plugins
 from kvtier.testing.servers import SERVERS
 from kvtier.testing.servers.base import Server
@@ -155,8 +157,8 @@ async def sides_of(
     sides: dict[str, Side] = {
         "limit": limit_of(pool, settings, arena),
         "pump": Pump(CONNECTIONS, size),
-        "plain": Tier(backend),
-        "sealed": Tier(SealedBackend(backend)),
+        "plain": BackendSide(backend),
+        "sealed": BackendSide(SealedBackend(backend)),
     }
     process = LMCache(settings["url"].replace("valkey:", "redis:"), size, depth) if peer else None
     if process is not None:
@@ -204,11 +206,6 @@ async def take_turns(
     return put, get
 
 
-def rotated(names: list[str], turn: int) -> list[str]:
-    first = turn % len(names)
-    return names[first:] + names[:first]
-
-
 def cleared(chunks: Sequence[Chunk]) -> list[tuple[bytes, bytes]]:
     """Both ends of each chunk, which are not there any longer."""
     stamps = [(bytes(view[:STAMP_BYTES]), bytes(view[-STAMP_BYTES:])) for _, view in chunks]
@@ -219,7 +216,7 @@ def cleared(chunks: Sequence[Chunk]) -> list[tuple[bytes, bytes]]:
 
 def brought(side: Side, chunks: Sequence[Chunk], stamps: Sequence[tuple[bytes, bytes]]) -> bool:
     """Whether both ends are there again; put there for a side that fetches into memory of its own."""
-    if isinstance(side, Tier | RawRESP | MooncakeLibrary):
+    if side.fills:
         return stamps == [(view[:STAMP_BYTES], view[-STAMP_BYTES:]) for _, view in chunks]
     for (_, view), (head, tail) in zip(chunks, stamps, strict=True):
         view[:STAMP_BYTES], view[-STAMP_BYTES:] = head, tail

@@ -13,7 +13,7 @@ import kvtier
 ROOT = Path(kvtier.__file__).parent
 MODULES = sorted(path for path in ROOT.rglob("*.py"))
 
-TOP = ("bridge", "controller", "proxy", "integrations", "cli", "demo", "testing")
+TOP = ("bridge", "controller", "proxy", "integrations", "bench", "cli", "demo", "testing")
 MIDDLE = ("peers", "agent", "instance", "http", "metrics")
 """Above the cache, and below those on top."""
 ENGINES = ("torch", "vllm")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.pools_sides import Chunk, Side
+from kvtier.bench.sides import Chunk, Side
 from kvtier.keys import ChunkKey
 
 VERSION = "0.5.6"
@@ -74,6 +74,8 @@ class LMCache:
 
 class LMCacheSide(Side):
     """One of its connectors. Chunks and keys are its own, as many and as long as those it is asked for."""
+
+    fills = False
 
     def __init__(self, process: LMCache, kind: Literal["redis", "resp"]) -> None:
         self._process = process

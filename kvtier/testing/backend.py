@@ -24,7 +24,6 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 import pytest
-from blake3 import blake3
 from xxhash import xxh3_128_digest
 
 from kvtier.backends.base import Backend, Outcome, SupportsArena, SupportsScan
@@ -32,9 +31,9 @@ from kvtier.backends.sealed import SealedBackend
 from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.keys import KEY_BYTES, ChunkKey
 from kvtier.testing.cancelling import Through, cancelled_at
+from kvtier.testing.noise import SENTINEL, noise, stain
 
 KIB, MIB = 1 << 10, 1 << 20
-SENTINEL = 0xA5
 
 OK, MISS = Outcome.OK, Outcome.MISS
 
@@ -42,11 +41,6 @@ OK, MISS = Outcome.OK, Outcome.MISS
 def make_key(number: int) -> ChunkKey:
     """A key like any other, the same for the same number."""
     return ChunkKey(noise(b"key %d" % number, KEY_BYTES))
-
-
-def noise(seed: bytes, length: int) -> bytes:
-    """Bytes without a pattern, the same for the same seed."""
-    return blake3(seed).digest(length=length)
 
 
 _STAINED = memoryview(bytes([SENTINEL]) * MIB)
@@ -57,12 +51,6 @@ def blank(length: int) -> memoryview:
     view = memoryview(mmap.mmap(-1, length))
     stain(view)
     return view
-
-
-def stain(view: memoryview) -> None:
-    """Fill memory with that byte."""
-    for start in range(0, len(view), MIB):
-        view[start : start + MIB] = bytes([SENTINEL]) * len(view[start : start + MIB])
 
 
 def is_stained(view: memoryview) -> bool:

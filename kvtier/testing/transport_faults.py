@@ -15,8 +15,9 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from kvtier.backends.base import Outcome
-from kvtier.testing.backend import is_stained, stain
+from kvtier.testing.backend import is_stained
 from kvtier.testing.cancelling import Through, cancelled_at
+from kvtier.testing.noise import stain
 from kvtier.testing.relay import Relay
 from kvtier.testing.transport_pair import (
     FAILED,

@@ -21,7 +21,7 @@ import anyio.to_thread
 
 from kvtier.arena import Arena, Lease
 from kvtier.sockets.connection import Connection, Deadline, TLSConnection
-from kvtier.testing.backend import noise, stain
+from kvtier.testing.noise import noise, stain
 from kvtier.transports.base import Access, Dial, RemoteSpan, SupportsConnections, Transport
 
 MIB = 1 << 20

@@ -1,6 +1,7 @@
-"""The other process of the benchmark of the transports: its arena is read and written until its input ends.
+"""The other process of a transport that is measured: its arena is read and written until its input ends.
 
-One line of JSON in: ``[transport, its settings, lengths]``. One out: what the first process needs to know.
+One line of JSON in: ``[settings of the transport, lengths, plugins]``. One out: what the first process
+needs to know, or ``{"failed": why}``.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TextIO
 
 import anyio
 import anyio.to_thread
 
-from benchmarks.transports_raw import serving
+from kvtier.bench.raw_sockets import serving
+from kvtier.errors import KVTierError
 from kvtier.plugins import Plugins
 from kvtier.testing.transport_side import Side
 from kvtier.transports.base import Access
@@ -41,11 +44,22 @@ def family(process: int) -> list[int]:
 
 
 async def main() -> None:
+    """Serve until standard input ends."""
     # What a library prints must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    name, settings, lengths = json.loads(sys.stdin.readline())
-    kind = Plugins.load([]).transport(name)
+    settings, lengths, plugins = json.loads(sys.stdin.readline())
+    try:
+        await _serve(answers, settings, lengths, plugins)
+    except* KVTierError as group:
+        answers.write(json.dumps({"failed": str(group.exceptions[0])}) + "\n")
+        answers.flush()
+
+
+async def _serve(
+    answers: TextIO, settings: Mapping[str, Any], lengths: Sequence[int], plugins: Sequence[str] | None
+) -> None:
+    kind = Plugins.load(plugins).transport(settings["type"])
     async with Side.open(kind, settings, 2 * sum(lengths) + (1 << 20)) as side:
         spans = {access.value: side.grants.grant(lengths, access, 0) for access in Access}
         with serving(side.arena.view) as raw_port:

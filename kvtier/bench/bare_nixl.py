@@ -19,7 +19,8 @@ from typing import Any
 
 import anyio.to_thread
 
-from benchmarks.transports_raw import Span
+from kvtier.bench.errors import BenchFailed
+from kvtier.bench.raw_sockets import Span
 from kvtier.transports.base import Access
 
 
@@ -60,7 +61,7 @@ class _Process:
     def __init__(self, arena: Path, capacity: int, serves: bool, environment: Mapping[str, str]) -> None:
         command = [sys.executable, "-m", __name__, str(arena), str(capacity), str(int(serves))]
         self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
         self.number = self._process.pid
         self.metadata, self.address = self._answer()
@@ -76,10 +77,11 @@ class _Process:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"a bare NIXL has ended: {self._process.wait()}")
+            raise BenchFailed(f"a bare NIXL has ended: {self._process.wait()}")
         return json.loads(line)
 
     def kill(self) -> None:
+        """End it at once."""
         self._process.kill()
         self._process.communicate()
 
@@ -103,15 +105,18 @@ class _Agent:
 
     @property
     def metadata(self) -> str:
+        """What the other agent needs to know of this one."""
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata.hex()
 
     def reach(self, metadata: str, address: int) -> None:
+        """Get to know the other agent, and where its arena lies."""
         loaded = self._agent.add_remote_agent(bytes.fromhex(metadata))
         self._peer = loaded.decode() if isinstance(loaded, bytes) else loaded
         self._peer_address = address
 
     def move(self, write: bool, spans: Sequence[Sequence[int]]) -> float:
+        """Read or write all spans in one transfer; the seconds that it took."""
         agent = self._agent
         started = time.perf_counter()
         handle = agent.initialize_xfer(
@@ -126,15 +131,17 @@ class _Agent:
         while state == "PROC":
             state = agent.check_xfer_state(handle)
         if state != "DONE":
-            raise SystemExit("a bare transfer has failed")
+            raise BenchFailed("a bare transfer has failed")
         agent.release_xfer_handle(handle)
         return time.perf_counter() - started
 
     def one_by_one(self, span: Sequence[int], runs: int) -> list[float]:
+        """Read one span so many times; the seconds of each."""
         return [self.move(False, [span]) for _ in range(runs)]
 
 
 def main() -> None:
+    """Answer every line of standard input, until its end."""
     # What a library prints must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from benchmarks.pools_sides import Chunk, InThreads, Side, expect
 from kvtier.arena import Arena, address_of
+from kvtier.bench.sides import Chunk, InThreads, Side, expect
 from kvtier.keys import ChunkKey
 
 
@@ -17,32 +17,36 @@ class InfiniStoreLibrary(InThreads):
     Its memory is told where to go by nobody, so that what ``get`` brings stays where the library puts it.
     """
 
+    fills: ClassVar[bool] = False
+
     def __init__(self, address: tuple[str, int], connections: int) -> None:
         super().__init__([_infinistore(address) for _ in range(connections)])
 
     def put_one(self, connection: Any, key: ChunkKey, view: memoryview) -> None:  # noqa: ANN401
+        """See :meth:`InThreads.put_one`."""
         connection.tcp_write_cache(_name(key), address_of(view), len(view))
 
     def get_one(self, connection: Any, key: ChunkKey, view: memoryview) -> None:  # noqa: ANN401
+        """See :meth:`InThreads.get_one`."""
         array = connection.tcp_read_cache(_name(key))
         expect(0, array.nbytes == len(view), array.nbytes)
 
     async def look_up(self, keys: Sequence[ChunkKey]) -> float:
+        """See :meth:`Side.look_up`."""
         names = [_name(key) for key in keys]
         started = time.perf_counter()
         held = [self._connections[0].check_exist(name) for name in names]
         return expect(time.perf_counter() - started, all(held), held)
 
     async def prefix(self, keys: Sequence[ChunkKey]) -> float | None:
+        """See :meth:`Side.prefix`."""
         names = [_name(key) for key in keys]
         started = time.perf_counter()
         last = self._connections[0].get_match_last_index(names)
         return expect(time.perf_counter() - started, last == len(keys) - 1, last)
 
-    async def hold(self, chunks: Sequence[Chunk]) -> None:
-        await self.put(chunks)
-
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """See :meth:`Side.forget`."""
         self._connections[0].delete_keys([_name(key) for key in keys])
 
 
@@ -60,30 +64,32 @@ class MooncakeLibrary(Side):
         expect(0, code == 0, code)
 
     async def put(self, chunks: Sequence[Chunk]) -> float:
+        """See :meth:`Side.put`."""
         given = _spans(chunks)
         started = time.perf_counter()
         codes = self._store.batch_put_from(*given)
         return expect(time.perf_counter() - started, set(codes) == {0}, codes)
 
     async def get(self, chunks: Sequence[Chunk]) -> float:
+        """See :meth:`Side.get`."""
         given = _spans(chunks)
         started = time.perf_counter()
         codes = self._store.batch_get_into(*given)
         return expect(time.perf_counter() - started, list(codes) == given[2], codes)
 
     async def look_up(self, keys: Sequence[ChunkKey]) -> float:
+        """See :meth:`Side.look_up`."""
         names = [_name(key) for key in keys]
         started = time.perf_counter()
         held = self._store.batch_is_exist(names)
         return expect(time.perf_counter() - started, set(held) == {1}, held)
 
-    async def hold(self, chunks: Sequence[Chunk]) -> None:
-        await self.put(chunks)
-
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """See :meth:`Side.forget`."""
         self._store.batch_remove([_name(key) for key in keys], True)
 
     async def close(self) -> None:
+        """See :meth:`Side.close`."""
         self._store.unregister_buffer(self._start)
         self._store.close()
 

@@ -1,0 +1,9 @@
+"""The one error of this package."""
+
+from __future__ import annotations
+
+from kvtier.errors import KVTierError
+
+
+class BenchFailed(KVTierError):
+    """What is measured, or its limit, did not do what it was asked. The message says so in words."""

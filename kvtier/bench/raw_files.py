@@ -1,0 +1,96 @@
+"""Whole files past the page cache, one call each: the limit of a disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvtier.bench.errors import BenchFailed
+from kvtier.bench.sides import Chunk, Side
+from kvtier.keys import ChunkKey
+
+
+class RawFiles(Side):
+    """A file for each chunk in one folder, which exists, written and read with O_DIRECT in some threads."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        self._folder = folder
+        self._threads = threads
+
+    async def put(self, chunks: Sequence[Chunk]) -> float:
+        """See :meth:`Side.put`."""
+        return self._timed(chunks, lambda chunk: write_file(self._path(chunk[0]), chunk[1]))
+
+    async def get(self, chunks: Sequence[Chunk]) -> float:
+        """See :meth:`Side.get`."""
+        return self._timed(chunks, lambda chunk: read_file(self._path(chunk[0]), chunk[1]))
+
+    async def look_up(self, keys: Sequence[ChunkKey]) -> float:
+        """See :meth:`Side.look_up`."""
+        started = time.perf_counter()
+        held = [self._path(key).is_file() for key in keys]
+        if not all(held):
+            raise BenchFailed("a file is lost")
+        return time.perf_counter() - started
+
+    async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """See :meth:`Side.forget`."""
+        for key in keys:
+            self._path(key).unlink(missing_ok=True)
+
+    def _timed(self, chunks: Sequence[Chunk], work: Callable[[Chunk], object]) -> float:
+        started = time.perf_counter()
+        in_threads(self._threads, chunks, work)
+        return time.perf_counter() - started
+
+    def _path(self, key: ChunkKey) -> Path:
+        return self._folder / key.hex()
+
+
+def in_threads(depth: int, chunks: Sequence[Chunk], work: Callable[[Chunk], object]) -> None:
+    """Work chunks off in so many threads. Blocks; raises what the first of them raises."""
+    waiting = deque(chunks)
+    failed: list[BaseException] = []
+
+    def work_off() -> None:
+        try:
+            while waiting and not failed:
+                work(waiting.popleft())
+        except IndexError:
+            return
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work_off) for _ in range(min(depth, len(chunks)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def write_file(path: Path, view: memoryview) -> None:
+    """Make a file of a view: aligned, whole pages. Raises ``OSError`` and :class:`BenchFailed`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+    try:
+        moved = os.pwrite(descriptor, view, 0)
+    finally:
+        os.close(descriptor)
+    if moved != len(view):
+        raise BenchFailed(f"a short write of {moved} bytes: is the disk full?")
+
+
+def read_file(path: Path, view: memoryview) -> None:
+    """Fill a view with a file. Raises ``OSError`` and :class:`BenchFailed`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    try:
+        moved = os.preadv(descriptor, [view], 0)
+    finally:
+        os.close(descriptor)
+    if moved != len(view):
+        raise BenchFailed(f"a short read of {moved} bytes")

@@ -1,0 +1,151 @@
+"""GET, SET and EXISTS of a Redis or Valkey by hand, on blocking sockets: the limit of such a pool."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtier.bench.errors import BenchFailed
+from kvtier.bench.sides import InThreads, expect
+from kvtier.keys import ChunkKey
+
+_ACKNOWLEDGED = b"+OK\r\n"
+_TIMEOUT = struct.Struct("ll")
+"""A ``struct timeval``. With a timeout of Python's own, a socket would not block in the kernel."""
+
+
+class LogIn(NamedTuple):
+    """What a server wants to be told first."""
+
+    user: str | None = None
+    password: str | None = None
+    database: int = 0
+
+
+class RawRESP(InThreads):
+    """One server, with as many connections as the tier that is held against it."""
+
+    def __init__(
+        self,
+        address: tuple[str, int] | str,
+        connections: int,
+        log_in: LogIn | None = None,
+        *,
+        timeout: float = 60.0,
+    ) -> None:
+        """``address``: host and port, or the path of a Unix socket. Blocks; raises ``OSError``.
+
+        A server that says nothing for ``timeout`` seconds is an ``OSError``, too.
+        """
+        super().__init__([connected(address, timeout) for _ in range(connections)])
+        for connection in self._connections:
+            _log_in(connection, log_in or LogIn())
+
+    def put_one(self, connection: socket.socket, key: ChunkKey, view: memoryview) -> None:
+        """See :meth:`InThreads.put_one`."""
+        head = b"*3\r\n$3\r\nSET\r\n$68\r\nraw:%b\r\n$%d\r\n" % (key.hex().encode(), len(view))
+        _send(connection, head, view, b"\r\n")
+        _expect_ok(connection)
+
+    def get_one(self, connection: socket.socket, key: ChunkKey, view: memoryview) -> None:
+        """See :meth:`InThreads.get_one`."""
+        connection.sendall(b"*2\r\n$3\r\nGET\r\n$68\r\nraw:%b\r\n" % key.hex().encode())
+        head = b"$%d\r\n" % len(view)
+        answer = line(connection)
+        expect(0, answer + b"\r\n" == head, f"the server answers {answer.decode(errors='replace')!r} to GET")
+        fill(connection, view)
+        exactly(connection, 2)
+
+    async def look_up(self, keys: Sequence[ChunkKey]) -> float:
+        """See :meth:`Side.look_up`."""
+        started = time.perf_counter()
+        question = b"".join(b"*2\r\n$6\r\nEXISTS\r\n$68\r\nraw:%b\r\n" % key.hex().encode() for key in keys)
+        self._connections[0].sendall(question)
+        answer = exactly(self._connections[0], 4 * len(keys))
+        return expect(time.perf_counter() - started, answer == b":1\r\n" * len(keys), "a chunk is lost")
+
+    async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """See :meth:`Side.forget`."""
+        connection = self._connections[0]
+        connection.sendall(
+            b"".join(b"*2\r\n$3\r\nDEL\r\n$68\r\nraw:%b\r\n" % key.hex().encode() for key in keys)
+        )
+        exactly(connection, 4 * len(keys))
+
+
+def connected(address: tuple[str, int] | str, timeout: float = 60.0) -> socket.socket:
+    """A blocking connection. Raises ``OSError``, later also for a side that is silent for so many seconds."""
+    if isinstance(address, str):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address)
+    else:
+        connection = socket.create_connection(address, timeout)
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        bound = _TIMEOUT.pack(int(timeout), int(timeout % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, option, bound)
+    return connection
+
+
+def fill(connection: socket.socket, view: memoryview) -> None:
+    """Receive as many bytes as the view has. Raises ``OSError``."""
+    while len(view):
+        try:
+            received = connection.recv_into(view, len(view), socket.MSG_WAITALL)
+        except BlockingIOError as error:
+            raise TimeoutError("the server does not answer") from error
+        if not received:
+            raise ConnectionResetError("the server has closed the connection")
+        view = view[received:]
+
+
+def exactly(connection: socket.socket, length: int) -> bytes:
+    """Receive that many bytes."""
+    answer = bytearray(length)
+    fill(connection, memoryview(answer))
+    return bytes(answer)
+
+
+def line(connection: socket.socket) -> bytes:
+    """Receive what comes before the next end of line."""
+    received = b""
+    while not received.endswith(b"\r\n"):
+        received += exactly(connection, 1)
+    return received[:-2]
+
+
+def _send(connection: socket.socket, head: bytes, view: memoryview, tail: bytes) -> None:
+    try:
+        sent = connection.sendmsg([head, view, tail])
+    except BlockingIOError as error:
+        raise TimeoutError("the server does not take anything") from error
+    # Only a Unix socket, or one that has timed out, takes less than all of it.
+    if sent < len(head) + len(view):
+        connection.sendall(view[max(0, sent - len(head)) :])
+        sent = len(head) + len(view)
+    connection.sendall(tail[sent - len(head) - len(view) :])
+
+
+def _expect_ok(connection: socket.socket) -> None:
+    answer = line(connection)
+    if answer != _ACKNOWLEDGED[:-2]:
+        raise BenchFailed(f"the server answers {answer.decode(errors='replace')!r}")
+
+
+def _log_in(connection: socket.socket, log_in: LogIn) -> None:
+    if log_in.password is not None:
+        words = ["AUTH", *([log_in.user] if log_in.user else []), log_in.password]
+        connection.sendall(_command(words))
+        _expect_ok(connection)
+    if log_in.database:
+        connection.sendall(_command(["SELECT", str(log_in.database)]))
+        _expect_ok(connection)
+
+
+def _command(words: Sequence[str]) -> bytes:
+    encoded = [word.encode() for word in words]
+    return b"*%d\r\n" % len(encoded) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded)

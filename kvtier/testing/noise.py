@@ -1,0 +1,20 @@
+"""Bytes for tests and measurements: without a pattern, or all the same. Needs no pytest."""
+
+from __future__ import annotations
+
+from blake3 import blake3
+
+from kvtier.units import MIB
+
+SENTINEL = 0xA5
+
+
+def noise(seed: bytes, length: int) -> bytes:
+    """Bytes without a pattern, the same for the same seed."""
+    return blake3(seed).digest(length=length)
+
+
+def stain(view: memoryview) -> None:
+    """Fill memory with :data:`SENTINEL`."""
+    for start in range(0, len(view), MIB):
+        view[start : start + MIB] = bytes([SENTINEL]) * len(view[start : start + MIB])
