@@ -12,7 +12,7 @@ WORKERS := -n 2 --no-loadscope-reorder
 FUZZ ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages demo test test-slow test-gpu fuzz lint format bench clean \
+.PHONY: help install system-packages compiler demo test test-slow test-gpu fuzz lint format bench clean \
         native native-tests native-asan native-ubsan native-tsan
 
 help:  ## Show this
@@ -27,8 +27,8 @@ $(VENV)/.python:
 	@$(BIN)/python tools/pip_install.py "pip" --upgrade pip
 	@touch $@
 
-# A compiler must be there first; whoever installs system packages otherwise is not held up.
-$(VENV)/.kvtier: $(VENV)/.python pyproject.toml csrc/CMakeLists.txt csrc/python.cmake | system-packages
+# Built anew where the native core's sources changed: `make test` must not pass with one of yesterday.
+$(VENV)/.kvtier: $(VENV)/.python pyproject.toml $(shell find csrc -type f) | compiler
 	@$(BIN)/python tools/pip_install.py "kvtier with its tests and tools" -e '.[demo]' --group test --group lint
 	@$(BIN)/python -m kvtier.native
 	@touch $@
@@ -51,7 +51,7 @@ system-packages: $(VENV)/.python  ## Install what the tests need of the system, 
 NATIVE_PYTHON ?= $(BIN)/python
 NATIVE_BUILD = build/native-$(shell $(NATIVE_PYTHON) -c 'import sys; print(sys.implementation.cache_tag)')
 # Not as a make below this one: that would name every folder it enters.
-NATIVE_COMPILE = env -u MAKEFLAGS -u MAKELEVEL nice -n 10 cmake --build
+NATIVE_COMPILE = env -u MAKEFLAGS -u MAKELEVEL flock build nice -n 10 cmake --build
 
 native:  ## Build the native core in place, where NATIVE_PYTHON=… has nanobind
 	@$(NATIVE_PYTHON) -c 'import nanobind' 2>/dev/null || $(NATIVE_PYTHON) -m pip install -q nanobind
@@ -76,6 +76,10 @@ native-ubsan:  ## Run the C++ tests with UndefinedBehaviorSanitizer
 
 native-tsan:  ## Run the C++ tests with ThreadSanitizer
 	@$(NATIVE_TEST) -DKVTIER_SANITIZE=thread >/dev/null && $(NATIVE_RUN)
+
+# The native core is built while kvtier is installed: what builds it must be there before.
+compiler: $(VENV)/.python
+	@command -v c++ >/dev/null || $(BIN)/python tools/system_packages.py g++
 
 demo: install  ## Serve one long prompt four times with a real vLLM: cold, from memory, after kill -9, from disk
 	@$(BIN)/kvtier demo $(DEMO)

@@ -20,6 +20,7 @@ ALL = {
     "librdmacm1",
     "libnuma1",
     "ibverbs-providers",
+    "g++",
     "gcc",
     "libc6-dev",
     "openssl",

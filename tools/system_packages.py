@@ -1,6 +1,7 @@
 """Install the system's packages that the tests need, or say what to type.
 
-    python tools/system_packages.py
+    python tools/system_packages.py            all of them
+    python tools/system_packages.py g++ gcc    these alone
 
 Their names are in ``system_packages.txt``. As root on Debian or its like what is missing is installed;
 elsewhere, or where that fails, the command to type is printed. The exit status is 0 all the same: a test
@@ -125,9 +126,9 @@ def no_service_is_started() -> Iterator[None]:
         signal.signal(signal.SIGTERM, ended)
 
 
-def main() -> None:
-    """Install what is missing, or say loudly what to type."""
-    needed = wanted()
+def main(names: Sequence[str] = ()) -> None:
+    """Install what is missing, of these where there are names, or say loudly what to type."""
+    needed = {name: why for name, why in wanted().items() if not names or name in names}
     try:
         there = installed()
     except OSError:
@@ -156,4 +157,4 @@ def _say_what_to_do(missing: dict[str, str], problem: str, command: str = "") ->
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
