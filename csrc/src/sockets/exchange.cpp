@@ -1,0 +1,144 @@
+// Time-outs: socket(7), SO_RCVTIMEO. The kernel counts them down over all the waits of one call.
+
+#include "kvtier/exchange.hpp"
+
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+namespace kvtier::sockets {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::size_t spans_a_call = 1024;  // IOV_MAX of Linux
+
+// Has the next blocking call last until `deadline` at most; false where it is over.
+bool bound(int socket, int option, Clock::time_point deadline) {
+    const auto left = std::chrono::duration_cast<std::chrono::microseconds>(deadline - Clock::now()).count();
+    if (left <= 0) return false;
+    timeval time{};
+    time.tv_sec = left / 1'000'000;
+    time.tv_usec = left % 1'000'000;
+    // What is no time-out at all is one that was zero.
+    setsockopt(socket, SOL_SOCKET, option, &time, sizeof time);
+    return true;
+}
+
+// What is left of the spans of one operation.
+class Rest {
+public:
+    explicit Rest(const std::vector<Span>& spans) : spans_(spans) { skip_empty(); }
+
+    bool empty() const { return at_ == spans_.size(); }
+
+    // The next spans, as one call takes them.
+    msghdr message() {
+        std::size_t count = 0;
+        std::size_t skipped = done_;
+        for (std::size_t at = at_; at < spans_.size() && count < vectors_.size(); ++at, skipped = 0) {
+            vectors_[count++] = {spans_[at].data + skipped, spans_[at].length - skipped};
+        }
+        msghdr message{};
+        message.msg_iov = vectors_.data();
+        message.msg_iovlen = count;
+        return message;
+    }
+
+    void advance(std::size_t moved) {
+        while (moved > 0) {
+            const std::size_t step = std::min(moved, spans_[at_].length - done_);
+            moved -= step;
+            done_ += step;
+            skip_empty();
+        }
+    }
+
+private:
+    void skip_empty() {
+        while (at_ < spans_.size() && done_ == spans_[at_].length) {
+            ++at_;
+            done_ = 0;
+        }
+    }
+
+    const std::vector<Span>& spans_;
+    std::size_t at_ = 0;
+    std::size_t done_ = 0;  // of the span at `at_`
+    std::array<iovec, spans_a_call> vectors_;
+};
+
+// What a call of the kernel came to: how many bytes, or why there were none.
+struct Moved {
+    std::size_t bytes = 0;
+    int error = 0;
+};
+
+template <typename Call>
+Moved blocking(int socket, int option, Clock::time_point deadline, const Call& call) {
+    while (bound(socket, option, deadline)) {
+        const ssize_t moved = call();
+        if (moved > 0) return {static_cast<std::size_t>(moved), 0};
+        if (moved == 0) return {0, ECONNRESET};
+        if (errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK) return {0, errno};
+    }
+    return {0, ETIMEDOUT};
+}
+
+// Send or receive all spans; `done` counts the bytes. The error.
+int move_all(int socket, const Operation& operation, Clock::time_point deadline, std::size_t& done) {
+    const bool sends = operation.kind == Kind::send;
+    Rest rest(operation.spans);
+    while (!rest.empty()) {
+        msghdr message = rest.message();
+        const Moved moved = blocking(socket, sends ? SO_SNDTIMEO : SO_RCVTIMEO, deadline, [&] {
+            return sends ? sendmsg(socket, &message, MSG_NOSIGNAL) : recvmsg(socket, &message, MSG_WAITALL);
+        });
+        if (moved.error != 0) return moved.error;
+        rest.advance(moved.bytes);
+        done += moved.bytes;
+    }
+    return 0;
+}
+
+// Receive what must be equal to `wanted`; `done` counts the bytes. The error, and whether they were equal.
+int expect(int socket, Span wanted, std::span<std::byte> unread, Clock::time_point deadline,
+           std::size_t& done, bool& equal) {
+    equal = wanted.length <= unread.size();
+    while (equal && done < wanted.length) {
+        const Moved moved = blocking(socket, SO_RCVTIMEO, deadline, [&] {
+            return recv(socket, unread.data() + done, wanted.length - done, 0);
+        });
+        if (moved.error != 0) return moved.error;
+        equal = std::memcmp(unread.data() + done, wanted.data + done, moved.bytes) == 0;
+        done += moved.bytes;
+    }
+    return 0;
+}
+
+}  // namespace
+
+Progress exchange(int socket, std::span<const Operation> operations, std::span<std::byte> unread,
+                  Clock::time_point deadline) {
+    Progress progress;
+    for (const Operation& operation : operations) {
+        progress.bytes = 0;
+        bool equal = true;
+        progress.error =
+            operation.kind == Kind::expect
+                ? expect(socket, operation.spans.front(), unread, deadline, progress.bytes, equal)
+                : move_all(socket, operation, deadline, progress.bytes);
+        if (progress.error != 0 || !equal) return progress;
+        ++progress.operations;
+    }
+    progress.bytes = 0;
+    return progress;
+}
+
+}  // namespace kvtier::sockets

@@ -1,0 +1,250 @@
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "kvtier/exchange.hpp"
+
+using namespace kvtier::sockets;
+using namespace std::chrono_literals;
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto patience = 30s;
+
+struct Pair {
+    Pair() {
+        int ends[2];
+        if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::bad_alloc();
+        here = ends[0];
+        there = ends[1];
+    }
+    ~Pair() {
+        close(here);
+        if (there >= 0) close(there);
+    }
+    Pair(const Pair&) = delete;
+    Pair& operator=(const Pair&) = delete;
+
+    void say(const std::string& text) const {
+        CHECK(write(there, text.data(), text.size()) == ssize_t(text.size()));
+    }
+    void hang_up() {
+        close(there);
+        there = -1;
+    }
+
+    int here = -1;
+    int there = -1;
+};
+
+Span over(std::string& text) {
+    return {reinterpret_cast<std::byte*>(text.data()), text.size()};
+}
+
+Progress converse(const Pair& pair, const std::vector<Operation>& operations, std::string& unread,
+                  Clock::duration time = patience) {
+    return exchange(pair.here, operations, {over(unread).data, unread.size()}, Clock::now() + time);
+}
+
+bool is(const Progress& progress, std::size_t operations, std::size_t bytes, int error) {
+    return progress.operations == operations && progress.bytes == bytes && progress.error == error;
+}
+
+std::string noise(std::mt19937& random, std::size_t length) {
+    std::string text(length, '\0');
+    std::generate(text.begin(), text.end(), [&] { return static_cast<char>(random()); });
+    return text;
+}
+
+}  // namespace
+
+TEST(a_question_and_its_answer) {
+    const Pair pair;
+    std::string question = "GET x\r\n", head = "$5\r\n", value(5, '.'), end = "\r\n", unread(16, '.');
+    pair.say("$5\r\nhello\r\n+OK");
+    CHECK(is(converse(pair,
+                      {{Kind::send, {over(question)}},
+                       {Kind::expect, {over(head)}},
+                       {Kind::receive, {over(value)}},
+                       {Kind::expect, {over(end)}}},
+                      unread),
+             4, 0, 0));
+    CHECK(value == "hello");
+    std::string asked(question.size(), '.'), rest(3, '.');
+    CHECK(read(pair.there, asked.data(), asked.size()) == ssize_t(asked.size()) && asked == question);
+    CHECK(read(pair.here, rest.data(), rest.size()) == 3 && rest == "+OK");
+}
+
+TEST(nothing_to_do) {
+    const Pair pair;
+    std::string empty, unread;
+    CHECK(is(converse(pair, {}, unread), 0, 0, 0));
+    const Operation receive{Kind::receive, {over(empty), over(empty)}};
+    CHECK(is(converse(pair, {{Kind::send, {}}, receive, {Kind::expect, {over(empty)}}}, unread), 3, 0, 0));
+}
+
+TEST(what_was_not_expected_is_handed_back_and_nothing_behind_it) {
+    const Pair pair;
+    std::string head = "$5\r\n", value(5, '.'), unread(16, '.');
+    pair.say("$-1\r\n");
+    const Operation receive{Kind::receive, {over(value)}};
+    CHECK(is(converse(pair, {{Kind::expect, {over(head)}}, receive}, unread), 0, 4, 0));
+    CHECK(unread.substr(0, 4) == "$-1\r" && value == ".....");
+    std::string rest(1, '.');
+    CHECK(read(pair.here, rest.data(), 1) == 1 && rest == "\n");
+}
+
+TEST(a_short_answer_is_not_waited_on_for_longer) {
+    const Pair pair;
+    std::string head = "$33554432\r\n", unread(16, '.');
+    pair.say("$-1\r\n");
+    CHECK(is(converse(pair, {{Kind::expect, {over(head)}}}, unread), 0, 5, 0));
+}
+
+TEST(more_is_expected_than_there_is_room_for) {
+    const Pair pair;
+    std::string head = "12345", unread(4, '.');
+    pair.say(head);
+    CHECK(is(converse(pair, {{Kind::expect, {over(head)}}}, unread), 0, 0, 0));
+}
+
+TEST(an_expected_answer_that_comes_in_pieces) {
+    const Pair pair;
+    std::string head = "$123\r\n", unread(6, '.');
+    std::thread talks([&] {
+        for (const char letter : head) pair.say(std::string(1, letter));
+    });
+    CHECK(is(converse(pair, {{Kind::expect, {over(head)}}}, unread), 1, 0, 0));
+    talks.join();
+}
+
+TEST(the_other_side_hangs_up) {
+    Pair pair;
+    std::string value(5, '.'), unread;
+    pair.say("abc");
+    pair.hang_up();
+    CHECK(is(converse(pair, {{Kind::receive, {over(value)}}}, unread), 0, 3, ECONNRESET));
+    CHECK(value == "abc..");
+    const Progress sent = converse(pair, {{Kind::send, {over(value)}}}, unread);
+    CHECK(is(sent, 0, 0, EPIPE));
+}
+
+TEST(nothing_comes_in_time) {
+    const Pair pair;
+    std::string value(5, '.'), head = "abcd", unread(4, '.');
+    pair.say("ab");
+    CHECK(is(converse(pair, {{Kind::expect, {over(head)}}}, unread, 20ms), 0, 2, ETIMEDOUT));
+    CHECK(is(converse(pair, {{Kind::receive, {over(value)}}}, unread, 20ms), 0, 0, ETIMEDOUT));
+    CHECK(is(converse(pair, {{Kind::receive, {over(value)}}}, unread, -1s), 0, 0, ETIMEDOUT));
+    std::string much(8 << 20, 'x');
+    const Progress sent = converse(pair, {{Kind::send, {over(much)}}}, unread, 20ms);
+    CHECK(sent.operations == 0 && sent.bytes > 0 && sent.bytes < much.size() && sent.error == ETIMEDOUT);
+}
+
+TEST(a_trickle_does_not_prolong_it) {
+    const Pair pair;
+    std::string value(1 << 20, '.'), unread;
+    const auto until = Clock::now() + 100ms;
+    std::thread trickles([&] {
+        while (Clock::now() < until) {
+            pair.say("x");
+            std::this_thread::sleep_for(1ms);
+        }
+    });
+    const Progress got = converse(pair, {{Kind::receive, {over(value)}}}, unread, 50ms);
+    CHECK(got.operations == 0 && got.error == ETIMEDOUT);
+    trickles.join();
+}
+
+TEST(shut_down_by_another_thread) {
+    const Pair pair;
+    std::string value(5, '.'), unread;
+    std::thread cuts([&] { shutdown(pair.here, SHUT_RDWR); });
+    CHECK(is(converse(pair, {{Kind::receive, {over(value)}}}, unread), 0, 0, ECONNRESET));
+    cuts.join();
+}
+
+TEST(a_descriptor_that_is_no_socket) {
+    std::string value(5, '.'), unread;
+    const std::vector<Operation> one{{Kind::receive, {over(value)}}};
+    CHECK(exchange(-1, one, {}, Clock::now() + patience).error == EBADF);
+    const int file = open("/dev/null", O_RDWR);
+    CHECK(exchange(file, one, {}, Clock::now() + patience).error == ENOTSOCK);
+    close(file);
+}
+
+TEST(more_spans_than_one_call_takes_in_any_pieces) {
+    std::mt19937 random(7);
+    for (int turn = 0; turn < 30; ++turn) {
+        const Pair pair;
+        const int size = 4096;
+        setsockopt(pair.here, SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
+        std::vector<std::string> out, in;
+        Operation send{Kind::send, {}}, receive{Kind::receive, {}};
+        const std::size_t count = random() % 2500;
+        for (std::size_t index = 0; index < count; ++index) {
+            out.push_back(noise(random, random() % 3 == 0 ? 0 : random() % 700));
+            in.emplace_back(out.back().size(), '\0');
+        }
+        for (std::string& text : out) send.spans.push_back(over(text));
+        for (std::string& text : in) receive.spans.push_back(over(text));
+        std::thread sends([&] {
+            std::string none;
+            CHECK(is(converse(pair, {send}, none), 1, 0, 0));
+        });
+        const std::vector<Operation> one{receive};
+        CHECK(is(exchange(pair.there, one, {}, Clock::now() + patience), 1, 0, 0));
+        sends.join();
+        CHECK(in == out);
+    }
+}
+
+// Whatever comes: no byte is written outside of what was given, and none is taken that was not asked for.
+TEST(any_answers_to_any_expectations) {
+    std::mt19937 random(11);
+    for (int turn = 0; turn < 3000; ++turn) {
+        Pair pair;
+        std::string script = noise(random, random() % 60), unread(random() % 20, '.');
+        std::vector<std::string> texts;
+        std::vector<Kind> kinds;
+        std::size_t at = 0;
+        while (at < script.size() && texts.size() < 9) {
+            const std::size_t length = std::min<std::size_t>(random() % 12, script.size() - at);
+            kinds.push_back(random() % 2 == 0 ? Kind::expect : Kind::receive);
+            texts.push_back(script.substr(at, length));
+            if (kinds.back() == Kind::receive) texts.back().assign(length, '.');
+            if (length > 0 && random() % 8 == 0) texts.back()[random() % length] ^= 1;
+            at += length;
+        }
+        std::vector<Operation> operations;
+        std::size_t wanted = 0;
+        for (std::size_t index = 0; index < texts.size(); ++index) {
+            operations.push_back({kinds[index], {over(texts[index])}});
+            wanted += texts[index].size();
+        }
+        pair.say(script);
+        pair.hang_up();
+        const Progress got = converse(pair, operations, unread);
+        std::size_t taken = got.bytes;
+        for (std::size_t index = 0; index < got.operations; ++index) taken += texts[index].size();
+        std::string rest(script.size() + 1, '\0');
+        const ssize_t left = read(pair.here, rest.data(), rest.size());
+        CHECK(left >= 0 && taken + std::size_t(left) == script.size());
+        CHECK(got.error == 0 && taken <= wanted);
+    }
+}
+
+int main() {
+    return kvtier::test::run();
+}
