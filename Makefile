@@ -115,6 +115,7 @@ format: $(VENV)/.kvtier  ## Put the code into shape
 	$(BIN)/ruff format
 
 bench: install $(VENV)/.pools system-packages  ## Measure; the figures are explained in benchmarks/README.md
+	$(BIN)/kvtier bench
 	$(BIN)/python -m benchmarks
 
 clean:  ## Remove .venv and everything else that was made here

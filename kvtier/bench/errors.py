@@ -1,4 +1,4 @@
-"""The one error of this package."""
+"""The errors of this package."""
 
 from __future__ import annotations
 
@@ -7,3 +7,7 @@ from kvtier.errors import KVTierError
 
 class BenchFailed(KVTierError):
     """What is measured, or its limit, did not do what it was asked. The message says so in words."""
+
+
+class Stuck(BenchFailed):
+    """A call has not ended though it was cancelled, and still has the memory that it was given."""

@@ -14,6 +14,7 @@ from rich.markup import escape
 
 import kvtier
 from kvtier.cli import (
+    bench,
     clear,
     config,
     controller,
@@ -52,6 +53,7 @@ def make_app() -> typer.Typer:
     app.command(epilog=controller.EXAMPLES)(controller.controller)
     app.command(epilog=proxy.EXAMPLES)(proxy.proxy)
     app.command()(doctor.doctor)
+    app.command(epilog=bench.EXAMPLES)(bench.bench)
     app.add_typer(config.app)
     app.add_typer(inspect.app)
     app.command("plugins")(plugins.plugins)

@@ -104,7 +104,7 @@ async def _checked(backend_type: type[Backend], tier: TierSettings, size: int, c
     size = pages * OBJECT_ALIGNMENT
     with _warnings() as warnings:
         try:
-            with _harmless(backend_type, tier, size) as (settings, remark):
+            with harmless(backend_type, tier, size) as (settings, remark):
                 told = [await run_trial(backend_type(settings), settings, size, checksum=checksum), remark]
             check = Check(name, "warn" if warnings else "ok", _sentence([*told, *warnings[:1]]))
         except Problem as problem:
@@ -118,10 +118,12 @@ async def _checked(backend_type: type[Backend], tier: TierSettings, size: int, c
 
 
 @contextmanager
-def _harmless(
+def harmless(
     backend_type: type[Backend], tier: TierSettings, size: int
 ) -> Iterator[tuple[TierSettings, str]]:
     """Settings of a tier that is like this one and takes nothing of it; what there is to remark about it.
+
+    Memory has room for ``size`` bytes. What is made for it is gone afterwards.
 
     A disk is used beside what it holds, not through its lock: a cache process may have it, or be about to
     start as another user, to whom what was made here would be closed.

@@ -61,7 +61,7 @@ def doctor(
     failed = any(check.status == "fail" for check in checks)
     _print(checks, failed=failed, as_json=as_json, hint="" if backend else HINT)
     if backend and not end_threads(threads):
-        _leave(1 if failed else 0)
+        leave(1 if failed else 0)
     if failed:
         raise typer.Exit(1)
 
@@ -102,7 +102,7 @@ def _print(checks: list[Check], *, failed: bool, as_json: bool, hint: str) -> No
         output().print(escape(hint))
 
 
-def _leave(status: int) -> None:
+def leave(status: int) -> None:
     """End this process though threads go on that Python would wait for."""
     sys.stdout.flush()
     sys.stderr.flush()

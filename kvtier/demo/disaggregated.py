@@ -10,11 +10,12 @@ import anyio
 import httpx
 from rich.console import Console
 
+from kvtier.cli.terminal import ends_on_signals
 from kvtier.demo import disaggregated_report as report
 from kvtier.demo.client import Client, Completion
 from kvtier.demo.disaggregated_serving import Serving, serving
 from kvtier.demo.report import Steps
-from kvtier.demo.work import Options, ends_on_signals, work_folder
+from kvtier.demo.work import Options, work_folder
 from kvtier.errors import ChannelError
 
 PROMPTS = 3

@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 
 from kvtier.bridge import client as bridge
+from kvtier.cli.terminal import ends_on_signals
 from kvtier.demo import report
 from kvtier.demo.client import Client
 from kvtier.demo.server import DemoFailed, Server, free_port, start_cache, start_vllm
@@ -23,7 +24,6 @@ from kvtier.demo.work import (
     Options,
     Work,
     cache_answers,
-    ends_on_signals,
     make_prompts,
     model_of,
     vllm_arguments,

@@ -1,17 +1,13 @@
-"""What both demos share: what the command line may choose, the folders, the model, prompts, and signals."""
+"""What both demos share: what the command line may choose, the folders, the model and prompts."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
-import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
-from types import FrameType
 
 from kvtier.bridge import client as bridge
 from kvtier.demo.client import Client
@@ -118,21 +114,3 @@ def work_folder(options: Options) -> Iterator[Work]:
         if not options.keep:
             stack.callback(rmtree, folder, ignore_errors=True)
         yield Work(base / "model", folder, Path(sockets))
-
-
-@contextlib.contextmanager
-def ends_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack like Ctrl-C does, so that every server is stopped."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

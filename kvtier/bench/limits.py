@@ -1,0 +1,70 @@
+"""Which limit a tier is held against: the same bytes by hand, over the same medium."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvtier.arena import Arena
+from kvtier.backends.base import Backend, SupportsArena
+from kvtier.backends.disk import DiskSettings
+from kvtier.backends.infinistore.settings import InfiniStoreSettings
+from kvtier.backends.mooncake.settings import MooncakeSettings
+from kvtier.backends.redis.settings import RedisSettings
+from kvtier.bench.libraries import InfiniStoreLibrary, MooncakeLibrary
+from kvtier.bench.memory import Memcpy
+from kvtier.bench.raw_files import RawFiles
+from kvtier.bench.raw_resp import LogIn, RawRESP
+from kvtier.bench.sides import Side
+from kvtier.bench.timing import filled
+from kvtier.settings import TierSettings
+
+RAW_FOLDER = "raw"
+
+
+def limit_of(tier: TierSettings, backend: Backend, arena: Arena, length: int) -> tuple[str, Side] | None:
+    """The limit's name and the limit, with room for ``length`` bytes at once; ``None`` where none is known.
+
+    A third party's backend has none, and neither has a pool that is reached in another way than the limit can
+    go: over TLS, through sentinels, as a cluster, over RDMA. Blocks; raises ``OSError`` and
+    :class:`kvtier.errors.KVTierError`, and what a client library raises.
+    """
+    if isinstance(backend, SupportsArena):
+        return "memcpy", Memcpy(filled(length))
+    if isinstance(tier, DiskSettings):
+        return _raw_files(tier)
+    if isinstance(tier, RedisSettings):
+        return _raw_resp(tier)
+    if isinstance(tier, InfiniStoreSettings) and tier.connection == "tcp":
+        return "its own library", InfiniStoreLibrary((tier.host, tier.port), tier.connections)
+    if isinstance(tier, MooncakeSettings) and tier.protocol == "tcp":
+        return "its own library", MooncakeLibrary(tier.master, arena)
+    return None
+
+
+def _raw_files(tier: DiskSettings) -> tuple[str, Side] | None:
+    folder = tier.path / RAW_FOLDER
+    folder.mkdir(mode=0o700, parents=True)
+    return ("raw O_DIRECT", RawFiles(folder, tier.concurrency)) if _has_direct(folder) else None
+
+
+def _has_direct(folder: Path) -> bool:
+    probe = folder / "probe"
+    try:
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600))
+    except OSError:
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+    return True
+
+
+def _raw_resp(tier: RedisSettings) -> tuple[str, Side] | None:
+    place = tier.place
+    if place.kind != "single" or place.tls:
+        return None
+    (endpoint,) = place.endpoints
+    address = endpoint.host if endpoint.port is None else (endpoint.host, endpoint.port)
+    password = tier.password.get_secret_value() if tier.password is not None else None
+    log_in = LogIn(tier.user, password, place.database)
+    return "raw socket", RawRESP(address, tier.connections, log_in, timeout=tier.deadline)

@@ -1,0 +1,219 @@
+"""A tier beside its limit, in turns, as a cache runs it: with header and checksum, but for memory."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+
+import anyio
+from anyio import CancelScope
+
+from kvtier.arena import Arena
+from kvtier.backends.base import Backend, SupportsCheck, SupportsRegistration
+from kvtier.backends.sealed import SealedBackend
+from kvtier.bench.calls import within
+from kvtier.bench.chunks import clear_stamps, have_stamps, make_chunks, own_keys, put_stamps
+from kvtier.bench.errors import BenchFailed, Stuck
+from kvtier.bench.limits import limit_of
+from kvtier.bench.rows import Extent, Row, Samples
+from kvtier.bench.sides import BackendSide, Chunk, Side
+from kvtier.bench.timing import rotated
+from kvtier.keys import ChunkKey
+from kvtier.plugins import is_memory
+from kvtier.settings import TierSettings
+from kvtier.units import MIB, format_duration
+
+logger = logging.getLogger("kvtier")
+
+LOOK_UP_KEYS = 128
+"""A prompt of 32,768 tokens in chunks of 256."""
+LOOK_UP_BYTES = 4096
+"""What is looked up is that long: a look-up does not see it."""
+OPENING_SECONDS = 30.0
+"""Opening and registering memory have no deadline in a tier, and may take long once."""
+DELETING_PAUSE_SECONDS = 0.1
+KVTIER, LIMIT = "kvtier", "limit"
+
+Advance = Callable[[], None]
+"""Told of each step that is done."""
+
+
+def steps_of(extent: Extent) -> int:
+    """How many steps :func:`measure_tier` tells of."""
+    return extent.turns + 2
+
+
+def tier_bytes(extent: Extent) -> int:
+    """What a tier is to hold at once."""
+    return extent.length + LOOK_UP_KEYS * LOOK_UP_BYTES
+
+
+def memory_bytes(extent: Extent) -> int:
+    """How much memory :func:`measure_tier` takes at most: for chunks, a tier of memory, and its limit."""
+    return 3 * tier_bytes(extent) + 4 * MIB
+
+
+async def measure_tier(
+    backend: Backend, tier: TierSettings, extent: Extent, advance: Advance, *, checksum: bool = True
+) -> Row:
+    """Measure a tier: open its backend, move chunks under keys of its own, delete them, close it.
+
+    The keys are deleted also where it fails or is cancelled. Each batch is held to the tier's deadline, as in
+    a cache. ``backend`` is not open yet. Raises :class:`BenchFailed`, :class:`Stuck` where a call did not end
+    at all, and what else the backend raises. Blocks the event loop for as long as the limit moves bytes.
+    """
+    wrapped = backend if is_memory(type(backend)) else SealedBackend(backend, checksum)
+    arena = Arena.create(tier_bytes(extent) + 2 * MIB)
+    async with AsyncExitStack() as stack:
+        stack.push(_closing(arena))
+        await stack.enter_async_context(_opened(wrapped, arena))
+        remark = ""
+        if isinstance(wrapped, SupportsCheck):
+            remark = await within(OPENING_SECONDS, "asking what it is", wrapped.check)
+        sides: dict[str, Side] = {KVTIER: BackendSide(wrapped)}
+        limit = limit_of(tier, backend, arena, extent.length)
+        if limit is not None:
+            sides[LIMIT] = limit[1]
+            stack.push_async_callback(limit[1].close)
+        bench = _Bench(sides, wrapped, arena, tier, extent)
+        put, get, look_ups = await bench.measure(advance)
+    name = limit[0] if limit is not None else None
+    return Row(
+        tier.name,
+        tier.type,
+        name,
+        put.direction(KVTIER, LIMIT if name else None, extent.length),
+        get.direction(KVTIER, LIMIT if name else None, extent.length),
+        LOOK_UP_KEYS / statistics.median(look_ups),
+        remark,
+    )
+
+
+def _closing(arena: Arena) -> Callable[..., bool]:
+    def close(_kind: object, error: BaseException | None, _trace: object) -> bool:
+        if not isinstance(error, Stuck):  # What did not end may still write there.
+            arena.close()
+        return False
+
+    return close
+
+
+@asynccontextmanager
+async def _opened(backend: Backend, arena: Arena) -> AsyncIterator[None]:
+    """It is open, and knows the arena, until the block is left; not closed where a call goes on in it."""
+    await within(OPENING_SECONDS, "opening it", backend.open)
+    try:
+        if isinstance(backend, SupportsRegistration):
+            await within(OPENING_SECONDS, "registering memory", lambda: backend.register(arena))
+        yield
+    except Stuck:
+        raise
+    except BaseException:
+        with CancelScope(shield=True), suppress(Exception):  # Something else has failed already.
+            await within(OPENING_SECONDS, "closing it", backend.close)
+        raise
+    await within(OPENING_SECONDS, "closing it", backend.close)
+
+
+class _Bench:
+    """The sides of one tier, and the chunks that they move."""
+
+    def __init__(
+        self, sides: dict[str, Side], backend: Backend, arena: Arena, tier: TierSettings, extent: Extent
+    ) -> None:
+        self._sides = sides
+        self._backend = backend
+        self._arena = arena
+        self._deadline = tier.deadline
+        self._extent = extent
+        self._keys: list[ChunkKey] = []
+        """All keys that may be in use."""
+        self._samples = {"put": Samples(), "get": Samples()}
+
+    async def measure(self, advance: Advance) -> tuple[Samples, Samples, list[float]]:
+        """Seconds of putting, of getting and of looking up, after one turn that is not counted."""
+        extent = self._extent
+        moved, held = own_keys(extent.chunks), own_keys(LOOK_UP_KEYS)
+        chunks = make_chunks(self._arena, moved, extent.size)
+        small = make_chunks(self._arena, held, LOOK_UP_BYTES)
+        self._keys = [*moved, *held]
+        try:
+            for turn in range(-1, extent.turns):
+                for name in rotated(list(self._sides), turn + 1):
+                    await self._take_turn(name, chunks, counted=turn >= 0)
+                advance()
+            look_ups = await self._look_up(small)
+            await self._see_to_it_that_they_are_gone()
+            advance()
+        except Stuck:
+            raise
+        except BaseException:
+            await self._clean_up()
+            raise
+        return self._samples["put"], self._samples["get"], look_ups
+
+    async def _take_turn(self, name: str, chunks: Sequence[Chunk], *, counted: bool) -> None:
+        if name == KVTIER:
+            singles = await self._move(name, chunks, 1)
+            if counted:
+                for direction, seconds in singles.items():
+                    self._samples[direction].singles += seconds
+        for direction, seconds in (await self._move(name, chunks, self._extent.in_flight)).items():
+            if counted:
+                self._samples[direction].turns.setdefault(name, []).append(sum(seconds))
+
+    async def _move(self, name: str, chunks: Sequence[Chunk], in_flight: int) -> dict[str, list[float]]:
+        """The seconds of each batch on its way in and out, after which the side holds nothing."""
+        side, deadline = self._sides[name], self._deadline
+        batches = [chunks[start : start + in_flight] for start in range(0, len(chunks), in_flight)]
+        of = f"{in_flight} chunks" if in_flight > 1 else "one chunk"
+        puts = [await within(deadline, f"storing {of}", partial(side.put, batch)) for batch in batches]
+        gets = []
+        for batch in batches:
+            stamps = clear_stamps(batch)
+            gets.append(await within(deadline, f"reading {of}", partial(side.get, batch)))
+            if not side.fills:
+                put_stamps(batch, stamps)
+            elif not have_stamps(batch, stamps):
+                raise BenchFailed("it gave back other bytes than were stored")
+        await within(deadline, "deleting", lambda: side.forget([key for key, _ in chunks]))
+        return {"put": puts, "get": gets}
+
+    async def _look_up(self, chunks: Sequence[Chunk]) -> list[float]:
+        """Seconds of asking for all of them at once, as a prompt is looked up."""
+        side, keys = self._sides[KVTIER], [key for key, _ in chunks]
+        await within(self._deadline, "storing", lambda: side.put(chunks))
+        seconds = []
+        for _ in range(self._extent.look_ups):
+            asked = await within(self._deadline, "looking up", lambda: side.prefix(keys))
+            if asked is None:
+                asked = await within(self._deadline, "looking up", lambda: side.look_up(keys))
+            seconds.append(asked)
+        await within(self._deadline, "deleting", lambda: side.forget(keys))
+        return seconds
+
+    async def _see_to_it_that_they_are_gone(self) -> None:
+        """Delete for as long as the deadline is: a pool may keep for a while what was just read."""
+        until = time.monotonic() + self._deadline
+        backend, keys = self._backend, self._keys
+        while any(await within(self._deadline, "looking up", lambda: backend.contains(keys))):
+            if time.monotonic() > until:
+                longer = format_duration(self._deadline)
+                raise BenchFailed(f"it still holds chunks {longer} after they were deleted")
+            await anyio.sleep(DELETING_PAUSE_SECONDS)
+            await within(self._deadline, "deleting", lambda: backend.delete(keys))
+
+    async def _clean_up(self) -> None:
+        """Delete what may have been stored, as well as can be: something else has failed already."""
+        with CancelScope(shield=True):
+            for side in self._sides.values():
+                try:
+                    await within(self._deadline, "deleting", partial(side.forget, self._keys))
+                except Stuck:
+                    raise
+                except Exception as error:
+                    logger.debug("deleting has failed, too: %r", error)
