@@ -134,7 +134,7 @@ TEST(the_other_side_hangs_up) {
     std::string value(5, '.'), unread;
     pair.say("abc");
     pair.hang_up();
-    CHECK(is(converse(pair, {{Kind::receive, {over(value)}}}, unread), 0, 3, ECONNRESET));
+    CHECK(is(converse(pair, {{Kind::receive, {over(value)}}}, unread), 0, 3, ESHUTDOWN));
     CHECK(value == "abc..");
     const Progress sent = converse(pair, {{Kind::send, {over(value)}}}, unread);
     CHECK(is(sent, 0, 0, EPIPE));
@@ -171,7 +171,7 @@ TEST(shut_down_by_another_thread) {
     const Pair pair;
     std::string value(5, '.'), unread;
     std::thread cuts([&] { shutdown(pair.here, SHUT_RDWR); });
-    CHECK(is(converse(pair, {{Kind::receive, {over(value)}}}, unread), 0, 0, ECONNRESET));
+    CHECK(is(converse(pair, {{Kind::receive, {over(value)}}}, unread), 0, 0, ESHUTDOWN));
     cuts.join();
 }
 

@@ -15,17 +15,20 @@ import socket
 import ssl
 import struct
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any, TypeAlias
 
+from kvtier import native
+from kvtier.sockets.buffers import advance, first_of
+from kvtier.sockets.conversation import EXPECT, SEND, Operation, Progress, progress_of
+
 Buffer: TypeAlias = bytes | memoryview
 
 BUFFER_BYTES = 4096
 """The longest line that is accepted, and the most of a value that is copied."""
-BUFFERS_A_CALL = 1024
-"""IOV_MAX of Linux."""
 KEEP_ALIVE_IDLE_SECONDS = 15
 KEEP_ALIVE_INTERVAL_SECONDS = 5
 KEEP_ALIVE_PROBES = 3
@@ -133,15 +136,9 @@ class Connection:
 
     def send(self, buffers: Sequence[Buffer]) -> None:
         """Send the buffers one after the other, none of them copied."""
-        rest = list(buffers)
-        at = 0
-        while at < len(rest):
-            sent = self._send_some(rest[at : at + BUFFERS_A_CALL])
-            while at < len(rest) and sent >= len(rest[at]):
-                sent -= len(rest[at])
-                at += 1
-            if sent:
-                rest[at] = memoryview(rest[at])[sent:]
+        rest = deque(memoryview(buffer) for buffer in buffers)
+        while rest:
+            advance(rest, self._send_some(first_of(rest)))
 
     def line(self) -> bytes:
         """What comes before the next end of line, without it."""
@@ -180,6 +177,59 @@ class Connection:
         self.take(views[0][:held])
         return held
 
+    def exchange(self, operations: Sequence[Operation]) -> Progress:
+        """Carry a conversation out, as far as it goes. Blocks; raises nothing.
+
+        What came and was not expected is :attr:`buffered`, to be taken next. What is expected is no longer
+        than :data:`BUFFER_BYTES`. Native code does this without the GIL, where it is there.
+        """
+        if self.buffered or not native.available():
+            return self._exchange_here(operations)
+        try:
+            seconds = self.deadline.remaining()
+        except TimeoutError as error:
+            return Progress(0, 0, error.with_traceback(None))
+        progress = progress_of(
+            *native.core.exchange(self._socket.fileno(), operations, self._buffer, seconds)
+        )
+        done = progress.operations
+        if done < len(operations) and operations[done][0] == EXPECT:
+            self._start, self._stop = 0, progress.received
+        return progress
+
+    def _exchange_here(self, operations: Sequence[Operation]) -> Progress:
+        done = received = 0
+        try:
+            for kind, buffers in operations:
+                received = 0
+                if kind == SEND:
+                    self.send(buffers)
+                elif kind == EXPECT:
+                    if not self._is_next(buffers[0]):
+                        break
+                else:
+                    rest = deque(memoryview(buffer) for buffer in buffers if buffer)
+                    while rest:
+                        moved = self.receive_some(first_of(rest))
+                        received += moved
+                        advance(rest, moved)
+                done += 1
+        except OSError as error:
+            # Where it was raised there are views, which nobody is to hold any longer.
+            return Progress(done, received, error.with_traceback(None))
+        return Progress(done)
+
+    def _is_next(self, wanted: Buffer) -> bool:
+        """Take what is wanted, where that is what comes. Else it stays."""
+        while (held := min(self._stop - self._start, len(wanted))) < len(wanted):
+            if self._buffer_view[self._start : self._stop] != wanted[:held]:
+                return False
+            self.fill(len(wanted) - held)
+        if self._buffer_view[self._start : self._start + held] != wanted:
+            return False
+        self._start += held
+        return True
+
     def keep_alive(self) -> None:
         """Have the kernel find out that the other side is gone. Once it is connected."""
         keep_alive(self._socket)
@@ -206,7 +256,7 @@ class Connection:
     def _receive_some_into(self, views: Sequence[memoryview]) -> int:
         self._set_timeout(socket.SO_RCVTIMEO)
         try:
-            received, *_ = self._socket.recvmsg_into(views[:BUFFERS_A_CALL], 0, socket.MSG_WAITALL)
+            received, *_ = self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)
         except BlockingIOError:
             raise TimeoutError("no answer in time") from None
         return _unless_closed(received)
@@ -225,6 +275,10 @@ class TLSConnection(Connection):
         self._secured = self._socket = context.wrap_socket(
             self._socket, server_hostname=server_name, do_handshake_on_connect=False
         )
+
+    def exchange(self, operations: Sequence[Operation]) -> Progress:
+        """See :meth:`Connection.exchange`."""
+        return self._exchange_here(operations)
 
     def _set_up(self) -> None:
         self._secured.settimeout(self.deadline.remaining())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -12,6 +12,7 @@ from kvtier.backends.redis import parts, resp
 from kvtier.backends.redis.commands import Commands
 from kvtier.keys import ChunkKey
 from kvtier.sockets.connection import Connection
+from kvtier.sockets.conversation import Operation, Progress
 from kvtier.testing.servers.redis import RedisServer
 
 KEY = ChunkKey(bytes(32))
@@ -64,16 +65,18 @@ def test_a_value_that_is_changed_meanwhile(
     before, after = bytes([1]) * (4 << 20), bytes([2]) * (4 << 20)
     name = COMMANDS.name(KEY)
     server.tell("SET", name, before)
-    filled, real = [], resp.value_into
+    exchange = Connection.exchange
 
-    def value_into(connection: Connection, view: memoryview) -> object:
-        if len(filled) == 3:
-            words = {"SET": (name, after), "DEL": (name,), "SETRANGE": (name, "0", b"\2")}[change]
-            server.tell(change, *words)
-        filled.append(len(view))
-        return real(connection, view)
+    def interrupted(connection: Connection, operations: Sequence[Operation]) -> Progress:
+        some = 8
+        if len(operations) <= some:
+            return exchange(connection, operations)
+        assert exchange(connection, operations[:some]) == Progress(some)
+        words = {"SET": (name, after), "DEL": (name,), "SETRANGE": (name, "0", b"\2")}[change]
+        server.tell(change, *words)
+        return exchange(connection, operations[some:]).after(-some)
 
-    monkeypatch.setattr(resp, "value_into", value_into)
+    monkeypatch.setattr(Connection, "exchange", interrupted)
     outcome, value, _ = fetch(server, 4 << 20)
     expected = {"SET": after, "DEL": None, "SETRANGE": b"\2" + before[1:]}[change]
     assert outcome is (Outcome.OK if expected else Outcome.MISS)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from kvtier.backends.redis import resp
 from kvtier.backends.redis.resp import DRAIN_BYTES, ErrorReply, encode
-from kvtier.sockets.connection import BUFFER_BYTES, BUFFERS_A_CALL, Connection, Deadline, ProtocolViolation
+from kvtier.sockets.buffers import BUFFERS_A_CALL
+from kvtier.sockets.connection import BUFFER_BYTES, Connection, Deadline, ProtocolViolation
 from kvtier.testing.backend import noise
 
 SECONDS = 100.0

@@ -32,8 +32,8 @@ struct Progress {
 };
 
 // Carry out the operations in their order, until `deadline` at most (error ETIMEDOUT). Blocks; any thread,
-// one at a time for each socket. Another may shut the socket down meanwhile: that ends it (error ECONNRESET,
-// or EPIPE). Throws nothing but std::bad_alloc.
+// one at a time for each socket. Where the other side has closed it, or another thread has shut it down, the
+// error is ESHUTDOWN on receiving, EPIPE on sending. Throws nothing but std::bad_alloc.
 //
 // What an `expect` has received lies in `unread`, which must be as long as the longest of them: where it
 // is not what was expected, `bytes` of it have come, and not one byte behind those that were wanted.

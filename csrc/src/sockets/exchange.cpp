@@ -85,7 +85,7 @@ Moved blocking(int socket, int option, Clock::time_point deadline, const Call& c
     while (bound(socket, option, deadline)) {
         const ssize_t moved = call();
         if (moved > 0) return {static_cast<std::size_t>(moved), 0};
-        if (moved == 0) return {0, ECONNRESET};
+        if (moved == 0) return {0, ESHUTDOWN};
         if (errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK) return {0, errno};
     }
     return {0, ETIMEDOUT};

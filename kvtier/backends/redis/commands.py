@@ -16,7 +16,12 @@ from kvtier.backends.redis import resp
 from kvtier.backends.redis.parts import LONG_BYTES, get_in_parts
 from kvtier.backends.redis.resp import ErrorReply, encode
 from kvtier.keys import KEY_BYTES, ChunkKey
-from kvtier.sockets.connection import Buffer, Connection, ProtocolViolation
+from kvtier.sockets.connection import BUFFER_BYTES, Buffer, Connection, ProtocolViolation
+from kvtier.sockets.conversation import EXPECT, SEND, Operation, Progress
+
+_STORED = b"+OK\r\n"
+_STORED_BYTES = BUFFER_BYTES // len(_STORED) * len(_STORED)
+"""Of them, expected at once."""
 
 
 class Commands:
@@ -43,14 +48,14 @@ class Commands:
 
     def contains(self, connection: Connection, keys: Sequence[ChunkKey]) -> Iterator[bool | ErrorReply]:
         """Whether each key is held."""
-        _send(connection, [_run(self._exists, keys)])
+        _converse(connection, [(SEND, [_run(self._exists, keys)])])
         for _ in keys:
             reply = resp.reply(connection)
             yield reply if isinstance(reply, ErrorReply) else bool(_count(reply))
 
     def delete(self, connection: Connection, keys: Sequence[ChunkKey]) -> Iterator[bool | ErrorReply]:
         """Remove each key; true where the server did, or did not have it."""
-        _send(connection, [_run(self._unlink, keys)])
+        _converse(connection, [(SEND, [_run(self._unlink, keys)])])
         for _ in keys:
             reply = resp.reply(connection)
             yield reply if isinstance(reply, ErrorReply) else _count(reply) >= 0
@@ -67,9 +72,15 @@ class Commands:
 
     def get_whole(self, connection: Connection, items: Sequence[GetItem]) -> Iterator[Outcome | ErrorReply]:
         """Fill each view with the value of its key, one command each."""
-        _send(connection, [_run(self._get, [key for key, _ in items])])
-        for _, view in items:
-            filled = resp.value_into(connection, view)
+        question = _run(self._get, [key for key, _ in items])
+        views = [view for _, view in items]
+        if all(len(view) > BUFFER_BYTES for view in views):
+            progress = _converse(connection, [(SEND, [question]), *resp.expecting(views)])
+            answers = resp.values_into(connection, views, progress.after(1))
+        else:
+            _converse(connection, [(SEND, [question])])
+            answers = (resp.value_into(connection, view) for view in views)
+        for filled in answers:
             if isinstance(filled, ErrorReply):
                 yield filled
             else:
@@ -83,8 +94,13 @@ class Commands:
         for key, view in items:
             head = self._set + b"%b\r\n$%d\r\n" % (key.hex().encode(), len(view))
             buffers += (head, view, self._set_end)
-        _send(connection, buffers)
-        for _ in items:
+        stored = _STORED * len(items)
+        expected = (stored[start : start + _STORED_BYTES] for start in range(0, len(stored), _STORED_BYTES))
+        progress = _converse(connection, [(SEND, buffers), *((EXPECT, [part]) for part in expected)])
+        acknowledged = (progress.operations - 1) * (_STORED_BYTES // len(_STORED))
+        for _ in items[:acknowledged]:
+            yield Outcome.OK
+        for _ in items[acknowledged:]:
             reply = resp.reply(connection)
             if isinstance(reply, ErrorReply):
                 yield reply
@@ -122,7 +138,7 @@ class Refused(ConnectionError):
 
 
 def _expect_ok(connection: Connection, command: bytes) -> None:
-    _send(connection, [command])
+    _converse(connection, [(SEND, [command])])
     reply = resp.reply(connection)
     if isinstance(reply, ErrorReply):
         raise Refused(reply)
@@ -130,9 +146,13 @@ def _expect_ok(connection: Connection, command: bytes) -> None:
         raise ProtocolViolation("the answer is not OK")
 
 
-def _send(connection: Connection, buffers: Sequence[Buffer]) -> None:
+def _converse(connection: Connection, operations: Sequence[Operation]) -> Progress:
+    """Say what comes first, which is sent, and go on as far as answers are as expected."""
+    progress = connection.exchange(operations)
+    if progress.operations or progress.error is None:
+        return progress
     try:
-        connection.send(buffers)
+        raise progress.error
     except ConnectionError:
         # A server may hang up in the middle of a value that it does not admit, and have said why.
         reply: bytes | int | ErrorReply = b""

@@ -15,6 +15,7 @@ from kvtier.backends.base import Outcome
 from kvtier.backends.redis import resp
 from kvtier.backends.redis.resp import ErrorReply, encode
 from kvtier.sockets.connection import Connection
+from kvtier.sockets.conversation import EXPECT, RECEIVE, SEND, Operation
 
 LONG_BYTES = 1 << 20
 """Values longer than this are better fetched in parts."""
@@ -35,21 +36,40 @@ def get_in_parts(connection: Connection, name: bytes, view: memoryview) -> Outco
     parts = [view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES)]
     questions = [_question(name, index * PART_BYTES, len(part)) for index, part in enumerate(parts)]
     questions[-1] += _END
-    connection.send([encode(b"WATCH", name), encode(b"STRLEN", name), *questions[:PARTS_AHEAD]])
-    watched, length = resp.reply(connection), resp.reply(connection)
-    if watched != b"OK" or length != len(view):
-        return _give_up(connection, parts[:PARTS_AHEAD], watched, length)
+    operations: list[Operation] = [
+        (SEND, [encode(b"WATCH", name), encode(b"STRLEN", name), *questions[:PARTS_AHEAD]])
+    ]
+    before = b"+OK\r\n:%d\r\n" % len(view)
     for index, part in enumerate(parts):
-        filled = resp.value_into(connection, part)
-        if filled is not True:
-            connection.in_step = False  # It was removed or moved just now, and more answers are on their way.
-            return filled or Outcome.MISS
-        if index + PARTS_AHEAD < len(parts):
-            connection.send([questions[index + PARTS_AHEAD]])
-    begun, done = connection.line(), connection.line()
-    if begun != b"+OK":
-        connection.in_step = False  # It would go on watching.
-    return Outcome.OK if (begun, done) == (b"+OK", b"*0") else None
+        operations += [(EXPECT, [before + b"$%d\r\n" % len(part)]), (RECEIVE, [part])]
+        operations += [(SEND, [question]) for question in questions[index + PARTS_AHEAD :][:1]]
+        before = b"\r\n"
+    operations.append((EXPECT, [b"\r\n+OK\r\n*0\r\n"]))
+    progress = connection.exchange(operations)
+    if progress.error is not None:
+        raise progress.error
+    if progress.operations == len(operations):
+        return Outcome.OK
+    full = sum(kind == RECEIVE for kind, _ in operations[: progress.operations])
+    return _unlike(connection, parts, full)
+
+
+def _unlike(connection: Connection, parts: Sequence[memoryview], full: int) -> Outcome | ErrorReply | None:
+    """What came instead of the answer that was expected after so many full parts."""
+    if not full:
+        watched, length = resp.reply(connection), resp.reply(connection)
+        if watched != b"OK" or length != sum(map(len, parts)):
+            return _give_up(connection, parts[:PARTS_AHEAD], watched, length)
+    else:
+        resp.take_end(connection)
+    # It was removed or moved just now, and more answers are on their way; or it would go on being watched.
+    connection.in_step = False
+    if full < len(parts):
+        filled = resp.value_into(connection, parts[full])
+        return filled if isinstance(filled, ErrorReply) else Outcome.MISS
+    begun, _ = connection.line(), connection.line()
+    connection.in_step = begun == b"+OK"
+    return None
 
 
 def _give_up(

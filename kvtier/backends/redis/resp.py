@@ -8,9 +8,12 @@ RESP: https://redis.io/docs/latest/develop/reference/protocol-spec/
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from kvtier.sockets.connection import BUFFER_BYTES, Connection, ProtocolViolation
+from kvtier.sockets.conversation import EXPECT, RECEIVE, Operation, Progress
 
 DRAIN_BYTES = 1 << 20
 """A value of an unexpected length is read and dropped up to here; beyond, a new connection is cheaper."""
@@ -64,11 +67,38 @@ def value_into(connection: Connection, view: memoryview) -> bool | ErrorReply:
         return False
     else:
         connection.take(memoryview(bytearray(length)))
-    end = memoryview(bytearray(len(_CRLF)))
-    connection.take(end)
-    if end != _CRLF:
-        raise ProtocolViolation("a value does not end where it should")
+    take_end(connection)
     return fits
+
+
+def expecting(views: Sequence[memoryview]) -> list[Operation]:
+    """Those of a conversation in which the next replies are values of those lengths, which fill the views.
+
+    For long values: no line is read into a buffer, and native code does it all.
+    """
+    operations: list[Operation] = []
+    end = b""
+    for view in views:
+        operations += [(EXPECT, [end + b"$%d\r\n" % len(view)]), (RECEIVE, [view])]
+        end = _CRLF
+    return [*operations, (EXPECT, [end])]
+
+
+def values_into(
+    connection: Connection, views: Sequence[memoryview], progress: Progress
+) -> Iterator[bool | ErrorReply]:
+    """What :func:`value_into` says of each view, once :func:`expecting` them has come so far."""
+    full, is_within = divmod(progress.operations, 2)
+    yield from repeat(True, full if is_within else full - 1)
+    if is_within:
+        if progress.error is not None:
+            raise progress.error
+        return
+    if full:
+        take_end(connection)
+        yield True
+    for view in views[full:]:
+        yield value_into(connection, view)
 
 
 def encode(*words: bytes) -> bytes:
@@ -87,3 +117,11 @@ def _refusal(line: bytes) -> ErrorReply:
         raise ProtocolViolation("the answer is no RESP2")
     text = line[1:].decode(errors="replace")
     return ErrorReply(text.partition(" ")[0], text)
+
+
+def take_end(connection: Connection) -> None:
+    """Take what comes after a value. Raises :class:`ProtocolViolation` where it is something else."""
+    end = memoryview(bytearray(len(_CRLF)))
+    connection.take(end)
+    if end != _CRLF:
+        raise ProtocolViolation("a value does not end where it should")

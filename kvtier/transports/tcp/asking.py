@@ -6,7 +6,8 @@ from collections import deque
 from typing import NamedTuple
 
 from kvtier.backends.base import Outcome
-from kvtier.sockets.connection import BUFFERS_A_CALL, Connection, Deadline
+from kvtier.sockets.buffers import BUFFERS_A_CALL
+from kvtier.sockets.connection import Connection, Deadline
 from kvtier.transports.base import Access
 from kvtier.transports.tcp.batch import Part
 from kvtier.transports.tcp.queue import PartQueue

@@ -12,10 +12,11 @@ from anyio import fail_after
 
 from kvtier.arena import Lease
 from kvtier.backends.logs import RareWarning
+from kvtier.sockets.buffers import advance, first_of
 from kvtier.sockets.connection import ProtocolViolation, keep_alive
 from kvtier.threads import Hop, spread
 from kvtier.transports.base import Access, Grants, RemoteSpan
-from kvtier.transports.tcp.stream import MOMENT_SECONDS, advance, first_of, stream_over
+from kvtier.transports.tcp.stream import MOMENT_SECONDS, stream_over
 from kvtier.transports.tcp.wire import Request, RequestReader, encode_answer
 
 ANSWERS_AT_ONCE = 8

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from anyio import wait_readable, wait_writable
 
-from kvtier.sockets.connection import BUFFERS_A_CALL
+from kvtier.sockets.buffers import advance, first_of
 
 MOMENT_SECONDS = 0.1
 """How long a thread waits for a socket that takes or gives nothing."""
@@ -126,19 +126,6 @@ class TLSStream(Stream):
 def stream_over(connected: socket.socket) -> Stream:
     """Over a socket that is connected, whichever way it has been used so far."""
     return TLSStream(connected) if isinstance(connected, ssl.SSLSocket) else Stream(connected)
-
-
-def first_of(buffers: deque[memoryview]) -> list[memoryview]:
-    """As many as one call takes."""
-    return [buffers[index] for index in range(min(len(buffers), BUFFERS_A_CALL))]
-
-
-def advance(buffers: deque[memoryview], moved: int) -> None:
-    """Leave only what comes after so many bytes."""
-    while buffers and moved >= len(buffers[0]):
-        moved -= len(buffers.popleft())
-    if moved:
-        buffers[0] = buffers[0][moved:]
 
 
 def unless_closed(received: int) -> int:

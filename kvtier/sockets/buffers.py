@@ -1,0 +1,23 @@
+"""Buffers that are sent, or filled, one after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+
+BUFFERS_A_CALL = 1024
+"""IOV_MAX of Linux."""
+
+Buffers = deque[memoryview]
+
+
+def first_of(buffers: Buffers) -> list[memoryview]:
+    """As many as one call takes."""
+    return [buffers[index] for index in range(min(len(buffers), BUFFERS_A_CALL))]
+
+
+def advance(buffers: Buffers, moved: int) -> None:
+    """Leave only what comes after so many bytes."""
+    while buffers and moved >= len(buffers[0]):
+        moved -= len(buffers.popleft())
+    if moved:
+        buffers[0] = buffers[0][moved:]
