@@ -1,4 +1,63 @@
 """kvtier's native core (csrc/). Imported by :mod:`kvtier.native` alone."""
 
+from collections.abc import Sequence
+
 def build_info() -> dict[str, str | bool]:
     """The compiler that made it, and what the processor and the build have: avx2, avx512, io_uring."""
+
+def blake3(input: bytes) -> bytes:
+    """The BLAKE3 hash of some bytes, 32 bytes long; for tests. Keeps the GIL."""
+
+def chunk_keys(parent: bytes, tokens: object, chunk_tokens: int, tail: bool, extras: list[bytes]) -> list[bytes]:
+    """The keys of consecutive chunks, in prefix order: see :func:`kvtier.keys.chunk_keys`.
+
+    ``parent`` is the key before the first. ``tokens`` are a sequence or an array of integers, or ``bytes`` that
+    are little-endian u32 already. ``extras`` are what each chunk depends on besides its tokens; chunks beyond
+    its end depend on nothing else. Keeps the GIL for prompts of up to 131,072 tokens (0.7 ms), and releases it
+    while it hashes longer ones. Raises ``OverflowError`` for what is no u32, ``TypeError`` for what is no
+    integer, and ``ValueError`` for half a word, a key of another length than 32 bytes, or chunks of no token.
+    """
+
+def exchange(
+    socket: int,
+    operations: Sequence[tuple[int, Sequence[bytes | memoryview]]],
+    unread: bytearray,
+    seconds: float,
+) -> tuple[int, int, int]:
+    """Carry a conversation out over a connected, blocking socket: see :mod:`kvtier.sockets.conversation`.
+
+    How many operations were carried out whole, how many bytes of the next one, and an error number, or 0:
+    ``ETIMEDOUT`` after so many seconds, ``ESHUTDOWN`` where the other side has closed. What came and was not
+    expected lies in ``unread``, which must be as long as the longest that is expected. Blocks without the
+    GIL, for as long as the buffers are held. Raises ``ValueError`` for an operation that there is not,
+    ``BufferError`` for a buffer that cannot be written.
+    """
+
+class DiskEngine:
+    """Carries batches of objects between memory and files, through one io_uring and one native thread.
+
+    Its methods are called from one thread and never wait for a disk, but for :meth:`close`. The memory of a batch
+    is held until :meth:`finished` has told of it.
+    """
+
+    def __init__(self, depth: int) -> None:
+        """At most ``depth`` files are read or written at once. Raises ``OSError`` where there is no io_uring."""
+
+    @property
+    def event_fd(self) -> int:
+        """An eventfd that is readable once a batch has finished, until :meth:`finished` is called."""
+
+    def read(self, items: list[tuple[bytes, memoryview]], direct: bool) -> int:
+        """Fill each memory with the file of that path; the batch's number. ``direct``: where it is aligned."""
+
+    def write(self, items: list[tuple[bytes, bytes, memoryview]], direct: bool) -> int:
+        """Write each memory to the second path, then give it the first as name; the batch's number."""
+
+    def cancel(self, batch: int) -> None:
+        """Drop what of a batch nobody has begun. It finishes like any other, those dropped with ECANCELED."""
+
+    def finished(self) -> list[tuple[int, list[int]]]:
+        """Each batch that has finished since, and of each of its files 0, -1 for a miss, or an ``errno``."""
+
+    def close(self) -> None:
+        """End it. Blocks until every batch has finished; releases the GIL meanwhile."""

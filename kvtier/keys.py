@@ -12,10 +12,12 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NewType
+from typing import NewType, cast
 
 import msgspec
 from blake3 import blake3
+
+from kvtier import native
 
 ChunkKey = NewType("ChunkKey", bytes)
 """32 bytes that name one chunk."""
@@ -39,8 +41,15 @@ def encode_extra(parts: Sequence[object]) -> bytes:
     return msgspec.msgpack.encode(parts) if parts else b""
 
 
-def encode_tokens(tokens: Sequence[int]) -> bytes:
-    """Token ids as little-endian u32."""
+def encode_tokens(tokens: Sequence[int] | bytes) -> bytes:
+    """Token ids as little-endian u32; ``bytes`` are that already.
+
+    Raises ``OverflowError`` for what is no u32, ``TypeError`` for what is no integer and ``ValueError`` for
+    half a word.
+    """
+    if isinstance(tokens, bytes):
+        _count_tokens(tokens)
+        return tokens
     words = array("I", tokens)
     if sys.byteorder == "big":
         words.byteswap()
@@ -55,7 +64,7 @@ def chunk_key(parent: ChunkKey, tokens: bytes, extra: bytes = b"") -> ChunkKey:
 
 def chunk_keys(
     root: ChunkKey,
-    tokens: Sequence[int],
+    tokens: Sequence[int] | bytes,
     chunk_tokens: int,
     *,
     extra: ExtraKeys | None = None,
@@ -63,18 +72,33 @@ def chunk_keys(
 ) -> list[ChunkKey]:
     """The keys of a prompt's chunks, in prefix order.
 
-    With ``tail``, a last chunk shorter than ``chunk_tokens`` gets a key too.
+    ``root`` is the key before the first. ``tokens`` are a list, an array (of numpy's, too) or, encoded
+    already, ``bytes``. With ``tail``, a last chunk shorter than ``chunk_tokens`` gets a key too. Blocks for
+    some 6 µs a thousand tokens, 15 without the native core. Raises what :func:`encode_tokens` does.
     """
-    encoded = encode_tokens(tokens)
-    full = len(tokens) // chunk_tokens
-    count = full + 1 if tail and len(tokens) % chunk_tokens else full
-    stride = chunk_tokens * TOKEN_BYTES
+    total = _count_tokens(tokens)
+    count = -(-total // chunk_tokens) if tail else total // chunk_tokens
+    starts = range(0, count * chunk_tokens, chunk_tokens)
+    extras = [extra(start, min(start + chunk_tokens, total)) for start in starts] if extra else []
+    if native.available():
+        keys = native.core.chunk_keys(root, tokens, chunk_tokens, tail, extras)
+        return cast("list[ChunkKey]", keys)
+    return _chain(root, encode_tokens(tokens), chunk_tokens * TOKEN_BYTES, extras or [b""] * count)
+
+
+def _count_tokens(tokens: Sequence[int] | bytes) -> int:
+    if not isinstance(tokens, bytes):
+        return len(tokens)
+    if len(tokens) % TOKEN_BYTES:
+        raise ValueError(f"{len(tokens)} bytes are not a whole number of {TOKEN_BYTES}-byte token ids")
+    return len(tokens) // TOKEN_BYTES
+
+
+def _chain(parent: ChunkKey, tokens: bytes, stride: int, extras: Sequence[bytes]) -> list[ChunkKey]:
+    """The keys of as many chunks of ``stride`` bytes of encoded tokens as there are ``extras``."""
     keys: list[ChunkKey] = []
-    parent = root
-    for index in range(count):
-        start = index * chunk_tokens
-        more = extra(start, min(start + chunk_tokens, len(tokens))) if extra else b""
-        parent = chunk_key(parent, encoded[index * stride : (index + 1) * stride], more)
+    for index, extra in enumerate(extras):
+        parent = chunk_key(parent, tokens[index * stride : (index + 1) * stride], extra)
         keys.append(parent)
     return keys
 

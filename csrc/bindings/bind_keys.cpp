@@ -1,7 +1,80 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "kvtier/chunk_keys.hpp"
 #include "subjects.hpp"
+#include "token_ids.hpp"
+
+namespace nb = nanobind;
 
 namespace kvtier::bindings {
 
-void bind_keys(nanobind::module_&) {}
+namespace {
+
+using keys::Hash;
+
+// Beyond so many the GIL is released: until then hashing takes less than a millisecond, and to get it back may
+// take five.
+constexpr std::size_t most_tokens_with_gil = 1 << 17;
+
+keys::Bytes bytes_of(const nb::bytes& bytes) {
+    return {static_cast<const std::uint8_t*>(bytes.data()), bytes.size()};
+}
+
+Hash hash_of(const nb::bytes& bytes) {
+    Hash hash;
+    if (bytes.size() != hash.size()) throw nb::value_error("a key has 32 bytes");
+    std::memcpy(hash.data(), bytes.data(), hash.size());
+    return hash;
+}
+
+nb::list as_list(const std::vector<Hash>& hashes) {
+    nb::list list = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(hashes.size())));
+    if (!list.is_valid()) throw nb::python_error();
+    Py_ssize_t at = 0;
+    for (const Hash& hash : hashes) {
+        PyObject* key = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(hash.data()), hash.size());
+        if (key == nullptr) throw nb::python_error();
+        PyList_SET_ITEM(list.ptr(), at++, key);
+    }
+    return list;
+}
+
+nb::list chunk_keys(const nb::bytes& parent, nb::handle tokens, std::size_t chunk_tokens, bool tail,
+                    const std::vector<nb::bytes>& extras) {
+    if (chunk_tokens == 0) throw nb::value_error("a chunk has no tokens");
+    TokenIds ids(tokens.ptr());
+    std::vector<Hash> hashes(keys::count_chunks(ids.size(), chunk_tokens, tail));
+    std::vector<keys::Bytes> encoded;
+    for (const nb::bytes& extra : extras) encoded.push_back(bytes_of(extra));
+    const Hash before = hash_of(parent);
+    std::optional<nb::gil_scoped_release> released;
+    if (ids.size() > most_tokens_with_gil) {
+        ids.convert_all();
+        released.emplace();
+    }
+    keys::chunk_keys(before, ids, chunk_tokens, encoded, hashes);
+    released.reset();
+    return as_list(hashes);
+}
+
+nb::bytes blake3(const nb::bytes& input) {
+    keys::Hasher hasher;
+    hasher.add(bytes_of(input));
+    const Hash hash = hasher.finish();
+    return nb::bytes(hash.data(), hash.size());
+}
+
+}  // namespace
+
+void bind_keys(nb::module_& module) {
+    module.def("chunk_keys", &chunk_keys, nb::arg("parent"), nb::arg("tokens"), nb::arg("chunk_tokens"),
+               nb::arg("tail"), nb::arg("extras"));
+    module.def("blake3", &blake3, nb::arg("input"));
+}
 
 }  // namespace kvtier::bindings

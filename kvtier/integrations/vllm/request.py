@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtier.integrations.vllm.hints import NO_HINTS, Hints
-from kvtier.keys import ChunkKey, chunk_key, encode_extra, encode_tokens, root_key
+from kvtier.keys import ChunkKey, ExtraKeys, chunk_key, chunk_keys, encode_extra, encode_tokens, root_key
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -56,26 +56,29 @@ class RequestState:
 
     def extend(self, tokens: int) -> list[ChunkKey]:
         """Keys of the whole chunks within the first ``tokens`` tokens; none is hashed twice."""
-        parent = self.keys[-1] if self.keys else self.root
-        for index in range(len(self.keys), tokens // self.chunk_tokens):
-            start = index * self.chunk_tokens
-            parent = self._key(parent, start, start + self.chunk_tokens)
-            self.keys.append(parent)
-        return self.keys[: tokens // self.chunk_tokens]
+        whole, known = tokens // self.chunk_tokens, len(self.keys)
+        if whole > known:
+            start, stop = known * self.chunk_tokens, whole * self.chunk_tokens
+            fresh = self.request.all_token_ids[start:stop]
+            extra = self._extra_from(start) if _has_extra(self.request) else None
+            self.keys += chunk_keys(self.parent(known), fresh, self.chunk_tokens, extra=extra)
+        return self.keys[:whole]
+
+    def _extra_from(self, base: int) -> ExtraKeys:
+        return lambda start, stop: _extra(self.request, base + start, base + stop)
 
     def tail_key(self, tokens: int) -> ChunkKey | None:
         """The key of the partial chunk at the end of the first ``tokens`` tokens, if there is one."""
         whole = self.extend(tokens)
         start = len(whole) * self.chunk_tokens
-        return self._key(whole[-1] if whole else self.root, start, tokens) if start < tokens else None
+        if start >= tokens:
+            return None
+        rest = encode_tokens(self.request.all_token_ids[start:tokens])
+        return chunk_key(self.parent(len(whole)), rest, _extra(self.request, start, tokens))
 
     def parent(self, index: int) -> ChunkKey:
         """The key before chunk number ``index``."""
         return self.keys[index - 1] if index else self.root
-
-    def _key(self, parent: ChunkKey, start: int, stop: int) -> ChunkKey:
-        tokens = encode_tokens(self.request.all_token_ids[start:stop])
-        return chunk_key(parent, tokens, _extra(self.request, start, stop))
 
 
 def cacheable(request: Request) -> bool:
@@ -86,6 +89,10 @@ def cacheable(request: Request) -> bool:
 def request_root(namespace: bytes, request: Request) -> ChunkKey:
     """The root of a request's chunks: its tenant's."""
     return root_key(namespace, request.cache_salt or "")
+
+
+def _has_extra(request: Request) -> bool:
+    return request.lora_request is not None or bool(request.mm_features)
 
 
 def _extra(request: Request, start: int, stop: int) -> bytes:

@@ -1,0 +1,141 @@
+#include "token_ids.hpp"
+
+#include <string_view>
+#include <utility>
+
+namespace nb = nanobind;
+
+namespace kvtier::bindings {
+
+namespace {
+
+[[noreturn]] void raise(PyObject* type, const char* message) {
+    PyErr_SetString(type, message);
+    throw nb::python_error();
+}
+
+[[noreturn]] void raise_too_large() {
+    raise(PyExc_OverflowError, "a token id does not fit into 32 bits");
+}
+
+// A small int, without a call; all that a vocabulary has are. False for all else, be it a word or not.
+inline bool read_small(PyObject* object, std::uint32_t& word) {
+    if (!PyLong_CheckExact(object)) return false;
+    const auto* number = reinterpret_cast<const PyLongObject*>(object);
+#if PY_VERSION_HEX >= 0x030C0000
+    if (!PyUnstable_Long_IsCompact(number)) return false;
+    const Py_ssize_t value = PyUnstable_Long_CompactValue(number);
+    word = static_cast<std::uint32_t>(value);
+    return value >= 0;
+#else
+    const auto digits = static_cast<std::size_t>(Py_SIZE(number));
+    word = number->ob_digit[0];
+    return digits <= 1;
+#endif
+}
+
+std::uint32_t read_any(PyObject* object) {
+    const nb::object number = nb::steal(PyNumber_Index(object));
+    if (!number.is_valid()) throw nb::python_error();
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+    if (overflow != 0 || !std::in_range<std::uint32_t>(value)) raise_too_large();
+    return static_cast<std::uint32_t>(value);
+}
+
+}  // namespace
+
+TokenIds::TokenIds(PyObject* object) {
+    if (!PyList_CheckExact(object) && take_buffer(object)) return;
+    sequence_ = nb::steal(PySequence_Fast(object, "token ids are a sequence of integers"));
+    if (!sequence_.is_valid()) throw nb::python_error();
+    size_ = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(sequence_.ptr()));
+}
+
+TokenIds::~TokenIds() {
+    if (buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
+}
+
+keys::Words TokenIds::read(std::size_t at, std::size_t count) {
+    if (words_ != nullptr) return {words_ + at, count};
+    const std::span<std::uint32_t> words = std::span(some_).first(count);
+    read_items(at, words);
+    return words;
+}
+
+void TokenIds::convert_all() {
+    if (words_ == nullptr) read_items(0, make_words(size_));
+}
+
+std::span<std::uint32_t> TokenIds::make_words(std::size_t count) {
+    own_ = std::make_unique_for_overwrite<std::uint32_t[]>(count);
+    words_ = own_.get();
+    size_ = count;
+    return {own_.get(), count};
+}
+
+bool TokenIds::take_buffer(PyObject* object) {
+    if (!PyObject_CheckBuffer(object)) return false;
+    if (PyObject_GetBuffer(object, &buffer_, PyBUF_CONTIG_RO | PyBUF_FORMAT) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    const std::string_view format = buffer_.format == nullptr ? "B" : buffer_.format;
+    if (PyBytes_Check(object) || PyByteArray_Check(object)) {
+        take_words();
+    } else if (buffer_.ndim != 1) {
+        return false;
+    } else if (format == "I" || (format == "L" && buffer_.itemsize == sizeof(std::uint32_t))) {
+        words_ = static_cast<const std::uint32_t*>(buffer_.buf);
+        size_ = static_cast<std::size_t>(buffer_.len) / sizeof(std::uint32_t);
+    } else if (format == "i") {
+        take_integers<int>();
+    } else if (format == "l") {
+        take_integers<long>();
+    } else if (format == "q") {
+        take_integers<long long>();
+    } else {
+        return false;
+    }
+    return true;
+}
+
+// Whatever they begin at: a copy costs next to nothing beside hashing them.
+void TokenIds::take_words() {
+    const auto length = static_cast<std::size_t>(buffer_.len);
+    if (length % sizeof(std::uint32_t) != 0) raise(PyExc_ValueError, "these bytes are not a whole number of words");
+    const auto* bytes = static_cast<const std::uint8_t*>(buffer_.buf);
+    for (std::uint32_t& word : make_words(length / sizeof(std::uint32_t))) {
+        word = static_cast<std::uint32_t>(bytes[0]) | static_cast<std::uint32_t>(bytes[1]) << 8 |
+               static_cast<std::uint32_t>(bytes[2]) << 16 | static_cast<std::uint32_t>(bytes[3]) << 24;
+        bytes += sizeof(std::uint32_t);
+    }
+}
+
+template <typename Integer>
+void TokenIds::take_integers() {
+    const auto* integer = static_cast<const Integer*>(buffer_.buf);
+    bool fit = true;
+    for (std::uint32_t& word : make_words(static_cast<std::size_t>(buffer_.len) / sizeof(Integer))) {
+        fit &= std::in_range<std::uint32_t>(*integer);
+        word = static_cast<std::uint32_t>(*integer++);
+    }
+    if (!fit) raise_too_large();
+}
+
+void TokenIds::read_items(std::size_t at, std::span<std::uint32_t> words) const {
+    PyObject* const* item = PySequence_Fast_ITEMS(sequence_.ptr()) + at;
+    for (std::uint32_t& word : words) {
+        if (!read_small(*item, word)) {
+            word = read_any(nb::borrow(*item).ptr());
+            // An __index__ may do anything, to the list too.
+            if (static_cast<std::size_t>(PySequence_Fast_GET_SIZE(sequence_.ptr())) < size_) {
+                raise(PyExc_RuntimeError, "the token ids changed while they were read");
+            }
+            item = PySequence_Fast_ITEMS(sequence_.ptr()) + at + (&word - words.data());
+        }
+        ++item;
+    }
+}
+
+}  // namespace kvtier::bindings

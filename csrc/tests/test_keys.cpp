@@ -1,0 +1,160 @@
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.hpp"
+#include "kvtier/blake3.hpp"
+#include "kvtier/chunk_keys.hpp"
+
+using namespace kvtier::keys;
+
+namespace {
+
+// The published test vectors, cut to 32 bytes:
+// https://github.com/BLAKE3-team/BLAKE3/blob/master/test_vectors/test_vectors.json
+const std::pair<std::size_t, const char*> vectors[] = {
+    {0, "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"},
+    {1, "2d3adedff11b61f14c886e35afa036736dcd87a74d27b5c1510225d0f592e213"},
+    {1023, "10108970eeda3eb932baac1428c7a2163b0e924c9a9e25b35bba72b28f70bd11"},
+    {1024, "42214739f095a406f3fc83deb889744ac00df831c10daa55189b5d121c855af7"},
+    {1025, "d00278ae47eb27b34faecf67b4fe263f82d5412916c1ffd97c8cb7fb814b8444"},
+    {2048, "e776b6028c7cd22a4d0ba182a8bf62205d2ef576467e838ed6f2529b85fba24a"},
+    {2049, "5f4d72f40d7a5f82b15ca2b2e44b1de3c2ef86c426c95c1af0b6879522563030"},
+    {3072, "b98cb0ff3623be03326b373de6b9095218513e64f1ee2edd2525c7ad1e5cffd2"},
+    {3073, "7124b49501012f81cc7f11ca069ec9226cecb8a2c850cfe644e327d22d3e1cd3"},
+    {4096, "015094013f57a5277b59d8475c0501042c0b642e531b0a1c8f58d2163229e969"},
+    {4097, "9b4052b38f1c5fc8b1f9ff7ac7b27cd242487b3d890d15c96a1c25b8aa0fb995"},
+    {5120, "9cadc15fed8b5d854562b26a9536d9707cadeda9b143978f319ab34230535833"},
+    {7169, "a003fc7a51754a9b3c7fae0367ab3d782dccf28855a03d435f8cfe74605e7817"},
+};
+
+std::vector<std::uint8_t> pattern(std::size_t length) {
+    std::vector<std::uint8_t> bytes(length);
+    for (std::size_t at = 0; at < length; ++at) bytes[at] = static_cast<std::uint8_t>(at % 251);
+    return bytes;
+}
+
+std::string hex(const Hash& hash) {
+    std::string text;
+    for (const std::uint8_t byte : hash) {
+        char digits[3];
+        std::snprintf(digits, sizeof(digits), "%02x", byte);
+        text += digits;
+    }
+    return text;
+}
+
+std::vector<Compress> compressions() {
+    std::vector<Compress> all{compress_portable};
+    if (best_compress() != compress_portable) all.push_back(best_compress());
+    return all;
+}
+
+Hash blake3(Bytes input, Compress compress = best_compress()) {
+    Hasher hasher(compress);
+    hasher.add(input);
+    return hasher.finish();
+}
+
+// Token ids in memory, which count what is asked of them.
+struct Tokens {
+    std::vector<std::uint32_t> ids;
+    std::size_t next = 0;
+    bool in_order = true;
+
+    std::size_t size() const { return ids.size(); }
+
+    Words read(std::size_t at, std::size_t count) {
+        in_order = in_order && at == next && count <= tokens_a_read && at + count <= ids.size();
+        next = at + count;
+        return Words(ids).subspan(at, count);
+    }
+};
+
+Tokens numbers(std::size_t count) {
+    Tokens tokens;
+    for (std::size_t at = 0; at < count; ++at) tokens.ids.push_back(static_cast<std::uint32_t>(at * 2654435761u));
+    return tokens;
+}
+
+// What kvtier/keys.py says a key is, said again.
+Hash key_of(const Hash& before, Words tokens, Bytes extra) {
+    std::vector<std::uint8_t> message(before.begin(), before.end());
+    const auto append = [&](std::uint32_t word) {
+        for (int shift = 0; shift < 32; shift += 8) message.push_back(static_cast<std::uint8_t>(word >> shift));
+    };
+    append(static_cast<std::uint32_t>(tokens.size()));
+    for (const std::uint32_t token : tokens) append(token);
+    message.insert(message.end(), extra.begin(), extra.end());
+    return blake3(message);
+}
+
+}  // namespace
+
+TEST(hashes_are_those_that_were_published) {
+    for (const Compress compress : compressions()) {
+        for (const auto& [length, expected] : vectors) CHECK(hex(blake3(pattern(length), compress)) == expected);
+    }
+}
+
+TEST(every_way_to_compress_gives_the_same_hash) {
+    for (std::size_t length = 0; length < 5000; length += 7) {
+        const auto input = pattern(length);
+        for (const Compress compress : compressions()) CHECK(blake3(input, compress) == blake3(input));
+    }
+}
+
+TEST(pieces_hash_as_the_whole_does) {
+    const auto input = pattern(6000);
+    for (const std::size_t piece : {1, 3, 36, 63, 64, 65, 1024, 1025, 4097}) {
+        Hasher hasher;
+        for (std::size_t at = 0; at < input.size(); at += piece) {
+            hasher.add(Bytes(input).subspan(at, std::min(piece, input.size() - at)));
+        }
+        CHECK(hasher.finish() == blake3(input));
+    }
+}
+
+TEST(keys_chain_over_chunks_of_any_size) {
+    const Hash root = blake3(pattern(5));
+    for (const std::size_t chunk_tokens : {1, 6, 7, 8, 16, 23, 64, 256, 300, 1024}) {
+        for (const std::size_t count : {0, 1, 15, 16, 17, 255, 256, 257, 1040}) {
+            Tokens tokens = numbers(count);
+            std::vector<Hash> keys(count_chunks(count, chunk_tokens, true));
+            chunk_keys(root, tokens, chunk_tokens, {}, keys);
+            CHECK(tokens.in_order && tokens.next == count);
+            Hash before = root;
+            for (std::size_t index = 0; index < keys.size(); ++index) {
+                const Words rest = Words(tokens.ids).subspan(index * chunk_tokens);
+                before = key_of(before, rest.first(std::min(chunk_tokens, rest.size())), {});
+                CHECK(keys[index] == before);
+            }
+        }
+    }
+}
+
+TEST(a_tail_counts_only_where_it_is_wanted) {
+    CHECK(count_chunks(10, 4, false) == 2);
+    CHECK(count_chunks(10, 4, true) == 3);
+    CHECK(count_chunks(8, 4, true) == 2);
+    CHECK(count_chunks(0, 4, true) == 0);
+}
+
+TEST(extras_concern_their_chunk_and_those_after_it) {
+    const Hash root = blake3(pattern(5));
+    const auto lora = pattern(2000);
+    const Bytes extras[] = {{}, lora};
+    Tokens tokens = numbers(48), again = numbers(48);
+    std::vector<Hash> plain(3), special(3);
+    chunk_keys(root, tokens, 16, {}, plain);
+    chunk_keys(root, again, 16, extras, special);
+    CHECK(plain[0] == special[0]);
+    CHECK(special[1] == key_of(plain[0], Words(tokens.ids).subspan(16, 16), lora));
+    CHECK(special[2] == key_of(special[1], Words(tokens.ids).subspan(32, 16), {}));
+}
+
+int main() {
+    return kvtier::test::run();
+}
