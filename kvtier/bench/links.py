@@ -55,7 +55,6 @@ async def measure_transport(
                 spans = spans_between(leases, there)
                 async with contestants_of(transport, side, there) as contestants:
                     check = Check(side, there, spans)
-                    advance()
                     try:
                         samples = await _in_turns(contestants, check, transport, extent, advance)
                     finally:

@@ -6,6 +6,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from kvtier.bench.errors import BenchFailed
@@ -40,9 +41,12 @@ class RawRESP(InThreads):
 
         A server that says nothing for ``timeout`` seconds is an ``OSError``, too.
         """
-        super().__init__([connected(address, timeout) for _ in range(connections)])
-        for connection in self._connections:
-            _log_in(connection, log_in or LogIn())
+        with ExitStack() as stack:
+            opened = [stack.enter_context(connected(address, timeout)) for _ in range(connections)]
+            for connection in opened:
+                _log_in(connection, log_in or LogIn())
+            stack.pop_all()
+        super().__init__(opened)
 
     def put_one(self, connection: socket.socket, key: ChunkKey, view: memoryview) -> None:
         """See :meth:`InThreads.put_one`."""

@@ -66,12 +66,12 @@ class BackendSide(Side):
     async def put(self, chunks: Sequence[Chunk]) -> float:
         """See :meth:`Side.put`."""
         seconds, outcomes = await timed(lambda: self._backend.put(chunks))
-        return _all_ok("store", seconds, outcomes)
+        return _all_ok("store", seconds, outcomes, len(chunks))
 
     async def get(self, chunks: Sequence[Chunk]) -> float:
         """See :meth:`Side.get`."""
         seconds, outcomes = await timed(lambda: self._backend.get(chunks))
-        return _all_ok("give back", seconds, outcomes)
+        return _all_ok("give back", seconds, outcomes, len(chunks))
 
     async def look_up(self, keys: Sequence[ChunkKey]) -> float:
         """See :meth:`Side.look_up`."""
@@ -152,6 +152,7 @@ def expect(seconds: float, fine: bool, otherwise: object) -> float:
     return seconds
 
 
-def _all_ok(doing: str, seconds: float, outcomes: Sequence[Outcome]) -> float:
+def _all_ok(doing: str, seconds: float, outcomes: Sequence[Outcome], count: int) -> float:
+    expect(0, len(outcomes) == count, f"it gave {len(outcomes)} answers to {count} questions")
     told = ", ".join(sorted({outcome.value for outcome in outcomes} - {Outcome.OK.value}))
     return expect(seconds, not told, f"it did not {doing} what it was asked to: {told}")
