@@ -61,3 +61,39 @@ class DiskEngine:
 
     def close(self) -> None:
         """End it. Blocks until every batch has finished; releases the GIL meanwhile."""
+
+class KvMemory:
+    """Where the pages of an engine's KV memory lie, to copy many of them at once.
+
+    ``groups`` has for each group of layers that share block tables, for each of its regions, an address, the
+    bytes of a page and the number of pages: memory that must outlive this. ``skipped`` is the block that is
+    nobody's: pages of it are not copied.
+    """
+
+    def __init__(self, groups: list[list[tuple[int, int, int]]], skipped: int) -> None: ...
+    def load(
+        self, arena: memoryview, chunks: list[tuple[int, Sequence[Sequence[int]]]], threads: int = 0
+    ) -> None:
+        """Copy the chunks' pages from the arena into the engine's memory.
+
+        ``chunks`` are where a chunk begins in the arena, and the blocks of each group. On at most ``threads``
+        threads, or 0: as many as the machine has use for. Blocks without the GIL. Raises ``IndexError``,
+        before it copies anything, where a block or a chunk lies outside its memory.
+        """
+
+    def save(
+        self, arena: memoryview, chunks: list[tuple[int, Sequence[Sequence[int]]]], threads: int = 0
+    ) -> None:
+        """Copy the chunks' pages from the engine's memory into the arena. Else like :meth:`load`."""
+
+def copy_buffers(pairs: list[tuple[memoryview, bytes | memoryview]], threads: int = 0) -> None:
+    """Copy the second of each pair over the first, on at most ``threads`` threads, or as many as are of use.
+
+    Blocks without the GIL. Raises ``ValueError`` where two differ in length.
+    """
+
+def xxh3_128(data: bytes | memoryview) -> bytes:
+    """The XXH3-128 of some bytes, as ``xxhash.xxh3_128_digest`` has it. Blocks without the GIL.
+
+    Raises ``ValueError`` for fewer than 241 bytes.
+    """

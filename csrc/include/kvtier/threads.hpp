@@ -1,0 +1,19 @@
+// Threads that help a caller with many small pieces of one job.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+
+namespace kvtier {
+
+// How many threads a large job is worth on this machine, the caller among them: one a processor that this
+// process may use, at most 8, since memory has no more to give then.
+unsigned useful_threads();
+
+// Call work(0) … work(count - 1), each once, on the caller and up to threads - 1 helpers; returns when all
+// have returned. `work` must not throw. Helpers are started when they are first needed and then stay, asleep;
+// a process that was forked starts its own. Callers on several threads take turns of the helpers: one that
+// finds them busy does its work alone.
+void parallel_for(std::size_t count, unsigned threads, const std::function<void(std::size_t)>& work);
+
+}  // namespace kvtier

