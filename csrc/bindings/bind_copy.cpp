@@ -4,8 +4,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <new>
-
 #include "kvtier/checksum.hpp"
 #include "kvtier/copy.hpp"
 #include "subjects.hpp"
@@ -25,8 +23,7 @@ const std::byte* bytes_of(const ReadOnlyBytes& array) {
     return reinterpret_cast<const std::byte*>(array.data());
 }
 
-void make_kv_memory(kvtier::KvMemory* place, const std::vector<std::vector<RegionTuple>>& groups,
-                    std::int64_t skipped) {
+kvtier::KvMemory kv_memory(const std::vector<std::vector<RegionTuple>>& groups, std::int64_t skipped) {
     std::vector<std::vector<kvtier::Region>> regions;
     for (const auto& group : groups) {
         auto& made = regions.emplace_back();
@@ -34,7 +31,7 @@ void make_kv_memory(kvtier::KvMemory* place, const std::vector<std::vector<Regio
             made.push_back({reinterpret_cast<std::byte*>(base), page_bytes, pages});
         }
     }
-    new (place) kvtier::KvMemory(std::move(regions), skipped);
+    return {std::move(regions), skipped};
 }
 
 template <kvtier::Direction direction>
@@ -72,7 +69,7 @@ namespace kvtier::bindings {
 
 void bind_copy(nb::module_& module) {
     nb::class_<KvMemory>(module, "KvMemory")
-        .def("__init__", &make_kv_memory, nb::arg("groups"), nb::arg("skipped"))
+        .def(nb::new_(&kv_memory), nb::arg("groups"), nb::arg("skipped"))
         .def("load", &copy_pages<Direction::into_engine>, nb::arg("arena"), nb::arg("chunks"),
              nb::arg("threads") = 0)
         .def("save", &copy_pages<Direction::out_of_engine>, nb::arg("arena"), nb::arg("chunks"),
