@@ -10,6 +10,8 @@
 
 namespace nb = nanobind;
 
+namespace kvtier::bindings {
+
 namespace {
 
 using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -64,8 +66,6 @@ nb::bytes xxh3_128(const ReadOnlyBytes& array) {
 }
 
 }  // namespace
-
-namespace kvtier::bindings {
 
 void bind_copy(nb::module_& module) {
     nb::class_<KvMemory>(module, "KvMemory")
