@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 logger = logging.getLogger("kvtier")
 
+__all__ = ["ADVICE", "available", "core", "summary", "warn_if_missing", "why_not"]
+
 if TYPE_CHECKING:
     from kvtier import _native as core  # noqa: TC004 - at run time it may not be there
 

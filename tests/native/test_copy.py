@@ -1,0 +1,250 @@
+"""Copies of pages and of buffers: the native ones and torch's do the same, byte for byte."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from xxhash import xxh3_128_digest
+
+from kvtier import native
+from kvtier.arena import Arena, ArenaMap
+from kvtier.header import HEADER_BYTES
+from kvtier.integrations.vllm.copies import NativeCopies, PageCopies, TorchCopies, page_copies
+from kvtier.layout import ChunkLayout, GroupLayout
+
+needs_native = pytest.mark.skipif(not native.available(), reason=native.summary())
+
+BLOCKS = 40
+NULL = 0
+
+
+class Chunk(NamedTuple):
+    """What of vLLM's side matters here."""
+
+    offset: int
+    tokens: int
+    blocks: tuple[list[int], ...]
+    lease: int = 0
+
+
+LAYOUTS = {
+    "one group": ChunkLayout(64, (GroupLayout(16, (4096,) * 3),)),
+    "second rank of two": ChunkLayout(64, (GroupLayout(16, (640,) * 2),), ranks=2),
+    "a window and layers of two sizes": ChunkLayout(
+        64, (GroupLayout(16, (1024, 512)), GroupLayout(32, (96,), window=20))
+    ),
+}
+
+
+@pytest.fixture
+def arena() -> Iterator[ArenaMap]:
+    made = Arena.create(4 << 20)
+    mapped = ArenaMap(os.dup(made.fd), made.capacity)
+    yield mapped
+    mapped.close()
+    made.close()
+
+
+def engine(layout: ChunkLayout, seed: int) -> list[list[torch.Tensor]]:
+    """KV memory full of noise. The layers of a group lie in one storage, as some engines have them."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for group in layout.groups:
+        storage = torch.randint(
+            0, 256, (BLOCKS * sum(group.page_bytes),), dtype=torch.uint8, generator=generator
+        )
+        layers = storage.split([BLOCKS * page_bytes for page_bytes in group.page_bytes])
+        made.append([layer.view(BLOCKS, -1) for layer in layers])
+    return made
+
+
+def chunks(layout: ChunkLayout, seed: int) -> list[Chunk]:
+    """Chunks in a row, the last a short one, some pages of them nobody's."""
+    order = random.Random(seed)
+    free = [order.sample(range(1, BLOCKS), BLOCKS - 1) for _ in layout.groups]
+    made, offset = [], 4096
+    for tokens in (64, 64, 64, 40):
+        blocks = []
+        for group, unused in zip(layout.groups, free, strict=True):
+            table = [unused.pop() for _ in group.blocks(tokens)]
+            if len(made) == 1:
+                table[0] = NULL
+            if len(made) == 2:
+                table = [NULL if page % 2 else block for page, block in enumerate(table)]
+            blocks.append(table)
+        made.append(Chunk(offset, tokens, tuple(blocks)))
+        offset += -(-(HEADER_BYTES + layout.payload_bytes(tokens)) // 4096) * 4096
+    return made
+
+
+def rank_of(layout: ChunkLayout) -> int:
+    return layout.ranks - 1
+
+
+def copies(kind: str, layout: ChunkLayout, pages: list[list[torch.Tensor]]) -> PageCopies:
+    if kind == "native":
+        if not native.available():
+            pytest.skip(native.summary())
+        return NativeCopies(layout, rank_of(layout), pages, NULL)
+    return TorchCopies(layout, rank_of(layout), pages, NULL)
+
+
+def expected_pages(layout: ChunkLayout, chunk: Chunk) -> Iterator[tuple[int, int, int, int, int]]:
+    """Group, layer, block, where its page lies in the arena and its bytes, by the layout's own words."""
+    for span in layout.spans(chunk.tokens, rank_of(layout)):
+        for page, block in enumerate(chunk.blocks[span.group]):
+            if block != NULL:
+                at = chunk.offset + HEADER_BYTES + span.offset + page * span.page_bytes
+                yield span.group, span.layer, block, at, span.page_bytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("kind", ["native", "torch"])
+def test_a_save_puts_each_page_where_the_layout_says(kind: str, layout: ChunkLayout, arena: ArenaMap) -> None:
+    pages, wanted = engine(layout, 1), chunks(layout, 2)
+    before = [[layer.clone() for layer in group] for group in pages]
+    memory = arena.view(0, arena.capacity)
+    memory[:] = b"\xee" * arena.capacity
+    expected = bytearray(memory)
+    for chunk in wanted:
+        for group, layer, block, at, length in expected_pages(layout, chunk):
+            expected[at : at + length] = pages[group][layer][block].numpy().tobytes()
+    saving = copies(kind, layout, pages)
+    saving.save(arena, wanted)
+    saving.wait()
+    assert memory == expected
+    assert all(
+        torch.equal(*pair) for group in zip(pages, before, strict=True) for pair in zip(*group, strict=True)
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("kind", ["native", "torch"])
+def test_a_load_fills_the_blocks_and_no_others(kind: str, layout: ChunkLayout, arena: ArenaMap) -> None:
+    pages, wanted = engine(layout, 1), chunks(layout, 2)
+    expected = [[layer.clone() for layer in group] for group in pages]
+    memory = arena.view(0, arena.capacity)
+    memory[:] = random.Random(3).randbytes(arena.capacity)
+    before = bytes(memory)
+    for chunk in wanted:
+        for group, layer, block, at, length in expected_pages(layout, chunk):
+            expected[group][layer][block] = torch.frombuffer(
+                bytearray(memory[at : at + length]), dtype=torch.uint8
+            )
+    loading = copies(kind, layout, pages)
+    loading.load(arena, wanted)
+    loading.wait()
+    assert all(
+        torch.equal(*pair) for group in zip(pages, expected, strict=True) for pair in zip(*group, strict=True)
+    )
+    assert memory == before
+
+
+@pytest.mark.parametrize("kind", ["native", "torch"])
+def test_no_chunk_is_no_work(kind: str, arena: ArenaMap) -> None:
+    layout = LAYOUTS["one group"]
+    pages = engine(layout, 1)
+    copies(kind, layout, pages).load(arena, [])
+    copies(kind, layout, pages).save(arena, [Chunk(0, 64, ([NULL] * 4,))])
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Chunk(4096, 64, ([1, 2, 3, BLOCKS],)),
+        Chunk(4096, 64, ([1, 2, 3, -1],)),
+        Chunk((4 << 20) - 4096, 64, ([1, 2, 3, 4],)),
+        Chunk(5 << 20, 64, ([1, 2, 3, 4],)),
+        Chunk(4096, 64, ([1, 2, 3, 4], [1])),
+    ],
+    ids=[
+        "a block too far",
+        "a block before the first",
+        "past the end",
+        "behind the arena",
+        "a group too many",
+    ],
+)
+def test_nothing_is_touched_where_anything_is_outside(bad: Chunk, arena: ArenaMap) -> None:
+    layout = LAYOUTS["one group"]
+    pages = engine(layout, 1)
+    before = [layer.clone() for layer in pages[0]]
+    memory = arena.view(0, arena.capacity)
+    memory[:] = b"\xee" * arena.capacity
+    both = [Chunk(8192, 64, ([5, 6, 7, 8],)), bad]
+    with pytest.raises(IndexError):
+        NativeCopies(layout, 0, pages, NULL).load(arena, both)
+    with pytest.raises(IndexError):
+        NativeCopies(layout, 0, pages, NULL).save(arena, both)
+    assert all(torch.equal(*pair) for pair in zip(pages[0], before, strict=True))
+    assert bytes(memory) == b"\xee" * arena.capacity
+
+
+@needs_native
+def test_memory_on_the_host_is_copied_natively(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = LAYOUTS["one group"]
+    pages = engine(layout, 1)
+    assert isinstance(page_copies(layout, 0, pages, NULL), NativeCopies)
+    monkeypatch.setattr(native, "available", lambda: False)
+    assert isinstance(page_copies(layout, 0, pages, NULL), TorchCopies)
+    elsewhere = [[layer.to("meta") for layer in group] for group in pages]
+    monkeypatch.undo()
+    assert isinstance(page_copies(layout, 0, elsewhere, NULL), TorchCopies)
+
+
+@needs_native
+@pytest.mark.parametrize("length", [0, 1, 4095, 5_000_001])
+def test_buffers_are_copied(length: int) -> None:
+    first, second = os.urandom(length), bytearray(os.urandom(1000))
+    targets = memoryview(bytearray(length)), memoryview(bytearray(1000))
+    native.core.copy_buffers([(targets[0], first), (targets[1], memoryview(second))])
+    assert targets[0] == first
+    assert targets[1] == second
+
+
+@needs_native
+def test_buffers_must_fit_and_be_writable() -> None:
+    target = memoryview(bytearray(10))
+    with pytest.raises(ValueError, match="length"):
+        native.core.copy_buffers([(target, bytes(10)), (target, bytes(11))])
+    with pytest.raises(TypeError):
+        native.core.copy_buffers([(memoryview(bytes(10)), bytes(10))])
+
+
+@needs_native
+@pytest.mark.parametrize("length", [241, 1024, 1025, 4096, 100_003])
+def test_checksums_are_those_of_the_library(length: int) -> None:
+    data = os.urandom(length + 1)
+    assert native.core.xxh3_128(data[:length]) == xxh3_128_digest(data[:length])
+    assert native.core.xxh3_128(memoryview(bytearray(data))[1:]) == xxh3_128_digest(data[1:])
+
+
+@needs_native
+def test_a_short_checksum_is_refused() -> None:
+    with pytest.raises(ValueError, match="short"):
+        native.core.xxh3_128(bytes(240))
+
+
+@needs_native
+def test_copies_from_many_threads_do_not_mix(arena: ArenaMap) -> None:
+    """Each caller has its own part of the memory; they share the helpers."""
+    sources = [os.urandom(3 << 20) for _ in range(4)]
+    targets = [memoryview(bytearray(len(source))) for source in sources]
+
+    def copy(index: int) -> None:
+        for _ in range(10):
+            native.core.copy_buffers([(targets[index], sources[index])], 4)
+
+    threads = [threading.Thread(target=copy, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [bytes(target) for target in targets] == sources
