@@ -18,6 +18,8 @@ import logging
 import mmap
 import os
 import re
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +38,9 @@ HUGE_PAGE_BYTES = 2 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HUGE_PAGE_COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 _MEMINFO = Path("/proc/meminfo")
+
+
+_offset_of = attrgetter("offset")
 
 
 def address_of(view: memoryview) -> int:
@@ -95,6 +100,79 @@ class Lease:
         self._extent.handles -= 1
         if not self._extent.handles:
             self._arena.free(self._extent.offset, self._extent.length)
+
+
+def _check_held(leases: Sequence[Lease]) -> None:
+    if True in [lease._released for lease in leases]:
+        raise ArenaError("a lease that was released cannot be shared")
+
+
+class Leases:
+    """Handles on several slices of one arena: as many as so many leases, made and released in one go.
+
+    Made with :meth:`of` and :meth:`sharing`.
+    """
+
+    __slots__ = ("_arena", "_extents", "_lengths", "offsets")
+
+    def __init__(self, leases: Sequence[Lease]) -> None:
+        self._arena = leases[0]._arena if leases else None
+        self._extents: list[_Extent | None] = [lease._extent for lease in leases]
+        self._lengths = [lease.length for lease in leases]
+        self.offsets = [lease.offset for lease in leases]
+        """Where each slice begins, released or not."""
+
+    @classmethod
+    def of(cls, leases: Sequence[Lease]) -> Leases:
+        """Take over these, which count as released from now on. Raises :class:`ArenaError` where one is."""
+        _check_held(leases)
+        for lease in leases:
+            lease._released = True
+        return cls(leases)
+
+    @classmethod
+    def sharing(cls, leases: Sequence[Lease]) -> Leases:
+        """Further handles on what these are on. Raises :class:`ArenaError` where one of them was released."""
+        _check_held(leases)
+        for lease in leases:
+            lease._extent.handles += 1
+        if leases:
+            leases[0]._arena.leases += len(leases)
+        return cls(leases)
+
+    def __len__(self) -> int:
+        return len(self._extents)
+
+    def release(self, index: int) -> None:
+        """Let go of one; harmless when repeated."""
+        extent, self._extents[index] = self._extents[index], None
+        if extent is not None and self._arena is not None:
+            self._arena.leases -= 1
+            extent.handles -= 1
+            if not extent.handles:
+                self._arena.free(extent.offset, extent.length)
+
+    def release_all(self) -> None:
+        """Let go of all that are left; harmless when repeated."""
+        extents = [extent for extent in self._extents if extent is not None]
+        if self._arena is None or not extents:
+            return
+        self._extents = [None] * len(self._extents)
+        self._arena.leases -= len(extents)
+        for extent in extents:
+            extent.handles -= 1
+        self._arena.free_all([extent for extent in extents if not extent.handles])
+
+    def apart(self) -> list[Lease]:
+        """A lease for each that is left, in the place of this, which holds nothing any longer."""
+        left = zip(self._extents, self._lengths, strict=True)
+        self._extents = [None] * len(self._extents)
+        arena = self._arena
+        return [
+            Lease(arena, extent, length)
+            for extent, length in left
+            if arena is not None and extent is not None
+        ]
 
 
 class _Mapping:
@@ -202,6 +280,18 @@ class Arena(_Mapping):
             self._take_run(offset + length, after)
             length += after
         self._add_run(offset, length)
+
+    def free_all(self, extents: Iterable[_Extent]) -> None:
+        """Take back many runs: those that lie side by side as the one that they are."""
+        start = stop = 0
+        for extent in sorted(extents, key=_offset_of):
+            if extent.offset != stop:
+                if stop > start:
+                    self.free(start, stop - start)
+                start = extent.offset
+            stop = extent.offset + extent.length
+        if stop > start:
+            self.free(start, stop - start)
 
     def _add_run(self, offset: int, length: int) -> None:
         self._free_by_size.add((length, offset))

@@ -13,13 +13,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import anyio
 from anyio.abc import TaskGroup
 
-from kvtier.arena import Arena, Lease
+from kvtier.arena import Arena, Lease, Leases
 from kvtier.backends.base import Backend, SupportsArena, SupportsRegistration, SupportsScan
 from kvtier.backends.guarded import GuardedBackend
 from kvtier.backends.wrapped import open_wrapped
@@ -73,46 +74,91 @@ class FoundChunk:
         return self.flight is None or self.flight.arrived
 
 
-@dataclass(slots=True)
+class Ready(NamedTuple):
+    """Leading chunks of a look-up that can be read now. The leases are the caller's."""
+
+    leases: Leases
+    sources: list[int]
+    """The tier that each was in when it was asked for."""
+
+
 class LookUp:
     """The leading chunks of a prompt that are held, each with a lease that is the caller's to release."""
 
-    chunks: list[FoundChunk] = field(default_factory=list)
-    unknown: int = 0
-    """How many chunks after these may yet be found, while anybody wants to know.
+    def __init__(self) -> None:
+        self.unknown = 0
+        """How many chunks after these may yet be found, while anybody wants to know.
 
-    Pushed chunks are waited for, then the shared pools are asked.
-    """
-    answered: anyio.Event = field(default_factory=anyio.Event)
-    """Set when all that is known, and what was found is among the chunks. Not set where nobody was asked."""
-    pushed: Expectation | None = None
-    """What waits for the chunks that are pushed here; they are added as they come."""
+        Pushed chunks are waited for, then the shared pools are asked.
+        """
+        self.pushed: Expectation | None = None
+        """What waits for the chunks that are pushed here; they are added as they come."""
+        self._answered: anyio.Event | None = None
+        self._head: tuple[Sequence[ChunkKey], Leases] | None = None
+        self._chunks: list[FoundChunk] = []
+
+    @property
+    def chunks(self) -> list[FoundChunk]:
+        """Each chunk on its own. It is far cheaper to take them with :meth:`take_ready`, all at once."""
+        if self._head is not None:
+            keys, leases = self._head
+            self._head = None
+            self._chunks[:0] = map(FoundChunk, keys, leases.apart())
+        return self._chunks
+
+    @property
+    def count(self) -> int:
+        """How many chunks there are."""
+        return len(self._chunks) + (0 if self._head is None else len(self._head[1]))
+
+    @property
+    def answered(self) -> anyio.Event:
+        """Set when all is known, and what was found is among the chunks. Not set where nobody was asked."""
+        if self._answered is None:
+            self._answered = anyio.Event()
+        return self._answered
 
     @property
     def ready(self) -> int:
         """How many leading chunks can be read now."""
-        for count, chunk in enumerate(self.chunks):
+        return self.count - self._waiting
+
+    @property
+    def _waiting(self) -> int:
+        """How many chunks are on their way, or come after one that is."""
+        for count, chunk in enumerate(self._chunks):
             if not chunk.arrived:
-                return count
-        return len(self.chunks)
+                return len(self._chunks) - count
+        return 0
 
     @property
     def under_way(self) -> int:
         """How many further chunks may yet arrive."""
-        return len(self.chunks) - self.ready + self.unknown
+        return self._waiting + self.unknown
 
-    def take_ready(self) -> list[FoundChunk]:
+    def lead(self, keys: Sequence[ChunkKey], leases: Leases) -> None:
+        """Begin with chunks that can be read now, whose leases it takes over. Where there are none yet."""
+        self._head = keys, leases
+
+    def add(self, chunks: Sequence[FoundChunk]) -> None:
+        """Further chunks, whose leases it takes over."""
+        self._chunks += chunks
+
+    def take_ready(self) -> Ready:
         """The leading chunks that can be read now, with their leases; what is under way stays here."""
+        if self._head is not None and not self._chunks:
+            leases, self._head = self._head[1], None
+            return Ready(leases, [FIRST] * len(leases))
         ready = self.chunks[: self.ready]
-        del self.chunks[: len(ready)]
-        return ready
+        del self._chunks[: len(ready)]
+        return Ready(Leases.of([chunk.lease for chunk in ready]), [chunk.source for chunk in ready])
 
     async def settle(self, seconds: float | None) -> None:
         """Wait for what is on its way, ``None`` for as long as it takes, then forget what did not arrive."""
         with anyio.move_on_after(seconds):
             if self.unknown:
                 await self.answered.wait()
-            for chunk in self.chunks:
+            for chunk in self._chunks:
                 if chunk.flight is not None:
                     await chunk.flight.landed.wait()
                 if not chunk.arrived:
@@ -124,9 +170,12 @@ class LookUp:
         self.unknown = 0
         if self.pushed is not None:
             self.pushed.end()
+        if self._head is not None and not count:
+            self._head[1].release_all()
+            self._head = None
         for chunk in self.chunks[count:]:
             chunk.lease.release()
-        del self.chunks[count:]
+        del self._chunks[count:]
 
     def release(self) -> None:
         """Release everything; harmless when repeated."""
@@ -275,10 +324,10 @@ class TieredCache:
             self.hierarchy.counts["looked_up"] += len(keys)
         found = LookUp()
         reached = self._extend(found, keys, self._local if local else ALL_TIERS)
-        rest = keys[len(found.chunks) :]
+        rest = keys[found.count :]
         if not rest or not reached:
             return found
-        pushed = keys[len(found.chunks) : expect_chunks]
+        pushed = keys[found.count : expect_chunks]
         if expect > 0 and pushed and not self.expecting.is_hopeless(pushed[0]):
             found.unknown = len(rest)
             found.pushed = self.expecting.begin(pushed, partial(self._take_pushed, found))
@@ -294,7 +343,7 @@ class TieredCache:
             return False
         self.hierarchy.catalog.touch([key])
         self.hierarchy.counts["found_pushed"] += 1
-        found.chunks.append(FoundChunk(key, lease))
+        found.add([FoundChunk(key, lease)])
         found.unknown -= 1
         return True
 
@@ -309,10 +358,10 @@ class TieredCache:
         """Add to a look-up what is pushed here, then what only shared pools hold, while it is wanted."""
 
         def find_below() -> int:
-            before = len(found.chunks)
+            before = found.count
             self._extend(found, keys[len(keys) - found.unknown :])
-            found.unknown -= len(found.chunks) - before
-            return len(found.chunks) - before
+            found.unknown -= found.count - before
+            return found.count - before
 
         try:
             await pushed.wait(seconds, find_below)
@@ -328,6 +377,8 @@ class TieredCache:
         sources = hierarchy.catalog.prefix(keys, among)
         held = keys[: len(sources)]
         hierarchy.catalog.touch(held)
+        if not found.count and sources.count(FIRST) == len(sources):
+            return self._lead(found, held, among)
         if any(source != FIRST for source in sources):
             self._prefetching.start(Prefetch(keys=held, priority=Priority.REQUESTED, among=among))
         chunks: list[FoundChunk] = []
@@ -336,11 +387,19 @@ class TieredCache:
             if chunk is None:
                 break
             chunks.append(chunk)
-        found.chunks += chunks
+        found.add(chunks)
         if among == ALL_TIERS:
             for source, count in Counter(chunk.source for chunk in chunks).items():
                 hierarchy.counts[f"found_{hierarchy.tiers[source].name}"] += count
         return len(chunks) == len(held)
+
+    def _lead(self, found: LookUp, held: Sequence[ChunkKey], among: int) -> bool:
+        """As :meth:`_extend`, of a prompt that memory holds as far as it is held: all at once."""
+        leases = self.hierarchy.lease_all(held)
+        found.lead(held, leases)
+        if among == ALL_TIERS and len(leases):
+            self.hierarchy.counts[f"found_{self.hierarchy.tiers[FIRST].name}"] += len(leases)
+        return len(leases) == len(held)
 
     async def _ask_pools(self, found: LookUp, keys: Sequence[ChunkKey], expected: Expected) -> None:
         """Add to a look-up what only shared pools hold, if it is wanted by the time that they answer."""

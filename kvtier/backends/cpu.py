@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
-from kvtier.arena import Arena, Lease, address_of
+from kvtier.arena import Arena, Lease, Leases, address_of
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsArena
 from kvtier.errors import ArenaError, TierError
 from kvtier.keys import ChunkKey
@@ -66,6 +66,13 @@ class MemoryBackend(Backend, SupportsArena):
         """A further lease on what is held under ``key``; the caller releases it."""
         held = self._held.get(key)
         return None if held is None else held.share()
+
+    def lease_all(self, keys: Sequence[ChunkKey]) -> Leases:
+        """A further lease on what is held under each key, up to the first that is not held."""
+        held = list(map(self._held.get, keys))
+        if None in held:
+            del held[held.index(None) :]
+        return Leases.sharing(cast("list[Lease]", held))
 
     def idle(self, key: ChunkKey) -> bool:
         """Whether ``key`` is held and nobody has a further lease on it."""

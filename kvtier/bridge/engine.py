@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
-from kvtier.arena import Lease
+from kvtier.arena import Leases
 from kvtier.bridge.protocol import Commit, Found, Hello, Reserve, Reserved
 from kvtier.bridge.protocol import LookUp as AskLookUp
-from kvtier.cache import FoundChunk, LookUp, TieredCache
+from kvtier.cache import LookUp, Ready, TieredCache
 from kvtier.errors import ProtocolError
 from kvtier.header import ChunkHeader, object_bytes
 from kvtier.keys import ChunkKey, split_keys
@@ -26,11 +27,22 @@ class Filling:
     ranks: set[int] = field(default_factory=set)
 
 
+@dataclass(slots=True, eq=False)
+class Grant:
+    """Leases that were given out together, under consecutive numbers."""
+
+    ticket: int
+    numbers: list[int]
+    leases: Leases
+
+
 @dataclass(slots=True)
 class Ticket:
     """A look-up whose leases the engine has not all given back."""
 
-    leases: set[int] = field(default_factory=set)
+    left: int = 0
+    """How many of its leases the engine has."""
+    grants: list[Grant] = field(default_factory=list)
     coming: LookUp | None = None
     """What it has not been told of yet."""
     cancelled: bool = False
@@ -51,7 +63,8 @@ class Engine:
         self.namespace = hello.namespace
         self._cache = cache
         self._numbers = numbers
-        self._leases: dict[int, tuple[Lease, int]] = {}
+        self._granted: dict[int, Grant] = {}
+        """By the number of each lease that it has."""
         self._tickets: dict[int, Ticket] = {}
         self._fillings: dict[int, Filling] = {}
 
@@ -65,8 +78,7 @@ class Engine:
             expect_chunks=ask.expect_chunks,
         )
         ticket = self._tickets[ask.ticket] = Ticket()
-        ready = found.take_ready()
-        answer = self._grant(ask.ticket, ticket, ready, fetching=found.under_way)
+        answer = self._grant(ask.ticket, ticket, found.take_ready(), fetching=found.under_way)
         if not found.under_way:
             return answer, None
         ticket.coming = found
@@ -89,54 +101,57 @@ class Engine:
             self._tickets.pop(number, None)
             return None
         ticket.coming = None
-        return self._grant(number, ticket, found.chunks, fetching=0)
+        return self._grant(number, ticket, found.take_ready(), fetching=0)
 
-    def _grant(self, number: int, ticket: Ticket, chunks: Sequence[FoundChunk], *, fetching: int) -> Found:
-        leases = []
-        for chunk in chunks:
-            lease = next(self._numbers)
-            self._leases[lease] = (chunk.lease, number)
-            leases.append(lease)
-        ticket.leases.update(leases)
-        if not ticket.leases and not fetching:
+    def _grant(self, number: int, ticket: Ticket, ready: Ready, *, fetching: int) -> Found:
+        leases = list(islice(self._numbers, len(ready.leases)))
+        if leases:
+            grant = Grant(number, leases, ready.leases)
+            self._granted.update(dict.fromkeys(leases, grant))
+            ticket.grants.append(grant)
+            ticket.left += len(leases)
+        if not ticket.left and not fetching:
             del self._tickets[number]
-        return Found(
-            ticket=number,
-            leases=leases,
-            offsets=[chunk.lease.offset for chunk in chunks],
-            sources=[chunk.source for chunk in chunks],
-            fetching=fetching,
-        )
+        return Found(number, leases, ready.leases.offsets, ready.sources, fetching)
 
     def cancel(self, number: int) -> None:
         """End a look-up and every lease that it was given."""
         ticket = self._tickets.get(number)
         if ticket is not None:
             ticket.cancel()
-            self.release(tuple(ticket.leases))
+            for grant in tuple(ticket.grants):
+                self.release(grant.numbers)
 
     def release(self, leases: Sequence[int]) -> None:
         """End leases; numbers that are not the engine's are passed over."""
-        for number in leases:
-            lease, ticket_number = self._leases.pop(number, (None, 0))
-            if lease is None:
-                continue
-            lease.release()
-            ticket = self._tickets.get(ticket_number)
-            if ticket is not None:
-                ticket.leases.discard(number)
-                if not ticket.leases:
-                    del self._tickets[ticket_number]
+        grants = [self._granted.pop(number, None) for number in leases]
+        first = next(iter(grants), None)
+        if first is not None and leases == first.numbers and grants.count(first) == len(grants):
+            # As mostly: all that were granted together, at once.
+            first.leases.release_all()
+            self._returned(first, len(grants))
+            return
+        for number, grant in zip(leases, grants, strict=True):
+            if grant is not None:
+                grant.leases.release(number - grant.numbers[0])
+                self._returned(grant, 1)
+
+    def _returned(self, grant: Grant, count: int) -> None:
+        ticket = self._tickets.get(grant.ticket)
+        if ticket is not None:
+            ticket.left -= count
+            if not ticket.left:
+                del self._tickets[grant.ticket]
 
     def holds(self, leases: Sequence[int]) -> bool:
         """Whether every one of these leases still stands."""
-        return all(number in self._leases for number in leases)
+        return all(number in self._granted for number in leases)
 
     def keep_only(self, leases: Sequence[int]) -> None:
         """A new scheduler took over: end every look-up and every lease that it does not know of."""
         for ticket in self._tickets.values():
             ticket.cancel()
-        self.release(tuple(self._leases.keys() - set(leases)))
+        self.release(tuple(self._granted.keys() - set(leases)))
 
     def reserve(self, ask: Reserve) -> Reserved:
         """Room for consecutive chunks; lease 0 for those that are refused."""
@@ -187,7 +202,7 @@ class Engine:
         """What it holds now."""
         return {
             "name": self.name,
-            "leases": len(self._leases),
+            "leases": len(self._granted),
             "reservations": len(self._fillings),
             "tickets": len(self._tickets),
         }

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 
 from anyio.abc import TaskGroup
 
-from kvtier.arena import Lease
-from kvtier.backends.base import Outcome, SupportsArena
+from kvtier.arena import Lease, Leases
+from kvtier.backends.base import Outcome, SupportsArena, SupportsLeases
 from kvtier.catalog import Catalog, State
 from kvtier.events import Event, Observer, Report
 from kvtier.header import ChunkHeader
@@ -49,6 +50,13 @@ class Hierarchy:
         if self.catalog.state(key, FIRST) is not State.READY:
             return None
         return self.memory.lease(key)
+
+    def lease_all(self, keys: Sequence[ChunkKey]) -> Leases:
+        """Leases on chunks that are READY in the first tier, up to the first that is not there after all."""
+        if isinstance(self.memory, SupportsLeases):
+            return self.memory.lease_all(keys)
+        leases = takewhile(lambda lease: lease is not None, map(self.memory.lease, keys))
+        return Leases.of([lease for lease in leases if lease is not None])
 
     def shares(self, keys: Sequence[ChunkKey]) -> list[ChunkBytes]:
         """Leases on those of ``keys`` that are READY in the first tier."""

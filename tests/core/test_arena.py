@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtier import arena as arena_module
-from kvtier.arena import HUGE_PAGE_BYTES, PAGE_BYTES, Arena, ArenaMap, Lease
+from kvtier.arena import HUGE_PAGE_BYTES, PAGE_BYTES, Arena, ArenaMap, Lease, Leases
 from kvtier.errors import ArenaError
 
 HUGE_PAGE_COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
@@ -132,6 +132,67 @@ def test_a_released_lease_gives_no_bytes_and_no_handles(arena: Arena) -> None:
     with pytest.raises(ArenaError, match="released"):
         lease.share()
     assert arena.leases == 0
+
+
+def test_leases_together_are_so_many_leases(arena: Arena) -> None:
+    own = [allocate(arena, pages) for pages in (1, 2, 3)]
+    used = arena.used
+    together = Leases.sharing(own)
+    assert (len(together), together.offsets) == (3, [lease.offset for lease in own])
+    assert arena.leases == 6
+    assert not any(lease.sole for lease in own)
+    together.release(1)
+    together.release(1)
+    assert [lease.sole for lease in own] == [False, True, False]
+    together.release_all()
+    together.release_all()
+    assert all(lease.sole for lease in own)
+    assert (arena.leases, arena.used) == (3, used)
+
+
+def test_bytes_are_freed_with_the_last_of_leases_that_were_taken_together(arena: Arena) -> None:
+    own = [allocate(arena, 1) for _ in range(16)]
+    together = Leases.sharing(own)
+    for lease in own:
+        lease.release()
+    assert arena.used == 16 * PAGE_BYTES
+    for index in (3, 9):
+        together.release(index)
+    assert (arena.fragments, arena.used) == (2, 14 * PAGE_BYTES)
+    together.release_all()
+    assert (arena.fragments, arena.used, arena.leases) == (1, 0, 0)
+
+
+def test_leases_come_apart(arena: Arena) -> None:
+    together = Leases.of([allocate(arena, 1), allocate(arena, 2), allocate(arena, 3)])
+    together.release(0)
+    second, third = together.apart()
+    together.release_all()
+    assert (second.length, third.length) == (2 * PAGE_BYTES, 3 * PAGE_BYTES)
+    assert third.sole
+    second.release()
+    third.release()
+    assert (arena.used, arena.leases) == (0, 0)
+
+
+def test_leases_that_were_taken_over_are_gone(arena: Arena) -> None:
+    own = [allocate(arena, 1), allocate(arena, 1)]
+    together = Leases.of(own)
+    for lease in own:
+        lease.release()
+    assert arena.leases == 2
+    for how in (Leases.of, Leases.sharing):
+        with pytest.raises(ArenaError, match="released"):
+            how(own)
+    together.release_all()
+    assert arena.leases == 0
+
+
+def test_no_leases_together_are_none() -> None:
+    for how in (Leases.of, Leases.sharing):
+        together = how([])
+        together.release_all()
+        assert (len(together), together.offsets, together.apart()) == (0, [], [])
 
 
 # Memory.
