@@ -1,10 +1,14 @@
 #include <nanobind/nanobind.h>
 
 #include <cmath>
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "kvtier/exchange.hpp"
+#include "kvtier/pump.hpp"
 #include "subjects.hpp"
 
 namespace nb = nanobind;
@@ -33,10 +37,19 @@ private:
     Py_buffer view_{};
 };
 
-nb::tuple exchange(int socket, const nb::sequence& operations, const nb::object& unread, double seconds) {
+// What Python asks for, and the memory that it is about.
+struct Asked {
     std::vector<Held> held;
-    std::vector<Operation> asked;
-    for (const nb::handle operation : operations) {
+    std::vector<Operation> operations;
+    std::span<std::byte> unread;
+
+    Asked(const nb::sequence& given, const nb::object& buffer) {
+        for (const nb::handle operation : given) add(operation);
+        held.emplace_back(buffer, true);
+        unread = {held.back().span().data, held.back().span().length};
+    }
+
+    void add(nb::handle operation) {
         const auto kind = static_cast<Kind>(nb::cast<int>(operation[0]));
         Operation one{kind, {}};
         for (const nb::handle buffer : operation[1]) {
@@ -46,20 +59,81 @@ nb::tuple exchange(int socket, const nb::sequence& operations, const nb::object&
         if (kind != Kind::send && kind != Kind::receive && (kind != Kind::expect || one.spans.size() != 1)) {
             throw nb::value_error("no such operation");
         }
-        asked.push_back(std::move(one));
+        operations.push_back(std::move(one));
     }
-    const Held scratch(unread, true);
-    const auto left = std::chrono::duration<double>(std::fmin(std::fmax(seconds, 0.0), 1e9));
-    const auto deadline = std::chrono::steady_clock::now() +
-                          std::chrono::duration_cast<std::chrono::steady_clock::duration>(left);
+};
+
+std::chrono::steady_clock::time_point after(double seconds) {
+    const std::chrono::duration<double> left(std::fmin(std::fmax(seconds, 0.0), 1e9));
+    return std::chrono::steady_clock::now() +
+           std::chrono::duration_cast<std::chrono::steady_clock::duration>(left);
+}
+
+nb::tuple exchange(int socket, const nb::sequence& operations, const nb::object& unread, double seconds) {
+    const Asked asked(operations, unread);
     kvtier::sockets::Progress progress;
     {
         const nb::gil_scoped_release released;
-        const Span room = scratch.span();
-        progress = kvtier::sockets::exchange(socket, asked, {room.data, room.length}, deadline);
+        progress = kvtier::sockets::exchange(socket, asked.operations, asked.unread, after(seconds));
     }
     return nb::make_tuple(progress.operations, progress.bytes, progress.error);
 }
+
+nb::tuple exchange_now(int socket, const nb::sequence& operations, const nb::object& unread) {
+    const Asked asked(operations, unread);
+    const kvtier::sockets::Progress progress =
+        kvtier::sockets::exchange(socket, asked.operations, asked.unread, {}, false);
+    return nb::make_tuple(progress.operations, progress.bytes, progress.error);
+}
+
+// The pump, and the memory of what is under way.
+class Pump {
+public:
+    explicit Pump(std::size_t most) : pump_(std::make_unique<kvtier::sockets::Pump>(most)) {}
+    ~Pump() { close(); }
+
+    int fileno() const { return open().descriptor(); }
+
+    std::uint64_t start(int socket, const nb::sequence& operations, const nb::object& unread, double seconds) {
+        Asked asked(operations, unread);
+        const std::uint64_t ticket = next_++;
+        held_.emplace(ticket, std::move(asked.held));
+        try {
+            open().start({ticket, socket, std::move(asked.operations), asked.unread, after(seconds)});
+        } catch (...) {
+            held_.erase(ticket);
+            throw;
+        }
+        return ticket;
+    }
+
+    nb::list collect() {
+        nb::list answer;
+        for (const auto& [ticket, progress] : open().collect()) {
+            held_.erase(ticket);
+            answer.append(nb::make_tuple(ticket, progress.operations, progress.bytes, progress.error));
+        }
+        return answer;
+    }
+
+    void close() {
+        if (pump_ != nullptr) {
+            const nb::gil_scoped_release released;
+            pump_.reset();
+        }
+        held_.clear();
+    }
+
+private:
+    kvtier::sockets::Pump& open() const {
+        if (pump_ == nullptr) throw nb::value_error("the pump is closed");
+        return *pump_;
+    }
+
+    std::unique_ptr<kvtier::sockets::Pump> pump_;
+    std::unordered_map<std::uint64_t, std::vector<Held>> held_;
+    std::uint64_t next_ = 0;
+};
 
 }  // namespace
 
@@ -68,6 +142,14 @@ namespace kvtier::bindings {
 void bind_sockets(nb::module_& module) {
     module.def("exchange", &exchange, nb::arg("socket"), nb::arg("operations"), nb::arg("unread"),
                nb::arg("seconds"));
+    module.def("exchange_now", &exchange_now, nb::arg("socket"), nb::arg("operations"), nb::arg("unread"));
+    nb::class_<Pump>(module, "Pump")
+        .def(nb::init<std::size_t>(), nb::arg("most"))
+        .def("fileno", &Pump::fileno)
+        .def("start", &Pump::start, nb::arg("socket"), nb::arg("operations"), nb::arg("unread"),
+             nb::arg("seconds"))
+        .def("collect", &Pump::collect)
+        .def("close", &Pump::close);
 }
 
 }  // namespace kvtier::bindings

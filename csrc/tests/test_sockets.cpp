@@ -1,4 +1,5 @@
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -12,6 +13,7 @@
 
 #include "check.hpp"
 #include "kvtier/exchange.hpp"
+#include "kvtier/pump.hpp"
 
 using namespace kvtier::sockets;
 using namespace std::chrono_literals;
@@ -243,6 +245,94 @@ TEST(any_answers_to_any_expectations) {
         CHECK(left >= 0 && taken + std::size_t(left) == script.size());
         CHECK(got.error == 0 && taken <= wanted);
     }
+}
+
+TEST(nothing_waits_where_that_is_said) {
+    const Pair pair;
+    std::string question = "?", head = "$4\r\n", value(4, '.'), unread(8, '.');
+    const std::vector<Operation> all{
+        {Kind::send, {over(question)}}, {Kind::expect, {over(head)}}, {Kind::receive, {over(value)}}};
+    CHECK(is(exchange(pair.here, all, {over(unread).data, 8}, {}, false), 1, 0, EAGAIN));
+    pair.say("$4\r\nab");
+    const std::span<const Operation> rest = std::span(all).subspan(1);
+    CHECK(is(exchange(pair.here, rest, {over(unread).data, 8}, {}, false), 1, 2, EAGAIN));
+    CHECK(value == "ab..");
+    std::string much(8 << 20, 'x');
+    const std::vector<Operation> send{{Kind::send, {over(much)}}};
+    const Progress sent = exchange(pair.here, send, {}, {}, false);
+    CHECK(sent.operations == 0 && sent.bytes > 0 && sent.error == EAGAIN);
+}
+
+namespace {
+
+// Wait until so many conversations have ended.
+std::vector<Ended> ended(Pump& pump, std::size_t count) {
+    std::vector<Ended> all;
+    while (all.size() < count) {
+        pollfd one{pump.descriptor(), POLLIN, 0};
+        CHECK(poll(&one, 1, 30'000) == 1);
+        for (const Ended& end : pump.collect()) all.push_back(end);
+    }
+    std::sort(all.begin(), all.end(), [](const Ended& a, const Ended& b) { return a.ticket < b.ticket; });
+    return all;
+}
+
+}  // namespace
+
+TEST(a_pump_carries_out_more_conversations_than_it_has_threads) {
+    constexpr std::size_t count = 40;
+    Pump pump(3);
+    std::vector<Pair> pairs(count);
+    std::vector<std::string> questions(count), heads(count, "+"), values(count, "...."), unread(count, ".");
+    for (std::size_t index = 0; index < count; ++index) {
+        questions[index] = std::to_string(index);
+        pairs[index].say("+" + std::to_string(1000 + index));
+        pump.start({index,
+                    pairs[index].here,
+                    {{Kind::send, {over(questions[index])}},
+                     {Kind::expect, {over(heads[index])}},
+                     {Kind::receive, {over(values[index])}}},
+                    {over(unread[index]).data, 1},
+                    Clock::now() + patience});
+    }
+    const std::vector<Ended> all = ended(pump, count);
+    for (std::size_t index = 0; index < count; ++index) {
+        CHECK(all[index].ticket == index && is(all[index].progress, 3, 0, 0));
+        CHECK(values[index] == std::to_string(1000 + index));
+    }
+    CHECK(pump.collect().empty());
+    pollfd one{pump.descriptor(), POLLIN, 0};
+    CHECK(poll(&one, 1, 0) == 0);
+}
+
+TEST(a_pump_waits_at_its_end_for_what_is_under_way) {
+    const Pair pair;
+    std::string value(4, '.');
+    std::thread cuts;
+    {
+        Pump pump(1);
+        pump.start({1, pair.here, {{Kind::receive, {over(value)}}}, {}, Clock::now() + patience});
+        cuts = std::thread([&] { shutdown(pair.here, SHUT_RDWR); });
+    }
+    value.assign("free");
+    cuts.join();
+}
+
+TEST(what_waits_for_a_thread_beyond_its_deadline_is_not_begun) {
+    const Pair busy, late;
+    Pump pump(1);
+    std::string value(1, '.'), never(1, '.');
+    late.say("x");
+    pump.start({1, busy.here, {{Kind::receive, {over(value)}}}, {}, Clock::now() + patience});
+    pump.start({2, late.here, {{Kind::receive, {over(never)}}}, {}, Clock::now()});
+    busy.say("x");
+    const std::vector<Ended> all = ended(pump, 2);
+    CHECK(is(all[0].progress, 1, 0, 0) && is(all[1].progress, 0, 0, ETIMEDOUT) && never == ".");
+}
+
+TEST(a_pump_that_was_never_used) {
+    const Pump pump(4);
+    CHECK(pump.descriptor() >= 0);
 }
 
 int main() {

@@ -35,9 +35,11 @@ struct Progress {
 // one at a time for each socket. Where the other side has closed it, or another thread has shut it down, the
 // error is ESHUTDOWN on receiving, EPIPE on sending. Throws nothing but std::bad_alloc.
 //
+// With `waits` false nothing waits: where the socket takes or gives nothing, the error is EAGAIN.
+//
 // What an `expect` has received lies in `unread`, which must be as long as the longest of them: where it
 // is not what was expected, `bytes` of it have come, and not one byte behind those that were wanted.
 Progress exchange(int socket, std::span<const Operation> operations, std::span<std::byte> unread,
-                  std::chrono::steady_clock::time_point deadline);
+                  std::chrono::steady_clock::time_point deadline, bool waits = true);
 
 }  // namespace kvtier::sockets

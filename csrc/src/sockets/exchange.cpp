@@ -80,25 +80,35 @@ struct Moved {
     int error = 0;
 };
 
+// How long calls may wait: until a moment, or not at all.
+struct Patience {
+    Clock::time_point deadline;
+    bool waits;
+
+    int flags(int usual) const { return waits ? usual : MSG_DONTWAIT; }
+};
+
 template <typename Call>
-Moved blocking(int socket, int option, Clock::time_point deadline, const Call& call) {
-    while (bound(socket, option, deadline)) {
+Moved carry_out(int socket, int option, const Patience& patience, const Call& call) {
+    while (!patience.waits || bound(socket, option, patience.deadline)) {
         const ssize_t moved = call();
         if (moved > 0) return {static_cast<std::size_t>(moved), 0};
         if (moved == 0) return {0, ESHUTDOWN};
-        if (errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK) return {0, errno};
+        const bool again = errno == EAGAIN || errno == EWOULDBLOCK;
+        if (errno != EINTR && !(again && patience.waits)) return {0, errno};
     }
     return {0, ETIMEDOUT};
 }
 
 // Send or receive all spans; `done` counts the bytes. The error.
-int move_all(int socket, const Operation& operation, Clock::time_point deadline, std::size_t& done) {
+int move_all(int socket, const Operation& operation, const Patience& patience, std::size_t& done) {
     const bool sends = operation.kind == Kind::send;
     Rest rest(operation.spans);
     while (!rest.empty()) {
         msghdr message = rest.message();
-        const Moved moved = blocking(socket, sends ? SO_SNDTIMEO : SO_RCVTIMEO, deadline, [&] {
-            return sends ? sendmsg(socket, &message, MSG_NOSIGNAL) : recvmsg(socket, &message, MSG_WAITALL);
+        const Moved moved = carry_out(socket, sends ? SO_SNDTIMEO : SO_RCVTIMEO, patience, [&] {
+            return sends ? sendmsg(socket, &message, MSG_NOSIGNAL | patience.flags(0))
+                         : recvmsg(socket, &message, patience.flags(MSG_WAITALL));
         });
         if (moved.error != 0) return moved.error;
         rest.advance(moved.bytes);
@@ -108,12 +118,12 @@ int move_all(int socket, const Operation& operation, Clock::time_point deadline,
 }
 
 // Receive what must be equal to `wanted`; `done` counts the bytes. The error, and whether they were equal.
-int expect(int socket, Span wanted, std::span<std::byte> unread, Clock::time_point deadline,
+int expect(int socket, Span wanted, std::span<std::byte> unread, const Patience& patience,
            std::size_t& done, bool& equal) {
     equal = wanted.length <= unread.size();
     while (equal && done < wanted.length) {
-        const Moved moved = blocking(socket, SO_RCVTIMEO, deadline, [&] {
-            return recv(socket, unread.data() + done, wanted.length - done, 0);
+        const Moved moved = carry_out(socket, SO_RCVTIMEO, patience, [&] {
+            return recv(socket, unread.data() + done, wanted.length - done, patience.flags(0));
         });
         if (moved.error != 0) return moved.error;
         equal = std::memcmp(unread.data() + done, wanted.data + done, moved.bytes) == 0;
@@ -125,15 +135,16 @@ int expect(int socket, Span wanted, std::span<std::byte> unread, Clock::time_poi
 }  // namespace
 
 Progress exchange(int socket, std::span<const Operation> operations, std::span<std::byte> unread,
-                  Clock::time_point deadline) {
+                  Clock::time_point deadline, bool waits) {
+    const Patience patience{deadline, waits};
     Progress progress;
     for (const Operation& operation : operations) {
         progress.bytes = 0;
         bool equal = true;
         progress.error =
             operation.kind == Kind::expect
-                ? expect(socket, operation.spans.front(), unread, deadline, progress.bytes, equal)
-                : move_all(socket, operation, deadline, progress.bytes);
+                ? expect(socket, operation.spans.front(), unread, patience, progress.bytes, equal)
+                : move_all(socket, operation, patience, progress.bytes);
         if (progress.error != 0 || !equal) return progress;
         ++progress.operations;
     }

@@ -1,0 +1,129 @@
+#include "kvtier/pump.hpp"
+
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <condition_variable>
+#include <csignal>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+namespace kvtier::sockets {
+
+namespace {
+
+constexpr auto idle_time = std::chrono::seconds(5);
+
+// While this lasts no signal is delivered to this thread, nor to those that it starts: they are for Python's.
+class SignalsBlocked {
+public:
+    SignalsBlocked() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+    SignalsBlocked(const SignalsBlocked&) = delete;
+    SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+private:
+    sigset_t before_;
+};
+
+}  // namespace
+
+// What the threads share with the pump: they are not joined, so the last of them ends it.
+struct Pump::Crew {
+    explicit Crew(std::size_t most) : most(most), descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+        if (descriptor < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+    }
+    ~Crew() { close(descriptor); }
+    Crew(const Crew&) = delete;
+    Crew& operator=(const Crew&) = delete;
+
+    void work();
+    void tell(Ended end);
+
+    const std::size_t most;
+    const int descriptor;
+    std::mutex mutex;
+    std::condition_variable changed;  // the queue, or that it is closing
+    std::condition_variable emptied;  // of threads
+    std::deque<Conversation> queue;
+    std::vector<Ended> ended;
+    std::size_t threads = 0;
+    std::size_t idle = 0;
+    bool closing = false;
+};
+
+// In each thread, until there is nothing to do.
+void Pump::Crew::work() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+        if (queue.empty()) {
+            ++idle;
+            changed.wait_for(lock, idle_time, [this] { return closing || !queue.empty(); });
+            --idle;
+            if (queue.empty()) break;
+        }
+        Conversation next = std::move(queue.front());
+        queue.pop_front();
+        lock.unlock();
+        const Progress progress = exchange(next.socket, next.operations, next.unread, next.deadline);
+        lock.lock();
+        tell({next.ticket, progress});
+    }
+    if (--threads == 0) emptied.notify_all();
+}
+
+// With the lock held. One signal for all that is not collected yet.
+void Pump::Crew::tell(Ended end) {
+    ended.push_back(end);
+    if (ended.size() == 1) eventfd_write(descriptor, 1);
+}
+
+Pump::Pump(std::size_t most) : crew_(std::make_shared<Crew>(most)) {}
+
+Pump::~Pump() {
+    std::unique_lock lock(crew_->mutex);
+    crew_->closing = true;
+    crew_->changed.notify_all();
+    crew_->emptied.wait(lock, [this] { return crew_->threads == 0; });
+}
+
+int Pump::descriptor() const {
+    return crew_->descriptor;
+}
+
+void Pump::start(Conversation conversation) {
+    const std::lock_guard lock(crew_->mutex);
+    crew_->queue.push_back(std::move(conversation));
+    if (crew_->queue.size() <= crew_->idle || crew_->threads == crew_->most) {
+        crew_->changed.notify_one();
+        return;
+    }
+    try {
+        const SignalsBlocked blocked;
+        std::thread([crew = crew_] { crew->work(); }).detach();
+        ++crew_->threads;
+    } catch (const std::system_error&) {
+        // One of those that there are will come to it.
+        if (crew_->threads > 0) return;
+        crew_->queue.pop_back();
+        throw;
+    }
+}
+
+std::vector<Ended> Pump::collect() {
+    const std::lock_guard lock(crew_->mutex);
+    eventfd_t count;
+    eventfd_read(crew_->descriptor, &count);
+    return std::exchange(crew_->ended, {});
+}
+
+}  // namespace kvtier::sockets
