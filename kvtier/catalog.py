@@ -89,6 +89,63 @@ class Catalog:
         parent_row = -1 if parent is None else self._rows[parent[0]].get(parent, -1)
         self._policies[tier].added(row, parent_row)
 
+    def add_chain(
+        self,
+        keys: Sequence[ChunkKey],
+        tier: int,
+        lengths: Sequence[int],
+        state: State,
+        parent: ChunkKey | None = None,
+        namespace: bytes = b"",
+    ) -> None:
+        """Enter consecutive chunks of one prompt: as :meth:`add` of each, in a third of the time.
+
+        ``parent`` is the chunk before the first. Raises ``ValueError``, and enters nothing, where one of them
+        is in the tier already, or there twice.
+        """
+        known = [self._rows[key[0]].get(key) for key in keys]
+        bit = 1 << tier
+        for key, row in zip(keys, known, strict=True):
+            if row is not None and (self._ready[row] | self._pending[row]) & bit:
+                raise ValueError(f"chunk {key.hex()[:16]} is in tier {tier} already")
+        if len(set(keys)) < len(keys):
+            raise ValueError("a chunk cannot come into a tier twice")
+        if known.count(None) == len(known):
+            rows = self._new_rows(keys, lengths, namespace)
+        else:
+            entries = zip(keys, lengths, known, strict=True)
+            rows = [
+                self._new_row(key, length, namespace) if row is None else row for key, length, row in entries
+            ]
+        masks = self._ready if state is State.READY else self._pending
+        for row in rows:
+            masks[row] |= bit
+        held = self._lengths
+        self._used[tier] += sum([held[row] for row in rows])
+        self._count[tier] += len(rows)
+        parent_row = -1 if parent is None else self._rows[parent[0]].get(parent, -1)
+        self._policies[tier].added_chain(rows, parent_row)
+
+    def _new_rows(self, keys: Sequence[ChunkKey], lengths: Sequence[int], namespace: bytes) -> list[int]:
+        """Rows for chunks that are in no tier, vacant ones first."""
+        again = min(len(keys), len(self._vacant))
+        rows = [
+            self._new_row(key, length, namespace) for key, length in zip(keys[:again], lengths, strict=False)
+        ]
+        first, more = len(self._lengths), len(keys) - again
+        if more:
+            space = self._space_numbers.setdefault(namespace, len(self._space_numbers))
+            self._keys += b"".join(keys[again:])
+            self._lengths.extend(lengths[again:])
+            self._spaces.extend([space] * more)
+            self._ready.frombytes(bytes(more))
+            self._pending.frombytes(bytes(more))
+            fresh = range(first, first + more)
+            for key, row in zip(keys[again:], fresh, strict=True):
+                self._rows[key[0]][key] = row
+            rows += fresh
+        return rows
+
     def _new_row(self, key: ChunkKey, length: int, namespace: bytes) -> int:
         space = self._space_numbers.setdefault(namespace, len(self._space_numbers))
         if self._vacant:
@@ -130,6 +187,28 @@ class Catalog:
             del self._rows[key[0]][key]
             self._vacant.append(row)
             self._pins.pop(key, None)
+
+    def remove_all(self, keys: Sequence[ChunkKey], tier: int) -> None:
+        """As :meth:`remove` of each. Raises ``KeyError``, and removes nothing, where one was not there."""
+        bit = 1 << tier
+        ready, pending, lengths = self._ready, self._pending, self._lengths
+        rows = [self._rows[key[0]][key] for key in keys]
+        for key, row in zip(keys, rows, strict=True):
+            if not (ready[row] | pending[row]) & bit:
+                raise KeyError(f"chunk {key.hex()[:16]} is not in tier {tier}")
+        if len(set(rows)) < len(rows):
+            raise KeyError("a chunk cannot leave a tier twice")
+        for row in rows:
+            ready[row] &= ~bit
+            pending[row] &= ~bit
+        self._used[tier] -= sum([lengths[row] for row in rows])
+        self._count[tier] -= len(rows)
+        self._policies[tier].removed_all(rows)
+        for key, row in zip(keys, rows, strict=True):
+            if not ready[row] | pending[row]:
+                del self._rows[key[0]][key]
+                self._vacant.append(row)
+                self._pins.pop(key, None)
 
     def state(self, key: ChunkKey, tier: int) -> State:
         """A chunk's state in one tier."""

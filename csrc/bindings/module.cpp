@@ -25,6 +25,7 @@ NB_MODULE(_native, module) {
     module.def("build_info", &build_info);
     kvtier::bindings::bind_copy(module);
     kvtier::bindings::bind_disk(module);
+    kvtier::bindings::bind_eviction(module);
     kvtier::bindings::bind_keys(module);
     kvtier::bindings::bind_sockets(module);
 }

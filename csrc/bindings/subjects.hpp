@@ -7,6 +7,7 @@ namespace kvtier::bindings {
 
 void bind_copy(nanobind::module_& module);
 void bind_disk(nanobind::module_& module);
+void bind_eviction(nanobind::module_& module);
 void bind_keys(nanobind::module_& module);
 void bind_sockets(nanobind::module_& module);
 

@@ -31,6 +31,9 @@ class TokenIds {
     // From now on they are read without the GIL. With the GIL.
     void convert_all();
 
+    // Once `convert_all` was called.
+    keys::Words all() const { return {words_, size_}; }
+
    private:
     bool take_buffer(PyObject* object);
     void take_words();

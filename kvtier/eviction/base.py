@@ -26,6 +26,17 @@ class EvictionPolicy(ABC):
     def removed(self, row: int) -> None:
         """A chunk left the tier."""
 
+    def added_chain(self, rows: Sequence[int], parent: int) -> None:
+        """Consecutive chunks of one prompt came into the tier: as :meth:`added` of each, which this calls."""
+        for row in rows:
+            self.added(row, parent)
+            parent = row
+
+    def removed_all(self, rows: Sequence[int]) -> None:
+        """Many chunks left the tier: as :meth:`removed` of each, which this calls."""
+        for row in rows:
+            self.removed(row)
+
     @abstractmethod
     def victims(self) -> Iterator[int]:
         """Rows in the order in which they should go. The caller may stop at any time;

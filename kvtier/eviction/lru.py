@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
+from kvtier import native
 from kvtier.eviction.base import EvictionPolicy
 
 _ABSENT = -1
@@ -26,15 +27,22 @@ class LruPolicy(EvictionPolicy):
     def added(self, row: int, parent: int) -> None:
         """Link a chunk just colder than its parent, or as the warmest where there is none."""
         place = row + 1
-        missing = place + 1 - len(self._warmer)
-        if missing > 0:
-            unlinked = array("i", [_ABSENT]) * missing
-            self._warmer += unlinked
-            self._colder += unlinked
+        self._reach(place)
         self._link(place, parent + 1 if self._holds(parent + 1) else _ENDS)
+
+    def added_chain(self, rows: Sequence[int], parent: int) -> None:
+        """As :meth:`added` of each, some 30 times as fast with the native core."""
+        if not native.available():
+            super().added_chain(rows, parent)
+        elif rows:
+            self._reach(max(rows) + 1)
+            native.core.lru_link_chain(self._warmer, self._colder, rows, parent)
 
     def used(self, rows: Sequence[int]) -> None:
         """Make a prefix the warmest, its root last."""
+        if native.available():
+            native.core.lru_touch(self._warmer, self._colder, rows)
+            return
         warmer, colder = self._warmer, self._colder
         places = len(warmer)
         # Written out, not in terms of _unlink and _link: this runs for every chunk of every look-up.
@@ -54,12 +62,26 @@ class LruPolicy(EvictionPolicy):
             self._unlink(place)
             self._warmer[place] = self._colder[place] = _ABSENT
 
+    def removed_all(self, rows: Sequence[int]) -> None:
+        """As :meth:`removed` of each."""
+        if native.available():
+            native.core.lru_unlink(self._warmer, self._colder, rows)
+        else:
+            super().removed_all(rows)
+
     def victims(self) -> Iterator[int]:
         """From the coldest on."""
         place = self._warmer[_ENDS]
         while place != _ENDS:
             yield place - 1
             place = self._warmer[place]
+
+    def _reach(self, place: int) -> None:
+        missing = place + 1 - len(self._warmer)
+        if missing > 0:
+            unlinked = array("i", [_ABSENT]) * missing
+            self._warmer += unlinked
+            self._colder += unlinked
 
     def _holds(self, place: int) -> bool:
         return 0 < place < len(self._warmer) and self._warmer[place] != _ABSENT

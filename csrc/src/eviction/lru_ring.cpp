@@ -1,0 +1,87 @@
+#include "kvtier/lru_ring.hpp"
+
+#include <stdexcept>
+
+namespace kvtier::eviction {
+
+namespace {
+
+constexpr LruRing::Place absent = -1;
+constexpr LruRing::Place ends = 0;
+// Rows ahead whose links are fetched: in a ring of millions each is a miss in every cache.
+constexpr std::size_t ahead = 8;
+
+}  // namespace
+
+LruRing::LruRing(std::span<Place> warmer, std::span<Place> colder) : warmer_(warmer), colder_(colder) {
+    if (warmer.empty() || warmer.size() != colder.size()) {
+        throw std::invalid_argument("a ring is two equally long arrays");
+    }
+}
+
+bool LruRing::is_linked(std::uint64_t place) const {
+    return place < warmer_.size() && warmer_[place] != absent;
+}
+
+void LruRing::check(Place place) const {
+    if (place < 0 || static_cast<std::size_t>(place) >= warmer_.size()) {
+        throw std::out_of_range("a ring that leads out of its arrays");
+    }
+}
+
+void LruRing::link(Place place, Place warmer) {
+    check(warmer);
+    const Place colder = colder_[static_cast<std::size_t>(warmer)];
+    check(colder);
+    warmer_[static_cast<std::size_t>(place)] = warmer;
+    colder_[static_cast<std::size_t>(place)] = colder;
+    warmer_[static_cast<std::size_t>(colder)] = place;
+    colder_[static_cast<std::size_t>(warmer)] = place;
+}
+
+void LruRing::unlink_one(Place place) {
+    const Place above = warmer_[static_cast<std::size_t>(place)];
+    const Place below = colder_[static_cast<std::size_t>(place)];
+    check(above);
+    check(below);
+    warmer_[static_cast<std::size_t>(below)] = above;
+    colder_[static_cast<std::size_t>(above)] = below;
+}
+
+void LruRing::touch(Rows rows) {
+    for (std::size_t left = rows.size(); left > 0; --left) {
+        if (left > ahead) {
+            const std::uint64_t soon = std::uint64_t{rows[left - 1 - ahead]} + 1;
+            if (soon < warmer_.size()) {
+                __builtin_prefetch(&warmer_[soon], 1);
+                __builtin_prefetch(&colder_[soon], 1);
+            }
+        }
+        const std::uint64_t place = std::uint64_t{rows[left - 1]} + 1;
+        if (!is_linked(place)) continue;
+        unlink_one(static_cast<Place>(place));
+        link(static_cast<Place>(place), ends);
+    }
+}
+
+void LruRing::link_chain(Rows rows, std::int64_t parent) {
+    const bool known = parent >= 0 && is_linked(static_cast<std::uint64_t>(parent) + 1);
+    Place warmer = known ? static_cast<Place>(parent + 1) : ends;
+    for (const std::uint32_t row : rows) {
+        const std::uint64_t place = std::uint64_t{row} + 1;
+        if (place >= warmer_.size()) throw std::out_of_range("a row beyond the arrays of a ring");
+        link(static_cast<Place>(place), warmer);
+        warmer = static_cast<Place>(place);
+    }
+}
+
+void LruRing::unlink(Rows rows) {
+    for (const std::uint32_t row : rows) {
+        const std::uint64_t place = std::uint64_t{row} + 1;
+        if (!is_linked(place)) continue;
+        unlink_one(static_cast<Place>(place));
+        warmer_[place] = colder_[place] = absent;
+    }
+}
+
+}  // namespace kvtier::eviction
