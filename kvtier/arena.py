@@ -267,6 +267,26 @@ class Arena(_Mapping):
         self.leases += 1
         return Lease(self, _Extent(offset, rounded), length)
 
+    def allocate_all(self, length: int, count: int) -> list[Lease]:
+        """At most ``count`` leases of ``length`` bytes: those that so many calls of :meth:`allocate` would give."""
+        rounded = _round_up(max(length, 1), PAGE_BYTES)
+        leases: list[Lease] = []
+        while len(leases) < count:
+            at = self._free_by_size.bisect_left((rounded, 0))
+            if at == len(self._free_by_size):
+                break
+            # What is left of the smallest run that is large enough is the smallest, until it is too small.
+            size, offset = self._free_by_size[at]
+            taken = min(count - len(leases), size // rounded) * rounded
+            self._take_run(offset, size)
+            if size > taken:
+                self._add_run(offset + taken, size - taken)
+            starts = range(offset, offset + taken, rounded)
+            leases += [Lease(self, _Extent(start, rounded), length) for start in starts]
+        self.used += len(leases) * rounded
+        self.leases += len(leases)
+        return leases
+
     def free(self, offset: int, length: int) -> None:
         """Take back a run whose last handle is gone, joined with the free runs beside it."""
         self.used -= length

@@ -437,13 +437,20 @@ class TieredCache:
         """Room in the arena for one chunk; ``None`` where it is held already or there is none to be had."""
         return self._storing.reserve(header)
 
+    def reserve_all(self, headers: Sequence[ChunkHeader]) -> list[Reservation | None]:
+        """As :meth:`reserve` of each, for consecutive chunks of one prompt, in a fifth of the time.
+
+        Where there is no room for one, there is none for those after it.
+        """
+        return self._storing.reserve_all(headers)
+
     def commit(self, reservations: Sequence[Reservation]) -> None:
         """The chunks have been filled: serve them, and write them on to the tiers below."""
         self._storing.commit(reservations)
 
-    def abandon(self, reservation: Reservation) -> None:
-        """The chunk will not be filled."""
-        self._storing.abandon(reservation)
+    def abandon(self, reservations: Sequence[Reservation]) -> None:
+        """The chunks will not be filled."""
+        self._storing.abandon(reservations)
 
     def pin(self, keys: Sequence[ChunkKey], seconds: float | None = None) -> int:
         """Keep the leading chunks that are held from being evicted; how many there are."""

@@ -82,8 +82,7 @@ class ModelCache:
         try:
             await to_thread.run_sync(_copy_all, copies)
         except BaseException:
-            for reservation in reservations:
-                self._cache.abandon(reservation)
+            self._cache.abandon(reservations)
             raise
         self._cache.commit(reservations)
         return self._tokens(len(self._cache.hierarchy.catalog.prefix(keys)), len(tokens))

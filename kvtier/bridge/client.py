@@ -213,10 +213,8 @@ class SchedulerBridge(Bridge):
         if answer is None:
             self._unwanted_reserves.add(ticket)
             return nothing
-        return [
-            Slot(lease, offset) if lease else None
-            for lease, offset in zip(answer.leases, answer.offsets, strict=True)
-        ]
+        slots = map(Slot._make, zip(answer.leases, answer.offsets, strict=True))
+        return [slot if slot.lease else None for slot in slots]
 
     def abandon(self, leases: Sequence[int]) -> None:
         """These reservations will not be filled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 
 from kvtier.arena import Leases
 from kvtier.bridge.protocol import Commit, Found, Hello, Reserve, Reserved
@@ -12,7 +12,7 @@ from kvtier.bridge.protocol import LookUp as AskLookUp
 from kvtier.cache import LookUp, Ready, TieredCache
 from kvtier.errors import ProtocolError
 from kvtier.header import ChunkHeader, object_bytes
-from kvtier.keys import ChunkKey, split_keys
+from kvtier.keys import KEY_BYTES, ChunkKey, split_keys
 from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.store import Reservation
 
@@ -24,7 +24,8 @@ class Filling:
     """A reservation and the ranks that have filled their slices of it."""
 
     reservation: Reservation
-    ranks: set[int] = field(default_factory=set)
+    ranks: int = 0
+    """A bit for each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -156,21 +157,20 @@ class Engine:
     def reserve(self, ask: Reserve) -> Reserved:
         """Room for consecutive chunks; lease 0 for those that are refused."""
         keys = _keys(ask.keys)
-        leases, offsets = [], []
-        parent = ChunkKey(ask.parent)
-        for index, key in enumerate(keys):
-            tokens = ask.last_tokens if index == len(keys) - 1 else self.layout.chunk_tokens
-            header = ChunkHeader(key, parent, self.namespace, self.layout.payload_bytes(tokens))
-            reservation = self._cache.reserve(header)
-            parent = key
-            if reservation is None:
-                leases.append(NO_LEASE)
-                offsets.append(0)
-                continue
-            number = next(self._numbers)
-            self._fillings[number] = Filling(reservation)
-            leases.append(number)
-            offsets.append(reservation.lease.offset)
+        if len(ask.parent) != KEY_BYTES or not 0 < ask.last_tokens <= self.layout.chunk_tokens:
+            raise ProtocolError(
+                f"{len(keys)} chunks of which the last has {ask.last_tokens} tokens cannot be"
+            )
+        parents = [ChunkKey(ask.parent), *keys[:-1]]
+        payloads = [self.layout.payload_bytes(self.layout.chunk_tokens)] * len(keys)
+        payloads[-1:] = [self.layout.payload_bytes(ask.last_tokens)] if keys else []
+        headers = list(map(ChunkHeader, keys, parents, repeat(self.namespace), payloads))
+        leases, offsets = [NO_LEASE] * len(keys), [0] * len(keys)
+        for index, reservation in enumerate(self._cache.reserve_all(headers)):
+            if reservation is not None:
+                leases[index] = number = next(self._numbers)
+                offsets[index] = reservation.lease.offset
+                self._fillings[number] = Filling(reservation)
         return Reserved(ask.ticket, leases, offsets)
 
     def commit(self, commit: Commit, rank: int) -> None:
@@ -180,17 +180,15 @@ class Engine:
             filling = self._fillings.get(number)
             if filling is None:
                 continue
-            filling.ranks.add(rank)
-            if len(filling.ranks) == self.layout.ranks:
+            filling.ranks |= 1 << rank
+            if filling.ranks.bit_count() == self.layout.ranks:
                 complete.append(self._fillings.pop(number).reservation)
         self._cache.commit(complete)
 
     def abandon(self, leases: Sequence[int]) -> None:
         """These reservations will not be filled."""
-        for number in leases:
-            filling = self._fillings.pop(number, None)
-            if filling is not None:
-                self._cache.abandon(filling.reservation)
+        fillings = [self._fillings.pop(number, None) for number in leases]
+        self._cache.abandon([filling.reservation for filling in fillings if filling is not None])
 
     def close(self) -> None:
         """The engine is gone, and so is all that it held."""

@@ -168,9 +168,9 @@ class Reservations:
         leases = [reservation.lease.share() for reservation in reservations]
         grant = self._grants.grant(owner, leases, Access.WRITE)
         count = 0 if grant is None else grant.left
-        for lease, reservation in zip(leases[count:], reservations[count:], strict=True):
+        for lease in leases[count:]:
             lease.release()
-            self._cache.abandon(reservation)
+        self._cache.abandon(reservations[count:])
         if grant is None:
             return None
         room = self._rooms[grant.number] = _Room(owner, grant, dict(enumerate(reservations[:count])))
@@ -249,8 +249,7 @@ class Reservations:
         return {index for index, fine in zip(indexes, good, strict=True) if fine}
 
     def _abandon(self, reservations: Sequence[Reservation]) -> None:
-        for reservation in reservations:
-            self._cache.abandon(reservation)
+        self._cache.abandon(reservations)
         self._settled(reservations)
 
     def _settled(self, reservations: Sequence[Reservation]) -> None:

