@@ -1,7 +1,130 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+
+#include <cerrno>
+#include <memory>
+#include <string>
+#include <system_error>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "kvtier/disk/engine.hpp"
 #include "subjects.hpp"
 
-namespace kvtier::bindings {
+namespace nb = nanobind;
 
-void bind_disk(nanobind::module_&) {}
+namespace kvtier::bindings {
+namespace {
+
+using disk::Transfer;
+
+// Memory of a Python object, which stays where it is as long as this lives. Only with the GIL.
+class Buffer {
+public:
+    Buffer(nb::handle object, int flags) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw nb::python_error();
+    }
+    ~Buffer() {
+        if (view_.obj != nullptr) PyBuffer_Release(&view_);
+    }
+    Buffer(Buffer&& other) noexcept : view_(std::exchange(other.view_, Py_buffer{})) {}
+    Buffer& operator=(Buffer&&) = delete;
+
+    std::byte* memory() const { return static_cast<std::byte*>(view_.buf); }
+    std::size_t length() const { return static_cast<std::size_t>(view_.len); }
+
+private:
+    Py_buffer view_{};
+};
+
+std::string text(const nb::bytes& path) {
+    return {path.c_str(), path.size()};
+}
+
+class DiskEngine {
+public:
+    explicit DiskEngine(unsigned depth) : engine_(open(depth)) {}
+
+    int event_fd() const { return engine_->event_fd(); }
+
+    std::uint64_t read(const nb::list& items, bool direct) {
+        std::vector<Buffer> buffers;
+        std::vector<Transfer> transfers;
+        for (const nb::handle item : items) {
+            auto [path, view] = nb::cast<std::pair<nb::bytes, nb::object>>(item);
+            const Buffer& buffer = buffers.emplace_back(view, PyBUF_WRITABLE);
+            transfers.push_back(Transfer::reading(text(path), buffer.memory(), buffer.length(), direct));
+        }
+        return submit(std::move(transfers), std::move(buffers));
+    }
+
+    std::uint64_t write(const nb::list& items, bool direct) {
+        std::vector<Buffer> buffers;
+        std::vector<Transfer> transfers;
+        for (const nb::handle item : items) {
+            auto [path, temporary, view] = nb::cast<std::tuple<nb::bytes, nb::bytes, nb::object>>(item);
+            const Buffer& buffer = buffers.emplace_back(view, PyBUF_SIMPLE);
+            transfers.push_back(Transfer::writing(text(path), text(temporary), buffer.memory(),
+                                                  buffer.length(), direct));
+        }
+        return submit(std::move(transfers), std::move(buffers));
+    }
+
+    void cancel(std::uint64_t batch) { engine_->cancel(batch); }
+
+    nb::list finished() {
+        nb::list told;
+        for (const disk::Finished& one : engine_->take_finished()) {
+            nb::list outcomes;
+            for (const int outcome : one.outcomes) outcomes.append(outcome);
+            told.append(nb::make_tuple(one.batch, outcomes));
+            buffers_.erase(one.batch);
+        }
+        return told;
+    }
+
+    void close() {
+        const nb::gil_scoped_release unlocked;
+        engine_->close();
+    }
+
+private:
+    static std::unique_ptr<disk::Engine> open(unsigned depth) {
+        try {
+            const nb::gil_scoped_release unlocked;
+            return std::make_unique<disk::Engine>(depth);
+        } catch (const std::system_error& error) {
+            errno = error.code().value();
+            PyErr_SetFromErrno(PyExc_OSError);
+            throw nb::python_error();
+        }
+    }
+
+    std::uint64_t submit(std::vector<Transfer> transfers, std::vector<Buffer> buffers) {
+        const std::uint64_t number = engine_->submit(std::move(transfers));
+        buffers_.emplace(number, std::move(buffers));
+        return number;
+    }
+
+    // Destroyed after the engine, which waits for the kernel to let go of them.
+    std::unordered_map<std::uint64_t, std::vector<Buffer>> buffers_;
+    std::unique_ptr<disk::Engine> engine_;
+};
+
+}  // namespace
+
+void bind_disk(nanobind::module_& module) {
+    nb::class_<DiskEngine>(module, "DiskEngine")
+        .def(nb::init<unsigned>(), nb::arg("depth"))
+        .def_prop_ro("event_fd", &DiskEngine::event_fd)
+        .def("read", &DiskEngine::read, nb::arg("items"), nb::arg("direct"))
+        .def("write", &DiskEngine::write, nb::arg("items"), nb::arg("direct"))
+        .def("cancel", &DiskEngine::cancel, nb::arg("batch"))
+        .def("finished", &DiskEngine::finished)
+        .def("close", &DiskEngine::close);
+}
 
 }  // namespace kvtier::bindings

@@ -1,0 +1,273 @@
+#include "kvtier/disk/engine.hpp"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <optional>
+#include <system_error>
+#include <utility>
+
+namespace kvtier::disk {
+namespace {
+
+constexpr std::uint64_t kWakeUp = 0;  // no transfer has this address
+constexpr mode_t kFolderMode = 0700;
+
+std::int64_t or_error(std::int64_t result) {
+    return result < 0 ? -errno : result;
+}
+
+std::int64_t measure(int descriptor) {
+    struct stat status{};
+    return ::fstat(descriptor, &status) < 0 ? -errno : status.st_size;
+}
+
+std::int64_t use_cache(int descriptor) {
+    const int flags = ::fcntl(descriptor, F_GETFL);
+    return flags < 0 ? -errno : or_error(::fcntl(descriptor, F_SETFL, flags & ~O_DIRECT));
+}
+
+// What takes a microsecond and waits for nothing is cheaper asked of the kernel at once than through the ring.
+bool ask_at_once(const Request& request, std::int64_t* result) {
+    switch (request.kind) {
+        case Request::Kind::make_folder:
+            *result = or_error(::mkdir(request.path, kFolderMode));
+            return true;
+        case Request::Kind::measure:
+            *result = measure(request.descriptor);
+            return true;
+        case Request::Kind::use_cache:
+            *result = use_cache(request.descriptor);
+            return true;
+        case Request::Kind::touch:
+            *result = or_error(::futimens(request.descriptor, nullptr));
+            return true;
+        default:
+            return false;
+    }
+}
+
+bool moves(const Request& request) {
+    return request.kind == Request::Kind::read || request.kind == Request::Kind::write;
+}
+
+// Signals are for the threads that handle them: this one has none from its first moment on.
+class WithoutSignals {
+public:
+    WithoutSignals() {
+        sigset_t all;
+        ::sigfillset(&all);
+        ::pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    ~WithoutSignals() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+    WithoutSignals(const WithoutSignals&) = delete;
+    WithoutSignals& operator=(const WithoutSignals&) = delete;
+
+private:
+    sigset_t before_{};
+};
+
+}  // namespace
+
+Event::Event() : descriptor_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (descriptor_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+}
+
+Event::~Event() {
+    ::close(descriptor_);
+}
+
+void Event::signal() const {
+    // It cannot fail but where the number is full, which is as good.
+    static_cast<void>(::eventfd_write(descriptor_, 1));
+}
+
+void Event::clear() const {
+    eventfd_t count = 0;
+    static_cast<void>(::eventfd_read(descriptor_, &count));
+}
+
+Engine::Engine(unsigned depth) : depth_(depth) {
+    std::promise<void> ready;
+    const WithoutSignals masked;
+    thread_ = std::thread([this, &ready] { run(ready); });
+    try {
+        ready.get_future().get();
+    } catch (...) {
+        thread_.join();
+        throw;
+    }
+}
+
+Engine::~Engine() {
+    close();
+}
+
+std::uint64_t Engine::submit(std::vector<Transfer> transfers) {
+    std::uint64_t number = 0;
+    {
+        const std::lock_guard lock(mutex_);
+        number = ++last_;
+        submitted_.emplace_back(number, std::move(transfers));
+    }
+    submitted_event_.signal();
+    return number;
+}
+
+void Engine::cancel(std::uint64_t batch) {
+    {
+        const std::lock_guard lock(mutex_);
+        cancelled_.push_back(batch);
+    }
+    submitted_event_.signal();
+}
+
+std::vector<Finished> Engine::take_finished() {
+    // Cleared first: what finishes from here on signals anew.
+    finished_event_.clear();
+    const std::lock_guard lock(mutex_);
+    return std::exchange(finished_, {});
+}
+
+void Engine::close() {
+    {
+        const std::lock_guard lock(mutex_);
+        closing_ = true;
+    }
+    submitted_event_.signal();
+    if (thread_.joinable()) thread_.join();
+}
+
+void Engine::run(std::promise<void>& ready) {
+    ::pthread_setname_np(::pthread_self(), "kvtier-disk");
+    std::optional<Ring> ring;
+    try {
+        // Here, since a ring is its thread's. A request a transfer, and the one that waits for more.
+        ring.emplace(begun_at_once() + 1);
+    } catch (...) {
+        ready.set_exception(std::current_exception());
+        return;
+    }
+    ready.set_value();
+    std::uint64_t count = 0;
+    ring->push_wake_up(submitted_event_.descriptor(), &count, kWakeUp);
+    for (bool closing = false; !closing || under_way_ > 0;) {
+        ring->wait();
+        for (Answer answer{}; ring->pop(&answer);) {
+            if (answer.tag == kWakeUp) {
+                closing = take_in();
+                ring->push_wake_up(submitted_event_.descriptor(), &count, kWakeUp);
+            } else {
+                auto& transfer = *reinterpret_cast<Transfer*>(answer.tag);
+                if (moves(transfer.request())) moved(*ring);
+                transfer.answer(answer.result);
+                proceed(*ring, transfer);
+            }
+        }
+        begin(*ring);
+        tell();
+    }
+}
+
+// Take over what the other threads have left for this one; whether it is to end.
+bool Engine::take_in() {
+    const std::lock_guard lock(mutex_);
+    for (auto& [number, transfers] : std::exchange(submitted_, {})) {
+        const std::size_t unfinished = transfers.size();
+        Batch& batch = batches_.emplace(number, Batch{std::move(transfers), unfinished}).first->second;
+        for (Transfer& transfer : batch.transfers) {
+            transfer.batch = number;
+            waiting_.push_back(&transfer);
+        }
+        if (unfinished == 0) end(number);
+    }
+    for (const std::uint64_t number : std::exchange(cancelled_, {})) drop(number);
+    return closing_;
+}
+
+void Engine::drop(std::uint64_t number) {
+    std::vector<Transfer*> dropped;
+    std::erase_if(waiting_, [&](Transfer* transfer) {
+        if (transfer->batch != number) return false;
+        dropped.push_back(transfer);
+        return true;
+    });
+    for (Transfer* transfer : dropped) {
+        transfer->drop();
+        finish(*transfer);
+    }
+}
+
+void Engine::begin(Ring& ring) {
+    while (under_way_ < begun_at_once() && !waiting_.empty()) {
+        Transfer& transfer = *waiting_.front();
+        waiting_.pop_front();
+        ++under_way_;
+        proceed(ring, transfer);
+    }
+}
+
+// Take a transfer as far as it goes without waiting.
+void Engine::proceed(Ring& ring, Transfer& transfer) {
+    while (!transfer.finished()) {
+        const Request request = transfer.request();
+        if (moves(request) && !may_move(transfer)) return;
+        std::int64_t result = 0;
+        if (!ask_at_once(request, &result)) {
+            ring.push(request, reinterpret_cast<std::uintptr_t>(&transfer));
+            return;
+        }
+        transfer.answer(result);
+    }
+    --under_way_;
+    finish(transfer);
+}
+
+// Whether one more may read or write now; else it is called when another has done so.
+bool Engine::may_move(Transfer& transfer) {
+    if (moving_ == depth_) {
+        opened_.push_back(&transfer);
+        return false;
+    }
+    ++moving_;
+    return true;
+}
+
+// One has read or written: let the next one do so, before what else is to be done about the first.
+void Engine::moved(Ring& ring) {
+    --moving_;
+    if (opened_.empty()) return;
+    Transfer& next = *opened_.front();
+    opened_.pop_front();
+    proceed(ring, next);
+}
+
+void Engine::finish(const Transfer& transfer) {
+    const std::uint64_t number = transfer.batch;
+    if (--batches_.at(number).unfinished == 0) end(number);
+}
+
+void Engine::end(std::uint64_t number) {
+    auto batch = batches_.extract(number);
+    Finished finished{number, {}};
+    finished.outcomes.reserve(batch.mapped().transfers.size());
+    for (const Transfer& transfer : batch.mapped().transfers) finished.outcomes.push_back(transfer.outcome());
+    newly_finished_.push_back(std::move(finished));
+}
+
+void Engine::tell() {
+    if (newly_finished_.empty()) return;
+    {
+        const std::lock_guard lock(mutex_);
+        for (Finished& one : newly_finished_) finished_.push_back(std::move(one));
+    }
+    newly_finished_.clear();
+    finished_event_.signal();
+}
+
+}  // namespace kvtier::disk

@@ -1,0 +1,247 @@
+#include "kvtier/disk/ring.hpp"
+
+#include <cerrno>
+#include <system_error>
+
+#ifdef KVTIER_HAS_IO_URING
+
+#include <fcntl.h>
+#include <linux/io_uring.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstring>
+#include <utility>
+
+namespace kvtier::disk {
+namespace {
+
+// Newer than some headers; 0 would switch nothing on.
+#ifndef IORING_SETUP_SINGLE_ISSUER
+#define IORING_SETUP_SINGLE_ISSUER 0
+#endif
+#ifndef IORING_SETUP_DEFER_TASKRUN
+#define IORING_SETUP_DEFER_TASKRUN 0
+#endif
+
+constexpr std::array kNeeded = {IORING_OP_OPENAT, IORING_OP_READ,     IORING_OP_WRITE,
+                                IORING_OP_CLOSE,  IORING_OP_RENAMEAT, IORING_OP_UNLINKAT};
+constexpr mode_t kFileMode = 0600;
+
+[[noreturn]] void raise(int error, const char* doing) {
+    throw std::system_error(error, std::generic_category(), doing);
+}
+
+class Descriptor {
+public:
+    explicit Descriptor(int value) : value_(value) {}
+    ~Descriptor() {
+        if (value_ >= 0) ::close(value_);
+    }
+    Descriptor(const Descriptor&) = delete;
+    Descriptor& operator=(const Descriptor&) = delete;
+    int get() const { return value_; }
+
+private:
+    int value_;
+};
+
+// A part of the memory that is shared with the kernel.
+class Shared {
+public:
+    Shared(int ring, std::size_t length, std::uint64_t what) : length_(length) {
+        start_ = ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring,
+                        static_cast<off_t>(what));
+        if (start_ == MAP_FAILED) raise(errno, "mmap of an io_uring");
+    }
+    ~Shared() { ::munmap(start_, length_); }
+    Shared(const Shared&) = delete;
+    Shared& operator=(const Shared&) = delete;
+
+    template <typename T>
+    T* at(std::size_t offset) const {
+        return reinterpret_cast<T*>(static_cast<std::byte*>(start_) + offset);
+    }
+
+private:
+    void* start_;
+    std::size_t length_;
+};
+
+int set_up(unsigned entries, io_uring_params* params) {
+    // Answers are worked off in wait() alone, where the kernel knows that (6.1): nothing interrupts the thread.
+    for (const unsigned flags : {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, 0U}) {
+        *params = {};
+        params->flags = flags | IORING_SETUP_CLAMP;
+        const long ring = ::syscall(__NR_io_uring_setup, entries, params);
+        if (ring >= 0) return static_cast<int>(ring);
+        if (errno != EINVAL) break;
+    }
+    raise(errno, "io_uring_setup");
+}
+
+void require_operations(int ring) {
+    constexpr std::size_t kMost = 256;
+    alignas(io_uring_probe) std::array<std::byte, sizeof(io_uring_probe) + kMost * sizeof(io_uring_probe_op)>
+        memory{};
+    auto* probe = reinterpret_cast<io_uring_probe*>(memory.data());
+    if (::syscall(__NR_io_uring_register, ring, IORING_REGISTER_PROBE, probe, kMost) < 0) {
+        raise(errno == EINVAL ? EOPNOTSUPP : errno, "io_uring_register");
+    }
+    for (const int operation : kNeeded) {
+        if (operation > probe->last_op || !(probe->ops[operation].flags & IO_URING_OP_SUPPORTED)) {
+            raise(EOPNOTSUPP, "an operation of io_uring");
+        }
+    }
+}
+
+}  // namespace
+
+struct Ring::Rings {
+    explicit Rings(unsigned most)
+        : descriptor(set_up(std::bit_ceil(most), &params)),
+          queues(descriptor.get(), length_of_queues(), IORING_OFF_SQ_RING),
+          entries(descriptor.get(), params.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES) {
+        if (!(params.features & IORING_FEAT_SINGLE_MMAP)) raise(EOPNOTSUPP, "io_uring_setup");
+        require_operations(descriptor.get());
+        let_wait(most);
+    }
+
+    // What the kernel cannot do without waiting it does in threads of its own: as many as may wait at once.
+    void let_wait(unsigned most) const {
+        std::array<unsigned, 2> workers = {most, 0};
+        ::syscall(__NR_io_uring_register, descriptor.get(), IORING_REGISTER_IOWQ_MAX_WORKERS, workers.data(), 2);
+    }
+
+    std::size_t length_of_queues() const {
+        return std::max<std::size_t>(params.sq_off.array + params.sq_entries * sizeof(unsigned),
+                                     params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe));
+    }
+
+    io_uring_sqe* next_entry() {
+        auto tail = std::atomic_ref(*queues.at<unsigned>(params.sq_off.tail));
+        const unsigned place = tail.load(std::memory_order_relaxed);
+        const unsigned index = place & (params.sq_entries - 1);
+        auto* entry = entries.at<io_uring_sqe>(index * sizeof(io_uring_sqe));
+        std::memset(entry, 0, sizeof(*entry));
+        queues.at<unsigned>(params.sq_off.array)[index] = index;
+        // The kernel looks when it is called, by this same thread.
+        tail.store(place + 1, std::memory_order_release);
+        ++pushed;
+        return entry;
+    }
+
+    io_uring_params params{};
+    Descriptor descriptor;
+    Shared queues;
+    Shared entries;
+    unsigned pushed = 0;
+};
+
+Ring::Ring(unsigned most) : rings_(std::make_unique<Rings>(most)) {}
+
+Ring::~Ring() = default;
+
+void Ring::push(const Request& request, std::uint64_t tag) {
+    io_uring_sqe* entry = rings_->next_entry();
+    entry->user_data = tag;
+    entry->fd = request.descriptor;
+    entry->flags = request.patient ? IOSQE_ASYNC : 0;
+    switch (request.kind) {
+        case Request::Kind::open:
+            entry->opcode = IORING_OP_OPENAT;
+            entry->fd = AT_FDCWD;
+            entry->addr = reinterpret_cast<std::uintptr_t>(request.path);
+            entry->len = kFileMode;
+            entry->open_flags = static_cast<unsigned>(request.flags);
+            return;
+        case Request::Kind::read:
+        case Request::Kind::write:
+            entry->opcode = request.kind == Request::Kind::read ? IORING_OP_READ : IORING_OP_WRITE;
+            entry->addr = reinterpret_cast<std::uintptr_t>(request.memory);
+            entry->len = static_cast<unsigned>(request.length);
+            entry->off = request.offset;
+            return;
+        case Request::Kind::close:
+            entry->opcode = IORING_OP_CLOSE;
+            return;
+        case Request::Kind::rename:
+            entry->opcode = IORING_OP_RENAMEAT;
+            entry->fd = AT_FDCWD;
+            entry->addr = reinterpret_cast<std::uintptr_t>(request.path);
+            entry->len = static_cast<unsigned>(AT_FDCWD);
+            entry->addr2 = reinterpret_cast<std::uintptr_t>(request.other_path);
+            return;
+        case Request::Kind::unlink:
+            entry->opcode = IORING_OP_UNLINKAT;
+            entry->fd = AT_FDCWD;
+            entry->addr = reinterpret_cast<std::uintptr_t>(request.path);
+            return;
+        default:  // There is no such operation; the kernel's answer says so.
+            entry->opcode = IORING_OP_LAST;
+    }
+}
+
+void Ring::push_wake_up(int event_fd, std::uint64_t* count, std::uint64_t tag) {
+    io_uring_sqe* entry = rings_->next_entry();
+    entry->opcode = IORING_OP_READ;
+    entry->fd = event_fd;
+    entry->addr = reinterpret_cast<std::uintptr_t>(count);
+    entry->len = sizeof(*count);
+    entry->user_data = tag;
+}
+
+void Ring::wait() {
+    Rings& rings = *rings_;
+    while (true) {
+        const long taken = ::syscall(__NR_io_uring_enter, rings.descriptor.get(), rings.pushed, 1,
+                                     IORING_ENTER_GETEVENTS, nullptr, 0);
+        if (taken >= 0) {
+            rings.pushed -= static_cast<unsigned>(taken);
+            if (rings.pushed == 0) return;
+        } else if (errno == EAGAIN || errno == EBUSY) {
+            return;  // Short of memory for a moment. What is answered already may be taken; then again.
+        } else if (errno != EINTR) {
+            raise(errno, "io_uring_enter");
+        }
+    }
+}
+
+bool Ring::pop(Answer* answer) {
+    const Rings& rings = *rings_;
+    auto head = std::atomic_ref(*rings.queues.at<unsigned>(rings.params.cq_off.head));
+    auto tail = std::atomic_ref(*rings.queues.at<unsigned>(rings.params.cq_off.tail));
+    const unsigned place = head.load(std::memory_order_relaxed);
+    if (place == tail.load(std::memory_order_acquire)) return false;
+    const auto* entries = rings.queues.at<io_uring_cqe>(rings.params.cq_off.cqes);
+    const io_uring_cqe& entry = entries[place & (rings.params.cq_entries - 1)];
+    *answer = {entry.user_data, entry.res};
+    head.store(place + 1, std::memory_order_release);
+    return true;
+}
+
+}  // namespace kvtier::disk
+
+#else
+
+namespace kvtier::disk {
+
+struct Ring::Rings {};
+
+Ring::Ring(unsigned) {
+    throw std::system_error(ENOSYS, std::generic_category(), "built without <linux/io_uring.h>");
+}
+Ring::~Ring() = default;
+void Ring::push(const Request&, std::uint64_t) {}
+void Ring::push_wake_up(int, std::uint64_t*, std::uint64_t) {}
+void Ring::wait() {}
+bool Ring::pop(Answer*) { return false; }
+
+}  // namespace kvtier::disk
+
+#endif

@@ -1,0 +1,277 @@
+// The engine on a real folder. Where this kernel allows no io_uring, that alone is tested.
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <string>
+#include <system_error>
+
+#include "check.hpp"
+#include "kvtier/disk/engine.hpp"
+
+namespace fs = std::filesystem;
+
+using kvtier::disk::Engine;
+using kvtier::disk::Finished;
+using kvtier::disk::kMiss;
+using kvtier::disk::kOk;
+using kvtier::disk::kPageBytes;
+using kvtier::disk::Transfer;
+
+namespace {
+
+class Folder {
+public:
+    Folder() {
+        std::string name = (fs::current_path() / "kvtier-disk-XXXXXX").string();
+        root_ = ::mkdtemp(name.data());
+    }
+    ~Folder() { fs::remove_all(root_); }
+    Folder(const Folder&) = delete;
+    Folder& operator=(const Folder&) = delete;
+
+    std::string path(int number, const char* end = ".kv") const {
+        return (root_ / ("f" + std::to_string(number % 3)) / (std::to_string(number) + end)).string();
+    }
+    std::size_t files() const {
+        std::size_t count = 0;
+        for (const auto& entry : fs::recursive_directory_iterator(root_)) count += entry.is_regular_file();
+        return count;
+    }
+
+private:
+    fs::path root_;
+};
+
+class Memory {
+public:
+    explicit Memory(std::size_t length) : length_(length) {
+        start_ = static_cast<std::byte*>(
+            ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    }
+    ~Memory() { ::munmap(start_, length_); }
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+
+    std::byte* at(std::size_t offset) const { return start_ + offset; }
+    void fill(unsigned seed) const {
+        for (std::size_t place = 0; place < length_; ++place) {
+            seed = seed * 1664525U + 1013904223U;
+            start_[place] = static_cast<std::byte>(seed >> 24U);
+        }
+    }
+    bool same(const Memory& other) const { return std::memcmp(start_, other.start_, length_) == 0; }
+
+private:
+    std::byte* start_;
+    std::size_t length_;
+};
+
+std::vector<Finished> wait_for(Engine& engine, std::size_t count) {
+    std::vector<Finished> all;
+    while (all.size() < count) {
+        pollfd waiting{engine.event_fd(), POLLIN, 0};
+        ::poll(&waiting, 1, -1);
+        for (Finished& one : engine.take_finished()) all.push_back(std::move(one));
+    }
+    return all;
+}
+
+std::vector<int> carry(Engine& engine, std::vector<Transfer> transfers) {
+    const std::uint64_t number = engine.submit(std::move(transfers));
+    std::vector<Finished> finished = wait_for(engine, 1);
+    CHECK(finished.size() == 1 && finished.front().batch == number);
+    return finished.front().outcomes;
+}
+
+Transfer writing(const Folder& folder, int number, std::byte* memory, std::size_t length, bool direct = true) {
+    return Transfer::writing(folder.path(number), folder.path(number, ".1.tmp"), memory, length, direct);
+}
+
+Transfer reading(const Folder& folder, int number, std::byte* memory, std::size_t length, bool direct = true) {
+    return Transfer::reading(folder.path(number), memory, length, direct);
+}
+
+using Outcomes = std::vector<int>;
+
+}  // namespace
+
+TEST(what_was_written_is_read) {
+    const Folder folder;
+    constexpr std::size_t kPart = 64 * kPageBytes;
+    constexpr int kCount = 20;
+    const Memory source(kPart * kCount);
+    source.fill(1);
+    for (const unsigned depth : {1U, 4U, 64U}) {
+        for (const bool direct : {true, false}) {
+            const Memory target(kPart * kCount);
+            Engine engine(depth);
+            std::vector<Transfer> writes;
+            std::vector<Transfer> reads;
+            for (int number = 0; number < kCount; ++number) {
+                writes.push_back(writing(folder, number, source.at(kPart * number), kPart, direct));
+                reads.push_back(reading(folder, number, target.at(kPart * number), kPart, direct));
+            }
+            CHECK(carry(engine, std::move(writes)) == Outcomes(kCount, kOk));
+            CHECK(folder.files() == kCount);
+            CHECK(carry(engine, std::move(reads)) == Outcomes(kCount, kOk));
+            CHECK(source.same(target));
+        }
+    }
+}
+
+TEST(memory_that_is_not_aligned) {
+    const Folder folder;
+    const Memory source(3 * kPageBytes);
+    const Memory target(3 * kPageBytes);
+    source.fill(2);
+    Engine engine(2);
+    for (const std::size_t length : {std::size_t{1}, kPageBytes - 1, kPageBytes, 2 * kPageBytes + 5}) {
+        CHECK(carry(engine, {writing(folder, 1, source.at(7), length)}) == Outcomes{kOk});
+        CHECK(carry(engine, {reading(folder, 1, target.at(7), length)}) == Outcomes{kOk});
+        CHECK(std::memcmp(source.at(7), target.at(7), length) == 0);
+    }
+}
+
+TEST(every_file_has_an_outcome_of_its_own) {
+    const Folder folder;
+    const Memory memory(2 * kPageBytes);
+    Engine engine(4);
+    std::byte* page = memory.at(0);
+    fs::create_directories(folder.path(3));
+    const std::vector<int> written =
+        carry(engine, {writing(folder, 1, page, kPageBytes), writing(folder, 3, page, kPageBytes),
+                       writing(folder, 2, page, kPageBytes)});
+    CHECK(written == Outcomes{kOk, EISDIR, kOk});
+    const std::vector<int> read =
+        carry(engine, {reading(folder, 1, page, kPageBytes), reading(folder, 4, page, kPageBytes),
+                       reading(folder, 2, page, 2 * kPageBytes), reading(folder, 5, page, kPageBytes)});
+    CHECK(read == Outcomes{kOk, kMiss, kMiss, kMiss});
+    CHECK(folder.files() == 2);
+}
+
+TEST(a_limit_on_the_size_of_files) {
+    const Folder folder;
+    const Memory memory(8 * kPageBytes);
+    Engine engine(2);
+    ::signal(SIGXFSZ, SIG_IGN);
+    rlimit before{};
+    ::getrlimit(RLIMIT_FSIZE, &before);
+    const rlimit small{2 * kPageBytes, before.rlim_max};
+    ::setrlimit(RLIMIT_FSIZE, &small);
+    const std::vector<int> outcomes = carry(
+        engine, {writing(folder, 1, memory.at(0), 8 * kPageBytes), writing(folder, 2, memory.at(0), kPageBytes)});
+    ::setrlimit(RLIMIT_FSIZE, &before);
+    CHECK(outcomes == Outcomes{EFBIG, kOk});
+    CHECK(folder.files() == 1);
+}
+
+TEST(batches_finish_each_by_itself) {
+    const Folder folder;
+    constexpr int kBatches = 50;
+    const Memory memory(kPageBytes);
+    Engine engine(3);
+    std::map<std::uint64_t, std::size_t> lengths;
+    for (int batch = 0; batch < kBatches; ++batch) {
+        std::vector<Transfer> transfers;
+        for (int number = 0; number < batch % 4; ++number) {
+            const int name = batch * 10 + number;
+            transfers.push_back(Transfer::writing(folder.path(name), folder.path(name, ".tmp"), memory.at(0),
+                                                  kPageBytes, true));
+        }
+        const std::size_t length = transfers.size();
+        lengths[engine.submit(std::move(transfers))] = length;
+    }
+    for (const Finished& one : wait_for(engine, kBatches)) {
+        CHECK(one.outcomes == Outcomes(lengths.at(one.batch), kOk));
+        lengths.erase(one.batch);
+    }
+    CHECK(lengths.empty());
+}
+
+TEST(a_cancelled_batch_drops_what_is_not_begun_and_finishes) {
+    const Folder folder;
+    constexpr std::size_t kPart = 256 * kPageBytes;
+    constexpr int kCount = 64;
+    const Memory memory(kPart);
+    Engine engine(1);
+    std::vector<Transfer> transfers;
+    for (int number = 0; number < kCount; ++number) {
+        transfers.push_back(writing(folder, number, memory.at(0), kPart));
+    }
+    const std::uint64_t number = engine.submit(std::move(transfers));
+    engine.cancel(number);
+    engine.cancel(number + 1);  // there is no such batch
+    const Finished finished = wait_for(engine, 1).front();
+    CHECK(finished.batch == number && finished.outcomes.size() == kCount);
+    const auto dropped = std::count(finished.outcomes.begin(), finished.outcomes.end(), ECANCELED);
+    const auto written = std::count(finished.outcomes.begin(), finished.outcomes.end(), kOk);
+    CHECK(dropped > 0 && dropped + written == kCount);
+    CHECK(folder.files() == static_cast<std::size_t>(written));
+    engine.cancel(number);  // it has finished
+    CHECK(carry(engine, {writing(folder, 1, memory.at(0), kPart)}) == Outcomes{kOk});
+}
+
+TEST(closing_waits_for_what_is_under_way) {
+    const Folder folder;
+    constexpr std::size_t kPart = 256 * kPageBytes;
+    constexpr int kCount = 16;
+    const Memory memory(kPart * kCount);
+    memory.fill(3);
+    auto engine = std::make_unique<Engine>(2);
+    std::vector<Transfer> transfers;
+    for (int number = 0; number < kCount; ++number) {
+        transfers.push_back(writing(folder, number, memory.at(kPart * number), kPart));
+    }
+    engine->submit(std::move(transfers));
+    engine->close();
+    engine->close();
+    const std::vector<Finished> finished = engine->take_finished();
+    CHECK(finished.size() == 1 && finished.front().outcomes == Outcomes(kCount, kOk));
+    CHECK(folder.files() == kCount);
+    engine.reset();
+}
+
+TEST(several_threads_submit) {
+    const Folder folder;
+    const Memory memory(kPageBytes);
+    Engine engine(4);
+    std::vector<std::thread> threads;
+    for (int thread = 0; thread < 4; ++thread) {
+        threads.emplace_back([&, thread] {
+            for (int turn = 0; turn < 25; ++turn) {
+                const int name = thread * 100 + turn;
+                std::vector<Transfer> one;
+                one.push_back(writing(folder, name, memory.at(0), kPageBytes));
+                engine.submit(std::move(one));
+            }
+        });
+    }
+    const std::vector<Finished> finished = wait_for(engine, 100);
+    for (std::thread& thread : threads) thread.join();
+    CHECK(std::all_of(finished.begin(), finished.end(),
+                      [](const Finished& one) { return one.outcomes == Outcomes{kOk}; }));
+    CHECK(folder.files() == 100);
+}
+
+int main() {
+    try {
+        const Engine engine(1);
+    } catch (const std::system_error& error) {
+        std::printf("no io_uring here: %s\n", error.what());
+        return 0;
+    }
+    return kvtier::test::run();
+}
