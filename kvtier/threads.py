@@ -157,7 +157,7 @@ async def spread(
         waiting.clear()
         if on_cancel is not None:
             on_cancel()
-        await _all_done(hops)
+        await all_done(hops)
         _error_of(hops)
         raise
     if (error := _error_of(hops)) is not None:
@@ -176,8 +176,8 @@ def _error_of(hops: list[asyncio.Task[None]]) -> BaseException | None:
     return errors[0] if errors else None
 
 
-async def _all_done(hops: Sequence[asyncio.Future[None]]) -> None:
-    """Wait for every hop, however often the waiting is cancelled: the caller raises its cancellation then."""
+async def all_done(hops: Sequence[asyncio.Future[None]]) -> None:
+    """Wait for all of them, however often the waiting is cancelled: the caller raises its cancellation then."""
     with CancelScope(shield=True):
         while not all(hop.done() for hop in hops):
             with suppress(asyncio.CancelledError):

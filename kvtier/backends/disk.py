@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
-import aiofiles.os
-from anyio import CancelScope, to_thread
 from pydantic import AfterValidator, Field
 
-from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject, SupportsScan
+from kvtier.backends.base import (
+    Backend,
+    GetItem,
+    Outcome,
+    PutItem,
+    StoredObject,
+    SupportsCheck,
+    SupportsScan,
+)
 from kvtier.backends.disk_folder import ObjectFolder, lock_holder, object_path, walk
+from kvtier.backends.disk_ring import ObjectRing
+from kvtier.errors import TierError
 from kvtier.keys import ChunkKey
 from kvtier.settings import LocalTierSettings, TierSettings
-from kvtier.threads import spread
+from kvtier.threads import WorkerThreads, spread
+
+logger = logging.getLogger("kvtier")
 
 __all__ = ["DiskBackend", "DiskSettings", "lock_holder", "object_path", "walk"]
 
@@ -48,15 +58,23 @@ class DiskSettings(LocalTierSettings):
         default=4,
         ge=1,
         le=256,
-        description="How many batches may be under way here at once, and how many threads read and write.",
+        description="How many batches may be under way here at once, and how many chunks are read or written.",
         examples=[8],
+    )
+    io: Literal["auto", "uring", "threads"] = Field(
+        default="auto",
+        description=(
+            "What reads and writes: `uring`, the kernel's io_uring; `threads`, one for each chunk that is under "
+            "way; `auto`: io_uring where the native core is built and the kernel allows it, else threads."
+        ),
+        examples=["threads"],
     )
 
 
-class DiskBackend(Backend, SupportsScan):
+class DiskBackend(Backend, SupportsScan, SupportsCheck):
     """Objects as files ``DIR/<first 3 hex digits>/<64 hex digits>.kv``, and nothing else in them.
 
-    A batch is worked off by at most ``concurrency`` threads of the backend's own, one hop each. A write
+    At most ``concurrency`` objects are read or written at once, through io_uring or by as many threads. A write
     goes into a temporary file that then takes the place of the old one, so that a killed process leaves
     whole objects only. Nothing is synced: after a power failure a file may be torn or empty, which is
     found by its header and checksum (:class:`~kvtier.backends.sealed.SealedBackend`) and costs a miss.
@@ -67,23 +85,40 @@ class DiskBackend(Backend, SupportsScan):
 
     def __init__(self, settings: DiskSettings) -> None:
         self._settings = settings
+        self._ring: ObjectRing | None = None
 
     async def open(self) -> None:
-        """Lock the folder. Raises :class:`TierError` where it cannot be written or another process has it."""
+        """Lock the folder. Raises :class:`TierError` where it cannot be written or another process has it.
+
+        Also where the setting ``io`` asks for an io_uring that is not to be had.
+        """
         settings = self._settings
-        self._threads = ThreadPoolExecutor(settings.concurrency, f"kvtier-{settings.name}")
+        self._hop = WorkerThreads(settings.concurrency)
         try:
             self._folder = await self._in_thread(
                 lambda: ObjectFolder(settings.name, settings.path, direct=settings.direct)
             )
+            try:
+                self._ring = self._make_ring()
+            except BaseException:
+                self._folder.close()
+                raise
         except BaseException:
-            await self._end_threads()
+            self._hop.close()
             raise
 
     async def close(self) -> None:
         """Unlock the folder for the next process."""
+        if self._ring is not None:
+            await self._in_thread(self._ring.wait)
+            self._ring.close()
         await self._in_thread(self._folder.close)
-        await self._end_threads()
+        self._hop.close()
+
+    async def check(self) -> str:
+        """What reads and writes here."""
+        medium = "io_uring" if self._ring is not None else "threads"
+        return f"{medium}, {'O_DIRECT' if self._folder.direct else 'through the page cache'}"
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Whether each key has a file."""
@@ -91,10 +126,14 @@ class DiskBackend(Backend, SupportsScan):
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Write each view to a file. ``FULL`` where the disk or a quota is."""
+        if self._ring is not None:
+            return await self._ring.write(items)
         return await self._spread(self._folder.write, items)
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Read each file into its view."""
+        if self._ring is not None:
+            return await self._ring.read(items)
         return await self._spread(self._folder.read, items)
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
@@ -115,9 +154,22 @@ class DiskBackend(Backend, SupportsScan):
             described = await self._spread(self._folder.describe, paths)
             yield [stored for stored in described if stored is not None]
 
-    async def _end_threads(self) -> None:
-        with CancelScope(shield=True):
-            await to_thread.run_sync(self._threads.shutdown)
+    def _make_ring(self) -> ObjectRing | None:
+        """The io_uring that the settings ask for, where there is one."""
+        settings = self._settings
+        if settings.io == "threads":
+            return None
+        try:
+            return ObjectRing(self._folder, settings.concurrency)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if settings.io == "uring":
+                raise TierError(
+                    f"tier {settings.name!r}: there is no io_uring to be had ({reason}): allow it (`kvtier "
+                    "doctor` says how), or set the tier's `io` to auto"
+                ) from error
+            logger.info("tier %r: no io_uring (%s), so that threads read and write", settings.name, reason)
+            return None
 
     async def _spread(
         self, work: Callable[[ItemT], ResultT], items: Sequence[ItemT], items_per_thread: int = 1
@@ -128,6 +180,3 @@ class DiskBackend(Backend, SupportsScan):
     async def _in_thread(self, function: Callable[[], ResultT]) -> ResultT:
         (result,) = await spread(lambda call: call(), [function], parts=1, hop=self._hop)
         return result
-
-    async def _hop(self, function: Callable[[], None]) -> None:
-        await aiofiles.os.wrap(function)(executor=self._threads)

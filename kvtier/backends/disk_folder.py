@@ -47,8 +47,7 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 def object_path(root: Path, key: ChunkKey) -> Path:
     """Where the object of ``key`` is, or would be."""
-    name = key.hex()
-    return root / name[:_PREFIX_DIGITS] / f"{name}.kv"
+    return root / _object_name(key)
 
 
 def walk(root: Path) -> Iterator[Path]:
@@ -100,6 +99,31 @@ class ObjectFolder:
         """Whether aligned objects bypass the page cache."""
         return self._direct
 
+    @property
+    def tier(self) -> str:
+        """The name of the tier whose folder it is."""
+        return self._tier
+
+    def path_of(self, key: ChunkKey) -> str:
+        """Where the object of a key is, or would be."""
+        return f"{self._root}/{_object_name(key)}"
+
+    def temporary_of(self, path: str) -> str:
+        """Where what is to get the name ``path`` is written, another place each time."""
+        return f"{path.removesuffix('.kv')}.{self._token}-{next(self._serial)}.tmp"
+
+    def write_failed(self, error: OSError) -> Outcome:
+        """What became of a key that could not be written. Warns unless there was no room."""
+        if error.errno in _NO_ROOM:
+            return Outcome.FULL
+        self._warn("tier %r cannot write: %s", self._tier, error)
+        return Outcome.FAILED
+
+    def read_failed(self, error: OSError) -> Outcome:
+        """What became of a key that is there and could not be read. Warns."""
+        self._warn("tier %r cannot read: %s", self._tier, error)
+        return Outcome.FAILED
+
     def close(self) -> None:
         """Unlock the folder."""
         os.close(self._lock)
@@ -111,18 +135,15 @@ class ObjectFolder:
     def write(self, item: PutItem) -> Outcome:
         """Write one object beside the one it replaces, then put it in its place."""
         key, view = item
-        path = object_path(self._root, key)
-        temporary = path.with_suffix(f".{self._token}-{next(self._serial)}.tmp")
+        path = self.path_of(key)
+        temporary = Path(self.temporary_of(path))
         try:
             self._write_file(temporary, view)
             temporary.replace(path)
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink()
-            if error.errno in _NO_ROOM:
-                return Outcome.FULL
-            self._warn("tier %r cannot write: %s", self._tier, error)
-            return Outcome.FAILED
+            return self.write_failed(error)
         return Outcome.OK
 
     def read(self, item: GetItem) -> Outcome:
@@ -131,7 +152,7 @@ class ObjectFolder:
         direct = self._direct and _is_aligned(view)
         try:
             flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-            descriptor = os.open(object_path(self._root, key), flags)
+            descriptor = os.open(self.path_of(key), flags)
             try:
                 if os.fstat(descriptor).st_size != len(view):
                     return Outcome.MISS
@@ -144,8 +165,7 @@ class ObjectFolder:
         except FileNotFoundError:
             return Outcome.MISS
         except OSError as error:
-            self._warn("tier %r cannot read: %s", self._tier, error)
-            return Outcome.FAILED
+            return self.read_failed(error)
         return Outcome.OK
 
     def remove(self, key: ChunkKey) -> None:
@@ -264,6 +284,11 @@ class ObjectFolder:
             f"tier {self._tier!r}: path {self._root} is in use by {holder}: stop that process, or set this "
             "tier's `path` to a folder of its own"
         )
+
+
+def _object_name(key: ChunkKey) -> str:
+    name = key.hex()
+    return f"{name[:_PREFIX_DIGITS]}/{name}.kv"
 
 
 def _key_of(path: Path) -> ChunkKey | None:

@@ -1,0 +1,83 @@
+"""The native half of the disk backend: objects read and written through io_uring, by one native thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+from kvtier import native
+from kvtier.backends.base import GetItem, Outcome, PutItem
+from kvtier.backends.disk_folder import ObjectFolder
+from kvtier.threads import all_done
+
+MISS = -1
+"""What the engine says of a file that is not there or is of another length; 0: done; else an ``errno``."""
+
+
+class ObjectRing:
+    """Does what :class:`ObjectFolder` does in ``write`` and ``read``, for whole batches and without a thread each.
+
+    Called from the event loop that it was made in, and never blocks it. Memory belongs to the kernel until the
+    call has ended: a cancelled one ends when nothing moves any longer.
+    """
+
+    def __init__(self, folder: ObjectFolder, depth: int) -> None:
+        """Move at most ``depth`` objects at once. Raises ``OSError`` where there is no io_uring to be had."""
+        if not native.available():
+            raise OSError(native.why_not())
+        self._folder = folder
+        self._engine = native.core.DiskEngine(depth)
+        self._under_way: dict[int, asyncio.Future[list[int]]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._engine.event_fd, self._settle)
+
+    def wait(self) -> None:
+        """Let everything that is under way finish, and nothing new begin. Blocks: called from another thread."""
+        self._engine.close()
+
+    def close(self) -> None:
+        """Let go of the loop. Called after :meth:`wait`."""
+        self._settle()
+        self._loop.remove_reader(self._engine.event_fd)
+
+    async def write(self, items: Sequence[PutItem]) -> list[Outcome]:
+        """Write each object beside the one it replaces, then put it in its place."""
+        if not items:
+            return []
+        files = [
+            (os.fsencode(path := self._folder.path_of(key)), os.fsencode(self._folder.temporary_of(path)), view)
+            for key, view in items
+        ]
+        said = await self._done(self._engine.write(files, self._folder.direct))
+        return [self._folder.write_failed(_error(code)) if code else Outcome.OK for code in said]
+
+    async def read(self, items: Sequence[GetItem]) -> list[Outcome]:
+        """Fill each view with an object of exactly its length, and note that it was used."""
+        if not items:
+            return []
+        files = [(os.fsencode(self._folder.path_of(key)), view) for key, view in items]
+        said = await self._done(self._engine.read(files, self._folder.direct))
+        return [self._read_outcome(code) if code else Outcome.OK for code in said]
+
+    def _read_outcome(self, code: int) -> Outcome:
+        return Outcome.MISS if code == MISS else self._folder.read_failed(_error(code))
+
+    async def _done(self, batch: int) -> list[int]:
+        """What became of each object of a batch. It ends with the batch, be it cancelled meanwhile or not."""
+        done = self._under_way[batch] = self._loop.create_future()
+        try:
+            await asyncio.wait([done])
+        except asyncio.CancelledError:
+            self._engine.cancel(batch)
+            await all_done([done])
+            raise
+        return done.result()
+
+    def _settle(self) -> None:
+        for batch, said in self._engine.finished():
+            self._under_way.pop(batch).set_result(said)
+
+
+def _error(code: int) -> OSError:
+    return OSError(code, os.strerror(code))
