@@ -52,10 +52,10 @@ def why_not() -> str:
 def summary() -> str:
     """One line: what was built and what this processor has of it, or why there is nothing."""
     if _problem:
-        return f"without the native core ({_problem}): {ADVICE}"
+        return f"missing ({_problem}): {ADVICE}"
     info = core.build_info()
     found = [name for name in ("avx2", "avx512", "io_uring") if info[name]]
-    return f"native core built with {info['compiler']}: {', '.join(found) or 'nothing special here'}"
+    return f"built with {info['compiler']}; here: {', '.join(found) or 'nothing special'}"
 
 
 def warn_if_missing() -> None:
@@ -63,10 +63,10 @@ def warn_if_missing() -> None:
     global _warned
     if _problem and not _warned:
         _warned = True
-        logger.warning("kvtier runs %s", summary())
+        logger.warning("kvtier runs without its native core, slower: %s", summary())
 
 
 _problem = _load()
 
 if __name__ == "__main__":
-    print(summary())  # noqa: T201 - asked for on the command line
+    print("kvtier's native core:", summary())  # noqa: T201 - asked for on the command line

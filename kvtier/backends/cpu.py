@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar, cast
 
+from kvtier import native
 from kvtier.arena import Arena, Lease, Leases, address_of
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsArena
 from kvtier.errors import ArenaError, TierError
@@ -17,14 +19,14 @@ INLINE_COPY_BYTES = 256 * 1024
 """Up to here a copy is done in the event loop: it takes 20 microseconds, a hop into a thread takes 60."""
 
 THREAD_COPY_BYTES = 16 * 1024 * 1024
-"""A further thread pays for each so many bytes of a batch."""
+"""A further thread pays for each so many bytes of a batch, where Python does the copying."""
 
 
 class MemoryBackend(Backend, SupportsArena):
     """Chunks in an :class:`~kvtier.arena.Arena`.
 
     As first tier it is the arena: ``adopt`` and ``lease`` hand slices over without a copy. As a lower
-    tier, ``put`` and ``get`` copy; the larger copies run in worker threads, without the GIL. A chunk
+    tier, ``put`` and ``get`` copy; the larger copies run in other threads, without the GIL. A chunk
     that is replaced or deleted keeps its bytes until the last lease on it is gone. Not thread-safe.
     """
 
@@ -43,6 +45,7 @@ class MemoryBackend(Backend, SupportsArena):
 
     async def open(self) -> None:
         """Make the arena. Raises :class:`TierError` where the system does not give that much memory."""
+        native.warn_if_missing()
         try:
             self._arena = self._make_arena()
         except ArenaError as error:
@@ -126,14 +129,19 @@ class MemoryBackend(Backend, SupportsArena):
         held = self._held.get(key)
         return held.share() if held is not None and held.length == length else None
 
-    async def _copy(self, pairs: Sequence[tuple[memoryview, memoryview]]) -> None:
+    async def _copy(self, pairs: list[tuple[memoryview, memoryview]]) -> None:
         """Copy the second of each pair over the first."""
         total_bytes = sum(len(target) for target, _ in pairs)
         if total_bytes <= INLINE_COPY_BYTES:
             for pair in pairs:
                 _copy_one(pair)
             return
-        parts = min(self._settings.concurrency, 1 + total_bytes // THREAD_COPY_BYTES)
+        most = self._settings.concurrency
+        if native.available():
+            copy = partial(native.core.copy_buffers, threads=most)
+            await spread(copy, [pairs], parts=1, hop=self._hop)
+            return
+        parts = min(most, 1 + total_bytes // THREAD_COPY_BYTES)
         await spread(_copy_one, pairs, parts=parts, hop=self._hop)
 
 

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from kvtier import native
 from kvtier.errors import KVTierError
 from kvtier.plugins import BUILT_IN, Plugins, is_memory
 from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
@@ -93,6 +94,7 @@ def check_machine(wanted: Wanted) -> Iterator[Check]:
     tiers, capacity = _local(wanted.tiers), wanted.memory_bytes
     info = memory_info()
     yield check_python()
+    yield check_native()
     yield check_cores()
     yield check_memory(capacity - huge_page_bytes(tiers, info), memory_bytes())
     yield check_huge_pages(tiers, info)
@@ -116,6 +118,13 @@ def check_python() -> Check:
     if sys.version_info < OLDEST_PYTHON:
         return Check("Python", "fail", found, "install Python 3.11 or newer")
     return Check("Python", "ok", found)
+
+
+def check_native() -> Check:
+    """The native core: what was built, and what this machine has of it."""
+    if not native.available():
+        return Check("native core", "warn", f"missing: {native.why_not()}", native.ADVICE)
+    return Check("native core", "ok", native.summary())
 
 
 def check_cores() -> Check:

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from kvtier import native
+from kvtier.cli.checks import check_native
 
 
 def test_it_was_built_where_a_compiler_is() -> None:
@@ -50,7 +51,7 @@ def run(program: str, **environment: str) -> str:
 
 def test_it_can_be_left_out() -> None:
     told = run("from kvtier import native; print(native.available(), native.summary())", KVTIER_NATIVE="0")
-    assert told.startswith("False without the native core (KVTIER_NATIVE leaves it out)")
+    assert told.startswith("False missing (KVTIER_NATIVE leaves it out)")
 
 
 def test_one_warning_where_it_is_missing() -> None:
@@ -62,6 +63,15 @@ def test_one_warning_where_it_is_missing() -> None:
     told = run(program, KVTIER_NATIVE="")
     assert told.count("without the native core") == 1
     assert "g++" in told
+
+
+def test_doctor_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "why_not", lambda: "no such file")
+    assert check_native() == ("native core", "warn", "missing: no such file", native.ADVICE)
+    monkeypatch.undo()
+    if native.available():
+        assert check_native() == ("native core", "ok", native.summary(), "")
 
 
 def test_no_warning_where_it_is_there(caplog: pytest.LogCaptureFixture) -> None:

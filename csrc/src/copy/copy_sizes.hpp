@@ -20,8 +20,8 @@ inline constexpr std::size_t streaming_bytes = std::size_t{2} << 20;
 inline bool pays_streaming(std::size_t total) { return total >= streaming_bytes; }
 
 inline unsigned threads_for(std::size_t total, unsigned most) {
-    const std::size_t paying = 1 + total / thread_bytes;
-    return static_cast<unsigned>(std::min<std::size_t>(paying, most > 0 ? most : useful_threads()));
+    const std::size_t useful = std::min<std::size_t>(1 + total / thread_bytes, useful_threads());
+    return static_cast<unsigned>(most > 0 ? std::min<std::size_t>(useful, most) : useful);
 }
 
 }  // namespace kvtier

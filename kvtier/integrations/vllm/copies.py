@@ -45,10 +45,13 @@ def page_copies(layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -
 
 
 class NativeCopies:
-    """One native call for all chunks and layers, on as many threads as the machine has use for."""
+    """One native call for all chunks and layers, on at most ``threads`` threads, or as many as are of use."""
 
-    def __init__(self, layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -> None:
+    def __init__(
+        self, layout: ChunkLayout, rank: int, pages: Pages, null_block: int, *, threads: int = 0
+    ) -> None:
         self._layout = layout
+        self._threads = threads
         self._rank = rank
         self._pages = pages  # Holds the memory that is known below by its address alone.
         self._memory = native.core.KvMemory(
@@ -58,11 +61,11 @@ class NativeCopies:
 
     def load(self, arena: ArenaMap, chunks: Sequence[ChunkCopy]) -> None:
         """See :meth:`PageCopies.load`."""
-        self._memory.load(arena.view(0, arena.capacity), self._wanted(chunks))
+        self._memory.load(arena.view(0, arena.capacity), self._wanted(chunks), self._threads)
 
     def save(self, arena: ArenaMap, chunks: Sequence[ChunkCopy]) -> None:
         """See :meth:`PageCopies.save`."""
-        self._memory.save(arena.view(0, arena.capacity), self._wanted(chunks))
+        self._memory.save(arena.view(0, arena.capacity), self._wanted(chunks), self._threads)
 
     def wait(self) -> None:
         """Nothing is left to wait for."""
