@@ -433,6 +433,20 @@ class ArenaMachine(RuleBasedStateMachine):
         self.handles.append(lease)
         self.slices[lease.offset] = taken, fill
 
+    @rule(length=st.integers(1, 3 * PAGE_BYTES), count=st.integers(0, 6))
+    def allocate_all(self, length: int, count: int) -> None:
+        taken = -(-length // PAGE_BYTES) * PAGE_BYTES
+        leases = self.arena.allocate_all(length, count)
+        for lease in leases:
+            fitting = sorted(gap for gap in self.gaps() if gap[0] >= taken)
+            assert (lease.offset, lease.length) == (fitting[0][1], length)
+            fill = next(self.fills)
+            lease.view[:] = bytes([fill]) * length
+            self.handles.append(lease)
+            self.slices[lease.offset] = taken, fill
+        if len(leases) < count:
+            assert all(gap < taken for gap, _ in self.gaps())
+
     @precondition(lambda self: self.handles)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:

@@ -14,11 +14,19 @@ import pytest
 from blake3 import blake3
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvtier.catalog import MAX_TIERS, Catalog, State
 from kvtier.eviction.lru import LruPolicy
 from kvtier.keys import ChunkKey, chunk_keys, root_key
+
+pytestmark = pytest.mark.usefixtures("either_core")
 
 ABSENT, PENDING, READY = State.ABSENT, State.PENDING, State.READY
 RAM, SSD, POOL = range(3)
@@ -275,6 +283,55 @@ def test_keys_are_told_by_tier_and_namespace(catalog: Catalog) -> None:
     assert catalog.keys(SSD, b"three") == []
 
 
+# Many at a time.
+
+
+def test_chunks_come_in_together_as_one_by_one(catalog: Catalog) -> None:
+    one_by_one = Catalog([LruPolicy(), LruPolicy(), LruPolicy()])
+    for each in (catalog, one_by_one):
+        store(each, PROMPT[:1], RAM)
+        store(each, PROMPT[2:4], SSD)
+        each.remove(C, SSD)
+    catalog.add_chain(PROMPT[1:], RAM, [LENGTH] * 7, PENDING, A, b"space")
+    for at in range(1, 8):
+        one_by_one.add(PROMPT[at], RAM, LENGTH, PENDING, PROMPT[at - 1], b"space")
+    for each in (catalog, one_by_one):
+        for key in PROMPT[1:]:
+            each.set_ready(key, RAM)
+    assert list(catalog.victims(RAM)) == list(one_by_one.victims(RAM)) == PROMPT[::-1]
+    for tier in (RAM, SSD):
+        assert (catalog.used(tier), catalog.count(tier)) == (one_by_one.used(tier), one_by_one.count(tier))
+        assert catalog.keys(tier, b"space") == one_by_one.keys(tier, b"space")
+    assert len(catalog) == len(one_by_one)
+
+
+@pytest.mark.parametrize("keys", [[B, A, C], [B, C, B], [A]], ids=["there", "twice", "alone"])
+def test_chunks_come_in_together_or_not_at_all(catalog: Catalog, keys: list[ChunkKey]) -> None:
+    store(catalog, [A], RAM)
+    with pytest.raises(ValueError, match=r"already|twice"):
+        catalog.add_chain(keys, RAM, [LENGTH] * len(keys), READY)
+    assert (len(catalog), catalog.count(RAM), catalog.used(RAM)) == (1, 1, LENGTH)
+    assert list(catalog.victims(RAM)) == [A]
+
+
+@pytest.mark.parametrize("keys", [[A, C], [A, D], [A, B, A]], ids=["elsewhere", "nowhere", "twice"])
+def test_chunks_go_together_or_not_at_all(catalog: Catalog, keys: list[ChunkKey]) -> None:
+    store(catalog, [A, B], RAM)
+    store(catalog, [C], SSD)
+    with pytest.raises(KeyError):
+        catalog.remove_all(keys, RAM)
+    assert (len(catalog), catalog.count(RAM), catalog.used(RAM)) == (3, 2, 2 * LENGTH)
+    catalog.remove_all([A, B], RAM)
+    assert (len(catalog), catalog.count(RAM), catalog.used(RAM)) == (1, 0, 0)
+    assert list(catalog.victims(RAM)) == []
+
+
+def test_no_chunks_come_and_go(catalog: Catalog) -> None:
+    catalog.add_chain([], RAM, [], READY)
+    catalog.remove_all([], RAM)
+    assert len(catalog) == 0
+
+
 # Against a model.
 
 TREE_PARENTS: list[int | None] = [None, 0, 1, 2, 1, 4, 0, 6, None, 8, 9, 8]
@@ -323,6 +380,39 @@ class CatalogMachine(RuleBasedStateMachine):
         self.states[node, tier] = state
         order = self.coldest_first[tier]
         order.insert(order.index(parent) if parent in order else len(order), node)
+
+    @rule(node=nodes, tier=tiers, state=st.sampled_from([PENDING, READY]), skipped=st.integers(0, 2))
+    def add_chain(self, node: int, tier: int, state: State, skipped: int) -> None:
+        chain = path_to(node)[skipped:]
+        parent = TREE_PARENTS[chain[0]] if chain else None
+        if any((step, tier) in self.states for step in chain):
+            with pytest.raises(ValueError, match="already"):
+                self.enter(chain, tier, state, parent)
+            return
+        self.enter(chain, tier, state, parent)
+        order = self.coldest_first[tier]
+        for step in chain:
+            self.states[step, tier] = state
+            order.insert(order.index(parent) if parent in order else len(order), step)
+            parent = step
+
+    def enter(self, chain: list[int], tier: int, state: State, parent: int | None) -> None:
+        keys, lengths = [TREE[step] for step in chain], [self.length(step) for step in chain]
+        self.catalog.add_chain(keys, tier, lengths, state, None if parent is None else TREE[parent])
+
+    @rule(node=nodes, tier=tiers)
+    def remove_all(self, node: int, tier: int) -> None:
+        path = path_to(node)
+        if any((step, tier) not in self.states for step in path):
+            with pytest.raises(KeyError):
+                self.catalog.remove_all([TREE[step] for step in path], tier)
+            return
+        self.catalog.remove_all([TREE[step] for step in path], tier)
+        for step in path:
+            del self.states[step, tier]
+            self.coldest_first[tier].remove(step)
+            if not self.held(step):
+                self.pins.discard(step)
 
     @precondition(lambda self: self.states)
     @rule(data=st.data())
@@ -417,8 +507,10 @@ class CatalogMachine(RuleBasedStateMachine):
         return itertools.islice(self.catalog.victims(tier), 100)
 
 
-TestCatalogMachine = CatalogMachine.TestCase
-TestCatalogMachine.settings = hypothesis_settings(max_examples=100, stateful_step_count=50, deadline=None)
+def test_it_agrees_with_the_model() -> None:
+    run_state_machine_as_test(
+        CatalogMachine, settings=hypothesis_settings(max_examples=100, stateful_step_count=50, deadline=None)
+    )
 
 
 # Size.

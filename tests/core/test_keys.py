@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import native
 from kvtier.keys import (
     KEY_BYTES,
     ChunkKey,
@@ -24,25 +22,14 @@ from kvtier.keys import (
     split_keys,
 )
 
+pytestmark = pytest.mark.usefixtures("either_core")
+
 NAMESPACE = bytes(range(32))
 ROOT = root_key(NAMESPACE)
 
 token_ids = st.integers(0, 2**32 - 1)
 prompts = st.lists(token_ids, max_size=40)
 chunk_sizes = st.integers(1, 8)
-
-
-@pytest.fixture(scope="module", params=["native", "python"], autouse=True)
-def core(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Keys are the same with the native core and without it."""
-    if request.param == "native":
-        if not native.available():
-            pytest.skip(native.summary())
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "available", lambda: False)
-        yield
 
 
 def first_difference(left: list[int], right: list[int]) -> int:

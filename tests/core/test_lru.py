@@ -7,9 +7,17 @@ from itertools import islice
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvtier.eviction.lru import LruPolicy
+
+pytestmark = pytest.mark.usefixtures("either_core")
 
 ROOTLESS = -1
 
@@ -131,6 +139,28 @@ class LruMachine(RuleBasedStateMachine):
         self.coldest_first.insert(at, row)
         self.parents[row] = parent
 
+    @rule(data=st.data(), count=st.integers(0, 5))
+    def add_chain(self, data: st.DataObject, count: int) -> None:
+        count = min(count, self.rows - len(self.parents))
+        chain = data.draw(st.permutations(self.absent()))[: max(0, count)]
+        parent = data.draw(st.sampled_from([ROOTLESS, *self.parents]))
+        self.lru.added_chain(chain, parent)
+        for row in chain:
+            at = len(self.coldest_first) if parent == ROOTLESS else self.coldest_first.index(parent)
+            self.coldest_first.insert(at, row)
+            self.parents[row] = parent
+            parent = row
+
+    @rule(data=st.data())
+    def lose_many(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.sampled_from(range(self.rows + 2)), max_size=5))
+        self.lru.removed_all(rows)
+        for row in set(rows).intersection(self.parents):
+            self.coldest_first.remove(row)
+            del self.parents[row]
+            for child in self.children(row):
+                self.parents[child] = ROOTLESS
+
     @precondition(lambda self: self.parents)
     @rule(data=st.data())
     def use(self, data: st.DataObject) -> None:
@@ -159,5 +189,7 @@ class LruMachine(RuleBasedStateMachine):
         assert order(self.lru) == self.coldest_first
 
 
-TestLruMachine = LruMachine.TestCase
-TestLruMachine.settings = hypothesis_settings(max_examples=150, stateful_step_count=40, deadline=None)
+def test_it_agrees_with_a_list() -> None:
+    run_state_machine_as_test(
+        LruMachine, settings=hypothesis_settings(max_examples=150, stateful_step_count=40, deadline=None)
+    )
