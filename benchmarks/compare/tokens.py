@@ -1,0 +1,188 @@
+"""Store, look up and retrieve a prompt through each one's engine-side API, over paged CPU tensors.
+
+kvtier: what its connector's two sides do for a request. The prompt is hashed, the scheduler's bridge reserves
+or looks up, the worker copies between the blocks and the arena of a real cache process, and commits or
+confirms. Stored is what a look-up finds. LMCache: its cache engine, which is in the engine's own process.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from benchmarks.compare.lmcache import LMCacheProcess
+from benchmarks.compare.pairs import Pair
+from benchmarks.look_up import answers
+from kvtier.bridge import protocol
+from kvtier.bridge.client import SchedulerBridge, WorkerBridge
+from kvtier.bridge.protocol import Hello
+from kvtier.demo.server import start_cache
+from kvtier.integrations.vllm.layout import ModelLayout, Region
+from kvtier.integrations.vllm.metadata import ChunkCopy, Job
+from kvtier.integrations.vllm.worker import WorkerSide
+from kvtier.keys import chunk_keys, root_key
+from kvtier.layout import ChunkLayout, GroupLayout
+
+CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
+TOKEN_LAYER_BYTES = 4096
+"""K and V of 8 heads of 128, two bytes each."""
+CALLS = ("store", "look_up", "retrieve")
+PATIENCE_SECONDS = 60
+
+
+class Engine:
+    """An engine's KV memory with one prompt in it, and kvtier's connector as far as it moves bytes."""
+
+    def __init__(self, socket: Path, layers: int, tokens: int) -> None:
+        page = BLOCK_TOKENS * TOKEN_LAYER_BYTES
+        blocks = tokens // BLOCK_TOKENS + 1
+        names = [f"layer {layer}" for layer in range(layers)]
+        layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(BLOCK_TOKENS, (page,) * layers),))
+        model = ModelLayout(
+            layout, bytes(32), (tuple(Region(name, 0, page) for name in names),), num_blocks=blocks
+        )
+        hello = [
+            Hello(protocol.VERSION, "benchmark", role, 0, layout, model.namespace)
+            for role in ("worker", "scheduler")
+        ]
+        self._bridge = WorkerBridge(hello[0], socket)
+        self._scheduler = SchedulerBridge(hello[1], socket)
+        self._bridge.connect()
+        self._scheduler.connect()
+        self._worker = WorkerSide(model, self._bridge, 0)
+        self._caches = {name: torch.randint(0, 250, (blocks, page), dtype=torch.uint8) for name in names}
+        self._worker.register(self._caches)
+        generator = torch.Generator().manual_seed(0)
+        self._blocks = (1 + torch.randperm(blocks - 1, generator=generator)).tolist()
+        self._tokens = torch.randint(0, 100_000, (tokens,), generator=generator).tolist()
+        self._root = root_key(model.namespace)
+
+    def store(self) -> float:
+        started = time.perf_counter()
+        keys = chunk_keys(self._root, self._tokens, CHUNK_TOKENS)
+        slots = self._scheduler.reserve(self._root, keys, CHUNK_TOKENS, seconds=PATIENCE_SECONDS)
+        granted = [(slot.lease, slot.offset) for slot in slots if slot is not None]
+        if len(granted) < len(keys):
+            raise SystemExit("kvtier has no room for the prompt")
+        self._worker.save([self._job(granted)])
+        while self._found(keys) < len(keys):
+            if time.perf_counter() > started + PATIENCE_SECONDS:
+                raise SystemExit("kvtier has not stored the prompt")
+        return time.perf_counter() - started
+
+    def look_up(self) -> float:
+        started = time.perf_counter()
+        keys = chunk_keys(self._root, self._tokens, CHUNK_TOKENS)
+        if self._found(keys) < len(keys):
+            raise SystemExit("kvtier has not found the prompt")
+        return time.perf_counter() - started
+
+    def retrieve(self) -> float:
+        before = self._stamps()
+        for cache in self._caches.values():
+            cache[self._blocks[0]] = 0
+            cache[self._blocks[-1]] = 0
+        started = time.perf_counter()
+        keys = chunk_keys(self._root, self._tokens, CHUNK_TOKENS)
+        ticket = self._scheduler.look_up(keys, len(self._tokens))
+        finding = None if ticket is None else self._scheduler.found(ticket, wait=PATIENCE_SECONDS)
+        if ticket is None or finding is None or len(finding.leases) < len(keys):
+            raise SystemExit("kvtier has not found the prompt")
+        self._scheduler.take(ticket)
+        self._worker.load([self._job(list(zip(finding.leases, finding.offsets, strict=True)))])
+        self._scheduler.release(finding.leases)
+        seconds = time.perf_counter() - started
+        _, _, failed = self._worker.take_results()
+        if failed or not all(map(torch.equal, before, self._stamps())):
+            raise SystemExit("kvtier has not brought the tokens that it was given")
+        return seconds
+
+    def forget(self) -> None:
+        if self._scheduler.clear(PATIENCE_SECONDS) is None:
+            raise SystemExit("kvtier has not cleared its memory")
+
+    def close(self) -> None:
+        self._scheduler.close()
+        self._worker.close()
+
+    def _found(self, keys: Sequence[bytes]) -> int:
+        ticket = self._scheduler.look_up(keys, len(self._tokens))
+        finding = None if ticket is None else self._scheduler.found(ticket, wait=PATIENCE_SECONDS)
+        if ticket is None or finding is None:
+            raise SystemExit("kvtier does not answer")
+        self._scheduler.take(ticket)
+        self._scheduler.release(finding.leases)
+        return len(finding.leases)
+
+    def _job(self, slots: Sequence[tuple[int, int]]) -> Job:
+        a_chunk = CHUNK_TOKENS // BLOCK_TOKENS
+        chunks = [
+            ChunkCopy(lease, offset, CHUNK_TOKENS, (self._blocks[index * a_chunk : (index + 1) * a_chunk],))
+            for index, (lease, offset) in enumerate(slots)
+        ]
+        assert self._bridge.epoch is not None
+        return Job("benchmark", self._bridge.epoch, chunks, last=True)
+
+    def _stamps(self) -> list[torch.Tensor]:
+        return [
+            cache[block].clone()
+            for cache in self._caches.values()
+            for block in (self._blocks[0], self._blocks[-1])
+        ]
+
+
+@contextmanager
+def engine(layers: int, tokens: int) -> Iterator[Engine]:
+    """A cache process that holds one such prompt, and an engine that uses it."""
+    capacity = int(layers * tokens * TOKEN_LAYER_BYTES * 1.25)
+    with tempfile.TemporaryDirectory() as folder:
+        socket, settings = Path(folder, "socket"), Path(folder, "kvtier.yaml")
+        settings.write_text(
+            f"socket: {socket}\ntiers: [{{name: ram, type: cpu, capacity: {capacity}}}]\nlog_level: WARNING\n"
+        )
+        server = start_cache(settings, Path(folder, "log"))
+        try:
+            server.wait_until(lambda: answers(socket), PATIENCE_SECONDS)
+            made = Engine(socket, layers, tokens)
+            yield made
+            made.close()
+        finally:
+            server.stop()
+
+
+def compare(layers: int, tokens: int, pairs: int) -> list[Pair]:
+    """A row for each call."""
+    seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    options = {
+        "--folder": ".",
+        "--chunk-bytes": 1 << 20,
+        "--chunks": 1,
+        "--layers": layers,
+        "--tokens": tokens,
+    }
+    words = [str(word) for option in options.items() for word in option]
+    with engine(layers, tokens) as ours, LMCacheProcess(words) as theirs:
+        for turn in range(pairs + 1):
+            for name in ("kvtier", "LMCache")[:: 1 if turn % 2 else -1]:
+                for call in CALLS:
+                    took = getattr(ours, call)() if name == "kvtier" else theirs.ask("engine", call)
+                    if turn:
+                        seconds[call][name].append(took)
+                ours.forget() if name == "kvtier" else theirs.ask("engine", "forget")
+    length = layers * tokens * TOKEN_LAYER_BYTES
+    return [
+        Pair(
+            f"{tokens:,} tokens, {layers} layers",
+            call.replace("_", "-"),
+            by_side["kvtier"],
+            by_side["LMCache"],
+            0 if call == "look_up" else length,
+        )
+        for call, by_side in seconds.items()
+    ]
