@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from kvtier.bridge import protocol
@@ -226,6 +227,8 @@ class Connection:
             while True:
                 answers = [await self._answer(engine, rank, message) for message in messages]
                 await self._send([answer for answer in answers if answer is not None])
+                # Now, not before the answer: whoever else has something to do gets a turn.
+                await anyio.lowlevel.checkpoint()
                 messages = await self._read()
         except ProtocolError as error:
             await self._refuse(str(error))
@@ -301,6 +304,8 @@ class Connection:
             await self._channel.receive()
 
     async def _send(self, messages: Sequence[Message]) -> None:
+        if not messages:
+            return
         data = b"".join(map(encode, messages))
         with suppress(ChannelClosed):  # The task that reads sees it too, and ends the connection.
             await self._channel.send(data)
