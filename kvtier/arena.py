@@ -113,12 +113,12 @@ class Leases:
     Made with :meth:`of` and :meth:`sharing`.
     """
 
-    __slots__ = ("_arena", "_extents", "_lengths", "offsets")
+    __slots__ = ("_extents", "_leases", "offsets")
 
     def __init__(self, leases: Sequence[Lease]) -> None:
-        self._arena = leases[0]._arena if leases else None
+        self._leases = leases
+        """Where each comes from; they are others' to release."""
         self._extents: list[_Extent | None] = [lease._extent for lease in leases]
-        self._lengths = [lease.length for lease in leases]
         self.offsets = [lease.offset for lease in leases]
         """Where each slice begins, released or not."""
 
@@ -146,33 +146,30 @@ class Leases:
     def release(self, index: int) -> None:
         """Let go of one; harmless when repeated."""
         extent, self._extents[index] = self._extents[index], None
-        if extent is not None and self._arena is not None:
-            self._arena.leases -= 1
+        if extent is not None:
+            arena = self._leases[index]._arena
+            arena.leases -= 1
             extent.handles -= 1
             if not extent.handles:
-                self._arena.free(extent.offset, extent.length)
+                arena.free(extent.offset, extent.length)
 
     def release_all(self) -> None:
         """Let go of all that are left; harmless when repeated."""
         extents = [extent for extent in self._extents if extent is not None]
-        if self._arena is None or not extents:
+        if not extents:
             return
         self._extents = [None] * len(self._extents)
-        self._arena.leases -= len(extents)
         for extent in extents:
             extent.handles -= 1
-        self._arena.free_all([extent for extent in extents if not extent.handles])
+        arena = self._leases[0]._arena
+        arena.leases -= len(extents)
+        arena.free_all([extent for extent in extents if not extent.handles])
 
     def apart(self) -> list[Lease]:
         """A lease for each that is left, in the place of this, which holds nothing any longer."""
-        left = zip(self._extents, self._lengths, strict=True)
+        left = zip(self._leases, self._extents, strict=True)
         self._extents = [None] * len(self._extents)
-        arena = self._arena
-        return [
-            Lease(arena, extent, length)
-            for extent, length in left
-            if arena is not None and extent is not None
-        ]
+        return [Lease(lease._arena, extent, lease.length) for lease, extent in left if extent is not None]
 
 
 class _Mapping:
@@ -268,7 +265,7 @@ class Arena(_Mapping):
         return Lease(self, _Extent(offset, rounded), length)
 
     def allocate_all(self, length: int, count: int) -> list[Lease]:
-        """At most ``count`` leases of ``length`` bytes: those that so many calls of :meth:`allocate` would give."""
+        """At most ``count`` leases of ``length`` bytes: those that so many calls of :meth:`allocate` give."""
         rounded = _round_up(max(length, 1), PAGE_BYTES)
         leases: list[Lease] = []
         while len(leases) < count:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import cache
 from typing import Any, Self
 
-from kvtier.arena import Arena, Lease
+from kvtier.arena import Arena, Lease, Leases
 from kvtier.backends.base import (
     Backend,
     GetItem,
@@ -20,6 +20,7 @@ from kvtier.backends.base import (
     StoredObject,
     SupportsArena,
     SupportsCheck,
+    SupportsLeases,
     SupportsPrefix,
     SupportsRegistration,
     SupportsScan,
@@ -123,6 +124,16 @@ class _Arena(SupportsArena):
         self._inner.discard(key)
 
 
+class _Leases(SupportsLeases):
+    """Leases many chunks in one go, as the wrapped backend does."""
+
+    _inner: SupportsLeases
+
+    def lease_all(self, keys: Sequence[ChunkKey]) -> Leases:
+        """See :meth:`SupportsLeases.lease_all`."""
+        return self._inner.lease_all(keys)
+
+
 class _Registration(SupportsRegistration):
     """Wants to know the arena, as the wrapped backend does."""
 
@@ -166,6 +177,7 @@ class _TTL(SupportsTTL):
 _POWERS: tuple[tuple[Any, type], ...] = (
     (SupportsScan, _Scan),
     (SupportsArena, _Arena),
+    (SupportsLeases, _Leases),
     (SupportsRegistration, _Registration),
     (SupportsPrefix, _Prefix),
     (SupportsCheck, _Check),

@@ -62,6 +62,7 @@ class Engine:
         self.name = hello.engine
         self.layout = hello.layout
         self.namespace = hello.namespace
+        self._whole_bytes = object_bytes(self.layout.payload_bytes(self.layout.chunk_tokens))
         self._cache = cache
         self._numbers = numbers
         self._granted: dict[int, Grant] = {}
@@ -90,8 +91,9 @@ class Engine:
         last = tokens - (chunks - 1) * whole
         if chunks and not 0 < last <= whole:
             raise ProtocolError(f"{tokens} tokens are not {chunks} chunks of {whole}")
-        lengths = [object_bytes(self.layout.payload_bytes(whole))] * chunks
-        lengths[-1:] = [object_bytes(self.layout.payload_bytes(last))] if chunks else []
+        lengths = [self._whole_bytes] * chunks
+        if last != whole:
+            lengths[-1:] = [object_bytes(self.layout.payload_bytes(last))] if chunks else []
         return Expected(self.namespace, lengths)
 
     def fetched(self, number: int, found: LookUp) -> Found | None:

@@ -57,7 +57,7 @@ class EvictStage:
         return lease
 
     def allocate_all(self, length: int, count: int) -> list[Lease]:
-        """At most ``count`` leases of ``length`` bytes, evicting for them what may go at once; never waits."""
+        """At most ``count`` leases of ``length`` bytes, evicting what may go at once; never waits."""
         leases = self._hierarchy.memory.arena.allocate_all(length, count)
         while len(leases) < count and (lease := self.allocate(length)) is not None:
             leases.append(lease)

@@ -14,6 +14,7 @@ from kvtier.backends.base import (
     Outcome,
     PutItem,
     SupportsArena,
+    SupportsLeases,
     SupportsRegistration,
     SupportsScan,
     SupportsTTL,
@@ -66,14 +67,14 @@ class Remote(Backend, SupportsTTL):
 
 
 def powers(backend: Backend) -> set[type]:
-    every: list[type] = [SupportsScan, SupportsArena, SupportsRegistration, SupportsTTL]
+    every: list[type] = [SupportsScan, SupportsArena, SupportsLeases, SupportsRegistration, SupportsTTL]
     return {power for power in every if isinstance(backend, power)}
 
 
 @pytest.mark.parametrize("outer", WRAPPERS, ids=lambda kind: kind.__name__)
 async def test_powers_before_and_after_open(outer: Callable[[Backend], WrapperBackend], tmp_path) -> None:
     for make, expected in [
-        (memory, {SupportsArena}),
+        (memory, {SupportsArena, SupportsLeases}),
         (lambda: disk(tmp_path), {SupportsScan}),
         (Remote, {SupportsRegistration, SupportsTTL}),
     ]:
@@ -97,6 +98,8 @@ async def test_powers_are_those_of_the_medium() -> None:
         guarded.adopt(b"k" * 32, lease)
         assert guarded.idle(b"k" * 32)
         assert backend.lease(b"k" * 32).offset == lease.offset
+        assert isinstance(guarded, SupportsLeases)
+        assert guarded.lease_all([b"k" * 32, b"l" * 32]).offsets == [lease.offset]
         assert isinstance(wrapped, SupportsRegistration)
         assert isinstance(wrapped, SupportsTTL)
         await wrapped.register(guarded.arena)

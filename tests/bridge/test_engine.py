@@ -1,0 +1,261 @@
+"""What an engine holds, lease by lease and many at once: against a model, and what nobody should send."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from kvtier import Settings
+from kvtier.arena import Arena, Lease
+from kvtier.bridge import protocol
+from kvtier.bridge.engine import Engine
+from kvtier.bridge.protocol import Commit, Found, Hello, LookUp, Release, Reserve, Reserved
+from kvtier.bridge.server import BridgeServer, Connection
+from kvtier.cache import TieredCache
+from kvtier.catalog import State
+from kvtier.errors import ProtocolError
+from kvtier.header import ChunkHeader, object_bytes
+from kvtier.instance import Instance
+from kvtier.keys import ChunkKey, chunk_keys, join_keys, root_key
+from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.pipeline.base import Hierarchy
+from kvtier.plugins import Plugins
+from kvtier.router import FIRST
+from kvtier.sockets.frames import encode
+
+pytestmark = pytest.mark.anyio
+
+BUILT_IN = Plugins.load([])
+"""Loaded here: it takes longer than a loop may be blocked."""
+CHUNK_TOKENS = 64
+LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024,)),))
+OBJECT_BYTES = object_bytes(LAYOUT.payload_bytes(CHUNK_TOKENS))
+NAMESPACE = bytes(range(32))
+ROOT = root_key(NAMESPACE)
+KEYS = chunk_keys(ROOT, range(CHUNK_TOKENS * 12), CHUNK_TOKENS)
+HELLO = Hello(protocol.VERSION, "engine", "scheduler", 0, LAYOUT, NAMESPACE)
+
+
+@asynccontextmanager
+async def engine_of(capacity: str = "4MiB") -> AsyncIterator[tuple[Engine, TieredCache]]:
+    settings = Settings(
+        chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": "cpu", "capacity": capacity}]
+    )
+    async with TieredCache.open(settings, plugins=BUILT_IN) as cache:
+        engine = Engine(cache, HELLO, itertools.count(1))
+        yield engine, cache
+        engine.close()
+        assert cache.arena.leases == cache.hierarchy.catalog.count(FIRST)
+
+
+def reserve(
+    engine: Engine, keys: list[ChunkKey], parent: ChunkKey = ROOT, last: int = CHUNK_TOKENS
+) -> Reserved:
+    return engine.reserve(Reserve(1, parent, join_keys(keys), last))
+
+
+def store(engine: Engine, keys: list[ChunkKey]) -> None:
+    engine.commit(Commit([lease for lease in reserve(engine, keys).leases if lease]), 0)
+
+
+def look_up(engine: Engine, ticket: int, keys: list[ChunkKey]) -> Found:
+    found, coming = engine.look_up(LookUp(ticket, join_keys(keys), len(keys) * CHUNK_TOKENS))
+    assert coming is None
+    return found
+
+
+# Leases.
+
+
+async def test_leases_are_counted_one_by_one_and_all_at_once() -> None:
+    async with engine_of() as (engine, cache):
+        store(engine, KEYS)
+        first, second = look_up(engine, 1, KEYS), look_up(engine, 2, KEYS)
+        assert len({*first.leases, *second.leases}) == 24
+        assert first.offsets == second.offsets
+        assert cache.arena.leases == 36
+        engine.release(first.leases[3:5])
+        assert engine.holds(first.leases[:3] + first.leases[5:])
+        assert not engine.holds(first.leases[3:4])
+        engine.release(first.leases)
+        engine.release(first.leases)
+        assert cache.arena.leases == 24
+        engine.release(second.leases)
+        assert engine.status()["tickets"] == 0
+        assert cache.arena.leases == 12
+
+
+async def test_numbers_that_are_not_the_engines_are_passed_over() -> None:
+    async with engine_of() as (engine, cache):
+        store(engine, KEYS)
+        found = look_up(engine, 1, KEYS)
+        engine.release([0, -1, 10**18, found.leases[0], found.leases[0]])
+        assert cache.arena.leases == 12 + 11
+        assert not engine.holds([found.leases[0]])
+        engine.cancel(1)
+        engine.cancel(1)
+        assert cache.arena.leases == 12
+
+
+async def test_it_agrees_with_a_model() -> None:
+    """Look-ups, releases of anything in any order, cancellations and take-overs, at random."""
+    chance = random.Random(7)
+    async with engine_of() as (engine, cache):
+        store(engine, KEYS)
+        held: dict[int, set[int]] = {}
+        for ticket in range(1, 400):
+            found = look_up(engine, ticket, KEYS[: chance.randint(1, len(KEYS))])
+            held[ticket] = set(found.leases)
+            every = sorted(set().union(*held.values()))
+            doing = chance.randrange(6)
+            if doing == 0:
+                gone = set(chance.sample(every, chance.randint(0, len(every))))
+                engine.release(chance.sample(sorted(gone), len(gone)))
+            elif doing == 1:
+                gone = set(found.leases)
+                engine.release(found.leases)
+            elif doing == 2:
+                gone = set(every) - set(kept := chance.sample(every, len(every) // 2))
+                engine.keep_only(kept)
+            elif doing == 3:
+                cancelled = chance.choice(sorted(held))
+                gone = held[cancelled]
+                engine.cancel(cancelled)
+            else:
+                gone = set()
+            held = {number: left for number, leases in held.items() if (left := leases - gone)}
+            status = engine.status()
+            assert status["tickets"] == len(held)
+            assert status["leases"] == sum(map(len, held.values()))
+            assert engine.holds([lease for leases in held.values() for lease in leases])
+            assert not any(engine.holds([lease]) for lease in gone)
+            assert cache.arena.leases == 12 + sum(map(len, held.values()))
+
+
+async def test_bytes_stay_until_the_last_lease_is_gone() -> None:
+    async with engine_of() as (engine, cache):
+        store(engine, KEYS)
+        found = look_up(engine, 1, KEYS)
+        await cache.clear(KEYS)
+        assert cache.arena.used == 12 * OBJECT_BYTES
+        engine.release(found.leases[:5])
+        assert cache.arena.used == 7 * OBJECT_BYTES
+        engine.release(found.leases[5:])
+        assert (cache.arena.used, cache.arena.fragments) == (0, 1)
+
+
+# Reservations.
+
+
+async def test_room_for_a_prompt_is_headed_pending_and_in_order() -> None:
+    async with engine_of() as (engine, cache):
+        reserved = reserve(engine, KEYS, last=10)
+        assert all(reserved.leases)
+        for at, (key, offset) in enumerate(zip(KEYS, reserved.offsets, strict=True)):
+            header = ChunkHeader.parse(cache.arena.view(offset, OBJECT_BYTES))
+            tokens = CHUNK_TOKENS if at < 11 else 10
+            parent = KEYS[at - 1] if at else ROOT
+            assert header == ChunkHeader(key, parent, NAMESPACE, LAYOUT.payload_bytes(tokens))
+            assert cache.hierarchy.catalog.state(key, FIRST) is State.PENDING
+        engine.commit(Commit(reserved.leases), 0)
+        assert list(cache.hierarchy.catalog.victims(FIRST)) == KEYS[::-1]
+        assert cache.hierarchy.catalog.keys(FIRST, NAMESPACE) == KEYS
+
+
+async def test_what_is_held_or_twice_is_refused_and_the_rest_is_not() -> None:
+    async with engine_of() as (engine, cache):
+        store(engine, KEYS[3:6])
+        granted = reserve(engine, KEYS).leases
+        assert [bool(lease) for lease in granted] == [True] * 3 + [False] * 3 + [True] * 6
+        engine.abandon(granted)
+        engine.abandon(granted)
+        twice = reserve(engine, [KEYS[0], KEYS[1], KEYS[0], KEYS[1]]).leases
+        assert [bool(lease) for lease in twice] == [True, True, False, False]
+        engine.abandon(twice)
+        counts = cache.hierarchy.counts
+        assert (counts["store_known"], counts["store_abandoned"]) == (5, 11)
+        assert cache.arena.used == 3 * OBJECT_BYTES
+        assert len(cache.hierarchy.catalog) == 3
+
+
+async def test_room_ends_where_memory_does_and_what_is_cold_goes_first() -> None:
+    async with engine_of("1MiB") as (engine, cache):
+        fits = cache.arena.capacity // OBJECT_BYTES
+        many = chunk_keys(ROOT, range(CHUNK_TOKENS * (fits + 5)), CHUNK_TOKENS)
+        reserved = reserve(engine, many)
+        assert [bool(lease) for lease in reserved.leases] == [True] * fits + [False] * 5
+        assert cache.hierarchy.counts["store_dropped"] == 5
+        engine.commit(Commit(reserved.leases), 0)
+        others = chunk_keys(root_key(bytes(32)), range(CHUNK_TOKENS * 4), CHUNK_TOKENS)
+        assert all(reserve(engine, others).leases)
+        assert cache.hierarchy.catalog.prefix(many) == [FIRST] * (fits - 4)
+
+
+@pytest.mark.parametrize("last", [0, -1, CHUNK_TOKENS + 1, 2**62])
+async def test_a_last_chunk_of_no_size_is_refused(last: int) -> None:
+    async with engine_of() as (engine, cache):
+        with pytest.raises(ProtocolError, match="cannot be"):
+            reserve(engine, KEYS, last=last)
+        assert (cache.arena.used, len(cache.hierarchy.catalog)) == (0, 0)
+
+
+@pytest.mark.parametrize("parent", [b"", bytes(31), bytes(33)])
+async def test_a_parent_that_is_no_key_is_refused(parent: bytes) -> None:
+    async with engine_of() as (engine, cache):
+        with pytest.raises(ProtocolError, match="cannot be"):
+            reserve(engine, KEYS, parent=ChunkKey(parent))
+        assert (cache.arena.used, len(cache.hierarchy.catalog)) == (0, 0)
+
+
+# What it stands on.
+
+
+def test_memory_that_leases_one_by_one_will_do() -> None:
+    arena = Arena.create(16 * 4096)
+    held = {KEYS[at]: arena.allocate(4096) for at in (0, 1, 3)}
+
+    class Memory:
+        def lease(self, key: ChunkKey) -> Lease | None:
+            lease = held.get(key)
+            return None if lease is None else lease.share()
+
+    hierarchy = Hierarchy([], None, None, Memory(), None, [])  # type: ignore[arg-type]
+    leases = hierarchy.lease_all(KEYS)
+    assert leases.offsets == [0, 4096]
+    assert arena.leases == 5
+    leases.release_all()
+    assert arena.leases == 3
+    arena.close()
+
+
+async def test_an_engine_that_never_stops_talking_leaves_others_their_turn() -> None:
+    """Neither reading nor answering waits: all others wait for this task."""
+
+    class Flood:
+        peer_uid = 0
+
+        def __init__(self) -> None:
+            self.questions = iter([encode(HELLO)])
+            self.answers = 0
+
+        async def receive(self) -> bytes:
+            return next(self.questions, encode(Release([1])) + encode(LookUp(1, b"", 0)))
+
+        async def send(self, data: bytes, fds: object = ()) -> None:
+            self.answers += 1
+
+    settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": "cpu", "capacity": "1MiB"}])
+    flood = Flood()
+    async with Instance.open(settings) as instance, anyio.create_task_group() as tasks:
+        server = BridgeServer(instance)
+
+        tasks.start_soon(Connection(server, flood, tasks).serve)  # type: ignore[arg-type]
+        while flood.answers < 20:
+            await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
