@@ -7,8 +7,8 @@
 
 *Held*: a tier of memory and a folder of a disk that hold so many bytes in chunks of 32 MiB. All but the
 measured chunks are sparse, so that it runs on machines that have not so much: memory that is leased and never
-touched, files without blocks. *Entries*: of the catalog. *In flight*: look-ups of 128 chunks asked for at once
-of a real cache process, and reads of one chunk each from a disk.
+touched, files without blocks. *Entries*: of the catalog. *In flight*: look-ups of 128 chunks, asked for at
+once of a real cache process, and reads of one chunk each from a disk.
 
 Every row is the cost of one unit of work; ``growth`` is how many times the first column's the last one's is.
 What has more than :data:`ALLOWED` is named below the table.

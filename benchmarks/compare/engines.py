@@ -3,8 +3,8 @@
 One server each without a connector, with kvtier, with LMCache (its server process and its connector, which is
 the only way under a vLLM for processors) and with vLLM's own offloading (``offload_spec.py``), all with one
 model of 100 M parameters. They take turns; vLLM's own prefix cache is emptied before each measurement, so
-that what is hit comes from the connector. ``shared``: eight requests that share 90 % of their prompts, which has
-been seen before. ``fresh``: eight that share nothing, so that all a connector does is in the way.
+that what is hit comes from the connector. ``shared``: eight requests that share 90 % of their prompts, which
+has been seen before. ``fresh``: eight that share nothing, so that all a connector does is in the way.
 """
 
 from __future__ import annotations

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.compare.lmcache import LMCacheProcess
 from benchmarks.compare.pairs import Pair
+from benchmarks.compare.peer import LMCacheProcess
 from benchmarks.peer import LMCache
 from benchmarks.pools_sides import RawRESP
 from kvtier.arena import Arena
@@ -23,6 +24,8 @@ from kvtier.backends.redis.settings import RedisSettings
 from kvtier.backends.sealed import SealedBackend
 from kvtier.bench.chunks import clear_stamps, have_stamps, make_chunks, own_keys
 from kvtier.bench.sides import BackendSide, Chunk
+from kvtier.catalog import Catalog, State
+from kvtier.eviction.lru import LruPolicy
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.servers.redis import RedisServer
 from kvtier.units import MIB
@@ -50,10 +53,27 @@ class Extent(NamedTuple):
         return self.size * self.chunks
 
 
-def of_kvtier(backend: Backend, chunks: Sequence[Chunk], cool: Callable[[], None] = lambda: None) -> Ask:
-    """A tier of kvtier. ``cool`` is called before each reading and is not counted."""
+def of_kvtier(
+    backend: Backend, chunks: Sequence[Chunk], cool: Callable[[], None] = lambda: None, *, local: bool = True
+) -> Ask:
+    """A tier of kvtier. ``cool`` is called before each reading and is not counted.
+
+    What a ``local`` tier holds the catalog knows: a look-up asks that alone, as a cache does.
+    """
     side, keys = BackendSide(backend), [key for key, _ in chunks]
     asked = [keys[index % len(keys)] for index in range(LOOK_UP_KEYS)]
+    catalog = Catalog([LruPolicy()])
+    for key, view in chunks:
+        catalog.add(key, 0, len(view), State.READY)
+
+    def look_up() -> float:
+        started = time.perf_counter()
+        held = catalog.prefix(asked)
+        catalog.touch(asked)
+        seconds = time.perf_counter() - started
+        if len(held) != len(asked):
+            raise SystemExit("kvtier has not found all chunks")
+        return seconds
 
     async def ask(call: str) -> float:
         if call == "put":
@@ -62,6 +82,8 @@ def of_kvtier(backend: Backend, chunks: Sequence[Chunk], cool: Callable[[], None
             await side.forget(keys)
             return 0.0
         if call == "look-up":
+            if local:
+                return statistics.median(look_up() for _ in range(LOOK_UPS))
             seconds = [await side.prefix(asked) or await side.look_up(asked) for _ in range(LOOK_UPS)]
             return statistics.median(seconds)
         cool()
@@ -189,8 +211,8 @@ async def redis(extent: Extent, kinds: Sequence[str]) -> list[Pair]:
         raw = RawRESP(("127.0.0.1", server.port), 1)
         process = LMCache(tier.url, extent.size, extent.chunks)
         sides = {
-            "plain": of_kvtier(backend, chunks),
-            "sealed": of_kvtier(SealedBackend(backend), chunks),
+            "plain": of_kvtier(backend, chunks, local=False),
+            "sealed": of_kvtier(SealedBackend(backend), chunks, local=False),
             **{kind: of_connector(process, kind, extent.chunks, raw) for kind in kinds},
         }
         seconds = await alternate(sides, extent.pairs)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.compare.lmcache import LMCacheProcess
 from benchmarks.compare.pairs import Pair
+from benchmarks.compare.peer import LMCacheProcess
 from benchmarks.look_up import answers
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
