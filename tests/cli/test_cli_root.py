@@ -14,7 +14,7 @@ from kvtier.errors import SettingsError, TierError
 
 from .conftest import Kvtier
 
-COMMANDS = ["demo", "serve", "doctor", "plugins", "config", "inspect"]
+COMMANDS = ["demo", "serve", "doctor", "bench", "plugins", "config", "inspect"]
 
 
 def test_the_commands_are_listed(kvtier: Kvtier) -> None:
