@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
+from kvtier import native
 from kvtier.errors import CorruptChunk
 from kvtier.keys import ChunkKey
 
@@ -39,6 +40,8 @@ MAGIC = b"KVTIER\r\n"
 VERSION = 1
 HEADER_BYTES = 256
 OBJECT_ALIGNMENT = 4096
+NATIVE_CHECKSUM_BYTES = 4096
+"""From here on a checksum is computed without the GIL, which the library keeps: 3 ms for 32 MiB."""
 
 _FIELDS = struct.Struct("<8sHHIQ32s32s32s16s")
 _NO_CHECKSUM = bytes(16)
@@ -74,8 +77,8 @@ class ChunkHeader(NamedTuple):
     def seal(self, chunk: memoryview, *, checksum: bool = True) -> None:
         """Write this header in front of the payload that ``chunk`` already holds.
 
-        Reads the whole payload where ``checksum`` is set: about 0.05 ms a MiB, without the GIL's
-        release, so keep it off the event loop for large chunks.
+        Reads the whole payload where ``checksum`` is set: about 0.05 ms a MiB, so keep it off the event loop
+        for large chunks. Other threads have the GIL meanwhile, where there is the native core.
         """
         payload = chunk[HEADER_BYTES : HEADER_BYTES + self.payload_bytes]
         fields = _FIELDS.pack(
@@ -87,7 +90,7 @@ class ChunkHeader(NamedTuple):
             self.key,
             self.parent,
             self.namespace,
-            xxh3_128_digest(payload) if checksum else _NO_CHECKSUM,
+            _checksum(payload) if checksum else _NO_CHECKSUM,
         )
         header = (fields + xxh3_64_digest(fields)).ljust(HEADER_BYTES, b"\0")
         chunk[:HEADER_BYTES] = header
@@ -106,7 +109,7 @@ class ChunkHeader(NamedTuple):
         if object_bytes(header.payload_bytes) != len(chunk):
             raise CorruptChunk(f"is {len(chunk)} bytes for a payload of {header.payload_bytes}")
         payload = chunk[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
-        if algorithm == _ALGORITHM_XXH3 and xxh3_128_digest(payload) != checksum:
+        if algorithm == _ALGORITHM_XXH3 and _checksum(payload) != checksum:
             raise CorruptChunk("has a payload that does not match its checksum")
         return header
 
@@ -119,6 +122,12 @@ def begin(memory: memoryview, objects: Iterable[tuple[int, ChunkHeader]]) -> Non
             MAGIC, VERSION, _ALGORITHM_NONE, 0, payload_bytes, key, parent, space, _NO_CHECKSUM
         )
         memory[offset : offset + HEADER_BYTES] = fields + xxh3_64_digest(fields) + rest
+
+
+def _checksum(payload: memoryview) -> bytes:
+    if len(payload) >= NATIVE_CHECKSUM_BYTES and native.available():
+        return native.core.xxh3_128(payload)
+    return xxh3_128_digest(payload)
 
 
 def _parse(head: bytes | memoryview) -> tuple[ChunkHeader, int, bytes]:
