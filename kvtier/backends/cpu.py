@@ -138,8 +138,7 @@ class MemoryBackend(Backend, SupportsArena):
             return
         most = self._settings.concurrency
         if native.available():
-            copy = partial(native.core.copy_buffers, threads=most)
-            await spread(copy, [pairs], parts=1, hop=self._hop)
+            await spread(partial(_copy_all, threads=most), [pairs], parts=1, hop=self._hop)
             return
         parts = min(most, 1 + total_bytes // THREAD_COPY_BYTES)
         await spread(_copy_one, pairs, parts=parts, hop=self._hop)
@@ -156,3 +155,7 @@ def _copy_one(pair: tuple[memoryview, memoryview]) -> None:
         return
     # Unlike an assignment of slices, a call through ctypes releases the GIL.
     ctypes.memmove(address_of(target), address_of(source), len(target))
+
+
+def _copy_all(pairs: list[tuple[memoryview, memoryview]], threads: int) -> None:
+    native.core.copy_buffers(pairs, threads)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import anyio
 import pytest
 
+from kvtier import native
 from kvtier.arena import Arena
 from kvtier.backends import cpu
 from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
@@ -18,6 +21,29 @@ from tests.backends.chunks import FULL, OK, memory, opened
 pytestmark = pytest.mark.anyio
 
 PAGE = 4096
+
+BeforeEachCopy = Callable[[Callable[[], object]], None]
+
+
+@pytest.fixture(params=["native", "python"])
+def before_each_copy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> BeforeEachCopy:
+    """Have something done before each copy from now on, by the native core and without it."""
+    if request.param == "native" and not native.available():
+        pytest.skip(native.summary())
+
+    def patch(step: Callable[[], object]) -> None:
+        if request.param == "python":
+            monkeypatch.setattr(native, "available", lambda: False)
+        for name in ("_copy_one", "_copy_all"):
+            copy = getattr(cpu, name)
+
+            def delayed(*given: Any, copy: Callable[..., None] = copy, **named: Any) -> None:
+                step()
+                copy(*given, **named)
+
+            monkeypatch.setattr(cpu, name, delayed)
+
+    return patch
 
 
 async def test_full_keeps_what_is_held(leak_check: list[Arena]) -> None:
@@ -35,19 +61,13 @@ async def test_full_keeps_what_is_held(leak_check: list[Arena]) -> None:
 
 
 async def test_what_is_read_lives_until_it_has_been_read(
-    leak_check: list[Arena], monkeypatch: pytest.MonkeyPatch
+    leak_check: list[Arena], before_each_copy: BeforeEachCopy
 ) -> None:
     go_on = threading.Event()
-    copy_one = cpu._copy_one
-
-    def slowly(pair: tuple[memoryview, memoryview]) -> None:
-        assert go_on.wait(10)
-        copy_one(pair)
-
     async with opened(memory(4 << 20)) as backend:
         key, value = make_key(1), memoryview(noise(b"value", 1 << 20))
         assert list(await backend.put([(key, value)])) == [OK]
-        monkeypatch.setattr(cpu, "_copy_one", slowly)
+        before_each_copy(lambda: go_on.wait(10))
         view = blank(1 << 20)
         async with anyio.create_task_group() as group:
             group.start_soon(backend.get, [(key, view)])
@@ -60,10 +80,10 @@ async def test_what_is_read_lives_until_it_has_been_read(
 
 
 async def test_a_cancelled_put_gives_its_room_back(
-    leak_check: list[Arena], monkeypatch: pytest.MonkeyPatch
+    leak_check: list[Arena], before_each_copy: BeforeEachCopy
 ) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(cpu, "_copy_one", lambda _: go_on.wait(10))
+    before_each_copy(lambda: go_on.wait(10))
     async with opened(memory(4 << 20)) as backend:
         async with anyio.create_task_group() as group:
             group.start_soon(backend.put, [(make_key(1), blank(1 << 20))])
@@ -77,15 +97,9 @@ async def test_a_cancelled_put_gives_its_room_back(
         assert list(await backend.contains([make_key(1)])) == [False]
 
 
-async def test_large_copies_are_made_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_copies_are_made_off_the_loop(before_each_copy: BeforeEachCopy) -> None:
     threads: list[int] = []
-    copy_one = cpu._copy_one
-
-    def note(pair: tuple[memoryview, memoryview]) -> None:
-        threads.append(threading.get_ident())
-        copy_one(pair)
-
-    monkeypatch.setattr(cpu, "_copy_one", note)
+    before_each_copy(lambda: threads.append(threading.get_ident()))
     async with opened(memory()) as backend:
         await backend.put([(make_key(1), blank(cpu.INLINE_COPY_BYTES))])
         assert threads == [threading.get_ident()]
