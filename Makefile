@@ -13,7 +13,7 @@ FUZZ ?= 60
 
 .DEFAULT_GOAL := help
 .PHONY: help install system-packages compiler demo test test-slow test-gpu fuzz lint format bench clean \
-        native native-tests native-asan native-ubsan native-tsan
+        native native-tests native-asan native-ubsan native-tsan gpu-wheels bench-gpu
 
 help:  ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,8 +90,28 @@ test: install $(VENV)/.pools system-packages  ## Run the tests, real vLLM engine
 test-slow: install $(VENV)/.pools system-packages  ## Run the tests that take minutes each
 	$(BIN)/pytest -m "slow and not gpu" $(PYTEST)
 
-test-gpu: install  ## Run the tests that need a CUDA device
-	$(BIN)/pytest -m gpu $(PYTEST)
+# On a machine with a GPU, torch for it, nanobind, scikit-build-core, cmake and ninja, and nothing else: no vLLM,
+# no network. What kvtier needs besides comes from build/gpu-wheels, where make gpu-wheels has put it elsewhere.
+GPU_PYTHON ?= $(shell command -v python3)
+GPU_VENV := build/gpu-venv
+GPU_PACKAGES := pytest pytest-timeout pytest-xdist hypothesis
+GPU_TAG = 3.12
+OFFLINE = $(if $(wildcard build/gpu-wheels/*.whl),--no-index --find-links build/gpu-wheels)
+
+gpu-wheels:  ## Fetch what test-gpu and bench-gpu need besides torch, for a machine without network (GPU_TAG=3.12)
+	@python3 tools/gpu_wheels.py build/gpu-wheels $(GPU_TAG) $(GPU_PACKAGES)
+
+$(GPU_VENV)/.kvtier: pyproject.toml $(shell find csrc -type f)
+	@$(GPU_PYTHON) -m venv --system-site-packages $(GPU_VENV)
+	@$(GPU_VENV)/bin/python -m pip install -q $(OFFLINE) --no-build-isolation -e . $(GPU_PACKAGES)
+	@$(GPU_VENV)/bin/python -m kvtier.native
+	@touch $@
+
+test-gpu: $(GPU_VENV)/.kvtier  ## Run the tests that need a CUDA device, with torch of GPU_PYTHON=…
+	$(GPU_VENV)/bin/python -m pytest -m gpu tests/native $(PYTEST)
+
+bench-gpu: $(GPU_VENV)/.kvtier  ## Measure copies between a GPU and the arena
+	$(GPU_VENV)/bin/python -m benchmarks.gpu
 
 $(VENV)/.fuzz: $(VENV)/.kvtier pyproject.toml
 	@$(BIN)/python tools/pip_install.py "the fuzzer" --group fuzz

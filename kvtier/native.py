@@ -5,6 +5,8 @@ Python path. ``KVTIER_NATIVE=0`` leaves it out where it is there, to compare the
 
     if native.available():
         native.core.something(...)
+
+What needs CUDA is a module of its own, which is loaded where somebody asks for it: :func:`cuda_problem`.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 logger = logging.getLogger("kvtier")
 
-__all__ = ["ADVICE", "available", "core", "summary", "warn_if_missing", "why_not"]
+__all__ = ["ADVICE", "available", "core", "cuda", "cuda_problem", "summary", "warn_if_missing", "why_not"]
 
 if TYPE_CHECKING:
     from kvtier import _native as core  # noqa: TC004 - at run time it may not be there
+    from kvtier import _native_cuda as cuda  # noqa: TC004 - the same, and loaded by cuda_problem()
 
 ADVICE = "install a C++ compiler (Debian: g++) and then kvtier again; pip install -v says what went wrong"
 
@@ -49,12 +54,27 @@ def why_not() -> str:
     return _problem
 
 
+@cache
+def cuda_problem() -> str:
+    """Why :data:`cuda` cannot be used here; empty where it can. Loads it, and looks for a device, once."""
+    global cuda
+    if _problem:
+        return _problem
+    try:
+        cuda = importlib.import_module("kvtier._native_cuda")
+    except ImportError as error:
+        return f"built without CUDA ({error})"
+    return "" if cuda.device_count() else "there is no CUDA device, or no driver for it"
+
+
 def summary() -> str:
     """One line: what was built and what this processor has of it, or why there is nothing."""
     if _problem:
         return f"missing ({_problem}): {ADVICE}"
     info = core.build_info()
     found = [name for name in ("avx2", "avx512", "io_uring") if info[name]]
+    if find_spec("kvtier._native_cuda") is not None:
+        found.append("CUDA")
     return f"built with {info['compiler']}; here: {', '.join(found) or 'nothing special'}"
 
 

@@ -116,8 +116,7 @@ def test_a_save_puts_each_page_where_the_layout_says(kind: str, layout: ChunkLay
         for group, layer, block, at, length in expected_pages(layout, chunk):
             expected[at : at + length] = pages[group][layer][block].numpy().tobytes()
     saving = copies(kind, layout, pages)
-    saving.save(arena, wanted)
-    saving.wait()
+    saving.wait(saving.save(arena, wanted))
     assert memory == expected
     assert all(
         torch.equal(*pair) for group in zip(pages, before, strict=True) for pair in zip(*group, strict=True)
@@ -138,8 +137,7 @@ def test_a_load_fills_the_blocks_and_no_others(kind: str, layout: ChunkLayout, a
                 bytearray(memory[at : at + length]), dtype=torch.uint8
             )
     loading = copies(kind, layout, pages)
-    loading.load(arena, wanted)
-    loading.wait()
+    loading.wait(loading.load(arena, wanted))
     assert all(
         torch.equal(*pair) for group in zip(pages, expected, strict=True) for pair in zip(*group, strict=True)
     )
@@ -150,8 +148,10 @@ def test_a_load_fills_the_blocks_and_no_others(kind: str, layout: ChunkLayout, a
 def test_no_chunk_is_no_work(kind: str, arena: ArenaMap) -> None:
     layout = LAYOUTS["one group"]
     pages = engine(layout, 1)
-    copies(kind, layout, pages).load(arena, [])
-    copies(kind, layout, pages).save(arena, [Chunk(0, 64, ([NULL] * 4,))])
+    copying = copies(kind, layout, pages)
+    assert copying.done(copying.load(arena, []))
+    assert copying.done(copying.save(arena, [Chunk(0, 64, ([NULL] * 4,))]))
+    copying.close()
 
 
 @needs_native

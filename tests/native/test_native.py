@@ -61,7 +61,7 @@ def test_one_warning_where_it_is_missing() -> None:
         "native.warn_if_missing(); native.warn_if_missing()"
     )
     told = run(program, KVTIER_NATIVE="")
-    assert told.count("without the native core") == 1
+    assert told.count("without its native core") == 1
     assert "g++" in told
 
 

@@ -38,6 +38,13 @@ struct ChunkPages {
 
 enum class Direction { into_engine, out_of_engine };
 
+// Pages of an engine that follow one another and are held one after another: one run of bytes.
+struct PageRun {
+    std::byte* engine;
+    std::byte* held;
+    std::size_t length;
+};
+
 class KvMemory {
 public:
     // For each group of layers that share block tables, its regions. `skipped` is the block that is nobody's.
@@ -48,6 +55,11 @@ public:
     // chunk lies outside its memory. Two calls may run at once where they write to different places.
     void copy(std::span<std::byte> arena, std::span<const ChunkPages> chunks, Direction direction,
               unsigned threads = 0) const;
+
+    // What `copy` copies, as runs of at most about `most_bytes`, or one page. Throws as it does. Touches no memory:
+    // both addresses may be those of a device.
+    std::vector<PageRun> runs(std::span<std::byte> arena, std::span<const ChunkPages> chunks,
+                              std::size_t most_bytes) const;
 
 private:
     std::vector<std::vector<Region>> groups_;

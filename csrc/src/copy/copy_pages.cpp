@@ -13,13 +13,6 @@ namespace {
 
 using Blocks = std::span<const std::int64_t>;
 
-// Some pages of one region of one chunk: what a thread takes at a time.
-struct Part {
-    const Region* region;
-    std::byte* held;
-    Blocks blocks;
-};
-
 [[noreturn]] void outside(const std::string& what, std::int64_t at, std::size_t limit) {
     throw std::out_of_range(what + " " + std::to_string(at) + " is outside of " + std::to_string(limit));
 }
@@ -39,31 +32,19 @@ std::size_t run_length(Blocks blocks, std::size_t first, std::int64_t skipped) {
     return stop - first;
 }
 
-void copy_part(const Part& part, Direction direction, std::int64_t skipped, bool streaming) {
-    const std::size_t page_bytes = part.region->page_bytes;
-    for (std::size_t page = 0; page < part.blocks.size();) {
-        if (part.blocks[page] == skipped) {
+void add_runs(const Region& region, std::byte* held, Blocks blocks, std::int64_t skipped,
+              std::size_t most_bytes, std::vector<PageRun>& runs) {
+    const std::size_t page_bytes = region.page_bytes;
+    const std::size_t most_pages = std::max<std::size_t>(1, most_bytes / std::max<std::size_t>(1, page_bytes));
+    for (std::size_t page = 0; page < blocks.size();) {
+        if (blocks[page] == skipped) {
             ++page;
             continue;
         }
-        const std::size_t count = run_length(part.blocks, page, skipped);
-        std::byte* engine = part.region->base + static_cast<std::size_t>(part.blocks[page]) * page_bytes;
-        std::byte* held = part.held + page * page_bytes;
-        if (direction == Direction::into_engine) {
-            copy_run(engine, held, count * page_bytes, streaming);
-        } else {
-            copy_run(held, engine, count * page_bytes, streaming);
-        }
+        const std::size_t count = std::min(most_pages, run_length(blocks, page, skipped));
+        std::byte* engine = region.base + static_cast<std::size_t>(blocks[page]) * page_bytes;
+        runs.push_back({engine, held + page * page_bytes, count * page_bytes});
         page += count;
-    }
-}
-
-void cut(const Region& region, std::byte* held, Blocks blocks, std::vector<Part>& parts) {
-    const std::size_t page_bytes = std::max<std::size_t>(1, region.page_bytes);
-    const std::size_t pages = std::max<std::size_t>(1, piece_bytes / page_bytes);
-    for (std::size_t page = 0; page < blocks.size(); page += pages) {
-        const std::size_t count = std::min(pages, blocks.size() - page);
-        parts.push_back({&region, held + page * region.page_bytes, blocks.subspan(page, count)});
     }
 }
 
@@ -72,10 +53,9 @@ void cut(const Region& region, std::byte* held, Blocks blocks, std::vector<Part>
 KvMemory::KvMemory(std::vector<std::vector<Region>> groups, std::int64_t skipped)
     : groups_(std::move(groups)), skipped_(skipped) {}
 
-void KvMemory::copy(std::span<std::byte> arena, std::span<const ChunkPages> chunks, Direction direction,
-                    unsigned threads) const {
-    std::vector<Part> parts;
-    std::size_t total = 0;
+std::vector<PageRun> KvMemory::runs(std::span<std::byte> arena, std::span<const ChunkPages> chunks,
+                                    std::size_t most_bytes) const {
+    std::vector<PageRun> runs;
     for (const ChunkPages& chunk : chunks) {
         if (chunk.blocks.size() != groups_.size()) throw std::out_of_range("not one block table a group");
         std::size_t at = chunk.offset;
@@ -88,15 +68,34 @@ void KvMemory::copy(std::span<std::byte> arena, std::span<const ChunkPages> chun
                                   (region.page_bytes == 0 ||
                                    blocks.size() <= (arena.size() - at) / region.page_bytes);
                 if (!fits) outside("chunk at", static_cast<std::int64_t>(chunk.offset), arena.size());
-                cut(region, arena.data() + at, blocks, parts);
+                add_runs(region, arena.data() + at, blocks, skipped_, most_bytes, runs);
                 at += blocks.size() * region.page_bytes;
-                total += blocks.size() * region.page_bytes;
             }
         }
     }
+    return runs;
+}
+
+void KvMemory::copy(std::span<std::byte> arena, std::span<const ChunkPages> chunks, Direction direction,
+                    unsigned threads) const {
+    const std::vector<PageRun> all = runs(arena, chunks, piece_bytes);
+    std::size_t total = 0;
+    for (const PageRun& run : all) total += run.length;
     const bool streaming = pays_streaming(total);
-    parallel_for(parts.size(), threads_for(total, threads), [&](std::size_t index) {
-        copy_part(parts[index], direction, skipped_, streaming);
+    // A single page may be too little for a thread to come back for.
+    const std::size_t average = std::max<std::size_t>(1, total / std::max<std::size_t>(1, all.size()));
+    const std::size_t at_a_time = std::max<std::size_t>(1, piece_bytes / average);
+    const std::size_t parts = (all.size() + at_a_time - 1) / at_a_time;
+    parallel_for(parts, threads_for(total, threads), [&](std::size_t part) {
+        const std::size_t stop = std::min(all.size(), (part + 1) * at_a_time);
+        for (std::size_t index = part * at_a_time; index < stop; ++index) {
+            const auto& [engine, held, length] = all[index];
+            if (direction == Direction::into_engine) {
+                copy_run(engine, held, length, streaming);
+            } else {
+                copy_run(held, engine, length, streaming);
+            }
+        }
     });
 }
 

@@ -1,0 +1,73 @@
+// A module of its own, apart from kvtier._native: a CUDA that does not work takes nothing along with it, and
+// whoever has no GPU does not load it.
+
+#include <nanobind/stl/string.h>
+
+#include "kvtier/cuda.hpp"
+#include "pages.hpp"
+
+namespace nb = nanobind;
+
+namespace kvtier::cuda {
+
+namespace {
+
+using bindings::Bytes;
+using bindings::ChunkTuple;
+using bindings::RegionTuple;
+
+// Pinned memory, and the Python object that keeps it mapped.
+struct Pinned {
+    Bytes bytes;
+    PinnedMemory memory;
+};
+
+Pinned* pin(const Bytes& bytes) {
+    const nb::gil_scoped_release released;
+    return new Pinned{bytes, PinnedMemory(bindings::span_of(bytes))};
+}
+
+DevicePages* device_pages(int device, const std::vector<std::vector<RegionTuple>>& groups,
+                          std::int64_t skipped) {
+    return new DevicePages(device, bindings::kv_memory(groups, skipped));
+}
+
+template <Direction direction>
+Ticket begin_copy(DevicePages& pages, const Pinned& arena, std::vector<ChunkTuple> chunks, std::uintptr_t engine,
+             Carrier carrier) {
+    const std::vector<ChunkPages> wanted = bindings::chunk_pages(chunks);
+    const nb::gil_scoped_release released;
+    const bool hold_engine = direction == Direction::out_of_engine;
+    return pages.begin(arena.memory, wanted, direction, reinterpret_cast<cudaStream_t>(engine), hold_engine,
+                       carrier);
+}
+
+void wait_for(DevicePages& pages, Ticket ticket) {
+    const nb::gil_scoped_release released;
+    pages.wait(ticket);
+}
+
+}  // namespace
+
+}  // namespace kvtier::cuda
+
+NB_MODULE(_native_cuda, module) {
+    using namespace kvtier;
+    using namespace kvtier::cuda;
+    module.doc() = "Copies between CUDA devices and the arena. Imported by kvtier.native alone.";
+    nb::exception<CudaError>(module, "CudaError", PyExc_RuntimeError);
+    module.def("device_count", &device_count);
+    nb::enum_<Carrier>(module, "Carrier")
+        .value("BEST", Carrier::best)
+        .value("KERNEL", Carrier::kernel)
+        .value("COPY_ENGINES", Carrier::copy_engines);
+    nb::class_<Pinned>(module, "PinnedMemory").def(nb::new_(&pin), nb::arg("memory"));
+    nb::class_<DevicePages>(module, "DevicePages")
+        .def(nb::new_(&device_pages), nb::arg("device"), nb::arg("groups"), nb::arg("skipped"))
+        .def("load", &begin_copy<Direction::into_engine>, nb::arg("arena"), nb::arg("chunks"), nb::arg("engine"),
+             nb::arg("carrier") = Carrier::best)
+        .def("save", &begin_copy<Direction::out_of_engine>, nb::arg("arena"), nb::arg("chunks"), nb::arg("engine"),
+             nb::arg("carrier") = Carrier::best)
+        .def("done", &DevicePages::done, nb::arg("ticket"))
+        .def("wait", &wait_for, nb::arg("ticket"));
+}

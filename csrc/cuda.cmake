@@ -1,0 +1,35 @@
+# kvtier._native_cuda, where there is a CUDA compiler that works. It needs no GPU to build, and no driver to load.
+
+include(CheckLanguage)
+find_program(KVTIER_NVCC nvcc HINTS ENV CUDA_PATH ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES bin)
+if(KVTIER_NVCC AND NOT DEFINED ENV{CUDACXX})
+  set(ENV{CUDACXX} ${KVTIER_NVCC})  # Where check_language looks, which bears one that does not work.
+endif()
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+  # Machine code for Hopper, where it was meant to be measured, and PTX that newer and older ones make theirs of.
+  set(CMAKE_CUDA_ARCHITECTURES 75-virtual 90-real)
+endif()
+if(KVTIER_NVCC)
+  check_language(CUDA)
+endif()
+if(CMAKE_CUDA_COMPILER)
+  enable_language(CUDA)
+  find_package(CUDAToolkit)
+endif()
+if(CMAKE_CUDA_COMPILER AND CUDAToolkit_FOUND)
+  message(STATUS "CUDA ${CUDAToolkit_VERSION}: copies from and to GPUs are built")
+  set(CMAKE_CUDA_STANDARD 17)  # All that CMake 3.25 knows of CUDA 13, and enough for the one file.
+  set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+  add_library(kvtier_cuda STATIC
+    src/cuda/device_pages.cpp
+    src/cuda/kernel.cu
+    src/cuda/pinned.cpp
+  )
+  target_link_libraries(kvtier_cuda PUBLIC kvtier_core CUDA::cudart_static)
+  target_compile_options(kvtier_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic>)
+  nanobind_add_module(_native_cuda NB_STATIC NOMINSIZE bindings/cuda_module.cpp)
+  target_link_libraries(_native_cuda PRIVATE kvtier_cuda)
+  kvtier_install(_native_cuda)
+else()
+  message(STATUS "no CUDA compiler: copies from and to GPUs are left to torch")
+endif()

@@ -1,0 +1,29 @@
+#include "calls.hpp"
+#include "kvtier/cuda.hpp"
+
+namespace kvtier::cuda {
+
+int device_count() {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+    static_cast<void>(cudaGetLastError());
+    return 0;
+}
+
+PinnedMemory::PinnedMemory(std::span<std::byte> memory) : memory_(memory) {
+    check(cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable | cudaHostRegisterMapped),
+          "cudaHostRegister");
+}
+
+PinnedMemory::~PinnedMemory() {
+    // Nobody could do anything about an error here; the system takes the pages back with the process.
+    static_cast<void>(cudaHostUnregister(memory_.data()));
+}
+
+std::span<std::byte> PinnedMemory::on_device() const {
+    void* address = nullptr;
+    check(cudaHostGetDevicePointer(&address, memory_.data(), 0), "cudaHostGetDevicePointer");
+    return {static_cast<std::byte*>(address), memory_.size()};
+}
+
+}  // namespace kvtier::cuda

@@ -1,0 +1,113 @@
+"""Copies of whole pages between the arena and a GPU: a batch in one launch, on streams of their own.
+
+Nothing here waits for the device. The arena is registered with CUDA once, in a thread of its own, since that
+takes some 0.1 s a GiB; until it is done, and where it fails, torch copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvtier import native
+from kvtier.integrations.vllm.copies import Pages, TorchCopies, placed, regions
+from kvtier.layout import ChunkLayout
+
+if TYPE_CHECKING:
+    from kvtier.arena import ArenaMap
+    from kvtier.integrations.vllm.metadata import ChunkCopy
+
+logger = logging.getLogger("vllm.kvtier")
+
+
+class Pinning:
+    """One arena that is registered, or about to be."""
+
+    def __init__(self, arena: ArenaMap) -> None:
+        self.arena = arena
+        self.memory: native.cuda.PinnedMemory | None = None
+        self._thread = threading.Thread(target=self._pin, name="kvtier-pin", daemon=True)
+        self._thread.start()
+
+    def _pin(self) -> None:
+        try:
+            self.memory = native.cuda.PinnedMemory(self.arena.view(0, self.arena.capacity))
+        except (native.cuda.CudaError, ValueError) as error:
+            logger.warning("the arena cannot be registered with CUDA, so torch copies, slower: %s", error)
+
+    def wait(self) -> None:
+        """Block until it is registered, or has failed to be."""
+        self._thread.join()
+
+
+class CudaCopies:
+    """See :class:`~kvtier.integrations.vllm.copies.PageCopies`. torch's current stream is the engine's."""
+
+    def __init__(self, layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._pages = pages  # Holds the memory that is known below by its address alone.
+        self._device = pages[0][0].device
+        self._memory = native.cuda.DevicePages(self._device.index or 0, regions(pages), null_block)
+        self._torch = TorchCopies(layout, rank, pages, null_block)
+        self._pinning: Pinning | None = None
+        self._under_way: set[int] = set()
+
+    def load(self, arena: ArenaMap, chunks: Sequence[ChunkCopy]) -> int:
+        """See :meth:`PageCopies.load`. Returns at once."""
+        if (pinned := self._pinned(arena)) is None:
+            return self._torch.load(arena, chunks)
+        wanted = placed(self._layout, self._rank, chunks)
+        return self._began(self._memory.load(pinned, wanted, self._stream()))
+
+    def save(self, arena: ArenaMap, chunks: Sequence[ChunkCopy]) -> int:
+        """See :meth:`PageCopies.save`. Returns at once."""
+        if (pinned := self._pinned(arena)) is None:
+            return self._torch.save(arena, chunks)
+        wanted = placed(self._layout, self._rank, chunks)
+        return self._began(self._memory.save(pinned, wanted, self._stream()))
+
+    def done(self, ticket: int) -> bool:
+        """See :meth:`PageCopies.done`."""
+        if not self._memory.done(ticket):
+            return False
+        self._under_way.discard(ticket)
+        return True
+
+    def wait(self, ticket: int) -> None:
+        """See :meth:`PageCopies.wait`."""
+        self._memory.wait(ticket)
+        self._under_way.discard(ticket)
+
+    def pin(self, arena: ArenaMap) -> bool:
+        """Block until the arena is registered; whether it is."""
+        self._pinned(arena)
+        if self._pinning is None:
+            return False
+        self._pinning.wait()
+        return self._pinning.memory is not None
+
+    def close(self) -> None:
+        """See :meth:`PageCopies.close`."""
+        for ticket in list(self._under_way):
+            self.wait(ticket)
+        if self._pinning is not None:
+            self._pinning.wait()
+            self._pinning = None
+
+    def _pinned(self, arena: ArenaMap) -> native.cuda.PinnedMemory | None:
+        if self._pinning is None or self._pinning.arena is not arena:
+            self.close()  # The arena of a cache process that is gone: nothing new comes of it.
+            self._pinning = Pinning(arena)
+        return self._pinning.memory
+
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def _began(self, ticket: int) -> int:
+        self._under_way.add(ticket)
+        return ticket

@@ -1,0 +1,218 @@
+"""Copies between a GPU and the arena: the same bytes, in order with the engine's stream, without waiting."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kvtier import native
+from kvtier.arena import HUGE_PAGE_BYTES, Arena, ArenaMap
+from kvtier.errors import ArenaError
+from kvtier.integrations.vllm.copies import page_copies
+from kvtier.integrations.vllm.cuda_copies import CudaCopies
+from kvtier.layout import ChunkLayout, GroupLayout
+from tests.native.test_copy import BLOCKS, LAYOUTS, NULL, Chunk, chunks, engine, expected_pages, rank_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(bool(native.cuda_problem()), reason=native.cuda_problem() or "there is CUDA"),
+]
+
+CARRIERS = ["BEST", "KERNEL", "COPY_ENGINES"]
+Pages = list[list[torch.Tensor]]
+
+
+@pytest.fixture(params=[False, True], ids=["normal pages", "huge pages"])
+def arena(request: pytest.FixtureRequest) -> Iterator[ArenaMap]:
+    try:
+        made = Arena.create(2 * HUGE_PAGE_BYTES, huge=request.param, fallback=False)
+    except ArenaError as error:
+        pytest.skip(str(error))
+    mapped = ArenaMap(os.dup(made.fd), made.capacity)
+    yield mapped
+    mapped.close()
+    made.close()
+
+
+def on_device(pages: Pages) -> Pages:
+    return [[layer.cuda() for layer in group] for group in pages]
+
+
+def same(first: Pages, second: Pages) -> bool:
+    return all(
+        torch.equal(one.cpu(), other.cpu())
+        for group in zip(first, second, strict=True)
+        for one, other in zip(*group, strict=True)
+    )
+
+
+def copies(layout: ChunkLayout, pages: Pages, arena: ArenaMap) -> CudaCopies:
+    made = page_copies(layout, rank_of(layout), pages, NULL)
+    assert isinstance(made, CudaCopies)
+    assert made.pin(arena)
+    return made
+
+
+@pytest.fixture(params=CARRIERS)
+def carried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every batch by this carrier."""
+    carrier = native.cuda.Carrier[request.param]
+    for verb in ("load", "save"):
+        call: Callable[..., int] = getattr(native.cuda.DevicePages, verb)
+        monkeypatch.setattr(
+            native.cuda.DevicePages, verb, lambda *given, call=call: call(*given, carrier=carrier)
+        )
+
+
+@pytest.mark.usefixtures("carried")
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_save_puts_each_page_where_the_layout_says(layout: ChunkLayout, arena: ArenaMap) -> None:
+    pages, wanted = on_device(engine(layout, 1)), chunks(layout, 2)
+    memory = arena.view(0, arena.capacity)
+    memory[:] = b"\xee" * arena.capacity
+    expected = bytearray(memory)
+    for chunk in wanted:
+        for group, layer, block, at, length in expected_pages(layout, chunk):
+            expected[at : at + length] = pages[group][layer][block].cpu().numpy().tobytes()
+    saving = copies(layout, pages, arena)
+    saving.wait(saving.save(arena, wanted))
+    assert memory == expected
+    saving.close()
+
+
+@pytest.mark.usefixtures("carried")
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_load_fills_the_blocks_and_no_others(layout: ChunkLayout, arena: ArenaMap) -> None:
+    expected, wanted = engine(layout, 1), chunks(layout, 2)
+    pages = on_device(expected)
+    memory = arena.view(0, arena.capacity)
+    memory[:] = random.Random(3).randbytes(arena.capacity)
+    for chunk in wanted:
+        for group, layer, block, at, length in expected_pages(layout, chunk):
+            expected[group][layer][block] = torch.frombuffer(
+                bytearray(memory[at : at + length]), dtype=torch.uint8
+            )
+    loading = copies(layout, pages, arena)
+    loading.wait(loading.load(arena, wanted))
+    assert same(pages, expected)
+    loading.close()
+
+
+def delay() -> None:
+    """Keep the engine's stream busy for a while (a spin on the device, in its clock's ticks)."""
+    torch.cuda._sleep(200_000_000)
+
+
+@pytest.mark.usefixtures("carried")
+def test_a_save_waits_for_the_engine_and_the_engine_for_the_save(arena: ArenaMap) -> None:
+    layout = LAYOUTS["one group"]
+    pages = on_device(engine(layout, 1))
+    saving = copies(layout, pages, arena)
+    delay()
+    for layer in pages[0]:
+        layer.fill_(1)
+    ticket = saving.save(arena, chunks(layout, 2))
+    assert not saving.done(ticket)  # The engine has not come so far; the call did not wait for it.
+    for layer in pages[0]:
+        layer.fill_(2)
+    saving.wait(ticket)
+    memory = arena.view(0, arena.capacity)
+    for chunk in chunks(layout, 2):
+        for _, _, _, at, length in expected_pages(layout, chunk):
+            assert memory[at : at + length] == b"\x01" * length
+    saving.close()
+
+
+@pytest.mark.usefixtures("carried")
+def test_a_load_waits_for_what_the_engine_did_before(arena: ArenaMap) -> None:
+    layout = LAYOUTS["one group"]
+    pages = on_device(engine(layout, 1))
+    loading = copies(layout, pages, arena)
+    arena.view(0, arena.capacity)[:] = b"\x03" * arena.capacity
+    delay()
+    for layer in pages[0]:
+        layer.fill_(1)
+    ticket = loading.load(arena, chunks(layout, 2))
+    assert not loading.done(ticket)
+    while not loading.done(ticket):  # As the connector does, hook by hook.
+        time.sleep(0.001)
+    for chunk in chunks(layout, 2):
+        for group, layer, block, _, _ in expected_pages(layout, chunk):
+            assert bool((pages[group][layer][block] == 3).all())
+    loading.close()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [Chunk(4096, 64, ([1, 2, 3, BLOCKS],)), Chunk(64 << 20, 64, ([1, 2, 3, 4],))],
+    ids=["block", "chunk"],
+)
+def test_nothing_is_touched_where_anything_is_outside(bad: Chunk, arena: ArenaMap) -> None:
+    layout = LAYOUTS["one group"]
+    before = engine(layout, 1)
+    pages = on_device(before)
+    loading = copies(layout, pages, arena)
+    with pytest.raises(IndexError):
+        loading.load(arena, [Chunk(8192, 64, ([5, 6, 7, 8],)), bad])
+    torch.cuda.synchronize()
+    assert same(pages, before)
+    loading.close()
+
+
+def test_many_batches_are_under_way_at_once(arena: ArenaMap) -> None:
+    layout = LAYOUTS["one group"]
+    pages = on_device(engine(layout, 1))
+    before = [[layer.cpu().clone() for layer in group] for group in pages]
+    moving = copies(layout, pages, arena)
+    wanted = chunks(layout, 2)[:1]
+    tickets = []
+    for _ in range(50):
+        tickets.append(moving.save(arena, wanted))
+        tickets.append(moving.load(arena, wanted))
+    for ticket in reversed(tickets):
+        moving.wait(ticket)
+    assert all(moving.done(ticket) for ticket in tickets)
+    assert same(pages, before)
+    moving.close()
+
+
+def test_an_arena_in_the_place_of_another_is_registered_anew(arena: ArenaMap) -> None:
+    layout = LAYOUTS["one group"]
+    pages = on_device(engine(layout, 1))
+    moving = copies(layout, pages, arena)
+    moving.save(arena, chunks(layout, 2))
+    made = Arena.create(4 << 20)
+    other = ArenaMap(os.dup(made.fd), made.capacity)
+    assert moving.pin(other)
+    moving.wait(moving.save(other, chunks(layout, 2)))
+    for chunk in chunks(layout, 2):
+        for _, _, _, at, length in expected_pages(layout, chunk):
+            assert other.view(at, length) == arena.view(at, length)
+    moving.close()
+    other.close()
+    made.close()
+
+
+def test_torch_copies_where_the_arena_cannot_be_registered(
+    arena: ArenaMap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(memory: memoryview) -> None:
+        raise native.cuda.CudaError("refused")
+
+    layout = ChunkLayout(64, (GroupLayout(16, (4096,)),))
+    before = engine(layout, 1)
+    pages = on_device(before)
+    monkeypatch.setattr(native.cuda, "PinnedMemory", refuse)
+    moving = page_copies(layout, 0, pages, NULL)
+    assert isinstance(moving, CudaCopies)
+    assert not moving.pin(arena)
+    wanted = [Chunk(4096, 64, ([5, 3, 9, 1],))]
+    assert moving.done(moving.save(arena, wanted))
+    assert moving.done(moving.load(arena, wanted))
+    assert same(pages, before)
+    moving.close()
