@@ -1,0 +1,123 @@
+"""The connector's copies of pages, natively and by torch, beside one memcpy of as many bytes.
+
+::
+
+    python -m benchmarks.copies                   # needs 9 GiB of memory
+    python -m benchmarks.copies --small           # some megabytes, to see that it runs
+
+A load copies the pages of a prompt from the arena into the engine's KV memory, a save the other way. The
+engine's blocks are in random order, as after hours of serving. memcpy goes from one place to another in one
+thread, in the same run, over memory of 4 KiB pages that has been touched before. Prompts have 32,768 tokens,
+or fewer where these need more than `--gib`, and the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import anyio
+import torch
+
+from benchmarks.common import ratio, show, speed, take_turns
+from kvtier import native
+from kvtier.arena import Arena, ArenaMap, address_of
+from kvtier.header import object_bytes
+from kvtier.integrations.vllm.copies import NativeCopies, PageCopies, TorchCopies
+from kvtier.layout import ChunkLayout, GroupLayout
+
+TOKENS = 32_768
+CHUNK_TOKENS = 256
+NULL = 0
+
+
+@dataclass
+class Chunk:
+    """As :class:`kvtier.integrations.vllm.metadata.ChunkCopy`, without vLLM."""
+
+    offset: int
+    tokens: int
+    blocks: tuple[list[int], ...]
+    lease: int = 0
+
+
+LAYOUTS = {
+    # What `kvtier demo` serves: float32, K and V of a block in one page.
+    "Llama 100M, f32": GroupLayout(32, (2 * 4 * 64 * 4 * 32,) * 12),
+    "Llama 3.1 8B, bf16": GroupLayout(16, (2 * 8 * 128 * 2 * 16,) * 32),
+    "70B, TP=4, bf16": GroupLayout(16, (2 * 2 * 128 * 2 * 16,) * 80),
+    "MLA, bf16": GroupLayout(16, (576 * 2 * 16,) * 61),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="The connector's copies beside memcpy.")
+    parser.add_argument("--runs", type=int, default=7, help="default: %(default)s")
+    parser.add_argument("--gib", type=float, default=4, help="the most that is copied; default: %(default)s")
+    parser.add_argument("--small", action="store_true", help="a few megabytes, to see that it runs")
+    given = parser.parse_args(arguments)
+    most = 16 << 20 if given.small else int(given.gib * (1 << 30))
+    rows = [row for name, group in LAYOUTS.items() for row in measure(name, group, most, given.runs)]
+    columns = ("", "page", "tokens", "memcpy GB/s", "torch", "native", "native, one thread", "native ms")
+    show("copies of pages as ratios to memcpy", columns, rows)
+
+
+def measure(name: str, group: GroupLayout, most: int, runs: int) -> list[tuple[object, ...]]:
+    """A row for loads and one for saves."""
+    layout = ChunkLayout(CHUNK_TOKENS, (group,))
+    chunk_bytes = object_bytes(layout.payload_bytes(CHUNK_TOKENS))
+    count = max(1, min(TOKENS // CHUNK_TOKENS, most // chunk_bytes))
+    per_chunk = len(group.blocks(CHUNK_TOKENS))
+    arena = Arena.create(count * chunk_bytes)
+    mapped = ArenaMap(os.dup(arena.fd), arena.capacity)
+    memory = mapped.view(0, mapped.capacity)
+    ctypes.memset(address_of(memory), 1, len(memory))
+    num_blocks = count * per_chunk + 1
+    pages = [[torch.ones(num_blocks, page_bytes, dtype=torch.uint8) for page_bytes in group.page_bytes]]
+    order = random.Random(1).sample(range(1, num_blocks), num_blocks - 1)
+    chunks = [
+        Chunk(index * chunk_bytes, CHUNK_TOKENS, (order[index * per_chunk : (index + 1) * per_chunk],))
+        for index in range(count)
+    ]
+    length = count * layout.payload_bytes(CHUNK_TOKENS)
+    elsewhere = torch.ones(length, dtype=torch.uint8)
+    contestants: dict[str, PageCopies] = {"torch": TorchCopies(layout, 0, pages, NULL)}
+    if native.available():
+        contestants["native"] = NativeCopies(layout, 0, pages, NULL)
+        contestants["one"] = NativeCopies(layout, 0, pages, NULL, threads=1)
+    rows = []
+    for verb in ("load", "save"):
+        places = elsewhere.data_ptr(), address_of(memory)
+        target, source = places if verb == "save" else places[::-1]
+        turns = {"memcpy": sync(lambda: ctypes.memmove(target, source, length))}  # noqa: B023 - called at once
+        for title, copies in contestants.items():
+            turns[title] = sync(lambda copies=copies: getattr(copies, verb)(mapped, chunks))  # noqa: B023
+        seconds = anyio.run(take_turns, turns, runs)
+        limit = seconds["memcpy"]
+        figures = [
+            ratio(seconds[title], limit) if title in seconds else "" for title in ("torch", "native", "one")
+        ]
+        took = statistics.median(seconds["native"]) * 1e3 if "native" in seconds else ""
+        page = f"{group.page_bytes[0] / 1024:.0f} KiB"
+        tokens = f"{count * CHUNK_TOKENS:,}"
+        rows.append((f"{name}, {verb}", page, tokens, speed(length, limit), *figures, took))
+    memory.release()
+    mapped.close()
+    arena.close()
+    return rows
+
+
+def sync(function: Callable[[], object]) -> Callable[[], object]:
+    async def call() -> None:
+        function()
+
+    return call
+
+
+if __name__ == "__main__":
+    main()
