@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 BUFFERS_A_CALL = 1024
 """IOV_MAX of Linux."""
 
 Buffers = deque[memoryview]
+
+
+def buffers_of(buffers: Iterable[bytes | memoryview]) -> Buffers:
+    """What is left of them while nothing has been moved."""
+    return deque(memoryview(buffer) for buffer in buffers if buffer)
 
 
 def first_of(buffers: Buffers) -> list[memoryview]:

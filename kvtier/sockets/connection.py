@@ -15,14 +15,13 @@ import socket
 import ssl
 import struct
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any, TypeAlias
 
 from kvtier import native
-from kvtier.sockets.buffers import advance, first_of
+from kvtier.sockets.buffers import advance, buffers_of, first_of
 from kvtier.sockets.conversation import EXPECT, SEND, Operation, Progress, progress_of
 
 Buffer: TypeAlias = bytes | memoryview
@@ -52,6 +51,11 @@ class Deadline:
         self._lock = Lock()
         self._is_cut = False
         self._connections: set[Connection] = set()
+
+    @property
+    def left(self) -> float:
+        """Seconds left; none where there are not any."""
+        return max(self._at - time.monotonic(), 0.0)
 
     def remaining(self) -> float:
         """Seconds left. Raises ``TimeoutError`` where there are none, or the batch was cut short."""
@@ -90,6 +94,8 @@ class Connection:
         self.deadline = Deadline(0)
         self.in_step = True
         """False where the rest of a reply was left unread: close it."""
+        self.is_plain = True
+        """Whether what is sent is what goes over the socket, so that others may send for it."""
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._buffer = bytearray(BUFFER_BYTES)
         self._buffer_view = memoryview(self._buffer)
@@ -123,6 +129,15 @@ class Connection:
             # Not the method of an SSLSocket, which would go on in the clear.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._socket.fileno()
+
+    @property
+    def scratch(self) -> bytearray:
+        """What holds that which has come and was not taken."""
+        return self._buffer
+
     @property
     def buffered(self) -> bool:
         """Whether something has come that was not yet taken."""
@@ -136,7 +151,7 @@ class Connection:
 
     def send(self, buffers: Sequence[Buffer]) -> None:
         """Send the buffers one after the other, none of them copied."""
-        rest = deque(memoryview(buffer) for buffer in buffers)
+        rest = buffers_of(buffers)
         while rest:
             advance(rest, self._send_some(first_of(rest)))
 
@@ -189,13 +204,15 @@ class Connection:
             seconds = self.deadline.remaining()
         except TimeoutError as error:
             return Progress(0, 0, error.with_traceback(None))
-        progress = progress_of(
-            *native.core.exchange(self._socket.fileno(), operations, self._buffer, seconds)
-        )
-        done = progress.operations
-        if done < len(operations) and operations[done][0] == EXPECT:
-            self._start, self._stop = 0, progress.received
+        ended = native.core.exchange(self._socket.fileno(), operations, self._buffer, seconds)
+        progress = progress_of(*ended)
+        if operations[progress.operations :] and operations[progress.operations][0] == EXPECT:
+            self.put_back(progress.received)
         return progress
+
+    def put_back(self, received: int) -> None:
+        """So many bytes lie in :attr:`scratch` that nobody has taken."""
+        self._start, self._stop = 0, received
 
     def _exchange_here(self, operations: Sequence[Operation]) -> Progress:
         done = received = 0
@@ -208,7 +225,7 @@ class Connection:
                     if not self._is_next(buffers[0]):
                         break
                 else:
-                    rest = deque(memoryview(buffer) for buffer in buffers if buffer)
+                    rest = buffers_of(buffers)
                     while rest:
                         moved = self.receive_some(first_of(rest))
                         received += moved
@@ -271,6 +288,7 @@ class TLSConnection(Connection):
 
     def __init__(self, family: int, context: ssl.SSLContext, server_name: str) -> None:
         super().__init__(family)
+        self.is_plain = False
         # Before it is connected: who interrupts this connection must never meet another socket.
         self._secured = self._socket = context.wrap_socket(
             self._socket, server_hostname=server_name, do_handshake_on_connect=False

@@ -44,10 +44,16 @@ class Lane(Generic[ConnectionT]):
         Closed after any exception; so read every reply that is due.
         """
         deadline.remaining()
-        connection = self._take(deadline)
+        connection = self.idle() or self.connect(deadline)
+        with self.bound(connection, deadline):
+            yield connection
+
+    @contextmanager
+    def bound(self, connection: ConnectionT, deadline: Deadline) -> Iterator[None]:
+        """See :meth:`borrow`, with a connection that is :meth:`idle`, or new. Does not block."""
         try:
             with deadline.bounds(connection):
-                yield connection
+                yield
         except BaseException:
             connection.close()
             raise
@@ -61,15 +67,20 @@ class Lane(Generic[ConnectionT]):
             self._idle.pop().close()
         self.hop.close()
 
-    def _take(self, deadline: Deadline) -> ConnectionT:
+    def idle(self) -> ConnectionT | None:
+        """One that is open and works, as far as one can see. Does not block."""
         while True:
             try:
                 connection = self._idle.pop()
             except IndexError:
-                return self._connect(deadline)
+                return None
             if connection.is_idle():
                 return connection
             connection.close()
+
+    def connect(self, deadline: Deadline) -> ConnectionT:
+        """A new one. Blocks. Raises ``OSError``."""
+        return self._connect(deadline)
 
     def _give_back(self, connection: ConnectionT) -> None:
         with self._lock:

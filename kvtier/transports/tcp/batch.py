@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from itertools import islice
-from threading import Lock
 from typing import NamedTuple
 
 from kvtier.backends.base import Outcome
@@ -53,9 +50,9 @@ class Part:
             )
             self.batch.settle((piece.item, Outcome.MISS) for piece in missed)
 
-    def views(self, most: int) -> list[memoryview]:
-        """The memory of the next pieces, at most so many."""
-        return [piece.view for piece in islice(self.pieces, most)]
+    def views(self) -> list[memoryview]:
+        """The memory of all pieces."""
+        return [piece.view for piece in self.pieces]
 
     def advance(self, received: int) -> None:
         """Note that so many bytes of it have come."""
@@ -73,30 +70,21 @@ class Part:
 
 
 class Batch:
-    """One call. Its parts are worked on by several threads; its memory is theirs until :attr:`let_go`."""
+    """One call. Its memory is others' until :attr:`let_go`. Used from the event loop."""
 
-    def __init__(
-        self, access: Access, items: Sequence[tuple[RemoteSpan, memoryview]], lock: Lock, spread: int
-    ) -> None:
+    def __init__(self, access: Access, items: Sequence[tuple[RemoteSpan, memoryview]], spread: int) -> None:
         self.access = access
         self.outcomes = [Outcome.OK] * len(items)
         self.let_go = asyncio.Event()
-        """Set in the loop when no thread touches the memory any more: done, or over."""
+        """Nobody uses the memory any more: it is done, or over."""
         self.is_over = False
-        """Nobody waits for it any longer. Changed with the lock held."""
-        self._loop = asyncio.get_running_loop()
-        self._lock = lock
+        """Nobody waits for it any longer."""
         self._gripped = 0
         self._left = [0] * len(items)
         total = sum(len(view) for _, view in items)
         size = min(max(-(-total // spread), LEAST_PART_BYTES), PART_BYTES[access])
         self.parts = [Part(self, pieces) for pieces in self._cut(items, size)]
         self._unsettled = sum(self._left)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every piece has its outcome."""
-        return not self._unsettled
 
     def _cut(self, items: Sequence[tuple[RemoteSpan, memoryview]], size: int) -> Iterator[list[Piece]]:
         pieces: list[Piece] = []
@@ -124,32 +112,27 @@ class Batch:
             yield pieces
 
     def settle(self, settled: Iterable[tuple[int, Outcome]]) -> None:
-        """Note outcomes of pieces, by their items. From any thread."""
-        with self._lock:
-            for item, outcome in settled:
-                self._left[item] -= 1
-                self._unsettled -= 1
-                if outcome is not Outcome.OK and self.outcomes[item] is not Outcome.FAILED:
-                    self.outcomes[item] = outcome
+        """Note outcomes of pieces, by their items."""
+        for item, outcome in settled:
+            self._left[item] -= 1
+            self._unsettled -= 1
+            if outcome is not Outcome.OK and self.outcomes[item] is not Outcome.FAILED:
+                self.outcomes[item] = outcome
+        self._tell()
 
     def forget(self) -> None:
         """Hold no memory any longer. Once it has been let go of."""
         for part in self.parts:
             part.pieces.clear()
 
-    # With the lock held.
-
-    def grip(self) -> bool:
-        """A thread is about to touch the memory of a part; ``False``: it must not any more."""
-        if self.is_over:
-            return False
+    def grip(self) -> None:
+        """The memory of a part is about to be used."""
         self._gripped += 1
-        return True
 
     def ungrip(self) -> None:
-        """The thread has let go."""
+        """It is not any longer."""
         self._gripped -= 1
-        self.tell()
+        self._tell()
 
     def end(self) -> None:
         """Nobody waits for it any longer: what has no outcome has failed."""
@@ -157,10 +140,8 @@ class Batch:
         for item, left in enumerate(self._left):
             if left and self.outcomes[item] is Outcome.OK:
                 self.outcomes[item] = Outcome.FAILED
-        self.tell()
+        self._tell()
 
-    def tell(self) -> None:
-        """Wake who waits, where there is nothing to wait for."""
-        if not self._gripped and (self.is_over or self.is_done):
-            with suppress(RuntimeError):  # The loop is closed: nobody waits.
-                self._loop.call_soon_threadsafe(self.let_go.set)
+    def _tell(self) -> None:
+        if not self._gripped and (self.is_over or not self._unsettled):
+            self.let_go.set()

@@ -1,10 +1,9 @@
-"""The side that wants bytes: batches in the event loop, connections in worker threads."""
+"""The side that wants bytes: batches, and what drives the connections that bring them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Sequence
 
 from anyio import CancelScope, move_on_after
@@ -12,6 +11,7 @@ from anyio import CancelScope, move_on_after
 from kvtier.backends.base import Outcome
 from kvtier.sockets.connection import Connection, Deadline, ProtocolViolation
 from kvtier.sockets.lanes import Lane
+from kvtier.sockets.pump import Pump, finished
 from kvtier.transports.base import Access, Dial, Link, ReadItem, RemoteSpan, WriteItem
 from kvtier.transports.tcp.asking import Asking
 from kvtier.transports.tcp.batch import Batch
@@ -19,8 +19,6 @@ from kvtier.transports.tcp.queue import PartQueue
 
 logger = logging.getLogger("kvtier")
 
-PARTS_A_CONNECTION = 2
-"""In how many parts each connection brings its share of a batch that has the link to itself."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5
 """Seconds between attempts to connect; the very first comes at once."""
 HOPELESS_ATTEMPTS = 3
@@ -30,7 +28,7 @@ HOPELESS_ATTEMPTS = 3
 class TcpLink(Link):
     """Parts of all batches stand in one queue, in the order in which they were asked for.
 
-    While there are any, up to ``connections`` threads, with a connection each, ask for the next while the one
+    While there are any, up to ``connections`` drivers, with a connection each, ask for the next while the one
     before is on its way. A connection that breaks leaves what it did not bring to the others, or to the one
     that takes its place.
     """
@@ -38,11 +36,12 @@ class TcpLink(Link):
     def __init__(self, dial: Dial, connections: int, deadline: float) -> None:
         self._dial = dial
         self._deadline = deadline
+        self._pump = Pump(connections)
         self._lane = Lane(connections, self._connect)
         self._queue = PartQueue()
-        self._pumps: set[asyncio.Future[None]] = set()
+        self._drivers: set[asyncio.Task[None]] = set()
         self._deadlines: set[Deadline] = set()
-        self._closing = threading.Event()
+        self._closing = asyncio.Event()
 
     async def read(self, items: Sequence[ReadItem]) -> Sequence[Outcome]:
         """See :meth:`Link.read`. What had arrived when a connection was cut is not asked for again."""
@@ -53,82 +52,93 @@ class TcpLink(Link):
         return await self._carry(Access.WRITE, [(span, view) for view, span in items])
 
     async def close(self) -> None:
-        """Break every connection, and wait until the threads are through."""
+        """Break every connection, and wait until nobody uses one."""
         self._closing.set()
         self._queue.clear()
         for deadline in list(self._deadlines):
             deadline.cut_short()
         with CancelScope(shield=True):
-            while self._pumps:
-                await asyncio.wait(self._pumps)
+            while self._drivers:
+                await asyncio.wait(self._drivers)
         self._lane.close()
+        self._pump.close()
 
     async def _carry(
         self, access: Access, items: Sequence[tuple[RemoteSpan, memoryview]]
     ) -> Sequence[Outcome]:
-        batch = Batch(access, items, self._queue.lock, self._lane.size * PARTS_A_CONNECTION)
+        batch = Batch(access, items, self._lane.size)
         if not batch.parts:
             return batch.outcomes
         self._queue.add(batch.parts)
-        self._start_pumps()
+        for _ in range(self._queue.take_on(self._lane.size)):
+            driver = asyncio.ensure_future(self._drive())
+            self._drivers.add(driver)
+            driver.add_done_callback(self._ended)
+        timer = asyncio.get_running_loop().call_later(self._deadline, self._queue.abandon, batch)
         try:
-            with move_on_after(self._deadline):
-                await batch.let_go.wait()
+            await batch.let_go.wait()
+        except asyncio.CancelledError:
+            self._queue.abandon(batch)
+            await _let_go(batch)
+            raise
         finally:
-            if not batch.let_go.is_set():
-                self._queue.abandon(batch)
-                await _let_go(batch)
-                batch.forget()
+            timer.cancel()
+            batch.forget()
         return batch.outcomes
 
-    def _start_pumps(self) -> None:
-        for _ in range(self._queue.take_on(self._lane.size)):
-            pump = self._lane.hop(self._pump)
-            self._pumps.add(pump)
-            pump.add_done_callback(self._ended)
-
-    def _ended(self, pump: asyncio.Future[None]) -> None:
-        self._pumps.discard(pump)
-        error = pump.exception()
+    def _ended(self, driver: asyncio.Task[None]) -> None:
+        self._drivers.discard(driver)
+        error = None if driver.cancelled() else driver.exception()
         if error is not None:
-            logger.error("a thread that fetches from a peer has failed", exc_info=error)
+            logger.error("what fetches from a peer has failed", exc_info=error)
 
-    # In worker threads.
-
-    def _pump(self) -> None:
+    async def _drive(self) -> None:
         attempts = _Attempts()
         while self._queue.goes_on():
-            deadline = Deadline(self._deadline)
-            self._deadlines.add(deadline)
             try:
-                self._converse(deadline, attempts)
+                await self._converse(attempts)
             except BaseException:
-                # A fault of ours, or of what dials: nobody is to believe that this thread goes on.
+                # A fault of ours, or of what dials: nobody is to believe that this driver goes on.
                 self._queue.leave()
                 raise
-            finally:
-                self._deadlines.discard(deadline)
             if attempts.are_hopeless:
                 self._queue.fail()
-            if not self._closing.is_set() and attempts.pause:
-                self._closing.wait(attempts.pause)
+            if attempts.pause:
+                with move_on_after(attempts.pause):
+                    await self._closing.wait()
 
-    def _converse(self, deadline: Deadline, attempts: _Attempts) -> None:
+    async def _converse(self, attempts: _Attempts) -> None:
         """Over one connection: bring what there is, or as much as it lasts for."""
         asking: Asking | None = None
+        deadline = Deadline(self._deadline)
+        self._deadlines.add(deadline)
         try:
-            with self._lane.borrow(deadline) as connection:
-                asking = Asking(connection, self._queue, self._deadline)
-                asking.bring_all()
+            connection = self._lane.idle() or await self._connected(deadline)
+            with self._lane.bound(connection, deadline):
+                asking = Asking(connection, self._queue, self._pump, self._deadline)
+                await asking.bring_all()
         except OSError as error:
             attempts.failed(error)
         finally:
+            self._deadlines.discard(deadline)
             if asking is not None:
                 asking.put_back()
                 if asking.progressed or asking.interrupted:
                     attempts.succeeded()
 
+    async def _connected(self, deadline: Deadline) -> Connection:
+        made: list[Connection] = []
+        try:
+            hop = self._pump.hop(lambda: made.append(self._lane.connect(deadline)))
+            await finished(hop, deadline.cut_short)
+        except asyncio.CancelledError:
+            for connection in made:
+                connection.close()
+            raise
+        return made[0]
+
     def _connect(self, deadline: Deadline) -> Connection:
+        """In a worker thread."""
         if self._closing.is_set():
             raise TimeoutError("the link is closed")
         connection = self._dial(deadline)
@@ -169,7 +179,7 @@ class _Attempts:
 
 
 async def _let_go(batch: Batch) -> None:
-    """Wait until no thread touches the batch's memory, however often the waiting is cancelled."""
+    """Wait until nobody uses the batch's memory, however often the waiting is cancelled."""
     cancelled: asyncio.CancelledError | None = None
     waiting = asyncio.ensure_future(batch.let_go.wait())
     with CancelScope(shield=True):

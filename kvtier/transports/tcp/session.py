@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
-import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-
-from anyio import fail_after
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from kvtier.arena import Lease
 from kvtier.backends.logs import RareWarning
-from kvtier.sockets.buffers import advance, first_of
+from kvtier.sockets.buffers import Buffers, advance
 from kvtier.sockets.connection import ProtocolViolation, keep_alive
-from kvtier.threads import Hop, spread
+from kvtier.sockets.conversation import RECEIVE, SEND
+from kvtier.sockets.pump import SMALL_BYTES, Pump
 from kvtier.transports.base import Access, Grants, RemoteSpan
-from kvtier.transports.tcp.stream import MOMENT_SECONDS, stream_over
+from kvtier.transports.tcp.stream import Step, stream_over
 from kvtier.transports.tcp.wire import Request, RequestReader, encode_answer
 
 ANSWERS_AT_ONCE = 8
 """Requests whose leases are held at once, for one connection."""
 RECEIVE_BYTES = 4096
 """At once, of requests: what is received beside them is copied."""
-SMALL_BYTES = 1 << 16
-"""So much is sent in the loop, where the socket takes it: a thread would take longer to start."""
 SCRATCH_BYTES = 1 << 18
 
 _warn = RareWarning(logging.getLogger("kvtier"))
-
-Buffers = deque[memoryview]
-Move = Callable[[Sequence[memoryview]], int]
 
 
 class Session:
     """Answers requests in their order. A thread is needed only while the socket takes bytes in."""
 
-    def __init__(self, connected: socket.socket, grants: Grants, hop: Hop, deadline: float) -> None:
+    def __init__(self, connected: socket.socket, grants: Grants, pump: Pump, deadline: float) -> None:
         self._socket = connected
         self._stream = stream_over(connected)
         self._grants = grants
-        self._hop = hop
+        self._pump = pump
         self._deadline = deadline
         self._reader = RequestReader()
         self._next: Request | None = None
@@ -52,7 +47,7 @@ class Session:
             keep_alive(self._socket)
             while requests := await self._requests():
                 # Who does not take what it has asked for is not waited for any longer.
-                with fail_after(self._deadline * len(requests)):
+                with self._patience(self._deadline * len(requests)):
                     if requests[0].access is Access.READ:
                         await self._answer(requests)
                     else:
@@ -62,11 +57,23 @@ class Session:
         except OSError:
             return
 
+    @contextmanager
+    def _patience(self, seconds: float) -> Iterator[None]:
+        """The connection breaks where this takes longer. Cheaper than a scope, which each part would pay."""
+        timer = asyncio.get_running_loop().call_later(seconds, self._stream.interrupt)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     async def _requests(self) -> list[Request]:
         """Requests that are there, at least one: some to read, or one to write. None: the peer has closed."""
         while not (requests := self._parsed()):
-            # Who has said half of it has a deadline; who says nothing may take as long as it likes.
-            with fail_after(self._deadline if self._reader.held else None):
+            if self._reader.held:
+                # Who has said half of it has a deadline; who says nothing may take as long as it likes.
+                with self._patience(self._deadline):
+                    data = await self._stream.receive(RECEIVE_BYTES)
+            else:
                 data = await self._stream.receive(RECEIVE_BYTES)
             if not data:
                 return []
@@ -98,7 +105,7 @@ class Session:
                 buffers.append(memoryview(granted))
                 buffers.extend(view for view in held if view)
             held = []
-            await self._send(buffers)
+            await self._carry((SEND, buffers))
         finally:
             buffers.clear()
             for lease in leases:
@@ -117,12 +124,12 @@ class Session:
             while targets and (data := self._reader.take(len(targets[0]))):
                 targets[0][: len(data)] = data
                 advance(targets, len(data))
-            await self._carry(targets, self._stream.receive_some, self._stream.until_readable)
+            answer = deque([memoryview(encode_answer(Access.WRITE, granted))])
+            await self._carry((RECEIVE, targets), (SEND, answer))
         finally:
             targets.clear()
             for lease in leases:
                 lease.release()
-        await self._send(deque([memoryview(encode_answer(Access.WRITE, granted))]))
 
     def _held(self, span: RemoteSpan, access: Access, leases: list[Lease]) -> memoryview | None:
         """The memory of a span that is granted, leased as long as ``leases`` are."""
@@ -134,35 +141,20 @@ class Session:
         view = lease.view[start : start + span.length]
         return view if start >= 0 and len(view) == span.length else None
 
-    async def _send(self, buffers: Buffers) -> None:
-        if sum(map(len, buffers)) <= SMALL_BYTES:
-            self._stream.send_now(buffers)
-        await self._carry(buffers, self._stream.send_some, self._stream.until_writable)
-
-    async def _carry(
-        self, buffers: Buffers, move: Move, until_possible: Callable[[], Awaitable[None]]
-    ) -> None:
-        """Move all buffers in a thread, for as long as the socket takes or gives something."""
-
-        def work(buffers: Buffers) -> OSError | None:
-            # Then it is another connection's turn.
-            until = time.monotonic() + MOMENT_SECONDS
-            try:
-                while buffers and (moved := move(first_of(buffers))):
-                    advance(buffers, moved)
-                    if time.monotonic() > until:
-                        break
-            except OSError as error:
-                # Where it was raised there are views, which nobody is to hold longer than the leases.
-                return error.with_traceback(None)
-            return None
-
-        while buffers:
-            (error,) = await spread(work, [buffers], parts=1, hop=self._hop, on_cancel=self._stream.interrupt)
-            if error is not None:
-                raise error
-            if buffers:
-                await until_possible()
+    async def _carry(self, *given: Step) -> None:
+        """Carry steps out: small ones in the loop, others in a thread while the socket does its part."""
+        steps = deque(given)
+        while steps:
+            buffers = steps[0][1]
+            is_small = sum(map(len, buffers)) <= SMALL_BYTES
+            if not (is_small and self._stream.move_now(steps[0])):
+                error = await self._stream.move(steps, self._pump)
+                if error is not None:
+                    raise error
+            elif not buffers:
+                steps.popleft()
+            if steps and buffers:
+                await self._stream.until_possible(steps[0])
 
 
 def _repeated(scratch: memoryview, length: int) -> Iterator[memoryview]:

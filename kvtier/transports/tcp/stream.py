@@ -5,22 +5,30 @@ Time-outs: socket(7), SO_SNDTIMEO.
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 import struct
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from anyio import wait_readable, wait_writable
-
-from kvtier.sockets.buffers import advance, first_of
+from kvtier import native
+from kvtier.sockets.buffers import Buffers, advance, first_of
+from kvtier.sockets.conversation import SEND, progress_of
+from kvtier.sockets.pump import Pump, finished
+from kvtier.sockets.waiting import until_readable, until_writable
 
 MOMENT_SECONDS = 0.1
-"""How long a thread waits for a socket that takes or gives nothing."""
+"""How long a thread waits for a socket that takes or gives nothing, and how long it is at work at most."""
 _TIMEVAL = struct.pack("@ll", 0, int(MOMENT_SECONDS * 1e6))
 _TLS_BYTES = 1 << 18
 """A piece that TLS did not take must be offered again as it was, so that pieces have a size."""
+_NOTHING = bytearray()
+
+Step = tuple[int, Buffers]
+"""One of the operations of :mod:`kvtier.sockets.conversation`, and the buffers that are left of it."""
 
 
 class Stream:
@@ -33,7 +41,7 @@ class Stream:
             connected.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL)
 
     def interrupt(self) -> None:
-        """Wake the thread that waits for this socket: it finds it closed. From any thread."""
+        """Wake who waits for this socket, thread or loop: it finds it closed. From any thread."""
         with suppress(OSError):
             # Not the method of an SSLSocket, which would go on in the clear.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
@@ -46,34 +54,78 @@ class Stream:
             try:
                 return self._socket.recv(most, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                await wait_readable(self._socket)
+                await until_readable(self._socket.fileno())
 
-    def send_now(self, buffers: deque[memoryview]) -> None:
-        """Send what the socket takes at once. Raises ``OSError``."""
+    def move_now(self, step: Step) -> bool:
+        """As much of it as goes at once; ``False``: not in the loop. Raises ``OSError``."""
+        kind, buffers = step
         with suppress(BlockingIOError):
             while buffers:
                 some = first_of(buffers)
-                advance(buffers, self._socket.sendmsg(some, [], socket.MSG_DONTWAIT))
+                if kind == SEND:
+                    moved = self._socket.sendmsg(some, [], socket.MSG_DONTWAIT)
+                else:
+                    moved = unless_closed(self._socket.recvmsg_into(some, 0, socket.MSG_DONTWAIT)[0])
+                advance(buffers, moved)
+        return True
 
-    async def until_readable(self) -> None:
-        """Wait until there is something to receive."""
-        await wait_readable(self._socket)
+    async def until_possible(self, step: Step) -> None:
+        """Wait until more of it can be done."""
+        if step[0] == SEND:
+            await until_writable(self._socket.fileno())
+        else:
+            await until_readable(self._socket.fileno())
 
-    async def until_writable(self) -> None:
-        """Wait until something can be sent."""
-        await wait_writable(self._socket)
+    async def move(self, steps: deque[Step], pump: Pump) -> OSError | None:
+        """Carry steps out for a moment, in a thread; what is left of them is left. Why they end here, if so.
 
-    # In a thread.
+        Where this is cancelled the socket is interrupted, and the memory let go of before it ends.
+        """
+        if not native.available():
+            return await self._move_here(steps, pump)
+        operations = [(kind, list(buffers)) for kind, buffers in steps]
+        ended = pump.start(self._socket.fileno(), operations, _NOTHING, MOMENT_SECONDS)
+        # A task that is cancelled may keep this frame for longer than the leases.
+        del operations
+        done, moved, number = await finished(ended, self.interrupt)
+        for _ in range(done):
+            steps.popleft()
+        if steps:
+            advance(steps[0][1], moved)
+        return None if number == errno.ETIMEDOUT else progress_of(done, moved, number).error
 
-    def send_some(self, buffers: Sequence[memoryview]) -> int:
-        """Send what goes within a moment: how many bytes that were. Raises ``OSError``."""
+    async def _move_here(self, steps: deque[Step], pump: Pump) -> OSError | None:
+        errors: list[OSError | None] = []
+        await finished(pump.hop(lambda: errors.append(self._moved(steps))), self.interrupt)
+        return errors[0]
+
+    # In a worker thread.
+
+    def _moved(self, steps: deque[Step]) -> OSError | None:
+        # Then it is another connection's turn.
+        until = time.monotonic() + MOMENT_SECONDS
+        try:
+            while steps and time.monotonic() < until:
+                kind, buffers = steps[0]
+                if not buffers:
+                    steps.popleft()
+                elif moved := (self._send_some if kind == SEND else self._receive_some)(first_of(buffers)):
+                    advance(buffers, moved)
+                else:
+                    break
+        except OSError as error:
+            # Where it was raised there are views, which nobody is to hold longer than the leases.
+            return error.with_traceback(None)
+        return None
+
+    def _send_some(self, buffers: Sequence[memoryview]) -> int:
+        """How many bytes went within a moment."""
         try:
             return self._socket.sendmsg(buffers)
         except BlockingIOError:
             return 0
 
-    def receive_some(self, views: Sequence[memoryview]) -> int:
-        """Fill views with what comes within a moment: how many bytes that were. Raises ``OSError``."""
+    def _receive_some(self, views: Sequence[memoryview]) -> int:
         try:
             return unless_closed(self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0])
         except BlockingIOError:
@@ -94,28 +146,31 @@ class TLSStream(Stream):
             try:
                 return self._secured.recv(most)
             except ssl.SSLWantReadError:
-                await wait_readable(self._secured)
+                await until_readable(self._secured.fileno())
             except ssl.SSLWantWriteError:
-                await wait_writable(self._secured)
+                await until_writable(self._secured.fileno())
 
-    def send_now(self, buffers: deque[memoryview]) -> None:
+    def move_now(self, step: Step) -> bool:
         """Encrypting is a thread's work."""
+        return False
 
-    async def until_readable(self) -> None:
-        """See :meth:`Stream.until_readable`."""
-        if not self._secured.pending():
-            await wait_readable(self._secured)
+    async def until_possible(self, step: Step) -> None:
+        """See :meth:`Stream.until_possible`."""
+        if step[0] == SEND or not self._secured.pending():
+            await super().until_possible(step)
 
-    def send_some(self, buffers: Sequence[memoryview]) -> int:
-        """See :meth:`Stream.send_some`."""
+    async def move(self, steps: deque[Step], pump: Pump) -> OSError | None:
+        """See :meth:`Stream.move`."""
+        return await self._move_here(steps, pump)
+
+    def _send_some(self, buffers: Sequence[memoryview]) -> int:
         self._secured.settimeout(MOMENT_SECONDS)
         try:
             return self._secured.send(buffers[0][:_TLS_BYTES])
         except TimeoutError:
             return 0
 
-    def receive_some(self, views: Sequence[memoryview]) -> int:
-        """See :meth:`Stream.receive_some`."""
+    def _receive_some(self, views: Sequence[memoryview]) -> int:
         self._secured.settimeout(MOMENT_SECONDS)
         try:
             return unless_closed(self._secured.recv_into(views[0]))

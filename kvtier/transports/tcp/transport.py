@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kvtier.arena import Arena
 from kvtier.errors import PeerError
-from kvtier.threads import WorkerThreads
+from kvtier.sockets.pump import Pump
 from kvtier.transports.base import (
     Dial,
     Grants,
@@ -37,7 +37,7 @@ class TcpTransport(Transport, SupportsConnections):
 
     def __init__(self, settings: TcpSettings) -> None:
         self._settings = settings
-        self._hop = WorkerThreads(settings.threads)
+        self._pump = Pump(settings.threads)
         self._grants: Grants
 
     async def open(self, arena: Arena, grants: Grants) -> None:
@@ -46,7 +46,7 @@ class TcpTransport(Transport, SupportsConnections):
 
     async def close(self) -> None:
         """Let the threads end."""
-        self._hop.close()
+        self._pump.close()
 
     @property
     def endpoint(self) -> bytes:
@@ -69,4 +69,4 @@ class TcpTransport(Transport, SupportsConnections):
 
     async def serve(self, connected: socket.socket) -> None:
         """Serve a peer's connection. See :class:`~kvtier.transports.base.SupportsConnections`."""
-        await Session(connected, self._grants, self._hop, self._settings.deadline).run()
+        await Session(connected, self._grants, self._pump, self._settings.deadline).run()
