@@ -33,6 +33,7 @@ from benchmarks.pools_sides import Pump, RawRESP, fill_arena
 from kvtier.arena import Arena
 from kvtier.backends.base import SupportsRegistration
 from kvtier.backends.sealed import SealedBackend
+from kvtier.bench.chunks import clear_stamps, have_stamps, put_stamps
 from kvtier.bench.libraries import InfiniStoreLibrary, MooncakeLibrary
 from kvtier.bench.sides import BackendSide, Chunk, Side
 from kvtier.bench.timing import rotated
@@ -47,7 +48,6 @@ KEYS = 128
 """A prompt of 32,768 tokens in chunks of 256."""
 HELD_BYTES = 4096
 """What is looked up is that long: a look-up does not see it."""
-STAMP_BYTES = 8
 RESP = ("redis", "valkey")
 
 Seconds = Mapping[str, Sequence[float]]
@@ -193,9 +193,11 @@ async def take_turns(
     for turn in range(turns + 1):
         for name in rotated(list(sides), turn):
             stored = await sides[name].put(chunks)
-            stamps = cleared(chunks)
+            stamps = clear_stamps(chunks)
             fetched = await sides[name].get(chunks)
-            if not brought(sides[name], chunks, stamps):
+            if not sides[name].fills:
+                put_stamps(chunks, stamps)
+            elif not have_stamps(chunks, stamps):
                 raise SystemExit(f"{name} has not brought what it was given")
             # The limit's empties a Redis at once, where the backend would leave that to the background.
             await sides["limit"].forget(keys)
@@ -204,23 +206,6 @@ async def take_turns(
                 put[name].append(stored)
                 get[name].append(fetched)
     return put, get
-
-
-def cleared(chunks: Sequence[Chunk]) -> list[tuple[bytes, bytes]]:
-    """Both ends of each chunk, which are not there any longer."""
-    stamps = [(bytes(view[:STAMP_BYTES]), bytes(view[-STAMP_BYTES:])) for _, view in chunks]
-    for _, view in chunks:
-        view[:STAMP_BYTES] = view[-STAMP_BYTES:] = bytes(STAMP_BYTES)
-    return stamps
-
-
-def brought(side: Side, chunks: Sequence[Chunk], stamps: Sequence[tuple[bytes, bytes]]) -> bool:
-    """Whether both ends are there again; put there for a side that fetches into memory of its own."""
-    if side.fills:
-        return stamps == [(view[:STAMP_BYTES], view[-STAMP_BYTES:]) for _, view in chunks]
-    for (_, view), (head, tail) in zip(chunks, stamps, strict=True):
-        view[:STAMP_BYTES], view[-STAMP_BYTES:] = head, tail
-    return True
 
 
 async def look_ups(sides: Mapping[str, Side], held: Sequence[Chunk], turns: int) -> list[tuple[str, Seconds]]:

@@ -12,23 +12,17 @@ import sys
 import time
 from collections.abc import Sequence
 
-from benchmarks.common import filled
 from kvtier.arena import Arena
 from kvtier.bench import raw_resp
+from kvtier.bench.chunks import make_chunks
 from kvtier.bench.raw_resp import connected, exactly, fill, line
 from kvtier.bench.sides import Chunk, InThreads, expect
-from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.keys import KEY_BYTES, ChunkKey
 
 
 def chunk_key(index: int) -> ChunkKey:
     """The key of the chunk of that number."""
     return ChunkKey(index.to_bytes(2, "big") * (KEY_BYTES // 2))
-
-
-def seal(key: ChunkKey, view: memoryview) -> None:
-    """Make a chunk object of memory that has been filled."""
-    ChunkHeader(key, key, bytes(32), len(view) - HEADER_BYTES).seal(view)
 
 
 class RawRESP(raw_resp.RawRESP):
@@ -89,15 +83,5 @@ class Pump(InThreads):
 
 
 def fill_arena(arena: Arena, count: int, size: int) -> list[Chunk]:
-    """Sealed chunk objects with bytes that differ."""
-    chunks = []
-    pattern = filled(min(size, 8 << 20))
-    for index in range(count):
-        lease = arena.allocate(size)
-        assert lease is not None
-        view = lease.view
-        for start in range(0, size, len(pattern)):
-            view[start : start + len(pattern)] = pattern[: min(len(pattern), size - start)]
-        seal(chunk_key(index), view)
-        chunks.append((chunk_key(index), view))
-    return chunks
+    """Chunk objects under the keys of the first numbers."""
+    return make_chunks(arena, [chunk_key(index) for index in range(count)], size)

@@ -82,6 +82,9 @@ def bench(
 
     threads = threading.enumerate()
     extent = _extent(size, chunks, in_flight, turns)
+    for path in (json_file, plot):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}: make it, or write another")
     if plot is not None:
         expect_matplotlib()
     with _targets(config, tier or []) as targets:

@@ -83,6 +83,13 @@ def test_a_wrong_size(kvtier: Kvtier, size: str) -> None:
     assert "--size" in result.errors
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_in_a_folder_that_is_not_there(kvtier: Kvtier, option: str, tmp_path: Path) -> None:
+    result = kvtier("bench", option, tmp_path / "missing" / "file")
+    assert result.status == 2
+    assert "there is no folder" in result.errors
+
+
 def test_a_disk_keeps_what_it_holds(kvtier: Kvtier, configure: Configure, tmp_path: Path) -> None:
     folder = tmp_path / "ssd"
     held = store(folder, 1)
