@@ -46,12 +46,6 @@ std::string hex(const Hash& hash) {
     return text;
 }
 
-std::vector<Compress> compressions() {
-    std::vector<Compress> all{compress_portable};
-    if (best_compress() != compress_portable) all.push_back(best_compress());
-    return all;
-}
-
 Hash blake3(Bytes input, Compress compress = best_compress()) {
     Hasher hasher(compress);
     hasher.add(input);

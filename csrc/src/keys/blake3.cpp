@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <vector>
 
 namespace kvtier::keys {
 
@@ -24,18 +25,21 @@ void store(const ChainingValue& value, std::uint8_t* bytes) {
     }
 }
 
-Compress find_compress() {
+std::vector<Compress> find_compressions() {
+    std::vector<Compress> found;
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("sse4.1")) return compress_sse41;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl")) found.push_back(compress_avx512);
+    if (__builtin_cpu_supports("sse4.1")) found.push_back(compress_sse41);
 #endif
-    return compress_portable;
+    found.push_back(compress_portable);
+    return found;
 }
 
 }  // namespace
 
-Compress best_compress() {
-    static const Compress best = find_compress();
-    return best;
+std::span<const Compress> compressions() {
+    static const std::vector<Compress> found = find_compressions();
+    return found;
 }
 
 // A full block waits until more comes: only then is it known not to be the last.
