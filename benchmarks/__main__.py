@@ -10,6 +10,7 @@ import sys
 from benchmarks import (
     catalog,
     controller,
+    copies,
     disaggregated,
     disk,
     engine,
@@ -27,6 +28,7 @@ SMALL = {
     controller: ["--quick"],
     look_up: ["--runs", "5"],
     memory: ["--small"],
+    copies: ["--small"],
     disk: ["--small"],
     metrics: ["--runs", "5", "--chunks", "10000"],
     transports: ["--quick"],

@@ -152,7 +152,9 @@ class WorkerSide:
         return self._stats.take()
 
     def close(self) -> None:
-        """Leave the cache process and let go of the arena."""
-        self._copies.close()
-        self._look_after()
-        self._bridge.close()
+        """Wait for what is under way, leave the cache process and let go of the arena."""
+        try:
+            self._copies.close()
+            self._look_after()
+        finally:
+            self._bridge.close()

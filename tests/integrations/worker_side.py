@@ -1,0 +1,158 @@
+"""A worker's book-keeping of copies that are under way, as they are on a GPU. Run by ``test_worker.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvtier.integrations.vllm import worker
+from kvtier.integrations.vllm.layout import ModelLayout
+from kvtier.integrations.vllm.metadata import ChunkCopy, Job
+from kvtier.integrations.vllm.worker import WorkerSide
+from kvtier.layout import ChunkLayout, GroupLayout
+
+LAYOUT = ChunkLayout(64, (GroupLayout(16, (4096,)),))
+
+
+class Bridge:
+    """Answers as a cache process would, and writes down what it was asked."""
+
+    def __init__(self) -> None:
+        self.epoch = 1
+        self.arena = object()
+        self.here = True
+        self.confirmed: list[list[int]] = []
+        self.committed: list[list[int]] = []
+        self.closed = False
+
+    def poll(self) -> None:
+        pass
+
+    def ready(self) -> bool:
+        return self.here
+
+    def confirm(self, leases: list[int]) -> bool:
+        self.confirmed.append(leases)
+        return self.here
+
+    def commit(self, leases: list[int]) -> bool:
+        self.committed.append(leases)
+        return self.here
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Copies:
+    """Copies that are done when the test says so."""
+
+    def __init__(self) -> None:
+        self.finished: set[int] = set()
+        self.begun: list[Sequence[ChunkCopy]] = []
+        self.broken = False
+        self.closed = False
+
+    def load(self, arena: object, chunks: Sequence[ChunkCopy]) -> int:
+        self.begun.append(chunks)
+        return len(self.begun)
+
+    save = load
+
+    def done(self, ticket: int) -> bool:
+        if self.broken:
+            raise RuntimeError("an illegal memory access")
+        return ticket in self.finished
+
+    def close(self) -> None:
+        self.finished.update(range(1, len(self.begun) + 1))
+        self.closed = True
+
+
+@pytest.fixture
+def bridge() -> Bridge:
+    return Bridge()
+
+
+@pytest.fixture
+def copies() -> Copies:
+    return Copies()
+
+
+@pytest.fixture
+def side(bridge: Bridge, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> WorkerSide:
+    monkeypatch.setattr(worker, "page_copies", lambda *_: copies)
+    there: Any = bridge
+    return WorkerSide(ModelLayout(LAYOUT, b"n" * 32, (), 40), there, 0)
+
+
+def job(name: str, lease: int, *, epoch: int = 1, last: bool = False) -> Job:
+    return Job(name, epoch, [ChunkCopy(lease, 0, 64, ([1, 2, 3, 4],))], last)
+
+
+def test_a_load_counts_once_its_copies_are_done(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
+    side.load([job("a", 1), job("b", 2)])
+    assert side.take_results() == (set(), set(), set())
+    copies.finished.add(1)
+    assert side.take_results() == (set(), set(), set())
+    assert bridge.confirmed == []
+    copies.finished.add(2)
+    assert side.take_results() == (set(), {"a", "b"}, set())
+    assert bridge.confirmed == [[1, 2]]
+    assert side.take_results() == (set(), set(), set())
+
+
+def test_loads_need_not_wait_for_one_another(side: WorkerSide, copies: Copies) -> None:
+    side.load([job("a", 1)])
+    side.save([job("b", 2, last=True)])
+    side.load([job("c", 3)])
+    copies.finished.add(3)
+    assert side.take_results() == (set(), {"c"}, set())
+    copies.finished.add(2)
+    assert side.take_results() == ({"b"}, set(), set())
+    copies.finished.add(1)
+    assert side.take_results() == (set(), {"a"}, set())
+
+
+def test_a_later_hook_commits_what_is_saved(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
+    side.save([job("a", 1)])
+    assert bridge.committed == []
+    copies.finished.add(1)
+    side.save([])
+    assert bridge.committed == [[1]]
+
+
+def test_a_cache_process_that_went_meanwhile_fails_the_load(
+    side: WorkerSide, bridge: Bridge, copies: Copies
+) -> None:
+    side.load([job("a", 1)])
+    side.save([job("b", 2, last=True)])
+    bridge.epoch = 2  # Another one is there: lease 1 may be one of its own.
+    copies.finished.update((1, 2))
+    assert side.take_results() == ({"b"}, {"a"}, {"a"})
+    assert [1] not in bridge.confirmed
+    assert [2] not in bridge.committed
+
+
+def test_a_job_for_a_cache_process_that_is_gone_fails_at_once(side: WorkerSide, copies: Copies) -> None:
+    side.load([job("a", 1, epoch=7)])
+    assert copies.begun == []
+    assert side.take_results() == (set(), {"a"}, {"a"})
+
+
+def test_a_device_that_fails_fails_the_load(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
+    side.load([job("a", 1)])
+    side.save([job("b", 2, last=True)])
+    copies.broken = True
+    assert side.take_results() == ({"b"}, {"a"}, {"a"})
+    assert [1] not in bridge.confirmed
+    assert [2] not in bridge.committed
+
+
+def test_the_end_commits_what_was_under_way(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
+    side.save([job("a", 1)])
+    side.close()
+    assert copies.closed
+    assert bridge.committed == [[1]]
+    assert bridge.closed
