@@ -48,6 +48,12 @@ class DiskEngine:
     def event_fd(self) -> int:
         """An eventfd that is readable once a batch has finished, until :meth:`finished` is called."""
 
+    def keep(self, memory: memoryview) -> None:
+        """Have the kernel pin this memory once, part by part as it is used, where it may. Called once at most.
+
+        It cannot be unmapped as long as the engine lives.
+        """
+
     def read(self, items: list[tuple[bytes, memoryview]], direct: bool) -> int:
         """Fill each memory with the file of that path; the batch's number. ``direct``: where it is aligned."""
 
@@ -87,7 +93,7 @@ class KvMemory:
     ) -> None:
         """Copy the chunks' pages from the engine's memory into the arena. Else like :meth:`load`."""
 
-def copy_buffers(pairs: list[tuple[memoryview, bytes | memoryview]], threads: int = 0) -> None:
+def copy_buffers(pairs: Sequence[tuple[memoryview, bytes | memoryview]], threads: int = 0) -> None:
     """Copy the second of each pair over the first, on at most ``threads`` threads, or as many as are of use.
 
     Blocks without the GIL. Raises ``ValueError`` where two differ in length.
