@@ -35,13 +35,13 @@ from benchmarks.peers_process import (
 )
 from benchmarks.transports import TRANSPORTS
 from kvtier.backends.base import Outcome
-from kvtier.cache import LookUp
 from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.instance import Instance
 from kvtier.peers.promises import Promise
 from kvtier.peers.protocol import MOST_RESERVED
 from kvtier.peers.push import Target
 from kvtier.peers.source import Source
+from kvtier.pipeline.found import LookUp
 from kvtier.threads import WorkerThreads
 
 FINISH_SECONDS = 60.0

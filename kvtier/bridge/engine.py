@@ -9,11 +9,12 @@ from itertools import islice, repeat
 from kvtier.arena import Leases
 from kvtier.bridge.protocol import Commit, Found, Hello, Reserve, Reserved
 from kvtier.bridge.protocol import LookUp as AskLookUp
-from kvtier.cache import LookUp, Ready, TieredCache
+from kvtier.cache import TieredCache
 from kvtier.errors import ProtocolError
 from kvtier.header import ChunkHeader, object_bytes
 from kvtier.keys import KEY_BYTES, ChunkKey, split_keys
 from kvtier.pipeline.discover import Expected
+from kvtier.pipeline.found import LookUp, Ready
 from kvtier.pipeline.store import Reservation
 
 NO_LEASE = 0

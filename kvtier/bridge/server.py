@@ -42,11 +42,11 @@ from kvtier.bridge.protocol import (
     StatusReport,
     Welcome,
 )
-from kvtier.cache import LookUp as CacheLookUp
 from kvtier.errors import ChannelClosed, ProtocolError
 from kvtier.events import Report
 from kvtier.instance import Instance
 from kvtier.keys import ChunkKey, join_keys
+from kvtier.pipeline.found import LookUp as CacheLookUp
 from kvtier.sockets.channel import Channel
 from kvtier.sockets.frames import FrameReader, Message, encode
 

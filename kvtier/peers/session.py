@@ -15,7 +15,6 @@ from anyio import CancelScope
 from anyio.abc import TaskGroup
 
 from kvtier.arena import Lease
-from kvtier.cache import FoundChunk
 from kvtier.errors import ChannelClosed, ProtocolError
 from kvtier.keys import ChunkKey, split_keys
 from kvtier.peers.grants import Grant, GrantBook
@@ -45,6 +44,7 @@ from kvtier.peers.protocol import (
     decode_from_client,
 )
 from kvtier.peers.reservations import Reservations
+from kvtier.pipeline.found import FoundChunk
 from kvtier.sockets.channel import Channel
 from kvtier.sockets.frames import FrameReader, Message, encode
 
