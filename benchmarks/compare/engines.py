@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from benchmarks.peer import VERSION, python
 from kvtier.bench.timing import ratios
 from kvtier.demo.client import Client
 from kvtier.demo.model import make_model
-from kvtier.demo.server import Server, free_port, start_cache, start_vllm
+from kvtier.demo.server import DemoFailed, Server, free_port, start_cache, start_vllm
 from kvtier.demo.work import LOCAL_MODEL_ARGUMENTS
 
 AT_ONCE = 8
@@ -52,6 +53,7 @@ def compare(names: Sequence[str], pairs: int, file: Path | None) -> None:
     """Print a table of seconds and one of ratios to the first of ``names``; write all seconds to ``file``."""
     seconds: Seconds = {what: defaultdict(list) for what in MEASURED}
     with servers(names) as clients:
+        names = list(clients)
         for turn in range(pairs + 1):
             for name in names[:: 1 if turn % 2 else -1]:
                 for what, took in measure(clients[name], turn).items():
@@ -138,25 +140,34 @@ def servers(names: Sequence[str]) -> Iterator[dict[str, Client]]:
         make_model(folder / "model")
         clients = {}
         for name in names:
-            arguments, variables = ENGINES[name](stack, folder)
-            port = free_port()
-            server = start_vllm(
-                str(folder / "model"),
-                port=port,
-                config=folder / "kvtier.yaml",
-                log=folder / f"{name}.log",
-                max_tokens=SHARED_TOKENS + OWN_TOKENS + 64,
-                arguments=[*LOCAL_MODEL_ARGUMENTS, "--dtype", "float32", *arguments],
-                connector=False,
-                name=f"vLLM with {name}",
-                variables=variables,
-            )
-            stack.callback(server.stop)
-            client = stack.enter_context(Client(port, str(folder / "model")))
-            server.wait_until(client.healthy, READY_SECONDS)
-            clients[name] = client
-            print(f"{name} is ready", file=sys.stderr, flush=True)
+            try:
+                clients[name] = started(name, stack, folder)
+            except DemoFailed as failed:
+                print(f"{name} is left out: {failed}", file=sys.stderr, flush=True)
+            else:
+                print(f"{name} is ready", file=sys.stderr, flush=True)
         yield clients
+
+
+def started(name: str, stack: ExitStack, folder: Path) -> Client:
+    """One vLLM and what it needs beside it, until the stack is left. Raises :class:`DemoFailed`."""
+    arguments, variables = ENGINES[name](stack, folder)
+    port = free_port()
+    server = start_vllm(
+        str(folder / "model"),
+        port=port,
+        config=folder / "kvtier.yaml",
+        log=folder / f"{name}.log",
+        max_tokens=SHARED_TOKENS + OWN_TOKENS + 64,
+        arguments=[*LOCAL_MODEL_ARGUMENTS, "--dtype", "float32", *arguments],
+        connector=False,
+        name=f"vLLM with {name}",
+        variables=variables,
+    )
+    stack.callback(server.kill)
+    client = stack.enter_context(Client(port, str(folder / "model")))
+    server.wait_until(client.healthy, READY_SECONDS)
+    return client
 
 
 Started = tuple[list[str], dict[str, str]]
@@ -186,14 +197,22 @@ def lmcache(stack: ExitStack, folder: Path) -> Started:
     command = [
         *(str(python().with_name("lmcache")), "server", "--host", "127.0.0.1", "--port", str(port)),
         *("--shm-name", f"kvtier-bench-{os.getpid()}", "--l1-size-gb", str(HOST_BYTES >> 30)),
+        *("--eviction-policy", "LRU"),
         *("--http-port", str(free_port()), "--prometheus-port", str(free_port())),
     ]
     quiet = {"LMCACHE_LOG_LEVEL": "WARNING", "LMCACHE_TRACK_USAGE": "false"}
     server = Server("LMCache", command, {**os.environ, **quiet}, folder / "lmcache-server.log")
     stack.callback(server.stop)
+    server.wait_until(lambda: listens(port), READY_SECONDS)
     extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
     variables = {"PYTHONPATH": os.pathsep.join([*sys.path[:1], str(beside_vllm())]), **quiet}
     return transfer("LMCacheMPConnector", kv_connector_extra_config=extra), variables
+
+
+def listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
 
 
 def offload(_stack: ExitStack, _folder: Path) -> Started:

@@ -24,12 +24,23 @@ CONNECTORS = Path(__file__).with_name("connectors.py")
 RESP_THREADS = 4
 """Its default is 8. On two cores 4 are as fast or faster, and as many as kvtier's connections."""
 IMPORTED = (
-    *("aiofile", "aiohttp", "cachetools", "cryptography", "msgspec", "numba", "numpy<=2.2.6", "psutil"),
+    *(
+        "aiofile",
+        "blake3",
+        "aiohttp",
+        "cachetools",
+        "cryptography",
+        "httpx",
+        "msgspec",
+        "numba",
+        "numpy<=2.2.6",
+        "psutil",
+    ),
     *("prometheus_client<=0.24.1", "py-cpuinfo", "pyyaml", "pyzmq", "redis", "requests", "sortedcontainers"),
     *("opentelemetry-api<=1.40.0", "opentelemetry-sdk<=1.40.0", "opentelemetry-exporter-otlp<=1.40.0"),
     *("opentelemetry-exporter-prometheus<=0.61b0", "torch==2.13.0", "transformers>=5.4"),
 )
-"""What LMCache's storage layer imports, of what it declares."""
+"""What LMCache's storage layer and its server import, of what it declares."""
 
 
 class LMCache:
@@ -102,11 +113,12 @@ def python() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "kvtier" / f"lmcache-{VERSION}"
     interpreter, done = folder / "bin" / "python", folder / "installed"
-    if not done.exists():
+    wanted = "\n".join(IMPORTED)
+    if not done.exists() or done.read_text() != wanted:
         print(f"installing LMCache {VERSION} into {folder}: some minutes, once", file=sys.stderr)
         venv.create(folder, with_pip=True, clear=True)
         install = [str(interpreter), "-m", "pip", "install", "--quiet"]
         subprocess.run([*install, *IMPORTED], check=True)
         subprocess.run([*install, "--no-deps", f"lmcache=={VERSION}"], check=True)
-        done.touch()
+        done.write_text(wanted)
     return interpreter
