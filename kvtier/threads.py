@@ -177,7 +177,7 @@ def _error_of(hops: list[asyncio.Task[None]]) -> BaseException | None:
 
 
 async def all_done(hops: Sequence[asyncio.Future[None]]) -> None:
-    """Wait for all of them, however often the waiting is cancelled: the caller raises its cancellation then."""
+    """Wait for them all, however often the waiting is cancelled: the caller raises its cancellation then."""
     with CancelScope(shield=True):
         while not all(hop.done() for hop in hops):
             with suppress(asyncio.CancelledError):

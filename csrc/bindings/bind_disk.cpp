@@ -50,6 +50,11 @@ public:
 
     int event_fd() const { return engine_->event_fd(); }
 
+    void keep(nb::handle memory) {
+        kept_ = std::make_unique<Buffer>(memory, PyBUF_WRITABLE);
+        engine_->keep(kept_->memory(), kept_->length());
+    }
+
     std::uint64_t read(const nb::list& items, bool direct) {
         std::vector<Buffer> buffers;
         std::vector<Transfer> transfers;
@@ -110,6 +115,7 @@ private:
     }
 
     // Destroyed after the engine, which waits for the kernel to let go of them.
+    std::unique_ptr<Buffer> kept_;
     std::unordered_map<std::uint64_t, std::vector<Buffer>> buffers_;
     std::unique_ptr<disk::Engine> engine_;
 };
@@ -120,6 +126,7 @@ void bind_disk(nanobind::module_& module) {
     nb::class_<DiskEngine>(module, "DiskEngine")
         .def(nb::init<unsigned>(), nb::arg("depth"))
         .def_prop_ro("event_fd", &DiskEngine::event_fd)
+        .def("keep", &DiskEngine::keep, nb::arg("memory"))
         .def("read", &DiskEngine::read, nb::arg("items"), nb::arg("direct"))
         .def("write", &DiskEngine::write, nb::arg("items"), nb::arg("direct"))
         .def("cancel", &DiskEngine::cancel, nb::arg("batch"))

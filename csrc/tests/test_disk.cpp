@@ -96,11 +96,13 @@ std::vector<int> carry(Engine& engine, std::vector<Transfer> transfers) {
     return finished.front().outcomes;
 }
 
-Transfer writing(const Folder& folder, int number, std::byte* memory, std::size_t length, bool direct = true) {
+Transfer writing(const Folder& folder, int number, std::byte* memory, std::size_t length,
+                 bool direct = true) {
     return Transfer::writing(folder.path(number), folder.path(number, ".1.tmp"), memory, length, direct);
 }
 
-Transfer reading(const Folder& folder, int number, std::byte* memory, std::size_t length, bool direct = true) {
+Transfer reading(const Folder& folder, int number, std::byte* memory, std::size_t length,
+                 bool direct = true) {
     return Transfer::reading(folder.path(number), memory, length, direct);
 }
 
@@ -145,6 +147,25 @@ TEST(memory_that_is_not_aligned) {
     }
 }
 
+TEST(memory_that_is_kept) {
+    const Folder folder;
+    constexpr std::size_t kLength = 4 * kPageBytes;
+    constexpr std::size_t kBorder = std::size_t{256} << 20;  // between two parts that are pinned
+    const Memory kept(kBorder + kLength);
+    const Memory other(kLength);
+    Engine engine(2);
+    engine.keep(kept.at(0), kBorder + kLength);
+    for (std::byte* memory : {kept.at(0), kept.at(kBorder - kLength / 2), kept.at(kBorder), other.at(0)}) {
+        for (std::size_t place = 0; place < kLength; ++place) memory[place] = static_cast<std::byte>(place / 7);
+        CHECK(carry(engine, {writing(folder, 1, memory, kLength)}) == Outcomes{kOk});
+        std::memset(memory, 0, kLength);
+        CHECK(carry(engine, {reading(folder, 1, memory, kLength)}) == Outcomes{kOk});
+        for (std::size_t place = 0; place < kLength; ++place) {
+            if (memory[place] != static_cast<std::byte>(place / 7)) return CHECK(!"other bytes");
+        }
+    }
+}
+
 TEST(every_file_has_an_outcome_of_its_own) {
     const Folder folder;
     const Memory memory(2 * kPageBytes);
@@ -171,8 +192,9 @@ TEST(a_limit_on_the_size_of_files) {
     ::getrlimit(RLIMIT_FSIZE, &before);
     const rlimit small{2 * kPageBytes, before.rlim_max};
     ::setrlimit(RLIMIT_FSIZE, &small);
-    const std::vector<int> outcomes = carry(
-        engine, {writing(folder, 1, memory.at(0), 8 * kPageBytes), writing(folder, 2, memory.at(0), kPageBytes)});
+    const std::vector<int> outcomes =
+        carry(engine, {writing(folder, 1, memory.at(0), 8 * kPageBytes),
+                       writing(folder, 2, memory.at(0), kPageBytes)});
     ::setrlimit(RLIMIT_FSIZE, &before);
     CHECK(outcomes == Outcomes{EFBIG, kOk});
     CHECK(folder.files() == 1);
@@ -202,26 +224,31 @@ TEST(batches_finish_each_by_itself) {
 }
 
 TEST(a_cancelled_batch_drops_what_is_not_begun_and_finishes) {
-    const Folder folder;
-    constexpr std::size_t kPart = 256 * kPageBytes;
+    constexpr std::size_t kPart = 64 * kPageBytes;
     constexpr int kCount = 64;
     const Memory memory(kPart);
-    Engine engine(1);
-    std::vector<Transfer> transfers;
-    for (int number = 0; number < kCount; ++number) {
-        transfers.push_back(writing(folder, number, memory.at(0), kPart));
+    std::ptrdiff_t dropped = 0;
+    // Once is enough but where this thread is held up for as long as all of them take.
+    for (int attempt = 0; attempt < 100 && dropped == 0; ++attempt) {
+        const Folder folder;
+        Engine engine(1);
+        std::vector<Transfer> transfers;
+        for (int number = 0; number < kCount; ++number) {
+            transfers.push_back(writing(folder, number, memory.at(0), kPart));
+        }
+        const std::uint64_t number = engine.submit(std::move(transfers));
+        engine.cancel(number);
+        engine.cancel(number + 1);  // there is no such batch
+        const Finished finished = wait_for(engine, 1).front();
+        CHECK(finished.batch == number && finished.outcomes.size() == kCount);
+        dropped = std::count(finished.outcomes.begin(), finished.outcomes.end(), ECANCELED);
+        const auto written = std::count(finished.outcomes.begin(), finished.outcomes.end(), kOk);
+        CHECK(dropped + written == kCount);
+        CHECK(folder.files() == static_cast<std::size_t>(written));
+        engine.cancel(number);  // it has finished
+        CHECK(carry(engine, {writing(folder, 1, memory.at(0), kPart)}) == Outcomes{kOk});
     }
-    const std::uint64_t number = engine.submit(std::move(transfers));
-    engine.cancel(number);
-    engine.cancel(number + 1);  // there is no such batch
-    const Finished finished = wait_for(engine, 1).front();
-    CHECK(finished.batch == number && finished.outcomes.size() == kCount);
-    const auto dropped = std::count(finished.outcomes.begin(), finished.outcomes.end(), ECANCELED);
-    const auto written = std::count(finished.outcomes.begin(), finished.outcomes.end(), kOk);
-    CHECK(dropped > 0 && dropped + written == kCount);
-    CHECK(folder.files() == static_cast<std::size_t>(written));
-    engine.cancel(number);  // it has finished
-    CHECK(carry(engine, {writing(folder, 1, memory.at(0), kPart)}) == Outcomes{kOk});
+    CHECK(dropped > 0);
 }
 
 TEST(closing_waits_for_what_is_under_way) {

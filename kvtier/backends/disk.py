@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
+from kvtier.arena import Arena
 from kvtier.backends.base import (
     Backend,
     GetItem,
@@ -17,6 +18,7 @@ from kvtier.backends.base import (
     PutItem,
     StoredObject,
     SupportsCheck,
+    SupportsRegistration,
     SupportsScan,
 )
 from kvtier.backends.disk_folder import ObjectFolder, lock_holder, object_path, walk
@@ -58,24 +60,24 @@ class DiskSettings(LocalTierSettings):
         default=4,
         ge=1,
         le=256,
-        description="How many batches may be under way here at once, and how many chunks are read or written.",
+        description="How many batches may be under way here at once, and how many chunks are moved.",
         examples=[8],
     )
     io: Literal["auto", "uring", "threads"] = Field(
         default="auto",
         description=(
-            "What reads and writes: `uring`, the kernel's io_uring; `threads`, one for each chunk that is under "
-            "way; `auto`: io_uring where the native core is built and the kernel allows it, else threads."
+            "What reads and writes: `uring`, the kernel's io_uring; `threads`, one for each chunk under way; "
+            "`auto`: io_uring where the native core is built and the kernel allows it, else threads."
         ),
         examples=["threads"],
     )
 
 
-class DiskBackend(Backend, SupportsScan, SupportsCheck):
+class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
     """Objects as files ``DIR/<first 3 hex digits>/<64 hex digits>.kv``, and nothing else in them.
 
-    At most ``concurrency`` objects are read or written at once, through io_uring or by as many threads. A write
-    goes into a temporary file that then takes the place of the old one, so that a killed process leaves
+    At most ``concurrency`` objects are read or written at once, through io_uring or by as many threads. A
+    write goes into a temporary file that then takes the place of the old one, so that a killed process leaves
     whole objects only. Nothing is synced: after a power failure a file may be torn or empty, which is
     found by its header and checksum (:class:`~kvtier.backends.sealed.SealedBackend`) and costs a miss.
     The modification time of a file is the time of its last use. One process at a time has the folder.
@@ -114,6 +116,11 @@ class DiskBackend(Backend, SupportsScan, SupportsCheck):
             self._ring.close()
         await self._in_thread(self._folder.close)
         self._hop.close()
+
+    async def register(self, arena: Arena) -> None:
+        """Let io_uring keep hold of the arena's memory, from which most objects come."""
+        if self._ring is not None:
+            self._ring.keep(arena)
 
     async def check(self) -> str:
         """What reads and writes here."""

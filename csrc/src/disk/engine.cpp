@@ -32,7 +32,7 @@ std::int64_t use_cache(int descriptor) {
     return flags < 0 ? -errno : or_error(::fcntl(descriptor, F_SETFL, flags & ~O_DIRECT));
 }
 
-// What takes a microsecond and waits for nothing is cheaper asked of the kernel at once than through the ring.
+// What takes a microsecond and waits for nothing is cheaper asked at once than through the ring.
 bool ask_at_once(const Request& request, std::int64_t* result) {
     switch (request.kind) {
         case Request::Kind::make_folder:
@@ -108,6 +108,11 @@ Engine::~Engine() {
     close();
 }
 
+void Engine::keep(std::byte* memory, std::size_t length) {
+    const std::lock_guard lock(mutex_);
+    kept_ = {memory, length};
+}
+
 std::uint64_t Engine::submit(std::vector<Transfer> transfers) {
     std::uint64_t number = 0;
     {
@@ -154,14 +159,13 @@ void Engine::run(std::promise<void>& ready) {
         return;
     }
     ready.set_value();
-    std::uint64_t count = 0;
-    ring->push_wake_up(submitted_event_.descriptor(), &count, kWakeUp);
+    ring->push_wake_up(submitted_event_.descriptor(), &woken_, kWakeUp);
     for (bool closing = false; !closing || under_way_ > 0;) {
         ring->wait();
         for (Answer answer{}; ring->pop(&answer);) {
             if (answer.tag == kWakeUp) {
-                closing = take_in();
-                ring->push_wake_up(submitted_event_.descriptor(), &count, kWakeUp);
+                closing = take_in(*ring);
+                ring->push_wake_up(submitted_event_.descriptor(), &woken_, kWakeUp);
             } else {
                 auto& transfer = *reinterpret_cast<Transfer*>(answer.tag);
                 if (moves(transfer.request())) moved(*ring);
@@ -175,8 +179,9 @@ void Engine::run(std::promise<void>& ready) {
 }
 
 // Take over what the other threads have left for this one; whether it is to end.
-bool Engine::take_in() {
+bool Engine::take_in(Ring& ring) {
     const std::lock_guard lock(mutex_);
+    if (const auto [memory, length] = std::exchange(kept_, {}); length > 0) ring.keep(memory, length);
     for (auto& [number, transfers] : std::exchange(submitted_, {})) {
         const std::size_t unfinished = transfers.size();
         Batch& batch = batches_.emplace(number, Batch{std::move(transfers), unfinished}).first->second;

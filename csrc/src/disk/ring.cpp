@@ -9,6 +9,7 @@
 #include <linux/io_uring.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,7 +17,7 @@
 #include <atomic>
 #include <bit>
 #include <cstring>
-#include <utility>
+#include <vector>
 
 namespace kvtier::disk {
 namespace {
@@ -33,8 +34,15 @@ constexpr std::array kNeeded = {IORING_OP_OPENAT, IORING_OP_READ,     IORING_OP_
                                 IORING_OP_CLOSE,  IORING_OP_RENAMEAT, IORING_OP_UNLINKAT};
 constexpr mode_t kFileMode = 0600;
 
+// Pinning takes 0.1 ms a MiB, which holds all requests up: not too much at once. Most chunks lie in one part.
+constexpr std::size_t kBufferBytes = std::size_t{256} << 20;
+
 [[noreturn]] void raise(int error, const char* doing) {
     throw std::system_error(error, std::generic_category(), doing);
+}
+
+long tell(int ring, unsigned what, void* about, std::size_t count) {
+    return ::syscall(__NR_io_uring_register, ring, what, about, static_cast<unsigned>(count));
 }
 
 class Descriptor {
@@ -74,7 +82,7 @@ private:
 };
 
 int set_up(unsigned entries, io_uring_params* params) {
-    // Answers are worked off in wait() alone, where the kernel knows that (6.1): nothing interrupts the thread.
+    // Answers are worked off in wait() alone, where the kernel can (6.1): nothing interrupts the thread.
     for (const unsigned flags : {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, 0U}) {
         *params = {};
         params->flags = flags | IORING_SETUP_CLAMP;
@@ -90,7 +98,7 @@ void require_operations(int ring) {
     alignas(io_uring_probe) std::array<std::byte, sizeof(io_uring_probe) + kMost * sizeof(io_uring_probe_op)>
         memory{};
     auto* probe = reinterpret_cast<io_uring_probe*>(memory.data());
-    if (::syscall(__NR_io_uring_register, ring, IORING_REGISTER_PROBE, probe, kMost) < 0) {
+    if (tell(ring, IORING_REGISTER_PROBE, probe, kMost) < 0) {
         raise(errno == EINVAL ? EOPNOTSUPP : errno, "io_uring_register");
     }
     for (const int operation : kNeeded) {
@@ -101,6 +109,48 @@ void require_operations(int ring) {
 }
 
 }  // namespace
+
+// Memory that the kernel holds on to, a part for the first request in it: pinned once instead of each time.
+class Buffers {
+public:
+    void offer(int ring, std::byte* memory, std::size_t length) {
+        memory_ = memory;
+        length_ = length;
+        pinned_.assign((length + kBufferBytes - 1) / kBufferBytes, false);
+        io_uring_rsrc_register table{};
+        table.nr = static_cast<unsigned>(pinned_.size());
+        table.flags = IORING_RSRC_REGISTER_SPARSE;
+        if (tell(ring, IORING_REGISTER_BUFFERS2, &table, sizeof(table)) < 0) length_ = 0;
+    }
+
+    // The number of the part that all of this lies in; -1 where there is none.
+    int holding(int ring, const std::byte* memory, std::size_t length) {
+        if (length_ == 0 || length == 0 || memory < memory_ || memory + length > memory_ + length_) return -1;
+        const auto first = static_cast<std::size_t>(memory - memory_);
+        const std::size_t part = first / kBufferBytes;
+        if ((first + length - 1) / kBufferBytes != part) return -1;
+        if (!pinned_[part] && !pin(ring, part)) {
+            length_ = 0;  // RLIMIT_MEMLOCK, mostly: without, then.
+            return -1;
+        }
+        return static_cast<int>(part);
+    }
+
+private:
+    bool pin(int ring, std::size_t part) {
+        iovec memory{memory_ + part * kBufferBytes, std::min(kBufferBytes, length_ - part * kBufferBytes)};
+        io_uring_rsrc_update2 update{};
+        update.offset = static_cast<unsigned>(part);
+        update.data = reinterpret_cast<std::uintptr_t>(&memory);
+        update.nr = 1;
+        pinned_[part] = tell(ring, IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof(update)) == 1;
+        return pinned_[part];
+    }
+
+    std::byte* memory_ = nullptr;
+    std::size_t length_ = 0;
+    std::vector<bool> pinned_;
+};
 
 struct Ring::Rings {
     explicit Rings(unsigned most)
@@ -115,7 +165,7 @@ struct Ring::Rings {
     // What the kernel cannot do without waiting it does in threads of its own: as many as may wait at once.
     void let_wait(unsigned most) const {
         std::array<unsigned, 2> workers = {most, 0};
-        ::syscall(__NR_io_uring_register, descriptor.get(), IORING_REGISTER_IOWQ_MAX_WORKERS, workers.data(), 2);
+        tell(descriptor.get(), IORING_REGISTER_IOWQ_MAX_WORKERS, workers.data(), workers.size());
     }
 
     std::size_t length_of_queues() const {
@@ -136,16 +186,35 @@ struct Ring::Rings {
         return entry;
     }
 
+    void move(io_uring_sqe* entry, const Request& request) {
+        const bool reads = request.kind == Request::Kind::read;
+        const int buffer = buffers.holding(descriptor.get(), request.memory, request.length);
+        if (buffer < 0) {
+            entry->opcode = reads ? IORING_OP_READ : IORING_OP_WRITE;
+        } else {
+            entry->opcode = reads ? IORING_OP_READ_FIXED : IORING_OP_WRITE_FIXED;
+            entry->buf_index = static_cast<std::uint16_t>(buffer);
+        }
+        entry->addr = reinterpret_cast<std::uintptr_t>(request.memory);
+        entry->len = static_cast<unsigned>(request.length);
+        entry->off = request.offset;
+    }
+
     io_uring_params params{};
     Descriptor descriptor;
     Shared queues;
     Shared entries;
     unsigned pushed = 0;
+    Buffers buffers;
 };
 
 Ring::Ring(unsigned most) : rings_(std::make_unique<Rings>(most)) {}
 
 Ring::~Ring() = default;
+
+void Ring::keep(std::byte* memory, std::size_t length) {
+    rings_->buffers.offer(rings_->descriptor.get(), memory, length);
+}
 
 void Ring::push(const Request& request, std::uint64_t tag) {
     io_uring_sqe* entry = rings_->next_entry();
@@ -162,11 +231,7 @@ void Ring::push(const Request& request, std::uint64_t tag) {
             return;
         case Request::Kind::read:
         case Request::Kind::write:
-            entry->opcode = request.kind == Request::Kind::read ? IORING_OP_READ : IORING_OP_WRITE;
-            entry->addr = reinterpret_cast<std::uintptr_t>(request.memory);
-            entry->len = static_cast<unsigned>(request.length);
-            entry->off = request.offset;
-            return;
+            return rings_->move(entry, request);
         case Request::Kind::close:
             entry->opcode = IORING_OP_CLOSE;
             return;
@@ -237,6 +302,7 @@ Ring::Ring(unsigned) {
     throw std::system_error(ENOSYS, std::generic_category(), "built without <linux/io_uring.h>");
 }
 Ring::~Ring() = default;
+void Ring::keep(std::byte*, std::size_t) {}
 void Ring::push(const Request&, std::uint64_t) {}
 void Ring::push_wake_up(int, std::uint64_t*, std::uint64_t) {}
 void Ring::wait() {}

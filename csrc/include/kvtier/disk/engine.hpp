@@ -51,6 +51,9 @@ public:
     // Readable once a batch has finished, until take_finished(). Valid as long as this lives.
     int event_fd() const { return finished_event_.descriptor(); }
 
+    // See Ring::keep(). What transfers use of it from here on need not be pinned each time.
+    void keep(std::byte* memory, std::size_t length);
+
     // Begin a batch; its number. Its memory is the kernel's until it is told as finished. Never blocks on a
     // disk. Not after close().
     std::uint64_t submit(std::vector<Transfer> transfers);
@@ -73,7 +76,7 @@ private:
     // While some read or write, as many more are opened before it and renamed after it.
     unsigned begun_at_once() const { return 2 * depth_; }
     void run(std::promise<void>& ready);
-    bool take_in();
+    bool take_in(Ring& ring);
     void begin(Ring& ring);
     void proceed(Ring& ring, Transfer& transfer);
     bool may_move(Transfer& transfer);
@@ -89,6 +92,7 @@ private:
     std::vector<std::uint64_t> cancelled_;
     std::vector<Finished> finished_;
     std::uint64_t last_ = 0;
+    std::pair<std::byte*, std::size_t> kept_{};
     bool closing_ = false;
 
     // The thread's own.
@@ -96,8 +100,9 @@ private:
     std::deque<Transfer*> waiting_;  // nobody has begun them
     std::deque<Transfer*> opened_;   // begun, and may not read or write yet
     std::vector<Finished> newly_finished_;
-    unsigned under_way_ = 0;  // begun
-    unsigned moving_ = 0;     // of these read or write
+    unsigned under_way_ = 0;   // begun
+    unsigned moving_ = 0;      // of these read or write
+    std::uint64_t woken_ = 0;  // where the kernel leaves the count of submitted_event_
     const unsigned depth_;
 
     Event submitted_event_;

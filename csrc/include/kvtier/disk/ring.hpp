@@ -26,8 +26,13 @@ public:
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    // Take in a request: to open, read, write, close, rename or unlink. What it points at stays valid until it
-    // is answered. The kernel learns of it with the next wait().
+    // Memory that requests will come for again and again: the kernel pins a part of it once, with the first
+    // request in that part, where it can and this process may lock as much (RLIMIT_MEMLOCK). Once, at most;
+    // it stays where it is as long as the ring lives.
+    void keep(std::byte* memory, std::size_t length);
+
+    // Take in a request: to open, read, write, close, rename or unlink. What it points at stays valid until
+    // it is answered. The kernel learns of it with the next wait().
     void push(const Request& request, std::uint64_t tag);
 
     // Be told when something is written to an eventfd, whose count goes to `count`.
