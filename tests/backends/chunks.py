@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvtier import native
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.backends.cpu import CpuBackend
 from kvtier.backends.disk import DiskBackend, DiskSettings
@@ -39,6 +40,15 @@ def blanks(numbers: Sequence[int], payload: int = PAYLOAD) -> list[GetItem]:
 
 def memory(capacity: int = 16 << 20) -> CpuBackend:
     return CpuBackend(LocalTierSettings(name="ram", type="cpu", capacity=capacity))
+
+
+def engines() -> list[str]:
+    """What may read and write a disk here."""
+    try:
+        native.core.DiskEngine(1)
+    except (OSError, AttributeError):
+        return ["threads"]
+    return ["uring", "threads"]
 
 
 def disk(path: Path, **more: Any) -> DiskBackend:

@@ -40,12 +40,22 @@ class TestHugePage(BackendConformance):
 
 
 class TestDisk(BackendConformance):
+    """Through io_uring, where there is one."""
+
     persistent = True
     direct = True
+    io = "auto"
 
     def make_backend(self, path: Path) -> Backend:
         return DiskBackend(
-            DiskSettings(name="ssd", type="disk", capacity=CAPACITY, path=path / "ssd", direct=self.direct)
+            DiskSettings(
+                name="ssd",
+                type="disk",
+                capacity=CAPACITY,
+                path=path / "ssd",
+                direct=self.direct,
+                io=self.io,
+            )
         )
 
     def corrupt(self, path: Path, key: ChunkKey) -> bool:
@@ -58,6 +68,14 @@ class TestDisk(BackendConformance):
 
 
 class TestBufferedDisk(TestDisk):
+    direct = False
+
+
+class TestThreadsDisk(TestDisk):
+    io = "threads"
+
+
+class TestBufferedThreadsDisk(TestThreadsDisk):
     direct = False
 
 

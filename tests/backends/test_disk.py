@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -21,7 +22,8 @@ from kvtier.backends.disk_folder import ObjectFolder
 from kvtier.backends.sealed import SealedBackend
 from kvtier.errors import TierError
 from kvtier.testing.backend import blank, make_key, noise, same
-from tests.backends.chunks import FAILED, FULL, MISS, OK, chunks, disk, opened
+from kvtier.threads import WORKER_NAME, WorkerThreads
+from tests.backends.chunks import FAILED, FULL, MISS, OK, chunks, disk, engines, opened
 
 pytestmark = pytest.mark.anyio
 
@@ -38,13 +40,18 @@ def filled(length: int, seed: bytes = b"") -> memoryview:
     return view
 
 
+@pytest.fixture(params=engines())
+def io(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 # Where things are.
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, 3 * PAGE, 3 * PAGE + 5])
-async def test_a_file_is_its_object(tmp_path: Path, length: int, direct: bool) -> None:
-    async with opened(disk(tmp_path, direct=direct)) as backend:
+async def test_a_file_is_its_object(tmp_path: Path, length: int, direct: bool, io: str) -> None:
+    async with opened(disk(tmp_path, direct=direct, io=io)) as backend:
         key, value = make_key(1), filled(length)
         assert list(await backend.put([(key, value)])) == [OK]
         path = tmp_path / key.hex()[:3] / f"{key.hex()}.kv"
@@ -54,15 +61,15 @@ async def test_a_file_is_its_object(tmp_path: Path, length: int, direct: bool) -
         assert list(walk(tmp_path)) == [path]
 
 
-async def test_others_cannot_read_what_people_have_typed(tmp_path: Path) -> None:
-    async with opened(disk(tmp_path / "made")) as backend:
+async def test_others_cannot_read_what_people_have_typed(tmp_path: Path, io: str) -> None:
+    async with opened(disk(tmp_path / "made", io=io)) as backend:
         await backend.put([(make_key(1), filled(PAGE))])
         for path in [tmp_path / "made", *(tmp_path / "made").rglob("*")]:
             assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
 
 
-async def test_get_notes_the_use(tmp_path: Path) -> None:
-    async with opened(disk(tmp_path)) as backend:
+async def test_get_notes_the_use(tmp_path: Path, io: str) -> None:
+    async with opened(disk(tmp_path, io=io)) as backend:
         key = make_key(1)
         await backend.put([(key, filled(PAGE))])
         os.utime(object_path(tmp_path, key), (1e9, 1e9))
@@ -73,28 +80,41 @@ async def test_get_notes_the_use(tmp_path: Path) -> None:
 
 
 async def test_a_batch_takes_one_hop_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(disk(tmp_path, concurrency=3)) as backend:
+    async with opened(disk(tmp_path, io="threads", concurrency=3)) as backend:
         hops = 0
-        hop = backend._hop
+        real = WorkerThreads.__call__
 
-        async def counted(function) -> None:
+        def counted(threads: WorkerThreads, function) -> asyncio.Future[None]:
             nonlocal hops
             hops += 1
-            await hop(function)
+            return real(threads, function)
 
-        monkeypatch.setattr(backend, "_hop", counted)
-        items = [(make_key(number), filled(PAGE)) for number in range(20)]
-        assert list(await backend.put(items)) == [OK] * 20
-        assert hops == 3
-        assert list(await backend.contains([key for key, _ in items])) == [True] * 20
-        assert hops == 4
+        with monkeypatch.context() as patched:
+            patched.setattr(WorkerThreads, "__call__", counted)
+            items = [(make_key(number), filled(PAGE)) for number in range(20)]
+            assert list(await backend.put(items)) == [OK] * 20
+            assert hops == 3
+            assert list(await backend.contains([key for key, _ in items])) == [True] * 20
+            assert hops == 4
 
 
-async def test_its_threads_end_with_it(tmp_path: Path) -> None:
-    async with opened(disk(tmp_path, concurrency=5)) as backend:
+def workers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == WORKER_NAME}
+
+
+async def ended(threads: set[threading.Thread]) -> None:
+    with anyio.fail_after(4):
+        while any(thread.is_alive() for thread in threads):
+            await anyio.sleep(0.001)
+
+
+async def test_its_threads_end_with_it(tmp_path: Path, io: str) -> None:
+    before = workers()
+    async with opened(disk(tmp_path, concurrency=5, io=io)) as backend:
         await backend.put([(make_key(number), filled(PAGE)) for number in range(20)])
-        assert [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-ssd")]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-ssd")]
+        threads = workers() - before
+        assert len(threads) == (1 if io == "uring" else 5)
+    await ended(threads)
 
 
 # O_DIRECT.
@@ -130,7 +150,7 @@ async def test_aligned_objects_go_past_the_page_cache(
     shift: int,
     expected: bool,
 ) -> None:
-    async with opened(disk(tmp_path, direct=direct)) as backend:
+    async with opened(disk(tmp_path, io="threads", direct=direct)) as backend:
         if direct and not backend._folder.direct:
             pytest.skip("the file system of the temporary folder has no O_DIRECT")
         seen = flags_of_opens(monkeypatch)
@@ -155,7 +175,7 @@ async def test_a_file_system_without_direct_io(
 
     monkeypatch.setattr(os, "open", refuse)
     with caplog.at_level(logging.WARNING, "kvtier"):
-        async with opened(disk(tmp_path)) as backend:
+        async with opened(disk(tmp_path, io="threads")) as backend:
             items = [(make_key(number), filled(PAGE)) for number in range(3)]
             assert list(await backend.put(items)) == [OK] * 3
             assert list(await backend.get([(make_key(0), blank(PAGE))])) == [OK]
@@ -189,7 +209,7 @@ async def test_short_reads_and_writes_go_on(
         return move
 
     os_pwritev = os.pwritev
-    async with opened(disk(tmp_path, direct=direct)) as backend:
+    async with opened(disk(tmp_path, io="threads", direct=direct)) as backend:
         monkeypatch.setattr(os, "pwritev", shortened(os.pwritev))
         monkeypatch.setattr(os, "preadv", shortened(os.preadv))
         key, value, view = make_key(1), filled(3 * PAGE), blank(3 * PAGE)
@@ -268,9 +288,10 @@ async def test_a_lock_whose_holder_has_not_written_its_name(tmp_path: Path) -> N
 
 
 async def refusal(path: Path) -> str:
+    before = workers()
     with pytest.raises(TierError) as refused:
         await disk(path).open()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-ssd")]
+    await ended(workers() - before)
     return str(refused.value)
 
 
@@ -355,7 +376,7 @@ def test_settings_say_what_they_are() -> None:
 async def test_a_write_that_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, outcome: object, after: int
 ) -> None:
-    async with opened(disk(tmp_path)) as backend:
+    async with opened(disk(tmp_path, io="threads")) as backend:
         key, old = make_key(1), filled(4 * PAGE, b"old")
         assert list(await backend.put([(key, old)])) == [OK]
         real, calls = os.pwritev, 0
@@ -376,7 +397,7 @@ async def test_a_write_that_fails_leaves_nothing(
 
 
 async def test_a_read_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    async with opened(disk(tmp_path)) as backend:
+    async with opened(disk(tmp_path, io="threads")) as backend:
         items = [(make_key(number), filled(PAGE)) for number in range(3)]
         await backend.put(items)
 
@@ -392,7 +413,7 @@ async def test_a_read_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_file_that_ends_early_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(disk(tmp_path)) as backend:
+    async with opened(disk(tmp_path, io="threads")) as backend:
         await backend.put([(make_key(1), filled(4 * PAGE))])
         monkeypatch.setattr(os, "preadv", lambda descriptor, views, offset: 0 if offset else PAGE)
         assert list(await backend.get([(make_key(1), blank(4 * PAGE))])) == [MISS]
@@ -401,7 +422,7 @@ async def test_a_file_that_ends_early_is_a_miss(tmp_path: Path, monkeypatch: pyt
 async def test_a_use_that_cannot_be_noted_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(disk(tmp_path)) as backend:
+    async with opened(disk(tmp_path, io="threads")) as backend:
         await backend.put([(make_key(1), filled(PAGE))])
 
         def refuse(descriptor) -> None:
@@ -465,7 +486,7 @@ async def test_what_interrupted_writes_have_left_goes_but_not_what_is_being_writ
         assert go_on.wait(10)
         return real(descriptor, views, offset)
 
-    async with opened(disk(tmp_path)) as backend:
+    async with opened(disk(tmp_path, io="threads")) as backend:
         monkeypatch.setattr(os, "pwritev", slowly)
         async with anyio.create_task_group() as group:
             outcomes = []
@@ -484,8 +505,8 @@ async def test_what_interrupted_writes_have_left_goes_but_not_what_is_being_writ
         assert files(tmp_path) == sorted([".lock", str(object_path(tmp_path, key).relative_to(tmp_path))])
 
 
-async def test_scan_of_very_many(tmp_path: Path) -> None:
-    async with opened(disk(tmp_path)) as backend:
+async def test_scan_of_very_many(tmp_path: Path, io: str) -> None:
+    async with opened(disk(tmp_path, io=io)) as backend:
         items = [(make_key(number), memoryview(b"x" * (number % 7 + 1))) for number in range(2500)]
         assert set(await backend.put(items)) == {OK}
         batches = [batch async for batch in backend.scan()]

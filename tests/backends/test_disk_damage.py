@@ -18,7 +18,7 @@ from kvtier.backends.disk import lock_holder, object_path
 from kvtier.backends.sealed import SealedBackend
 from kvtier.header import HEADER_BYTES, object_bytes
 from kvtier.testing.backend import blank, make_key, noise
-from tests.backends.chunks import FAILED, FULL, MISS, OK, blanks, chunks, disk, opened
+from tests.backends.chunks import FAILED, FULL, MISS, OK, blanks, chunks, disk, engines, opened
 from tests.backends.writer import KEYS
 
 pytestmark = pytest.mark.anyio
@@ -30,13 +30,18 @@ async def scanned(backend: SealedBackend) -> list[StoredObject]:
     return [stored async for batch in backend.scan_inner() for stored in batch]
 
 
+@pytest.fixture(params=engines())
+def io(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture
-def killed(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+def killed(tmp_path: Path, io: str, request: pytest.FixtureRequest) -> Path:
     """A folder that a process was killed over while it wrote, several times."""
     folder = tmp_path / "ssd"
     moments = random.Random(request.node.name)
     for _ in range(3):
-        command = [sys.executable, "-m", "tests.backends.writer", str(folder)]
+        command = [sys.executable, "-m", "tests.backends.writer", str(folder), io]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stdout.readline(), "it has not written anything"
@@ -48,8 +53,8 @@ def killed(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize("run", range(3))
-async def test_killed_while_writing(killed: Path, run: int) -> None:
-    async with opened(SealedBackend(disk(killed))) as backend:
+async def test_killed_while_writing(killed: Path, io: str, run: int) -> None:
+    async with opened(SealedBackend(disk(killed, io=io))) as backend:
         found = await scanned(backend)
         assert found, "nothing is left"
         assert backend.corrupt == 0, "a torn object has got its name"
@@ -97,8 +102,8 @@ FOUND_WHEN_READ = {
 
 @pytest.mark.parametrize("damage", [*DAMAGES, *FOUND_WHEN_READ])
 @pytest.mark.parametrize("direct", [True, False])
-async def test_damaged_while_it_is_open(tmp_path: Path, damage: str, direct: bool) -> None:
-    async with opened(SealedBackend(disk(tmp_path, direct=direct))) as backend:
+async def test_damaged_while_it_is_open(tmp_path: Path, damage: str, direct: bool, io: str) -> None:
+    async with opened(SealedBackend(disk(tmp_path, direct=direct, io=io))) as backend:
         await backend.put(chunks(range(3)))
         (DAMAGES | FOUND_WHEN_READ)[damage](object_path(tmp_path, make_key(1)))
         assert list(await backend.get(blanks(range(3)))) == [OK, MISS, OK]
@@ -141,9 +146,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(mount)], check=True)
 
 
-async def test_a_disk_that_is_full(small_disk: Path) -> None:
+async def test_a_disk_that_is_full(small_disk: Path, io: str) -> None:
     payload = 2_000_000
-    async with opened(SealedBackend(disk(small_disk))) as backend:
+    async with opened(SealedBackend(disk(small_disk, io=io))) as backend:
         outcomes = list(await backend.put(chunks(range(6), payload)))
         assert set(outcomes) == {OK, FULL}
         kept = [number for number in range(6) if outcomes[number] is OK]
@@ -157,13 +162,57 @@ async def test_a_disk_that_is_full(small_disk: Path) -> None:
         assert list(await backend.get(blanks(kept, payload))) == [OK] * len(kept)
         await backend.delete([make_key(number) for number in kept[:2]])
         assert list(await backend.put(chunks(lost[:1], payload))) == [OK]
-    async with opened(SealedBackend(disk(small_disk))) as backend:
+    async with opened(SealedBackend(disk(small_disk, io=io))) as backend:
         assert len(await scanned(backend)) == len(kept) - 1
         assert backend.corrupt == 0
 
 
-async def test_a_limit_on_the_size_of_files_is_a_failure_of_the_key(tmp_path: Path) -> None:
-    async with opened(disk(tmp_path)) as backend:
+@pytest.fixture
+def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """A file system on an image of 64 MiB, and that image: what is cut off it cannot be read any more."""
+    mount, image = tmp_path / "failing", tmp_path / "image"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    loop = ""
+    for command in (
+        ["mkfs.ext4", "-q", "-E", "lazy_itable_init=1", str(image)],
+        ["losetup", "--find", "--show", "--direct-io=on", str(image)],
+        ["mount", "LOOP", str(mount)],
+    ):
+        try:
+            done = subprocess.run(
+                [loop if word == "LOOP" else word for word in command],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+        except (OSError, subprocess.CalledProcessError) as error:
+            if loop:
+                subprocess.run(["losetup", "--detach", loop], check=True)
+            pytest.skip(f"cannot mount an image here: {error}")
+        loop = loop or done.stdout.strip()
+    yield mount, image
+    subprocess.run(["umount", str(mount)], check=True)
+    subprocess.run(["losetup", "--detach", loop], check=True)
+
+
+async def test_a_disk_that_cannot_be_read_any_more(
+    failing_disk: tuple[Path, Path], io: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    mount, image = failing_disk
+    payload = 1_000_000
+    async with opened(SealedBackend(disk(mount / "ssd", io=io))) as backend:
+        assert list(await backend.put(chunks(range(3), payload))) == [OK] * 3
+        os.sync()
+        os.truncate(image, 1 << 20)
+        assert list(await backend.get(blanks(range(3), payload))) == [FAILED] * 3
+        assert backend.corrupt == 0
+    assert "tier 'ssd' cannot read: [Errno 5] Input/output error" in caplog.text
+
+
+async def test_a_limit_on_the_size_of_files_is_a_failure_of_the_key(tmp_path: Path, io: str) -> None:
+    async with opened(disk(tmp_path, io=io)) as backend:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))

@@ -1,4 +1,4 @@
-"""A process that writes chunks to a disk tier until it is killed: ``python -m tests.backends.writer DIR``."""
+"""Writes chunks to a disk tier until it is killed: ``python -m tests.backends.writer DIR uring``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def payload_bytes(turn: int, number: int) -> int:
     return 1000 + (turn * 7919 + number * 104_729) % 600_000
 
 
-async def main(path: Path) -> None:
-    backend = SealedBackend(disk(path))
+async def main(path: Path, io: str) -> None:
+    backend = SealedBackend(disk(path, io=io))
     await backend.open()
     for turn in itertools.count():
         items = [
@@ -34,4 +34,4 @@ async def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    anyio.run(main, Path(sys.argv[1]))
+    anyio.run(main, Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,228 @@
+"""The disk backend through io_uring: what it does beyond what threads do, and what where there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+from pathlib import Path
+
+import anyio
+import pytest
+
+from kvtier import native
+from kvtier.arena import Arena
+from kvtier.backends import disk_ring
+from kvtier.backends.disk import object_path
+from kvtier.backends.sealed import SealedBackend
+from kvtier.errors import TierError
+from kvtier.testing.backend import blank, make_key, noise, same
+from tests.backends.chunks import FAILED, MISS, OK, chunks, disk, engines, opened
+
+pytestmark = pytest.mark.anyio
+
+PAGE = 4096
+
+needs_ring = pytest.mark.skipif("uring" not in engines(), reason="no io_uring here")
+
+
+def filled(length: int, seed: bytes = b"") -> memoryview:
+    view = blank(length)
+    view[:] = noise(seed, length)
+    return view
+
+
+def refuse(number: int):
+    def make(depth: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return make
+
+
+# Which of the two.
+
+
+@needs_ring
+async def test_auto_takes_it_where_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "kvtier"):
+        async with opened(disk(tmp_path)) as backend:
+            assert (await backend.check()).startswith("io_uring, ")
+    assert not caplog.records
+
+
+async def test_threads_where_they_are_asked_for(tmp_path: Path) -> None:
+    async with opened(disk(tmp_path, io="threads", direct=False)) as backend:
+        assert await backend.check() == "threads, through the page cache"
+        names = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+        assert "kvtier-disk" not in names
+
+
+@needs_ring
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP])
+async def test_a_kernel_without(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native.core, "DiskEngine", refuse(number))
+    with caplog.at_level(logging.INFO, "kvtier"):
+        async with opened(disk(tmp_path)) as backend:
+            assert (await backend.check()).startswith("threads, ")
+            assert list(await backend.put([(make_key(1), filled(PAGE))])) == [OK]
+            assert list(await backend.get([(make_key(1), blank(PAGE))])) == [OK]
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", f"tier 'ssd': no io_uring ({os.strerror(number)}), so that threads read and write")
+    ]
+
+
+async def test_a_kvtier_without_the_native_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_problem", "it was not built")
+    async with opened(disk(tmp_path)) as backend:
+        assert (await backend.check()).startswith("threads, ")
+
+
+@needs_ring
+async def test_insisting_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.core, "DiskEngine", refuse(errno.EPERM))
+    with pytest.raises(TierError) as refused:
+        await disk(tmp_path, io="uring").open()
+    assert str(refused.value) == (
+        "tier 'ssd': there is no io_uring to be had (Operation not permitted): allow it (`kvtier doctor` "
+        "says how), or set the tier's `io` to auto"
+    )
+    async with opened(disk(tmp_path, io="auto")):
+        pass  # The folder is not left locked.
+
+
+# Batches.
+
+
+@needs_ring
+async def test_the_loop_wakes_up_once_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = 0
+    settle = disk_ring.ObjectRing._settle
+
+    def counted(ring: disk_ring.ObjectRing) -> None:
+        nonlocal told
+        told += 1
+        settle(ring)
+
+    monkeypatch.setattr(disk_ring.ObjectRing, "_settle", counted)
+    async with opened(disk(tmp_path, concurrency=3)) as backend:
+        items = [(make_key(number), filled(PAGE)) for number in range(20)]
+        assert list(await backend.put(items)) == [OK] * 20
+        assert told == 1
+        assert list(await backend.get(items)) == [OK] * 20
+        assert told == 2
+
+
+@needs_ring
+async def test_batches_of_every_kind_at_once(tmp_path: Path) -> None:
+    async with opened(disk(tmp_path, concurrency=2)) as backend:
+        values = {make_key(number): filled(PAGE * (1 + number % 5), b"%d" % number) for number in range(60)}
+
+        async def carry(number: int) -> None:
+            part = list(values.items())[number::6]
+            assert list(await backend.put(part)) == [OK] * len(part)
+            views = [(key, blank(len(value))) for key, value in part]
+            assert list(await backend.get(views)) == [OK] * len(part)
+            assert all(same(view, values[key]) for key, view in views)
+
+        async with anyio.create_task_group() as group:
+            for number in range(6):
+                group.start_soon(carry, number)
+
+
+@needs_ring
+async def test_what_is_not_a_file_has_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with opened(disk(tmp_path)) as backend:
+        object_path(tmp_path, make_key(1)).mkdir(parents=True)
+        length = object_path(tmp_path, make_key(1)).stat().st_size
+        assert list(await backend.put([(make_key(1), filled(PAGE)), (make_key(2), filled(PAGE))])) == [
+            FAILED,
+            OK,
+        ]
+        if length % PAGE == 0 and length:
+            items = [(make_key(1), blank(length)), (make_key(2), blank(PAGE)), (make_key(3), blank(PAGE))]
+            assert list(await backend.get(items)) == [FAILED, OK, MISS]
+    assert "tier 'ssd' cannot write: [Errno 21] Is a directory" in caplog.text
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+# Memory under a transfer.
+
+
+@needs_ring
+async def test_memory_is_held_until_the_call_has_ended(tmp_path: Path) -> None:
+    async with opened(disk(tmp_path, concurrency=1)) as backend:
+        view = blank(64 * PAGE)
+        call = asyncio.ensure_future(backend.put([(make_key(1), view)]))
+        await asyncio.sleep(0)
+        with pytest.raises(BufferError):
+            view.release()
+        assert list(await call) == [OK]
+        view.release()
+
+
+@needs_ring
+@pytest.mark.parametrize("io", engines())
+async def test_objects_from_an_arena_that_is_registered(tmp_path: Path, io: str) -> None:
+    arena = Arena.create(8 << 20)
+    async with opened(disk(tmp_path, io=io)) as backend:
+        await backend.register(arena)
+        leases = [lease for _ in range(8) if (lease := arena.allocate(20 * PAGE)) is not None]
+        for number, lease in enumerate(leases):
+            lease.view[:] = noise(b"%d" % number, 20 * PAGE)
+        items = [(make_key(number), lease.view) for number, lease in enumerate(leases)]
+        assert list(await backend.put(items)) == [OK] * 8
+        for lease in leases:
+            lease.view[:] = bytes(20 * PAGE)
+        assert list(await backend.get(items)) == [OK] * 8
+        assert all(same(lease.view, noise(b"%d" % number, 20 * PAGE)) for number, lease in enumerate(leases))
+    del items
+    arena.close()
+
+
+@needs_ring
+async def test_a_call_cancelled_twice_still_ends_with_its_transfers(tmp_path: Path) -> None:
+    async with opened(disk(tmp_path, concurrency=1)) as backend:
+        # Once is enough but where this process is held up for as long as all of them take.
+        for attempt in range(100):
+            items = [(make_key(attempt * 100 + number), blank(16 * PAGE)) for number in range(32)]
+            call = asyncio.ensure_future(backend.put(items))
+            await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.sleep(0)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            for _, view in items:
+                view.release()  # Nothing holds it any longer.
+            assert not list(tmp_path.rglob("*.tmp"))
+            if not all(await backend.contains([key for key, _ in items])):
+                return
+    pytest.fail("what nobody had begun was written")
+
+
+@needs_ring
+async def test_closing_waits(tmp_path: Path) -> None:
+    backend = disk(tmp_path, concurrency=2)
+    await backend.open()
+    items = [(make_key(number), blank(64 * PAGE)) for number in range(8)]
+    call = asyncio.ensure_future(backend.put(items))
+    await asyncio.sleep(0)
+    await backend.close()
+    assert list(await call) == [OK] * 8
+
+
+@needs_ring
+async def test_many_are_opened_and_closed(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    counts = []
+    for turn in range(10):
+        async with opened(SealedBackend(disk(tmp_path))) as backend:
+            assert list(await backend.put(chunks([turn]))) == [OK]
+        del backend
+        counts.append(descriptors())
+    assert counts[-1] <= counts[1], counts
