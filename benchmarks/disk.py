@@ -1,112 +1,214 @@
-"""The disk backend beside raw O_DIRECT I/O of the same bytes, from as many threads, in the same run.
+"""The disk backend, through io_uring and by threads, beside raw O_DIRECT I/O of the same bytes in one run.
 
 ::
 
-    python -m benchmarks.disk                     # in the current folder: needs 3 GiB there and of memory
+    python -m benchmarks.disk                     # in the current folder: needs 5 GiB there, 2 GiB of memory
     python -m benchmarks.disk --folder /mnt/ssd --small
 
-Raw: each thread opens a file, transfers the whole of it in one call and closes it. ``disk`` is the backend,
-``sealed`` the backend with header and checksum around it, as a cache runs it. Each write makes new files;
-reads are cold, since nothing that goes past the page cache is in it. With ``--buffered`` the backend goes
-through the page cache, which is emptied of these files before each run.
+Raw: as many threads as the depth says; each opens a file, moves the whole of it in one call and closes it.
+``uring`` and ``threads`` are the backend with either setting of ``io``; ``sealed`` is it with header and
+checksum around it and ``io: auto``, as a cache runs it. Each write makes new files; reads are cold, since
+nothing that goes past the page cache is in it. With ``--buffered`` the backend goes through the page cache,
+which is emptied of these files before each run.
+
+``CPU`` counts the whole process's processor seconds for each GB. ``loop`` is the longest that the event
+loop's thread computed at a stretch while the backend was at work, in milliseconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
-import shutil
+import statistics
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import anyio
 
-from benchmarks.common import MIB, filled, ratio, show, speed, take_turns
+from benchmarks.common import MIB, filled, ratio, show, speed
 from kvtier.backends.base import Backend, Outcome
 from kvtier.backends.disk import DiskBackend, DiskSettings, walk
 from kvtier.backends.sealed import SealedBackend
 from kvtier.bench.raw_files import in_threads, read_file, write_file
+from kvtier.bench.timing import rotated
 from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.keys import KEY_BYTES, ChunkKey
+from kvtier.units import format_size
+
+KIB = 1 << 10
+BEAT_SECONDS = 0.001
+SIDES: dict[str, Literal["auto", "uring", "threads"]] = {
+    "uring": "uring",
+    "threads": "threads",
+    "sealed": "auto",
+}
 
 Chunks = Sequence[tuple[ChunkKey, memoryview]]
+
+
+class Run(NamedTuple):
+    """What one turn of one side took."""
+
+    seconds: float
+    cpu_seconds: float
+    loop_seconds: float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="The disk backend beside raw O_DIRECT I/O.")
     parser.add_argument("--folder", type=Path, default=Path(), help="where to write; default: here")
     parser.add_argument("--buffered", action="store_true", help="the backend without O_DIRECT")
-    parser.add_argument("--runs", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--runs", type=int, default=7, help="default: %(default)s")
     parser.add_argument("--small", action="store_true", help="a few megabytes, to see that it runs")
     given = parser.parse_args(arguments)
-    sizes, count, depths = ([4 * MIB, 32 * MIB], 32, [1, 2, 4, 8])
+    loads, depths = [(64 * KIB, 512), (4 * MIB, 32), (32 * MIB, 32)], [1, 4, 16]
     if given.small:
-        sizes, count, depths = ([MIB], 4, [1, 2])
-    rows = []
+        loads, depths = [(64 * KIB, 8), (MIB, 4)], [1, 2]
+    found: list[tuple[str, int, int, dict[str, list[Run]]]] = []
     with tempfile.TemporaryDirectory(dir=given.folder, prefix="kvtier-bench-") as folder:
-        for size in sizes:
+        for size, count in loads:
             memory = filled(size * count)
             for depth in depths:
-                rows += anyio.run(measure, Path(folder), memory, size, depth, given.runs, not given.buffered)
+                bench = Bench(Path(folder), chunk_objects(memory, size), depth, direct=not given.buffered)
+                for name, runs in anyio.run(bench.measure, given.runs).items():
+                    found.append((f"{name} {count} x {format_size(size)}", depth, size * count, runs))
     kind = "buffered" if given.buffered else "O_DIRECT"
-    columns = ("", "depth", "raw GB/s", "disk GB/s", "disk : raw", "sealed GB/s", "sealed : raw")
-    show(f"disk backend ({kind}) and raw O_DIRECT", columns, rows)
-
-
-async def measure(
-    folder: Path, memory: memoryview, size: int, depth: int, runs: int, direct: bool
-) -> list[tuple[object, ...]]:
-    """One row for writing and one for reading."""
-    chunks = chunk_objects(memory, size)
-    raw = folder / "raw"
-    raw.mkdir()
-    settings = DiskSettings(
-        name="ssd", type="disk", capacity=1 << 40, path=folder / "ssd", direct=direct, concurrency=depth
+    columns = ("", "depth", "raw GB/s", *(f"{side} : raw" for side in SIDES))
+    show(f"disk backend ({kind}) and raw O_DIRECT", columns, [speeds(*one) for one in found])
+    columns = ("", "depth", "raw CPU", *(f"{side} {what}" for side in SIDES for what in ("CPU", "loop")))
+    show(
+        "processor seconds for each GB, and the longest the loop was held up, ms",
+        columns,
+        [costs(*one) for one in found],
     )
-    backend = DiskBackend(settings)
-    sealed = SealedBackend(backend)
-    await backend.open()
-
-    async def raw_write() -> None:
-        in_threads(depth, chunks, lambda item: write_file(raw / item[0].hex(), item[1]))
-
-    async def raw_read() -> None:
-        in_threads(depth, chunks, lambda item: read_file(raw / item[0].hex(), item[1]))
-
-    def remove() -> None:
-        for path in [*raw.iterdir(), *walk(settings.path)]:
-            path.unlink()
-
-    contestants = {
-        "raw": raw_write,
-        "disk": lambda: put(backend, chunks),
-        "sealed": lambda: put(sealed, chunks),
-    }
-    written = await take_turns(contestants, runs, remove)
-    # The last to write were the sealed ones; the raw files are gone with the others.
-    await raw_write()
-    contestants = {
-        "raw": raw_read,
-        "disk": lambda: get(backend, chunks),
-        "sealed": lambda: get(sealed, chunks),
-    }
-    read = await take_turns(contestants, runs, lambda: forget(settings.path))
-    await backend.close()
-    shutil.rmtree(raw)
-    shutil.rmtree(settings.path)
-    return [
-        row(f"{name} {len(chunks)} x {size // MIB} MiB", depth, len(memory), seconds)
-        for name, seconds in (("write", written), ("cold read", read))
-    ]
 
 
-def row(name: str, depth: int, length: int, seconds: dict[str, list[float]]) -> tuple[object, ...]:
-    raw = seconds["raw"]
-    cells: list[object] = [name, depth, speed(length, raw)]
-    for contestant in ("disk", "sealed"):
-        cells += [speed(length, seconds[contestant]), ratio(seconds[contestant], raw)]
+def speeds(name: str, depth: int, length: int, runs: dict[str, list[Run]]) -> tuple[object, ...]:
+    seconds = {side: [run.seconds for run in of_side] for side, of_side in runs.items()}
+    return (
+        name,
+        depth,
+        speed(length, seconds["raw"]),
+        *(ratio(seconds[side], seconds["raw"]) for side in SIDES),
+    )
+
+
+def costs(name: str, depth: int, length: int, runs: dict[str, list[Run]]) -> tuple[object, ...]:
+    cells: list[object] = [name, depth]
+    for side in ("raw", *SIDES):
+        cells.append(statistics.median(run.cpu_seconds for run in runs[side]) / length * 1e9)
+        if side != "raw":
+            cells.append(max(run.loop_seconds for run in runs[side]) * 1e3)
     return tuple(cells)
+
+
+class Bench:
+    """The same chunks through every side, in turns."""
+
+    def __init__(self, folder: Path, chunks: Chunks, depth: int, *, direct: bool) -> None:
+        self._raw = folder / "raw"
+        self._folders = {side: folder / side for side in SIDES}
+        self._chunks = chunks
+        self._depth = depth
+        self._direct = direct
+
+    async def measure(self, runs: int) -> dict[str, dict[str, list[Run]]]:
+        """Every run of every side, writing and reading."""
+        self._raw.mkdir(exist_ok=True)
+        async with AsyncExitStack() as stack:
+            backends: dict[str, Backend] = {}
+            for side, path in self._folders.items():
+                backends[side] = self._backend(side, path)
+                await backends[side].open()
+                stack.push_async_callback(backends[side].close)
+            writes = {
+                "raw": self._raw_write,
+                **{side: partial(put, backends[side], self._chunks) for side in SIDES},
+            }
+            reads = {
+                "raw": self._raw_read,
+                **{side: partial(get, backends[side], self._chunks) for side in SIDES},
+            }
+            try:
+                return {
+                    "write": await take_turns(writes, runs, lambda side: self._remove([side])),
+                    "cold read": await take_turns(reads, runs, lambda _: self._forget()),
+                }
+            finally:
+                self._remove(list(writes))
+
+    def _backend(self, side: str, path: Path) -> Backend:
+        settings = DiskSettings(
+            name="ssd",
+            type="disk",
+            capacity=1 << 40,
+            path=path,
+            direct=self._direct,
+            concurrency=self._depth,
+            io=SIDES[side],
+        )
+        backend = DiskBackend(settings)
+        return SealedBackend(backend) if side == "sealed" else backend
+
+    async def _raw_write(self) -> None:
+        in_threads(self._depth, self._chunks, lambda item: write_file(self._raw / item[0].hex(), item[1]))
+
+    async def _raw_read(self) -> None:
+        in_threads(self._depth, self._chunks, lambda item: read_file(self._raw / item[0].hex(), item[1]))
+
+    def _remove(self, sides: Sequence[str]) -> None:
+        for side in sides:
+            for path in self._raw.iterdir() if side == "raw" else walk(self._folders[side]):
+                path.unlink()
+
+    def _forget(self) -> None:
+        """Take the backends' files out of the page cache, where they are in it."""
+        for path in (path for folder in self._folders.values() for path in walk(folder)):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+async def take_turns(
+    sides: dict[str, Callable[[], Awaitable[None]]], runs: int, before_each: Callable[[str], None]
+) -> dict[str, list[Run]]:
+    """Every run of every side, after one of each that is not counted; another side begins each turn."""
+    found: dict[str, list[Run]] = {name: [] for name in sides}
+    for turn in range(-1, runs):
+        for name in rotated(list(sides), turn):
+            before_each(name)
+            run = await timed(sides[name])
+            if turn >= 0:
+                found[name].append(run)
+    return found
+
+
+async def timed(side: Callable[[], Awaitable[None]]) -> Run:
+    """One run, with a timer beside it that tells how long the loop computed between two beats."""
+    loop = asyncio.get_running_loop()
+    longest, last = 0.0, time.thread_time()
+
+    def beat() -> None:
+        nonlocal longest, last, timer
+        now = time.thread_time()
+        longest, last = max(longest, now - last), now
+        timer = loop.call_later(BEAT_SECONDS, beat)
+
+    timer = loop.call_soon(beat)
+    started, cpu = time.perf_counter(), time.process_time()
+    await side()
+    run = Run(
+        time.perf_counter() - started, time.process_time() - cpu, max(longest, time.thread_time() - last)
+    )
+    timer.cancel()
+    return run
 
 
 def chunk_objects(memory: memoryview, size: int) -> Chunks:
@@ -131,15 +233,6 @@ async def get(backend: Backend, chunks: Chunks) -> None:
 def expect_ok(outcomes: Sequence[Outcome]) -> None:
     if set(outcomes) != {Outcome.OK}:
         raise SystemExit(f"the disk did not do it: {outcomes}")
-
-
-def forget(folder: Path) -> None:
-    """Take files out of the page cache, where they are in it."""
-    for path in walk(folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 if __name__ == "__main__":
