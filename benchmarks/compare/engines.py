@@ -197,7 +197,7 @@ def lmcache(stack: ExitStack, folder: Path) -> Started:
     command = [
         *(str(python().with_name("lmcache")), "server", "--host", "127.0.0.1", "--port", str(port)),
         *("--shm-name", f"kvtier-bench-{os.getpid()}", "--l1-size-gb", str(HOST_BYTES >> 30)),
-        *("--eviction-policy", "LRU"),
+        *("--eviction-policy", "LRU", "--supported-transfer-mode", "auto"),
         *("--http-port", str(free_port()), "--prometheus-port", str(free_port())),
     ]
     quiet = {"LMCACHE_LOG_LEVEL": "WARNING", "LMCACHE_TRACK_USAGE": "false"}
