@@ -33,15 +33,16 @@ class Filling:
 class Grant:
     """Leases that were given out together, under consecutive numbers."""
 
-    ticket: int
+    ticket: Ticket
     numbers: list[int]
     leases: Leases
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Ticket:
     """A look-up whose leases the engine has not all given back."""
 
+    number: int
     left: int = 0
     """How many of its leases the engine has."""
     grants: list[Grant] = field(default_factory=list)
@@ -80,8 +81,8 @@ class Engine:
             expect=ask.expect_seconds,
             expect_chunks=ask.expect_chunks,
         )
-        ticket = self._tickets[ask.ticket] = Ticket()
-        answer = self._grant(ask.ticket, ticket, found.take_ready(), fetching=found.under_way)
+        ticket = self._tickets[ask.ticket] = Ticket(ask.ticket)
+        answer = self._grant(ticket, found.take_ready(), fetching=found.under_way)
         if not found.under_way:
             return answer, None
         ticket.coming = found
@@ -105,18 +106,18 @@ class Engine:
             self._tickets.pop(number, None)
             return None
         ticket.coming = None
-        return self._grant(number, ticket, found.take_ready(), fetching=0)
+        return self._grant(ticket, found.take_ready(), fetching=0)
 
-    def _grant(self, number: int, ticket: Ticket, ready: Ready, *, fetching: int) -> Found:
+    def _grant(self, ticket: Ticket, ready: Ready, *, fetching: int) -> Found:
         leases = list(islice(self._numbers, len(ready.leases)))
         if leases:
-            grant = Grant(number, leases, ready.leases)
+            grant = Grant(ticket, leases, ready.leases)
             self._granted.update(dict.fromkeys(leases, grant))
             ticket.grants.append(grant)
             ticket.left += len(leases)
-        if not ticket.left and not fetching:
-            del self._tickets[number]
-        return Found(number, leases, ready.leases.offsets, ready.sources, fetching)
+        if not fetching:
+            self._forget_if_empty(ticket)
+        return Found(ticket.number, leases, ready.leases.offsets, ready.sources, fetching)
 
     def cancel(self, number: int) -> None:
         """End a look-up and every lease that it was given."""
@@ -141,11 +142,15 @@ class Engine:
                 self._returned(grant, 1)
 
     def _returned(self, grant: Grant, count: int) -> None:
-        ticket = self._tickets.get(grant.ticket)
-        if ticket is not None:
-            ticket.left -= count
-            if not ticket.left:
-                del self._tickets[grant.ticket]
+        grant.ticket.left -= count
+        self._forget_if_empty(grant.ticket)
+
+    def _forget_if_empty(self, ticket: Ticket) -> None:
+        if ticket.left:
+            return
+        ticket.grants.clear()  # They refer to it, too: a cycle would wait for the collector.
+        if self._tickets.get(ticket.number) is ticket:  # An engine may have used its number again.
+            del self._tickets[ticket.number]
 
     def holds(self, leases: Sequence[int]) -> bool:
         """Whether every one of these leases still stands."""

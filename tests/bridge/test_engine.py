@@ -103,6 +103,17 @@ async def test_numbers_that_are_not_the_engines_are_passed_over() -> None:
         assert cache.arena.leases == 12
 
 
+async def test_a_ticket_that_is_used_again_is_another() -> None:
+    async with engine_of() as (engine, cache):
+        store(engine, KEYS)
+        first, second = look_up(engine, 1, KEYS), look_up(engine, 1, KEYS[:3])
+        engine.release(first.leases)
+        assert (cache.arena.leases, engine.status()["tickets"]) == (15, 1)
+        engine.cancel(1)
+        assert not engine.holds(second.leases[:1])
+        assert (cache.arena.leases, engine.status()["tickets"]) == (12, 0)
+
+
 async def test_it_agrees_with_a_model() -> None:
     """Look-ups, releases of anything in any order, cancellations and take-overs, at random."""
     chance = random.Random(7)
