@@ -177,6 +177,15 @@ TEST(shut_down_by_another_thread) {
     cuts.join();
 }
 
+// One that has closed while its window was shut says no more: a call that only sends would wait for nothing.
+TEST(the_other_side_has_closed_and_takes_nothing_in) {
+    Pair pair;
+    std::string much(8 << 20, 'x'), unread;
+    CHECK(shutdown(pair.there, SHUT_WR) == 0);
+    const Progress sent = converse(pair, {{Kind::send, {over(much)}}}, unread);
+    CHECK(sent.operations == 0 && sent.bytes > 0 && sent.error == EPIPE);
+}
+
 TEST(a_descriptor_that_is_no_socket) {
     std::string value(5, '.'), unread;
     const std::vector<Operation> one{{Kind::receive, {over(value)}}};

@@ -10,6 +10,7 @@ Time-outs: socket(7), SO_RCVTIMEO.
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import ssl
@@ -256,14 +257,25 @@ class Connection:
         self._socket.settimeout(None)
 
     def _send_some(self, buffers: Sequence[Buffer]) -> int:
-        self._set_timeout(socket.SO_SNDTIMEO)
-        try:
-            return self._socket.sendmsg(buffers)
-        except BlockingIOError:
-            raise TimeoutError("the server takes nothing in") from None
+        while True:
+            milliseconds = math.ceil(self.deadline.remaining() * 1000)
+            try:
+                return self._socket.sendmsg(buffers, [], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait_until_writable(milliseconds)
+
+    def _wait_until_writable(self, milliseconds: int) -> None:
+        # A call that blocks does not see that the other side has closed while its window was shut.
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT | select.POLLRDHUP)
+        ready = poll.poll(milliseconds)
+        if not ready:
+            raise TimeoutError("the server takes nothing in")
+        if not ready[0][1] & select.POLLOUT:
+            raise ConnectionResetError("the server closed the connection")
 
     def _receive_some(self, view: memoryview, flags: int) -> int:
-        self._set_timeout(socket.SO_RCVTIMEO)
+        self._set_timeout()
         try:
             received = self._socket.recv_into(view, len(view), flags)
         except BlockingIOError:
@@ -271,16 +283,17 @@ class Connection:
         return _unless_closed(received)
 
     def _receive_some_into(self, views: Sequence[memoryview]) -> int:
-        self._set_timeout(socket.SO_RCVTIMEO)
+        self._set_timeout()
         try:
             received, *_ = self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)
         except BlockingIOError:
             raise TimeoutError("no answer in time") from None
         return _unless_closed(received)
 
-    def _set_timeout(self, option: int) -> None:
+    def _set_timeout(self) -> None:
         whole, part = divmod(self.deadline.remaining(), 1)
-        self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(part * 1e6)))
+        time_left = _TIMEVAL.pack(int(whole), int(part * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, time_left)
 
 
 class TLSConnection(Connection):

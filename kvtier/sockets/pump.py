@@ -123,6 +123,9 @@ class Pump:
                 advance(left, progress.received)
                 rest[0] = kind, list(left)
                 await (until_writable if kind == SEND else until_readable)(fd)
+        except asyncio.CancelledError:
+            connection.interrupt()
+            raise
         finally:
             timer.cancel()
 

@@ -2,6 +2,7 @@
 
 #include "kvtier/exchange.hpp"
 
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/uio.h>
@@ -9,6 +10,8 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <climits>
+#include <cstdint>
 #include <cstring>
 
 namespace kvtier::sockets {
@@ -19,15 +22,15 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t spans_a_call = 1024;  // IOV_MAX of Linux
 
-// Has the next blocking call last until `deadline` at most; false where it is over.
-bool bound(int socket, int option, Clock::time_point deadline) {
+// Has the next call that receives last until `deadline` at most; false where it is over.
+bool bound(int socket, Clock::time_point deadline) {
     const auto left = std::chrono::duration_cast<std::chrono::microseconds>(deadline - Clock::now()).count();
     if (left <= 0) return false;
     timeval time{};
     time.tv_sec = left / 1'000'000;
     time.tv_usec = left % 1'000'000;
     // What is no time-out at all is one that was zero.
-    setsockopt(socket, SOL_SOCKET, option, &time, sizeof time);
+    setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &time, sizeof time);
     return true;
 }
 
@@ -84,18 +87,42 @@ struct Moved {
 struct Patience {
     Clock::time_point deadline;
     bool waits;
-
-    int flags(int usual) const { return waits ? usual : MSG_DONTWAIT; }
 };
 
-template <typename Call>
-Moved carry_out(int socket, int option, const Patience& patience, const Call& call) {
-    while (!patience.waits || bound(socket, option, patience.deadline)) {
-        const ssize_t moved = call();
-        if (moved > 0) return {static_cast<std::size_t>(moved), 0};
-        if (moved == 0) return {0, ESHUTDOWN};
-        const bool again = errno == EAGAIN || errno == EWOULDBLOCK;
-        if (errno != EINTR && !(again && patience.waits)) return {0, errno};
+Moved moved_by(ssize_t result) {
+    if (result > 0) return {static_cast<std::size_t>(result), 0};
+    return {0, result == 0 ? ESHUTDOWN : errno};
+}
+
+// Whether to try again once a call has come to this.
+bool again(const Moved& moved, const Patience& patience) {
+    return moved.error == EINTR || (moved.error == EAGAIN && patience.waits);
+}
+
+Moved receive(int socket, msghdr& message, int flags, const Patience& patience) {
+    while (!patience.waits || bound(socket, patience.deadline)) {
+        const Moved moved = moved_by(recvmsg(socket, &message, patience.waits ? flags : MSG_DONTWAIT));
+        if (!again(moved, patience)) return moved;
+    }
+    return {0, ETIMEDOUT};
+}
+
+// The other side takes nothing in at the moment: wait until it does, or never will. A call that blocks does
+// not see that it has closed while its window is shut, and would wait for nothing.
+int until_writable(int socket, Clock::time_point deadline) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    pollfd one{socket, POLLOUT | POLLRDHUP, 0};
+    const int ready = poll(&one, 1, static_cast<int>(std::clamp<std::int64_t>(left, 0, INT_MAX)));
+    if (ready == 0) return ETIMEDOUT;
+    if (ready < 0) return errno == EINTR ? 0 : errno;
+    return (one.revents & POLLOUT) != 0 ? 0 : EPIPE;
+}
+
+Moved send(int socket, const msghdr& message, const Patience& patience) {
+    while (!patience.waits || Clock::now() < patience.deadline) {
+        const Moved moved = moved_by(sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT));
+        if (!again(moved, patience)) return moved;
+        if (const int error = until_writable(socket, patience.deadline); error != 0) return {0, error};
     }
     return {0, ETIMEDOUT};
 }
@@ -106,10 +133,8 @@ int move_all(int socket, const Operation& operation, const Patience& patience, s
     Rest rest(operation.spans);
     while (!rest.empty()) {
         msghdr message = rest.message();
-        const Moved moved = carry_out(socket, sends ? SO_SNDTIMEO : SO_RCVTIMEO, patience, [&] {
-            return sends ? sendmsg(socket, &message, MSG_NOSIGNAL | patience.flags(0))
-                         : recvmsg(socket, &message, patience.flags(MSG_WAITALL));
-        });
+        const Moved moved =
+            sends ? send(socket, message, patience) : receive(socket, message, MSG_WAITALL, patience);
         if (moved.error != 0) return moved.error;
         rest.advance(moved.bytes);
         done += moved.bytes;
@@ -122,9 +147,11 @@ int expect(int socket, Span wanted, std::span<std::byte> unread, const Patience&
            std::size_t& done, bool& equal) {
     equal = wanted.length <= unread.size();
     while (equal && done < wanted.length) {
-        const Moved moved = carry_out(socket, SO_RCVTIMEO, patience, [&] {
-            return recv(socket, unread.data() + done, wanted.length - done, patience.flags(0));
-        });
+        iovec room{unread.data() + done, wanted.length - done};
+        msghdr message{};
+        message.msg_iov = &room;
+        message.msg_iovlen = 1;
+        const Moved moved = receive(socket, message, 0, patience);
         if (moved.error != 0) return moved.error;
         equal = std::memcmp(unread.data() + done, wanted.data + done, moved.bytes) == 0;
         done += moved.bytes;

@@ -1,0 +1,265 @@
+"""Conversations over sockets: the same, byte for byte, in native code and in Python."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from kvtier import native
+from kvtier.sockets.connection import BUFFER_BYTES, Connection, Deadline
+from kvtier.sockets.conversation import EXPECT, RECEIVE, SEND, Operation, Progress
+from kvtier.sockets.pump import SMALL_BYTES, Pump
+
+SECONDS = 60.0
+LARGE = 4 * SMALL_BYTES
+
+
+@pytest.fixture(params=["native", "python"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways, where there are two."""
+    if request.param == "python":
+        monkeypatch.setattr(native, "available", lambda: False)
+    elif not native.available():
+        pytest.skip(native.summary())
+    way: str = request.param
+    return way
+
+
+@contextmanager
+def connected(seconds: float = SECONDS) -> Iterator[tuple[Connection, socket.socket]]:
+    """A connection and the server's end of it."""
+    connection = Connection(socket.AF_INET)
+    with ExitStack() as stack:
+        stack.callback(connection.close)
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        stack.enter_context(Deadline(SECONDS).bounds(connection))
+        connection.connect(listener.getsockname())
+        connection.deadline = Deadline(seconds)
+        yield connection, stack.enter_context(listener.accept()[0])
+
+
+@contextmanager
+def pumping(most: int = 2) -> Iterator[Pump]:
+    pump = Pump(most)
+    try:
+        yield pump
+    finally:
+        pump.close()
+
+
+def question_and_answer(length: int) -> tuple[list[Operation], memoryview]:
+    view = memoryview(bytearray(length))
+    head = b"$%d\r\n" % length
+    return [(SEND, [b"GET ", b"x\r\n"]), (EXPECT, [head]), (RECEIVE, [view]), (EXPECT, [b"\r\n"])], view
+
+
+def test_what_is_expected() -> None:
+    operations, view = question_and_answer(5)
+    with connected() as (connection, peer):
+        peer.sendall(b"$5\r\nhello\r\n")
+        assert connection.exchange(operations) == Progress(4)
+        assert bytes(view) == b"hello"
+        assert peer.recv(100) == b"GET x\r\n"
+        assert not connection.buffered
+
+
+@pytest.mark.parametrize("answer", [b"$-1\r\n", b"-ERR no\r\n", b"$6\r\nhello!\r\n", b"x"])
+def test_what_is_not_expected_is_taken_next(answer: bytes) -> None:
+    operations, view = question_and_answer(5)
+    with connected() as (connection, peer):
+        peer.sendall(answer)
+        assert connection.exchange(operations)[0::2] == (1, None)
+        rest = memoryview(bytearray(len(answer)))
+        connection.take(rest)
+        assert bytes(rest) == answer
+        assert bytes(view) == bytes(5)
+
+
+def test_what_was_taken_in_before_counts() -> None:
+    with connected() as (connection, peer):
+        peer.sendall(b"+OK\r\n$5\r\nhello\r\n")
+        assert connection.line() == b"+OK"
+        operations, view = question_and_answer(5)
+        assert connection.exchange(operations) == Progress(4)
+        assert bytes(view) == b"hello"
+
+
+def test_the_end_of_a_connection_and_of_its_time() -> None:
+    operations, _ = question_and_answer(5)
+    with connected() as (connection, peer):
+        peer.sendall(b"$5\r\nhel")
+        peer.shutdown(socket.SHUT_WR)
+        progress = connection.exchange(operations)
+        assert progress[:2] == (2, 3)
+        assert isinstance(progress.error, ConnectionResetError)
+    for seconds in (0.05, 0.0):
+        with connected(seconds) as (connection, peer):
+            progress = connection.exchange(operations[1:])
+            assert progress[:2] == (0, 0)
+            assert isinstance(progress.error, TimeoutError)
+
+
+def test_a_peer_that_has_closed_and_takes_nothing_in() -> None:
+    """Seen at once: its window stays shut, and only the kernel's patience would end."""
+    with connected() as (connection, peer):
+        peer.shutdown(socket.SHUT_WR)
+        progress = connection.exchange([(SEND, [bytes(64 << 20)])])
+        assert isinstance(progress.error, ConnectionError)
+
+
+def test_any_pieces_and_any_answers(way: str) -> None:
+    """As much has come, is full and is left, whatever was expected."""
+    del way
+    noise = random.Random(5)
+    for _ in range(150):
+        script = noise.randbytes(noise.randrange(1, 3000))
+        cuts = sorted(noise.choices(range(len(script) + 1), k=4))
+        expected: list[bool] = []
+        views: list[tuple[int, memoryview]] = []
+        operations: list[Operation] = []
+        for start, stop in zip([0, *cuts], [*cuts, len(script)], strict=True):
+            if noise.random() < 0.5:
+                wanted = bytearray(script[start:stop])
+                if wanted and noise.random() < 0.3:
+                    wanted[noise.randrange(len(wanted))] ^= 1
+                operations.append((EXPECT, [bytes(wanted)]))
+                expected.append(bytes(wanted) == script[start:stop])
+            else:
+                views.append((start, memoryview(bytearray(stop - start))))
+                operations.append((RECEIVE, [views[-1][1][:7], views[-1][1][7:]]))
+                expected.append(True)
+        whole = expected.index(False) if False in expected else len(expected)
+        with connected() as (connection, peer):
+            sending = threading.Thread(target=partial(send_in_pieces, peer, script, noise.random()))
+            sending.start()
+            progress = connection.exchange(operations)
+            taken = sum(len(buffer) for _, buffers in operations[:whole] for buffer in buffers)
+            rest = memoryview(bytearray(len(script) - taken))
+            connection.take(rest)
+            sending.join()
+        assert progress[0::2] == (whole, None)
+        assert rest == script[taken:]
+        for start, view in views:
+            stop = start + len(view)
+            assert view == (script[start:stop] if stop <= taken else bytes(len(view)))
+
+
+def send_in_pieces(peer: socket.socket, script: bytes, seed: float) -> None:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    noise = random.Random(seed)
+    while script:
+        length = noise.randrange(1, len(script) + 1)
+        peer.sendall(script[:length])
+        script = script[length:]
+
+
+# In the loop, and in threads.
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("length", [5, SMALL_BYTES - 100, LARGE])
+async def test_a_conversation_beside_the_loop(length: int) -> None:
+    operations, view = question_and_answer(length)
+    with connected() as (connection, peer), pumping() as pump:
+        talk = asyncio.ensure_future(pump.converse(connection, operations))
+        assert await anyio.to_thread.run_sync(peer.recv, 7, socket.MSG_WAITALL) == b"GET x\r\n"
+        value = bytes([7]) * length
+        await anyio.to_thread.run_sync(partial(send_in_pieces, peer, b"$%d\r\n%b\r\n" % (length, value), 0.5))
+        assert await talk == Progress(4)
+        assert view == value
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("length", [5, LARGE])
+@pytest.mark.parametrize("halves", [(b"$", b"-1\r\n"), (b"$-1\r\n", b""), (b"-", b"ERR no\r\n")])
+async def test_another_answer_in_halves(length: int, halves: Sequence[bytes]) -> None:
+    operations, _ = question_and_answer(length)
+    with connected() as (connection, peer), pumping() as pump:
+        talk = asyncio.ensure_future(pump.converse(connection, operations))
+        for half in halves:
+            peer.sendall(half)
+            await anyio.lowlevel.checkpoint()
+        progress = await talk
+        assert progress[0::2] == (1, None)
+        assert await anyio.to_thread.run_sync(connection.line) == b"".join(halves)[:-2]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("length", [5, LARGE])
+async def test_a_deadline_beside_the_loop(length: int) -> None:
+    operations, _ = question_and_answer(length)
+    with connected(0.1) as (connection, _peer), pumping() as pump:
+        progress = await pump.converse(connection, operations)
+        assert progress[:2] == (1, 0)
+        assert isinstance(progress.error, OSError)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("length", [5, LARGE])
+async def test_cancelled_beside_the_loop(length: int) -> None:
+    """At once, and nothing is written from then on."""
+    operations, view = question_and_answer(length)
+    with connected() as (connection, peer), pumping() as pump:
+        talk = asyncio.ensure_future(pump.converse(connection, operations))
+        await anyio.to_thread.run_sync(peer.recv, 7, socket.MSG_WAITALL)
+        talk.cancel()
+        await asyncio.wait([talk])
+        assert talk.cancelled()
+        assert connection.exchange([(RECEIVE, [view])]).error is not None
+        assert view == bytes(length)
+
+
+@pytest.mark.anyio
+async def test_more_conversations_than_threads() -> None:
+    with ExitStack() as stack:
+        pump = stack.enter_context(pumping(2))
+        pairs = [stack.enter_context(connected()) for _ in range(12)]
+        asked = [question_and_answer(LARGE) for _ in pairs]
+        talks = [
+            asyncio.ensure_future(pump.converse(connection, operations))
+            for (connection, _), (operations, _) in zip(pairs, asked, strict=True)
+        ]
+        answer = b"$%d\r\n%b\r\n" % (LARGE, bytes([3]) * LARGE)
+        for _, peer in pairs:
+            await anyio.to_thread.run_sync(peer.sendall, answer)
+        assert [await talk for talk in talks] == [Progress(4)] * len(pairs)
+        assert all(view == bytes([3]) * LARGE for _, view in asked)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+# What is asked of native code alone.
+
+
+def test_operations_that_there_are_not(way: str) -> None:
+    if way == "python":
+        pytest.skip("native code is called with what Python has checked")
+    with connected() as (connection, _):
+        scratch = bytearray(BUFFER_BYTES)
+        unknown: list[list[Operation]] = [
+            [(3, [b""])],
+            [(-1, [b""])],
+            [(EXPECT, [])],
+            [(EXPECT, [b"a", b"b"])],
+        ]
+        for operations in unknown:
+            with pytest.raises(ValueError, match="no such operation"):
+                native.core.exchange(connection.fileno(), operations, scratch, 1)
+        with pytest.raises(BufferError):
+            native.core.exchange(connection.fileno(), [(RECEIVE, [b"read-only"])], scratch, 1)
+        with pytest.raises(BufferError):
+            native.core.exchange(connection.fileno(), [(SEND, [memoryview(b"abcd")[::2]])], scratch, 1)
+    assert native.core.exchange(-1, [(SEND, [b"x"])], scratch, 1)[2] == errno.EBADF
