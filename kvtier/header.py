@@ -115,7 +115,7 @@ class ChunkHeader(NamedTuple):
 
 
 def begin(memory: memoryview, objects: Iterable[tuple[int, ChunkHeader]]) -> None:
-    """Write each header at its offset, as :meth:`ChunkHeader.seal` without a checksum does: under 1 µs each."""
+    """Write each header at its offset, as an unsealed :meth:`ChunkHeader.seal` does: under 1 µs each."""
     rest = bytes(HEADER_BYTES - _FIELDS.size - 8)
     for offset, (key, parent, space, payload_bytes) in objects:
         fields = _FIELDS.pack(
