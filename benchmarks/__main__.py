@@ -7,7 +7,20 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import catalog, controller, disk, engine, look_up, memory, metrics, move, peers, transports
+from benchmarks import (
+    catalog,
+    controller,
+    disaggregated,
+    disk,
+    engine,
+    look_up,
+    memory,
+    metrics,
+    move,
+    peers,
+    push,
+    transports,
+)
 
 SMALL = {
     catalog: ["--entries", "100000"],
@@ -19,7 +32,9 @@ SMALL = {
     transports: ["--quick"],
     peers: ["--transport", "tcp", "--quick"],
     move: ["--transport", "tcp", "--quick"],
+    push: ["--transport", "tcp", "--quick"],
     engine: ["--rounds", "1"],
+    disaggregated: ["--quick"],
 }
 
 

@@ -11,18 +11,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 import anyio
 from anyio.abc import TaskGroup
 
 from kvtier.arena import Arena, Lease
-from kvtier.backends.base import Backend, StoredObject, SupportsArena, SupportsRegistration, SupportsScan
+from kvtier.backends.base import Backend, SupportsArena, SupportsRegistration, SupportsScan
 from kvtier.backends.guarded import GuardedBackend
-from kvtier.backends.sealed import SealedBackend
+from kvtier.backends.wrapped import open_wrapped
 from kvtier.catalog import ALL_TIERS, Catalog, State
 from kvtier.errors import SettingsError
 from kvtier.events import Move, Observer, Prefetch, Priority
@@ -33,14 +33,16 @@ from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.clear import Cleared, ClearStage
 from kvtier.pipeline.discover import DiscoverStage, Expected
 from kvtier.pipeline.evict import EvictStage
+from kvtier.pipeline.expect import Expectation, ExpectStage
 from kvtier.pipeline.forget import ForgetStage
 from kvtier.pipeline.gather import Gathering, GatherStage
+from kvtier.pipeline.held import HeldChunk, eviction_of, parents_first
 from kvtier.pipeline.move import MoveStage
 from kvtier.pipeline.prefetch import Flight, PrefetchStage
 from kvtier.pipeline.store import Reservation, StoreStage
 from kvtier.plugins import Plugins
 from kvtier.router import FIRST, Router
-from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
+from kvtier.settings import Settings, TierSettings, load_settings
 from kvtier.tasks import open_tasks
 from kvtier.tier import Tier
 
@@ -77,9 +79,14 @@ class LookUp:
 
     chunks: list[FoundChunk] = field(default_factory=list)
     unknown: int = 0
-    """How many chunks after these the shared pools are being asked for, while anybody wants to know."""
+    """How many chunks after these may yet be found, while anybody wants to know.
+
+    Pushed chunks are waited for, then the shared pools are asked.
+    """
     answered: anyio.Event = field(default_factory=anyio.Event)
-    """Set when they have answered, and what they hold is among the chunks. Not set where none was asked."""
+    """Set when all that is known, and what was found is among the chunks. Not set where nobody was asked."""
+    pushed: Expectation | None = None
+    """What waits for the chunks that are pushed here; they are added as they come."""
 
     @property
     def ready(self) -> int:
@@ -115,6 +122,8 @@ class LookUp:
     def keep(self, count: int) -> None:
         """Release all but the first ``count`` chunks, and want nothing that comes after them."""
         self.unknown = 0
+        if self.pushed is not None:
+            self.pushed.end()
         for chunk in self.chunks[count:]:
             chunk.lease.release()
         del self.chunks[count:]
@@ -136,6 +145,8 @@ class TieredCache:
         self._storing = StoreStage(hierarchy, self._evicting, queue_bytes)
         self._prefetching = PrefetchStage(hierarchy, self._evicting)
         self._discovering = DiscoverStage(hierarchy)
+        self.expecting = ExpectStage(hierarchy)
+        """What peers push into the first tier: whoever takes that in tells it."""
         self._forgetting = ForgetStage(hierarchy)
         self._clearing = ClearStage(hierarchy, self._evicting)
         self._moving = MoveStage(hierarchy, self._evicting, self._prefetching)
@@ -165,10 +176,11 @@ class TieredCache:
         media = [(tier, plugins.backend(tier.type)(tier)) for tier in plugins.tier_settings(settings)]
         media += pools
         tier_settings = [tier for tier, _ in media]
-        catalog = Catalog([plugins.eviction(_eviction(tier))() for tier in tier_settings])
+        catalog = Catalog([plugins.eviction(eviction_of(tier))() for tier in tier_settings])
         async with AsyncExitStack() as stack:
             backends = [
-                await _open_backend(stack, tier, backend, settings.checksum) for tier, backend in media
+                await open_wrapped(stack, backend, name=tier.name, checksum=settings.checksum)
+                for tier, backend in media
             ]
             memory = backends[FIRST].inner
             if not isinstance(memory, SupportsArena):
@@ -199,10 +211,10 @@ class TieredCache:
                 await backend.register(self.arena)
             if index == FIRST or not isinstance(backend, SupportsScan):
                 continue
-            held: list[_HeldChunk] = []
+            held: list[HeldChunk] = []
             async for batch in backend.scan():
-                held += [_HeldChunk.of(stored) for stored in batch]
-            for chunk in _parents_first(held):
+                held += [HeldChunk.of(stored) for stored in batch]
+            for chunk in parents_first(held):
                 catalog.add(
                     chunk.key, index, chunk.length, State.READY, chunk.header.parent, chunk.header.namespace
                 )
@@ -241,23 +253,74 @@ class TieredCache:
     # Deciding: synchronous.
 
     def look_up(
-        self, keys: Sequence[ChunkKey], expected: Expected | None = None, *, local: bool = False
+        self,
+        keys: Sequence[ChunkKey],
+        expected: Expected | None = None,
+        *,
+        local: bool = False,
+        expect: float = 0.0,
+        expect_chunks: int | None = None,
     ) -> LookUp:
         """Lease the longest prefix of ``keys`` that some tier holds, and start fetching what is below.
 
         With ``local``, only what tiers of this host alone hold counts. Where it is told what to expect, the
-        shared pools are asked for the rest. What can be read now and
-        what is on its way are told by the answer; nothing is waited for.
+        shared pools are asked for the rest. What can be read now and what is on its way are told by the
+        answer; nothing is waited for.
+
+        ``expect``: for so many seconds chunks that a peer pushes here count as under way, of the first
+        ``expect_chunks`` or of all. They join the answer, leased, as they become READY, until the push of the
+        next one ends, or was never announced and does not begin soon; only then are the pools asked.
         """
         if not local:  # What peers ask for tells nothing of how well this host's engines are served.
             self.hierarchy.counts["looked_up"] += len(keys)
         found = LookUp()
         reached = self._extend(found, keys, self._local if local else ALL_TIERS)
         rest = keys[len(found.chunks) :]
-        if rest and reached and expected is not None and self._discovering.pools(expected.namespace):
+        if not rest or not reached:
+            return found
+        pushed = keys[len(found.chunks) : expect_chunks]
+        if expect > 0 and pushed and not self.expecting.is_hopeless(pushed[0]):
+            found.unknown = len(rest)
+            found.pushed = self.expecting.begin(pushed, partial(self._take_pushed, found))
+            self.hierarchy.tasks.start_soon(self._await_pushed, found.pushed, found, keys, expected, expect)
+        elif expected is not None and self._discovering.pools(expected.namespace):
             found.unknown = len(rest)
             self.hierarchy.tasks.start_soon(self._ask_pools, found, keys, expected)
         return found
+
+    def _take_pushed(self, found: LookUp, key: ChunkKey) -> bool:
+        lease = self.hierarchy.share(key)
+        if lease is None:
+            return False
+        self.hierarchy.catalog.touch([key])
+        self.hierarchy.counts["found_pushed"] += 1
+        found.chunks.append(FoundChunk(key, lease))
+        found.unknown -= 1
+        return True
+
+    async def _await_pushed(
+        self,
+        pushed: Expectation,
+        found: LookUp,
+        keys: Sequence[ChunkKey],
+        expected: Expected | None,
+        seconds: float,
+    ) -> None:
+        """Add to a look-up what is pushed here, then what only shared pools hold, while it is wanted."""
+
+        def find_below() -> int:
+            before = len(found.chunks)
+            self._extend(found, keys[len(keys) - found.unknown :])
+            found.unknown -= len(found.chunks) - before
+            return len(found.chunks) - before
+
+        try:
+            await pushed.wait(seconds, find_below)
+            if found.unknown and expected is not None and self._discovering.pools(expected.namespace):
+                await self._ask_pools(found, keys, expected)
+        finally:
+            found.unknown = 0
+            found.answered.set()
 
     def _extend(self, found: LookUp, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> bool:
         """Add the chunks at the head of ``keys`` that are held; whether that are all that are known."""
@@ -302,8 +365,10 @@ class TieredCache:
         return FoundChunk(key, flight.lease.share(), flight)
 
     async def settle(self, found: LookUp) -> None:
-        """Wait for what a look-up is fetching as long as ``prefetch.policy`` says, then keep what arrived."""
+        """Wait for what is pushed, then for what is fetched as ``prefetch.policy`` says; keep that."""
         prefetch = self.settings.prefetch
+        if found.pushed is not None:
+            await found.pushed.ended.wait()
         if prefetch.policy == "best_effort":
             found.keep(found.ready)
         else:
@@ -431,49 +496,7 @@ class TieredCache:
             ],
             "arena": {"used_bytes": self.arena.used, "leases": self.arena.leases},
             "flights": len(self._prefetching.flights),
+            "pushed": {"coming": self.expecting.coming, "waiting": self.expecting.waiting},
             "pending_bytes": self.pending_bytes,
             "counts": dict(hierarchy.counts),
         }
-
-
-class _HeldChunk(NamedTuple):
-    """A chunk that a tier held when it was opened."""
-
-    last_used: float
-    key: ChunkKey
-    length: int
-    header: ChunkHeader
-
-    @classmethod
-    def of(cls, stored: StoredObject) -> _HeldChunk:
-        return cls(stored.last_used, stored.key, stored.length, ChunkHeader.parse(stored.head))
-
-
-def _parents_first(held: list[_HeldChunk]) -> Iterator[_HeldChunk]:
-    """The longest unused first, but none before its parent: so the eviction policy knows each one's place."""
-    waiting = {chunk.key: chunk for chunk in held}
-    for oldest in sorted(held):
-        chain = []
-        key = oldest.key
-        while key in waiting:
-            chain.append(waiting.pop(key))
-            key = chain[-1].header.parent
-        yield from reversed(chain)
-
-
-def _eviction(tier: TierSettings) -> str:
-    """The policy of a tier. What is known of a shared pool is put out of mind by the usual one."""
-    return tier.eviction if isinstance(tier, LocalTierSettings) else "lru"
-
-
-async def _open_backend(
-    stack: AsyncExitStack, tier: TierSettings, backend: Backend, checksum: bool
-) -> GuardedBackend:
-    """A backend in its wrappers, open until the stack is left."""
-    guarded = GuardedBackend(
-        backend if isinstance(backend, SupportsArena) else SealedBackend(backend, checksum=checksum),
-        name=tier.name,
-    )
-    await guarded.open()
-    stack.push_async_callback(guarded.close)
-    return guarded

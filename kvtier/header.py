@@ -44,6 +44,7 @@ _NO_CHECKSUM = bytes(16)
 _RESERVED = bytes(112)
 _ALGORITHM_NONE, _ALGORITHM_XXH3 = 0, 1
 _ALGORITHM_AT = 10
+_CHECKSUM_AT = slice(120, 136)
 
 
 def object_bytes(payload_bytes: int) -> int:
@@ -54,6 +55,11 @@ def object_bytes(payload_bytes: int) -> int:
 def is_sealed(memory: memoryview, offset: int = 0) -> bool:
     """Whether the header at ``offset`` has a checksum of its payload. Looks at nothing else, in 0.1 µs."""
     return memory[offset + _ALGORITHM_AT] == _ALGORITHM_XXH3
+
+
+def checksum_of(chunk: memoryview) -> bytes:
+    """The checksum that a sealed chunk's header has, whether it matches the payload or not."""
+    return bytes(chunk[_CHECKSUM_AT])
 
 
 class ChunkHeader(NamedTuple):

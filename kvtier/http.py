@@ -56,12 +56,14 @@ async def serving(
     ssl: SSLContext | None = None,
     limit_concurrency: int = MOST_REQUESTS,
     ws_max_size: int = MOST_MESSAGE_BYTES,
+    backlog: int = BACKLOG,
 ) -> AsyncIterator[tuple[str, int]]:
     """Serve ``app`` until the block is left, and tell the address: port 0 takes any that is free.
 
     From ``limit_concurrency`` connections on a request is answered with 503, from twice as many on a
     connection is closed at once; WebSockets count as connections. A WebSocket message has ``ws_max_size``
-    bytes at most, and is not compressed: it is mostly keys, which are random.
+    bytes at most, and is not compressed: it is mostly keys, which are random. ``backlog`` is how many
+    connections may be made while the loop is busy; who comes later tries again after a second.
 
     On the way out requests under way may finish, for two seconds at most. The start and the end of the
     application itself (its "lifespan", where it has one) are waited for, however long they take, and what
@@ -82,7 +84,7 @@ async def serving(
         proxy_headers=False,
         server_header=False,
         limit_concurrency=limit_concurrency,
-        backlog=BACKLOG,
+        backlog=backlog,
         timeout_graceful_shutdown=CANCEL_SECONDS,
         h11_max_incomplete_event_size=MOST_HEAD_BYTES,
         workers=1,
@@ -90,7 +92,7 @@ async def serving(
     config.load()
     config.ssl = ssl
     server = _Server(config)
-    with await _bound(listen, setting) as listener:
+    with await _bound(listen, setting, backlog) as listener:
         host, port = listener.getsockname()[:2]
         async with open_tasks() as tasks:
             await tasks.start(_run, server, watched, listener)
@@ -107,7 +109,7 @@ def _be_quiet() -> None:
         logger.setLevel(logging.ERROR)
 
 
-async def _bound(listen: str | tuple[str, int], setting: str) -> socket.socket:
+async def _bound(listen: str | tuple[str, int], setting: str, backlog: int) -> socket.socket:
     try:
         host, port = split_address(listen) if isinstance(listen, str) else listen
     except ValueError as error:
@@ -117,7 +119,7 @@ async def _bound(listen: str | tuple[str, int], setting: str) -> socket.socket:
     try:
         found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
-        listener = socket.create_server(address, family=family, backlog=BACKLOG)
+        listener = socket.create_server(address, family=family, backlog=backlog)
     except (OSError, UnicodeError) as error:
         code = error.errno if isinstance(error, OSError) else None
         why = os.strerror(code) if code and code > 0 else getattr(error, "strerror", None) or error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,8 @@ from kvtier.agent.served import Served
 from kvtier.backends.base import Backend
 from kvtier.cache import TieredCache
 from kvtier.catalog import MAX_TIERS
-from kvtier.errors import SettingsError
+from kvtier.errors import PeerError, SettingsError
+from kvtier.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, TierSettings, load_settings
 from kvtier.tasks import open_tasks
@@ -27,6 +28,7 @@ from kvtier.tasks import open_tasks
 if TYPE_CHECKING:
     from kvtier.agent.agent import Agent
     from kvtier.peers.backend import PeersBackend
+    from kvtier.peers.handing import HandOver, HandOvers
     from kvtier.peers.server import PeerServer
     from kvtier.transports.base import Transport
 
@@ -40,7 +42,13 @@ class Instance:
     """A host's tiers, its peers and its controller. Made with :meth:`open`."""
 
     def __init__(
-        self, name: str, cache: TieredCache, server: PeerServer | None, peers: PeersBackend | None
+        self,
+        name: str,
+        cache: TieredCache,
+        server: PeerServer | None = None,
+        peers: PeersBackend | None = None,
+        handing: HandOvers | None = None,
+        served: Served | None = None,
     ) -> None:
         self.name = name
         """Of this process alone, for peers and people."""
@@ -49,7 +57,8 @@ class Instance:
         """What serves the peers, where ``peer.listen`` is set."""
         self.peers = peers
         """What fetches from peers, where ``peer.others`` names some or a controller may."""
-        self.served = Served()
+        self._handing = handing
+        self.served = served or Served()
         """The models of the engines: whoever lets engines in tells it."""
         self._agent: Agent | None = None
 
@@ -68,11 +77,11 @@ class Instance:
         plugins = plugins or Plugins.load(settings.plugins)
         name = f"{_base_name(settings)}:{secrets.token_hex(4)}"
         async with AsyncExitStack() as stack:
-            if settings.peer.used or _borrows(settings):
+            if settings.peer.can_prove:
                 instance = await stack.enter_async_context(cls._with_peers(name, settings, plugins))
             else:
                 cache = await stack.enter_async_context(TieredCache.open(settings, plugins=plugins))
-                instance = cls(name, cache, None, None)
+                instance = cls(name, cache)
             if settings.controller.url is not None:
                 await stack.enter_async_context(instance._registered(settings))
             yield instance
@@ -84,31 +93,49 @@ class Instance:
         from kvtier.peers.authentication import Credentials
         from kvtier.peers.backend import PeersBackend
         from kvtier.peers.grants import GrantBook
+        from kvtier.peers.handing import HandOvers
         from kvtier.peers.server import PeerServer
 
         transport_settings = plugins.transport_settings(settings)
         transport = plugins.transport(transport_settings.type)(transport_settings)
         credentials = Credentials.of(settings.peer)
+        tier = TierSettings(
+            name=PEERS,
+            type=PEERS,
+            write="never",
+            deadline=transport_settings.deadline,
+            concurrency=CALLS_UNDER_WAY,
+        )
+        # To push to a peer needs none that is configured, and no tier for what they hold.
+        peers = PeersBackend(tier, settings.peer, credentials, transport, name)
         pools: list[tuple[TierSettings, Backend]] = []
-        peers = None
-        if settings.peer.others or _borrows(settings):
-            tier = _tier(settings, transport_settings.deadline)
-            peers = PeersBackend(tier, settings.peer, credentials, transport, name)
+        if fetches := bool(settings.peer.others) or _borrows(settings):
+            _check_place(settings)
             pools.append((tier, peers))
         async with (
             TieredCache.open(settings, plugins=plugins, pools=pools) as cache,
             AsyncExitStack() as stack,
         ):
-            grants = GrantBook(cache.arena, settings.peer, one_sided=transport.one_sided)
+            handing, served = settings.hand_over, Served()
+            grants = GrantBook(
+                cache.arena, settings.peer, one_sided=transport.one_sided, reserve=handing.reserve
+            )
             await transport.open(cache.arena, grants)
             stack.push_async_callback(_close, transport, peers)
-            if peers is not None:
-                peers.connect()
+            peers.connect()
             server = None
             if settings.peer.listen is not None:
-                server = PeerServer(cache, settings.peer, transport, grants, name)
+                server = PeerServer(
+                    cache, settings.peer, transport, grants, name, handing.buffer, served.refusal
+                )
                 await stack.enter_async_context(server.serving())
-            yield cls(name, cache, server, peers)
+            tasks = await stack.enter_async_context(open_tasks())
+            hand_overs = HandOvers(cache, peers, tasks, grants.limit)
+            stack.callback(hand_overs.close)
+            try:
+                yield cls(name, cache, server, peers if fetches else None, hand_overs, served)
+            finally:
+                tasks.cancel_scope.cancel()
 
     @asynccontextmanager
     async def _registered(self, settings: Settings) -> AsyncIterator[None]:
@@ -139,6 +166,17 @@ class Instance:
                     self.peers.ask_directory(None)
                 tasks.cancel_scope.cancel()
 
+    def hand_over(self, to: str, keys: Sequence[ChunkKey]) -> HandOver:
+        """Push the chunks of a prompt, in prefix order, to the peer at ``HOST:PORT``, each when it is READY.
+
+        At once, and nothing is waited for: see :class:`~kvtier.peers.handing.HandOver`. The peer need not be
+        one of ``peer.others``. Raises :class:`kvtier.errors.PeerError` where this instance has no way to
+        peers, ``to`` is no address, or too much is handed over already.
+        """
+        if self._handing is None:
+            raise PeerError("cannot hand over: write peer.secret or peer.tls, by which peers know each other")
+        return self._handing.begin(to, keys)
+
     def status(self) -> dict[str, object]:
         """What is held, what has happened, how the peers are and the controller, for people and tests."""
         status = self.cache.status()
@@ -146,6 +184,8 @@ class Instance:
             status["serving"] = self.server.status()
         if self.peers is not None:
             status["peers"] = self.peers.status()
+        if self._handing is not None:
+            status["hand_overs"] = self._handing.status()
         if self._agent is not None:
             status["controller"] = self._agent.status()
         return {"instance": self.name, **status}
@@ -162,7 +202,7 @@ def _borrows(settings: Settings) -> bool:
     return settings.controller.url is not None and settings.peer.can_prove
 
 
-def _tier(settings: Settings, deadline: float) -> TierSettings:
+def _check_place(settings: Settings) -> None:
     if any(tier.get("name") == PEERS for tier in settings.tiers):
         raise SettingsError(
             f"a tier is called {PEERS!r}, which is what all peers together are called: write another name"
@@ -171,12 +211,10 @@ def _tier(settings: Settings, deadline: float) -> TierSettings:
         raise SettingsError(
             f"peers take the place of a tier, and there are {MAX_TIERS} tiers already: leave one out"
         )
-    return TierSettings(name=PEERS, type=PEERS, write="never", deadline=deadline, concurrency=CALLS_UNDER_WAY)
 
 
-async def _close(transport: Transport, peers: PeersBackend | None) -> None:
+async def _close(transport: Transport, peers: PeersBackend) -> None:
     """Links first: nothing of a transport may be in use when it is closed, nor the arena unmapped before."""
     with CancelScope(shield=True):
-        if peers is not None:
-            await peers.disconnect()
+        await peers.disconnect()
         await transport.close()

@@ -64,6 +64,14 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
                     f"{group.block_tokens}: set chunk_tokens to a multiple of {group.block_tokens}"
                 )
 
+    def __str__(self) -> str:
+        """What people set that decides it, to tell two layouts apart."""
+        blocks = " and ".join(str(tokens) for tokens in sorted({group.block_tokens for group in self.groups}))
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return (
+            f"chunks of {self.chunk_tokens} tokens in blocks of {blocks}, {ranks}, {self.platform or 'any'}"
+        )
+
     def rank_bytes(self, tokens: int) -> int:
         """Payload bytes of one rank's slice of a chunk of ``tokens`` tokens."""
         return sum(len(group.blocks(tokens)) * sum(group.page_bytes) for group in self.groups)

@@ -31,6 +31,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvtier.errors import SettingsError
 from kvtier.settings_controller import ControllerSettings, MetricsSettings
 from kvtier.settings_errors import explain
+from kvtier.settings_hand_over import HandOverSettings, Role
 from kvtier.settings_peer import PeerSettings
 from kvtier.settings_sources import (
     configured_file,
@@ -265,6 +266,19 @@ class Settings(BaseSettings):
     peer: PeerSettings = Field(
         default=PeerSettings(),
         description="Serving this instance's tiers to others, and fetching from theirs.",
+    )
+    role: Role = Field(
+        default="both",
+        description=(
+            "What the engines of this instance do: `prefill` computes prompts and hands their KV over to "
+            "decoders, `decode` takes over what prefillers have computed, `both` does either. Left out: what "
+            "vLLM's `kv_role` says of each engine."
+        ),
+        examples=["prefill"],
+    )
+    hand_over: HandOverSettings = Field(
+        default=HandOverSettings(),
+        description="Handing the KV of a prompt over from the engine that computes it to one that decodes.",
     )
     controller: ControllerSettings = Field(
         default=ControllerSettings(),

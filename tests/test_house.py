@@ -13,7 +13,7 @@ import kvtier
 ROOT = Path(kvtier.__file__).parent
 MODULES = sorted(path for path in ROOT.rglob("*.py"))
 
-TOP = ("bridge", "controller", "integrations", "cli", "demo", "testing")
+TOP = ("bridge", "controller", "proxy", "integrations", "cli", "demo", "testing")
 MIDDLE = ("peers", "agent", "instance", "http", "metrics")
 """Above the cache, and below those on top."""
 ENGINES = ("torch", "vllm")
@@ -53,6 +53,10 @@ def test_imports_go_downward(path: Path) -> None:
         assert not [
             name for name in names if name.startswith(modules(("bridge", "cache", "instance", "peers")))
         ]
+    if within(path, ("proxy",)):
+        # Nor of engines: it asks them as any client does.
+        away = ("bridge", "cache", "instance", "peers", "transports", "integrations", "cli")
+        assert not [name for name in names if name.startswith(modules(away))]
     if within(path, ("agent",)):
         assert not [name for name in names if name.startswith("kvtier.instance")]
 

@@ -55,8 +55,8 @@ class Served:
     """Engines that are here, and models that they serve or have served. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._engines: dict[str, bytes] = {}
-        """By name, the namespace of each that is here."""
+        self._engines: dict[str, tuple[bytes, ChunkLayout]] = {}
+        """By name, the namespace and the layout of each that is here."""
         self._models: dict[bytes, _Served] = {}
         self.version = 0
         """Another one whenever the models are others."""
@@ -82,7 +82,7 @@ class Served:
 
     def came(self, engine: str, namespace: bytes, layout: ChunkLayout, model: EngineModel | None) -> None:
         """An engine has come, or has said which model it serves. Names that cannot be told are left out."""
-        self._engines[engine] = namespace
+        self._engines[engine] = namespace, layout
         names = [name for name in map(_printable, model.names if model else ()) if name]
         if model is None or not names:
             return
@@ -100,6 +100,14 @@ class Served:
         """An engine has left. Its model is remembered: its chunks are still here."""
         self._engines.pop(engine, None)
 
+    def refusal(self, namespace: bytes) -> str:
+        """Why chunks of a model are of no use to the engines that are here; empty where they may be."""
+        known = {*self._models, *(mine for mine, _ in self._engines.values())}
+        if not self._engines or namespace in known:
+            return ""
+        layouts = sorted({str(layout) for _, layout in self._engines.values()})[:MOST_MODELS]
+        return f"the engines there serve another model, or have another layout: {'; '.join(layouts)}"
+
     def tokenizer(self, namespace: bytes) -> TokenizerSource | None:
         """Where the tokenizer of a model is; ``None`` where that is not known."""
         model = self._models.get(namespace)
@@ -111,7 +119,7 @@ class Served:
             await self._changed.wait()
 
     def _forget_oldest(self) -> None:
-        here = set(self._engines.values())
+        here = {namespace for namespace, _ in self._engines.values()}
         idle = [namespace for namespace in self._models if namespace not in here]
         for namespace in [*idle, *self._models][: max(0, len(self._models) - MOST_MODELS)]:
             del self._models[namespace]

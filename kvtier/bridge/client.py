@@ -1,26 +1,22 @@
 """An engine's end of the bridge: synchronous, without threads, and never in the engine's way.
 
-Everything here is called from vLLM's hooks. A cache process that is slow is not cut off: the stream keeps
-its order, a late answer finds its ticket, and leases that nobody wants any longer are released then. One
-that is gone costs misses, and is looked for again at most once a second.
+Everything here is called from vLLM's hooks. Leases that nobody wants any longer when an answer comes late
+are released then.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-import os
-import select
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from kvtier.arena import ArenaMap
 from kvtier.bridge import protocol
+from kvtier.bridge.connection import GREETING_SECONDS, Bridge, Connection
 from kvtier.bridge.protocol import (
     Abandon,
     Cancel,
@@ -30,34 +26,27 @@ from kvtier.bridge.protocol import (
     Commit,
     Confirm,
     Confirmed,
+    EndHandOver,
     Found,
     FromCache,
+    HandedOver,
+    HandOver,
     Hello,
     LookUp,
-    Refused,
     Release,
     Reserve,
     Reserved,
     Status,
     StatusReport,
-    Welcome,
 )
-from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
+from kvtier.errors import ChannelClosed
 from kvtier.keys import ChunkKey, join_keys
 from kvtier.layout import ChunkLayout
-from kvtier.sockets.frames import FrameReader, Message, encode
 
 logger = logging.getLogger("kvtier")
 
-READ_BYTES = 1 << 18
-OUTBOX_BYTES = 16 << 20
-"""What waits to be sent to a cache process that does not read, before it is given up."""
-GREETING_SECONDS = 5.0
 RESERVE_SECONDS = 0.1
 CONFIRM_SECONDS = 1.0
-FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 30.0
-
-AnswerT = TypeVar("AnswerT")
 
 
 class Slot(NamedTuple):
@@ -65,213 +54,6 @@ class Slot(NamedTuple):
 
     lease: int
     offset: int
-
-
-class Connection:
-    """One greeted connection. Sends what it can at once and keeps the rest; reads only what is there."""
-
-    def __init__(self, path: Path, hello: Hello) -> None:
-        """Connect and greet. Raises :class:`ChannelError` where nobody answers, or refuses."""
-        self._reader = FrameReader()
-        self._outbox = bytearray()
-        self._socket = socket.socket(socket.AF_UNIX)
-        try:
-            self._socket.settimeout(GREETING_SECONDS)
-            self._socket.connect(str(path))
-            self._socket.sendall(encode(hello))
-            self.welcome, self._arena_fd = self._await_welcome()
-            self._socket.setblocking(False)
-        except BaseException as error:
-            self._socket.close()
-            if isinstance(error, OSError):
-                raise ChannelClosed(f"no cache process answers on {path}: {error}") from error
-            raise
-
-    def _await_welcome(self) -> tuple[Welcome, int]:
-        arena_fd = -1
-        while True:
-            data, fds, _, _ = socket.recv_fds(self._socket, READ_BYTES, 1)
-            if not data:
-                raise ChannelClosed("the cache process has closed the connection")
-            arena_fd = fds[0] if fds else arena_fd
-            for body in self._reader.feed(data):
-                message = protocol.decode_from_cache(body)
-                if isinstance(message, Refused):
-                    raise ChannelError(f"the cache process refuses this engine: {message.reason}")
-                if not isinstance(message, Welcome) or arena_fd < 0:
-                    raise ProtocolError("the cache process did not begin with Welcome and its arena")
-                return message, arena_fd
-
-    def map_arena(self) -> ArenaMap:
-        """Map the arena that came with the welcome; once."""
-        arena_fd, self._arena_fd = self._arena_fd, -1
-        return ArenaMap(arena_fd, self.welcome.arena_bytes)
-
-    @property
-    def congested(self) -> bool:
-        """Whether the cache process has not even taken what it was sent before."""
-        return bool(self._outbox)
-
-    def send(self, message: Message) -> None:
-        """Send, now or as soon as the cache process reads on. Raises :class:`ChannelClosed`."""
-        self._outbox += encode(message)
-        if len(self._outbox) > OUTBOX_BYTES:
-            raise ChannelClosed("the cache process has not read for too long")
-        self._flush()
-
-    def _flush(self) -> None:
-        while self._outbox:
-            try:
-                sent = self._socket.send(self._outbox)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                raise ChannelClosed(f"the cache process is gone: {error}") from error
-            del self._outbox[:sent]
-
-    def receive(self, wait: float = 0.0) -> list[FromCache]:
-        """What has come; with ``wait``, seconds to wait for anything at all. Raises :class:`ChannelError`."""
-        if self._outbox:
-            self._flush()
-        if wait > 0:
-            select.select([self._socket], [], [], wait)
-        try:
-            data = self._socket.recv(READ_BYTES)
-        except BlockingIOError:
-            return []
-        except OSError as error:
-            raise ChannelClosed(f"the cache process is gone: {error}") from error
-        if not data:
-            raise ChannelClosed("the cache process is gone")
-        return [protocol.decode_from_cache(body) for body in self._reader.feed(data)]
-
-    def close(self) -> None:
-        """End the connection."""
-        self._socket.close()
-        if self._arena_fd >= 0:
-            os.close(self._arena_fd)
-            self._arena_fd = -1
-
-
-class _Bridge:
-    """What scheduler and worker have in common: a connection that is looked for again when it is lost."""
-
-    def __init__(self, hello: Hello, path: Path, start: Callable[[], None] | None = None) -> None:
-        """Connect, or raise :class:`ChannelError`.
-
-        ``start`` starts a cache process on ``path`` without waiting for it; it is called where none
-        answers after this one is lost.
-        """
-        self._hello = hello
-        self._path = path
-        self._start = start
-        self._tickets = itertools.count(1)
-        self._connection: Connection | None = None
-        self._retry_at = 0.0
-        self._retry_seconds = FIRST_RETRY_SECONDS
-        self.welcome: Welcome | None = None
-        """The last greeting; its epoch tells one cache process from the next."""
-
-    def connect(self) -> None:
-        """Connect now. Raises :class:`ChannelError`."""
-        connection = Connection(self._path, self._greeting())
-        self._connection = connection
-        self.welcome = connection.welcome
-        self._retry_seconds = FIRST_RETRY_SECONDS
-        self._connected(connection)
-
-    def _greeting(self) -> Hello:
-        return self._hello
-
-    def _connected(self, connection: Connection) -> None:
-        """A connection stands."""
-
-    def _lost(self) -> None:
-        """A connection is gone, and with it every answer that was still to come."""
-
-    def _receive(self, message: FromCache) -> None:
-        """A message has come."""
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a cache process, as far as is known."""
-        return self._connection is not None
-
-    @property
-    def epoch(self) -> int:
-        """The cache process that is connected; 0 for none."""
-        return self.welcome.epoch if self.welcome is not None and self.connected else 0
-
-    def ready(self) -> bool:
-        """Whether there is a connection now; tries to make one, at most once a second, without waiting."""
-        if self._connection is not None:
-            return True
-        now = time.monotonic()
-        if now < self._retry_at:
-            return False
-        try:
-            self.connect()
-        except ChannelError as error:
-            logger.debug("%s", error)
-            self._retry_at = now + self._retry_seconds
-            self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
-            if self._start is not None:
-                self._start()
-            return False
-        logger.info("connected to the cache process on %s again", self._path)
-        return True
-
-    def poll(self, wait: float = 0.0) -> None:
-        """Take in what has come, waiting up to ``wait`` seconds for it."""
-        if self._connection is None:
-            return
-        try:
-            messages = self._connection.receive(wait)
-        except ChannelError as error:
-            self._give_up(error)
-            return
-        for message in messages:
-            if isinstance(message, Refused):
-                self._give_up(ChannelError(f"the cache process refuses this engine: {message.reason}"))
-                return
-            self._receive(message)
-
-    def _send(self, message: Message) -> bool:
-        if self._connection is None:
-            return False
-        try:
-            self._connection.send(message)
-        except ChannelError as error:
-            self._give_up(error)
-            return False
-        return True
-
-    def _await(self, done: Callable[[], AnswerT | None], seconds: float) -> AnswerT | None:
-        """Poll until ``done`` has an answer; ``None`` where it has none in time."""
-        deadline = time.monotonic() + seconds
-        while self._connection is not None:
-            answer = done()
-            left = deadline - time.monotonic()
-            if answer is not None or left <= 0:
-                return answer
-            self.poll(left)
-        return None
-
-    def _give_up(self, error: ChannelError) -> None:
-        logger.warning("%s: going on without a cache until it is back", error)
-        self._drop()
-        self._retry_at = time.monotonic()
-
-    def _drop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-            self._lost()
-
-    def close(self) -> None:
-        """Leave; what this engine held ends with its last connection."""
-        self._drop()
-        self._retry_at = float("inf")
 
 
 @dataclass
@@ -290,7 +72,7 @@ class Finding:
         return self.answered and not self.fetching
 
 
-class SchedulerBridge(_Bridge):
+class SchedulerBridge(Bridge):
     """The scheduler's side: look up, reserve, release."""
 
     def __init__(self, hello: Hello, path: Path, start: Callable[[], None] | None = None) -> None:
@@ -300,6 +82,8 @@ class SchedulerBridge(_Bridge):
         self._reserved: dict[int, Reserved] = {}
         self._cleared: dict[int, Cleared] = {}
         self._changes: list[Changed] = []
+        self._handing: dict[int, HandedOver | None] = {}
+        """What is known of each hand-over that has not ended."""
         self._in_use: set[int] = set()
 
     def _greeting(self) -> Hello:
@@ -319,6 +103,7 @@ class SchedulerBridge(_Bridge):
         self._findings.clear()
         self._reserved.clear()
         self._unwanted_reserves.clear()
+        self._handing.clear()
         self._in_use.clear()
 
     def _receive(self, message: FromCache) -> None:
@@ -335,6 +120,9 @@ class SchedulerBridge(_Bridge):
                 self._cleared[message.ticket] = message
             case Changed():
                 self._changes.append(message)
+            case HandedOver():
+                if message.ticket in self._handing:
+                    self._handing[message.ticket] = message
             case _:
                 logger.debug("an answer that nobody asked for: %s", type(message).__name__)
 
@@ -350,13 +138,28 @@ class SchedulerBridge(_Bridge):
         finding.answered = True
         self._in_use.update(found.leases)
 
-    def look_up(self, keys: Sequence[ChunkKey], tokens: int) -> int | None:
-        """Ask which leading chunks are held; never waits. ``None`` where there is nobody to ask."""
-        if not keys or not self.ready() or (self._connection is not None and self._connection.congested):
+    def look_up(
+        self,
+        keys: Sequence[ChunkKey],
+        tokens: int,
+        *,
+        expect_chunks: int = 0,
+        expect_seconds: float = 0.0,
+    ) -> int | None:
+        """Ask which leading chunks are held; never waits. ``None`` where there is nobody to ask.
+
+        The final answer may take ``expect_seconds`` longer: for so long those of the first ``expect_chunks``
+        that a peer pushes here are waited for.
+        """
+        if not keys or not self._takes_questions():
             return None
         ticket = next(self._tickets)
         self._findings[ticket] = Finding()
-        return ticket if self._send(LookUp(ticket, join_keys(keys), tokens)) else None
+        question = LookUp(ticket, join_keys(keys), tokens, expect_chunks, expect_seconds)
+        return ticket if self._send(question) else None
+
+    def _takes_questions(self) -> bool:
+        return self.ready() and self._connection is not None and not self._connection.congested
 
     def found(self, ticket: int, wait: float = 0.0) -> Finding | None:
         """What is known of a look-up; ``None`` where its cache process is gone or it was cancelled.
@@ -401,7 +204,7 @@ class SchedulerBridge(_Bridge):
         Where no answer comes in time nothing is stored, and what is granted later is given back.
         """
         nothing: list[Slot | None] = [None] * len(keys)
-        if not keys or not self.ready() or (self._connection is not None and self._connection.congested):
+        if not keys or not self._takes_questions():
             return nothing
         ticket = next(self._tickets)
         if not self._send(Reserve(ticket, parent, join_keys(keys), last_tokens)):
@@ -420,6 +223,31 @@ class SchedulerBridge(_Bridge):
         if leases:
             self._send(Abandon(list(leases)))
 
+    def hand_over(self, to: str, root: ChunkKey, keys: Sequence[ChunkKey], tokens: int) -> int | None:
+        """Have a prompt's chunks pushed to a peer as they are stored; ``None`` where nobody can.
+
+        Never waits, and to be ended with :meth:`end_hand_over`.
+        """
+        if not keys or not self._takes_questions():
+            return None
+        ticket = next(self._tickets)
+        self._handing[ticket] = None
+        return ticket if self._send(HandOver(ticket, to, root, join_keys(keys), tokens)) else None
+
+    def handed_over(self, ticket: int) -> HandedOver | None:
+        """What the other side has said of a hand-over; ``None`` where nothing is known of it yet.
+
+        Raises ``KeyError`` where it has ended, be it with its cache process.
+        """
+        self.poll()
+        return self._handing[ticket]
+
+    def end_hand_over(self, ticket: int, *, complete: bool) -> None:
+        """No further chunk will be reserved; unless ``complete``, none is pushed any longer either."""
+        if ticket in self._handing:
+            del self._handing[ticket]
+            self._send(EndHandOver(ticket, complete))
+
     def clear(self, seconds: float) -> int | None:
         """Remove every chunk of this engine's model; how many, or ``None`` where no answer came in time."""
         if not self.ready():
@@ -436,7 +264,7 @@ class SchedulerBridge(_Bridge):
         return changes
 
 
-class WorkerBridge(_Bridge):
+class WorkerBridge(Bridge):
     """A worker's side: the arena, confirm and commit."""
 
     def __init__(self, hello: Hello, path: Path, start: Callable[[], None] | None = None) -> None:

@@ -31,7 +31,15 @@ class Ticket:
     """A look-up whose leases the engine has not all given back."""
 
     leases: set[int] = field(default_factory=set)
+    coming: LookUp | None = None
+    """What it has not been told of yet."""
     cancelled: bool = False
+
+    def cancel(self) -> None:
+        """Nobody waits for the rest any longer."""
+        self.cancelled = True
+        if self.coming is not None:
+            self.coming.release()
 
 
 class Engine:
@@ -50,11 +58,19 @@ class Engine:
     def look_up(self, ask: AskLookUp) -> tuple[Found, LookUp | None]:
         """The answer to give at once, and what is still being fetched or asked for."""
         keys = _keys(ask.keys)
-        found = self._cache.look_up(keys, self._expected(len(keys), ask.tokens))
+        found = self._cache.look_up(
+            keys,
+            self._expected(len(keys), ask.tokens),
+            expect=ask.expect_seconds,
+            expect_chunks=ask.expect_chunks,
+        )
         ticket = self._tickets[ask.ticket] = Ticket()
         ready = found.take_ready()
         answer = self._grant(ask.ticket, ticket, ready, fetching=found.under_way)
-        return answer, found if found.under_way else None
+        if not found.under_way:
+            return answer, None
+        ticket.coming = found
+        return answer, found
 
     def _expected(self, chunks: int, tokens: int) -> Expected:
         whole = self.layout.chunk_tokens
@@ -72,6 +88,7 @@ class Engine:
             found.release()
             self._tickets.pop(number, None)
             return None
+        ticket.coming = None
         return self._grant(number, ticket, found.chunks, fetching=0)
 
     def _grant(self, number: int, ticket: Ticket, chunks: Sequence[FoundChunk], *, fetching: int) -> Found:
@@ -95,7 +112,7 @@ class Engine:
         """End a look-up and every lease that it was given."""
         ticket = self._tickets.get(number)
         if ticket is not None:
-            ticket.cancelled = True
+            ticket.cancel()
             self.release(tuple(ticket.leases))
 
     def release(self, leases: Sequence[int]) -> None:
@@ -118,7 +135,7 @@ class Engine:
     def keep_only(self, leases: Sequence[int]) -> None:
         """A new scheduler took over: end every look-up and every lease that it does not know of."""
         for ticket in self._tickets.values():
-            ticket.cancelled = True
+            ticket.cancel()
         self.release(tuple(self._leases.keys() - set(leases)))
 
     def reserve(self, ask: Reserve) -> Reserved:

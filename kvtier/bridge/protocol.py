@@ -15,6 +15,9 @@ The order of things::
       Reserve(keys) ──────────────────────►
       ◄──────────────────── Reserved(leases)
       Release(leases) ────────────────────►     after the workers have loaded
+      HandOver(to, keys) ─────────────────►     before the first of them is reserved
+      ◄─────────────────── HandedOver(tokens)   when the other side has made room, or has not; for information
+      EndHandOver(complete) ──────────────►     when the last of them is reserved, or none will be any longer
     worker
       Confirm(leases) ────────────────────►     after copying out of the arena, before anyone relies on it
       ◄────────────────────── Confirmed(held)
@@ -41,7 +44,7 @@ from kvtier.agent.served import EngineModel
 from kvtier.layout import ChunkLayout
 from kvtier.sockets.frames import Message, decoder
 
-VERSION = 2
+VERSION = 3
 
 Role = Literal["scheduler", "worker", "observer"]
 
@@ -76,6 +79,8 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     tiers: list[str]
     media: list[str]
     """The type of each tier: ``cpu``, ``disk``, …"""
+    peer: str | None
+    """Where this instance listens for peers, ``HOST:PORT``; the host may be one that stands for all."""
 
 
 class Refused(Message, frozen=True, array_like=True, tag=3):
@@ -85,11 +90,16 @@ class Refused(Message, frozen=True, array_like=True, tag=3):
 
 
 class LookUp(Message, frozen=True, array_like=True, tag=4):
-    """Which leading chunks of a prompt are held? ``tokens`` are covered by ``keys`` altogether."""
+    """Which leading chunks of a prompt are held? ``tokens`` are covered by ``keys`` altogether.
+
+    Of the first ``expect_chunks``, those that a peer is pushing here count as fetched for so many seconds.
+    """
 
     ticket: int
     keys: bytes
     tokens: int
+    expect_chunks: int = 0
+    expect_seconds: float = 0.0
 
 
 class Found(Message, frozen=True, array_like=True, tag=5):
@@ -176,6 +186,40 @@ class Cleared(Message, frozen=True, array_like=True, tag=15):
     chunks: int
 
 
+class HandOver(Message, frozen=True, array_like=True, tag=19):
+    """Push these consecutive chunks of one prompt to the peer at ``to``, each as soon as it is READY here.
+
+    All are full chunks but the last; ``tokens`` are covered by ``keys`` altogether, and ``root`` is the key
+    before the first. What was held before is pushed, too. It ends with :class:`EndHandOver`, or with this
+    connection.
+    """
+
+    ticket: int
+    to: str
+    root: bytes
+    keys: bytes
+    tokens: int
+
+
+class HandedOver(Message, frozen=True, array_like=True, tag=20):
+    """How many leading tokens the other side holds, or has made room for, and why they are not all."""
+
+    ticket: int
+    tokens: int
+    reason: str
+
+
+class EndHandOver(Message, frozen=True, array_like=True, tag=21):
+    """No further chunk of this prompt is going to be reserved.
+
+    Where it is ``complete``, those that are reserved are still pushed once they are READY; otherwise, and for
+    all others, nothing more is, and the room on the other side goes back.
+    """
+
+    ticket: int
+    complete: bool
+
+
 class Status(Message, frozen=True, array_like=True, tag=16):
     """What is held, leased and on its way?"""
 
@@ -197,8 +241,21 @@ class Changed(Message, frozen=True, array_like=True, tag=18):
     removed: bytes
 
 
-FromEngine = Hello | LookUp | Cancel | Release | Reserve | Commit | Abandon | Confirm | Clear | Status
-FromCache = Welcome | Refused | Found | Reserved | Confirmed | Cleared | StatusReport | Changed
+FromEngine = (
+    Hello
+    | LookUp
+    | Cancel
+    | Release
+    | Reserve
+    | Commit
+    | Abandon
+    | Confirm
+    | Clear
+    | Status
+    | HandOver
+    | EndHandOver
+)
+FromCache = Welcome | Refused | Found | Reserved | Confirmed | Cleared | StatusReport | Changed | HandedOver
 
 decode_from_engine: Callable[[bytes], FromEngine] = decoder(FromEngine, "a message of an engine")
 decode_from_cache: Callable[[bytes], FromCache] = decoder(FromCache, "a message of a cache process")

@@ -19,6 +19,7 @@ from anyio.abc import TaskGroup
 
 from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
+from kvtier.bridge.handing import EngineHandOvers, Troubles
 from kvtier.bridge.protocol import (
     Abandon,
     Cancel,
@@ -28,7 +29,9 @@ from kvtier.bridge.protocol import (
     Commit,
     Confirm,
     Confirmed,
+    EndHandOver,
     FromEngine,
+    HandOver,
     Hello,
     LookUp,
     Refused,
@@ -65,6 +68,7 @@ class BridgeServer:
         self._numbers = itertools.count(1)
         self._engines: dict[str, Engine] = {}
         self._connections: dict[str, set[Connection]] = {}
+        self._troubles = Troubles()
         self.came = anyio.Event()
         """Set when the first engine has come."""
         self.left = anyio.Event()
@@ -85,6 +89,14 @@ class BridgeServer:
                 logger.exception("a connection failed")
             finally:
                 tasks.cancel_scope.cancel()
+
+    @property
+    def peer(self) -> str | None:
+        """Where this instance listens for peers, with the port that it has; ``None`` where it does not."""
+        listen, serving = self.cache.settings.peer.listen, self._instance.server
+        if listen is None or serving is None:
+            return None
+        return f"{listen.rpartition(':')[0]}:{serving.address[1]}"
 
     @property
     def engines(self) -> int:
@@ -109,6 +121,18 @@ class BridgeServer:
         self._instance.served.came(engine.name, engine.namespace, engine.layout, hello.model)
         self._connections[hello.engine].add(connection)
         return engine
+
+    def hand_overs(self, connection: Connection, engine: Engine, tasks: TaskGroup) -> EngineHandOvers:
+        """Those that a scheduler may ask for, over its connection."""
+        return EngineHandOvers(
+            self._instance.hand_over,
+            self.cache.hierarchy.catalog,
+            engine.layout,
+            self._troubles,
+            self.cache.settings.hand_over.reserve,
+            tasks,
+            connection.tell,
+        )
 
     def leave(self, connection: Connection, engine: Engine) -> None:
         """Take a connection out of its engine, which ends with its last."""
@@ -136,6 +160,7 @@ class Connection:
         self._channel = channel
         self._tasks = tasks
         self._reader = FrameReader()
+        self._handing: EngineHandOvers | None = None
 
     async def serve(self) -> None:
         """Answer until the other side closes. Raises :class:`ChannelClosed` then."""
@@ -157,8 +182,12 @@ class Connection:
             await self._welcome()
             if hello.changes:
                 self._tasks.start_soon(self._tell_changes)
+            if hello.role == "scheduler":
+                self._handing = self._server.hand_overs(self, engine, self._tasks)
             await self._answer_all(engine, hello.rank, more)
         finally:
+            if self._handing is not None:
+                self._handing.close()
             self._server.leave(self, engine)
 
     async def _greeting(self) -> tuple[Hello, list[FromEngine]]:
@@ -181,6 +210,7 @@ class Connection:
             cache.arena.capacity,
             [tier.name for tier in cache.hierarchy.tiers],
             [tier.settings.type for tier in cache.hierarchy.tiers],
+            self._server.peer,
         )
         await self._channel.send(encode(welcome), [cache.arena.fd])
 
@@ -226,7 +256,21 @@ class Connection:
                 engine.abandon(message.leases)
             case Cancel():
                 engine.cancel(message.ticket)
+            case HandOver() | EndHandOver():
+                return self._hand_over(message)
         return None
+
+    def _hand_over(self, message: HandOver | EndHandOver) -> Message | None:
+        if self._handing is None:
+            raise ProtocolError(f"{type(message).__name__} is for schedulers")
+        if isinstance(message, HandOver):
+            return self._handing.begin(message)
+        self._handing.end(message)
+        return None
+
+    async def tell(self, message: Message) -> None:
+        """Send what the engine has not just asked for."""
+        await self._send([message])
 
     async def _tell_fetched(self, engine: Engine, ticket: int, found: CacheLookUp) -> None:
         try:

@@ -26,6 +26,7 @@ from kvtier.cli import (
     pin,
     plugins,
     prefetch,
+    proxy,
     serve,
 )
 from kvtier.cli.terminal import messages
@@ -49,6 +50,7 @@ def make_app() -> typer.Typer:
         app.command("demo")(import_module(DEMO_MODULE).demo)
     app.command()(serve.serve)
     app.command(epilog=controller.EXAMPLES)(controller.controller)
+    app.command(epilog=proxy.EXAMPLES)(proxy.proxy)
     app.command()(doctor.doctor)
     app.add_typer(config.app)
     app.add_typer(inspect.app)

@@ -1,12 +1,12 @@
-"""The demo's view of a vLLM server: one completion at a time, timed, with what vLLM says of its caches."""
+"""The demo's view of a vLLM server or a proxy: completions, timed, with what vLLM says of its caches."""
 
 from __future__ import annotations
 
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +15,7 @@ import httpx
 from kvtier.demo.server import DemoFailed
 
 RESET_SECONDS = 20.0
+ANSWER_SECONDS = 600.0
 _SOURCE = re.compile(r'^vllm:prompt_tokens_cached_by_source_total\{.*source="(\w+)".*\} (\S+)$', re.MULTILINE)
 
 
@@ -29,14 +30,19 @@ class Completion:
     ttft: float
     """Seconds from sending the request to its first token."""
     sources: dict[str, int]
+    gaps: list[float] = field(default_factory=list)
+    """Seconds between each token and the one before."""
 
 
 class Client:
-    """Talks to one vLLM server. All calls block; they raise ``httpx.HTTPError`` or :class:`DemoFailed`."""
+    """Talks to one server. All calls but :meth:`stream` block; they raise ``httpx.HTTPError`` or
+    :class:`DemoFailed`.
+    """
 
     def __init__(self, port: int, model: str) -> None:
+        self.url = f"http://127.0.0.1:{port}"
         self._model = model
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600.0, trust_env=False)
+        self._http = httpx.Client(base_url=self.url, timeout=ANSWER_SECONDS, trust_env=False)
 
     def __enter__(self) -> Client:
         return self
@@ -53,6 +59,10 @@ class Client:
         except httpx.HTTPError:
             return False
 
+    def get(self, path: str) -> Any:  # noqa: ANN401 - JSON
+        """What the server answers there."""
+        return self._http.get(path).raise_for_status().json()
+
     def tokenize(self, text: str) -> list[int]:
         """The model's tokens of a text."""
         answer = self._http.post("/tokenize", json={"model": self._model, "prompt": text}).raise_for_status()
@@ -68,9 +78,51 @@ class Client:
             time.sleep(0.1)
         return False
 
-    def complete(self, prompt: Sequence[int], new_tokens: int) -> Completion:
-        """Complete ``prompt`` greedily by exactly ``new_tokens`` tokens."""
-        request = {
+    def complete(self, prompt: Sequence[int], new_tokens: int, *, salt: str | None = None) -> Completion:
+        """Complete ``prompt`` greedily by exactly ``new_tokens`` tokens.
+
+        What requests with another ``salt`` have left behind is not hit.
+        """
+        before = self._sources()
+        reading = _Reading()
+        request = self._request(prompt, new_tokens, salt)
+        with self._http.stream("POST", "/v1/completions", json=request) as response:
+            if response.is_error:
+                response.read()
+            response.raise_for_status()
+            for line in response.iter_lines():
+                reading.add(line)
+        after = self._sources()
+        return reading.completion({name: count - before.get(name, 0) for name, count in after.items()})
+
+    async def stream(
+        self,
+        prompt: Sequence[int],
+        new_tokens: int,
+        *,
+        salt: str | None = None,
+        on_token: Callable[[int], object] = lambda count: None,
+    ) -> Completion:
+        """As :meth:`complete`, in an event loop, so that several are under way; without ``sources``.
+
+        ``on_token`` is told after each event how many tokens have come.
+        """
+        reading = _Reading()
+        request = self._request(prompt, new_tokens, salt)
+        async with (
+            httpx.AsyncClient(base_url=self.url, timeout=ANSWER_SECONDS, trust_env=False) as http,
+            http.stream("POST", "/v1/completions", json=request) as response,
+        ):
+            if response.is_error:
+                await response.aread()
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                reading.add(line)
+                on_token(len(reading.tokens))
+        return reading.completion({})
+
+    def _request(self, prompt: Sequence[int], new_tokens: int, salt: str | None) -> dict[str, Any]:
+        return {
             "model": self._model,
             "prompt": list(prompt),
             "max_tokens": new_tokens,
@@ -79,44 +131,49 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
+            **({} if salt is None else {"cache_salt": salt}),
         }
-        before = self._sources()
-        tokens: list[int] = []
-        text = ""
-        ttft = 0.0
-        usage: dict[str, Any] = {}
-        started = time.perf_counter()
-        with self._http.stream("POST", "/v1/completions", json=request) as response:
-            if response.is_error:
-                response.read()
-            response.raise_for_status()
-            for event in _events(response):
-                for choice in event["choices"]:
-                    if not tokens and choice.get("token_ids"):
-                        ttft = time.perf_counter() - started
-                    tokens += choice.get("token_ids") or []
-                    text += choice["text"]
-                usage = event.get("usage") or usage
-        after = self._sources()
-        return Completion(
-            prompt_tokens=usage["prompt_tokens"],
-            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-            tokens=tokens,
-            text=text,
-            ttft=ttft,
-            sources={name: count - before.get(name, 0) for name, count in after.items()},
-        )
 
     def _sources(self) -> dict[str, int]:
         metrics = self._http.get("/metrics").raise_for_status().text
         return {source: int(float(count)) for source, count in _SOURCE.findall(metrics)}
 
 
-def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a server-sent stream."""
-    for line in response.iter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise DemoFailed(f"vLLM answered {event['error']}")
-            yield event
+class _Reading:
+    """The answer to one request that is being read. It begins with sending that."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._text = ""
+        self._usage: dict[str, Any] = {}
+        self._started = time.perf_counter()
+        self._times: list[float] = []
+
+    def add(self, line: str) -> None:
+        """A line of a server-sent stream. Raises :class:`DemoFailed` for an error in it."""
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            return
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            raise DemoFailed(f"vLLM answered {event['error']}")
+        now = time.perf_counter()
+        for choice in event["choices"]:
+            tokens = choice.get("token_ids") or []
+            self.tokens += tokens
+            self._times += [now] * len(tokens)
+            self._text += choice["text"]
+        self._usage = event.get("usage") or self._usage
+
+    def completion(self, sources: dict[str, int]) -> Completion:
+        """All of it, once it has ended. Raises :class:`DemoFailed` where it was cut short."""
+        if not self._times or not self._usage:
+            raise DemoFailed("the answer was cut short")
+        return Completion(
+            prompt_tokens=self._usage["prompt_tokens"],
+            cached_tokens=(self._usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+            tokens=self.tokens,
+            text=self._text,
+            ttft=self._times[0] - self._started,
+            sources=sources,
+            gaps=[later - earlier for earlier, later in zip(self._times, self._times[1:], strict=False)],
+        )

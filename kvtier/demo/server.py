@@ -1,4 +1,4 @@
-"""The demo's two kinds of subprocess, a vLLM server and ``kvtier serve``, and how they start and end.
+"""The demo's subprocesses, vLLM servers, ``kvtier serve`` and ``kvtier proxy``, and how they start and end.
 
 Each leads a session of its own, so that one signal reaches it with all its children and a Ctrl-C in the
 terminal reaches the demo alone.
@@ -27,7 +27,6 @@ _ERROR = re.compile(r"\b\w*(?:Error|Exception|UnsupportedEngine)\b: .*")
 CONNECTOR = {
     "kv_connector": "KVTierConnector",
     "kv_connector_module_path": "kvtier.integrations.vllm.connector",
-    "kv_role": "kv_both",
 }
 
 
@@ -69,6 +68,11 @@ class Server:
         told = ["", "Errors in it, the first one first:", *list(errors)[:ERROR_LINES]] if errors else []
         return DemoFailed("\n".join([f"{self.name} {what}; its log ends in", *lines[-TAIL_LINES:], *told]))
 
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
+
     def kill(self) -> None:
         """End the process and all its children with kill -9; harmless when they are gone."""
         self._signal(signal.SIGKILL)
@@ -87,10 +91,23 @@ class Server:
             os.killpg(self._process.pid, sent)
 
 
-def start_cache(config: Path, log: Path) -> Server:
+def start_cache(config: Path, log: Path, name: str = "the cache process") -> Server:
     """``kvtier serve``, with the settings in the file ``config`` and no others."""
     command = [sys.executable, "-m", "kvtier", "serve"]
-    return Server("the cache process", command, _environment(config), log)
+    return Server(name, command, _environment(config), log)
+
+
+def start_proxy(
+    *, port: int, prefill: Sequence[str], decode: Sequence[str], log: Path, arguments: Sequence[str] = ()
+) -> Server:
+    """``kvtier proxy`` on 127.0.0.1, in front of the engines with these URLs."""
+    command = [
+        *(sys.executable, "-m", "kvtier", "proxy", "--listen", f"127.0.0.1:{port}"),
+        *(word for url in prefill for word in ("--prefill", url)),
+        *(word for url in decode for word in ("--decode", url)),
+        *arguments,
+    ]
+    return Server("the proxy", command, _environment(None), log)
 
 
 def start_vllm(
@@ -102,19 +119,23 @@ def start_vllm(
     max_tokens: int,
     arguments: Sequence[str],
     connector: bool = True,
+    kv_role: str = "kv_both",
     scratch: Path | None = None,
+    name: str = "vLLM",
+    variables: Mapping[str, str] | None = None,
 ) -> Server:
-    """A vLLM server on 127.0.0.1, with kvtier's connector or without.
+    """A vLLM server on 127.0.0.1, with kvtier's connector in the role ``kv_role`` or without.
 
     ``arguments`` are vLLM's, and win over these. ``scratch`` is a folder with a short name for sockets and
-    temporary files, which vLLM leaves behind where it is killed.
+    temporary files, which vLLM leaves behind where it is killed. ``variables`` are added to its environment.
     """
+    transfer = json.dumps({**CONNECTOR, "kv_role": kv_role})
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--max-model-len", str(max_tokens)),
-        *(("--kv-transfer-config", json.dumps(CONNECTOR)) if connector else ()),
+        *(("--kv-transfer-config", transfer) if connector else ()),
         "--enable-prompt-tokens-details",
         "--enforce-eager",
         *("--distributed-executor-backend", "uni"),
@@ -125,8 +146,9 @@ def start_vllm(
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
         "VLLM_NO_USAGE_STATS": "1",
         **({"TMPDIR": str(scratch)} if scratch is not None else {}),
+        **(variables or {}),
     }
-    return Server("vLLM", command, environment, log)
+    return Server(name, command, environment, log)
 
 
 def free_port() -> int:
@@ -136,6 +158,6 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _environment(config: Path) -> dict[str, str]:
+def _environment(config: Path | None) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-    return {**inherited, "KVTIER_CONFIG_FILE": str(config)}
+    return inherited if config is None else {**inherited, "KVTIER_CONFIG_FILE": str(config)}

@@ -23,6 +23,7 @@ from kvtier.peers.dialling import CONNECT_SECONDS, CONNECTING_AT_ONCE
 from kvtier.peers.directory import AskedDirectory, Directory
 from kvtier.peers.fetch import Fetch
 from kvtier.peers.roster import IDLE_SECONDS, Roster
+from kvtier.peers.source import Source
 from kvtier.settings import TierSettings
 from kvtier.settings_peer import PeerSettings
 from kvtier.threads import WorkerThreads
@@ -105,6 +106,15 @@ class PeersBackend(Backend, SupportsPrefix):
                 yield peer
             finally:
                 peer.let_go()
+
+    @asynccontextmanager
+    async def lend(self, address: str) -> AsyncIterator[Source]:
+        """The connection to a peer at ``HOST:PORT``, to push to; otherwise like :meth:`borrow`."""
+        async with self._roster.lend(address, CONNECT_SECONDS) as client:
+            source = client.source
+            if source is None:
+                raise PeerError(f"peer {client.address}: {client.trouble}")
+            yield source
 
     async def open(self) -> None:
         """Nothing to do: peers are connected to by :meth:`connect`, once the transport knows the arena."""

@@ -173,3 +173,11 @@ class Conversation:
 
 def _ignore(_answer: Released, _wanted: bool) -> None:
     """Nobody waits for it."""
+
+
+async def answer_of(future: asyncio.Future[ResultT | None]) -> ResultT:
+    """Raises :class:`PeerError` where the connection ends first. Cancelled, the question is not wanted."""
+    answer = await future
+    if answer is None:
+        raise PeerError("the connection was lost")
+    return answer

@@ -85,8 +85,10 @@ class GrantBook:
         settings: PeerSettings,
         *,
         one_sided: bool = False,
+        reserve: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``reserve``: seconds for which memory is granted for writing; ``peer.lease`` where left out."""
         self.limit = int(arena.capacity * settings.share)
         """Bytes that may be promised at once."""
         self.promised = 0
@@ -95,11 +97,16 @@ class GrantBook:
         """Grants since the start."""
         self.expired = 0
         """Those of them that nobody gave back in time."""
-        self._lease = settings.lease
+        self.seconds = {
+            Access.READ: settings.lease,
+            Access.WRITE: settings.lease if reserve is None else reserve,
+        }
+        """How long a grant lasts."""
         self._one_sided = one_sided
         self._clock = clock
         self._grants: dict[int, Grant] = {}
-        """In the order in which they expire: all last equally long."""
+        self._order: dict[Access, dict[int, Grant]] = {access: {} for access in Access}
+        """The same, in the order in which they expire: all of a kind last equally long."""
         self._overdue: dict[int, Grant] = {}
         self._owned: dict[Hashable, set[int]] = {}
         self._slices = 0
@@ -122,8 +129,8 @@ class GrantBook:
         number = NO_GRANT
         while number == NO_GRANT or number in self._grants or number in self._overdue:
             number = secrets.randbits(GRANT_BITS)
-        grant = Grant(number, owner, list(leases[:count]), access, self._clock() + self._lease)
-        self._grants[number] = grant
+        grant = Grant(number, owner, list(leases[:count]), access, self._clock() + self.seconds[access])
+        self._grants[number] = self._order[access][number] = grant
         self._owned.setdefault(owner, set()).add(number)
         self.given += 1
         return grant
@@ -139,6 +146,13 @@ class GrantBook:
         """How many grants an owner has."""
         return len(self._owned.get(owner, ()))
 
+    def may_still_write(self, owner: Hashable) -> bool:
+        """Whether memory is granted to an owner that may write there whether this host likes it or not."""
+        if not self._one_sided:
+            return False
+        grants = (self._grants.get(number) or self._overdue[number] for number in self._owned.get(owner, ()))
+        return any(grant.access is Access.WRITE for grant in grants)
+
     def hold(self, span: RemoteSpan, access: Access) -> Lease | None:
         """See :meth:`kvtier.transports.base.Grants.hold`."""
         grant = self._grants.get(span.grant)
@@ -147,11 +161,16 @@ class GrantBook:
         lease = grant.slice_of(span)
         return None if lease is None else lease.share()
 
-    def release(self, owner: Hashable, number: int, chunks: Iterable[int]) -> bool:
-        """Take back some slices of a grant; whether each of them was this owner's until now."""
+    def release(
+        self, owner: Hashable, number: int, chunks: Iterable[int], access: Access | None = None
+    ) -> bool:
+        """Take back some slices of a grant; whether each of them was this owner's until now.
+
+        With ``access``, only where it was granted for that.
+        """
         stood = self.find(owner, number) is not None
         grant = self._grants.get(number) or self._overdue.get(number)
-        if grant is None or grant.owner != owner:
+        if grant is None or grant.owner != owner or access not in (None, grant.access):
             return False
         for index in chunks:
             lease = grant.leases[index] if 0 <= index < len(grant.leases) else None
@@ -168,15 +187,18 @@ class GrantBook:
     def expire(self) -> None:
         """End every grant whose time is over. To be called a few times in each."""
         now = self._clock()
-        while self._grants:
-            grant = next(iter(self._grants.values()))
-            if grant.ends > now:
-                return
-            self.expired += 1
-            if grant.access is Access.WRITE and self._one_sided:
-                self._overdue[grant.number] = self._grants.pop(grant.number)
-            else:
-                self._end(grant)
+        for order in self._order.values():
+            while order:
+                grant = next(iter(order.values()))
+                if grant.ends > now:
+                    break
+                self.expired += 1
+                if grant.access is Access.WRITE and self._one_sided:
+                    self._forget(grant)
+                    self._overdue[grant.number] = grant
+                    _tell_end(grant)
+                else:
+                    self._end(grant)
 
     def end(self, owner: Hashable) -> None:
         """End every grant of an owner that has gone. Harmless when repeated."""
@@ -184,7 +206,7 @@ class GrantBook:
             self._end(self._grants.get(number) or self._overdue[number])
 
     def _end(self, grant: Grant) -> None:
-        self._grants.pop(grant.number, None)
+        self._forget(grant)
         self._overdue.pop(grant.number, None)
         numbers = self._owned[grant.owner]
         numbers.discard(grant.number)
@@ -195,8 +217,11 @@ class GrantBook:
         for lease in leases:
             if lease is not None:
                 self._give_back(lease)
-        if grant.on_end is not None:
-            grant.on_end()
+        _tell_end(grant)
+
+    def _forget(self, grant: Grant) -> None:
+        self._grants.pop(grant.number, None)
+        self._order[grant.access].pop(grant.number, None)
 
     def _take(self, leases: Sequence[Lease]) -> int:
         """Count the first of these as granted, as far as there is room; how many."""
@@ -224,3 +249,9 @@ class GrantBook:
             del self._times[lease.offset]
             self.promised -= lease.length
         lease.release()
+
+
+def _tell_end(grant: Grant) -> None:
+    on_end, grant.on_end = grant.on_end, None
+    if on_end is not None:
+        on_end()

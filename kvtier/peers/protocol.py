@@ -15,6 +15,15 @@ The order of things::
                  the transport reads
       Release(grant, chunks) ─────────────►
       ◄────────────────── Released(stood)        whether the grant stood until now
+      Announce(number, keys) ─────────────►      a prompt whose chunks are about to be pushed
+      ◄──────────────────────── Announced
+      Reserve(keys, lengths) ─────────────►      room in the server's first tier, please
+      ◄─────────── Reserved(grant, offsets)      at once; these spans may be written
+                 the transport writes
+      Commit(grant, chunks, checksums) ───►      they are written
+      ◄────────────────── Committed(whole)       which of them are what the checksums say, and served now
+      Withdraw(number) ───────────────────►      nothing more of that prompt will come
+      ◄──────────────────────── Withdrawn
       Ping ───────────────────────────────►      when nothing else was said for a while
       ◄───────────────────────────── Pong
 
@@ -27,6 +36,11 @@ Rules that keep bytes right:
   ``Welcome.lease`` seconds have passed, or with the connection that it was given on. What a transfer is using
   at that moment stays leased until the transfer has ended.
 - Only what this host's own tiers hold is granted: nobody is sent on to a pool or to a third host.
+- Room for chunks that are pushed is granted for ``Reserved.seconds``. It goes back with ``Release``, when
+  that time has passed, or with the connection; where the transport cannot refuse a late write, its memory is
+  used for nothing else before the pusher has given it back or was cut off. A chunk is served once its bytes
+  match the checksum of its ``Commit``, by which the right to write there has ended. The server writes its
+  header.
 - Requests carry a ticket, which their answer repeats. Answers may come in another order.
 """
 
@@ -37,7 +51,12 @@ from typing import Literal
 
 from kvtier.sockets.frames import Message, decoder
 
-VERSION = 1
+VERSION = 2
+MOST_IN_ONE = 32_768
+"""Chunks of one :class:`Announce`: 1 MiB of keys."""
+MOST_RESERVED = 128
+"""Chunks of one :class:`Reserve`."""
+CHECKSUM_BYTES = 16
 NO_GRANT = 0
 
 Purpose = Literal["control", "data"]
@@ -148,8 +167,98 @@ class Pong(Message, frozen=True, array_like=True, tag=13):
     ticket: int
 
 
-FromClient = Hello | LookUp | Await | Release | Contains | Ping
-FromServer = Welcome | Refused | Granted | Readable | Released | Contained | Pong
+class Announce(Message, frozen=True, array_like=True, tag=14):
+    """Chunks of one prompt, in prefix order, that I am about to push, as far as you do not hold them."""
+
+    ticket: int
+    number: int
+    """Of the announcement, chosen by who announces: another one than those that stand."""
+    keys: bytes
+
+
+class Announced(Message, frozen=True, array_like=True, tag=15):
+    """Whether look-ups wait for these from now on. Where there are too many already, they do not."""
+
+    ticket: int
+    noted: bool
+
+
+class Withdraw(Message, frozen=True, array_like=True, tag=16):
+    """Of what was announced, nothing more will come. Unknown numbers are passed over."""
+
+    ticket: int
+    number: int
+
+
+class Withdrawn(Message, frozen=True, array_like=True, tag=17):
+    """Answer to :class:`Withdraw`."""
+
+    ticket: int
+
+
+class Reserve(Message, frozen=True, array_like=True, tag=18):
+    """Grant me room for these chunks of one model, so that I can write their payloads."""
+
+    ticket: int
+    namespace: bytes
+    keys: bytes
+    parents: bytes
+    """32 bytes each, joined, in the order of the keys."""
+    payload_lengths: list[int]
+
+
+class Reserved(Message, frozen=True, array_like=True, tag=19):
+    """Which of the chunks may be written, by their positions in the question, and where the payloads go.
+
+    Those that are named nowhere found no room.
+    """
+
+    ticket: int
+    grant: int
+    """:data:`NO_GRANT` where there is none."""
+    positions: list[int]
+    offsets: list[int]
+    seconds: float
+    """For how long."""
+    held: list[int]
+    """The positions of those that are here already."""
+    coming: list[int]
+    """The positions of those that are on their way here from elsewhere."""
+    refusal: str
+    """Why nothing at all of this model is taken; empty where it is."""
+
+
+class Commit(Message, frozen=True, array_like=True, tag=20):
+    """These chunks of a grant, by their numbers in :class:`Reserved`, are written, once and for all."""
+
+    ticket: int
+    grant: int
+    chunks: list[int]
+    checksums: bytes
+    """XXH3-128 of each payload, :data:`CHECKSUM_BYTES` each, joined."""
+
+
+class Committed(Message, frozen=True, array_like=True, tag=21):
+    """Which of them are whole and served from now on. Of the others nothing is left."""
+
+    ticket: int
+    whole: list[bool]
+
+
+FromClient = Hello | LookUp | Await | Release | Contains | Ping | Announce | Withdraw | Reserve | Commit
+FromServer = (
+    Welcome
+    | Refused
+    | Granted
+    | Readable
+    | Released
+    | Contained
+    | Pong
+    | Announced
+    | Withdrawn
+    | Reserved
+    | Committed
+)
 
 decode_from_client: Callable[[bytes], FromClient] = decoder(FromClient, "a message of a peer that asks")
 decode_from_server: Callable[[bytes], FromServer] = decoder(FromServer, "a message of a peer that serves")

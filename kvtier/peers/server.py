@@ -6,7 +6,7 @@ import logging
 import socket
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import anyio
@@ -23,6 +23,7 @@ from kvtier.peers.grants import GrantBook
 from kvtier.peers.handshake import RefusedHandshake
 from kvtier.peers.holdings import Holdings
 from kvtier.peers.protocol import VERSION, Hello, Refused, Welcome, decode_from_client
+from kvtier.peers.reservations import Reservations
 from kvtier.peers.session import Session
 from kvtier.settings_peer import PeerSettings, split_address
 from kvtier.sockets.channel import Channel
@@ -55,13 +56,20 @@ class PeerServer:
         transport: Transport,
         grants: GrantBook,
         instance: str,
+        buffer: int | None = None,
+        refusal: Callable[[bytes], str] | None = None,
     ) -> None:
-        """Reads the certificates. Raises :class:`kvtier.errors.SettingsError`."""
+        """Reads the certificates. Raises :class:`kvtier.errors.SettingsError`.
+
+        ``buffer``: bytes of the first tier that peers may have reserved at once; ``peer.share`` of it where
+        left out. ``refusal`` says why nothing of a namespace may be pushed here; nothing where it may.
+        """
         self._settings = settings
         self._transport = transport
         self._grants = grants
         self._instance = instance
         self._holdings = Holdings(cache)
+        self._reservations = Reservations(cache, grants, buffer, refusal)
         self._credentials = Credentials.of(settings)
         self._warn = RareWarning(logger)
         self._address: tuple[str, int] | None = None
@@ -86,6 +94,7 @@ class PeerServer:
             "promised_bytes": self._grants.promised,
             "granted": self._grants.given,
             "expired": self._grants.expired,
+            "reserving": self._reservations.status(),
             "asked": dict(self._asked),
             "refused": dict(self._refused),
         }
@@ -215,13 +224,18 @@ class PeerServer:
             with anyio.fail_after(ACCEPT_SECONDS):
                 await send_all(connected, encode(self._welcome()))
             if hello.purpose == "control":
-                await Session(Channel(connected), self._holdings, self._grants, self._asked).serve()
+                await self._session(Channel(connected)).serve()
             elif isinstance(self._transport, SupportsConnections):
                 await self._transport.serve(connected)
         except ProtocolError as error:
             await self._refuse(connected, who, "no protocol", str(error))
         finally:
             self._connections[hello.purpose] -= 1
+
+    def _session(self, channel: Channel) -> Session:
+        return Session(
+            channel, self._holdings, self._grants, self._reservations, self._asked, self._transport.cut_off
+        )
 
     def _refusal(self, hello: Hello | ProtocolError) -> tuple[str, str] | None:
         """What kind of reason there is not to serve this one, and that in words."""

@@ -7,7 +7,7 @@ over a connection ends with it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 import anyio.lowlevel
@@ -21,8 +21,13 @@ from kvtier.keys import ChunkKey, split_keys
 from kvtier.peers.grants import Grant, GrantBook
 from kvtier.peers.holdings import PART_BYTES, PART_CHUNKS, Holdings
 from kvtier.peers.protocol import (
+    CHECKSUM_BYTES,
     NO_GRANT,
+    Announce,
+    Announced,
     Await,
+    Commit,
+    Committed,
     Contained,
     Contains,
     FromClient,
@@ -34,8 +39,12 @@ from kvtier.peers.protocol import (
     Readable,
     Release,
     Released,
+    Reserve,
+    Withdraw,
+    Withdrawn,
     decode_from_client,
 )
+from kvtier.peers.reservations import Reservations
 from kvtier.sockets.channel import Channel
 from kvtier.sockets.frames import FrameReader, Message, encode
 
@@ -43,17 +52,33 @@ SILENCE_SECONDS = 60.0
 """A peer that says nothing for so long, or takes nothing in, is gone. Clients ping far sooner."""
 MOST_AWAITS = 256
 """That may be unanswered on one connection; what goes beyond is told that it is not readable."""
+MOST_COMMITS = 64
+"""That may be unanswered on one connection. Nothing else is asked before one of them is answered."""
 MOST_GRANTS = 16_384
 """That one connection may have; beyond, nothing more is granted."""
 
 
 class Session:
-    """Answers one peer. ``counts`` is told what was asked."""
+    """Answers one peer. ``counts`` is told what was asked.
 
-    def __init__(self, channel: Channel, holdings: Holdings, grants: GrantBook, counts: Counter[str]) -> None:
+    ``cut_off`` makes sure that the peer writes no longer what it was granted, where the transport needs that.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        holdings: Holdings,
+        grants: GrantBook,
+        reservations: Reservations,
+        counts: Counter[str],
+        cut_off: Callable[[], Awaitable[None]],
+    ) -> None:
         self._channel = channel
         self._holdings = holdings
         self._grants = grants
+        self._reservations = reservations
+        self._cut_off = cut_off
+        self._commits = anyio.Semaphore(MOST_COMMITS)
         self._counts = counts
         self._awaits = 0
         self._arrivals: dict[int, Arrival] = {}
@@ -76,6 +101,10 @@ class Session:
                     failure = ChannelClosed(self._lost or "the other side is gone")
                 self._tasks.cancel_scope.cancel()
         finally:
+            self._reservations.end(self)
+            if self._grants.may_still_write(self):
+                with CancelScope(shield=True):
+                    await self._cut_off()
             self._grants.end(self)
         raise failure
 
@@ -100,15 +129,41 @@ class Session:
                 await self._accept_await(message)
             case Release():
                 self._check_numbers(message.grant, message.chunks)
+                self._reservations.release(self, message.grant, message.chunks)
                 stood = self._grants.release(self, message.grant, message.chunks)
                 await self._say(Released(message.ticket, stood))
             case Contains():
                 held = await self._holdings.held(_split(message.keys))
                 await self._say(Contained(message.ticket, held))
+            case Announce():
+                await self._say(Announced(message.ticket, self._reservations.announce(self, message)))
+            case Withdraw():
+                self._reservations.withdraw(self, message.number)
+                await self._say(Withdrawn(message.ticket))
+            case Reserve():
+                if self._grants.count(self) >= MOST_GRANTS:
+                    raise ProtocolError(f"it has {MOST_GRANTS} grants, which is the limit, and wants more")
+                await self._say(self._reservations.reserve(self, message))
+            case Commit():
+                self._check_numbers(message.grant, message.chunks)
+                if len(message.checksums) != CHECKSUM_BYTES * len(message.chunks):
+                    raise ProtocolError("it commits chunks without their checksums")
+                await self._commits.acquire()
+                self._tasks.start_soon(self._commit, message)
             case Ping():
                 await self._say(Pong(message.ticket))
             case Hello():
                 raise ProtocolError("it says Hello twice")
+
+    async def _commit(self, question: Commit) -> None:
+        try:
+            whole = await self._reservations.commit(self, question)
+            await self._say(Committed(question.ticket, whole))
+        except ChannelClosed as error:
+            self._lost = str(error)
+            self._scope.cancel()
+        finally:
+            self._commits.release()
 
     async def _look_up(self, question: LookUp) -> None:
         keys = _split(question.keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -15,7 +15,7 @@ from anyio import CancelScope
 from kvtier.backends.base import Outcome
 from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError
 from kvtier.keys import ChunkKey, join_keys
-from kvtier.peers.conversation import Conversation
+from kvtier.peers.conversation import Conversation, answer_of
 from kvtier.peers.dialling import Called, Caller
 from kvtier.peers.pace import Pace
 from kvtier.peers.promises import Promise, Promises, usable_seconds
@@ -37,11 +37,14 @@ from kvtier.sockets.channel import Channel
 from kvtier.transports.base import Link, Transport
 
 BIGGEST_NUMBER = (1 << 63) - 1
+PUSHES_AT_ONCE = 8
+"""Batches, whatever prompts they are of: some to be written, while others are reserved or verified."""
 HANG_UP_SECONDS = 6.0
 """A peer that is silent for so long is taken for dead. One whose network was cut is found again only so."""
 
 ResultT = TypeVar("ResultT")
 Read = tuple[Promise, memoryview]
+"""What is to be read into a view, or written from it."""
 
 
 class Patience:
@@ -75,6 +78,10 @@ class Source:
         self.conversation = Conversation(Channel(called.connected))
         self.promises = Promises(self.conversation.release)
         self.one_sided = transport.one_sided
+        self.pushing = anyio.Semaphore(PUSHES_AT_ONCE)
+        """One for each batch that is pushed there."""
+        self.ended = anyio.Event()
+        """Set when nothing can be asked or moved any longer."""
         self.silent = False
         """Whether a ping is unanswered for longer than it may be."""
         self._on_silence = on_silence
@@ -84,8 +91,8 @@ class Source:
         self._usable_seconds = usable_seconds(called.welcome.lease)
         self._link: Link | None = None
         self._linking = anyio.Lock()
-        self._reads: set[CancelScope] = set()
-        self._all_read = anyio.Event()
+        self._transfers: set[CancelScope] = set()
+        self._none_left = anyio.Event()
 
     @property
     def over(self) -> bool:
@@ -112,6 +119,7 @@ class Source:
                 await self._keep_awake()
                 tasks.cancel_scope.cancel()
         finally:
+            self.ended.set()
             with CancelScope(shield=True):
                 await self._hang_up()
         return cause
@@ -131,7 +139,7 @@ class Source:
             return granted.positions
 
         joined = join_keys(keys)
-        return await _answer(
+        return await answer_of(
             self.conversation.ask(lambda ticket: LookUp(ticket, joined, prefix), Granted, settle)
         )
 
@@ -139,11 +147,11 @@ class Source:
         """Which of ``keys`` the peer holds. Nothing is promised."""
 
         def settle(contained: Contained, _wanted: bool) -> list[bool]:
-            _expect_length(contained.held, len(keys))
+            expect_length(contained.held, len(keys))
             return contained.held
 
         joined = join_keys(keys)
-        return await _answer(
+        return await answer_of(
             self.conversation.ask(lambda ticket: Contains(ticket, joined), Contained, settle)
         )
 
@@ -151,7 +159,7 @@ class Source:
         """Wait until the peer has these in its memory; those that it will have."""
 
         def settle(group: Sequence[Promise], readable: Readable, _wanted: bool) -> list[bool]:
-            _expect_length(readable.readable, len(group))
+            expect_length(readable.readable, len(group))
             return readable.readable
 
         grants = _by_grant(promises)
@@ -192,18 +200,30 @@ class Source:
 
     async def read(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         """Fill each view with what was promised. Ends at once where the peer falls silent or is gone."""
-        outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(reads)
+        return await self._transfer(
+            len(reads), lambda link: link.read([(promise.span, view) for promise, view in reads])
+        )
+
+    async def write(self, writes: Sequence[Read]) -> Sequence[Outcome]:
+        """Put each view where room was promised. Ends like :meth:`read`."""
+        return await self._transfer(
+            len(writes), lambda link: link.write([(view, promise.span) for promise, view in writes])
+        )
+
+    async def _transfer(
+        self, count: int, transfer: Callable[[Link], Awaitable[Sequence[Outcome]]]
+    ) -> Sequence[Outcome]:
+        outcomes: Sequence[Outcome] = [Outcome.FAILED] * count
         if self.over or self.silent:
             return outcomes
         with CancelScope() as scope:
-            self._reads.add(scope)
+            self._transfers.add(scope)
             try:
-                link = await self._linked()
-                outcomes = await link.read([(promise.span, view) for promise, view in reads])
+                outcomes = await transfer(await self._linked())
             finally:
-                self._reads.discard(scope)
-                if not self._reads:
-                    self._all_read.set()
+                self._transfers.discard(scope)
+                if not self._transfers:
+                    self._none_left.set()
         return outcomes
 
     async def prepare(self) -> None:
@@ -222,8 +242,8 @@ class Source:
     ) -> list[Promise]:
         """Raises :class:`kvtier.errors.ProtocolError` where it answers what was not asked, or nonsense."""
         count = len(granted.positions)
-        _expect_length(granted.offsets, count)
-        _expect_length(granted.lengths, count)
+        expect_length(granted.offsets, count)
+        expect_length(granted.lengths, count)
         if not 0 <= granted.ready <= count or (count and not NO_GRANT < granted.grant <= BIGGEST_NUMBER):
             raise ProtocolError("its promise does not fit together")
         if len(set(granted.positions)) < count or any(not 0 <= at < len(keys) for at in granted.positions):
@@ -280,7 +300,7 @@ class Source:
         """Whether it answers a ping in time. Raises :class:`PeerError` where the connection is lost."""
         asked_at = time.monotonic()
         with anyio.move_on_after(seconds):
-            await _answer(self._ask_for_pong())
+            await answer_of(self._ask_for_pong())
             self.pace.note_round_trip(time.monotonic() - asked_at)
             return True
         return False
@@ -291,18 +311,18 @@ class Source:
     def _fall_silent(self) -> None:
         self.silent = True
         self._on_silence(True)
-        for scope in self._reads:
+        for scope in self._transfers:
             scope.cancel()
 
     async def _hang_up(self) -> None:
         """Nobody may be reading when the link is closed."""
         self.conversation.close()
         self.promises.clear()
-        while self._reads:
-            self._all_read = anyio.Event()
-            for scope in self._reads:
+        while self._transfers:
+            self._none_left = anyio.Event()
+            for scope in self._transfers:
                 scope.cancel()
-            await self._all_read.wait()
+            await self._none_left.wait()
         if self._link is not None:
             await self._link.close()
 
@@ -322,22 +342,15 @@ def _by_grant(promises: Iterable[Promise]) -> dict[int, list[Promise]]:
     return grants
 
 
-def _expect_length(answers: Sequence[object], length: int) -> None:
+def expect_length(answers: Sequence[object], length: int) -> None:
+    """Raises :class:`kvtier.errors.ProtocolError` where there are not as many answers as questions."""
     if len(answers) != length:
         raise ProtocolError(f"it gives {len(answers)} answers to {length} questions")
 
 
-async def _answer(future: asyncio.Future[ResultT | None]) -> ResultT:
-    """Raises :class:`PeerError` where the connection ends first. Cancelled, the question is not wanted."""
-    answer = await future
-    if answer is None:
-        raise PeerError("the connection was lost")
-    return answer
-
-
 async def _all_answers(futures: Sequence[asyncio.Future[ResultT | None]]) -> list[ResultT]:
     try:
-        return [await _answer(future) for future in futures]
+        return [await answer_of(future) for future in futures]
     finally:
         for future in futures:
             future.cancel()

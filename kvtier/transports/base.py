@@ -124,6 +124,14 @@ class Transport(ABC):
     async def close(self) -> None:
         """Let go of everything, after the last link is closed. Called once."""
 
+    async def cut_off(self) -> None:  # noqa: B027 - has a default on purpose
+        """End every write of others into this arena that is under way, and every way to begin one.
+
+        For :attr:`one_sided` transports, when a peer is gone that may still write. Those that are still there
+        lose their transfers, too, and go on with another way. Raises nothing; may be called at any time
+        between :meth:`open` and the end of :meth:`close`. Here it does nothing.
+        """
+
     @property
     @abstractmethod
     def endpoint(self) -> bytes:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bridge.client import FIRST_RETRY_SECONDS, SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.connection import FIRST_RETRY_SECONDS
 from kvtier.errors import ChannelError
 from kvtier.header import HEADER_BYTES
 from kvtier.keys import KEY_BYTES, ChunkKey

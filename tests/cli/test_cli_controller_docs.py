@@ -113,7 +113,17 @@ def spelled_out(words: list[str]) -> Iterator[list[str]]:
         yield [name, *(word for word in words[2:] if not word.startswith("["))]
 
 
-@pytest.mark.parametrize("page", [PAGE, EXAMPLE, ROOT / "README.md"], ids=lambda page: page.parent.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        PAGE,
+        EXAMPLE,
+        ROOT / "README.md",
+        ROOT / "docs" / "disaggregated.md",
+        ROOT / "examples" / "disaggregated" / "README.md",
+    ],
+    ids=lambda page: f"{page.parent.name}/{page.name}",
+)
 def test_every_command_has_the_options_that_the_pages_give_it(page: Path) -> None:
     group = typer.main.get_command(make_app())
     known = group.commands  # type: ignore[attr-defined]

@@ -62,8 +62,19 @@ def test_the_demo_passes_and_cleans_up(folder: Path) -> None:
     assert processes_that_mention(folder) == []
 
 
-def test_an_interrupted_demo_leaves_nothing(folder: Path) -> None:
-    with start_demo(folder) as demo:
+def test_the_disaggregated_demo_passes_and_cleans_up(folder: Path) -> None:
+    with start_demo(folder, "--disaggregated") as demo:
+        shown = demo.communicate()[0]
+    assert demo.returncode == 0, shown
+    assert "│ prefiller and decoder │" in shown
+    assert "yes" in shown
+    assert [path.name for path in folder.iterdir()] == ["model"]
+    assert processes_that_mention(folder) == []
+
+
+@pytest.mark.parametrize("options", [[], ["--disaggregated"]], ids=["one", "disaggregated"])
+def test_an_interrupted_demo_leaves_nothing(folder: Path, options: list[str]) -> None:
+    with start_demo(folder, *options) as demo:
         assert demo.stdout is not None
         while "starting vLLM" not in demo.stdout.readline():
             assert demo.poll() is None

@@ -17,14 +17,15 @@ from kvtier.header import ChunkHeader
 from kvtier.keys import ChunkKey
 from kvtier.peers.grants import GrantBook
 from kvtier.peers.holdings import Holdings
-from kvtier.peers.protocol import Granted, decode_from_server
+from kvtier.peers.protocol import Granted, Reserved, decode_from_server
+from kvtier.peers.reservations import Reservations
 from kvtier.peers.session import Session
 from kvtier.settings_peer import PeerSettings
 from kvtier.sockets.channel import Channel
 from kvtier.sockets.frames import Message, encode
 from kvtier.testing.backend import make_key
 
-from .serving import BUILT_IN, CHUNK, PAYLOAD
+from .serving import BUILT_IN, CHUNK, PAYLOAD, NoTransport
 
 HELD = [make_key(number) for number in range(1, 6)]
 Said = Message | bytes | Callable[[int], Message]
@@ -39,6 +40,7 @@ class Conversing:
         self.cache = cache
         self.grants = GrantBook(cache.arena, PeerSettings(lease=5, share=0.5))
         self.holdings = Holdings(cache)
+        self.reservations = Reservations(cache, self.grants)
         for key in HELD:
             self._store(key)
 
@@ -60,7 +62,14 @@ class Conversing:
         ends: list[Exception] = []
 
         async def serve() -> None:
-            session = Session(Channel(theirs), self.holdings, self.grants, Counter())
+            session = Session(
+                Channel(theirs),
+                self.holdings,
+                self.grants,
+                self.reservations,
+                Counter(),
+                NoTransport().cut_off,
+            )
             try:
                 await session.serve()
             except (ChannelClosed, ProtocolError) as error:
@@ -78,7 +87,9 @@ class Conversing:
                         await anyio.sleep(
                             0.001
                         )  # For the answer to come; where it does not, the number is 0.
-                        grants = [answer.grant for answer in answers if isinstance(answer, Granted)]
+                        grants = [
+                            answer.grant for answer in answers if isinstance(answer, Granted | Reserved)
+                        ]
                         one = one(grants[-1] if grants else 0)
                     if not await self._say(channel, one):
                         break
@@ -111,6 +122,10 @@ class Conversing:
         assert grants.open == 0
         assert grants.promised == 0
         assert not grants._owned
+        assert self.reservations.reserved_bytes == 0
+        assert not self.reservations._rooms
+        assert not self.reservations._announced
+        assert not cache.expecting.coming
         with anyio.fail_after(5):
             while cache.arena.leases != cache.hierarchy.catalog.count(0):
                 await anyio.sleep(0.001)

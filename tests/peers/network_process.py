@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 
 from kvtier.catalog import State
-from kvtier.header import HEADER_BYTES, object_bytes
+from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.instance import Instance
 from kvtier.pipeline.discover import Expected
 from kvtier.testing.backend import make_key, same
@@ -57,6 +57,32 @@ class Commands(LeakCheck):
         found.release()
         await cache.clear(keys)
         return ready, seconds
+
+    async def hand_over(self, to: str, start: int, count: int) -> None:
+        """Begin to push a prompt."""
+        keys = [make_key(number) for number in range(start, start + count)]
+        self._handing = self._instance.hand_over(to, keys)
+
+    async def finish(self, seconds: float) -> int:
+        """End that; how many leading chunks the other is known to have."""
+        leading = (await self._handing.finish(seconds)).leading
+        await self._handing.ended.wait()
+        return leading
+
+    async def await_pushed(self, start: int, count: int, seconds: float) -> tuple[int, float]:
+        """Like :meth:`fetch`, of what is pushed here. It is kept."""
+        cache = self._instance.cache
+        began = time.monotonic()
+        found = cache.look_up([make_key(number) for number in range(start, start + count)], expect=seconds)
+        await cache.settle(found)
+        taken = time.monotonic() - began
+        for chunk in found.chunks:
+            length = ChunkHeader.verify(chunk.lease.view, chunk.key).payload_bytes
+            payload_view = chunk.lease.view[HEADER_BYTES : HEADER_BYTES + length]
+            assert same(payload_view, payload_of(chunk.key, length)), "wrong bytes"
+        ready = found.ready
+        found.release()
+        return ready, taken
 
     async def status(self) -> dict[str, object]:
         return self._instance.status()

@@ -217,6 +217,11 @@ class Door:
                 await anyio.sleep(0.005)
             while self.cache.arena.leases != self.cache.hierarchy.catalog.count(0):
                 await anyio.sleep(0.005)
+        reserving = self.server.status()["reserving"]
+        assert isinstance(reserving, dict)
+        assert {reserving[name] for name in ("reserved_bytes", "reservations", "announcements")} == {0}
+        assert not self.cache.expecting.coming
+        assert not self.cache.expecting.waiting
         assert self.grants.open == 0
         assert self.grants.promised == 0
         assert not self.grants._times

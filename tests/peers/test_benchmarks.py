@@ -1,4 +1,4 @@
-"""The peers' benchmark runs, in small, so that it cannot rot."""
+"""The peers' benchmarks run, in small, so that they cannot rot."""
 
 from __future__ import annotations
 
@@ -9,3 +9,9 @@ def test_peers() -> None:
     shown = run_benchmark("peers", "--transport", "tcp", "--quick")
     for row in ("PeersBackend.held_prefix, 2 peers", "look-up and answered, 1 peer", "4 x 2 MiB, 2 peers"):
         assert row in shown
+
+
+def test_push() -> None:
+    shown = run_benchmark("push", "--transport", "tcp", "--quick")
+    assert "4 x 2 MiB" in shown
+    assert "one chunk" in shown

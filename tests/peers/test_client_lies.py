@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ChannelError
+from kvtier.header import ChunkHeader
 from kvtier.peers.conversation import Conversation
 from kvtier.peers.dialling import Called, Caller
 from kvtier.peers.pace import Pace
-from kvtier.peers.protocol import VERSION, Granted, Welcome
+from kvtier.peers.protocol import VERSION, Committed, Granted, Reserved, Welcome
+from kvtier.peers.push import Target
 from kvtier.peers.source import Patience, Source
 from kvtier.sockets.channel import Channel
 from kvtier.sockets.frames import encode
@@ -90,3 +92,57 @@ async def test_any_bytes_end_in_words_or_in_nothing(data: bytes) -> None:
     assert isinstance(cause, ChannelError)
     assert str(cause)
     assert conversation.over
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    grant=numbers,
+    positions=lists,
+    offsets=lists,
+    seconds=st.floats(),
+    held=lists,
+    coming=lists,
+)
+async def test_any_room_is_refused_or_consistent(
+    grant: int, positions: list[int], offsets: list[int], seconds: float, held: list[int], coming: list[int]
+) -> None:
+    mine, theirs = socket.socketpair()
+    with theirs:
+        source = source_of(mine)
+        headers = [ChunkHeader(key, key, bytes(32), 1000) for key in KEYS]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(source.conversation.run)
+            theirs.send(encode(Reserved(1, grant, positions, offsets, seconds, held, coming, "")))
+            try:
+                room = await Target(source, WorkerThreads(1)).reserve(headers)
+            except ChannelError:
+                assert source.over
+            else:
+                named = [*room.promises, *room.held, *room.coming]
+                assert len(set(named)) == len(named)
+                assert all(0 <= at < len(KEYS) for at in named)
+                assert [promise.number for promise in room.promises.values()] == list(range(len(positions)))
+                for at, promise in room.promises.items():
+                    assert promise.key == KEYS[at]
+                    assert promise.length == 1000
+                    assert 0 < promise.grant < 1 << 63
+                    assert 0 <= promise.offset < promise.offset + 1000 < 1 << 63
+            tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("answers", [0, 1, 3])
+async def test_a_commit_that_is_answered_for_others_ends_the_connection(answers: int) -> None:
+    mine, theirs = socket.socketpair()
+    with theirs:
+        source = source_of(mine)
+        headers = [ChunkHeader(key, key, bytes(32), 1000) for key in KEYS[:2]]
+        target = Target(source, WorkerThreads(1))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(source.conversation.run)
+            theirs.send(encode(Reserved(1, 5, [0, 1], [0, 4096], 1.0, [], [], "")))
+            promises = list((await target.reserve(headers)).promises.values())
+            theirs.send(encode(Committed(2, [True] * answers)))
+            with pytest.raises(ChannelError):
+                await target.commit(promises, [bytes(16)] * 2)
+            assert source.over
+            tasks.cancel_scope.cancel()

@@ -145,3 +145,43 @@ def test_of_three_one_is_cut_off(kind: str) -> None:
         network.heal()
         wait_for(lambda: instances.states(reader=0) == ["connected"] * 2)
         wait_for(lambda: instances.fetch(reader=0) == COUNT)
+
+
+@few_nixl
+def test_pushing_over_a_slow_and_lossy_network(kind: str) -> None:
+    with opened(kind) as instances:
+        network, (near, far) = instances.network, instances.all
+        network.delay(0.02)
+        network.loss(0.02)
+        near.do("hand_over", to=f"{far.host.address}:{PORT}", start=0, count=COUNT)
+        far.begin("await_pushed", start=0, count=COUNT, seconds=PATIENCE_SECONDS)
+        instances.store(holder=0)
+        assert near.do("finish", seconds=PATIENCE_SECONDS) == COUNT
+        assert far.answer()[0] == COUNT
+
+
+@few_nixl
+def test_a_cut_in_the_middle_of_a_push(kind: str) -> None:
+    """Whoever waits does so no longer than it wants to, and later the same prompt can be pushed again."""
+    with opened(kind, deadline="1s") as instances:
+        network, (near, far) = instances.network, instances.all
+        to = f"{far.host.address}:{PORT}"
+        wait_for(lambda: instances.states(reader=0) == ["connected"])
+        instances.store(holder=0)
+        network.cut_after(8 * MIB)
+        near.do("hand_over", to=to, start=0, count=COUNT)
+        far.begin("await_pushed", start=0, count=COUNT, seconds=2.0)
+        wait_for(lambda: network.is_cut)
+        ready, seconds = far.answer()
+        assert ready < COUNT
+        assert seconds < PATIENCE_SECONDS / 3
+        assert near.do("finish", seconds=1.0) < COUNT
+        network.heal()
+
+        def pushed() -> bool:
+            near.do("hand_over", to=to, start=0, count=COUNT)
+            leading: int = near.do("finish", seconds=10.0)
+            return leading == COUNT
+
+        wait_for(pushed)
+        assert far.do("await_pushed", start=0, count=COUNT, seconds=1.0)[0] == COUNT

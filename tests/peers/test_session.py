@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from kvtier.errors import ChannelClosed, ProtocolError
 from kvtier.keys import join_keys
 from kvtier.peers.protocol import (
+    Announce,
     Await,
+    Commit,
     Contains,
     Granted,
     Hello,
@@ -26,6 +28,8 @@ from kvtier.peers.protocol import (
     Pong,
     Release,
     Released,
+    Reserve,
+    Withdraw,
     decode_from_client,
     decode_from_server,
 )
@@ -50,15 +54,33 @@ def about(kind: type[Await] | type[Release], ticket: int, grant: int | None, chu
     return lambda latest: kind(ticket, latest, chunks)
 
 
+def committing(ticket: int, grant: int | None, chunks: list[int]) -> Said:
+    if grant is not None:
+        return Commit(ticket, grant, chunks, bytes(16 * len(chunks)))
+    return lambda latest: Commit(ticket, latest, chunks, bytes(16 * len(chunks)))
+
+
+def reserving(ticket: int, which: list[int], length: int) -> Reserve:
+    joined = join_keys([make_key(number) for number in which])
+    return Reserve(ticket, bytes(32), joined, joined, [length] * len(which))
+
+
 valid: st.SearchStrategy[Said] = st.one_of(
     st.builds(LookUp, tickets, keys, st.booleans()),
     st.builds(Contains, tickets, keys),
     st.builds(Ping, tickets),
     st.builds(partial(about, Await), tickets, of_a_grant, numbers),
     st.builds(partial(about, Release), tickets, of_a_grant, numbers),
+    st.builds(reserving, tickets, st.lists(st.integers(1, 40), max_size=8), st.integers(1, 20_000)),
+    st.builds(committing, tickets, of_a_grant, numbers),
+    st.builds(Withdraw, tickets, tickets),
 )
 invalid: st.SearchStrategy[Said] = st.one_of(
     st.builds(LookUp, tickets, st.binary(max_size=70), st.booleans()),
+    st.builds(reserving, tickets, st.lists(st.integers(1, 40), max_size=8), tickets),
+    st.builds(Commit, tickets, tickets, st.lists(tickets, max_size=4), st.binary(max_size=70)),
+    st.builds(Announce, tickets, st.integers(0, 3), keys),
+    st.builds(Announce, tickets, tickets, st.binary(max_size=70)),
     st.builds(Hello, st.integers(0, 3), st.text(max_size=5), st.sampled_from(["control", "data"])),
     st.builds(Pong, tickets),
     st.binary(max_size=60),
@@ -92,6 +114,9 @@ def test_everything_valid_is_answered_with_its_ticket(said: list[Said]) -> None:
                     assert not isinstance(message, bytes)
                     if isinstance(message, Await | Release):
                         message = type(message)(message.ticket, message.grant, message.chunks[:1])
+                    elif isinstance(message, Commit):
+                        chunks = message.chunks[:1]
+                        message = Commit(message.ticket, message.grant, chunks, bytes(16 * len(chunks)))
                     asked.append(message)
                     return message
 
@@ -101,8 +126,8 @@ def test_everything_valid_is_answered_with_its_ticket(said: list[Said]) -> None:
             assert isinstance(end, ChannelClosed)
             answered = Counter(answer.ticket for answer in answers)
             assert answered <= Counter(message.ticket for message in asked)
-            # Nobody hears what was awaited, where the client hangs up before.
-            at_once = [message.ticket for message in asked if not isinstance(message, Await)]
+            # Nobody hears what was awaited or committed, where the client hangs up before.
+            at_once = [message.ticket for message in asked if not isinstance(message, Await | Commit)]
             assert Counter(at_once) <= answered
 
     anyio.run(lead)

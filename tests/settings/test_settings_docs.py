@@ -13,11 +13,13 @@ import yaml
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, load_settings
 from kvtier.settings_controller import ControllerSettings, MetricsSettings
+from kvtier.settings_hand_over import HandOverSettings
 from kvtier.settings_peer import PeerSettings, TLSSettings
 from kvtier.settings_schema import EXAMPLE, json_schema, markdown_page, shown
 from kvtier.settings_sources import field_names, nested_model, variable_name
 
 DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = DOCS.parent / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def test_every_setting_is_on_the_page_with_its_variable(plugins: Plugins) -> Non
 
 def test_every_setting_is_described(plugins: Plugins) -> None:
     models = [Settings, type(Settings().prefetch), PeerSettings, TLSSettings]
-    models += [ControllerSettings, MetricsSettings]
+    models += [ControllerSettings, MetricsSettings, HandOverSettings]
     models += [plugins.backend(name).settings_type for name in plugins.names("kvtier_backends")]
     for model in models:
         for name, field in model.model_fields.items():
@@ -90,10 +92,12 @@ def yaml_of(path: Path) -> list[str]:
     "path",
     [
         DOCS / "controller.md",
+        DOCS / "disaggregated.md",
         DOCS / "peers.md",
         DOCS / "pools.md",
         DOCS / "vllm.md",
-        *sorted((DOCS.parent / "examples").rglob("*.yaml")),
+        # Kubernetes' own are looked at in tests/examples.
+        *sorted(path for path in EXAMPLES.rglob("*.yaml") if path.parent.name != "kubernetes"),
     ],
     ids=lambda path: f"{path.parent.name}/{path.name}",
 )

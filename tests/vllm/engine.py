@@ -59,6 +59,8 @@ class Answer:
     tokens: list[int]
     cached: int
     reason: str
+    params: dict[str, Any] | None = None
+    """Its ``kv_transfer_params``."""
 
 
 @dataclass
@@ -75,9 +77,13 @@ class Engine:
     def pid(self) -> int:
         return int(self.process.pid)
 
-    def open(self, model: Path, connector: dict[str, Any] | None, **arguments: Any) -> None:
+    def open(
+        self, model: Path, connector: dict[str, Any] | None, *, kv_role: str = "kv_both", **arguments: Any
+    ) -> None:
         """Build the engine. ``connector`` is kvtier's settings, or ``None`` for a vLLM without kvtier."""
-        transfer = None if connector is None else {"kv_connector_extra_config": connector}
+        transfer = None
+        if connector is not None:
+            transfer = {"kv_connector_extra_config": connector, "kv_role": kv_role}
         self._call("open", arguments={**ARGUMENTS, "model": str(model), **arguments}, connector=transfer)
 
     def generate(self, tokens: Sequence[int], new: int = 16, **options: Any) -> Answer:
@@ -95,10 +101,16 @@ class Engine:
         *,
         salt: str | None = None,
         lora: dict[str, Any] | None = None,
+        params: dict[str, Any] | None = None,
     ) -> int:
-        """Send a request; :meth:`answer` and :meth:`abort` take the number that comes back."""
+        """Send a request; :meth:`answer` and :meth:`abort` take the number that comes back.
+
+        ``params`` are its ``kv_transfer_params``.
+        """
         number = next(self._numbers)
         sampling = {"temperature": 0.0, "max_tokens": new, "ignore_eos": True, "detokenize": False}
+        if params is not None:
+            sampling["extra_args"] = {"kv_transfer_params": params}
         message = {"request": str(number), "tokens": list(tokens), "sampling": sampling}
         self._send(number, "generate", **message, salt=salt, lora=lora)
         return number
@@ -112,6 +124,18 @@ class Engine:
             self._take()
         return number in self._answers
 
+    def hold(self) -> None:
+        """Take no step before :meth:`step` or :meth:`let_go`."""
+        self._call("allow", steps=0)
+
+    def step(self) -> None:
+        """Take one step, if there is anything to do, and no more."""
+        self._call("allow", steps=1)
+
+    def let_go(self) -> None:
+        """Step on as ever. The inverse of :meth:`hold`."""
+        self._call("allow", steps=None)
+
     def abort(self, *numbers: int) -> None:
         self._call("abort", requests=[str(number) for number in numbers])
 
@@ -121,6 +145,10 @@ class Engine:
         while not self._call("reset", external=external):
             assert time.monotonic() < deadline, "vLLM still holds blocks of finished requests"
             time.sleep(0.02)
+
+    def preempt(self) -> None:
+        """Have every request that runs begin anew."""
+        self._call("reset", external=False, running=True)
 
     def wait_until_free(self) -> None:
         """Wait until every block of vLLM's pool, but the null block, belongs to nobody."""

@@ -38,10 +38,13 @@ class _Host:
         self._connection = connection
         self._llm: Any = None
         self._running = True
+        self._held = False
+        """Whether steps are taken only when one is asked for."""
         self._calls: dict[str, Callable[..., Any]] = {
             "open": self._open,
             "generate": self._generate,
             "abort": self._abort,
+            "allow": self._allow,
             "reset": self._reset,
             "metrics": self._metrics,
             "close": self._close,
@@ -50,7 +53,7 @@ class _Host:
 
     def run(self) -> None:
         while self._running:
-            stepping = self._llm is not None and self._core.scheduler.has_requests()
+            stepping = self._llm is not None and not self._held and self._core.scheduler.has_requests()
             if not stepping or self._connection.poll(0):
                 self._answer(json.loads(self._connection.recv_bytes()))
             else:
@@ -106,6 +109,12 @@ class _Host:
             request, prompt, SamplingParams(**sampling), lora_request=LoRARequest(**lora) if lora else None
         )
 
+    def _allow(self, number: int, steps: int | None) -> bool:
+        self._held = steps is not None
+        if steps and self._core.scheduler.has_requests():
+            self._step()
+        return True
+
     def _step(self) -> None:
         for output in self._llm.llm_engine.step():
             if output.finished and output.request_id in self._pending:
@@ -116,6 +125,7 @@ class _Host:
                         "tokens": list(completion.token_ids),
                         "cached": output.num_cached_tokens or 0,
                         "reason": completion.finish_reason,
+                        "params": output.kv_transfer_params,
                     },
                 )
 
@@ -126,8 +136,8 @@ class _Host:
                 self._send(waiting, result={"tokens": [], "cached": 0, "reason": "abort"})
         return True
 
-    def _reset(self, number: int, external: bool) -> bool:
-        return bool(self._llm.reset_prefix_cache(reset_connector=external))
+    def _reset(self, number: int, external: bool, running: bool = False) -> bool:
+        return bool(self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=external))
 
     def _metrics(self, number: int) -> dict[str, float]:
         """Every counter and gauge, named ``name`` or ``name{source}`` where it has such a label."""

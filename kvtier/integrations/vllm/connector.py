@@ -26,6 +26,7 @@ from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.bridge.protocol import Hello, Role
 from kvtier.bridge.spawn import CacheProcess, default_address
 from kvtier.errors import ChannelError, UnsupportedEngine
+from kvtier.integrations.vllm.handing import role_of
 from kvtier.integrations.vllm.layout import model_layout
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
@@ -60,7 +61,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _check_version()
-        settings = load_settings(self._kv_transfer_config.kv_connector_extra_config)
+        transfer = self._kv_transfer_config
+        settings = load_settings(transfer.kv_connector_extra_config)
+        settings = settings.model_copy(update={"role": role_of(settings, transfer.kv_role)})
         model = model_layout(vllm_config, kv_cache_config, settings.chunk_tokens)
         events = vllm_config.kv_events_config
         wants_events = events is not None and events.enable_kv_cache_events
@@ -144,7 +147,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended."""
-        return self._scheduling.finished(request, block_ids), None
+        return self._scheduling.finished(request, block_ids)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """What came into the tiers and left them."""

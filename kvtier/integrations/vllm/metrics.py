@@ -26,6 +26,7 @@ COUNTERS: Mapping[str, str] = {
     "stored_bytes": "Bytes copied out of vLLM's KV cache, all ranks together",
     "store_seconds": "Seconds that copying out of vLLM's KV cache took",
     "not_stored_chunks": "Chunks that were held already or found no room",
+    "handed_over_tokens": "Tokens of prompts that were handed over to a decoder",
     "failed_loads": "Requests whose load failed and that were computed instead",
 }
 """Each counter of vLLM's ``/metrics``, as ``kvtier_<name>_total``."""

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvtier.integrations.vllm.hints import NO_HINTS, Hints
 from kvtier.keys import ChunkKey, chunk_key, encode_extra, encode_tokens, root_key
 
 if TYPE_CHECKING:
@@ -34,6 +35,15 @@ class RequestState:
     load_failed: bool = False
     """A load failed: compute this request, do not try again."""
     hits_by_tier: dict[int, int] = field(default_factory=dict)
+    hints: Hints = NO_HINTS
+    hand_over: int | None = None
+    """The hand-over to a peer that is under way."""
+    preemptions: int = 0
+    """How often it had been preempted when that was last looked at."""
+    expect_until: float | None = None
+    """When chunks that are pushed here are waited for no longer, as :func:`time.monotonic` counts."""
+    patience: float = 0.0
+    """How many seconds the look-up may take."""
 
     def ask(self) -> None:
         """A look-up has been sent."""

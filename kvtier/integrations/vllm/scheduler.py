@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from kvtier.bridge.client import SchedulerBridge
+from kvtier.bridge.client import RESERVE_SECONDS, SchedulerBridge
 from kvtier.integrations.vllm.changes import ChangeLog
+from kvtier.integrations.vllm.handing import HandOvers
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import NULL_BLOCK, ChunkCopy, Job, StepMetadata
 from kvtier.integrations.vllm.metrics import TransferStats
@@ -35,6 +36,8 @@ PATIENCE_SECONDS = 1.0
 """How much longer than the prefetch deadline an answer may take before a request is computed instead."""
 LONGEST_WAIT_SECONDS = 120.0
 """How long an answer may take with ``prefetch.policy: wait``: a cache process may be stopped for good."""
+HAND_OVER_RESERVE_SECONDS = 1.0
+"""How long the cache process of a prefiller may take to find room, where that of others has 0.1 s."""
 CLEAR_SECONDS = 10.0
 NOTHING = (0, False)
 ASK_AGAIN = (None, False)
@@ -63,6 +66,7 @@ class SchedulerSide:
         self._patience = LONGEST_WAIT_SECONDS if waits else settings.prefetch.deadline + PATIENCE_SECONDS
         self._stats = TransferStats()
         self._changes = ChangeLog(self._layout.chunk_tokens) if events else None
+        self._handing = HandOvers(settings, self._layout.chunk_tokens, bridge, self._stats)
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, list[int]] = {}
         """Leases that workers are reading from."""
@@ -77,7 +81,10 @@ class SchedulerSide:
             return
         root = request_root(self._model.namespace, request)
         state = RequestState(request, root, self._layout.chunk_tokens)
+        state.hints = self._handing.hints(request)
         self._requests[request.request_id] = state
+        # Before anything of it is brought up or stored, so that nothing is evicted before it is pushed.
+        self._handing.begin(state)
         self._look_up(state)
 
     def _look_up(self, state: RequestState) -> None:
@@ -86,12 +93,17 @@ class SchedulerSide:
             return
         keys = list(state.extend(request.num_tokens))
         covered = len(keys) * self._layout.chunk_tokens
-        if self._settings.partial_chunks and request.num_tokens == request.num_prompt_tokens:
+        wants_tail = self._settings.partial_chunks or self._handing.wants_tail(state)
+        if wants_tail and request.num_tokens == request.num_prompt_tokens:
             tail = state.tail_key(request.num_tokens)
             if tail is not None:
                 keys.append(tail)
                 covered = request.num_tokens
-        state.ticket = self._bridge.look_up(keys, covered)
+        expected = self._handing.expected(state, keys)
+        state.ticket = self._bridge.look_up(
+            keys, covered, expect_chunks=expected.chunks, expect_seconds=expected.seconds
+        )
+        state.patience = self._patience + expected.seconds
         state.waited = False
         if state.ticket is not None:
             state.ask()
@@ -103,6 +115,8 @@ class SchedulerSide:
         if state is None or request.request_id in self._loading:
             return NOTHING
         if state.ticket is None:
+            self._handing.note_preemption(state)
+            self._handing.begin(state)
             self._look_up(state)
         if state.ticket is None:
             return NOTHING
@@ -113,7 +127,7 @@ class SchedulerSide:
             state.ticket = None
             return NOTHING
         if not finding.final:
-            if state.seconds_waited < self._patience:
+            if state.seconds_waited < state.patience:
                 return ASK_AGAIN
             self._give_up_look_up(state)
             return NOTHING
@@ -210,6 +224,9 @@ class SchedulerSide:
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """The loads and saves of the step that is about to run."""
         self._bridge.poll()
+        for request_id in output.preempted_req_ids or ():
+            if (preempted := self._requests.get(request_id)) is not None:
+                self._handing.note_preemption(preempted)
         block_state = output.kv_connector_block_state
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
@@ -240,7 +257,7 @@ class SchedulerSide:
     def _wants_tail(self, state: RequestState, computed: int) -> bool:
         prompt = state.request.num_prompt_tokens
         return (
-            self._settings.partial_chunks
+            (self._settings.partial_chunks or state.hand_over is not None)
             and not state.tail_saved
             and computed >= prompt
             and prompt % self._layout.chunk_tokens != 0
@@ -275,7 +292,9 @@ class SchedulerSide:
     ) -> list[ChunkCopy]:
         if not keys:
             return []
-        slots = self._bridge.reserve(state.parent(first), keys, sizes[-1])  # type: ignore[arg-type]
+        # What finds no room is not handed over, and this engine has computed it for nothing.
+        seconds = RESERVE_SECONDS if state.hand_over is None else HAND_OVER_RESERVE_SECONDS
+        slots = self._bridge.reserve(state.parent(first), keys, sizes[-1], seconds)  # type: ignore[arg-type]
         copies, unusable = [], []
         for slot, tokens, chunk_blocks in zip(slots, sizes, blocks, strict=True):
             if slot is None:
@@ -304,19 +323,25 @@ class SchedulerSide:
             if state is not None:
                 state.load_failed = True
                 state.next_chunk = 0
+                self._handing.give_up(state)
 
-    def finished(self, request: Request, block_ids: Blocks) -> bool:
-        """A request has ended; whether vLLM must keep its blocks until what is unsaved has been saved."""
+    def finished(self, request: Request, block_ids: Blocks) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended; whether vLLM must keep its blocks until what is unsaved has been saved.
+
+        And what its answer says of the hand-over.
+        """
         state = self._requests.pop(request.request_id, None)
         if state is None:
-            return False
+            return False, self._handing.answer(request, 0)
         self._give_up_look_up(state)
         if request.status == RequestStatus.FINISHED_ABORTED or request.request_id in self._loading:
-            return False
+            self._handing.give_up(state)
+            return False, self._handing.answer(request, 0)
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         if not self._settings.save_decode:
             computed = min(computed, request.num_prompt_tokens)
-        return self._has_unsaved(state, computed) and self._save(state, computed, block_ids, last=True)
+        saves = self._has_unsaved(state, computed) and self._save(state, computed, block_ids, last=True)
+        return saves, self._handing.answer(request, self._handing.finish(state))
 
     def clear(self) -> bool:
         """Remove this model's chunks everywhere on this host; whether that was done."""

@@ -70,6 +70,11 @@ class NixlTransport(Transport, SupportsConnections):
                 await self._server.end()
         self._hop.close()
 
+    async def cut_off(self) -> None:
+        """End the process through which others reach the arena; another one takes its place."""
+        if self._server is not None:
+            await self._server.end()
+
     @property
     def endpoint(self) -> bytes:
         """The agent's name, where the arena lies for it, and NIXL's metadata: see :class:`Endpoint`."""

@@ -1,0 +1,189 @@
+"""A prefiller, a decoder and a proxy of their own on 127.0.0.1, each engine with its cache process."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import yaml
+
+from kvtier.bridge import client as bridge
+from kvtier.demo.client import Client
+from kvtier.demo.disaggregated_report import Pushed
+from kvtier.demo.report import Steps
+from kvtier.demo.server import DemoFailed, Server, free_port, start_cache, start_proxy, start_vllm
+from kvtier.demo.work import (
+    CACHE_READY_SECONDS,
+    CHUNK_TOKENS,
+    SPARE_TOKENS,
+    VLLM_READY_SECONDS,
+    WARM_UP_TOKENS,
+    Options,
+    Work,
+    cache_answers,
+    make_prompts,
+    model_of,
+    vllm_arguments,
+)
+
+ROLES = {"prefiller": ("prefill", "kv_producer"), "decoder": ("decode", "kv_consumer")}
+"""Each engine's ``role``, and what vLLM calls it."""
+STEP = ("--max-num-batched-tokens", "1024")
+"""Of so many tokens a prompt is computed at a time: what one step has computed is pushed during the next."""
+PROXY_READY_SECONDS = 120.0
+PATIENCE_SECONDS = 60
+"""A busy machine is not to be mistaken for one that has lost something."""
+
+
+@dataclass
+class Serving:
+    """What runs, and clients of it."""
+
+    work: Work
+    prefiller: Client
+    decoder: Client
+    proxy: Client
+    servers: list[Server] = field(default_factory=list)
+    """In the order in which they were started."""
+    prompts: list[list[int]] = field(default_factory=list)
+
+    def status(self, name: str) -> dict[str, Any]:
+        """What a cache process says of itself. Raises :class:`kvtier.errors.ChannelError`."""
+        return bridge.status(self.work.socket(name))
+
+    def pushed(self) -> Pushed:
+        """What was handed over since they were started."""
+        hand_overs = self.status("prefiller")["hand_overs"]
+        tokens = self.proxy.get("/stats")["handed_over_tokens"]
+        return Pushed(tokens, hand_overs["pushed_bytes"], hand_overs["pushing_seconds"])
+
+    def stop(self) -> None:
+        """Stop everything, what was started last first: engines before their cache processes."""
+        while self.servers:
+            self.servers[-1].stop()
+            self.servers.pop()
+
+    def kill(self) -> None:
+        """End whatever still runs, at once."""
+        for server in reversed(self.servers):
+            server.kill()
+
+    def failure(self, error: BaseException) -> DemoFailed:
+        """An error of a call to one of the servers, told with the log of one that has ended."""
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, DemoFailed):
+            return error
+        ended = [server for server in self.servers if server.ended]
+        server = (ended or self.servers[-1:])[0]
+        return server.failure(f"did not answer as it should ({error})")
+
+
+@contextmanager
+def serving(
+    options: Options, work: Work, steps: Steps, *, prompts: int, new_tokens: int, transport: str = "tcp"
+) -> Iterator[Serving]:
+    """All of it, started and warmed up, until the block is left.
+
+    ``prompts``: how many of ``options.tokens`` tokens each there are to be, none a part of another. Raises
+    :class:`DemoFailed`.
+    """
+    model = model_of(options, work, steps)
+    ports = {name: free_port() for name in ("prefiller", "decoder", "proxy")}
+    _write_settings(work, transport)
+    with ExitStack() as stack:
+        clients = {name: stack.enter_context(Client(port, model)) for name, port in ports.items()}
+        running = Serving(work, clients["prefiller"], clients["decoder"], clients["proxy"])
+        stack.callback(running.kill)
+        with steps.step("starting the cache processes"):
+            for name in ROLES:
+                cache = start_cache(
+                    work.config(name), work.log(f"{name}-cache"), f"the {name}'s cache process"
+                )
+                running.servers.append(cache)
+            for name, cache in zip(ROLES, running.servers, strict=True):
+                cache.wait_until(partial(cache_answers, work.socket(name)), CACHE_READY_SECONDS)
+        with steps.step("starting vLLM twice: the prefiller and the decoder"):
+            engines = {
+                name: _start_engine(name, model, ports[name], options, work, new_tokens) for name in ROLES
+            }
+            running.servers += engines.values()
+            for name, engine in engines.items():
+                engine.wait_until(clients[name].healthy, VLLM_READY_SECONDS)
+        with steps.step("starting the proxy"):
+            _start_proxy(running, ports["proxy"])
+        with steps.step("warming up"):
+            running.prompts = make_prompts(running.decoder, options.tokens, prompts)
+            for engine_client in (running.prefiller, running.decoder):
+                engine_client.complete(running.prompts[0][-WARM_UP_TOKENS:], 2)
+        yield running
+
+
+def _write_settings(work: Work, transport: str) -> None:
+    """Each with a secret of this demo's own."""
+    secret = secrets.token_hex(32)
+    for name, (role, _) in ROLES.items():
+        settings = {
+            "role": role,
+            "chunk_tokens": CHUNK_TOKENS,
+            "socket": str(work.socket(name)),
+            "tiers": [{"name": "ram", "type": "cpu", "capacity": "4GiB"}],
+            "peer": {"listen": f"127.0.0.1:{free_port()}", "secret": secret, "transport": transport},
+            "hand_over": {"patience": f"{PATIENCE_SECONDS}s", "reserve": f"{PATIENCE_SECONDS}s"},
+        }
+        file = work.config(name)
+        file.touch(mode=0o600)
+        file.write_text(yaml.safe_dump(settings, sort_keys=False))
+
+
+def _start_engine(name: str, model: str, port: int, options: Options, work: Work, new_tokens: int) -> Server:
+    number = list(ROLES).index(name)
+    return start_vllm(
+        model,
+        port=port,
+        config=work.config(name),
+        log=work.log(name),
+        max_tokens=options.tokens + new_tokens + SPARE_TOKENS,
+        arguments=[*STEP, *vllm_arguments(options)],
+        kv_role=ROLES[name][1],
+        scratch=work.sockets,
+        name=f"the {name}'s vLLM",
+        variables=_share_of_machine(number),
+    )
+
+
+def _share_of_machine(number: int) -> dict[str, str]:
+    """A GPU for each engine where there are several; else all processors for both: one mostly idles."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    if devices:
+        return {"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]}
+    # Left to itself, each engine would take other processors for itself alone.
+    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(os.cpu_count())}
+
+
+def _start_proxy(running: Serving, port: int) -> None:
+    proxy = start_proxy(
+        port=port,
+        prefill=[running.prefiller.url],
+        decode=[running.decoder.url],
+        log=running.work.log("proxy"),
+        arguments=["--patience", f"{PATIENCE_SECONDS}s"],
+    )
+    running.servers.append(proxy)
+    proxy.wait_until(running.proxy.healthy, PROXY_READY_SECONDS)
+    proxy.wait_until(lambda: _all_known(running.proxy.get("/engines")), PROXY_READY_SECONDS)
+
+
+def _all_known(engines: Sequence[dict[str, Any]]) -> bool:
+    """Whether both are up, and the decoder has said where its instance listens."""
+    return all(
+        engine["state"] == "up" and (engine["role"] != "decode" or engine["peer"]) for engine in engines
+    )

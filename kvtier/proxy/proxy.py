@@ -1,0 +1,62 @@
+"""The proxy: its engines, what it lets in, what it counts, and the tasks that watch over them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from anyio import CancelScope
+from anyio.abc import TaskGroup
+
+from kvtier.proxy.admission import Admission
+from kvtier.proxy.checks import Checks
+from kvtier.proxy.directory import Directory
+from kvtier.proxy.engine import Engine, Role
+from kvtier.proxy.fleet import Fleet
+from kvtier.proxy.settings import ProxySettings
+from kvtier.proxy.statistics import Statistics
+from kvtier.tasks import open_tasks
+
+
+class Proxy:
+    """Everything but the server. Made with :meth:`open`."""
+
+    def __init__(self, settings: ProxySettings, tasks: TaskGroup) -> None:
+        self.settings = settings
+        self.statistics = Statistics()
+        self.fleet = Fleet(settings.remember)
+        self.admission = Admission(settings.most_requests, settings.most_body, settings.most_held)
+        self.directory: Directory | None = None
+        if settings.controller is not None:
+            self.directory = Directory(settings, self.fleet, self.statistics)
+        self._checks = Checks(self.fleet, settings)
+        self._tasks = tasks
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, settings: ProxySettings) -> AsyncIterator[Proxy]:
+        """Watch the engines of the settings until the block is left; requests must have ended by then."""
+        async with open_tasks() as tasks:
+            proxy = cls(settings, tasks)
+            for address in settings.prefillers:
+                proxy.add(Role.PREFILL, *address)
+            for address in settings.decoders:
+                proxy.add(Role.DECODE, *address)
+            if proxy.directory is not None:
+                tasks.start_soon(proxy.directory.run)
+            try:
+                yield proxy
+            finally:
+                tasks.cancel_scope.cancel()
+                with CancelScope(shield=True):
+                    await proxy.fleet.aclose()
+
+    def add(self, role: Role, url: str, peer: str | None = None) -> Engine:
+        """Use one more engine, as soon as it answers. Raises ``ValueError`` where that cannot be."""
+        engine = self.fleet.add(role, url, peer)
+        self._tasks.start_soon(self._checks.watch, engine)
+        return engine
+
+    def remove(self, engine: Engine) -> None:
+        """Send an engine nothing more; what is under way there ends as it would have."""
+        self.fleet.remove(engine)

@@ -1,0 +1,128 @@
+"""Engines that are scripted frame by frame, and a cache process's insides on a socket, in one loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+from anyio.abc import UNIXSocketStream
+
+from kvtier import Settings
+from kvtier.arena import ArenaMap
+from kvtier.bridge import protocol
+from kvtier.bridge.listen import listening
+from kvtier.bridge.protocol import Commit, Hello, Reserve, Reserved, Status, StatusReport, Welcome
+from kvtier.bridge.server import BridgeServer
+from kvtier.header import HEADER_BYTES
+from kvtier.instance import Instance
+from kvtier.keys import ChunkKey, chunk_keys, join_keys, root_key
+from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.sockets.frames import FrameReader, Message, encode
+
+CHUNK_TOKENS = 64
+LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024, 1024)),), ranks=2)
+NAMESPACE = bytes(range(32))
+ROOT = root_key(NAMESPACE)
+TOKENS = CHUNK_TOKENS * 6
+KEYS = chunk_keys(ROOT, list(range(TOKENS)), CHUNK_TOKENS)
+
+
+class Peer:
+    """One connection of a scripted engine."""
+
+    def __init__(self, stream: UNIXSocketStream) -> None:
+        self.stream = stream
+        self.frames: list[bytes] = []
+        self.reader = FrameReader()
+        self.arena: ArenaMap
+
+    async def say(self, *messages: Message) -> None:
+        await self.stream.send(b"".join(map(encode, messages)))
+
+    async def hear(self) -> protocol.FromCache:
+        with anyio.fail_after(5):
+            while not self.frames:
+                self.frames += self.reader.feed(await self.stream.receive(65536))
+        return protocol.decode_from_cache(self.frames.pop(0))
+
+    async def ask(self, message: Message) -> protocol.FromCache:
+        await self.say(message)
+        return await self.hear()
+
+    async def greet(
+        self,
+        role: protocol.Role = "scheduler",
+        rank: int = 0,
+        *,
+        layout: ChunkLayout = LAYOUT,
+        namespace: bytes = NAMESPACE,
+        **more: object,
+    ) -> Welcome:
+        hello = Hello(protocol.VERSION, "engine", role, rank, layout, namespace, **more)  # type: ignore[arg-type]
+        await self.say(hello)
+        with anyio.fail_after(5):
+            data, fds = await self.stream.receive_fds(65536, 1)
+        self.frames += self.reader.feed(data)
+        welcome = protocol.decode_from_cache(self.frames.pop(0))
+        assert isinstance(welcome, Welcome)
+        self.arena = ArenaMap(fds[0], welcome.arena_bytes)
+        return welcome
+
+    async def status(self) -> dict[str, object]:
+        report = await self.ask(Status(99))
+        assert isinstance(report, StatusReport)
+        parsed: dict[str, object] = json.loads(report.report)
+        return parsed
+
+
+class Host:
+    """A cache process's insides on a socket."""
+
+    def __init__(self, path: Path, server: BridgeServer) -> None:
+        self.path = path
+        self.server = server
+
+    @asynccontextmanager
+    async def peer(self) -> AsyncIterator[Peer]:
+        async with await anyio.connect_unix(self.path) as stream:
+            yield Peer(stream)
+
+    async def nobody(self) -> None:
+        """Wait until every engine has left; then nothing is leased but what the first tier holds."""
+        with anyio.fail_after(5):
+            while self.server.engines:
+                await anyio.sleep(0.005)
+            cache = self.server.cache
+            while cache.pending_bytes or cache.arena.leases != cache.hierarchy.catalog.count(0):
+                await anyio.sleep(0.005)
+
+
+@asynccontextmanager
+async def host(tmp_path: Path, **more: object) -> AsyncIterator[Host]:
+    tiers = [
+        {"name": "ram", "type": "cpu", "capacity": "4MiB"},
+        {"name": "ssd", "type": "disk", "path": str(tmp_path / "ssd"), "capacity": "8MiB"},
+    ]
+    settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=tiers, **more)  # type: ignore[arg-type]
+    async with Instance.open(settings) as instance:
+        server = BridgeServer(instance)
+        async with listening(tmp_path / "socket", server.handle):
+            yield Host(tmp_path / "socket", server)
+
+
+async def store(scheduler: Peer, workers: list[Peer], keys: list[ChunkKey]) -> list[int]:
+    """Reserve, fill and commit chunks, each filled with its key."""
+    reserved = await scheduler.ask(Reserve(1, ROOT, join_keys(keys), CHUNK_TOKENS))
+    assert isinstance(reserved, Reserved)
+    half = LAYOUT.rank_bytes(CHUNK_TOKENS)
+    for rank, worker in enumerate(workers):
+        for key, lease, offset in zip(keys, reserved.leases, reserved.offsets, strict=True):
+            if lease:
+                start = offset + HEADER_BYTES + rank * half
+                worker.arena.view(start, half)[:] = key * (half // len(key))
+        await worker.say(Commit(reserved.leases))
+        await worker.status()
+    return reserved.leases

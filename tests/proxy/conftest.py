@@ -1,0 +1,93 @@
+"""Stub engines and a proxy before them, all in the loop of the test."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from kvtier.proxy.engine import State
+from kvtier.proxy.proxy import Proxy
+from kvtier.proxy.serve import proxying
+from kvtier.proxy.settings import ProxySettings, proxy_settings
+
+from .stub import Stub
+
+LONG = "word " * 2000
+PROMPT = {"model": "m", "prompt": LONG, "max_tokens": 5}
+
+
+class Place:
+    """A proxy with its engines, and a client of it."""
+
+    def __init__(self, proxy: Proxy, url: str, prefillers: list[Stub], decoders: list[Stub]) -> None:
+        self.proxy = proxy
+        self.url = url
+        self.prefillers = prefillers
+        self.decoders = decoders
+        self.client = httpx.AsyncClient(base_url=url, trust_env=False, timeout=30)
+
+    async def ask(self, path: str = "/v1/completions", /, **fields: Any) -> httpx.Response:
+        return await self.client.post(path, json={**PROMPT, **fields})
+
+    @asynccontextmanager
+    async def stream(self, **fields: Any) -> AsyncIterator[httpx.Response]:
+        body = {**PROMPT, "stream": True, **fields}
+        async with self.client.stream("POST", "/v1/completions", json=body) as response:
+            yield response
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        with anyio.fail_after(20):
+            while not condition():
+                await anyio.sleep(0.01)
+
+    async def is_ready(self) -> None:
+        await self.until(lambda: all(engine.state == State.UP for engine in self.proxy.fleet))
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        return dict(self.proxy.statistics.requests)
+
+
+def settings_of(**settings: Any) -> ProxySettings:
+    return proxy_settings(**{"listen": "127.0.0.1:0", "check": "100ms", **settings})
+
+
+@asynccontextmanager
+async def running(prefillers: int = 1, decoders: int = 1, **settings: Any) -> AsyncIterator[Place]:
+    """So many engines and a proxy that has found them up. At the end nothing must be left at it."""
+    async with AsyncExitStack() as stack:
+        stubs = [await stack.enter_async_context(Stub().serving()) for _ in range(prefillers + decoders)]
+        engines = {
+            "prefill": [stub.url for stub in stubs[:prefillers]],
+            "decode": [stub.url for stub in stubs[prefillers:]],
+        }
+        async with proxying(settings_of(**{**engines, **settings})) as ((host, port), proxy):
+            place = Place(proxy, f"http://{host}:{port}", stubs[:prefillers], stubs[prefillers:])
+            async with place.client:
+                await place.is_ready()
+                yield place
+            await place.until(lambda: not proxy.admission.under_way)
+            assert proxy.admission.held_bytes == 0
+            assert [engine.load for engine in proxy.fleet] == [0] * len(proxy.fleet)
+            await place.until(lambda: not any(engine.connections.used for engine in proxy.fleet))
+        for stub in stubs:  # The proxy has closed all of its connections.
+            await stub.until(lambda stub=stub: not stub.connections)
+
+
+@pytest.fixture
+async def place() -> AsyncIterator[Place]:
+    """One prefiller and one decoder."""
+    async with running() as place:
+        yield place
+
+
+def texts(content: bytes) -> list[Any]:
+    """The events of a stream."""
+    events = [part.removeprefix("data: ") for part in content.decode().split("\n\n") if part]
+    return [event if event == "[DONE]" else json.loads(event) for event in events]
