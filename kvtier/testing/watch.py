@@ -48,7 +48,7 @@ class Block(NamedTuple):
 class LoopWatch:
     """Watches the running loop from :meth:`start` to :meth:`stop`, both called on it."""
 
-    def __init__(self, limit: float = 0.1) -> None:
+    def __init__(self, limit: float = 0.2) -> None:
         self.limit = limit
         self.blocks: list[Block] = []
         self._beats = 0
