@@ -194,6 +194,20 @@ async def test_of_many_that_come_at_once_one_is_registered(
         tasks.cancel_scope.cancel()
 
 
+async def test_a_sign_of_life_is_one_to_each_who_asks(running: RunningRegistry) -> None:
+    answers: list[bool] = []
+
+    async def ask() -> None:
+        answers.append(await running.member().responds(60.0))
+
+    async with running.instance("one") as instance, anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(ask)
+            await instance.hear()
+        await instance.say(heartbeat())
+        await running.until(lambda: answers == [True] * 3)
+
+
 # What may not be said.
 
 
