@@ -22,7 +22,7 @@ def anyio_backend():
 """
 
 TESTS = """
-import asyncio, gc, hashlib, socket, subprocess, threading, time
+import asyncio, gc, hashlib, linecache, os, socket, subprocess, threading, time
 import anyio, pytest
 from kvtier.arena import Arena
 
@@ -99,6 +99,12 @@ async def test_good_collects_what_takes_long():
     slow.itself = slow
     del slow
     gc.collect()
+
+async def test_good_reads_source_for_a_traceback(tmp_path):
+    pipe = tmp_path / "slow.py"
+    os.mkfifo(pipe)
+    threading.Timer(0.6, lambda: pipe.write_text("slow = 1")).start()
+    linecache.getline(str(pipe), 1)
 
 @pytest.mark.loop_may_block("on purpose")
 async def test_good_may_block():
