@@ -79,6 +79,7 @@ async def test_a_thousand_at_once_have_an_answer_each(tmp_path: Path) -> None:
         assert answers == [200] * 1000
 
 
+@pytest.mark.slow
 async def test_scraping_leaks_nothing(tmp_path: Path) -> None:
     await scrape_often(tmp_path, 1000)
 

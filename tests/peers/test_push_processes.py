@@ -60,7 +60,7 @@ async def test_who_pushes_stands_still_until_its_time_is_over(kind: str) -> None
         pusher.signal(signal.SIGSTOP)
         await until(lambda: not there.reserving["reservations"])
         found = there.look_up(range(1, 61), expect=0.5)
-        assert 0 < await there.settled(found) < 60, "who waits does so no longer than it wants to"
+        assert await there.settled(found) < 60, "who waits does so no longer than it wants to"
         pusher.signal(signal.SIGCONT)
         await pusher.go_on()
         assert await pusher.finish() == 50, "what was late was pushed again"
