@@ -69,7 +69,7 @@ class Member:
             variables=ON_ALL_CORES,
         )
 
-    def close(self) -> None:
+    def kill(self) -> None:
         self.server.kill()
         self.cache.kill()
 
@@ -83,11 +83,12 @@ class Fleet:
         for kv_role in ROLES:
             self.members[kv_role] = [Member(work, model, kv_role, number) for number in range(2)]
             for member in self.members[kv_role]:
-                stack.callback(member.close)
+                stack.callback(member.kill)
+                stack.enter_context(member.client)
         for member in self.all:
             member.server.wait_until(member.client.healthy, READY_SECONDS)
         self._port = free_port()
-        self.proxy = Client(self._port, model)
+        self.proxy = stack.enter_context(Client(self._port, model))
         self.start_proxy()
         stack.callback(lambda: self.proxy_server.kill())
         self.prompts = make_prompts(self.decoder, TOKENS, 2 * PROMPTS)
