@@ -116,6 +116,7 @@ def is_quiet(status: dict[str, Any]) -> bool:
         status["serving"]["grants"],
         status["pushed"]["coming"],
         status["pushed"]["waiting"],
+        *(buffer[what] for buffer in status.get("staging", ()) for what in ("leases", "chunks", "grants")),
     )
     return is_idle(status) and not any(counts)
 
@@ -123,9 +124,11 @@ def is_quiet(status: dict[str, Any]) -> bool:
 class Hosts:
     """Starts cache processes that are peers of nobody, and engines on them."""
 
-    def __init__(self, engines: Engines, transport: str) -> None:
+    def __init__(self, engines: Engines, transport: str, **settings: Any) -> None:
+        """``settings`` are those of every cache process."""
         self._engines = engines
         self._transport = transport
+        self._settings = settings
 
     @contextmanager
     def cache(self, **settings: Any) -> Iterator[CacheProcess]:
@@ -136,7 +139,7 @@ class Hosts:
             "share": 0.9,
         }
         folder = Path(tempfile.mkdtemp(prefix="kvt-"))
-        settings = {"hand_over": {"patience": EXPECT_SECONDS}, **settings}
+        settings = {"hand_over": {"patience": EXPECT_SECONDS}, **self._settings, **settings}
         cache = CacheProcess(folder, peer=peer, **settings)
         try:
             cache.start()

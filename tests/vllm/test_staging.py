@@ -1,0 +1,76 @@
+"""Hand-overs from staging buffer to staging buffer, beside the KV of real engines: on a CPU the same, in its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.cache_process import CHUNK, MIB, CacheProcess
+from tests.vllm.conftest import Oracle
+from tests.vllm.engine import Engines
+from tests.vllm.test_disaggregated import (
+    EXPECT_SECONDS,
+    LENGTH,
+    STEP,
+    Hosts,
+    Pair,
+    around_a_chunk,
+    fresh,
+    handed_over,
+    is_quiet,
+)
+
+STAGED = {"device": "cuda", "patience": EXPECT_SECONDS, "buffer": 16 * MIB}
+CHUNKS = -(-LENGTH // CHUNK)
+
+
+def counts(cache: CacheProcess) -> dict[str, int]:
+    """What became of all chunks that were handed over."""
+    return dict(cache.status()["hand_overs"]["counts"])
+
+
+@pytest.fixture(scope="module")
+def hosts(engines: Engines) -> Hosts:
+    return Hosts(engines, "nixl", hand_over=STAGED)
+
+
+@pytest.fixture(scope="module")
+def running(hosts: Hosts, llama: Path) -> Iterator[Pair]:
+    with hosts.pair(llama, stages_on_cpu=True, **STEP) as pair:
+        for cache in (pair.here, pair.there):
+            cache.wait_until(lambda status: len(status["staging"]) == 1)
+        yield pair
+
+
+@pytest.fixture
+def pair(running: Pair) -> Iterator[Pair]:
+    """Two engines for many tests: after each, nobody may hold anything any more."""
+    yield running
+    running.prefiller.let_go()
+    for cache, engine in ((running.here, running.prefiller), (running.there, running.decoder)):
+        cache.wait_until(is_quiet)
+        engine.wait_until_free()
+
+
+def test_all_goes_from_buffer_to_buffer(llama: Path, pair: Pair, oracle: Oracle) -> None:
+    """Of prompts of any length, while later chunks are computed, and nothing through the decoder's first tier."""
+    around_a_chunk(llama, oracle, pair)
+    pair.here.wait_until(is_quiet)
+    before = counts(pair.here)
+    assert before["staged"] == before["ok"], pair.here.tail()
+    assert pair.there.status()["tiers"][0]["chunks"] == 0
+    tokens = fresh()
+    pair.prefiller.hold()
+    prefilling = pair.submit(tokens)
+    decoding = pair.expect(tokens)
+    while not any(buffer["leases"] for buffer in pair.there.status()["staging"]):
+        assert not pair.prefiller.finished(prefilling)
+        pair.prefiller.step()
+    pair.prefiller.let_go()
+    assert handed_over(pair.prefiller.answer(prefilling)) == LENGTH
+    answer = pair.decoder.answer(decoding)
+    assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH)
+    pair.here.wait_until(is_quiet)
+    assert counts(pair.here)["staged"] == before["staged"] + CHUNKS
