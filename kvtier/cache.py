@@ -193,7 +193,7 @@ class TieredCache:
         ``expect_chunks`` or of all. They join the answer, leased, as they become READY, until the push of the
         next one ends, or was never announced and does not begin soon; only then are the pools asked.
 
-        ``staged`` finds what was pushed past the tiers.
+        ``staged`` has what was pushed past the tiers.
         """
         if not local:  # What peers ask for tells nothing of how well this host's engines are served.
             self.hierarchy.counts["looked_up"] += len(keys)

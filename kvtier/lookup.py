@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import anyio
 
@@ -13,8 +13,18 @@ from kvtier.pipeline.expect import Expectation
 from kvtier.pipeline.prefetch import Flight
 from kvtier.router import FIRST
 
-Staged = Callable[[ChunkKey], Lease | None]
-"""A lease on a chunk that was pushed into memory of whoever looks it up, where it is there whole."""
+
+class Staged(Protocol):
+    """Chunks that were pushed past the tiers, into memory of the engine that looks them up."""
+
+    closed: bool
+    """Whether that memory is gone."""
+
+    def find(self, key: ChunkKey) -> Lease | None:
+        """A lease on a chunk that is there whole."""
+
+    def drop(self, key: ChunkKey) -> None:
+        """It has been loaded, or is not wanted any longer. The memory is free with its last lease."""
 
 
 @dataclass(slots=True)
@@ -24,13 +34,24 @@ class FoundChunk:
     key: ChunkKey
     lease: Lease
     flight: Flight | None = None
-    staged: bool = False
-    """Whether it is not in the arena, but where :data:`Staged` found it."""
+    staged: Staged | None = None
+    """Where it lies, if that is not the arena."""
 
     @property
     def source(self) -> int:
         """The tier that it was in when it was asked for. Final once it has arrived."""
         return FIRST if self.flight is None else self.flight.source
+
+    @property
+    def stands(self) -> bool:
+        """Whether the memory that was leased is there still."""
+        return self.staged is None or not self.staged.closed
+
+    def release(self) -> None:
+        """Let go of the lease. What was staged goes with that: the engine has it, or never will."""
+        self.lease.release()
+        if self.staged is not None:
+            self.staged.drop(self.key)
 
     @property
     def arrived(self) -> bool:
@@ -76,9 +97,9 @@ class LookUp:
 
     def take_staged(self, key: ChunkKey) -> bool:
         """Add a chunk that is found besides the tiers; whether it is."""
-        lease = None if self.staged is None else self.staged(key)
+        lease = None if self.staged is None else self.staged.find(key)
         if lease is not None:
-            self.chunks.append(FoundChunk(key, lease, staged=True))
+            self.chunks.append(FoundChunk(key, lease, staged=self.staged))
         return lease is not None
 
     async def settle(self, seconds: float | None) -> None:
@@ -99,7 +120,7 @@ class LookUp:
         if self.pushed is not None:
             self.pushed.end()
         for chunk in self.chunks[count:]:
-            chunk.lease.release()
+            chunk.release()
         del self.chunks[count:]
 
     def release(self) -> None:

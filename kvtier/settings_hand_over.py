@@ -52,7 +52,8 @@ class HandOverSettings(BaseModel):
         description=(
             "Where chunks lie while they are handed over: `cpu` is the memory of the first tier on both "
             "sides. `cuda` is a buffer in the memory of the engine's GPU, from which NIXL writes into the "
-            "other's; it needs `nixl` as `peer.transport`. What cannot go that way goes through the first tier."
+            "other's; it needs `nixl` as `peer.transport`. What cannot go that way goes through the first "
+            "tier."
         ),
         examples=["cpu"],
     )

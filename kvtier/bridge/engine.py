@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvtier.arena import Lease
 from kvtier.bridge.handing import Handing
 from kvtier.bridge.protocol import Commit, Found, Hello, Reserve, Reserved
 from kvtier.bridge.protocol import LookUp as AskLookUp
@@ -62,9 +61,7 @@ class Engine:
         """Where its workers have asked for a buffer."""
         self._cache = cache
         self._numbers = numbers
-        self._leases: dict[int, tuple[Lease, int]] = {}
-        self._staged: dict[int, tuple[Staging, ChunkKey]] = {}
-        """Those of the leases that are on slices of a staging buffer."""
+        self._leases: dict[int, tuple[FoundChunk, int]] = {}
         self._tickets: dict[int, Ticket] = {}
         self._fillings: dict[int, Filling] = {}
 
@@ -76,7 +73,7 @@ class Engine:
             self._expected(len(keys), ask.tokens),
             expect=ask.expect_seconds,
             expect_chunks=ask.expect_chunks,
-            staged=None if (staging := self._buffers) is None else staging.find,
+            staged=self._buffers,
         )
         ticket = self._tickets[ask.ticket] = Ticket()
         ready = found.take_ready()
@@ -115,9 +112,7 @@ class Engine:
         behind = len(self._cache.hierarchy.tiers)
         for chunk in chunks:
             lease = next(self._numbers)
-            self._leases[lease] = (chunk.lease, number)
-            if chunk.staged and staging is not None:
-                self._staged[lease] = staging, chunk.key
+            self._leases[lease] = (chunk, number)
             leases.append(lease)
         ticket.leases.update(leases)
         if not ticket.leases and not fetching:
@@ -141,13 +136,10 @@ class Engine:
     def release(self, leases: Sequence[int]) -> None:
         """End leases; numbers that are not the engine's are passed over."""
         for number in leases:
-            lease, ticket_number = self._leases.pop(number, (None, 0))
-            if lease is None:
+            chunk, ticket_number = self._leases.pop(number, (None, 0))
+            if chunk is None:
                 continue
-            lease.release()
-            staging, key = self._staged.pop(number, (None, None))
-            if staging is not None and key is not None:
-                staging.drop(key)
+            chunk.release()
             ticket = self._tickets.get(ticket_number)
             if ticket is not None:
                 ticket.leases.discard(number)
@@ -156,10 +148,7 @@ class Engine:
 
     def holds(self, leases: Sequence[int]) -> bool:
         """Whether every one of these leases still stands."""
-        return all(
-            number in self._leases and not (number in self._staged and self._staged[number][0].closed)
-            for number in leases
-        )
+        return all(number in self._leases and self._leases[number][0].stands for number in leases)
 
     def keep_only(self, leases: Sequence[int]) -> None:
         """A new scheduler took over: end every look-up and every lease that it does not know of."""

@@ -25,7 +25,7 @@ COMMIT_POLL_SECONDS = 0.02
 
 
 class Result(Protocol):
-    """What became of a hand-over: see :class:`kvtier.peers.handing.HandedOver`."""
+    """What became of a hand-over: see :class:`kvtier.peers.handed.HandedOver`."""
 
     @property
     def leading(self) -> int:

@@ -19,7 +19,6 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import anyio
 from anyio import CancelScope
@@ -33,6 +32,7 @@ from kvtier.errors import ChannelError, PeerError
 from kvtier.events import Report
 from kvtier.keys import ChunkKey
 from kvtier.peers.backend import PeersBackend
+from kvtier.peers.handed import HandedOver, Progress
 from kvtier.peers.protocol import MOST_IN_ONE
 from kvtier.peers.push import Pushed, Target
 from kvtier.peers.push_staged import StagedTarget
@@ -43,7 +43,6 @@ from kvtier.router import FIRST
 from kvtier.settings_peer import split_address
 from kvtier.threads import WorkerThreads
 from kvtier.tier import ChunkBytes
-from kvtier.units import format_size
 
 logger = logging.getLogger("kvtier")
 
@@ -56,41 +55,6 @@ PUSH_SECONDS = 30.0
 FINISH_SECONDS = 10.0
 SEALED_AT_ONCE = 2
 """Threads that compute checksums, for all hand-overs together."""
-
-
-class Progress(NamedTuple):
-    """How far a hand-over is, in chunks."""
-
-    chunks: int
-    """All of them."""
-    awaited: int
-    """Not READY here yet."""
-    under_way: int
-    """READY here, and not at the peer."""
-    pushed: int
-    held: int
-    """Those that the peer had already."""
-    failed: int
-    """Those that the peer will not get by this."""
-    pushed_bytes: int
-
-
-class HandedOver(NamedTuple):
-    """What became of a hand-over."""
-
-    outcomes: dict[ChunkKey, Pushed]
-    """Of every chunk, in prefix order."""
-    leading: int
-    """How many chunks from the first on the peer has."""
-    pushed_bytes: int
-    seconds: float
-    """From the beginning to the end."""
-    pushing_seconds: float
-    """Of these, those in which anything was under way: mostly there is nothing to push yet."""
-    refused: bool
-    """Whether the peer takes nothing of this model."""
-    trouble: str
-    """Why not all of it is there, for people; empty where it is or nobody knows."""
 
 
 class HandOver:
@@ -451,7 +415,7 @@ class HandOvers:
         self._counts["staged"] += handing.staged_chunks
         self._pushed_bytes += result.pushed_bytes
         self._pushing_seconds += result.pushing_seconds
-        _tell_of(handing.to, result)
+        result.log(handing.to)
 
     def note_staging(self, to: str, trouble: str) -> None:
         """Say once why something did not go from staging buffer to staging buffer."""
@@ -494,17 +458,3 @@ class HandOvers:
             awaiting.discard(handing)
             if not awaiting:
                 del self._awaiting[key]
-
-
-def _tell_of(to: str, result: HandedOver) -> None:
-    counts = Counter(result.outcomes.values())
-    logger.info(
-        "%d of %d chunks pushed to %s, %d were there: %s in %.1f ms (%.2f GB/s)",
-        counts[Pushed.OK],
-        len(result.outcomes),
-        to,
-        counts[Pushed.HELD],
-        format_size(result.pushed_bytes),
-        result.pushing_seconds * 1e3,
-        result.pushed_bytes / max(result.pushing_seconds, 1e-9) / 1e9,
-    )

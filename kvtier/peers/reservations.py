@@ -156,7 +156,7 @@ class Reservations:
             return Reserved(question.ticket, NO_GRANT, [], [], 0.0, [], [], "")
         left = place.room
         for at, header in enumerate(headers):
-            state = place.state(header.key)
+            state = self._state(place, header)
             if state is not State.ABSENT:
                 (held if state is State.READY else coming).append(at)
                 continue
@@ -181,6 +181,14 @@ class Reservations:
             coming,
             "",
         )
+
+    def _state(self, place: Place, header: ChunkHeader) -> State:
+        """What is in a staging buffer need not be pushed into the arena."""
+        state = place.state(header.key)
+        if state is State.ABSENT and place is self._arena and self._stagings is not None:
+            staging = self._stagings.find(header.namespace)
+            return State.ABSENT if staging is None else staging.state(header.key)
+        return state
 
     def _place(self, question: Reserve) -> Place | None:
         """Where room is wanted; ``None`` where that is gone."""

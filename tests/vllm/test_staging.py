@@ -1,4 +1,4 @@
-"""Hand-overs from staging buffer to staging buffer, beside the KV of real engines: on a CPU the same, in its memory."""
+"""Hand-overs from staging buffer to staging buffer beside the KV of real engines, on a CPU in its memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def pair(running: Pair) -> Iterator[Pair]:
 
 
 def test_all_goes_from_buffer_to_buffer(llama: Path, pair: Pair, oracle: Oracle) -> None:
-    """Of prompts of any length, while later chunks are computed, and nothing through the decoder's first tier."""
+    """Of prompts of any length, while later chunks are computed, past the decoder's first tier."""
     around_a_chunk(llama, oracle, pair)
     pair.here.wait_until(is_quiet)
     before = counts(pair.here)
