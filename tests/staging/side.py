@@ -1,4 +1,4 @@
-"""What stands for an engine, in a process of its own: its scheduler's and workers' bridges, and KV on a device.
+"""What stands for an engine, in a process of its own: bridges of its scheduler and workers, KV on a device.
 
 Needs torch, and nothing of vLLM.
 """
