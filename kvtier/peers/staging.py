@@ -29,7 +29,7 @@ from anyio.abc import TaskGroup
 from kvtier.arena import Arena, Lease, Slices
 from kvtier.cache import TieredCache
 from kvtier.catalog import State
-from kvtier.errors import PeerError
+from kvtier.errors import ArenaError, PeerError
 from kvtier.header import ChunkHeader
 from kvtier.keys import ChunkKey
 from kvtier.layout import ChunkLayout
@@ -41,6 +41,7 @@ from kvtier.router import FIRST
 from kvtier.settings import Settings
 from kvtier.tasks import open_tasks
 from kvtier.threads import WorkerThreads
+from kvtier.transports.base import Access
 from kvtier.transports.nixl.carrier import DONE
 from kvtier.transports.nixl.endpoint import ARENA_BYTES, Endpoint
 from kvtier.transports.nixl.process import Batch, CarrierProcess, Part, Region
@@ -190,7 +191,7 @@ class Staging(Place):
     def expire(self) -> None:
         """Take back what was reserved and not written in time, or written and not looked up."""
         self.grants.expire()
-        until = time.monotonic() - max(self.grants.seconds.values())
+        until = time.monotonic() - self.grants.seconds[Access.WRITE]
         for key in [key for key, (_, since) in self._ready.items() if since < until]:
             self.drop(key)
 
@@ -251,6 +252,11 @@ class Staging(Place):
         }
 
 
+class _Worker(NamedTuple):
+    gpu: str
+    tell: Tell
+
+
 class EngineStaging:
     """One engine's buffers: made when every worker has asked for one, and again when they are lost."""
 
@@ -260,7 +266,7 @@ class EngineStaging:
         self.current: Staging | None = None
         """While every worker has opened them."""
         self._stagings = stagings
-        self._workers: dict[int, tuple[str, Tell]] = {}
+        self._workers: dict[int, _Worker] = {}
         self._opened: dict[int, int] = {}
         """By rank, the number of the buffers that its worker has open."""
         self._scope: CancelScope | None = None
@@ -268,10 +274,11 @@ class EngineStaging:
     def join(self, rank: int, gpu: str, tell: Tell) -> None:
         """A worker wants a buffer: in memory of a GPU, or of the host where ``gpu`` is empty."""
         self.leave(rank)
-        self._workers[rank] = gpu, tell
+        self._workers[rank] = _Worker(gpu, tell)
         if len(self._workers) == self.layout.ranks:
             self._scope = CancelScope()
-            self._stagings.tasks.start_soon(self._run, self._scope)
+            workers = [self._workers[each] for each in range(self.layout.ranks)]
+            self._stagings.tasks.start_soon(self._run, self._scope, workers)
 
     def opened(self, rank: int, number: int) -> None:
         """A worker has opened what it was offered."""
@@ -289,35 +296,38 @@ class EngineStaging:
             self.current.close()
             self.current = None
 
-    async def _run(self, scope: CancelScope) -> None:
+    async def _run(self, scope: CancelScope, workers: Sequence[_Worker]) -> None:
         pause = FIRST_PAUSE_SECONDS
         with scope:
             while True:
                 try:
-                    await self._serve()
-                except PeerError as error:
+                    await self._serve(workers)
+                except (PeerError, ArenaError) as error:
                     logger.warning("chunks are handed over through the first tier alone: %s", error)
-                    await self._offer([Offer(0, b"", 0, str(error))] * self.layout.ranks)
+                    for worker in workers:
+                        await worker.tell(Offer(0, b"", 0, str(error)))
                     return
                 await anyio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    async def _serve(self) -> None:
-        """Make buffers and serve them until they are lost. Raises :class:`PeerError` where that cannot be."""
+    async def _serve(self, workers: Sequence[_Worker]) -> None:
+        """Make buffers and serve them until they are lost.
+
+        Raises :class:`PeerError` and :class:`ArenaError` where that cannot be.
+        """
         carriers: list[CarrierProcess] = []
         shared: list[Arena] = []
         staging: Staging | None = None
         try:
-            for rank in range(self.layout.ranks):
-                gpu, _ = self._workers[rank]
-                carriers.append(await self._stagings.start_carrier(gpu, shared))
+            for worker in workers:
+                # One by one: where a later one fails, those that have come up are ended.
+                carrier = await self._stagings.start_carrier(worker.gpu, shared)
+                carriers.append(carrier)
             staging = self._stagings.make(self.layout, carriers)
-            handles = [
-                carrier.opened.handle if carrier.opened and carrier.opened.handle else _path(shared[rank])
-                for rank, carrier in enumerate(carriers)
-            ]
             capacity = self._stagings.capacity
-            await self._offer([Offer(staging.number, handle, capacity, "") for handle in handles])
+            for rank, (worker, carrier) in enumerate(zip(workers, carriers, strict=True)):
+                handle = b"" if carrier.opened is None else carrier.opened.handle
+                await worker.tell(Offer(staging.number, handle or _path(shared[rank]), capacity, ""))
             while not staging.lost:
                 if self.current is None and self._all_opened(staging.number):
                     self.current = staging
@@ -338,11 +348,6 @@ class EngineStaging:
 
     def _all_opened(self, number: int) -> bool:
         return all(self._opened.get(rank) == number for rank in range(self.layout.ranks))
-
-    async def _offer(self, offers: Sequence[Offer]) -> None:
-        for rank, offer in enumerate(offers):
-            _, tell = self._workers[rank]
-            await tell(offer)
 
 
 def _path(arena: Arena) -> bytes:

@@ -51,11 +51,11 @@ class Pair(NamedTuple):
 
     def begin(self, tokens: list[int]) -> int:
         """Ask it, and hold it amid its prefill, when the first chunks have been pushed."""
-        before = self.there.status()["tiers"][0]["chunks"]
+        before = arrived(self.there)
         self.prefiller.hold()
         request = self.submit(tokens)
         # Its first steps may do nothing: whether it has the prompt in some tier is not known yet.
-        while self.there.status()["tiers"][0]["chunks"] < before + FIRST_CHUNKS:
+        while arrived(self.there) < before + FIRST_CHUNKS:
             assert not self.prefiller.finished(request)
             self.prefiller.step()
         return request
@@ -101,6 +101,13 @@ def handed_over(answer: Answer) -> int:
     """How many tokens the prefiller has promised."""
     assert answer.params is not None
     return int(answer.params["kvtier"].get("handed_over", {"tokens": 0})["tokens"])
+
+
+def arrived(cache: CacheProcess) -> int:
+    """How many chunks have been pushed there and can be found."""
+    status = cache.status()
+    held = [status["tiers"][0], *status.get("staging", ())]
+    return sum(memory["chunks"] for memory in held)
 
 
 def is_quiet(status: dict[str, Any]) -> bool:
@@ -151,6 +158,8 @@ class Hosts:
     @contextmanager
     def engine(self, model: Path, cache: CacheProcess, kv_role: str, **arguments: Any) -> Iterator[Engine]:
         """At the end nobody may hold anything any more."""
+        if self._settings.get("hand_over", {}).get("device") == "cuda":
+            arguments = {"stages_on_cpu": True, **arguments}
         with self._engines.engine(model, cache.connector, kv_role=kv_role, **arguments) as engine:
             yield engine
             if engine.process.is_alive():

@@ -17,12 +17,36 @@ from tests.vllm.test_disaggregated import (
     Hosts,
     Pair,
     around_a_chunk,
+    arrived,
     fresh,
     handed_over,
     is_quiet,
+    test_a_chat_goes_on_with_what_both_have,
+    test_a_decoder_that_is_killed_amid_its_answer,
+    test_a_link_that_is_paused_holds_nobody_up_at_the_prefiller,
+    test_a_prefiller_that_is_killed_amid_a_push,
+    test_an_abort_at_the_decoder_ends_the_wait,
+    test_an_abort_at_the_prefiller_ends_the_hand_over,
+    test_one_prompt_twice_at_once,
+    test_one_that_is_preempted_is_handed_over_anew,
+    test_without_hints_the_decoder_finds_what_is_there,
 )
 
-STAGED = {"device": "cuda", "patience": EXPECT_SECONDS, "buffer": 16 * MIB}
+pytestmark = pytest.mark.slow
+__all__ = [
+    "test_a_chat_goes_on_with_what_both_have",
+    "test_a_decoder_that_is_killed_amid_its_answer",
+    "test_a_link_that_is_paused_holds_nobody_up_at_the_prefiller",
+    "test_a_prefiller_that_is_killed_amid_a_push",
+    "test_an_abort_at_the_decoder_ends_the_wait",
+    "test_an_abort_at_the_prefiller_ends_the_hand_over",
+    "test_one_prompt_twice_at_once",
+    "test_one_that_is_preempted_is_handed_over_anew",
+    "test_without_hints_the_decoder_finds_what_is_there",
+]
+"""The same holds whichever way chunks go."""
+
+STAGED = {"device": "cuda", "patience": EXPECT_SECONDS, "buffer": 16 * MIB, "reserve": "5s"}
 CHUNKS = -(-LENGTH // CHUNK)
 
 
@@ -38,7 +62,7 @@ def hosts(engines: Engines) -> Hosts:
 
 @pytest.fixture(scope="module")
 def running(hosts: Hosts, llama: Path) -> Iterator[Pair]:
-    with hosts.pair(llama, stages_on_cpu=True, **STEP) as pair:
+    with hosts.pair(llama, **STEP) as pair:
         for cache in (pair.here, pair.there):
             cache.wait_until(lambda status: len(status["staging"]) == 1)
         yield pair
@@ -68,6 +92,7 @@ def test_all_goes_from_buffer_to_buffer(llama: Path, pair: Pair, oracle: Oracle)
     while not any(buffer["leases"] for buffer in pair.there.status()["staging"]):
         assert not pair.prefiller.finished(prefilling)
         pair.prefiller.step()
+    assert arrived(pair.there) == pair.there.status()["staging"][0]["chunks"]
     pair.prefiller.let_go()
     assert handed_over(pair.prefiller.answer(prefilling)) == LENGTH
     answer = pair.decoder.answer(decoding)
