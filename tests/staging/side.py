@@ -240,7 +240,9 @@ class Side:
 @contextmanager
 def side(path: Path, device: str, ranks: int = 1) -> Iterator[Side]:
     """An engine beside a running cache process."""
-    context = multiprocessing.get_context("spawn")
+    # Forked from one that has imported torch, and has asked it for nothing: CUDA begins in the child.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", __name__])
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, str(path), device, ranks), daemon=True)
     process.start()
