@@ -198,6 +198,7 @@ def test_buffers_that_are_lost_are_made_anew(both: Pair, whose: str) -> None:
     assert both.serve(prompt + 10) == STAGED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", DEVICES)
 def test_two_ranks_have_a_buffer_each(memory: str) -> None:
     with pair(memory, ranks=2) as both:
@@ -230,6 +231,7 @@ def test_a_side_without_buffers_is_handed_over_to_through_the_first_tier() -> No
         assert both.here.log.read_text().count(said) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["prefiller", "decoder"])
 def test_an_engine_that_is_killed_frees_everything(whose: str) -> None:
     with pair("cpu") as both:
