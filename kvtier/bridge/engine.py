@@ -159,7 +159,7 @@ class Engine:
     def reserve(self, ask: Reserve, handing: Handing | None = None) -> Reserved:
         """Room for consecutive chunks; lease 0 for those that are refused.
 
-        Where a hand-over is named, in the staging buffer, for those that ``handing`` awaits.
+        Where a hand-over is named, in the staging buffer, for those that ``handing`` wants from there.
         """
         keys = _keys(ask.keys)
         leases, offsets = [], []
@@ -235,7 +235,7 @@ class Engine:
 
 def _stage(staging: Staging | None, handing: Handing | None, header: ChunkHeader) -> Filling | None:
     """Room in the staging buffer, where a chunk is to be pushed from there."""
-    if staging is None or handing is None or not handing.awaits(header.key):
+    if staging is None or handing is None or not handing.stages(header.key):
         return None
     reservation = staging.take(header)
     if reservation is None:

@@ -46,8 +46,8 @@ class Handing(Protocol):
     filling: int
     """How many chunks its engine is about to put into a staging buffer."""
 
-    def awaits(self, key: ChunkKey) -> bool:
-        """Whether a chunk is wanted, and not READY yet."""
+    def stages(self, key: ChunkKey) -> bool:
+        """Whether a chunk is wanted from a staging buffer."""
 
     def staged(self, staging: Staging, chunk: Reservation) -> None:
         """A chunk is whole in a staging buffer. Takes over its lease."""

@@ -155,11 +155,7 @@ class BridgeServer:
             return
         if engine.staging is None:
             engine.staging = stagings.of(engine.name, engine.namespace, engine.layout)
-
-        async def tell(offer: Offer) -> None:
-            await connection.tell(OfferStaging(*offer))
-
-        engine.staging.join(rank, ask.gpu, tell)
+        engine.staging.join(rank, ask.gpu, connection.offer)
 
     def leave(self, connection: Connection, engine: Engine) -> None:
         """Take a connection out of its engine, which ends with its last."""
@@ -218,7 +214,7 @@ class Connection:
             if self._handing is not None:
                 self._handing.close()
             if hello.role == "worker" and engine.staging is not None:
-                engine.staging.leave(hello.rank)
+                engine.staging.leave(hello.rank, self.offer)
             self._server.leave(self, engine)
 
     async def _greeting(self) -> tuple[Hello, list[FromEngine]]:
@@ -309,6 +305,10 @@ class Connection:
     async def tell(self, message: Message) -> None:
         """Send what the engine has not just asked for."""
         await self._send([message])
+
+    async def offer(self, offer: Offer) -> None:
+        """Tell a worker of its staging buffer."""
+        await self.tell(OfferStaging(*offer))
 
     async def _tell_fetched(self, engine: Engine, ticket: int, found: CacheLookUp) -> None:
         try:

@@ -96,6 +96,7 @@ class HandOver:
         self._seconds = 0.0
         self._finishing = False
         self._failed = False
+        self._unstaged = False
         self._refused = False
         self._under_way = 0
         self._pushing_since = 0.0
@@ -166,14 +167,14 @@ class HandOver:
             self._leases[key] = lease
         self._tell()
 
-    def awaits(self, key: ChunkKey) -> bool:
-        """Whether a chunk is wanted, and not READY yet."""
-        return key in self._awaited and not self._failed
+    def stages(self, key: ChunkKey) -> bool:
+        """Whether a chunk is wanted from a staging buffer: it is not READY yet, and the peer has one, too."""
+        return key in self._awaited and not self._failed and not self._unstaged
 
     def staged(self, staging: Staging, chunk: Reservation) -> None:
         """A chunk is whole in a staging buffer here. The lease is this one's from now on."""
         key = chunk.header.key
-        if not self.awaits(key):
+        if not self.stages(key):
             chunk.lease.release()
             return
         self._staged[key] = staging, chunk
@@ -217,7 +218,8 @@ class HandOver:
         finally:
             target.withdraw(self._number)
             self._refused = bool(target.trouble)
-            self._stage.note_staging(self.to, staged.trouble)
+            if staged.trouble:
+                self._stage.note_staging(self.to, staged.trouble)
             self.trouble = self.trouble or target.trouble
         if self._cut is not None:
             raise self._cut
@@ -293,6 +295,7 @@ class HandOver:
                 staging = self._staged[batch[0].key][0]
                 chunks = [self._staged[key][1] for key, _ in batch]
                 outcomes = await staged.push(staging, chunks, PUSH_SECONDS)
+                self._unstaged = staged.refused
             else:
                 outcomes = await target.push(batch, PUSH_SECONDS)
         except ChannelError as error:

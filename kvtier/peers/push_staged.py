@@ -26,6 +26,8 @@ class StagedTarget:
     def __init__(self, target: Target) -> None:
         self.trouble = ""
         """Why something went by another way last, for people."""
+        self.refused = False
+        """Whether there are no buffers that this side could write to."""
         self._target = target
 
     async def push(self, staging: Staging, chunks: Sequence[Reservation], seconds: float) -> Sequence[Pushed]:
@@ -37,6 +39,7 @@ class StagedTarget:
         with anyio.move_on_after(seconds):
             peer = await self._find(staging, chunks[0].header.namespace)
             if peer is None:
+                self.refused = True
                 return outcomes
             headers = [chunk.header for chunk in chunks]
             room = await self._target.reserve(headers, staging=peer.number, ranks=staging.ranks)

@@ -273,7 +273,8 @@ class EngineStaging:
 
     def join(self, rank: int, gpu: str, tell: Tell) -> None:
         """A worker wants a buffer: in memory of a GPU, or of the host where ``gpu`` is empty."""
-        self.leave(rank)
+        if rank in self._workers:
+            self.leave(rank, self._workers[rank].tell)
         self._workers[rank] = _Worker(gpu, tell)
         if len(self._workers) == self.layout.ranks:
             self._scope = CancelScope()
@@ -284,11 +285,15 @@ class EngineStaging:
         """A worker has opened what it was offered."""
         self._opened[rank] = number
 
-    def leave(self, rank: int) -> None:
-        """A worker is gone, and with it the use of the others' buffers. Harmless when repeated."""
-        self._opened.pop(rank, None)
-        if self._workers.pop(rank, None) is None:
+    def leave(self, rank: int, tell: Tell) -> None:
+        """The worker that is told by ``tell`` is gone, and with it the use of the others' buffers.
+
+        Harmless when repeated, or where another one has taken its place.
+        """
+        if rank not in self._workers or self._workers[rank].tell != tell:
             return
+        del self._workers[rank]
+        self._opened.pop(rank, None)
         scope, self._scope = self._scope, None
         if scope is not None:
             scope.cancel()
