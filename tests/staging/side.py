@@ -67,9 +67,8 @@ class _Side:
         for worker in self._workers:
             worker.connect()
         # The last one completes the buffers of all: the others may not wait for theirs before.
-        for worker, buffer in zip(self._workers[:-1], self._buffers, strict=False):
-            worker.ask_for_staging(staging._name_of(self._device))
-            buffer._device = self._device
+        for buffer in self._buffers[:-1]:
+            buffer.ask(self._device, seconds=0)
         self._buffers[-1].ask(self._device)
         self._tickets: dict[int, int] = {}
 
@@ -81,7 +80,7 @@ class _Side:
         for worker, buffer in zip(self._workers, self._buffers, strict=True):
             worker.poll()
             buffer.refresh()
-        return all(buffer._opened is not None for buffer in self._buffers)
+        return all(buffer.number for buffer in self._buffers)
 
     def _pages(self, prompt: int, rank: int) -> list[list[Any]]:
         """The KV of a prompt, as an engine has it: block 0 is nobody's."""

@@ -42,8 +42,16 @@ class StagingBuffer:
         self._seen: OfferStaging | None = None
         self._opened: _Opened | None = None
 
-    def ask(self, device: torch.device) -> None:
-        """Want a buffer on the device of the engine's KV, and wait until it is there or said to be none."""
+    @property
+    def number(self) -> int:
+        """Of what is open; 0 where nothing is."""
+        return 0 if self._opened is None else self._opened.number
+
+    def ask(self, device: torch.device, seconds: float = OFFER_SECONDS) -> None:
+        """Want a buffer on the device of the engine's KV, and wait until it is there or said to be none.
+
+        What comes later than in ``seconds`` is opened by :meth:`refresh`.
+        """
         if device.type not in ON_DEVICES:
             logger.warning(
                 "hand_over.device is cuda, and this engine's KV is in memory of the %s: "
@@ -53,7 +61,7 @@ class StagingBuffer:
             return
         self._device = device
         self._bridge.ask_for_staging(_name_of(device))
-        offer = self._bridge.await_staging(OFFER_SECONDS)
+        offer = self._bridge.await_staging(seconds)
         if offer is None or not offer.number:
             why = "no answer in time" if offer is None else offer.reason
             logger.warning("no staging buffer, chunks are handed over through the first tier: %s", why)
