@@ -100,6 +100,8 @@ class StagingBuffer:
         if self._device.type == "cuda":
             address = _open_on_gpu(offer.handle, self._device)
             memory = torch.as_tensor(_OnGPU(address, offer.length), device=self._device)
+            if memory.data_ptr() != address:
+                raise RuntimeError("torch has made a copy of it")
             return _Opened(offer.number, memory, address)
         descriptor = os.open(offer.handle, os.O_RDWR)
         try:
