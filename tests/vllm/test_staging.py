@@ -17,7 +17,6 @@ from tests.vllm.test_disaggregated import (
     Hosts,
     Pair,
     around_a_chunk,
-    arrived,
     fresh,
     handed_over,
     is_quiet,
@@ -91,7 +90,6 @@ def test_all_goes_from_buffer_to_buffer(llama: Path, pair: Pair, oracle: Oracle)
     while not any(buffer["leases"] for buffer in pair.there.status()["staging"]):
         assert not pair.prefiller.finished(prefilling)
         pair.prefiller.step()
-    assert arrived(pair.there) == pair.there.status()["staging"][0]["chunks"]
     pair.prefiller.let_go()
     assert handed_over(pair.prefiller.answer(prefilling)) == LENGTH
     answer = pair.decoder.answer(decoding)
