@@ -28,7 +28,6 @@ from tests.vllm.test_disaggregated import (
     test_an_abort_at_the_prefiller_ends_the_hand_over,
     test_one_prompt_twice_at_once,
     test_one_that_is_preempted_is_handed_over_anew,
-    test_tensor_parallel,
     test_without_hints_the_decoder_finds_what_is_there,
 )
 
@@ -42,7 +41,6 @@ __all__ = [
     "test_an_abort_at_the_prefiller_ends_the_hand_over",
     "test_one_prompt_twice_at_once",
     "test_one_that_is_preempted_is_handed_over_anew",
-    "test_tensor_parallel",
     "test_without_hints_the_decoder_finds_what_is_there",
 ]
 """The same holds whichever way chunks go."""
