@@ -35,9 +35,9 @@ from benchmarks.peers_process import (
 )
 from benchmarks.transports import TRANSPORTS
 from kvtier.backends.base import Outcome
-from kvtier.cache import LookUp
 from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.instance import Instance
+from kvtier.lookup import LookUp
 from kvtier.peers.promises import Promise
 from kvtier.peers.protocol import MOST_RESERVED
 from kvtier.peers.push import Target

@@ -13,13 +13,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
 import anyio
 from anyio.abc import TaskGroup
 
-from kvtier.arena import Arena, Lease
+from kvtier.arena import Arena
 from kvtier.backends.base import Backend, SupportsArena, SupportsRegistration, SupportsScan
 from kvtier.backends.guarded import GuardedBackend
 from kvtier.backends.wrapped import open_wrapped
@@ -28,6 +27,7 @@ from kvtier.errors import SettingsError
 from kvtier.events import Move, Observer, Prefetch, Priority
 from kvtier.header import ChunkHeader
 from kvtier.keys import ChunkKey
+from kvtier.lookup import FoundChunk, LookUp, Staged
 from kvtier.model import ModelCache
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.clear import Cleared, ClearStage
@@ -38,7 +38,7 @@ from kvtier.pipeline.forget import ForgetStage
 from kvtier.pipeline.gather import Gathering, GatherStage
 from kvtier.pipeline.held import HeldChunk, eviction_of, parents_first
 from kvtier.pipeline.move import MoveStage
-from kvtier.pipeline.prefetch import Flight, PrefetchStage
+from kvtier.pipeline.prefetch import PrefetchStage
 from kvtier.pipeline.store import Reservation, StoreStage
 from kvtier.plugins import Plugins
 from kvtier.router import FIRST, Router
@@ -52,85 +52,6 @@ DRAIN_POLL_SECONDS = 0.02
 
 Progress = Callable[[int], None]
 """Told how many bytes are left."""
-
-
-@dataclass(slots=True)
-class FoundChunk:
-    """One chunk of a look-up: leased, and on its way up where it was not in memory."""
-
-    key: ChunkKey
-    lease: Lease
-    flight: Flight | None = None
-
-    @property
-    def source(self) -> int:
-        """The tier that it was in when it was asked for. Final once it has arrived."""
-        return FIRST if self.flight is None else self.flight.source
-
-    @property
-    def arrived(self) -> bool:
-        """Whether its bytes may be read."""
-        return self.flight is None or self.flight.arrived
-
-
-@dataclass(slots=True)
-class LookUp:
-    """The leading chunks of a prompt that are held, each with a lease that is the caller's to release."""
-
-    chunks: list[FoundChunk] = field(default_factory=list)
-    unknown: int = 0
-    """How many chunks after these may yet be found, while anybody wants to know.
-
-    Pushed chunks are waited for, then the shared pools are asked.
-    """
-    answered: anyio.Event = field(default_factory=anyio.Event)
-    """Set when all that is known, and what was found is among the chunks. Not set where nobody was asked."""
-    pushed: Expectation | None = None
-    """What waits for the chunks that are pushed here; they are added as they come."""
-
-    @property
-    def ready(self) -> int:
-        """How many leading chunks can be read now."""
-        for count, chunk in enumerate(self.chunks):
-            if not chunk.arrived:
-                return count
-        return len(self.chunks)
-
-    @property
-    def under_way(self) -> int:
-        """How many further chunks may yet arrive."""
-        return len(self.chunks) - self.ready + self.unknown
-
-    def take_ready(self) -> list[FoundChunk]:
-        """The leading chunks that can be read now, with their leases; what is under way stays here."""
-        ready = self.chunks[: self.ready]
-        del self.chunks[: len(ready)]
-        return ready
-
-    async def settle(self, seconds: float | None) -> None:
-        """Wait for what is on its way, ``None`` for as long as it takes, then forget what did not arrive."""
-        with anyio.move_on_after(seconds):
-            if self.unknown:
-                await self.answered.wait()
-            for chunk in self.chunks:
-                if chunk.flight is not None:
-                    await chunk.flight.landed.wait()
-                if not chunk.arrived:
-                    break
-        self.keep(self.ready)
-
-    def keep(self, count: int) -> None:
-        """Release all but the first ``count`` chunks, and want nothing that comes after them."""
-        self.unknown = 0
-        if self.pushed is not None:
-            self.pushed.end()
-        for chunk in self.chunks[count:]:
-            chunk.lease.release()
-        del self.chunks[count:]
-
-    def release(self) -> None:
-        """Release everything; harmless when repeated."""
-        self.keep(0)
 
 
 class TieredCache:
@@ -260,6 +181,7 @@ class TieredCache:
         local: bool = False,
         expect: float = 0.0,
         expect_chunks: int | None = None,
+        staged: Staged | None = None,
     ) -> LookUp:
         """Lease the longest prefix of ``keys`` that some tier holds, and start fetching what is below.
 
@@ -270,10 +192,12 @@ class TieredCache:
         ``expect``: for so many seconds chunks that a peer pushes here count as under way, of the first
         ``expect_chunks`` or of all. They join the answer, leased, as they become READY, until the push of the
         next one ends, or was never announced and does not begin soon; only then are the pools asked.
+
+        ``staged`` has what was pushed past the tiers.
         """
         if not local:  # What peers ask for tells nothing of how well this host's engines are served.
             self.hierarchy.counts["looked_up"] += len(keys)
-        found = LookUp()
+        found = LookUp(staged=staged)
         reached = self._extend(found, keys, self._local if local else ALL_TIERS)
         rest = keys[len(found.chunks) :]
         if not rest or not reached:
@@ -290,11 +214,12 @@ class TieredCache:
 
     def _take_pushed(self, found: LookUp, key: ChunkKey) -> bool:
         lease = self.hierarchy.share(key)
-        if lease is None:
+        if lease is not None:
+            self.hierarchy.catalog.touch([key])
+            found.chunks.append(FoundChunk(key, lease))
+        elif not found.take_staged(key):
             return False
-        self.hierarchy.catalog.touch([key])
         self.hierarchy.counts["found_pushed"] += 1
-        found.chunks.append(FoundChunk(key, lease))
         found.unknown -= 1
         return True
 
@@ -324,6 +249,14 @@ class TieredCache:
 
     def _extend(self, found: LookUp, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> bool:
         """Add the chunks at the head of ``keys`` that are held; whether that are all that are known."""
+        before = len(found.chunks)
+        while self._extend_from_tiers(found, keys[len(found.chunks) - before :], among):
+            rest = keys[len(found.chunks) - before :]
+            if not rest or not found.take_staged(rest[0]):
+                return True
+        return False
+
+    def _extend_from_tiers(self, found: LookUp, keys: Sequence[ChunkKey], among: int) -> bool:
         hierarchy = self.hierarchy
         sources = hierarchy.catalog.prefix(keys, among)
         held = keys[: len(sources)]

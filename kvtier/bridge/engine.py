@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kvtier.arena import Lease
+from kvtier.bridge.handing import Handing
 from kvtier.bridge.protocol import Commit, Found, Hello, Reserve, Reserved
 from kvtier.bridge.protocol import LookUp as AskLookUp
-from kvtier.cache import FoundChunk, LookUp, TieredCache
+from kvtier.cache import TieredCache
 from kvtier.errors import ProtocolError
 from kvtier.header import ChunkHeader, object_bytes
 from kvtier.keys import ChunkKey, split_keys
+from kvtier.lookup import FoundChunk, LookUp
 from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.store import Reservation
+
+if TYPE_CHECKING:
+    from kvtier.peers.staging import EngineStaging, Staging
 
 NO_LEASE = 0
 
@@ -23,6 +28,9 @@ class Filling:
     """A reservation and the ranks that have filled their slices of it."""
 
     reservation: Reservation
+    handing: Handing | None = None
+    """What it is to be pushed by, where it is in ``staging``."""
+    staging: Staging | None = None
     ranks: set[int] = field(default_factory=set)
 
 
@@ -49,9 +57,11 @@ class Engine:
         self.name = hello.engine
         self.layout = hello.layout
         self.namespace = hello.namespace
+        self.staging: EngineStaging | None = None
+        """Where its workers have asked for a buffer."""
         self._cache = cache
         self._numbers = numbers
-        self._leases: dict[int, tuple[Lease, int]] = {}
+        self._leases: dict[int, tuple[FoundChunk, int]] = {}
         self._tickets: dict[int, Ticket] = {}
         self._fillings: dict[int, Filling] = {}
 
@@ -63,6 +73,7 @@ class Engine:
             self._expected(len(keys), ask.tokens),
             expect=ask.expect_seconds,
             expect_chunks=ask.expect_chunks,
+            staged=self._buffers,
         )
         ticket = self._tickets[ask.ticket] = Ticket()
         ready = found.take_ready()
@@ -71,6 +82,10 @@ class Engine:
             return answer, None
         ticket.coming = found
         return answer, found
+
+    @property
+    def _buffers(self) -> Staging | None:
+        return None if self.staging is None else self.staging.current
 
     def _expected(self, chunks: int, tokens: int) -> Expected:
         whole = self.layout.chunk_tokens
@@ -93,9 +108,11 @@ class Engine:
 
     def _grant(self, number: int, ticket: Ticket, chunks: Sequence[FoundChunk], *, fetching: int) -> Found:
         leases = []
+        staging = self._buffers
+        behind = len(self._cache.hierarchy.tiers)
         for chunk in chunks:
             lease = next(self._numbers)
-            self._leases[lease] = (chunk.lease, number)
+            self._leases[lease] = (chunk, number)
             leases.append(lease)
         ticket.leases.update(leases)
         if not ticket.leases and not fetching:
@@ -104,8 +121,9 @@ class Engine:
             ticket=number,
             leases=leases,
             offsets=[chunk.lease.offset for chunk in chunks],
-            sources=[chunk.source for chunk in chunks],
+            sources=[behind if chunk.staged else chunk.source for chunk in chunks],
             fetching=fetching,
+            staging=0 if staging is None else staging.number,
         )
 
     def cancel(self, number: int) -> None:
@@ -118,10 +136,10 @@ class Engine:
     def release(self, leases: Sequence[int]) -> None:
         """End leases; numbers that are not the engine's are passed over."""
         for number in leases:
-            lease, ticket_number = self._leases.pop(number, (None, 0))
-            if lease is None:
+            chunk, ticket_number = self._leases.pop(number, (None, 0))
+            if chunk is None:
                 continue
-            lease.release()
+            chunk.release()
             ticket = self._tickets.get(ticket_number)
             if ticket is not None:
                 ticket.leases.discard(number)
@@ -130,7 +148,7 @@ class Engine:
 
     def holds(self, leases: Sequence[int]) -> bool:
         """Whether every one of these leases still stands."""
-        return all(number in self._leases for number in leases)
+        return all(number in self._leases and self._leases[number][0].stands for number in leases)
 
     def keep_only(self, leases: Sequence[int]) -> None:
         """A new scheduler took over: end every look-up and every lease that it does not know of."""
@@ -138,43 +156,65 @@ class Engine:
             ticket.cancel()
         self.release(tuple(self._leases.keys() - set(leases)))
 
-    def reserve(self, ask: Reserve) -> Reserved:
-        """Room for consecutive chunks; lease 0 for those that are refused."""
+    def reserve(self, ask: Reserve, handing: Handing | None = None) -> Reserved:
+        """Room for consecutive chunks; lease 0 for those that are refused.
+
+        Where a hand-over is named, in the staging buffer, for those that ``handing`` wants from there.
+        """
         keys = _keys(ask.keys)
         leases, offsets = [], []
         parent = ChunkKey(ask.parent)
+        staging = self._buffers if ask.hand_over else None
         for index, key in enumerate(keys):
             tokens = ask.last_tokens if index == len(keys) - 1 else self.layout.chunk_tokens
             header = ChunkHeader(key, parent, self.namespace, self.layout.payload_bytes(tokens))
-            reservation = self._cache.reserve(header)
+            if ask.hand_over:
+                filling = _stage(staging, handing, header)
+            else:
+                reservation = self._cache.reserve(header)
+                filling = None if reservation is None else Filling(reservation)
             parent = key
-            if reservation is None:
+            if filling is None:
                 leases.append(NO_LEASE)
                 offsets.append(0)
                 continue
             number = next(self._numbers)
-            self._fillings[number] = Filling(reservation)
+            self._fillings[number] = filling
             leases.append(number)
-            offsets.append(reservation.lease.offset)
-        return Reserved(ask.ticket, leases, offsets)
+            offsets.append(filling.reservation.lease.offset)
+        return Reserved(ask.ticket, leases, offsets, 0 if staging is None else staging.number)
 
     def commit(self, commit: Commit, rank: int) -> None:
-        """One rank has filled its slices; chunks that all ranks have filled are READY."""
+        """One rank has filled its slices; chunks that all ranks have filled are READY.
+
+        Those in the staging buffer first: a hand-over then knows that they go from there.
+        """
         complete = []
         for number in commit.leases:
             filling = self._fillings.get(number)
             if filling is None:
                 continue
             filling.ranks.add(rank)
-            if len(filling.ranks) == self.layout.ranks:
-                complete.append(self._fillings.pop(number).reservation)
+            if len(filling.ranks) < self.layout.ranks:
+                continue
+            del self._fillings[number]
+            if filling.handing is not None and filling.staging is not None:
+                filling.handing.filling -= 1
+                filling.handing.staged(filling.staging, filling.reservation)
+            else:
+                complete.append(filling.reservation)
         self._cache.commit(complete)
 
     def abandon(self, leases: Sequence[int]) -> None:
         """These reservations will not be filled."""
         for number in leases:
             filling = self._fillings.pop(number, None)
-            if filling is not None:
+            if filling is None:
+                continue
+            if filling.handing is not None:
+                filling.handing.filling -= 1
+                filling.reservation.lease.release()
+            else:
                 self._cache.abandon(filling.reservation)
 
     def close(self) -> None:
@@ -191,6 +231,17 @@ class Engine:
             "reservations": len(self._fillings),
             "tickets": len(self._tickets),
         }
+
+
+def _stage(staging: Staging | None, handing: Handing | None, header: ChunkHeader) -> Filling | None:
+    """Room in the staging buffer, where a chunk is to be pushed from there."""
+    if staging is None or handing is None or not handing.stages(header.key):
+        return None
+    reservation = staging.take(header)
+    if reservation is None:
+        return None
+    handing.filling += 1
+    return Filling(reservation, handing, staging)
 
 
 def _keys(joined: bytes) -> list[ChunkKey]:

@@ -15,13 +15,12 @@ from anyio import CancelScope
 from anyio.abc import TaskGroup
 
 from kvtier.arena import Lease
-from kvtier.cache import FoundChunk
 from kvtier.errors import ChannelClosed, ProtocolError
 from kvtier.keys import ChunkKey, split_keys
+from kvtier.lookup import FoundChunk
 from kvtier.peers.grants import Grant, GrantBook
 from kvtier.peers.holdings import PART_BYTES, PART_CHUNKS, Holdings
 from kvtier.peers.protocol import (
-    CHECKSUM_BYTES,
     NO_GRANT,
     Announce,
     Announced,
@@ -40,6 +39,7 @@ from kvtier.peers.protocol import (
     Release,
     Released,
     Reserve,
+    Stage,
     Withdraw,
     Withdrawn,
     decode_from_client,
@@ -106,6 +106,8 @@ class Session:
                 with CancelScope(shield=True):
                     await self._cut_off()
             self._grants.end(self)
+            with CancelScope(shield=True):
+                await self._reservations.cut_off(self)
         raise failure
 
     async def _converse(self) -> None:
@@ -146,10 +148,11 @@ class Session:
                 await self._say(self._reservations.reserve(self, message))
             case Commit():
                 self._check_numbers(message.grant, message.chunks)
-                if len(message.checksums) != CHECKSUM_BYTES * len(message.chunks):
-                    raise ProtocolError("it commits chunks without their checksums")
+                self._reservations.check(message)
                 await self._commits.acquire()
                 self._tasks.start_soon(self._commit, message)
+            case Stage():
+                await self._say(self._reservations.stage(message))
             case Ping():
                 await self._say(Pong(message.ticket))
             case Hello():

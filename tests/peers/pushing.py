@@ -12,10 +12,10 @@ from anyio import to_thread
 from anyio.lowlevel import checkpoint
 
 from kvtier import Settings
-from kvtier.cache import FoundChunk, LookUp
 from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.instance import Instance
 from kvtier.keys import ChunkKey
+from kvtier.lookup import FoundChunk, LookUp
 from kvtier.peers.handing import HandOver
 from kvtier.plugins import Plugins
 from kvtier.testing.backend import make_key, same

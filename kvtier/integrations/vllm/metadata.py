@@ -6,22 +6,21 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-NULL_BLOCK = 0
-"""vLLM's block that belongs to nobody: never read, never written."""
-
 
 @dataclass(slots=True)
 class ChunkCopy:
-    """One chunk between arena and KV memory.
+    """One chunk between arena, or staging buffer, and KV memory.
 
-    ``offset`` is where the chunk object begins in the arena. ``blocks`` has, for each KV-cache group, one
-    block for each stored page; :data:`NULL_BLOCK` for pages that are not to be loaded.
+    ``offset`` is where the chunk object begins in the arena or, with ``staging``, the number of a buffer,
+    where each rank's slice begins there. ``blocks`` has, for each KV-cache group, one block for each stored
+    page; :data:`NULL_BLOCK` for pages that are not to be loaded.
     """
 
     lease: int
     offset: int
     tokens: int
     blocks: tuple[list[int], ...]
+    staging: int = 0
 
 
 @dataclass(slots=True)
