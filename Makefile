@@ -9,6 +9,8 @@ DEMO ?=
 PYTEST ?=
 # One of them runs the engines, one the rest: conftest.py. PYTEST='-n0' where one test is looked at.
 WORKERS := -n 2 --no-loadscope-reorder
+# Real engines and servers on a busy machine: what fails once is run again, and named at the end if it then passes.
+RERUNS := --reruns 1
 FUZZ ?= 60
 
 .DEFAULT_GOAL := help
@@ -85,10 +87,10 @@ demo: install  ## Serve one long prompt four times with a real vLLM: cold, from 
 	@$(BIN)/kvtier demo $(DEMO)
 
 test: install $(VENV)/.pools system-packages  ## Run the tests, real vLLM engines included
-	$(BIN)/pytest -m "not slow and not gpu" $(WORKERS) $(PYTEST)
+	$(BIN)/pytest -m "not slow and not gpu" $(WORKERS) $(RERUNS) $(PYTEST)
 
 test-slow: install $(VENV)/.pools system-packages  ## Run the tests that take minutes each
-	$(BIN)/pytest -m "slow and not gpu" $(PYTEST)
+	$(BIN)/pytest -m "slow and not gpu" $(RERUNS) $(PYTEST)
 
 # On a machine with a GPU, torch for it, nanobind, scikit-build-core, cmake and ninja, and nothing else: no vLLM,
 # no network. What kvtier needs besides comes from build/gpu-wheels, where make gpu-wheels has put it elsewhere.

@@ -19,7 +19,6 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import anyio
 import torch
@@ -28,22 +27,12 @@ from benchmarks.common import ratio, show, speed, take_turns
 from kvtier import native
 from kvtier.arena import Arena, ArenaMap, address_of
 from kvtier.header import object_bytes
-from kvtier.integrations.vllm.copies import NativeCopies, PageCopies, TorchCopies
+from kvtier.integrations.vllm.copies import ChunkCopy, NativeCopies, PageCopies, TorchCopies
 from kvtier.layout import ChunkLayout, GroupLayout
 
 TOKENS = 32_768
 CHUNK_TOKENS = 256
 NULL = 0
-
-
-@dataclass
-class Chunk:
-    """As :class:`kvtier.integrations.vllm.metadata.ChunkCopy`, without vLLM."""
-
-    offset: int
-    tokens: int
-    blocks: tuple[list[int], ...]
-    lease: int = 0
 
 
 LAYOUTS = {
@@ -81,7 +70,7 @@ def measure(name: str, group: GroupLayout, most: int, runs: int) -> list[tuple[o
     pages = [[torch.ones(num_blocks, page_bytes, dtype=torch.uint8) for page_bytes in group.page_bytes]]
     order = random.Random(1).sample(range(1, num_blocks), num_blocks - 1)
     chunks = [
-        Chunk(index * chunk_bytes, CHUNK_TOKENS, (order[index * per_chunk : (index + 1) * per_chunk],))
+        ChunkCopy(0, index * chunk_bytes, CHUNK_TOKENS, (order[index * per_chunk : (index + 1) * per_chunk],))
         for index in range(count)
     ]
     length = count * layout.payload_bytes(CHUNK_TOKENS)

@@ -10,6 +10,9 @@ A prefiller, a decoder and a proxy, as ``kvtier demo --disaggregated`` starts th
 to the prefiller as the proxy does it; of its bytes those count as hidden that are at the decoder when the
 prefiller answers, and the rest takes *late* milliseconds. *Added*: the same prompt through the proxy and,
 with a salt, to one engine alone, in turns.
+
+Memory is small, and all of it has been used before anything is measured: taking new pages costs a virtual
+machine up to 2 ms a MiB, which engines and caches that have run for a while do not pay.
 """
 
 from __future__ import annotations
@@ -30,9 +33,14 @@ from kvtier.demo.report import Steps
 from kvtier.demo.work import Options, work_folder
 
 NEW_TOKENS = 8
+SALT = "one engine"
 ANSWER_SECONDS = 600.0
 END_SECONDS = 60.0
 POLL_SECONDS = 0.001
+WARM_UPS = 4
+"""Prompts that have all memory used once."""
+MEMORY = "320MiB"
+KV_MEMORY = ("--kv-cache-memory-bytes", "256M")
 
 
 @dataclass(frozen=True)
@@ -60,21 +68,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--transport", default="tcp", choices=["tcp", "nixl"])
     parser.add_argument("--quick", action="store_true", help="see that it runs")
     options = parser.parse_args(arguments)
-    tokens, rounds = (1100, 1) if options.quick else (options.tokens, options.rounds)
-    chosen = Options(tokens=tokens)
+    tokens, rounds, warm_ups = (1100, 1, 1) if options.quick else (options.tokens, options.rounds, WARM_UPS)
+    chosen = Options(tokens=tokens, vllm_arguments=KV_MEMORY)
     with (
         work_folder(chosen) as work,
         serving(
             chosen,
             work,
             Steps(Console(stderr=True)),
-            prompts=2 * rounds,
+            prompts=2 * rounds + warm_ups,
             new_tokens=NEW_TOKENS,
             transport=options.transport,
+            memory=MEMORY,
         ) as running,
     ):
+        for prompt in running.prompts[2 * rounds :]:
+            running.proxy.complete(prompt, NEW_TOKENS)
+            running.decoder.complete(prompt, NEW_TOKENS, salt=SALT)
         hidden(running, running.prompts[:rounds])
-        added(running, running.prompts[rounds:])
+        added(running, running.prompts[rounds : 2 * rounds])
 
 
 def hidden(running: Serving, prompts: Sequence[Sequence[int]]) -> None:
@@ -136,11 +148,11 @@ def added(running: Serving, prompts: Sequence[Sequence[int]]) -> None:
             if both:
                 together.append(running.proxy.complete(prompt, NEW_TOKENS))
             else:
-                alone.append(running.decoder.complete(prompt, NEW_TOKENS, salt="one engine"))
+                alone.append(running.decoder.complete(prompt, NEW_TOKENS, salt=SALT))
     for one, two in zip(alone, together, strict=True):
         assert one.tokens == two.tokens, "tokens differ"
         assert not one.cached_tokens, "one engine found what it should have computed"
-        assert two.cached_tokens == two.prompt_tokens - 1, "not all was hit at the decoder"
+        assert two.cached_tokens >= two.prompt_tokens - 1, "not all was hit at the decoder"
     show(
         f"time to the first token: {len(prompts)} prompts of {len(prompts[0]):,} tokens",
         ("what", "median", "lowest", "highest"),

@@ -64,7 +64,7 @@ class Lease:
 
     __slots__ = ("_arena", "_extent", "_released", "length", "offset")
 
-    def __init__(self, arena: Arena, extent: _Extent, length: int) -> None:
+    def __init__(self, arena: Slices, extent: _Extent, length: int) -> None:
         self._arena = arena
         self._extent = extent
         self._released = False
@@ -198,12 +198,11 @@ class _Mapping:
             logger.debug("an arena is closed while a view of it is held")
 
 
-class Arena(_Mapping):
-    """Shared memory that is leased out in slices, aligned to 4 KiB, best fit."""
+class Slices:
+    """Who has which slice of some memory: aligned to 4 KiB, best fit. Touches none of it."""
 
-    def __init__(self, fd: int, capacity: int, page_bytes: int) -> None:
-        super().__init__(fd, capacity)
-        self.page_bytes = page_bytes
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self.used = 0
         """Bytes leased out, in whole pages of 4 KiB."""
         self.leases = 0
@@ -212,38 +211,9 @@ class Arena(_Mapping):
         self._free_by_start: dict[int, int] = {0: capacity}
         self._free_by_stop: dict[int, int] = {capacity: 0}
 
-    @classmethod
-    def create(cls, capacity: int, *, huge: bool = False, fallback: bool = True) -> Arena:
-        """Make a region of at least ``capacity`` bytes.
-
-        With ``huge`` of 2 MiB pages; where the system has too few of them, of normal ones with a warning,
-        or :class:`ArenaError` unless ``fallback``. Setting huge pages aside clears them: about 0.1 s a GiB.
-        """
-        if huge:
-            try:
-                return cls._make(_round_up(capacity, HUGE_PAGE_BYTES), HUGE_PAGE_BYTES)
-            except ArenaError as error:
-                advice = _huge_page_advice(-(-capacity // HUGE_PAGE_BYTES))
-                if not fallback:
-                    raise ArenaError(f"{advice}, or allow normal pages with `fallback: true`") from error
-                logger.warning("%s; going on with normal pages (%s)", advice, error)
-        return cls._make(_round_up(capacity, PAGE_BYTES), PAGE_BYTES)
-
-    @classmethod
-    def _make(cls, capacity: int, page_bytes: int) -> Arena:
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        if page_bytes == HUGE_PAGE_BYTES:
-            flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
-        fd = -1
-        try:
-            fd = os.memfd_create("kvtier-arena", flags)
-            os.ftruncate(fd, capacity)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return cls(fd, capacity, page_bytes)
-        except (OSError, ValueError, OverflowError) as error:
-            if fd >= 0:
-                os.close(fd)
-            raise ArenaError(f"cannot get {capacity} bytes of shared memory: {error}") from error
+    def view(self, offset: int, length: int) -> memoryview:
+        """``length`` bytes from ``offset`` on. Raises :class:`ArenaError` where they are not mapped."""
+        raise ArenaError("this memory is not mapped into this process")
 
     @property
     def fragments(self) -> int:
@@ -318,6 +288,48 @@ class Arena(_Mapping):
     def _take_run(self, offset: int, length: int) -> None:
         self._free_by_size.remove((length, offset))
         del self._free_by_start[offset], self._free_by_stop[offset + length]
+
+
+class Arena(_Mapping, Slices):
+    """Shared memory that is leased out in slices."""
+
+    def __init__(self, fd: int, capacity: int, page_bytes: int) -> None:
+        Slices.__init__(self, capacity)
+        _Mapping.__init__(self, fd, capacity)
+        self.page_bytes = page_bytes
+
+    @classmethod
+    def create(cls, capacity: int, *, huge: bool = False, fallback: bool = True) -> Arena:
+        """Make a region of at least ``capacity`` bytes.
+
+        With ``huge`` of 2 MiB pages; where the system has too few of them, of normal ones with a warning,
+        or :class:`ArenaError` unless ``fallback``. Setting huge pages aside clears them: about 0.1 s a GiB.
+        """
+        if huge:
+            try:
+                return cls._make(_round_up(capacity, HUGE_PAGE_BYTES), HUGE_PAGE_BYTES)
+            except ArenaError as error:
+                advice = _huge_page_advice(-(-capacity // HUGE_PAGE_BYTES))
+                if not fallback:
+                    raise ArenaError(f"{advice}, or allow normal pages with `fallback: true`") from error
+                logger.warning("%s; going on with normal pages (%s)", advice, error)
+        return cls._make(_round_up(capacity, PAGE_BYTES), PAGE_BYTES)
+
+    @classmethod
+    def _make(cls, capacity: int, page_bytes: int) -> Arena:
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        if page_bytes == HUGE_PAGE_BYTES:
+            flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
+        fd = -1
+        try:
+            fd = os.memfd_create("kvtier-arena", flags)
+            os.ftruncate(fd, capacity)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd, capacity, page_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            if fd >= 0:
+                os.close(fd)
+            raise ArenaError(f"cannot get {capacity} bytes of shared memory: {error}") from error
 
 
 class ArenaMap(_Mapping):

@@ -34,7 +34,7 @@ from kvtier.pipeline.discover import DiscoverStage, Expected
 from kvtier.pipeline.evict import EvictStage
 from kvtier.pipeline.expect import Expectation, ExpectStage
 from kvtier.pipeline.forget import ForgetStage
-from kvtier.pipeline.found import FoundChunk, LookUp
+from kvtier.pipeline.found import FoundChunk, LookUp, Staged
 from kvtier.pipeline.gather import Gathering, GatherStage
 from kvtier.pipeline.held import HeldChunk, eviction_of, parents_first
 from kvtier.pipeline.move import MoveStage
@@ -181,6 +181,7 @@ class TieredCache:
         local: bool = False,
         expect: float = 0.0,
         expect_chunks: int | None = None,
+        staged: Staged | None = None,
     ) -> LookUp:
         """Lease the longest prefix of ``keys`` that some tier holds, and start fetching what is below.
 
@@ -191,10 +192,12 @@ class TieredCache:
         ``expect``: for so many seconds chunks that a peer pushes here count as under way, of the first
         ``expect_chunks`` or of all. They join the answer, leased, as they become READY, until the push of the
         next one ends, or was never announced and does not begin soon; only then are the pools asked.
+
+        ``staged`` has what was pushed past the tiers.
         """
         if not local:  # What peers ask for tells nothing of how well this host's engines are served.
             self.hierarchy.counts["looked_up"] += len(keys)
-        found = LookUp()
+        found = LookUp(staged=staged)
         reached = self._extend(found, keys, self._local if local else ALL_TIERS)
         rest = keys[found.count :]
         if not rest or not reached:
@@ -211,11 +214,12 @@ class TieredCache:
 
     def _take_pushed(self, found: LookUp, key: ChunkKey) -> bool:
         lease = self.hierarchy.share(key)
-        if lease is None:
+        if lease is not None:
+            self.hierarchy.catalog.touch([key])
+            found.add([FoundChunk(key, lease)])
+        elif not found.add_staged(key):
             return False
-        self.hierarchy.catalog.touch([key])
         self.hierarchy.counts["found_pushed"] += 1
-        found.add([FoundChunk(key, lease)])
         found.unknown -= 1
         return True
 
@@ -245,6 +249,14 @@ class TieredCache:
 
     def _extend(self, found: LookUp, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> bool:
         """Add the chunks at the head of ``keys`` that are held; whether that are all that are known."""
+        before = found.count
+        while self._extend_from_tiers(found, keys[found.count - before :], among):
+            rest = keys[found.count - before :]
+            if not rest or not found.add_staged(rest[0]):
+                return True
+        return False
+
+    def _extend_from_tiers(self, found: LookUp, keys: Sequence[ChunkKey], among: int) -> bool:
         hierarchy = self.hierarchy
         sources = hierarchy.catalog.prefix(keys, among)
         held = keys[: len(sources)]
@@ -266,7 +278,7 @@ class TieredCache:
         return len(chunks) == len(held)
 
     def _lead(self, found: LookUp, held: Sequence[ChunkKey], among: int) -> bool:
-        """As :meth:`_extend`, of a prompt that memory holds as far as it is held: all at once."""
+        """As :meth:`_extend_from_tiers`, of a prompt that memory holds as far as it is held: all at once."""
         leases = self.hierarchy.lease_all(held)
         found.lead(held, leases)
         if among == ALL_TIERS and len(leases):

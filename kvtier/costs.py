@@ -82,7 +82,8 @@ class ReadCost:
         if spread > LEAST_SPREAD * self._bytes**2:
             straight = (self._weight * self._products - self._bytes * self._seconds) / spread
             slope = min(max(straight, 0.0), slope)
-        return (self._seconds - slope * self._bytes) / self._weight, slope
+        # Of the smallest numbers rounding may take more than there is.
+        return max(self._seconds - slope * self._bytes, 0.0) / self._weight, slope
 
     def _make_way(self) -> None:
         self._fade(1.0 - NEWEST_SHARE)

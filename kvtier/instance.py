@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvtier.peers.backend import PeersBackend
     from kvtier.peers.handing import HandOver, HandOvers
     from kvtier.peers.server import PeerServer
+    from kvtier.peers.staging import Stagings
     from kvtier.transports.base import Transport
 
 PEERS = "peers"
@@ -49,6 +50,7 @@ class Instance:
         peers: PeersBackend | None = None,
         handing: HandOvers | None = None,
         served: Served | None = None,
+        stagings: Stagings | None = None,
     ) -> None:
         self.name = name
         """Of this process alone, for peers and people."""
@@ -60,6 +62,8 @@ class Instance:
         self._handing = handing
         self.served = served or Served()
         """The models of the engines: whoever lets engines in tells it."""
+        self.stagings = stagings
+        """The engines' staging buffers, where ``hand_over.device`` is ``cuda``."""
         self._agent: Agent | None = None
 
     @classmethod
@@ -95,6 +99,8 @@ class Instance:
         from kvtier.peers.grants import GrantBook
         from kvtier.peers.handing import HandOvers
         from kvtier.peers.server import PeerServer
+        from kvtier.peers.staging import Stagings
+        from kvtier.transports.nixl.settings import NixlSettings
 
         transport_settings = plugins.transport_settings(settings)
         transport = plugins.transport(transport_settings.type)(transport_settings)
@@ -123,17 +129,24 @@ class Instance:
             await transport.open(cache.arena, grants)
             stack.push_async_callback(_close, transport, peers)
             peers.connect()
-            server = None
+            stagings = server = None
+            if handing.device == "cuda":
+                if not isinstance(transport_settings, NixlSettings):
+                    raise SettingsError(
+                        "hand_over.device is cuda, which goes over NIXL: write nixl as peer.transport"
+                    )
+                stagings = Stagings(settings, transport_settings, cache)
+                await stack.enter_async_context(stagings.serving())
             if settings.peer.listen is not None:
                 server = PeerServer(
-                    cache, settings.peer, transport, grants, name, handing.buffer, served.refusal
+                    cache, settings.peer, transport, grants, name, handing.buffer, served.refusal, stagings
                 )
                 await stack.enter_async_context(server.serving())
             tasks = await stack.enter_async_context(open_tasks())
             hand_overs = HandOvers(cache, peers, tasks, grants.limit)
             stack.callback(hand_overs.close)
             try:
-                yield cls(name, cache, server, peers if fetches else None, hand_overs, served)
+                yield cls(name, cache, server, peers if fetches else None, hand_overs, served, stagings)
             finally:
                 tasks.cancel_scope.cancel()
 
@@ -186,6 +199,8 @@ class Instance:
             status["peers"] = self.peers.status()
         if self._handing is not None:
             status["hand_overs"] = self._handing.status()
+        if self.stagings is not None:
+            status["staging"] = self.stagings.status()
         if self._agent is not None:
             status["controller"] = self._agent.status()
         return {"instance": self.name, **status}

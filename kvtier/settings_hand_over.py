@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvtier.units import Duration, Size
 
@@ -42,7 +42,8 @@ class HandOverSettings(BaseModel):
         ge=4096,
         description=(
             "The most bytes of the decoder's first tier that prefillers may have reserved at once; what is "
-            "beyond is not handed over. Left out: `peer.share` of that tier."
+            "beyond is not handed over. Left out: `peer.share` of that tier. With `device: cuda` also the "
+            "bytes of the buffer on each GPU, on either side; left out, 1GiB."
         ),
         examples=["4GiB"],
     )
@@ -50,17 +51,9 @@ class HandOverSettings(BaseModel):
         default="cpu",
         description=(
             "Where chunks lie while they are handed over: `cpu` is the memory of the first tier on both "
-            "sides. `cuda`, a buffer in the GPU's memory, is not supported yet and refused."
+            "sides. `cuda` is a buffer in the memory of the engine's GPU, from which NIXL writes into the "
+            "other's; it needs `nixl` as `peer.transport`. What cannot go that way goes through the first "
+            "tier."
         ),
         examples=["cpu"],
     )
-
-    @field_validator("device")
-    @classmethod
-    def _is_supported(cls, device: str) -> str:
-        if device != "cpu":
-            raise ValueError(
-                "chunks cannot be handed over through the memory of a GPU yet: write cpu, which goes through "
-                "the memory of the first tier"
-            )
-        return device

@@ -1,10 +1,33 @@
-"""Warnings about things that may happen thousands of times a second, said once in a while."""
+"""Warnings about things that may happen thousands of times a second, said once, or once in a while."""
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
-from logging import Logger
+from logging import Logger, getLogger
+
+logger = getLogger("kvtier")
+
+REMEMBERED_TROUBLES = 256
+
+
+class Troubles:
+    """Says once what is wrong with a peer, and again when it is something else."""
+
+    def __init__(self, message: str) -> None:
+        """``message`` has two ``%s``, for the peer and the trouble."""
+        self._message = message
+        self._last: OrderedDict[str, str] = OrderedDict()
+
+    def note(self, to: str, trouble: str) -> None:
+        """What came of something; nothing where all was well."""
+        before = self._last.pop(to, "")
+        self._last[to] = trouble
+        if len(self._last) > REMEMBERED_TROUBLES:
+            self._last.popitem(last=False)
+        if trouble and trouble != before:
+            logger.warning(self._message, to, trouble)
 
 
 class RareWarning:

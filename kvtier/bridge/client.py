@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from kvtier.bridge import protocol
 from kvtier.bridge.connection import GREETING_SECONDS, Bridge, Connection
 from kvtier.bridge.protocol import (
     Abandon,
+    AskStaging,
     Cancel,
     Changed,
     Clear,
@@ -33,6 +35,8 @@ from kvtier.bridge.protocol import (
     HandOver,
     Hello,
     LookUp,
+    OfferStaging,
+    OpenedStaging,
     Release,
     Reserve,
     Reserved,
@@ -50,10 +54,12 @@ CONFIRM_SECONDS = 1.0
 
 
 class Slot(NamedTuple):
-    """Room in the arena: the number of the reservation, and where its chunk object begins."""
+    """Room for a chunk: the number of the reservation, and where its chunk object begins."""
 
     lease: int
     offset: int
+    staging: int = 0
+    """The number of the staging buffer that it is in, without a header; 0 for the arena."""
 
 
 @dataclass
@@ -64,6 +70,8 @@ class Finding:
     offsets: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     fetching: int = 0
+    staging: int = 0
+    """The number of the staging buffer that has those whose source is the one after the last tier."""
     answered: bool = False
 
     @property
@@ -126,6 +134,12 @@ class SchedulerBridge(Bridge):
             case _:
                 logger.debug("an answer that nobody asked for: %s", type(message).__name__)
 
+    @property
+    def staging_source(self) -> int:
+        """What :attr:`Finding.sources` says of chunks in a staging buffer; -1 where there are none."""
+        tiers = () if self.welcome is None else self.welcome.tiers
+        return len(tiers) - 1 if tiers and tiers[-1] == protocol.STAGING else -1
+
     def _take_found(self, found: Found) -> None:
         finding = self._findings.get(found.ticket)
         if finding is None:
@@ -135,6 +149,7 @@ class SchedulerBridge(Bridge):
         finding.offsets += found.offsets
         finding.sources += found.sources
         finding.fetching = found.fetching
+        finding.staging = found.staging
         finding.answered = True
         self._in_use.update(found.leases)
 
@@ -197,24 +212,30 @@ class SchedulerBridge(Bridge):
             self._send(Release(list(leases)))
 
     def reserve(
-        self, parent: ChunkKey, keys: Sequence[ChunkKey], last_tokens: int, seconds: float = RESERVE_SECONDS
+        self,
+        parent: ChunkKey,
+        keys: Sequence[ChunkKey],
+        last_tokens: int,
+        seconds: float = RESERVE_SECONDS,
+        hand_over: int = 0,
     ) -> list[Slot | None]:
         """Room for consecutive chunks, in one round trip; ``None`` for what is held or does not fit.
 
+        With the ticket of a hand-over, in the staging buffer, for those that it still awaits.
         Where no answer comes in time nothing is stored, and what is granted later is given back.
         """
         nothing: list[Slot | None] = [None] * len(keys)
         if not keys or not self._takes_questions():
             return nothing
         ticket = next(self._tickets)
-        if not self._send(Reserve(ticket, parent, join_keys(keys), last_tokens)):
+        if not self._send(Reserve(ticket, parent, join_keys(keys), last_tokens, hand_over)):
             return nothing
         answer = self._await(lambda: self._reserved.pop(ticket, None), seconds)
         if answer is None:
             self._unwanted_reserves.add(ticket)
             return nothing
-        slots = map(Slot._make, zip(answer.leases, answer.offsets, strict=True))
-        return [slot if slot.lease else None for slot in slots]
+        granted = zip(answer.leases, answer.offsets, repeat(answer.staging), strict=False)
+        return [slot if slot.lease else None for slot in map(Slot._make, granted)]
 
     def abandon(self, leases: Sequence[int]) -> None:
         """These reservations will not be filled."""
@@ -263,25 +284,52 @@ class SchedulerBridge(Bridge):
 
 
 class WorkerBridge(Bridge):
-    """A worker's side: the arena, confirm and commit."""
+    """A worker's side: the arena, a staging buffer, confirm and commit."""
 
     def __init__(self, hello: Hello, path: Path, start: Callable[[], None] | None = None) -> None:
         super().__init__(hello, path, start)
         self._confirmed: dict[int, Confirmed] = {}
         self.arena: ArenaMap | None = None
         """The memory of the cache process that is, or was last, connected."""
+        self.staging: OfferStaging | None = None
+        """What was said last of this worker's staging buffer, by the cache process that is connected."""
+        self._gpu: str | None = None
+
+    def ask_for_staging(self, gpu: str) -> None:
+        """Want a staging buffer on a GPU, as in ``CUDA_VISIBLE_DEVICES``; empty for the host's memory.
+
+        From every cache process that is connected from now on. The answer comes as :attr:`staging`.
+        """
+        self._gpu = gpu
+        self._send(AskStaging(gpu))
+
+    def await_staging(self, seconds: float) -> OfferStaging | None:
+        """The answer; ``None`` where none comes in time."""
+        return self._await(lambda: self.staging, seconds)
+
+    def open_staging(self, number: int) -> None:
+        """What was offered under this number is open."""
+        self._send(OpenedStaging(number))
 
     def _connected(self, connection: Connection) -> None:
+        if self._gpu is not None:
+            connection.send(AskStaging(self._gpu))
         if self.arena is not None:
             self.arena.close()
         self.arena = connection.map_arena()
 
     def _lost(self) -> None:
         self._confirmed.clear()
+        self.staging = None
 
     def _receive(self, message: FromCache) -> None:
-        if isinstance(message, Confirmed):
-            self._confirmed[message.ticket] = message
+        match message:
+            case Confirmed():
+                self._confirmed[message.ticket] = message
+            case OfferStaging():
+                self.staging = message
+            case _:
+                logger.debug("an answer that nobody asked for: %s", type(message).__name__)
 
     def commit(self, leases: Sequence[int]) -> bool:
         """These reservations have been filled; whether that could be told."""

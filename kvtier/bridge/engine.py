@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
+from typing import TYPE_CHECKING
 
-from kvtier.arena import Leases
+from kvtier.bridge.handing import Handing
 from kvtier.bridge.protocol import Commit, Found, Hello, Reserve, Reserved
 from kvtier.bridge.protocol import LookUp as AskLookUp
 from kvtier.cache import TieredCache
@@ -17,6 +18,9 @@ from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.found import LookUp, Ready
 from kvtier.pipeline.store import Reservation
 
+if TYPE_CHECKING:
+    from kvtier.peers.staging import EngineStaging, Staging
+
 NO_LEASE = 0
 
 
@@ -25,17 +29,20 @@ class Filling:
     """A reservation and the ranks that have filled their slices of it."""
 
     reservation: Reservation
+    handing: Handing | None = None
+    """What it is to be pushed by, where it is in ``staging``."""
+    staging: Staging | None = None
     ranks: int = 0
     """A bit for each."""
 
 
 @dataclass(slots=True, eq=False)
 class Grant:
-    """Leases that were given out together, under consecutive numbers."""
+    """Leases in one memory that were given out together, under consecutive numbers."""
 
     ticket: Ticket
     numbers: list[int]
-    leases: Leases
+    chunks: Ready
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +71,8 @@ class Engine:
         self.name = hello.engine
         self.layout = hello.layout
         self.namespace = hello.namespace
+        self.staging: EngineStaging | None = None
+        """Where its workers have asked for a buffer."""
         self._whole_bytes = object_bytes(self.layout.payload_bytes(self.layout.chunk_tokens))
         self._cache = cache
         self._numbers = numbers
@@ -80,6 +89,7 @@ class Engine:
             self._expected(len(keys), ask.tokens),
             expect=ask.expect_seconds,
             expect_chunks=ask.expect_chunks,
+            staged=self._buffers,
         )
         ticket = self._tickets[ask.ticket] = Ticket(ask.ticket)
         answer = self._grant(ticket, found.take_ready(), fetching=found.under_way)
@@ -87,6 +97,10 @@ class Engine:
             return answer, None
         ticket.coming = found
         return answer, found
+
+    @property
+    def _buffers(self) -> Staging | None:
+        return None if self.staging is None else self.staging.current
 
     def _expected(self, chunks: int, tokens: int) -> Expected:
         whole = self.layout.chunk_tokens
@@ -108,16 +122,23 @@ class Engine:
         ticket.coming = None
         return self._grant(ticket, found.take_ready(), fetching=0)
 
-    def _grant(self, ticket: Ticket, ready: Ready, *, fetching: int) -> Found:
-        leases = list(islice(self._numbers, len(ready.leases)))
-        if leases:
-            grant = Grant(ticket, leases, ready.leases)
-            self._granted.update(dict.fromkeys(leases, grant))
+    def _grant(self, ticket: Ticket, ready: Sequence[Ready], *, fetching: int) -> Found:
+        staging = self._buffers
+        behind = len(self._cache.hierarchy.tiers)
+        found = Found(ticket.number, [], [], [], fetching, 0 if staging is None else staging.number)
+        for chunks in ready:
+            count = len(chunks.leases)
+            numbers = list(islice(self._numbers, count))
+            grant = Grant(ticket, numbers, chunks)
+            self._granted.update(dict.fromkeys(numbers, grant))
             ticket.grants.append(grant)
-            ticket.left += len(leases)
+            ticket.left += count
+            found.leases.extend(numbers)
+            found.offsets.extend(chunks.leases.offsets)
+            found.sources.extend(chunks.sources if chunks.staged is None else repeat(behind, count))
         if not fetching:
             self._forget_if_empty(ticket)
-        return Found(ticket.number, leases, ready.leases.offsets, ready.sources, fetching)
+        return found
 
     def cancel(self, number: int) -> None:
         """End a look-up and every lease that it was given."""
@@ -133,12 +154,12 @@ class Engine:
         first = next(iter(grants), None)
         if first is not None and leases == first.numbers and grants.count(first) == len(grants):
             # As mostly: all that were granted together, at once.
-            first.leases.release_all()
+            first.chunks.release_all()
             self._returned(first, len(grants))
             return
         for number, grant in zip(leases, grants, strict=True):
             if grant is not None:
-                grant.leases.release(number - grant.numbers[0])
+                grant.chunks.release(number - grant.numbers[0])
                 self._returned(grant, 1)
 
     def _returned(self, grant: Grant, count: int) -> None:
@@ -153,8 +174,9 @@ class Engine:
             del self._tickets[ticket.number]
 
     def holds(self, leases: Sequence[int]) -> bool:
-        """Whether every one of these leases still stands."""
-        return all(number in self._granted for number in leases)
+        """Whether every one of these leases still stands, and so does the memory that it is on."""
+        grants = set(map(self._granted.get, leases))
+        return all(grant is not None and grant.chunks.stands for grant in grants)
 
     def keep_only(self, leases: Sequence[int]) -> None:
         """A new scheduler took over: end every look-up and every lease that it does not know of."""
@@ -162,8 +184,11 @@ class Engine:
             ticket.cancel()
         self.release(tuple(self._granted.keys() - set(leases)))
 
-    def reserve(self, ask: Reserve) -> Reserved:
-        """Room for consecutive chunks; lease 0 for those that are refused."""
+    def reserve(self, ask: Reserve, handing: Handing | None = None) -> Reserved:
+        """Room for consecutive chunks; lease 0 for those that are refused.
+
+        Where a hand-over is named, in the staging buffer, for those that ``handing`` wants from there.
+        """
         keys = _keys(ask.keys)
         if len(ask.parent) != KEY_BYTES or not 0 < ask.last_tokens <= self.layout.chunk_tokens:
             raise ProtocolError(
@@ -173,30 +198,55 @@ class Engine:
         payloads = [self.layout.payload_bytes(self.layout.chunk_tokens)] * len(keys)
         payloads[-1:] = [self.layout.payload_bytes(ask.last_tokens)] if keys else []
         headers = list(map(ChunkHeader, keys, parents, repeat(self.namespace), payloads))
+        staging = None
+        fillings: Iterable[Filling | None]
+        if ask.hand_over:
+            staging = self._buffers
+            fillings = [_stage(staging, handing, header) for header in headers]
+        else:
+            reserved = self._cache.reserve_all(headers)
+            fillings = (None if chunk is None else Filling(chunk) for chunk in reserved)
         leases, offsets = [NO_LEASE] * len(keys), [0] * len(keys)
-        for index, reservation in enumerate(self._cache.reserve_all(headers)):
-            if reservation is not None:
+        for index, filling in enumerate(fillings):
+            if filling is not None:
                 leases[index] = number = next(self._numbers)
-                offsets[index] = reservation.lease.offset
-                self._fillings[number] = Filling(reservation)
-        return Reserved(ask.ticket, leases, offsets)
+                offsets[index] = filling.reservation.lease.offset
+                self._fillings[number] = filling
+        return Reserved(ask.ticket, leases, offsets, 0 if staging is None else staging.number)
 
     def commit(self, commit: Commit, rank: int) -> None:
-        """One rank has filled its slices; chunks that all ranks have filled are READY."""
+        """One rank has filled its slices; chunks that all ranks have filled are READY.
+
+        Those in the staging buffer first: a hand-over then knows that they go from there.
+        """
         complete = []
         for number in commit.leases:
             filling = self._fillings.get(number)
             if filling is None:
                 continue
             filling.ranks |= 1 << rank
-            if filling.ranks.bit_count() == self.layout.ranks:
-                complete.append(self._fillings.pop(number).reservation)
+            if filling.ranks.bit_count() < self.layout.ranks:
+                continue
+            del self._fillings[number]
+            if filling.handing is not None and filling.staging is not None:
+                filling.handing.filling -= 1
+                filling.handing.staged(filling.staging, filling.reservation)
+            else:
+                complete.append(filling.reservation)
         self._cache.commit(complete)
 
     def abandon(self, leases: Sequence[int]) -> None:
         """These reservations will not be filled."""
-        fillings = [self._fillings.pop(number, None) for number in leases]
-        self._cache.abandon([filling.reservation for filling in fillings if filling is not None])
+        in_arena = []
+        for filling in [self._fillings.pop(number, None) for number in leases]:
+            if filling is None:
+                continue
+            if filling.handing is None:
+                in_arena.append(filling.reservation)
+            else:
+                filling.handing.filling -= 1
+                filling.reservation.lease.release()
+        self._cache.abandon(in_arena)
 
     def close(self) -> None:
         """The engine is gone, and so is all that it held."""
@@ -212,6 +262,17 @@ class Engine:
             "reservations": len(self._fillings),
             "tickets": len(self._tickets),
         }
+
+
+def _stage(staging: Staging | None, handing: Handing | None, header: ChunkHeader) -> Filling | None:
+    """Room in the staging buffer, where a chunk is to be pushed from there."""
+    if staging is None or handing is None or not handing.stages(header.key):
+        return None
+    reservation = staging.take(header)
+    if reservation is None:
+        return None
+    handing.filling += 1
+    return Filling(reservation, handing, staging)
 
 
 def _keys(joined: bytes) -> list[ChunkKey]:

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import anyio
 from anyio.abc import TaskGroup
 
+from kvtier.backends.logs import Troubles
 from kvtier.bridge.protocol import EndHandOver, HandedOver, HandOver
 from kvtier.catalog import Catalog, State
 from kvtier.errors import PeerError, ProtocolError
 from kvtier.keys import ChunkKey, split_keys
 from kvtier.layout import ChunkLayout
+from kvtier.pipeline.store import Reservation
 from kvtier.router import FIRST
 
-logger = logging.getLogger("kvtier")
+if TYPE_CHECKING:
+    from kvtier.peers.staging import Staging
 
 COMMIT_POLL_SECONDS = 0.02
 """How often it is looked whether the workers have filled what was reserved. Only at a prompt's end."""
-REMEMBERED_TROUBLES = 256
 
 
 class Result(Protocol):
-    """What became of a hand-over: see :class:`kvtier.peers.handing.HandedOver`."""
+    """What became of a hand-over: see :class:`kvtier.peers.handed.HandedOver`."""
 
     @property
     def leading(self) -> int:
@@ -42,6 +42,15 @@ class Result(Protocol):
 
 class Handing(Protocol):
     """A hand-over under way: see :class:`kvtier.peers.handing.HandOver`."""
+
+    filling: int
+    """How many chunks its engine is about to put into a staging buffer."""
+
+    def stages(self, key: ChunkKey) -> bool:
+        """Whether a chunk is wanted from a staging buffer."""
+
+    def staged(self, staging: Staging, chunk: Reservation) -> None:
+        """A chunk is whole in a staging buffer. Takes over its lease."""
 
     @property
     def ended(self) -> anyio.Event:
@@ -60,22 +69,6 @@ class Handing(Protocol):
 
 Begin = Callable[[str, Sequence[ChunkKey]], Handing]
 """Begins to push the chunks of a prompt to a peer. Raises :class:`PeerError`."""
-
-
-class Troubles:
-    """Says once what is wrong with a peer, and again when it is something else."""
-
-    def __init__(self) -> None:
-        self._last: OrderedDict[str, str] = OrderedDict()
-
-    def note(self, to: str, trouble: str) -> None:
-        """What became of a hand-over to a peer; nothing where all was well."""
-        before = self._last.pop(to, "")
-        self._last[to] = trouble
-        if len(self._last) > REMEMBERED_TROUBLES:
-            self._last.popitem(last=False)
-        if trouble and trouble != before:
-            logger.warning("cannot hand over to %s: %s", to, trouble)
 
 
 class EngineHandOvers:
@@ -108,6 +101,10 @@ class EngineHandOvers:
     def count(self) -> int:
         """How many are under way."""
         return len(self._open)
+
+    def find(self, ticket: int) -> Handing | None:
+        """One that is under way."""
+        return self._open.get(ticket, (None, ()))[0]
 
     def begin(self, ask: HandOver) -> HandedOver | None:
         """Push from now on what is READY; an answer where that cannot be. Raises :class:`ProtocolError`."""
@@ -145,7 +142,11 @@ class EngineHandOvers:
     async def _finish(self, handing: Handing, keys: Sequence[ChunkKey]) -> None:
         """Workers say that they have filled a chunk on connections of their own: maybe later than this."""
         deadline = anyio.current_time() + self._seconds
-        while not handing.ended.is_set() and self._coming(keys) and anyio.current_time() < deadline:
+        while (
+            not handing.ended.is_set()
+            and (handing.filling or self._coming(keys))
+            and anyio.current_time() < deadline
+        ):
             with anyio.move_on_after(COMMIT_POLL_SECONDS):
                 await handing.ended.wait()
         await handing.finish(self._seconds)

@@ -22,6 +22,9 @@ The order of things::
       Confirm(leases) ────────────────────►     after copying out of the arena, before anyone relies on it
       ◄────────────────────── Confirmed(held)
       Commit(leases) ─────────────────────►     after copying into the arena; READY when every rank has
+      AskStaging(gpu) ────────────────────►     once, where hand-overs go past the host's memory
+      ◄───────────────── OfferStaging(handle)   when there is a buffer, and again when that was lost
+      OpenedStaging(number) ──────────────►     it may be used when every rank has opened it
 
 Rules that keep bytes right:
 
@@ -44,7 +47,10 @@ from kvtier.agent.served import EngineModel
 from kvtier.layout import ChunkLayout
 from kvtier.sockets.frames import Message, decoder
 
-VERSION = 3
+VERSION = 4
+
+STAGING = "staging"
+"""The name and the type of what is told as one more tier, after the others: the engine's staging buffer."""
 
 Role = Literal["scheduler", "worker", "observer"]
 
@@ -113,6 +119,11 @@ class Found(Message, frozen=True, array_like=True, tag=5):
     offsets: list[int]
     sources: list[int]
     fetching: int
+    staging: int = 0
+    """Of chunks whose source is the one after the last tier: the number of the buffer that has them.
+
+    Their offsets are within each rank's memory, and there is no header.
+    """
 
 
 class Cancel(Message, frozen=True, array_like=True, tag=6):
@@ -137,6 +148,8 @@ class Reserve(Message, frozen=True, array_like=True, tag=8):
     parent: bytes
     keys: bytes
     last_tokens: int
+    hand_over: int = 0
+    """The ticket of a :class:`HandOver`: room in the staging buffer, for those that it pushes from there."""
 
 
 class Reserved(Message, frozen=True, array_like=True, tag=9):
@@ -145,6 +158,8 @@ class Reserved(Message, frozen=True, array_like=True, tag=9):
     ticket: int
     leases: list[int]
     offsets: list[int]
+    staging: int = 0
+    """The number of the buffer that the offsets are in, on each rank; 0 for the arena."""
 
 
 class Commit(Message, frozen=True, array_like=True, tag=10):
@@ -220,6 +235,30 @@ class EndHandOver(Message, frozen=True, array_like=True, tag=21):
     complete: bool
 
 
+class AskStaging(Message, frozen=True, array_like=True, tag=22):
+    """A worker wants a staging buffer, beside its KV."""
+
+    gpu: str
+    """As in ``CUDA_VISIBLE_DEVICES``; empty where the engine's KV is in memory of the host."""
+
+
+class OfferStaging(Message, frozen=True, array_like=True, tag=23):
+    """The buffer of this worker, in the place of any before it, or why there is none."""
+
+    number: int
+    """0 where there is none."""
+    handle: bytes
+    """CUDA's handle for memory of a GPU, the path of a file for memory of the host."""
+    length: int
+    reason: str
+
+
+class OpenedStaging(Message, frozen=True, array_like=True, tag=24):
+    """This worker has opened the buffer that it was offered last."""
+
+    number: int
+
+
 class Status(Message, frozen=True, array_like=True, tag=16):
     """What is held, leased and on its way?"""
 
@@ -254,8 +293,21 @@ FromEngine = (
     | Status
     | HandOver
     | EndHandOver
+    | AskStaging
+    | OpenedStaging
 )
-FromCache = Welcome | Refused | Found | Reserved | Confirmed | Cleared | StatusReport | Changed | HandedOver
+FromCache = (
+    Welcome
+    | Refused
+    | Found
+    | Reserved
+    | Confirmed
+    | Cleared
+    | StatusReport
+    | Changed
+    | HandedOver
+    | OfferStaging
+)
 
 decode_from_engine: Callable[[bytes], FromEngine] = decoder(FromEngine, "a message of an engine")
 decode_from_cache: Callable[[bytes], FromCache] = decoder(FromCache, "a message of a cache process")

@@ -13,16 +13,19 @@ import os
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
+from kvtier.backends.logs import Troubles
 from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
-from kvtier.bridge.handing import EngineHandOvers, Troubles
+from kvtier.bridge.handing import EngineHandOvers
 from kvtier.bridge.protocol import (
     Abandon,
+    AskStaging,
     Cancel,
     Changed,
     Clear,
@@ -35,6 +38,8 @@ from kvtier.bridge.protocol import (
     HandOver,
     Hello,
     LookUp,
+    OfferStaging,
+    OpenedStaging,
     Refused,
     Release,
     Reserve,
@@ -49,6 +54,9 @@ from kvtier.keys import ChunkKey, join_keys
 from kvtier.pipeline.found import LookUp as CacheLookUp
 from kvtier.sockets.channel import Channel
 from kvtier.sockets.frames import FrameReader, Message, encode
+
+if TYPE_CHECKING:
+    from kvtier.peers.staging import Offer
 
 logger = logging.getLogger("kvtier")
 
@@ -69,7 +77,7 @@ class BridgeServer:
         self._numbers = itertools.count(1)
         self._engines: dict[str, Engine] = {}
         self._connections: dict[str, set[Connection]] = {}
-        self._troubles = Troubles()
+        self._troubles = Troubles("cannot hand over to %s: %s")
         self.came = anyio.Event()
         """Set when the first engine has come."""
         self.left = anyio.Event()
@@ -98,6 +106,11 @@ class BridgeServer:
         if listen is None or serving is None:
             return None
         return f"{listen.rpartition(':')[0]}:{serving.address[1]}"
+
+    @property
+    def stages(self) -> bool:
+        """Whether engines may have staging buffers."""
+        return self._instance.stagings is not None
 
     @property
     def engines(self) -> int:
@@ -135,12 +148,24 @@ class BridgeServer:
             connection.tell,
         )
 
+    async def stage(self, connection: Connection, engine: Engine, rank: int, ask: AskStaging) -> None:
+        """See to a buffer for a worker, or tell it that there is none."""
+        stagings = self._instance.stagings
+        if stagings is None:
+            await connection.tell(OfferStaging(0, b"", 0, "hand_over.device is cpu in the cache process"))
+            return
+        if engine.staging is None:
+            engine.staging = stagings.of(engine.name, engine.namespace, engine.layout)
+        engine.staging.join(rank, ask.gpu, connection.offer)
+
     def leave(self, connection: Connection, engine: Engine) -> None:
         """Take a connection out of its engine, which ends with its last."""
         connections = self._connections[engine.name]
         connections.discard(connection)
         if not connections:
             del self._connections[engine.name], self._engines[engine.name]
+            if engine.staging is not None and self._instance.stagings is not None:
+                self._instance.stagings.left(engine.name)
             engine.close()
             self._instance.served.left(engine.name)
             logger.info("engine %s has left", engine.name)
@@ -189,6 +214,8 @@ class Connection:
         finally:
             if self._handing is not None:
                 self._handing.close()
+            if hello.role == "worker" and engine.staging is not None:
+                engine.staging.leave(hello.rank, self.offer)
             self._server.leave(self, engine)
 
     async def _greeting(self) -> tuple[Hello, list[FromEngine]]:
@@ -205,12 +232,13 @@ class Connection:
 
     async def _welcome(self) -> None:
         cache = self._server.cache
+        staging = [protocol.STAGING] if self._server.stages else []
         welcome = Welcome(
             protocol.VERSION,
             self._server.epoch,
             cache.arena.capacity,
-            [tier.name for tier in cache.hierarchy.tiers],
-            [tier.settings.type for tier in cache.hierarchy.tiers],
+            [*(tier.name for tier in cache.hierarchy.tiers), *staging],
+            [*(tier.settings.type for tier in cache.hierarchy.tiers), *staging],
             self._server.peer,
         )
         await self._channel.send(encode(welcome), [cache.arena.fd])
@@ -245,7 +273,8 @@ class Connection:
                     self._tasks.start_soon(self._tell_fetched, engine, message.ticket, fetched)
                 return answer
             case Reserve():
-                return engine.reserve(message)
+                handing = None if self._handing is None else self._handing.find(message.hand_over)
+                return engine.reserve(message, handing)
             case Confirm():
                 return Confirmed(message.ticket, engine.holds(message.leases))
             case Clear():
@@ -259,6 +288,11 @@ class Connection:
                 engine.abandon(message.leases)
             case Cancel():
                 engine.cancel(message.ticket)
+            case AskStaging():
+                await self._server.stage(self, engine, rank, message)
+            case OpenedStaging():
+                if engine.staging is not None:
+                    engine.staging.opened(rank, message.number)
             case HandOver() | EndHandOver():
                 return self._hand_over(message)
         return None
@@ -274,6 +308,10 @@ class Connection:
     async def tell(self, message: Message) -> None:
         """Send what the engine has not just asked for."""
         await self._send([message])
+
+    async def offer(self, offer: Offer) -> None:
+        """Tell a worker of its staging buffer."""
+        await self.tell(OfferStaging(*offer))
 
     async def _tell_fetched(self, engine: Engine, ticket: int, found: CacheLookUp) -> None:
         try:

@@ -64,7 +64,7 @@ class Member:
         self.over: str | None = None
         """Why its connection is at an end; ``None`` as long as it is not."""
         self._hang_up = hang_up
-        self._heard = anyio.Event()
+        self._awaited_sign: anyio.Event | None = None
         self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
         self._to_send = anyio.Event()
@@ -90,7 +90,8 @@ class Member:
 
     async def responds(self, seconds: float) -> bool:
         """Whether anything comes from it, which it is asked for, within some seconds."""
-        self._heard = anyio.Event()
+        # One for all who ask at once: what comes is a sign to each of them.
+        heard = self._awaited_sign = self._awaited_sign or anyio.Event()
         try:
             # Nothing to do: it is asked for no more than an answer.
             order = self._give(lambda ticket: Unpin(ticket, b""), None)
@@ -98,13 +99,15 @@ class Member:
             return False
         order.abandon()
         with anyio.move_on_after(seconds):
-            await self._heard.wait()
-        return self._heard.is_set() and self.over is None
+            await heard.wait()
+        return heard.is_set() and self.over is None
 
     def heard(self) -> None:
         """Something has come from it."""
         self.heard_at = time.time()
-        self._heard.set()
+        if self._awaited_sign is not None:
+            self._awaited_sign.set()
+            self._awaited_sign = None
 
     def answer(self, answer: Answer) -> None:
         """It has answered a command. Raises :class:`ProtocolError` for what is no answer to one of them."""

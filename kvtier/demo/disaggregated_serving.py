@@ -86,16 +86,23 @@ class Serving:
 
 @contextmanager
 def serving(
-    options: Options, work: Work, steps: Steps, *, prompts: int, new_tokens: int, transport: str = "tcp"
+    options: Options,
+    work: Work,
+    steps: Steps,
+    *,
+    prompts: int,
+    new_tokens: int,
+    transport: str = "tcp",
+    memory: str = "4GiB",
 ) -> Iterator[Serving]:
     """All of it, started and warmed up, until the block is left.
 
-    ``prompts``: how many of ``options.tokens`` tokens each there are to be, none a part of another. Raises
-    :class:`DemoFailed`.
+    ``prompts``: how many of ``options.tokens`` tokens each there are to be, none a part of another.
+    ``memory``: of each cache process. Raises :class:`DemoFailed`.
     """
     model = model_of(options, work, steps)
     ports = {name: free_port() for name in ("prefiller", "decoder", "proxy")}
-    _write_settings(work, transport)
+    _write_settings(work, transport, memory)
     with ExitStack() as stack:
         clients = {name: stack.enter_context(Client(port, model)) for name, port in ports.items()}
         running = Serving(work, clients["prefiller"], clients["decoder"], clients["proxy"])
@@ -124,7 +131,7 @@ def serving(
         yield running
 
 
-def _write_settings(work: Work, transport: str) -> None:
+def _write_settings(work: Work, transport: str, memory: str) -> None:
     """Each with a secret of this demo's own."""
     secret = secrets.token_hex(32)
     for name, (role, _) in ROLES.items():
@@ -132,7 +139,7 @@ def _write_settings(work: Work, transport: str) -> None:
             "role": role,
             "chunk_tokens": CHUNK_TOKENS,
             "socket": str(work.socket(name)),
-            "tiers": [{"name": "ram", "type": "cpu", "capacity": "4GiB"}],
+            "tiers": [{"name": "ram", "type": "cpu", "capacity": memory}],
             "peer": {"listen": f"127.0.0.1:{free_port()}", "secret": secret, "transport": transport},
             "hand_over": {"patience": f"{PATIENCE_SECONDS}s", "reserve": f"{PATIENCE_SECONDS}s"},
         }

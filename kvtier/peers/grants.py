@@ -7,7 +7,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from kvtier.arena import Arena, Lease
+from kvtier.arena import Lease, Slices
 from kvtier.peers.protocol import NO_GRANT
 from kvtier.settings_peer import PeerSettings
 from kvtier.transports.base import Access, RemoteSpan
@@ -81,7 +81,7 @@ class GrantBook:
 
     def __init__(
         self,
-        arena: Arena,
+        arena: Slices,
         settings: PeerSettings,
         *,
         one_sided: bool = False,
@@ -204,6 +204,11 @@ class GrantBook:
         """End every grant of an owner that has gone. Harmless when repeated."""
         for number in list(self._owned.get(owner, ())):
             self._end(self._grants.get(number) or self._overdue[number])
+
+    def close(self) -> None:
+        """End every grant: the memory is gone."""
+        for owner in list(self._owned):
+            self.end(owner)
 
     def _end(self, grant: Grant) -> None:
         self._forget(grant)

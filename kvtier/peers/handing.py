@@ -8,7 +8,8 @@
     handed.leading                                       # So many chunks of the prompt the peer has now.
 
 The peer's look-ups wait for the chunks that were announced in this way (``TieredCache.look_up(expect=…)``).
-What is READY is leased until the peer has it, so that it cannot be evicted before.
+What is READY is leased until the peer has it, so that it cannot be evicted before. A chunk that was also put
+into a staging buffer goes from there where the peer has one, too, and else by way of the first tier.
 """
 
 from __future__ import annotations
@@ -18,27 +19,30 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import anyio
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
 from kvtier.arena import Lease
+from kvtier.backends.logs import Troubles
 from kvtier.cache import TieredCache
 from kvtier.catalog import State
 from kvtier.errors import ChannelError, PeerError
 from kvtier.events import Report
 from kvtier.keys import ChunkKey
 from kvtier.peers.backend import PeersBackend
+from kvtier.peers.handed import HandedOver, Progress
 from kvtier.peers.protocol import MOST_IN_ONE
 from kvtier.peers.push import Pushed, Target
+from kvtier.peers.push_staged import StagedTarget
 from kvtier.peers.source import Source
+from kvtier.peers.staging import Staging
+from kvtier.pipeline.store import Reservation
 from kvtier.router import FIRST
 from kvtier.settings_peer import split_address
 from kvtier.threads import WorkerThreads
 from kvtier.tier import ChunkBytes
-from kvtier.units import format_size
 
 logger = logging.getLogger("kvtier")
 
@@ -51,41 +55,6 @@ PUSH_SECONDS = 30.0
 FINISH_SECONDS = 10.0
 SEALED_AT_ONCE = 2
 """Threads that compute checksums, for all hand-overs together."""
-
-
-class Progress(NamedTuple):
-    """How far a hand-over is, in chunks."""
-
-    chunks: int
-    """All of them."""
-    awaited: int
-    """Not READY here yet."""
-    under_way: int
-    """READY here, and not at the peer."""
-    pushed: int
-    held: int
-    """Those that the peer had already."""
-    failed: int
-    """Those that the peer will not get by this."""
-    pushed_bytes: int
-
-
-class HandedOver(NamedTuple):
-    """What became of a hand-over."""
-
-    outcomes: dict[ChunkKey, Pushed]
-    """Of every chunk, in prefix order."""
-    leading: int
-    """How many chunks from the first on the peer has."""
-    pushed_bytes: int
-    seconds: float
-    """From the beginning to the end."""
-    pushing_seconds: float
-    """Of these, those in which anything was under way: mostly there is nothing to push yet."""
-    refused: bool
-    """Whether the peer takes nothing of this model."""
-    trouble: str
-    """Why not all of it is there, for people; empty where it is or nobody knows."""
 
 
 class HandOver:
@@ -108,6 +77,8 @@ class HandOver:
         self.trouble = ""
         """What went wrong last, for people."""
         self.pushed_bytes = 0
+        self.staged_chunks = 0
+        """Those that went from a staging buffer to another."""
         self._stage = stage
         self._number = number
         self._scope = CancelScope()
@@ -116,11 +87,16 @@ class HandOver:
         """READY here, and to be pushed."""
         self._leases: dict[ChunkKey, Lease] = {}
         """Of what is in the queue, or on its way."""
+        self._staged: dict[ChunkKey, tuple[Staging, Reservation]] = {}
+        """Those of the queue, or on their way, that go from a staging buffer."""
+        self.filling = 0
+        """Chunks that its engine is about to put into a staging buffer. Counted by whoever reserves."""
         self._outcomes: dict[ChunkKey, Pushed] = {}
         self._began = time.monotonic()
         self._seconds = 0.0
         self._finishing = False
         self._failed = False
+        self._unstaged = False
         self._refused = False
         self._under_way = 0
         self._pushing_since = 0.0
@@ -186,10 +162,24 @@ class HandOver:
             return
         self._awaited.discard(key)
         self._queue.append(key)
-        lease = self._stage.lease(key)
+        lease = self._stage.lease(key) if key not in self._staged else None
         if lease is not None:
             self._leases[key] = lease
         self._tell()
+
+    def stages(self, key: ChunkKey) -> bool:
+        """Whether a chunk is wanted from a staging buffer: it is not READY yet, and the peer has one, too."""
+        return key in self._awaited and not self._failed and not self._unstaged
+
+    def staged(self, staging: Staging, chunk: Reservation) -> None:
+        """A chunk is whole in a staging buffer here. The lease is this one's from now on."""
+        key = chunk.header.key
+        if not self.stages(key):
+            chunk.lease.release()
+            return
+        self._staged[key] = staging, chunk
+        self._stage.stop_awaiting(key, self)
+        self.ready(key)
 
     async def run(self) -> None:
         """Push until it is over. Once, by the stage."""
@@ -218,20 +208,23 @@ class HandOver:
 
     async def _push_to(self, source: Source) -> None:
         target = Target(source, self._stage.hop)
+        staged = StagedTarget(target)
         left = [key for key in self.keys if key not in self._outcomes]
         try:
             if not await target.announce(self._number, left):
                 logger.debug("peer %s waits for too many chunks to wait for further ones", self.to)
             self.announced.set()
-            await self._pump(target)
+            await self._pump(target, staged)
         finally:
             target.withdraw(self._number)
             self._refused = bool(target.trouble)
+            if staged.trouble:
+                self._stage.note_staging(self.to, staged.trouble)
             self.trouble = self.trouble or target.trouble
         if self._cut is not None:
             raise self._cut
 
-    async def _pump(self, target: Target) -> None:
+    async def _pump(self, target: Target, staged: StagedTarget) -> None:
         """Push batch after batch, some at once, until all is settled, one fails, or the connection ends."""
         async with anyio.create_task_group() as tasks:
             watching = CancelScope()
@@ -242,11 +235,11 @@ class HandOver:
                     await news.wait()
                     continue
                 await target.source.pushing.acquire()
-                if batch := self._next_batch():
+                if batch := self._next_staged() or self._next_batch():
                     if not self._under_way:
                         self._pushing_since = time.monotonic()
                     self._under_way += 1
-                    tasks.start_soon(self._push, target, batch)
+                    tasks.start_soon(self._push, target, staged, batch)
                 else:
                     target.source.pushing.release()
             watching.cancel()
@@ -265,10 +258,23 @@ class HandOver:
             self._cut = self._cut or PeerError("the connection was lost")
             self._tell()
 
+    def _next_staged(self) -> list[ChunkBytes]:
+        """Those at the head of the queue that go from one staging buffer."""
+        batch: list[ChunkBytes] = []
+        room = BATCH_BYTES
+        first = self._staged.get(self._queue[0]) if self._queue else None
+        while first is not None and self._queue and len(batch) < BATCH_CHUNKS:
+            staging, chunk = self._staged.get(self._queue[0], (None, first[1]))
+            room -= chunk.header.payload_bytes
+            if staging is not first[0] or (batch and room < 0):
+                break
+            batch.append(ChunkBytes(self._queue.popleft(), chunk.lease))
+        return batch
+
     def _next_batch(self) -> list[ChunkBytes]:
         batch: list[ChunkBytes] = []
         room = BATCH_BYTES
-        while self._queue and len(batch) < BATCH_CHUNKS:
+        while self._queue and len(batch) < BATCH_CHUNKS and self._queue[0] not in self._staged:
             key = self._queue[0]
             lease = self._leases.get(key) or self._stage.lease(key, always=True)
             if lease is None:
@@ -281,11 +287,17 @@ class HandOver:
             batch.append(ChunkBytes(self._queue.popleft(), lease))
         return batch
 
-    async def _push(self, target: Target, batch: Sequence[ChunkBytes]) -> None:
+    async def _push(self, target: Target, staged: StagedTarget, batch: Sequence[ChunkBytes]) -> None:
         """Push one batch. Where the connection ends it is to be pushed again over the next."""
         outcomes: Sequence[Pushed] = ()
         try:
-            outcomes = await target.push(batch, PUSH_SECONDS)
+            if batch[0].key in self._staged:
+                staging = self._staged[batch[0].key][0]
+                chunks = [self._staged[key][1] for key, _ in batch]
+                outcomes = await staged.push(staging, chunks, PUSH_SECONDS)
+                self._unstaged = staged.refused
+            else:
+                outcomes = await target.push(batch, PUSH_SECONDS)
         except ChannelError as error:
             self._cut = self._cut or error
         finally:
@@ -300,11 +312,24 @@ class HandOver:
         if not outcomes:
             self._queue.extendleft(chunk.key for chunk in reversed(batch))
             return
-        for chunk, outcome in zip(batch, outcomes, strict=True):
-            self._outcomes[chunk.key] = outcome
+        again = []
+        for (key, lease), outcome in zip(batch, outcomes, strict=True):
+            staging, staged = self._staged.pop(key, (None, None))
+            length = lease.length
+            if staging is not None and staged is not None:
+                staged.lease.release()
+                length = staged.header.payload_bytes
+                if not outcome.there:
+                    again.append(key)
+                    continue
+            else:
+                self._stage.give_back(self._leases.pop(key))
+            self._outcomes[key] = outcome
             self._failed |= not outcome.there
-            self.pushed_bytes += chunk.lease.length if outcome is Pushed.OK else 0
-            self._stage.give_back(self._leases.pop(chunk.key))
+            self.pushed_bytes += length if outcome is Pushed.OK else 0
+            self.staged_chunks += staging is not None and outcome is Pushed.OK
+        # By way of the first tier, in which they are as well.
+        self._queue.extendleft(reversed(again))
 
     def _tell(self) -> None:
         news, self._news = self._news, anyio.Event()
@@ -320,6 +345,9 @@ class HandOver:
         self._leases.clear()
         for lease in leases:
             self._stage.give_back(lease)
+        for _, chunk in self._staged.values():
+            chunk.lease.release()
+        self._staged.clear()
         self._stage.forget(self)
         self.announced.set()
         self.ended.set()
@@ -342,6 +370,7 @@ class HandOvers:
         self._counts: Counter[str] = Counter()
         self._pushed_bytes = 0
         self._pushing_seconds = 0.0
+        self._staging_troubles = Troubles("what is handed over to %s goes by way of the first tier: %s")
         cache.add_observer(self)
 
     def begin(self, to: str, keys: Sequence[ChunkKey]) -> HandOver:
@@ -382,13 +411,18 @@ class HandOvers:
         """It has ended."""
         self._open.discard(handing)
         for key in handing.keys:
-            self._stop_awaiting(key, handing)
+            self.stop_awaiting(key, handing)
         result = handing.result
         self._counts.update(outcome.value for outcome in result.outcomes.values())
         self._counts["hand_overs"] += 1
+        self._counts["staged"] += handing.staged_chunks
         self._pushed_bytes += result.pushed_bytes
         self._pushing_seconds += result.pushing_seconds
-        _tell_of(handing.to, result)
+        result.log(handing.to)
+
+    def note_staging(self, to: str, trouble: str) -> None:
+        """Say once why something did not go from staging buffer to staging buffer."""
+        self._staging_troubles.note(to, trouble)
 
     def observe(self, report: Report) -> None:
         """Transfers are not of interest here."""
@@ -399,7 +433,7 @@ class HandOvers:
             return
         for key in stored:
             for handing in list(self._awaiting.get(key, ())):
-                self._stop_awaiting(key, handing)
+                self.stop_awaiting(key, handing)
                 handing.ready(key)
 
     def close(self) -> None:
@@ -420,23 +454,10 @@ class HandOvers:
     def _is_here(self, key: ChunkKey) -> bool:
         return self._cache.hierarchy.catalog.state(key, FIRST) is State.READY
 
-    def _stop_awaiting(self, key: ChunkKey, handing: HandOver) -> None:
+    def stop_awaiting(self, key: ChunkKey, handing: HandOver) -> None:
+        """Do not tell a hand-over of this chunk any longer. Harmless when repeated."""
         awaiting = self._awaiting.get(key)
         if awaiting is not None:
             awaiting.discard(handing)
             if not awaiting:
                 del self._awaiting[key]
-
-
-def _tell_of(to: str, result: HandedOver) -> None:
-    counts = Counter(result.outcomes.values())
-    logger.info(
-        "%d of %d chunks pushed to %s, %d were there: %s in %.1f ms (%.2f GB/s)",
-        counts[Pushed.OK],
-        len(result.outcomes),
-        to,
-        counts[Pushed.HELD],
-        format_size(result.pushed_bytes),
-        result.pushing_seconds * 1e3,
-        result.pushed_bytes / max(result.pushing_seconds, 1e-9) / 1e9,
-    )

@@ -17,7 +17,9 @@ The order of things::
       ◄────────────────── Released(stood)        whether the grant stood until now
       Announce(number, keys) ─────────────►      a prompt whose chunks are about to be pushed
       ◄──────────────────────── Announced
-      Reserve(keys, lengths) ─────────────►      room in the server's first tier, please
+      Stage(namespace) ───────────────────►      only where both hand over between memories of devices
+      ◄─────────────── Staged(endpoints)
+      Reserve(keys, lengths) ─────────────►      room in the server's first tier, or staging, please
       ◄─────────── Reserved(grant, offsets)      at once; these spans may be written
                  the transport writes
       Commit(grant, chunks, checksums) ───►      they are written
@@ -40,7 +42,7 @@ Rules that keep bytes right:
   that time has passed, or with the connection; where the transport cannot refuse a late write, its memory is
   used for nothing else before the pusher has given it back or was cut off. A chunk is served once its bytes
   match the checksum of its ``Commit``, by which the right to write there has ended. The server writes its
-  header.
+  header. A staging buffer is written by NIXL, which says when it is done, and has neither.
 - Requests carry a ticket, which their answer repeats. Answers may come in another order.
 """
 
@@ -51,7 +53,7 @@ from typing import Literal
 
 from kvtier.sockets.frames import Message, decoder
 
-VERSION = 2
+VERSION = 3
 MOST_IN_ONE = 32_768
 """Chunks of one :class:`Announce`: 1 MiB of keys."""
 MOST_RESERVED = 128
@@ -205,6 +207,11 @@ class Reserve(Message, frozen=True, array_like=True, tag=18):
     parents: bytes
     """32 bytes each, joined, in the order of the keys."""
     payload_lengths: list[int]
+    staging: int = 0
+    """The number of the staging buffer, as in :class:`Staged`, where it is wanted there.
+
+    Offsets are within the memory of each rank then, whose slice of the payload goes there.
+    """
 
 
 class Reserved(Message, frozen=True, array_like=True, tag=19):
@@ -235,7 +242,7 @@ class Commit(Message, frozen=True, array_like=True, tag=20):
     grant: int
     chunks: list[int]
     checksums: bytes
-    """XXH3-128 of each payload, :data:`CHECKSUM_BYTES` each, joined."""
+    """XXH3-128 of each payload, :data:`CHECKSUM_BYTES` each, joined. None for a staging buffer."""
 
 
 class Committed(Message, frozen=True, array_like=True, tag=21):
@@ -245,7 +252,26 @@ class Committed(Message, frozen=True, array_like=True, tag=21):
     whole: list[bool]
 
 
-FromClient = Hello | LookUp | Await | Release | Contains | Ping | Announce | Withdraw | Reserve | Commit
+class Stage(Message, frozen=True, array_like=True, tag=22):
+    """Is there a staging buffer beside the engine that serves this model?"""
+
+    ticket: int
+    namespace: bytes
+
+
+class Staged(Message, frozen=True, array_like=True, tag=23):
+    """Where it is, for NIXL: an endpoint for each rank. Another number stands for other memory."""
+
+    ticket: int
+    number: int
+    endpoints: list[bytes]
+    refusal: str
+    """Why there is none; empty where there is one."""
+
+
+FromClient = (
+    Hello | LookUp | Await | Release | Contains | Ping | Announce | Withdraw | Reserve | Commit | Stage
+)
 FromServer = (
     Welcome
     | Refused
@@ -258,6 +284,7 @@ FromServer = (
     | Withdrawn
     | Reserved
     | Committed
+    | Staged
 )
 
 decode_from_client: Callable[[bytes], FromClient] = decoder(FromClient, "a message of a peer that asks")

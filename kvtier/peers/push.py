@@ -115,12 +115,15 @@ class Target:
         finally:
             items.clear()  # Else the traceback of a cancelled call would keep the arena mapped.
 
-    async def reserve(self, headers: Sequence[ChunkHeader]) -> Room:
-        """Ask for room. All are of one namespace."""
+    async def reserve(self, headers: Sequence[ChunkHeader], *, staging: int = 0, ranks: int = 1) -> Room:
+        """Ask for room. All are of one namespace.
+
+        With ``staging``, in the buffers of that number, for each rank's slice of the payloads.
+        """
         asked_at = time.monotonic()
 
         def settle(reserved: Reserved, wanted: bool) -> Room:
-            room = Room(_promises(reserved, headers, asked_at), reserved)
+            room = Room(_promises(reserved, headers, asked_at, ranks), reserved)
             if not wanted:
                 self.source.release(room.promises.values())
             return room
@@ -132,6 +135,7 @@ class Target:
                 join_keys([header.key for header in headers]),
                 join_keys([header.parent for header in headers]),
                 [header.payload_bytes for header in headers],
+                staging,
             )
 
         return await answer_of(self.source.conversation.ask(ask, Reserved, settle))
@@ -243,7 +247,9 @@ class _Push:
             del self._sealed[index]
 
 
-def _promises(reserved: Reserved, headers: Sequence[ChunkHeader], asked_at: float) -> dict[int, Promise]:
+def _promises(
+    reserved: Reserved, headers: Sequence[ChunkHeader], asked_at: float, ranks: int
+) -> dict[int, Promise]:
     """Raises :class:`kvtier.errors.ProtocolError` where it answers what was not asked, or nonsense."""
     count = len(reserved.positions)
     expect_length(reserved.offsets, count)
@@ -255,12 +261,10 @@ def _promises(reserved: Reserved, headers: Sequence[ChunkHeader], asked_at: floa
     ends = asked_at + usable_seconds(reserved.seconds)
     promises = {}
     for number, (at, offset) in enumerate(zip(reserved.positions, reserved.offsets, strict=True)):
-        header = headers[at]
-        if offset < 0 or offset + header.payload_bytes > BIGGEST_NUMBER:
+        length = headers[at].payload_bytes // ranks
+        if offset < 0 or offset + length > BIGGEST_NUMBER:
             raise ProtocolError("it has room that cannot be")
-        promises[at] = Promise(
-            header.key, reserved.grant, number, offset, header.payload_bytes, ready=True, ends=ends
-        )
+        promises[at] = Promise(headers[at].key, reserved.grant, number, offset, length, ready=True, ends=ends)
     return promises
 
 

@@ -25,6 +25,7 @@ from kvtier.peers.holdings import Holdings
 from kvtier.peers.protocol import VERSION, Hello, Refused, Welcome, decode_from_client
 from kvtier.peers.reservations import Reservations
 from kvtier.peers.session import Session
+from kvtier.peers.staging import Stagings
 from kvtier.settings_peer import PeerSettings, split_address
 from kvtier.sockets.channel import Channel
 from kvtier.sockets.frames import encode
@@ -58,18 +59,20 @@ class PeerServer:
         instance: str,
         buffer: int | None = None,
         refusal: Callable[[bytes], str] | None = None,
+        stagings: Stagings | None = None,
     ) -> None:
         """Reads the certificates. Raises :class:`kvtier.errors.SettingsError`.
 
         ``buffer``: bytes of the first tier that peers may have reserved at once; ``peer.share`` of it where
         left out. ``refusal`` says why nothing of a namespace may be pushed here; nothing where it may.
+        ``stagings``: the staging buffers of the engines, where there are any.
         """
         self._settings = settings
         self._transport = transport
         self._grants = grants
         self._instance = instance
         self._holdings = Holdings(cache)
-        self._reservations = Reservations(cache, grants, buffer, refusal)
+        self._reservations = Reservations(cache, grants, buffer, refusal, stagings)
         self._credentials = Credentials.of(settings)
         self._warn = RareWarning(logger)
         self._address: tuple[str, int] | None = None

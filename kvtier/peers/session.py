@@ -20,7 +20,6 @@ from kvtier.keys import ChunkKey, split_keys
 from kvtier.peers.grants import Grant, GrantBook
 from kvtier.peers.holdings import PART_BYTES, PART_CHUNKS, Holdings
 from kvtier.peers.protocol import (
-    CHECKSUM_BYTES,
     NO_GRANT,
     Announce,
     Announced,
@@ -39,6 +38,7 @@ from kvtier.peers.protocol import (
     Release,
     Released,
     Reserve,
+    Stage,
     Withdraw,
     Withdrawn,
     decode_from_client,
@@ -106,6 +106,8 @@ class Session:
                 with CancelScope(shield=True):
                     await self._cut_off()
             self._grants.end(self)
+            with CancelScope(shield=True):
+                await self._reservations.cut_off(self)
         raise failure
 
     async def _converse(self) -> None:
@@ -146,10 +148,11 @@ class Session:
                 await self._say(self._reservations.reserve(self, message))
             case Commit():
                 self._check_numbers(message.grant, message.chunks)
-                if len(message.checksums) != CHECKSUM_BYTES * len(message.chunks):
-                    raise ProtocolError("it commits chunks without their checksums")
+                self._reservations.check(message)
                 await self._commits.acquire()
                 self._tasks.start_soon(self._commit, message)
+            case Stage():
+                await self._say(self._reservations.stage(message))
             case Ping():
                 await self._say(Pong(message.ticket))
             case Hello():

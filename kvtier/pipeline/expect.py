@@ -23,7 +23,7 @@ MOST_ENDED = 65_536
 """Chunks of which it is remembered that they were coming once and are not any longer."""
 
 Take = Callable[[ChunkKey], bool]
-"""Adds a chunk to a look-up where it is READY in the first tier; whether it was."""
+"""Adds a chunk to a look-up where it is READY in memory; whether it was."""
 
 
 class Expectation:
@@ -150,6 +150,10 @@ class ExpectStage:
             del self._ended[key]
         for key in gone:
             self._wake(key)
+
+    def arrived(self, key: ChunkKey) -> None:
+        """It can be taken from elsewhere than the first tier: have those who wait do so at once."""
+        self._wake(key)
 
     def begin(self, keys: Sequence[ChunkKey], take: Take) -> Expectation:
         """Wait for these, in their order, from now on. May be over at once."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import groupby
+from typing import NamedTuple, Protocol
 
 import anyio
 
@@ -15,6 +16,19 @@ from kvtier.pipeline.prefetch import Flight
 from kvtier.router import FIRST
 
 
+class Staged(Protocol):
+    """Chunks that were pushed past the tiers, into memory of the engine that looks them up."""
+
+    closed: bool
+    """Whether that memory is gone."""
+
+    def find(self, key: ChunkKey) -> Lease | None:
+        """A lease on a chunk that is there whole."""
+
+    def drop(self, key: ChunkKey) -> None:
+        """It has been loaded, or is not wanted any longer. The memory is free with its last lease."""
+
+
 @dataclass(slots=True)
 class FoundChunk:
     """One chunk of a look-up: leased, and on its way up where it was not in memory."""
@@ -22,6 +36,8 @@ class FoundChunk:
     key: ChunkKey
     lease: Lease
     flight: Flight | None = None
+    staged: Staged | None = None
+    """Where it lies, if that is not the arena."""
 
     @property
     def source(self) -> int:
@@ -33,19 +49,57 @@ class FoundChunk:
         """Whether its bytes may be read."""
         return self.flight is None or self.flight.arrived
 
+    def release(self) -> None:
+        """Let go of the lease. What was staged goes with that: the engine has it, or never will."""
+        self.lease.release()
+        if self.staged is not None:
+            self.staged.drop(self.key)
+
 
 class Ready(NamedTuple):
-    """Leading chunks of a look-up that can be read now. The leases are the caller's."""
+    """Consecutive chunks of a look-up that can be read now, in one memory. The leases are the caller's."""
 
     leases: Leases
     sources: list[int]
-    """The tier that each was in when it was asked for."""
+    """The tier that each was in when it was asked for; of no meaning where they are staged."""
+    staged: Staged | None = None
+    """Where they lie, if that is not the arena."""
+    keys: Sequence[ChunkKey] = ()
+    """Of those that are staged, which are to be dropped there when their leases are released."""
+
+    @classmethod
+    def of(cls, chunks: Sequence[FoundChunk]) -> Ready:
+        """Of the same memory; takes over their leases."""
+        leases = Leases.of([chunk.lease for chunk in chunks])
+        staged = chunks[0].staged
+        keys = () if staged is None else [chunk.key for chunk in chunks]
+        return cls(leases, [chunk.source for chunk in chunks], staged, keys)
+
+    @property
+    def stands(self) -> bool:
+        """Whether the memory that was leased is there still."""
+        return self.staged is None or not self.staged.closed
+
+    def release(self, index: int) -> None:
+        """Let go of one; harmless when repeated."""
+        self.leases.release(index)
+        if self.staged is not None:
+            self.staged.drop(self.keys[index])
+
+    def release_all(self) -> None:
+        """Let go of all that are left; harmless when repeated."""
+        self.leases.release_all()
+        if self.staged is not None:
+            for key in self.keys:
+                self.staged.drop(key)
 
 
 class LookUp:
     """The leading chunks of a prompt that are held, each with a lease that is the caller's to release."""
 
-    def __init__(self) -> None:
+    def __init__(self, staged: Staged | None = None) -> None:
+        """``staged``: where chunks are found besides the tiers."""
+        self.staged = staged
         self.unknown = 0
         """How many chunks after these may yet be found, while anybody wants to know.
 
@@ -104,14 +158,25 @@ class LookUp:
         """Further chunks, whose leases it takes over."""
         self._chunks += chunks
 
-    def take_ready(self) -> Ready:
-        """The leading chunks that can be read now, with their leases; what is under way stays here."""
+    def add_staged(self, key: ChunkKey) -> bool:
+        """A further chunk, where it is found besides the tiers; whether it is."""
+        lease = None if self.staged is None else self.staged.find(key)
+        if lease is not None:
+            self._chunks.append(FoundChunk(key, lease, staged=self.staged))
+        return lease is not None
+
+    def take_ready(self) -> list[Ready]:
+        """The leading chunks that can be read now, with their leases; what is under way stays here.
+
+        In prefix order, apart where arena and staging take turns.
+        """
         if self._head is not None and not self._chunks:
             leases, self._head = self._head[1], None
-            return Ready(leases, [FIRST] * len(leases))
+            return [Ready(leases, [FIRST] * len(leases))] if len(leases) else []
         ready = self.chunks[: self.ready]
         del self._chunks[: len(ready)]
-        return Ready(Leases.of([chunk.lease for chunk in ready]), [chunk.source for chunk in ready])
+        runs = groupby(ready, key=lambda chunk: chunk.staged is not None)
+        return [Ready.of(list(run)) for _, run in runs]
 
     async def settle(self, seconds: float | None) -> None:
         """Wait for what is on its way, ``None`` for as long as it takes, then forget what did not arrive."""
@@ -134,7 +199,7 @@ class LookUp:
             self._head[1].release_all()
             self._head = None
         for chunk in self.chunks[count:]:
-            chunk.lease.release()
+            chunk.release()
         del self._chunks[count:]
 
     def release(self) -> None:

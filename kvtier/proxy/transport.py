@@ -1,8 +1,8 @@
 """A transport for httpx whose streams cost little: everything that has arrived is one piece.
 
-httpx' own transport hands on a stream chunk by chunk, through four generators and a cancel scope each, and looks
-at every connection of a pool whenever a request begins or ends. That is fine for a client; a proxy with a thousand
-streams does nothing else. h11 reads and writes HTTP here, too.
+httpx' own transport hands on a stream chunk by chunk, through four generators and a cancel scope each, and
+looks at every connection of a pool whenever a request begins or ends. That is fine for a client; a proxy with
+a thousand streams does nothing else. h11 reads and writes HTTP here, too.
 """
 
 from __future__ import annotations

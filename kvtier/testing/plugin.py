@@ -5,7 +5,7 @@ pytest and nothing else, and what it offers is loaded when it is used.
 
 =========================  ======================================================================
 ``kvtier_checks = true``   in pytest's ini file, or :func:`enable_checks` from ``pytest_configure``:
-                           tests on the event loop fail where they blocked it for more than 100 ms or
+                           tests on the event loop fail where they blocked it for more than 200 ms or
                            leave a task behind
 ``loop_may_block``         a marker: this test may block the loop, for the reason that it gives
 ``leak_check``             a fixture: fails where a lease on an arena made since is still open at the end
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the ini option."""
     parser.addini(
         "kvtier_checks",
-        "Fail tests on the event loop that block it for more than 100 ms or leave a task behind.",
+        "Fail tests on the event loop that block it for more than 200 ms or leave a task behind.",
         type="bool",
         default=False,
     )

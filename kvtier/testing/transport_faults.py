@@ -236,7 +236,7 @@ class TransportFaults(TransportSuite):
     ) -> None:
         """The transfer goes on over new connections, and what had arrived is not sent again."""
         self.only_over_connections()
-        size = 96 * MIB
+        size = 48 * MIB
         async with self.linked(other, proof, capacity=size + 4 * MIB, relayed=True) as pair:
             assert pair.relay is not None
             (span,) = await pair.other.grant([size], access=Access(method), seed=1)

@@ -14,7 +14,8 @@ without a beat two kinds are counted:
   thread, as ``Thread.start`` does, is not to blame either. One such look counts as one period, however
   late the monitor itself came.
 
-What the garbage collector takes is not counted, nor what it finalizes: it interrupts whoever comes along.
+What the garbage collector takes is not counted, nor what it finalizes: it interrupts whoever comes along. Nor
+is reading source files for a traceback that is logged, which takes as long as the disk is busy.
 
 Both err on the side of too little; twice the limit is found on any machine. A worker thread that holds the
 GIL for long without computing in the loop's thread is not found: the monitor needs the GIL too.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import linecache
 import sys
 import threading
 import time
@@ -48,7 +50,7 @@ class Block(NamedTuple):
 class LoopWatch:
     """Watches the running loop from :meth:`start` to :meth:`stop`, both called on it."""
 
-    def __init__(self, limit: float = 0.1) -> None:
+    def __init__(self, limit: float = 0.2) -> None:
         self.limit = limit
         self.blocks: list[Block] = []
         self._beats = 0
@@ -94,7 +96,8 @@ class LoopWatch:
         place = (id(frame), frame.f_lasti) if frame is not None else None
         cpu_seconds = self._cpu_seconds()
         asleep = self._is_asleep() and place == stall.place and not _is_select(frame)
-        stall.seconds += max(cpu_seconds - stall.cpu_seconds, PERIOD_SECONDS if asleep else 0.0)
+        if not _is_reading_source(frame):
+            stall.seconds += max(cpu_seconds - stall.cpu_seconds, PERIOD_SECONDS if asleep else 0.0)
         stall.cpu_seconds = cpu_seconds
         stall.place = place
         if stall.seconds > self.limit and not stall.stack:
@@ -145,3 +148,11 @@ def _thread_states() -> dict[str, str]:
 
 def _is_select(frame: FrameType | None) -> bool:
     return frame is not None and Path(frame.f_code.co_filename).name == "selectors.py"
+
+
+def _is_reading_source(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == linecache.__file__:
+            return True
+        frame = frame.f_back
+    return False

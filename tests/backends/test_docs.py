@@ -92,6 +92,7 @@ def test_the_line_of_kvtier_plugins() -> None:
     assert shown.split() in [line.split() for line in told.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_copy_under_another_name_passes_the_suite(tmp_path: Path) -> None:
     (commands,) = re.findall(r"## 1\. .*?```\n(.*?)pip install", TEXT, re.DOTALL)
     (tmp_path / "plugins").symlink_to(ROOT / "plugins")

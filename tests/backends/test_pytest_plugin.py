@@ -22,7 +22,7 @@ def anyio_backend():
 """
 
 TESTS = """
-import asyncio, gc, hashlib, socket, subprocess, threading, time
+import asyncio, gc, hashlib, linecache, os, socket, subprocess, threading, time
 import anyio, pytest
 from kvtier.arena import Arena
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def slow_to_set_up():
-    time.sleep(0.4)
+    time.sleep(0.6)
 
 @pytest.fixture
 async def server():
@@ -40,23 +40,23 @@ async def server():
         group.cancel_scope.cancel()
 
 async def test_bad_sleeps():
-    time.sleep(0.4)
+    time.sleep(0.6)
 
 async def test_bad_computes():
-    end = time.thread_time() + 0.2
+    end = time.thread_time() + 0.5
     while time.thread_time() < end:
         pass
 
 async def test_bad_computes_in_c():
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 700_000)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)
 
 async def test_bad_waits_for_a_lock():
     lock = threading.Lock()
     lock.acquire()
-    lock.acquire(timeout=0.4)
+    lock.acquire(timeout=0.6)
 
 async def test_bad_waits_for_a_process():
-    subprocess.run(["sleep", "0.4"])
+    subprocess.run(["sleep", "0.6"])
 
 async def test_bad_fixture(slow_to_set_up):
     pass
@@ -92,7 +92,7 @@ async def test_good_task_that_is_about_to_end():
 async def test_good_collects_what_takes_long():
     class Slow:
         def __del__(self):
-            end = time.thread_time() + 0.2
+            end = time.thread_time() + 0.5
             while time.thread_time() < end:
                 pass
     slow = Slow()
@@ -100,9 +100,15 @@ async def test_good_collects_what_takes_long():
     del slow
     gc.collect()
 
+async def test_good_reads_source_for_a_traceback(tmp_path):
+    pipe = tmp_path / "slow.py"
+    os.mkfifo(pipe)
+    threading.Timer(0.6, lambda: pipe.write_text("slow = 1")).start()
+    linecache.getline(str(pipe), 1)
+
 @pytest.mark.loop_may_block("on purpose")
 async def test_good_may_block():
-    time.sleep(0.4)
+    time.sleep(0.6)
 
 async def test_good_no_leak(leak_check):
     arena = Arena.create(1 << 20)
@@ -158,7 +164,7 @@ def test_what_it_finds(checked: str) -> None:
 
 def test_what_it_says(checked: str) -> None:
     assert "the event loop was blocked for" in checked
-    assert "(at most 100 ms are allowed) here:" in checked
+    assert "(at most 200 ms are allowed) here:" in checked
     assert "hashlib.pbkdf2_hmac(" in checked, "the stack does not show what blocked"
     assert "coro=<sleep()" in checked
     assert "1 leases on 4096 bytes of an arena are open" in checked
@@ -202,7 +208,7 @@ async def test_the_watch_does_not_blame_a_loop_that_waits_for_a_core() -> None:
     release.acquire()
 
     def compute() -> None:
-        end = time.thread_time() + 0.15
+        end = time.thread_time() + 0.3
         while time.thread_time() < end:
             pass
         release.release()

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvtier.integrations.vllm import worker
+from kvtier.integrations.vllm.copies import ChunkCopy
 from kvtier.integrations.vllm.layout import ModelLayout
-from kvtier.integrations.vllm.metadata import ChunkCopy, Job
+from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.worker import WorkerSide
 from kvtier.layout import ChunkLayout, GroupLayout
 

@@ -79,6 +79,7 @@ async def test_a_thousand_at_once_have_an_answer_each(tmp_path: Path) -> None:
         assert answers == [200] * 1000
 
 
+@pytest.mark.slow
 async def test_scraping_leaks_nothing(tmp_path: Path) -> None:
     await scrape_often(tmp_path, 1000)
 
@@ -114,7 +115,7 @@ def held() -> tuple[int, int, int]:
 
 
 async def test_a_million_chunks_do_not_make_it_slow(tmp_path: Path) -> None:
-    """The loop may not be blocked for 100 ms, which is watched in every test."""
+    """The loop may not be blocked for 200 ms, which is watched in every test."""
     async with watched(settings(tmp_path)) as one:
         catalog = one.cache.hierarchy.catalog
         for start in range(0, CHUNKS, SLICE):

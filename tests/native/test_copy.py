@@ -6,7 +6,6 @@ import os
 import random
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,22 +14,13 @@ from xxhash import xxh3_128_digest
 from kvtier import native
 from kvtier.arena import Arena, ArenaMap
 from kvtier.header import HEADER_BYTES
-from kvtier.integrations.vllm.copies import NativeCopies, PageCopies, TorchCopies, page_copies
+from kvtier.integrations.vllm.copies import ChunkCopy, NativeCopies, PageCopies, TorchCopies, page_copies
 from kvtier.layout import ChunkLayout, GroupLayout
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.summary())
 
 BLOCKS = 40
 NULL = 0
-
-
-class Chunk(NamedTuple):
-    """What of vLLM's side matters here."""
-
-    offset: int
-    tokens: int
-    blocks: tuple[list[int], ...]
-    lease: int = 0
 
 
 LAYOUTS = {
@@ -64,7 +54,7 @@ def engine(layout: ChunkLayout, seed: int) -> list[list[torch.Tensor]]:
     return made
 
 
-def chunks(layout: ChunkLayout, seed: int) -> list[Chunk]:
+def chunks(layout: ChunkLayout, seed: int) -> list[ChunkCopy]:
     """Chunks in a row, the last a short one, some pages of them nobody's."""
     order = random.Random(seed)
     free = [order.sample(range(1, BLOCKS), BLOCKS - 1) for _ in layout.groups]
@@ -78,7 +68,7 @@ def chunks(layout: ChunkLayout, seed: int) -> list[Chunk]:
             if len(made) == 2:
                 table = [NULL if page % 2 else block for page, block in enumerate(table)]
             blocks.append(table)
-        made.append(Chunk(offset, tokens, tuple(blocks)))
+        made.append(ChunkCopy(0, offset, tokens, tuple(blocks)))
         offset += -(-(HEADER_BYTES + layout.payload_bytes(tokens)) // 4096) * 4096
     return made
 
@@ -95,7 +85,7 @@ def copies(kind: str, layout: ChunkLayout, pages: list[list[torch.Tensor]]) -> P
     return TorchCopies(layout, rank_of(layout), pages, NULL)
 
 
-def expected_pages(layout: ChunkLayout, chunk: Chunk) -> Iterator[tuple[int, int, int, int, int]]:
+def expected_pages(layout: ChunkLayout, chunk: ChunkCopy) -> Iterator[tuple[int, int, int, int, int]]:
     """Group, layer, block, where its page lies in the arena and its bytes, by the layout's own words."""
     for span in layout.spans(chunk.tokens, rank_of(layout)):
         for page, block in enumerate(chunk.blocks[span.group]):
@@ -150,7 +140,7 @@ def test_no_chunk_is_no_work(kind: str, arena: ArenaMap) -> None:
     pages = engine(layout, 1)
     copying = copies(kind, layout, pages)
     assert copying.done(copying.load(arena, []))
-    assert copying.done(copying.save(arena, [Chunk(0, 64, ([NULL] * 4,))]))
+    assert copying.done(copying.save(arena, [ChunkCopy(0, 0, 64, ([NULL] * 4,))]))
     copying.close()
 
 
@@ -158,11 +148,11 @@ def test_no_chunk_is_no_work(kind: str, arena: ArenaMap) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        Chunk(4096, 64, ([1, 2, 3, BLOCKS],)),
-        Chunk(4096, 64, ([1, 2, 3, -1],)),
-        Chunk((4 << 20) - 4096, 64, ([1, 2, 3, 4],)),
-        Chunk(5 << 20, 64, ([1, 2, 3, 4],)),
-        Chunk(4096, 64, ([1, 2, 3, 4], [1])),
+        ChunkCopy(0, 4096, 64, ([1, 2, 3, BLOCKS],)),
+        ChunkCopy(0, 4096, 64, ([1, 2, 3, -1],)),
+        ChunkCopy(0, (4 << 20) - 4096, 64, ([1, 2, 3, 4],)),
+        ChunkCopy(0, 5 << 20, 64, ([1, 2, 3, 4],)),
+        ChunkCopy(0, 4096, 64, ([1, 2, 3, 4], [1])),
     ],
     ids=[
         "a block too far",
@@ -172,13 +162,13 @@ def test_no_chunk_is_no_work(kind: str, arena: ArenaMap) -> None:
         "a group too many",
     ],
 )
-def test_nothing_is_touched_where_anything_is_outside(bad: Chunk, arena: ArenaMap) -> None:
+def test_nothing_is_touched_where_anything_is_outside(bad: ChunkCopy, arena: ArenaMap) -> None:
     layout = LAYOUTS["one group"]
     pages = engine(layout, 1)
     before = [layer.clone() for layer in pages[0]]
     memory = arena.view(0, arena.capacity)
     memory[:] = b"\xee" * arena.capacity
-    both = [Chunk(8192, 64, ([5, 6, 7, 8],)), bad]
+    both = [ChunkCopy(0, 8192, 64, ([5, 6, 7, 8],)), bad]
     with pytest.raises(IndexError):
         NativeCopies(layout, 0, pages, NULL).load(arena, both)
     with pytest.raises(IndexError):

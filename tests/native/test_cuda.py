@@ -13,10 +13,10 @@ import torch
 from kvtier import native
 from kvtier.arena import HUGE_PAGE_BYTES, Arena, ArenaMap
 from kvtier.errors import ArenaError
-from kvtier.integrations.vllm.copies import page_copies
+from kvtier.integrations.vllm.copies import ChunkCopy, page_copies
 from kvtier.integrations.vllm.cuda_copies import CudaCopies
 from kvtier.layout import ChunkLayout, GroupLayout
-from tests.native.test_copy import BLOCKS, LAYOUTS, NULL, Chunk, chunks, engine, expected_pages, rank_of
+from tests.native.test_copy import BLOCKS, LAYOUTS, NULL, chunks, engine, expected_pages, rank_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -149,16 +149,16 @@ def test_a_load_waits_for_what_the_engine_did_before(arena: ArenaMap) -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [Chunk(4096, 64, ([1, 2, 3, BLOCKS],)), Chunk(64 << 20, 64, ([1, 2, 3, 4],))],
+    [ChunkCopy(0, 4096, 64, ([1, 2, 3, BLOCKS],)), ChunkCopy(0, 64 << 20, 64, ([1, 2, 3, 4],))],
     ids=["block", "chunk"],
 )
-def test_nothing_is_touched_where_anything_is_outside(bad: Chunk, arena: ArenaMap) -> None:
+def test_nothing_is_touched_where_anything_is_outside(bad: ChunkCopy, arena: ArenaMap) -> None:
     layout = LAYOUTS["one group"]
     before = engine(layout, 1)
     pages = on_device(before)
     loading = copies(layout, pages, arena)
     with pytest.raises(IndexError):
-        loading.load(arena, [Chunk(8192, 64, ([5, 6, 7, 8],)), bad])
+        loading.load(arena, [ChunkCopy(0, 8192, 64, ([5, 6, 7, 8],)), bad])
     torch.cuda.synchronize()
     assert same(pages, before)
     loading.close()
@@ -211,7 +211,7 @@ def test_torch_copies_where_the_arena_cannot_be_registered(
     moving = page_copies(layout, 0, pages, NULL)
     assert isinstance(moving, CudaCopies)
     assert not moving.pin(arena)
-    wanted = [Chunk(4096, 64, ([5, 3, 9, 1],))]
+    wanted = [ChunkCopy(0, 4096, 64, ([5, 3, 9, 1],))]
     assert moving.done(moving.save(arena, wanted))
     assert moving.done(moving.load(arena, wanted))
     assert same(pages, before)

@@ -246,24 +246,30 @@ async def test_a_stopped_peer_costs_patience_and_is_found_again() -> None:
         await assert_right(items, SMALL)
 
 
+async def stopped_amid_reads(process: PeerProcess, backend: PeersBackend) -> list[GetItem]:
+    """Stop a peer while it is read; what was not read whole then. Nothing where all had come before."""
+    items = await blanks(range(16), BIG)
+    answers: list[Outcome] = []
+
+    async def get() -> None:
+        answers.extend(await backend.get(items))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(get)
+        await until(lambda: any(not is_stained(view[:4096]) for _, view in items))
+        process.signal(signal.SIGSTOP)
+        with anyio.fail_after(10):
+            await until(lambda: len(answers) == len(items))
+    return items if FAILED in answers else []
+
+
 async def test_a_peer_stopped_in_mid_read_is_given_up_and_touches_nothing_later() -> None:
     process = PeerProcess(range(16), BIG)
     async with started(process), reading_from(process, deadline=2.0) as backend:
         await connected(backend)
         assert await backend.held_prefix(keys_of(range(16))) == 16
-        items = await blanks(range(16), BIG)
-        async with anyio.create_task_group() as tasks:
-            answers: list[Outcome] = []
-
-            async def get() -> None:
-                answers.extend(await backend.get(items))
-
-            tasks.start_soon(get)
-            await until(lambda: any(not is_stained(view[:4096]) for _, view in items))
-            process.signal(signal.SIGSTOP)
-            with anyio.fail_after(10):
-                await until(lambda: len(answers) == 16)
-        assert FAILED in answers
+        while not (items := await stopped_amid_reads(process, backend)):
+            process.signal(signal.SIGCONT)
         await stained_anew(items)
         process.signal(signal.SIGCONT)
         await connected(backend)

@@ -108,6 +108,7 @@ def test_a_slow_and_lossy_network(kind: str) -> None:
         assert instances.network.counts.lost > 0
 
 
+@few_nixl
 def test_a_cut_that_outlasts_the_deadline(kind: str) -> None:
     with opened(kind, deadline="1s") as instances:
         network, (near, _) = instances.network, instances.all

@@ -58,7 +58,8 @@ async def run():
     async with TieredCache.open(load_settings()) as cache:
         shelf = cache.model('m', token_bytes=16)
         print([tier.settings.type for tier in cache.hierarchy.tiers])
-        print([observer.chunk_tokens for observer in cache.hierarchy.observers])
+        observers = [observer for observer in cache.hierarchy.observers if hasattr(observer, 'chunk_tokens')]
+        print([observer.chunk_tokens for observer in observers])
 anyio.run(run)
 """
     result = python("-c", script, KVTIER_TIERS=TIERS)

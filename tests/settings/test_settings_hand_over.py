@@ -15,7 +15,6 @@ from kvtier.settings import load_settings
     ("written", "said"),
     [
         ({"role": "prefiller"}, r"role .*'both', 'prefill' or 'decode'"),
-        ({"hand_over": {"device": "cuda"}}, r"hand_over\.device .*memory of a GPU yet: write cpu"),
         ({"hand_over": {"device": "tpu"}}, r"hand_over\.device"),
         ({"hand_over": {"patience": 0}}, r"hand_over\.patience"),
         ({"hand_over": {"reserve": "1h"}}, r"hand_over\.reserve"),

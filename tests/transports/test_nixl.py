@@ -23,7 +23,7 @@ from kvtier.testing.transport_side import Side, dial_nowhere, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan
 from kvtier.transports.nixl import NixlSettings, NixlTransport
 from kvtier.transports.nixl.endpoint import Endpoint
-from kvtier.transports.nixl.link import GRACE_SECONDS
+from kvtier.transports.nixl.process import GRACE_SECONDS
 
 pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.anyio

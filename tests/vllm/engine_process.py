@@ -81,6 +81,10 @@ class _Host:
         from vllm import LLM
         from vllm.config import KVEventsConfig
 
+        if arguments.pop("stages_on_cpu", False):
+            from kvtier.integrations.vllm import staging
+
+            staging.ON_DEVICES.add("cpu")
         if connector is not None:
             connector = {**CONNECTOR, **connector}
             arguments = {**arguments, "kv_transfer_config": connector}

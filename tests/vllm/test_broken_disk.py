@@ -77,7 +77,7 @@ def test_a_full_disk(llama: Path, make_cache: MakeCache, start: StartEngine, ora
             assert engine.generate(tokens).tokens == oracle(llama, tokens)
 
 
-@pytest.mark.parametrize("fault", ["fail-get", "hang-get"])
+@pytest.mark.parametrize("fault", [pytest.param("fail-get", marks=pytest.mark.slow), "hang-get"])
 def test_a_disk_that_cannot_be_read(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle, fault: str
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_disk_that_cannot_be_read(
         engine.kill()
 
 
-@pytest.mark.parametrize("fault", ["fail-put", "hang-put"])
+@pytest.mark.parametrize("fault", [pytest.param("fail-put", marks=pytest.mark.slow), "hang-put"])
 def test_a_disk_that_cannot_be_written(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle, fault: str
 ) -> None:

@@ -127,6 +127,7 @@ def test_what_is_moved_is_hit_there_and_gone_here(
     check_idle(first, second)
 
 
+@pytest.mark.slow
 def test_copies_disks_and_holders_that_nobody_named(
     llama: Path,
     controller: ControllerProcess,

@@ -51,11 +51,11 @@ class Pair(NamedTuple):
 
     def begin(self, tokens: list[int]) -> int:
         """Ask it, and hold it amid its prefill, when the first chunks have been pushed."""
-        before = self.there.status()["tiers"][0]["chunks"]
+        before = arrived(self.there)
         self.prefiller.hold()
         request = self.submit(tokens)
         # Its first steps may do nothing: whether it has the prompt in some tier is not known yet.
-        while self.there.status()["tiers"][0]["chunks"] < before + FIRST_CHUNKS:
+        while arrived(self.there) < before + FIRST_CHUNKS:
             assert not self.prefiller.finished(request)
             self.prefiller.step()
         return request
@@ -103,6 +103,13 @@ def handed_over(answer: Answer) -> int:
     return int(answer.params["kvtier"].get("handed_over", {"tokens": 0})["tokens"])
 
 
+def arrived(cache: CacheProcess) -> int:
+    """How many chunks have been pushed there and can be found."""
+    status = cache.status()
+    held = [status["tiers"][0], *status.get("staging", ())]
+    return sum(memory["chunks"] for memory in held)
+
+
 def is_quiet(status: dict[str, Any]) -> bool:
     """Whether no lease, reservation, grant or hand-over is left, and nobody who waits for one."""
     handing, taking = status["hand_overs"], status["serving"]["reserving"]
@@ -116,6 +123,7 @@ def is_quiet(status: dict[str, Any]) -> bool:
         status["serving"]["grants"],
         status["pushed"]["coming"],
         status["pushed"]["waiting"],
+        *(buffer[what] for buffer in status.get("staging", ()) for what in ("leases", "chunks", "grants")),
     )
     return is_idle(status) and not any(counts)
 
@@ -123,9 +131,11 @@ def is_quiet(status: dict[str, Any]) -> bool:
 class Hosts:
     """Starts cache processes that are peers of nobody, and engines on them."""
 
-    def __init__(self, engines: Engines, transport: str) -> None:
+    def __init__(self, engines: Engines, transport: str, **settings: Any) -> None:
+        """``settings`` are those of every cache process."""
         self._engines = engines
         self._transport = transport
+        self._settings = settings
 
     @contextmanager
     def cache(self, **settings: Any) -> Iterator[CacheProcess]:
@@ -136,7 +146,7 @@ class Hosts:
             "share": 0.9,
         }
         folder = Path(tempfile.mkdtemp(prefix="kvt-"))
-        settings = {"hand_over": {"patience": EXPECT_SECONDS}, **settings}
+        settings = {"hand_over": {"patience": EXPECT_SECONDS}, **self._settings, **settings}
         cache = CacheProcess(folder, peer=peer, **settings)
         try:
             cache.start()
@@ -148,6 +158,8 @@ class Hosts:
     @contextmanager
     def engine(self, model: Path, cache: CacheProcess, kv_role: str, **arguments: Any) -> Iterator[Engine]:
         """At the end nobody may hold anything any more."""
+        if self._settings.get("hand_over", {}).get("device") == "cuda":
+            arguments = {"stages_on_cpu": True, **arguments}
         with self._engines.engine(model, cache.connector, kv_role=kv_role, **arguments) as engine:
             yield engine
             if engine.process.is_alive():

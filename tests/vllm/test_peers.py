@@ -102,6 +102,7 @@ def test_what_one_engine_computed_its_peer_hits(
     wait_until_nothing_is_granted(second)
 
 
+@pytest.mark.slow
 def test_of_three_one_is_gone(llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle) -> None:
     first, second, third = make_peers(3)
     for cache in (first, second, third):

@@ -24,8 +24,8 @@ LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
 PROMPTS = [prompt(LENGTH, start=1200 * number) for number in range(4)]
 DEADLINE_SECONDS = 1.0
-OUTAGES = {("redis", True), ("infinistore", False), ("mooncake", True)}
-"""Which servers are killed, and not only paused, by default."""
+OUTAGES = {("redis", True), ("infinistore", False)}
+"""Which servers are killed, or only paused, by default."""
 MOST_WARNINGS = 8
 """Of one outage: the breaker's, the backend's own and the cache process's, with room for one retry each."""
 
@@ -47,6 +47,12 @@ few_valkey = pytest.mark.parametrize(
     indirect=True,
 )
 """The code is that of Redis."""
+few_pools = pytest.mark.parametrize(
+    "server",
+    [pytest.param(name, marks=() if name == "redis" else pytest.mark.slow) for name in SERVERS],
+    indirect=True,
+)
+"""What the client makes of it is tried with each in ``tests/backends``."""
 
 
 def pool(server: Server) -> dict[str, Any]:
@@ -123,7 +129,7 @@ def keys(llama: Path, engines: Engines) -> Iterator[list[ChunkKey]]:
         yield [ChunkKey(bytes.fromhex(file.stem)) for file in files]
 
 
-@few_valkey
+@few_pools
 def test_a_damaged_value_is_recomputed(
     llama: Path,
     server: Server,

@@ -198,7 +198,7 @@ def test_the_connector_starts_a_cache_process_where_no_socket_is_named(
     started.wait_until_gone(pid)
 
 
-@pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1])
+@pytest.mark.parametrize("length", [pytest.param(CHUNK - 1, marks=pytest.mark.slow), CHUNK, CHUNK + 1])
 def test_around_one_chunk(
     llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, length: int
 ) -> None:

@@ -96,7 +96,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             rank = get_tensor_model_parallel_rank()
             worker_bridge = _open(WorkerBridge, settings, hello("worker", rank))
-            self._worker = WorkerSide(model, worker_bridge, rank)
+            stages = settings.hand_over.device == "cuda"
+            self._worker = WorkerSide(model, worker_bridge, rank, stages=stages)
 
     @property
     def requires_kv_delivery(self) -> bool:

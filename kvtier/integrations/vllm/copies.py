@@ -1,39 +1,70 @@
-"""Copies of whole pages between the arena and an engine's KV memory: natively, else by torch.
+"""Copies of whole pages between an engine's KV memory and the arena, or a staging buffer.
+
+Natively, else by torch.
 
 The pages of a chunk lie in its payload as :class:`~kvtier.layout.ChunkLayout` says, rank by rank: for each
-group of layers, for each layer, one page a block. Nothing here needs vLLM.
+group of layers, for each layer, one page a block. In a staging buffer lie the slices of one rank alone, and
+no header. Nothing here needs vLLM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from kvtier import native
+from kvtier.arena import ArenaMap
 from kvtier.header import HEADER_BYTES
 from kvtier.layout import ChunkLayout
 
-if TYPE_CHECKING:
-    from kvtier.arena import ArenaMap
-    from kvtier.integrations.vllm.metadata import ChunkCopy
+NULL_BLOCK = 0
+"""vLLM's block that belongs to nobody: never read, never written."""
+
+
+@dataclass(slots=True)
+class ChunkCopy:
+    """One chunk between arena, or staging buffer, and KV memory.
+
+    ``offset`` is where the chunk object begins in the arena or, with ``staging``, the number of a buffer,
+    where each rank's slice begins there. ``blocks`` has, for each KV-cache group, one block for each stored
+    page; :data:`NULL_BLOCK` for pages that are not to be loaded.
+    """
+
+    lease: int
+    offset: int
+    tokens: int
+    blocks: tuple[list[int], ...]
+    staging: int = 0
+
 
 Pages = Sequence[Sequence[torch.Tensor]]
 """For each group and each of its layers the engine's memory as bytes, ``(blocks, page_bytes)``."""
 
 
-class PageCopies(Protocol):
-    """Copies the pages of chunks, all of their layers. Called from one thread; does not hold the GIL."""
+class Memory(Protocol):
+    """What chunks lie in: the arena, or a staging buffer, which may be a device's."""
 
-    def load(self, arena: ArenaMap, chunks: Sequence[ChunkCopy]) -> int:
-        """Copy out of the arena into the engine's memory; a ticket for :meth:`done`.
+    def tensor(self) -> torch.Tensor:
+        """All of it, as bytes."""
+
+
+class PageCopies(Protocol):
+    """Copies the pages of chunks, all of their layers. Called from one thread; does not hold the GIL.
+
+    All chunks of one call lie in one memory.
+    """
+
+    def load(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
+        """Copy out of the arena, or a staging buffer, into the engine's memory; a ticket for :meth:`done`.
 
         Blocks on the host until all is copied. On a device, what is on the engine's stream happens before.
         """
 
-    def save(self, arena: ArenaMap, chunks: Sequence[ChunkCopy]) -> int:
-        """Copy out of the engine's memory into the arena; else like :meth:`load`.
+    def save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
+        """Copy out of the engine's memory into the arena, or a staging buffer; else like :meth:`load`.
 
         On a device, what is put on the engine's stream afterwards waits for it, so that no page changes.
         """
@@ -82,11 +113,14 @@ def regions(pages: Pages) -> list[list[tuple[int, int, int]]]:
 def placed(
     layout: ChunkLayout, rank: int, chunks: Sequence[ChunkCopy]
 ) -> list[tuple[int, Sequence[Sequence[int]]]]:
-    """Where each chunk's pages of this rank begin in the arena, and its blocks."""
-    return [
-        (chunk.offset + HEADER_BYTES + rank * layout.rank_bytes(chunk.tokens), chunk.blocks)
-        for chunk in chunks
-    ]
+    """Where each chunk's pages of this rank begin, and its blocks."""
+    return [(_start(layout, rank, chunk), chunk.blocks) for chunk in chunks]
+
+
+def _start(layout: ChunkLayout, rank: int, chunk: ChunkCopy) -> int:
+    if chunk.staging:
+        return chunk.offset
+    return chunk.offset + HEADER_BYTES + rank * layout.rank_bytes(chunk.tokens)
 
 
 class NativeCopies(Finished):
@@ -101,17 +135,22 @@ class NativeCopies(Finished):
         self._pages = pages  # Holds the memory that is known below by its address alone.
         self._memory = native.core.KvMemory(regions(pages), null_block)
 
-    def load(self, arena: ArenaMap, chunks: Sequence[ChunkCopy]) -> int:
+    def load(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """See :meth:`PageCopies.load`."""
-        memory = arena.view(0, arena.capacity)
-        self._memory.load(memory, placed(self._layout, self._rank, chunks), self._threads)
+        wanted = placed(self._layout, self._rank, chunks)
+        self._memory.load(_bytes_of(memory), wanted, self._threads)
         return 0
 
-    def save(self, arena: ArenaMap, chunks: Sequence[ChunkCopy]) -> int:
+    def save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """See :meth:`PageCopies.save`."""
-        memory = arena.view(0, arena.capacity)
-        self._memory.save(memory, placed(self._layout, self._rank, chunks), self._threads)
+        wanted = placed(self._layout, self._rank, chunks)
+        self._memory.save(_bytes_of(memory), wanted, self._threads)
         return 0
+
+
+def _bytes_of(memory: Memory) -> memoryview:
+    assert isinstance(memory, ArenaMap), "an engine whose KV is in the host's memory has no other"
+    return memory.view(0, memory.capacity)
 
 
 class TorchCopies(Finished):
@@ -126,20 +165,21 @@ class TorchCopies(Finished):
         self._pages = pages
         self._null_block = null_block
 
-    def load(self, arena: ArenaMap, chunks: Sequence[ChunkCopy]) -> int:
+    def load(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """See :meth:`PageCopies.load`."""
-        for pages, blocks, held, kept in self._layers(arena.tensor(), chunks):
+        for pages, blocks, held, kept in self._layers(memory.tensor(), chunks):
             pages.index_copy_(0, blocks.to(pages.device), held[kept].to(pages.device))
         self._wait_for_device()
         return 0
 
-    def save(self, arena: ArenaMap, chunks: Sequence[ChunkCopy]) -> int:
+    def save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """See :meth:`PageCopies.save`."""
-        for pages, blocks, held, kept in self._layers(arena.tensor(), chunks):
+        for pages, blocks, held, kept in self._layers(memory.tensor(), chunks):
             if isinstance(kept, slice) and pages.device.type == "cpu":
                 torch.index_select(pages, 0, blocks, out=held[kept])
             else:
                 held[kept] = pages.index_select(0, blocks.to(pages.device)).to(held.device)
+        self._wait_for_device()
         return 0
 
     def _wait_for_device(self) -> None:
@@ -147,16 +187,17 @@ class TorchCopies(Finished):
             torch.cuda.current_stream().synchronize()
 
     def _layers(
-        self, arena: torch.Tensor, chunks: Sequence[ChunkCopy]
+        self, memory: torch.Tensor, chunks: Sequence[ChunkCopy]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, slice | torch.Tensor]]:
         """For each layer of each chunk: its pages, the blocks wanted, what is held, and which pages of it."""
         for chunk in chunks:
             wanted = [self._wanted(blocks) for blocks in chunk.blocks]
-            for span in self._layout.spans(chunk.tokens, self._rank):
+            first = _start(self._layout, self._rank, chunk)
+            for span in self._layout.spans(chunk.tokens, 0):
                 blocks, kept = wanted[span.group]
                 if len(blocks):
-                    start = chunk.offset + HEADER_BYTES + span.offset
-                    held = arena[start : start + span.pages * span.page_bytes]
+                    start = first + span.offset
+                    held = memory[start : start + span.pages * span.page_bytes]
                     yield (
                         self._pages[span.group][span.layer],
                         blocks,

@@ -1,7 +1,8 @@
 """Copies of whole pages between the arena and a GPU: a batch in one launch, on streams of their own.
 
-Nothing here waits for the device. The arena is registered with CUDA once, in a thread of its own, since that
-takes some 0.1 s a GiB; until it is done, and where it fails, torch copies.
+Nothing here waits for the device, but for what is copied from or to a staging buffer, which torch does. The
+arena is registered with CUDA once, in a thread of its own, since that takes some 0.1 s a GiB; until it is
+done, and where it fails, torch copies.
 """
 
 from __future__ import annotations
@@ -9,17 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvtier import native
-from kvtier.integrations.vllm.copies import Pages, TorchCopies, placed, regions
+from kvtier.arena import ArenaMap
+from kvtier.integrations.vllm.copies import ChunkCopy, Memory, Pages, TorchCopies, placed, regions
 from kvtier.layout import ChunkLayout
-
-if TYPE_CHECKING:
-    from kvtier.arena import ArenaMap
-    from kvtier.integrations.vllm.metadata import ChunkCopy
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -57,17 +54,17 @@ class CudaCopies:
         self._pinning: Pinning | None = None
         self._under_way: set[int] = set()
 
-    def load(self, arena: ArenaMap, chunks: Sequence[ChunkCopy]) -> int:
-        """See :meth:`PageCopies.load`. Returns at once."""
-        if (pinned := self._pinned(arena)) is None:
-            return self._torch.load(arena, chunks)
+    def load(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
+        """See :meth:`PageCopies.load`. Returns at once, from the arena."""
+        if not isinstance(memory, ArenaMap) or (pinned := self._pinned(memory)) is None:
+            return self._torch.load(memory, chunks)
         wanted = placed(self._layout, self._rank, chunks)
         return self._began(self._memory.load(pinned, wanted, self._stream()))
 
-    def save(self, arena: ArenaMap, chunks: Sequence[ChunkCopy]) -> int:
-        """See :meth:`PageCopies.save`. Returns at once."""
-        if (pinned := self._pinned(arena)) is None:
-            return self._torch.save(arena, chunks)
+    def save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
+        """See :meth:`PageCopies.save`. Returns at once, into the arena."""
+        if not isinstance(memory, ArenaMap) or (pinned := self._pinned(memory)) is None:
+            return self._torch.save(memory, chunks)
         wanted = placed(self._layout, self._rank, chunks)
         return self._began(self._memory.save(pinned, wanted, self._stream()))
 

@@ -6,22 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-NULL_BLOCK = 0
-"""vLLM's block that belongs to nobody: never read, never written."""
-
-
-@dataclass(slots=True)
-class ChunkCopy:
-    """One chunk between arena and KV memory.
-
-    ``offset`` is where the chunk object begins in the arena. ``blocks`` has, for each KV-cache group, one
-    block for each stored page; :data:`NULL_BLOCK` for pages that are not to be loaded.
-    """
-
-    lease: int
-    offset: int
-    tokens: int
-    blocks: tuple[list[int], ...]
+from kvtier.integrations.vllm.copies import ChunkCopy
 
 
 @dataclass(slots=True)
@@ -38,11 +23,6 @@ class Job:
     def leases(self) -> list[int]:
         """The leases, or reservations, of all chunks."""
         return [chunk.lease for chunk in self.chunks]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all chunks."""
-        return sum(chunk.tokens for chunk in self.chunks)
 
 
 @dataclass

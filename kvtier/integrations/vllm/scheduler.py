@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from kvtier.bridge.client import RESERVE_SECONDS, SchedulerBridge
+from kvtier.bridge.client import RESERVE_SECONDS, SchedulerBridge, Slot
 from kvtier.integrations.vllm.changes import ChangeLog
+from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.handing import HandOvers
 from kvtier.integrations.vllm.layout import ModelLayout
-from kvtier.integrations.vllm.metadata import NULL_BLOCK, ChunkCopy, Job, StepMetadata
+from kvtier.integrations.vllm.metadata import Job, StepMetadata
 from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.request import RequestState, cacheable, request_root
 from kvtier.settings import Settings
@@ -169,7 +170,9 @@ class SchedulerSide:
         for index in range(first, len(finding.leases)):
             tokens = self._tokens(state, index + 1) - index * self._layout.chunk_tokens
             chunk_blocks = self._blocks(block_ids, index, tokens, state.local_tokens)
-            chunks.append(ChunkCopy(finding.leases[index], finding.offsets[index], tokens, chunk_blocks))
+            staging = finding.staging if finding.sources[index] == self._bridge.staging_source else 0
+            lease, offset = finding.leases[index], finding.offsets[index]
+            chunks.append(ChunkCopy(lease, offset, tokens, chunk_blocks, staging))
         self._loading[request.request_id] = finding.leases[first:]
         self._loads.append(Job(request.request_id, self._bridge.epoch, chunks))
         self._count_hits(state, finding.sources, external_tokens)
@@ -294,20 +297,31 @@ class SchedulerSide:
             return []
         # What finds no room is not handed over, and this engine has computed it for nothing.
         seconds = RESERVE_SECONDS if state.hand_over is None else HAND_OVER_RESERVE_SECONDS
-        slots = self._bridge.reserve(state.parent(first), keys, sizes[-1], seconds)  # type: ignore[arg-type]
+        parent = state.parent(first)
+        staged: Sequence[Slot | None] = ()
+        if state.hand_over is not None and self._settings.hand_over.device == "cuda":
+            staged = self._bridge.reserve(parent, keys, sizes[-1], seconds, state.hand_over)  # type: ignore[arg-type]
+        slots = self._bridge.reserve(parent, keys, sizes[-1], seconds)  # type: ignore[arg-type]
+        copies = self._copies(slots, sizes, blocks)
+        self._stats.add("not_stored_chunks", len(slots) - len(copies))
+        if self._changes is not None:
+            self._changes.remember(state, first, keys, sizes)
+        return self._copies(staged, sizes, blocks) + copies
+
+    def _copies(
+        self, slots: Sequence[Slot | None], sizes: Sequence[int], blocks: Sequence[tuple[list[int], ...]]
+    ) -> list[ChunkCopy]:
+        """What is to be copied into the slots, of which there is one for each chunk or none at all."""
         copies, unusable = [], []
-        for slot, tokens, chunk_blocks in zip(slots, sizes, blocks, strict=True):
+        for slot, tokens, chunk_blocks in zip(slots, sizes, blocks, strict=False):
             if slot is None:
                 continue
             if any(NULL_BLOCK in group for group in chunk_blocks):
                 # vLLM has dropped blocks that left the window: the chunk is not whole any longer.
                 unusable.append(slot.lease)
             else:
-                copies.append(ChunkCopy(slot.lease, slot.offset, tokens, chunk_blocks))
+                copies.append(ChunkCopy(slot.lease, slot.offset, tokens, chunk_blocks, slot.staging))
         self._bridge.abandon(unusable)
-        self._stats.add("not_stored_chunks", len(slots) - len(copies))
-        if self._changes is not None:
-            self._changes.remember(state, first, keys, sizes)
         return copies
 
     # Ending.

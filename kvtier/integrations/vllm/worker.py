@@ -1,4 +1,4 @@
-"""A worker's side of the connector: copies between the arena and the engine's KV memory.
+"""A worker's side of the connector: copies between the engine's KV memory and the arena, or a staging buffer.
 
 Copies are whole pages of opaque bytes, many at a time, without the GIL. A load counts only when the cache
 process confirms, after the copy, that its leases stood all along. On the host, saves run between two forward
@@ -12,15 +12,17 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 
-from kvtier.arena import ArenaMap
 from kvtier.bridge.client import WorkerBridge
-from kvtier.integrations.vllm.copies import PageCopies, page_copies
+from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, Memory, PageCopies, page_copies
 from kvtier.integrations.vllm.layout import ModelLayout, page_views
-from kvtier.integrations.vllm.metadata import NULL_BLOCK, ChunkCopy, Job
+from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.metrics import TransferStats
+from kvtier.integrations.vllm.staging import StagingBuffer
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -33,23 +35,31 @@ class _Batch:
     epoch: int
     started: float
     copied: list[Job] = field(default_factory=list)
+    """Those of which every chunk is among ``chunks``."""
+    chunks: list[ChunkCopy] = field(default_factory=list)
+    """Those that are copied, or about to be: they lie in memory that was there when the copies began."""
+    lost: list[ChunkCopy] = field(default_factory=list)
+    """Those of a staging buffer that was not there any longer."""
     tickets: list[int] = field(default_factory=list)
 
-    @property
-    def leases(self) -> list[int]:
-        return [lease for job in self.copied for lease in job.leases]
+    def fail(self) -> None:
+        """Nothing of it may be relied on."""
+        self.lost += [chunk for chunk in self.chunks if chunk.staging]
+        self.copied, self.chunks = [], []
 
 
 class WorkerSide:
     """Lives in one vLLM worker; one thread."""
 
-    def __init__(self, model: ModelLayout, bridge: WorkerBridge, rank: int) -> None:
+    def __init__(self, model: ModelLayout, bridge: WorkerBridge, rank: int, *, stages: bool = False) -> None:
+        """``stages``: whether hand-overs are to go through a buffer beside the engine's KV."""
         self._model = model
         self._layout = model.layout
         self._bridge = bridge
         self._rank = rank
         self._stats = TransferStats()
         self._copies = self._copies_of([])
+        self._staging = StagingBuffer(bridge) if stages else None
         self._loading: list[_Batch] = []
         self._saving: list[_Batch] = []
         self._loaded: set[str] = set()
@@ -57,8 +67,14 @@ class WorkerSide:
         self._saved: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take note of the engine's KV memory. Raises :class:`LayoutError` where it is not as described."""
-        self._copies = self._copies_of(page_views(self._model, kv_caches))
+        """Take note of the engine's KV memory. Raises :class:`LayoutError` where it is not as described.
+
+        Waits for the staging buffer, where there is to be one.
+        """
+        pages = page_views(self._model, kv_caches)
+        self._copies = self._copies_of(pages)
+        if self._staging is not None:
+            self._staging.ask(pages[0][0].device)
 
     def _copies_of(self, pages: list[list[torch.Tensor]]) -> PageCopies:
         return page_copies(self._layout, self._rank, pages, NULL_BLOCK)
@@ -75,12 +91,22 @@ class WorkerSide:
             self._saving.append(self._begin(jobs, self._copies.save))
         self._look_after()
 
-    def _begin(self, jobs: Sequence[Job], copy: Callable[[ArenaMap, Sequence[ChunkCopy]], int]) -> _Batch:
+    def _begin(self, jobs: Sequence[Job], copy: Callable[[Memory, Sequence[ChunkCopy]], int]) -> _Batch:
         batch = _Batch(jobs, self._bridge.epoch, time.perf_counter())
         for job in jobs:
-            if (arena := self._arena_of(job.epoch)) is not None:
-                batch.epoch = job.epoch
-                batch.tickets.append(copy(arena, job.chunks))
+            self._refresh()
+            if not self._bridge.ready() or self._bridge.epoch != job.epoch:
+                continue  # Of a cache process that is gone.
+            batch.epoch = job.epoch
+            lost = len(batch.lost)
+            for number, run in groupby(job.chunks, attrgetter("staging")):
+                chunks, memory = list(run), self._memory(number)
+                if memory is None:
+                    batch.lost += chunks
+                    continue
+                batch.tickets.append(copy(memory, chunks))
+                batch.chunks += chunks
+            if len(batch.lost) == lost:
                 batch.copied.append(job)
         return batch
 
@@ -95,46 +121,53 @@ class WorkerSide:
                 return False
         except RuntimeError as error:
             logger.warning("a copy failed on the device: %s", error)
-            batch.copied = []
-        if batch.epoch != self._bridge.epoch:
-            batch.copied = []  # Leases of a cache process that is gone.
+            batch.fail()
+        if batch.epoch != self._bridge.epoch:  # Leases of a cache process that is gone.
+            batch.fail()
+            batch.lost = []
         end(batch)
         return True
 
     def _loaded_all(self, batch: _Batch) -> None:
         # Not before the copies: only now can it be said that the bytes copied were those promised.
-        held = self._bridge.confirm(batch.leases)
+        held = self._bridge.confirm([lease for job in batch.copied for lease in job.leases])
         self._loaded.update(job.request_id for job in batch.jobs)
         self._failed.update(job.request_id for job in batch.jobs if not held or job not in batch.copied)
         if held and batch.copied:
-            self._report("loaded", "load", batch)
+            self._report("loaded", "load", batch, [chunk for job in batch.copied for chunk in job.chunks])
 
     def _saved_all(self, batch: _Batch) -> None:
-        committed = self._bridge.commit(batch.leases)
+        committed = self._bridge.commit([chunk.lease for chunk in batch.chunks])
         self._saved.update(job.request_id for job in batch.jobs if job.last)
-        if committed and batch.copied:
-            self._report("stored", "store", batch)
+        if batch.lost:  # What was to be pushed from there goes through the first tier.
+            self._bridge.abandon([chunk.lease for chunk in batch.lost])
+        stored = [chunk for chunk in batch.chunks if not chunk.staging]
+        if committed and stored:
+            self._report("stored", "store", batch, stored)
 
-    def _arena_of(self, epoch: int) -> ArenaMap | None:
-        """The arena, where it is still that of the cache process which gave the leases."""
+    def _refresh(self) -> None:
+        """Hear what the cache process says, and open a staging buffer that it has made anew."""
         self._bridge.poll()
-        if not self._bridge.ready() or self._bridge.epoch != epoch:
-            return None
-        return self._bridge.arena
+        if self._staging is not None:
+            self._staging.refresh()
 
-    def _report(self, what: str, verb: str, batch: _Batch) -> None:
-        jobs, seconds = batch.copied, time.perf_counter() - batch.started
-        total = 0
-        for job in jobs:
-            job_bytes = sum(self._layout.rank_bytes(chunk.tokens) for chunk in job.chunks)
-            total += job_bytes
-            self._stats.add(f"{what}_tokens", job.tokens)
-            self._stats.add(f"{what}_bytes", job_bytes)
+    def _memory(self, staging: int) -> Memory | None:
+        """The arena, or the staging buffer of this number where that is there still."""
+        if not staging:
+            return self._bridge.arena
+        return None if self._staging is None else self._staging.memory(staging)
+
+    def _report(self, what: str, verb: str, batch: _Batch, chunks: Sequence[ChunkCopy]) -> None:
+        jobs, seconds = batch.jobs, time.perf_counter() - batch.started
+        total = sum(self._layout.rank_bytes(chunk.tokens) for chunk in chunks)
+        tokens = sum(chunk.tokens for chunk in chunks)
+        self._stats.add(f"{what}_tokens", tokens)
+        self._stats.add(f"{what}_bytes", total)
         self._stats.add(f"{verb}_seconds", seconds)
         logger.info(
             "%s %d tokens for %s in %.1f ms (%.1f GB/s)",
             what,
-            sum(job.tokens for job in jobs),
+            tokens,
             f"request {jobs[0].request_id}" if len(jobs) == 1 else f"{len(jobs)} requests",
             seconds * 1e3,
             total / seconds / 1e9,
@@ -142,6 +175,9 @@ class WorkerSide:
 
     def take_results(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose last save is done, whose load is done, and of these those whose load failed."""
+        # A buffer that was lost is offered anew, and of use to nobody before all workers have opened it.
+        if self._staging is not None:
+            self._refresh()
         self._look_after()
         results = self._saved, self._loaded, self._failed
         self._saved, self._loaded, self._failed = set(), set(), set()
@@ -156,5 +192,7 @@ class WorkerSide:
         try:
             self._copies.close()
             self._look_after()
+            if self._staging is not None:
+                self._staging.close()
         finally:
             self._bridge.close()

@@ -1,4 +1,4 @@
-"""A process that alone has NIXL loaded, maps the arena and moves bytes.
+"""A process that alone has NIXL loaded, maps the arena, or has memory of a GPU, and moves bytes.
 
 Never in the cache process, for three things that NIXL 1.5 with UCX does, all of them seen:
 
@@ -9,8 +9,9 @@ Never in the cache process, for three things that NIXL 1.5 with UCX does, all of
 - Making and destroying an agent holds Python's lock for a tenth of a second and more.
 
 One process serves the arena to others, and each link has one, so that a peer that stands still delays no
-other. For each, the arena is registered once. The carrier ends with the socket to its parent, always without
-tidying up NIXL: the kernel does that more reliably.
+other. For each, the arena is registered once. A staging buffer (:mod:`kvtier.peers.staging`) has one process
+that does both: memory of a GPU that others are to reach must be that process' own. The carrier ends with the
+socket to its parent, always without tidying up NIXL: the kernel does that more reliably.
 
 It is run as a file of its own, and imports nothing of kvtier: that would take longer than all else. The
 messages between it and its parent are here for that reason, too: a length (u32) and that many bytes of
@@ -40,24 +41,28 @@ DONE, LOST, DROPPED = range(3)
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First message to a carrier: make an agent of this name and register the arena with it."""
+    """First message to a carrier: make an agent of this name and register its memory with it."""
 
     name: str
     serves: bool
-    """Whether others are to reach it. If not, it reaches one other."""
+    """Whether others are to reach it. If not, it only reaches others."""
     backends: list[str]
     options: dict[str, str]
+    memory: str
+    """``DRAM``, shared by the descriptor that the process was given, or ``VRAM``, its own."""
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Answer to :class:`Open`: where the arena lies in the carrier, and the agent's metadata."""
+    """Answer to :class:`Open`: where its memory lies in the carrier, and the agent's metadata."""
 
     address: int
     metadata: bytes
+    handle: bytes
+    """By which another process on the same GPU opens ``VRAM``, as CUDA has it; empty for ``DRAM``."""
 
 
 class Reach(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Be ready for transfers with this agent, anew if it is known already, and with no other one."""
+    """Be ready for transfers with this agent, anew if it is known already."""
 
     name: str
     address: int
@@ -75,9 +80,10 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Carry(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Read, or write, these spans of the other arena; offsets are from the start of each arena."""
+    """Read, or write, these spans of that agent's memory; offsets are from the start of either memory."""
 
     ticket: int
+    peer: str
     write: bool
     ours: list[int]
     theirs: list[int]
@@ -130,16 +136,26 @@ class NothingToDo(Exception):
 
 class _Transfer(NamedTuple):
     ticket: int
+    peer: str
     length: int
     handle: Any
 
 
 class Agent:
-    """NIXL's agent, and the one other agent that it may reach."""
+    """NIXL's agent, its memory, and the other agents that it may reach."""
 
-    def __init__(self, name: str, backends: list[str], options: dict[str, str], *, serves: bool) -> None:
-        # NIXL imports torch only to learn which CUDA there is, which costs a second and 200 MiB.
-        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        name: str,
+        backends: list[str],
+        options: dict[str, str],
+        *,
+        serves: bool,
+        memory: str = "DRAM",
+    ) -> None:
+        if memory == "DRAM":
+            # NIXL imports torch only to learn which CUDA there is, which costs a second and 200 MiB.
+            sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         from nixl import _api
 
         self.name = name
@@ -158,11 +174,12 @@ class Agent:
             if backend not in available:
                 raise LookupError(f"has no backend {backend!r}, only {', '.join(sorted(available))}")
             self._agent.create_backend(backend, options)
-        self._peer = ""
+        self._memory = memory
+        self._peers: set[str] = set()
 
-    def register(self, address: int, length: int, memory: str = "DRAM", device: int = 0) -> None:
-        """Make memory known: of the host, or, as ``VRAM``, of a device."""
-        self._agent.register_memory([(address, length, device, "")], memory)
+    def register(self, address: int, length: int) -> None:
+        """Make memory known: of the host, or, as ``VRAM``, of the first device that this process sees."""
+        self._agent.register_memory([(address, length, 0, "")], self._memory)
 
     @property
     def metadata(self) -> bytes:
@@ -171,24 +188,25 @@ class Agent:
         return metadata
 
     def reach(self, name: str, metadata: bytes) -> None:
-        """Know the agent that the metadata tells of, in the place of the one before."""
-        if self._peer:
-            peer, self._peer = self._peer, ""
-            self._agent.remove_remote_agent(peer)
+        """Know the agent that the metadata tells of, anew if it is known."""
+        if name in self._peers:
+            self._peers.discard(name)
+            self._agent.remove_remote_agent(name)
         loaded = self._agent.add_remote_agent(metadata)
-        self._peer = loaded.decode() if isinstance(loaded, bytes) else loaded
-        if self._peer != name:
-            raise ValueError(f"the metadata is of {self._peer!r}, not of {name!r}")
+        loaded = loaded.decode() if isinstance(loaded, bytes) else loaded
+        self._peers.add(loaded)
+        if loaded != name:
+            raise ValueError(f"the metadata is of {loaded!r}, not of {name!r}")
 
     def start(
-        self, write: bool, ours: list[tuple[int, int, int]], theirs: list[tuple[int, int, int]]
+        self, peer: str, write: bool, ours: list[tuple[int, int, int]], theirs: list[tuple[int, int, int]]
     ) -> tuple[Any, str]:
-        """Begin a transfer between spans of host memory; its handle and its state."""
+        """Begin a transfer between spans of memory of one kind; its handle and its state."""
         handle = self._agent.initialize_xfer(
             "WRITE" if write else "READ",
-            self._agent.get_xfer_descs(ours, "DRAM"),
-            self._agent.get_xfer_descs(theirs, "DRAM"),
-            self._peer,
+            self._agent.get_xfer_descs(ours, self._memory),
+            self._agent.get_xfer_descs(theirs, self._memory),
+            peer,
         )
         return handle, self._agent.transfer(handle)
 
@@ -201,12 +219,15 @@ class Agent:
 class Carrier:
     """Does what the parent asks for, in one thread, until that has gone."""
 
-    def __init__(self, parent: socket.socket, arena: mmap.mmap) -> None:
+    def __init__(self, parent: socket.socket, capacity: int, shared: mmap.mmap | None) -> None:
+        """``capacity``: of its memory, in bytes; ``shared`` is that where it is the host's."""
         self._parent = parent
-        self._arena = arena
+        self._capacity = capacity
+        self._shared = shared
         self._received = bytearray()
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(arena))
-        self._peer_base = 0
+        self._base = 0
+        self._peers: dict[str, int] = {}
+        """Where the memory of each lies in its process."""
         self._agent: Agent | None = None
         self._waiting: deque[Carry] = deque()
         self._under_way: list[_Transfer] = []
@@ -267,9 +288,20 @@ class Carrier:
 
     def _open(self, message: Open) -> FromCarrier:
         try:
-            self._agent = Agent(message.name, message.backends, message.options, serves=message.serves)
-            self._agent.register(self._base, len(self._arena))
-            return Opened(self._base, self._agent.metadata)
+            handle = b""
+            if self._shared is not None:
+                self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._shared))
+            else:
+                self._base, handle = allocate_on_gpu(self._capacity)
+            self._agent = Agent(
+                message.name,
+                message.backends,
+                message.options,
+                serves=message.serves,
+                memory=message.memory,
+            )
+            self._agent.register(self._base, self._capacity)
+            return Opened(self._base, self._agent.metadata, handle)
         except ImportError as error:
             return Refused(f"is missing ({error}): install it: pip install 'kvtier[nixl]'")
         except LookupError as error:
@@ -279,13 +311,13 @@ class Carrier:
 
     def _reach(self, message: Reach) -> FromCarrier:
         assert self._agent is not None
-        if self._under_way:
-            return Refused("is still moving bytes from or to the agent that was there before")
+        if any(transfer.peer == message.name for transfer in self._under_way):
+            return Refused("is still moving bytes from or to that agent")
         try:
             self._agent.reach(message.name, message.metadata)
         except Exception as error:
             return Refused(f"does not reach the peer: {_in_words(error)}")
-        self._peer_base = message.address
+        self._peers[message.name] = message.address
         return Reached()
 
     def _begin(self) -> bool:
@@ -302,17 +334,17 @@ class Carrier:
             (self._base + offset, length, 0) for offset, length in zip(carry.ours, carry.lengths, strict=True)
         ]
         theirs = [
-            (self._peer_base + offset, length, 0)
+            (self._peers[carry.peer] + offset, length, 0)
             for offset, length in zip(carry.theirs, carry.lengths, strict=True)
         ]
         try:
-            handle, state = self._agent.start(carry.write, ours, theirs)
+            handle, state = self._agent.start(carry.peer, carry.write, ours, theirs)
         except Exception:
             self._ended.append((carry.ticket, LOST))
             return
         if state == "PROC":
             length = sum(carry.lengths)
-            self._under_way.append(_Transfer(carry.ticket, length, handle))
+            self._under_way.append(_Transfer(carry.ticket, carry.peer, length, handle))
             self._bytes_under_way += length
         else:
             self._ended.append((carry.ticket, DONE if state == "DONE" else LOST))
@@ -346,13 +378,44 @@ class Carrier:
         self._parent.sendall(encode(message))
 
 
+class _GPUHandle(ctypes.Structure):
+    """``CUipcMemHandle``."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
+
+
+def allocate_on_gpu(length: int) -> tuple[int, bytes]:
+    """Memory of the first GPU that this process sees: its address, and the handle by which others open it.
+
+    It is freed with the process. Raises ``OSError`` without a driver, ``RuntimeError`` for what that refuses.
+    https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html
+    """
+    cuda = ctypes.CDLL("libcuda.so.1")
+    device, context, address, handle = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64(), _GPUHandle()
+    for name, *arguments in (
+        ("cuInit", 0),
+        ("cuDeviceGet", ctypes.byref(device), 0),
+        ("cuDevicePrimaryCtxRetain", ctypes.byref(context), device),
+        ("cuCtxSetCurrent", context),
+        ("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(length)),
+        ("cuIpcGetMemHandle", ctypes.byref(handle), address),
+    ):
+        result = getattr(cuda, name)(*arguments)
+        if result:
+            raise RuntimeError(f"{name} gives CUDA error {result} for {length} bytes")
+    return address.value, bytes(handle.reserved)
+
+
 def _in_words(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
 def main() -> None:
-    """The arguments are two descriptors, of the socket to the parent and of the arena, and its capacity."""
-    parent_fd, arena_fd, capacity = map(int, sys.argv[1:])
+    """The arguments are two descriptors, of the socket to the parent and of shared memory, and its capacity.
+
+    The second is negative where the memory is to be that of a GPU.
+    """
+    parent_fd, memory_fd, capacity = map(int, sys.argv[1:])
     # An abort of UCX must not write the arena to the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Pauses of some microseconds would else take 50 longer.
@@ -360,7 +423,7 @@ def main() -> None:
     parent = socket.socket(fileno=parent_fd)
     parent.setblocking(True)
     try:
-        Carrier(parent, mmap.mmap(arena_fd, capacity)).run()
+        Carrier(parent, capacity, mmap.mmap(memory_fd, capacity) if memory_fd >= 0 else None).run()
     except (NothingToDo, OSError, msgspec.DecodeError):
         pass
     finally:

@@ -20,7 +20,7 @@ from kvtier.threads import WorkerThreads
 from kvtier.transports.base import Dial, Link, ReadItem, RemoteSpan, WriteItem
 from kvtier.transports.nixl.carrier import DONE
 from kvtier.transports.nixl.endpoint import MAX_METADATA_BYTES, Endpoint
-from kvtier.transports.nixl.process import Batch, CarrierProcess, Part, in_thread
+from kvtier.transports.nixl.process import CarrierProcess, Part, in_thread
 
 logger = logging.getLogger("kvtier")
 
@@ -31,8 +31,6 @@ ATTEMPTS = 3
 """So often a call tries to move its bytes, each time over a connection made anew."""
 PAUSE_SECONDS = 0.3
 """Before the second attempt, and twice as long before each further one, where the peer has no agent."""
-GRACE_SECONDS = 1.0
-"""So long a call that is over waits for transfers that have begun before it ends their process."""
 
 _LENGTH = struct.Struct("<I")
 _MAX_ENDPOINT_BYTES = MAX_METADATA_BYTES + 4096
@@ -176,8 +174,12 @@ class NixlLink(Link):
                 self._warn("NIXL moves nothing from or to a peer: %s", error)
                 break
             transfers = _transfers(pieces)
-            batch = carrier.carry([[piece.part for piece in transfer] for transfer in transfers], write=write)
-            await self._until_ended(carrier, batch)
+            batch = carrier.carry(
+                self._endpoint.name,
+                [[piece.part for piece in transfer] for transfer in transfers],
+                write=write,
+            )
+            await carrier.until_ended(batch)
             pieces = [
                 piece
                 for transfer, result in zip(transfers, batch.results, strict=True)
@@ -187,27 +189,6 @@ class NixlLink(Link):
             if pieces and self._carrier is carrier:
                 self._carrier, self._lost = None, carrier
         return pieces
-
-    async def _until_ended(self, carrier: CarrierProcess, batch: Batch) -> None:
-        """Where this is cancelled, the transfers are dropped, and in the end their process is.
-
-        NIXL cannot take a transfer back: while one is under way nobody may do anything else with its memory.
-        """
-        try:
-            await batch.ended.wait()
-        except asyncio.CancelledError:
-            carrier.drop(batch)
-            loop = asyncio.get_running_loop()
-            until = loop.time() + GRACE_SECONDS
-            with anyio.CancelScope(shield=True):
-                while not batch.ended.is_set():
-                    with suppress(asyncio.CancelledError):
-                        if (left := until - loop.time()) > 0:
-                            with anyio.move_on_after(left):
-                                await batch.ended.wait()
-                        else:
-                            await carrier.end()
-            raise
 
     async def _reach_peer(self) -> CarrierProcess:
         """The carrier, made if need be, once for all who ask. Raises :class:`PeerError` or ``OSError``."""

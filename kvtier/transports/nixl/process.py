@@ -10,11 +10,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import anyio
 
-from kvtier.arena import Arena
 from kvtier.errors import PeerError, ProtocolError
 from kvtier.sockets.frames import FrameReader, decoder
 from kvtier.threads import WorkerThreads, spread
@@ -40,10 +40,28 @@ _decode: Callable[[bytes], FromCarrier] = decoder(FromCarrier, "a message of a c
 
 START_SECONDS = 30.0
 """A carrier that has not come up by then never will. It takes a second."""
+GRACE_SECONDS = 1.0
+"""So long a call that is over waits for transfers that have begun before it ends their process."""
+
+
+class Region(NamedTuple):
+    """The memory that a carrier moves bytes from and to."""
+
+    capacity: int
+    """In bytes."""
+    fd: int = -1
+    """Of memory of the host, to be mapped."""
+    gpu: str = ""
+    """The name, as in ``CUDA_VISIBLE_DEVICES``, of the GPU to take memory of where there is no ``fd``."""
+
+    @property
+    def kind(self) -> str:
+        """In NIXL's words."""
+        return "VRAM" if self.fd < 0 else "DRAM"
 
 
 class Part(NamedTuple):
-    """Bytes that one transfer moves, with others: offsets from the start of each arena."""
+    """Bytes that one transfer moves, with others: offsets from the start of either memory."""
 
     ours: int
     theirs: int
@@ -71,12 +89,12 @@ class Batch:
 class CarrierProcess(asyncio.Protocol):
     """One process with NIXL in it. Used in one event loop; made with :meth:`start`."""
 
-    def __init__(self, arena: Arena, settings: NixlSettings, name: str, hop: WorkerThreads) -> None:
+    def __init__(self, region: Region, settings: NixlSettings, name: str, hop: WorkerThreads) -> None:
         self.name = name
         self.opened: Opened | None = None
         self.gone = asyncio.Event()
         """Set when the process has ended, and with that whatever it was doing to memory."""
-        self._arena = arena
+        self._region = region
         self._settings = settings
         self._hop = hop
         self._process: subprocess.Popen[bytes] | None = None
@@ -89,17 +107,17 @@ class CarrierProcess(asyncio.Protocol):
 
     @classmethod
     async def start(
-        cls, arena: Arena, settings: NixlSettings, name: str, hop: WorkerThreads, *, serves: bool
+        cls, region: Region, settings: NixlSettings, name: str, hop: WorkerThreads, *, serves: bool
     ) -> CarrierProcess:
-        """A carrier that has made an agent and registered the arena. Raises :class:`PeerError`.
+        """A carrier that has made an agent and registered its memory. Raises :class:`PeerError`.
 
-        Either it serves, or :meth:`reach` and :meth:`carry` come next.
+        ``serves``: whether others are to reach it. :meth:`reach` comes before :meth:`carry`.
         """
-        started = cls(arena, settings, name, hop)
+        started = cls(region, settings, name, hop)
         try:
             await started._begin()
             options = {key: str(value) for key, value in settings.options.items()}
-            opened = await started._ask(Open(name, serves, list(settings.backends), options))
+            opened = await started._ask(Open(name, serves, list(settings.backends), options, region.kind))
             assert isinstance(opened, Opened)
             started.opened = opened
         except BaseException:
@@ -111,8 +129,8 @@ class CarrierProcess(asyncio.Protocol):
         """Be ready for transfers with another host's agent. Raises :class:`PeerError`."""
         await self._ask(Reach(name, address, metadata))
 
-    def carry(self, transfers: Sequence[Sequence[Part]], *, write: bool) -> Batch:
-        """Begin some transfers, each of at least one part."""
+    def carry(self, peer: str, transfers: Sequence[Sequence[Part]], *, write: bool) -> Batch:
+        """Begin some transfers with an agent that is reached, each of at least one part."""
         first = next(self._tickets)
         batch = Batch(range(first, first + len(transfers)))
         if self.gone.is_set() or self._transport is None or self._transport.is_closing():
@@ -124,7 +142,7 @@ class CarrierProcess(asyncio.Protocol):
         for ticket, parts in zip(batch.tickets, transfers, strict=True):
             self._batches[ticket] = batch
             ours, theirs, lengths = map(list, zip(*parts, strict=True))
-            self._transport.write(encode(Carry(ticket, write, ours, theirs, lengths)))
+            self._transport.write(encode(Carry(ticket, peer, write, ours, theirs, lengths)))
         return batch
 
     def drop(self, batch: Batch) -> None:
@@ -132,6 +150,28 @@ class CarrierProcess(asyncio.Protocol):
         tickets = [ticket for ticket in batch.tickets if ticket in self._batches]
         if tickets and self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode(Drop(tickets)))
+
+    async def until_ended(self, batch: Batch) -> None:
+        """Wait until none of these transfers touches memory any longer.
+
+        Where this is cancelled, the transfers are dropped, and in the end their process is ended.
+        NIXL cannot take a transfer back: while one is under way nobody may do anything else with its memory.
+        """
+        try:
+            await batch.ended.wait()
+        except asyncio.CancelledError:
+            self.drop(batch)
+            loop = asyncio.get_running_loop()
+            until = loop.time() + GRACE_SECONDS
+            with anyio.CancelScope(shield=True):
+                while not batch.ended.is_set():
+                    with suppress(asyncio.CancelledError):
+                        if (left := until - loop.time()) > 0:
+                            with anyio.move_on_after(left):
+                                await batch.ended.wait()
+                        else:
+                            await self.end()
+            raise
 
     async def end(self) -> None:
         """Kill the process and wait until it is gone. Harmless when repeated."""
@@ -147,14 +187,20 @@ class CarrierProcess(asyncio.Protocol):
             command = [
                 sys.executable,
                 *("-P", carrier.__file__),
-                *map(str, (theirs.fileno(), self._arena.fd, self._arena.capacity)),
+                *map(str, (theirs.fileno(), self._region.fd, self._region.capacity)),
             ]
+            environment = self._settings.environment()
+            shared = [theirs.fileno()]
+            if self._region.fd >= 0:
+                shared.append(self._region.fd)
+            else:
+                environment["CUDA_VISIBLE_DEVICES"] = self._region.gpu
 
             def begin() -> None:
                 self._process = subprocess.Popen(
                     command,
-                    env=self._settings.environment(),
-                    pass_fds=[theirs.fileno(), self._arena.fd],
+                    env=environment,
+                    pass_fds=shared,
                     stdin=subprocess.DEVNULL,
                     # NIXL and UCX speak of every lost peer, and know no way to be quiet about all of it.
                     stdout=subprocess.DEVNULL,

@@ -17,7 +17,7 @@ from kvtier.threads import WorkerThreads
 from kvtier.transports.base import Dial, Grants, Link, SupportsConnections, Transport, TransportSettings
 from kvtier.transports.nixl.endpoint import ARENA_BYTES, Endpoint
 from kvtier.transports.nixl.link import NixlLink, encode_endpoint
-from kvtier.transports.nixl.process import CarrierProcess, in_thread
+from kvtier.transports.nixl.process import CarrierProcess, Region, in_thread
 from kvtier.transports.nixl.settings import NixlSettings
 
 logger = logging.getLogger("kvtier")
@@ -106,7 +106,8 @@ class NixlTransport(Transport, SupportsConnections):
         """Start a process. Raises :class:`PeerError`."""
         assert self._arena is not None
         name = f"kvtier-{secrets.token_hex(8)}"
-        return await CarrierProcess.start(self._arena, self._settings, name, self._hop, serves=serves)
+        region = Region(self._arena.capacity, self._arena.fd)
+        return await CarrierProcess.start(region, self._settings, name, self._hop, serves=serves)
 
     async def _serve(self) -> None:
         assert self._arena is not None

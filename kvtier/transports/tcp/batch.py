@@ -11,7 +11,7 @@ from kvtier.backends.base import Outcome
 from kvtier.transports.base import Access, RemoteSpan
 from kvtier.transports.tcp.wire import MAX_SPANS, can_be_asked
 
-PART_BYTES = {Access.READ: 16 << 20, Access.WRITE: 8 << 20}
+PART_BYTES = {Access.READ: 16 << 20, Access.WRITE: 2 << 20}
 """The most of one request. What was written and not confirmed when a connection was cut is sent again."""
 LEAST_PART_BYTES = 1 << 20
 """Less is not worth a further connection."""

@@ -231,6 +231,7 @@ async def test_a_server_that_stands_still_for_longer_than_the_deadline(server: S
         assert await anyio.to_thread.run_sync(server.orphans) == []
 
 
+@pytest.mark.slow
 async def test_a_server_that_stands_still_in_mid_upload(server: S3Server) -> None:
     old, new = await values(1, LONG, seed=1), await values(1, LONG, seed=2)
     async with FaultyProxy(server.port) as proxy, opened(**server.tier()) as other:
