@@ -87,7 +87,8 @@ class ObjectRing:
 
     async def _done(self, batch: int) -> list[int]:
         """What became of each object of a batch. It ends with the batch, be it cancelled meanwhile or not."""
-        done = self._under_way[batch] = self._loop.create_future()
+        done: asyncio.Future[list[int]] = self._loop.create_future()
+        self._under_way[batch] = done
         try:
             await asyncio.wait([done])
         except asyncio.CancelledError:
