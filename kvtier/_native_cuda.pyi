@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from enum import Enum
 
+abi: int
+"""As in :func:`kvtier._native.build_info`."""
+
 class CudaError(RuntimeError):
     """What CUDA has to say against a call, or what went wrong on the device."""
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 ADVICE = "install a C++ compiler (Debian: g++) and then kvtier again; pip install -v says what went wrong"
 
+ABI = 1
+"""Of the names and arguments that the extensions offer: one that was built with another is left out."""
+
 _problem = ""
 _warned = False
 
@@ -38,10 +41,17 @@ def _load() -> str:
     if os.environ.get("KVTIER_NATIVE", "").strip().lower() in {"0", "off", "false", "no"}:
         return "KVTIER_NATIVE leaves it out"
     try:
-        core = importlib.import_module("kvtier._native")
+        module = importlib.import_module("kvtier._native")
     except ImportError as error:
         return f"{error}"
+    if problem := _other_sources(module.build_info().get("abi")):
+        return problem
+    core = module
     return ""
+
+
+def _other_sources(abi: int | None) -> str:
+    return "" if abi == ABI else f"it was built of other sources: its interface is {abi or 0}, not {ABI}"
 
 
 def available() -> bool:
@@ -61,9 +71,12 @@ def cuda_problem() -> str:
     if _problem:
         return _problem
     try:
-        cuda = importlib.import_module("kvtier._native_cuda")
+        module = importlib.import_module("kvtier._native_cuda")
     except ImportError as error:
         return f"built without CUDA ({error})"
+    if problem := _other_sources(getattr(module, "abi", None)):
+        return problem
+    cuda = module
     return "" if cuda.device_count() else "there is no CUDA device, or no driver for it"
 
 

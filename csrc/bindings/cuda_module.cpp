@@ -3,6 +3,7 @@
 
 #include <nanobind/stl/string.h>
 
+#include "kvtier/build_info.hpp"
 #include "kvtier/cuda.hpp"
 #include "pages.hpp"
 
@@ -55,6 +56,7 @@ NB_MODULE(_native_cuda, module) {
     using namespace kvtier;
     using namespace kvtier::cuda;
     module.doc() = "Copies between CUDA devices and the arena. Imported by kvtier.native alone.";
+    module.attr("abi") = abi;
     nb::exception<CudaError>(module, "CudaError", PyExc_RuntimeError);
     module.def("device_count", &device_count);
     nb::enum_<Carrier>(module, "Carrier")

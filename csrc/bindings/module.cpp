@@ -11,6 +11,7 @@ namespace {
 nb::dict build_info() {
     const kvtier::BuildInfo info = kvtier::build_info();
     nb::dict answer;
+    answer["abi"] = kvtier::abi;
     answer["compiler"] = info.compiler;
     answer["avx2"] = info.avx2;
     answer["avx512"] = info.avx512;

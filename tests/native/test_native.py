@@ -25,7 +25,8 @@ def test_it_says_what_it_is() -> None:
     if not native.available():
         pytest.skip(native.summary())
     info = native.core.build_info()
-    assert set(info) == {"compiler", "avx2", "avx512", "io_uring"}
+    assert set(info) == {"abi", "compiler", "avx2", "avx512", "io_uring"}
+    assert info["abi"] == native.ABI
     assert str(info["compiler"]).startswith(("gcc", "clang"))
     assert str(info["compiler"]) in native.summary()
 
@@ -52,6 +53,22 @@ def run(program: str, **environment: str) -> str:
 def test_it_can_be_left_out() -> None:
     told = run("from kvtier import native; print(native.available(), native.summary())", KVTIER_NATIVE="0")
     assert told.startswith("False missing (KVTIER_NATIVE leaves it out)")
+
+
+@pytest.mark.parametrize("told", [{"compiler": "gcc"}, {"abi": native.ABI + 1}], ids=["none", "another"])
+def test_one_of_other_sources_is_left_out(told: dict[str, object]) -> None:
+    """Not called with what it does not know."""
+    program = (
+        "import sys, types\n"
+        "outdated = sys.modules['kvtier._native'] = types.ModuleType('kvtier._native')\n"
+        f"outdated.build_info = lambda: {told}\n"
+        "from kvtier import native\n"
+        "from kvtier.keys import chunk_keys, root_key\n"
+        "print(native.available(), native.summary(), len(chunk_keys(root_key(bytes(32)), range(128), 64)))"
+    )
+    said = run(program, KVTIER_NATIVE="")
+    assert said.startswith("False missing (it was built of other sources")
+    assert said.strip().endswith("2")
 
 
 def test_one_warning_where_it_is_missing() -> None:

@@ -5,6 +5,10 @@
 
 namespace kvtier {
 
+// Of the names and arguments that the extensions offer to Python. Whoever changes one raises it here and in
+// kvtier/native.py, so that an extension that was built of other sources is left out and not called wrongly.
+inline constexpr int abi = 1;
+
 struct BuildInfo {
     std::string compiler;
     bool avx2;      // this processor has it; asked at run time
