@@ -3,20 +3,26 @@
 from array import array
 from collections.abc import Sequence
 
-def build_info() -> dict[str, str | bool]:
-    """The compiler that made it, and what the processor and the build have: avx2, avx512, io_uring."""
+def build_info() -> dict[str, str | int]:
+    """The compiler that made it, and what the processor and the build have: avx2, avx512, io_uring.
 
-def blake3(input: bytes) -> bytes:
+    And ``abi``: see :data:`kvtier.native.ABI`.
+    """
+
+def blake3(data: bytes) -> bytes:
     """The BLAKE3 hash of some bytes, 32 bytes long; for tests. Keeps the GIL."""
 
-def chunk_keys(parent: bytes, tokens: object, chunk_tokens: int, tail: bool, extras: list[bytes]) -> list[bytes]:
+def chunk_keys(
+    parent: bytes, tokens: object, chunk_tokens: int, tail: bool, extras: list[bytes]
+) -> list[bytes]:
     """The keys of consecutive chunks, in prefix order: see :func:`kvtier.keys.chunk_keys`.
 
-    ``parent`` is the key before the first. ``tokens`` are a sequence or an array of integers, or ``bytes`` that
-    are little-endian u32 already. ``extras`` are what each chunk depends on besides its tokens; chunks beyond
-    its end depend on nothing else. Keeps the GIL for prompts of up to 131,072 tokens (0.7 ms), and releases it
-    while it hashes longer ones. Raises ``OverflowError`` for what is no u32, ``TypeError`` for what is no
-    integer, and ``ValueError`` for half a word, a key of another length than 32 bytes, or chunks of no token.
+    ``parent`` is the key before the first. ``tokens`` are a sequence or an array of integers, or ``bytes``
+    that are little-endian u32 already. ``extras`` are what each chunk depends on besides its tokens; chunks
+    beyond its end depend on nothing else. Keeps the GIL for prompts of up to 131,072 tokens (0.7 ms), and
+    releases it while it hashes longer ones. Raises ``OverflowError`` for what is no u32, ``TypeError`` for
+    what is no integer, and ``ValueError`` for half a word, a key of another length than 32 bytes, or chunks
+    of no token.
     """
 
 def exchange(
@@ -37,25 +43,31 @@ def exchange(
 class DiskEngine:
     """Carries batches of objects between memory and files, through one io_uring and one native thread.
 
-    Its methods are called from one thread and never wait for a disk, but for :meth:`close`. The memory of a batch
-    is held until :meth:`finished` has told of it.
+    Its methods are called from one thread and never wait for a disk, but for :meth:`close`. The memory of a
+    batch is held until :meth:`finished` has told of it.
     """
 
     def __init__(self, depth: int) -> None:
-        """At most ``depth`` files are read or written at once. Raises ``OSError`` where there is no io_uring."""
+        """At most ``depth`` files are read or written at once.
+
+        Raises ``OSError`` where there is no io_uring.
+        """
 
     @property
     def event_fd(self) -> int:
         """An eventfd that is readable once a batch has finished, until :meth:`finished` is called."""
 
     def keep(self, memory: memoryview) -> None:
-        """Have the kernel pin this memory once, part by part as it is used, where it may. Called once at most.
+        """Have the kernel pin this memory once, part by part as it is used, where it may.
 
-        It cannot be unmapped as long as the engine lives.
+        Called once at most. It cannot be unmapped as long as the engine lives.
         """
 
     def read(self, items: list[tuple[bytes, memoryview]], direct: bool) -> int:
-        """Fill each memory with the file of that path; the batch's number. ``direct``: where it is aligned."""
+        """Fill each memory with the file of that path; the batch's number.
+
+        ``direct``: where it is aligned.
+        """
 
     def write(self, items: list[tuple[bytes, bytes, memoryview]], direct: bool) -> int:
         """Write each memory to the second path, then give it the first as name; the batch's number."""
@@ -109,8 +121,8 @@ def lru_touch(warmer: array[int], colder: array[int], rows: Sequence[int]) -> No
     """Make a prefix the warmest of a ring: see :meth:`kvtier.eviction.lru.LruPolicy.used`.
 
     ``warmer`` and ``colder`` are the ring's arrays of C ints, equally long. Keeps the GIL: some 2 µs for 128
-    rows. Raises ``ValueError`` for other arrays and ``IndexError`` for a ring that leads out of them, as do the
-    next two.
+    rows. Raises ``ValueError`` for other arrays and ``IndexError`` for a ring that leads out of them, as do
+    the next two.
     """
 
 def lru_link_chain(warmer: array[int], colder: array[int], rows: Sequence[int], parent: int) -> None:
@@ -125,7 +137,10 @@ def lru_unlink(warmer: array[int], colder: array[int], rows: Sequence[int]) -> N
 def exchange_now(
     socket: int, operations: Sequence[tuple[int, Sequence[bytes | memoryview]]], unread: bytearray
 ) -> tuple[int, int, int]:
-    """As :func:`exchange`, without waiting: ``EAGAIN`` where the socket takes or gives nothing. Keeps the GIL."""
+    """As :func:`exchange`, without waiting: ``EAGAIN`` where the socket takes or gives nothing.
+
+    Keeps the GIL.
+    """
 
 class Pump:
     """Conversations in native threads, ``most`` at once: see :mod:`kvtier.sockets.pump`."""
@@ -143,7 +158,10 @@ class Pump:
         unread: bytearray,
         seconds: float,
     ) -> int:
-        """Have :func:`exchange` done; a ticket. The buffers are held until it is collected. Does not block."""
+        """Have :func:`exchange` done; a ticket.
+
+        The buffers are held until it is collected. Does not block.
+        """
 
     def collect(self) -> list[tuple[int, int, int, int]]:
         """Of each conversation that has ended: its ticket, and what :func:`exchange` returns."""

@@ -74,7 +74,7 @@ nb::bytes blake3(const nb::bytes& input) {
 void bind_keys(nb::module_& module) {
     module.def("chunk_keys", &chunk_keys, nb::arg("parent"), nb::arg("tokens"), nb::arg("chunk_tokens"),
                nb::arg("tail"), nb::arg("extras"));
-    module.def("blake3", &blake3, nb::arg("input"));
+    module.def("blake3", &blake3, nb::arg("data"));
 }
 
 }  // namespace kvtier::bindings
