@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from anyio import CancelScope
 
@@ -176,7 +176,7 @@ def _error_of(hops: list[asyncio.Task[None]]) -> BaseException | None:
     return errors[0] if errors else None
 
 
-async def all_done(hops: Sequence[asyncio.Future[None]]) -> None:
+async def all_done(hops: Sequence[asyncio.Future[Any]]) -> None:
     """Wait for them all, however often the waiting is cancelled: the caller raises its cancellation then."""
     with CancelScope(shield=True):
         while not all(hop.done() for hop in hops):
