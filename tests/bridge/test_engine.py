@@ -6,13 +6,15 @@ import itertools
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import cast
 
 import anyio
 import anyio.lowlevel
 import pytest
 
 from kvtier import Settings
-from kvtier.arena import Arena, Lease
+from kvtier.arena import Arena, Lease, Slices
 from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
 from kvtier.bridge.protocol import Commit, Found, Hello, LookUp, Release, Reserve, Reserved
@@ -24,6 +26,7 @@ from kvtier.header import ChunkHeader, object_bytes
 from kvtier.instance import Instance
 from kvtier.keys import ChunkKey, chunk_keys, join_keys, root_key
 from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.peers.staging import EngineStaging
 from kvtier.pipeline.base import Hierarchy
 from kvtier.plugins import Plugins
 from kvtier.router import FIRST
@@ -159,6 +162,75 @@ async def test_bytes_stay_until_the_last_lease_is_gone() -> None:
         assert cache.arena.used == 7 * OBJECT_BYTES
         engine.release(found.leases[5:])
         assert (cache.arena.used, cache.arena.fragments) == (0, 1)
+
+
+# Leases in a staging buffer.
+
+
+class Buffer:
+    """Some chunks were pushed into it."""
+
+    number = 7
+    closed = False
+
+    def __init__(self, engine: Engine, keys: list[ChunkKey]) -> None:
+        self.slices = Slices(1 << 20)
+        self.there = {key: lease for key in keys if (lease := self.slices.allocate(4096))}
+        engine.staging = cast("EngineStaging", SimpleNamespace(current=self))
+
+    def find(self, key: ChunkKey) -> Lease | None:
+        lease = self.there.get(key)
+        return None if lease is None else lease.share()
+
+    def drop(self, key: ChunkKey) -> None:
+        lease = self.there.pop(key, None)
+        if lease is not None:
+            lease.release()
+
+
+async def test_arena_and_buffer_are_leased_in_turn_and_released_in_one_go() -> None:
+    async with engine_of() as (engine, cache):
+        store(engine, KEYS[:3])
+        store(engine, KEYS[6:])
+        buffer = Buffer(engine, KEYS[3:6])
+        found = look_up(engine, 1, KEYS)
+        assert found.sources == [FIRST] * 3 + [1] * 3 + [FIRST] * 6
+        assert found.staging == 7
+        assert found.offsets[3:6] == [0, 4096, 8192]
+        assert engine.holds(found.leases)
+        assert (cache.arena.leases, buffer.slices.leases) == (18, 6)
+        engine.release(found.leases)
+        assert (cache.arena.leases, cache.arena.used) == (9, 9 * OBJECT_BYTES)
+        assert (buffer.slices.leases, buffer.slices.used, buffer.slices.fragments) == (0, 0, 1)
+        assert engine.status()["tickets"] == 0
+        assert look_up(engine, 2, KEYS).sources == [FIRST] * 3
+
+
+async def test_what_is_staged_goes_with_its_lease_and_is_found_until_then() -> None:
+    async with engine_of() as (engine, _):
+        buffer = Buffer(engine, KEYS)
+        first, second = look_up(engine, 1, KEYS), look_up(engine, 2, KEYS)
+        engine.release(first.leases[2:4])
+        assert sorted(buffer.there) == sorted(KEYS[:2] + KEYS[4:])
+        assert engine.holds(second.leases)
+        assert len(look_up(engine, 3, KEYS).leases) == 2
+        engine.cancel(1)
+        assert (buffer.there, buffer.slices.leases) == ({}, 12 + 2)
+        engine.keep_only(())
+        assert (buffer.slices.leases, buffer.slices.used) == (0, 0)
+
+
+async def test_leases_do_not_outlive_their_buffer() -> None:
+    async with engine_of() as (engine, _):
+        store(engine, KEYS[:3])
+        buffer = Buffer(engine, KEYS[3:6])
+        found = look_up(engine, 1, KEYS[:6])
+        assert engine.holds(found.leases)
+        buffer.closed = True
+        assert engine.holds(found.leases[:3])
+        assert not engine.holds(found.leases[3:4])
+        assert not engine.holds(found.leases)
+        engine.release(found.leases)
 
 
 # Reservations.

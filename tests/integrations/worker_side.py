@@ -26,6 +26,7 @@ class Bridge:
         self.here = True
         self.confirmed: list[list[int]] = []
         self.committed: list[list[int]] = []
+        self.abandoned: list[list[int]] = []
         self.closed = False
 
     def poll(self) -> None:
@@ -42,6 +43,9 @@ class Bridge:
         self.committed.append(leases)
         return self.here
 
+    def abandon(self, leases: list[int]) -> None:
+        self.abandoned.append(leases)
+
     def close(self) -> None:
         self.closed = True
 
@@ -52,10 +56,12 @@ class Copies:
     def __init__(self) -> None:
         self.finished: set[int] = set()
         self.begun: list[Sequence[ChunkCopy]] = []
+        self.memories: list[object] = []
         self.broken = False
         self.closed = False
 
-    def load(self, arena: object, chunks: Sequence[ChunkCopy]) -> int:
+    def load(self, memory: object, chunks: Sequence[ChunkCopy]) -> int:
+        self.memories.append(memory)
         self.begun.append(chunks)
         return len(self.begun)
 
@@ -86,6 +92,31 @@ def side(bridge: Bridge, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> Wor
     monkeypatch.setattr(worker, "page_copies", lambda *_: copies)
     there: Any = bridge
     return WorkerSide(ModelLayout(LAYOUT, b"n" * 32, (), 40), there, 0)
+
+
+class Buffer:
+    """A staging buffer that is lost when the test says so."""
+
+    number = 5
+
+    def refresh(self) -> None:
+        pass
+
+    def memory(self, number: int) -> object | None:
+        return self if number == self.number else None
+
+
+@pytest.fixture
+def buffer(side: WorkerSide) -> Buffer:
+    buffer = side._staging = Buffer()  # type: ignore[assignment]
+    return buffer
+
+
+def mixed(name: str, *, last: bool = False) -> Job:
+    """Chunks 1 and 4 in the arena, 2 and 3 in the buffer."""
+    blocks = ([1, 2, 3, 4],)
+    chunks = [ChunkCopy(lease, 0, 64, blocks, 5 if lease in {2, 3} else 0) for lease in (1, 2, 3, 4)]
+    return Job(name, 1, chunks, last)
 
 
 def job(name: str, lease: int, *, epoch: int = 1, last: bool = False) -> Job:
@@ -157,3 +188,45 @@ def test_the_end_commits_what_was_under_way(side: WorkerSide, bridge: Bridge, co
     assert copies.closed
     assert bridge.committed == [[1]]
     assert bridge.closed
+
+
+def test_each_chunk_is_copied_from_where_it_lies(
+    side: WorkerSide, bridge: Bridge, copies: Copies, buffer: Buffer
+) -> None:
+    side.load([mixed("a")])
+    assert [[chunk.lease for chunk in chunks] for chunks in copies.begun] == [[1], [2, 3], [4]]
+    assert copies.memories == [bridge.arena, buffer, bridge.arena]
+    copies.finished.update((1, 2, 3))
+    assert side.take_results() == (set(), {"a"}, set())
+    assert bridge.confirmed == [[1, 2, 3, 4]]
+
+
+def test_a_load_from_a_buffer_that_was_lost_fails(
+    side: WorkerSide, bridge: Bridge, copies: Copies, buffer: Buffer
+) -> None:
+    buffer.number = 6
+    side.load([mixed("a"), job("b", 9)])
+    copies.finished.update(range(9))
+    assert side.take_results() == (set(), {"a", "b"}, {"a"})
+    assert bridge.confirmed == [[9]]
+
+
+def test_a_save_into_a_buffer_that_was_lost_keeps_what_goes_to_the_arena(
+    side: WorkerSide, bridge: Bridge, copies: Copies, buffer: Buffer
+) -> None:
+    buffer.number = 6
+    side.save([mixed("a", last=True)])
+    copies.finished.update(range(9))
+    assert side.take_results() == ({"a"}, set(), set())
+    assert bridge.committed == [[1, 4]]
+    assert bridge.abandoned == [[2, 3]]
+
+
+def test_a_device_that_fails_gives_back_what_was_staged(
+    side: WorkerSide, bridge: Bridge, copies: Copies, buffer: Buffer
+) -> None:
+    side.save([mixed("a", last=True)])
+    copies.broken = True
+    assert side.take_results() == ({"a"}, set(), set())
+    assert bridge.committed == [[]]
+    assert bridge.abandoned == [[2, 3]]

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,6 +93,25 @@ def expected_pages(layout: ChunkLayout, chunk: ChunkCopy) -> Iterator[tuple[int,
             if block != NULL:
                 at = chunk.offset + HEADER_BYTES + span.offset + page * span.page_bytes
                 yield span.group, span.layer, block, at, span.page_bytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("kind", ["native", "torch"])
+def test_in_a_staging_buffer_lies_one_rank_without_a_header(
+    kind: str, layout: ChunkLayout, arena: ArenaMap
+) -> None:
+    pages, loaded = engine(layout, 1), engine(layout, 3)
+    held = chunks(layout, 2)[0]
+    staged = replace(held, offset=1 << 20, staging=7)
+    saving, loading = copies(kind, layout, pages), copies(kind, layout, loaded)
+    saving.wait(saving.save(arena, [held]))
+    saving.wait(saving.save(arena, [staged]))
+    length = layout.rank_bytes(held.tokens)
+    first = held.offset + HEADER_BYTES + rank_of(layout) * length
+    assert arena.view(staged.offset, length) == arena.view(first, length)
+    loading.wait(loading.load(arena, [staged]))
+    for group, layer, block, _, _ in expected_pages(layout, held):
+        assert torch.equal(loaded[group][layer][block], pages[group][layer][block])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
