@@ -114,6 +114,7 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
         if self._ring is not None:
             await self._in_thread(self._ring.wait)
             self._ring.close()
+            self._ring = None  # Its descriptors go with it, and its hold on the arena.
         await self._in_thread(self._folder.close)
         self._hop.close()
 
