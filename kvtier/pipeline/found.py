@@ -81,13 +81,13 @@ class Ready(NamedTuple):
         return self.staged is None or not self.staged.closed
 
     def release(self, index: int) -> None:
-        """Let go of one; harmless when repeated."""
+        """Let go of one, and have it dropped where it is staged. Once."""
         self.leases.release(index)
         if self.staged is not None:
             self.staged.drop(self.keys[index])
 
     def release_all(self) -> None:
-        """Let go of all that are left; harmless when repeated."""
+        """Let go of all, of which none has been let go of before."""
         self.leases.release_all()
         if self.staged is not None:
             for key in self.keys:
