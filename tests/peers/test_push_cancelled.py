@@ -90,6 +90,8 @@ async def test_a_hand_over_that_is_aborted_after_any_time(
     monkeypatch.setattr("kvtier.pipeline.expect.UNANNOUNCED_SECONDS", 0.3)
     here, there = pair
     for turns in range(60):
+        # Else no look-up would wait for what was aborted before, until it is announced anew.
+        there.cache.expecting._ended.clear()
         handing = here.hand_over(there, range(1, COUNT + 1))
         found = there.look_up(range(1, COUNT + 1), expect=30)
         for _ in range(turns):
