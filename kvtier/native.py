@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 ADVICE = "install a C++ compiler (Debian: g++) and then kvtier again; pip install -v says what went wrong"
 
+VARIABLE = "KVTIER_NATIVE"
+"""Of the environment, and no setting: it counts from the first import on."""
 ABI = 1
 """Of the names and arguments that the extensions offer: one that was built with another is left out."""
 
@@ -38,7 +40,7 @@ _warned = False
 def _load() -> str:
     """Import the extension as ``core``; why it is not there, or nothing."""
     global core
-    if os.environ.get("KVTIER_NATIVE", "").strip().lower() in {"0", "off", "false", "no"}:
+    if os.environ.get(VARIABLE, "").strip().lower() in {"0", "off", "false", "no"}:
         return "KVTIER_NATIVE leaves it out"
     try:
         module = importlib.import_module("kvtier._native")

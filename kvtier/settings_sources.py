@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from kvtier.errors import SettingsError
+from kvtier.native import VARIABLE as NATIVE_VARIABLE
 
 PREFIX = "KVTIER_"
 DELIMITER = "__"
@@ -101,17 +102,11 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def read_environment(settings: type[BaseSettings]) -> dict[str, Any]:
     """The settings that are in ``KVTIER_*`` variables. Raises :class:`SettingsError` for one that is none."""
-    known = [variable_name(name) for name in field_names(settings)]
+    known = [*(variable_name(name) for name in field_names(settings)), FILE_VARIABLE, NATIVE_VARIABLE]
     for name, value in os.environ.items():
         upper = name.upper()
-        if (
-            upper.startswith(PREFIX)
-            and upper not in (FILE_VARIABLE, *known)
-            and not _is_foreign(upper, value)
-        ):
-            raise SettingsError(
-                f"the variable {name} is not a setting: {nearest(upper, [*known, FILE_VARIABLE])}"
-            )
+        if upper.startswith(PREFIX) and upper not in known and not _is_foreign(upper, value):
+            raise SettingsError(f"the variable {name} is not a setting: {nearest(upper, known)}")
     return _Environment(settings)()
 
 

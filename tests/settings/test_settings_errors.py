@@ -71,6 +71,11 @@ def test_an_unknown_variable(variable: str, nearest: str, monkeypatch: pytest.Mo
     assert refusal() == f"the variable {variable} is not a setting: did you mean {nearest}?"
 
 
+def test_the_switch_of_the_native_core_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_NATIVE", "0")
+    assert load_settings().chunk_tokens == Settings().chunk_tokens
+
+
 def test_a_wrong_unit_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_PREFETCH__DEADLINE", "5 parsecs")
     message = refusal()
