@@ -75,7 +75,7 @@ def powers(backend: Backend) -> set[type]:
 async def test_powers_before_and_after_open(outer: Callable[[Backend], WrapperBackend], tmp_path) -> None:
     for make, expected in [
         (memory, {SupportsArena, SupportsLeases}),
-        (lambda: disk(tmp_path), {SupportsScan}),
+        (lambda: disk(tmp_path), {SupportsScan, SupportsRegistration}),
         (Remote, {SupportsRegistration, SupportsTTL}),
     ]:
         inner = make()
