@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/*)
 DEMO ?=
 PYTEST ?=
-# One of them runs the engines, two the rest, who mostly wait: conftest.py. PYTEST='-n0' where one test is looked at.
-WORKERS := -n 3 --no-loadscope-reorder
+# One of them runs the engines, one the rest: conftest.py. PYTEST='-n0' where one test is looked at.
+WORKERS := -n 2 --no-loadscope-reorder
 # Real engines and servers on a busy machine: what fails once is run again, and named at the end if it then passes.
 RERUNS := --reruns 1
 FUZZ ?= 60

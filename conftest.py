@@ -1,4 +1,4 @@
-"""Three workers share the tests: one runs the real vLLM engines, the others the rest, and all what remains.
+"""Two workers share the tests: one runs the real vLLM engines, the other what is left, and both what remains.
 
 Files stay whole, so that what a module's tests share is made once. Engines stay together and come first: they
 take the longest, and two at once would take each other's processors.

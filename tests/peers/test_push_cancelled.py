@@ -86,9 +86,12 @@ async def test_a_finish_at_every_await(pair: Pair, through: Through) -> None:
 async def test_a_hand_over_that_is_aborted_after_any_time(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.pipeline.expect.UNANNOUNCED_SECONDS", 0.02)
+    # Long enough for what is announced at once, and short, since some of it never is.
+    monkeypatch.setattr("kvtier.pipeline.expect.UNANNOUNCED_SECONDS", 0.3)
     here, there = pair
     for turns in range(60):
+        # Else no look-up would wait for what was aborted before, until it is announced anew.
+        there.cache.expecting._ended.clear()
         handing = here.hand_over(there, range(1, COUNT + 1))
         found = there.look_up(range(1, COUNT + 1), expect=30)
         for _ in range(turns):
