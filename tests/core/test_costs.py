@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtier.costs import HALF_LIFE_SECONDS, LEAST_SUCCESS, ReadCost
@@ -137,6 +137,8 @@ def test_what_is_known_is_forgotten_over_minutes(
         max_size=60,
     )
 )
+# Of numbers as small as that rounding takes more than there is.
+@example([(24, 2.2250738585072014e-308, 0.0, False, 0)])
 def test_no_history_makes_nonsense(history: list[tuple[int, float, float, bool, int]]) -> None:
     clock = Clock()
     reading = ReadCost(clock)

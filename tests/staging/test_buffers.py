@@ -208,6 +208,7 @@ def test_two_ranks_have_a_buffer_each(memory: str) -> None:
         both.rest()
 
 
+@pytest.mark.slow
 def test_what_finds_no_room_goes_through_the_first_tier() -> None:
     with pair("cpu", buffer=2 * SLOT) as both:
         both.open()
@@ -221,6 +222,7 @@ def test_what_finds_no_room_goes_through_the_first_tier() -> None:
         assert both.here.log.read_text().count("goes by way of the first tier: its staging buffer has") == 1
 
 
+@pytest.mark.slow
 def test_a_side_without_buffers_is_handed_over_to_through_the_first_tier() -> None:
     with pair("cpu", device="cpu") as both:
         assert not both.decoder.staged

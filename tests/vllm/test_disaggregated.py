@@ -20,7 +20,7 @@ from tests.vllm.models import prompt
 
 LENGTH = 1000
 FIRST_CHUNKS = 2
-"""Of eight. A few more may have been computed by the time that these are seen at the decoder."""
+"""Of eight. One or two more may have been computed by the time that these are seen at the decoder."""
 SECRET = "sixteen or more characters"
 EXPECT_SECONDS = 60.0
 """Nothing is judged by it: what is not pushed any longer is not waited for."""
@@ -51,13 +51,14 @@ class Pair(NamedTuple):
 
     def begin(self, tokens: list[int]) -> int:
         """Ask it, and hold it amid its prefill, when the first chunks have been pushed."""
-        before = arrived(self.there)
+        stored, pushed = computed(self.here.status()), arrived(self.there.status())
         self.prefiller.hold()
         request = self.submit(tokens)
         # Its first steps may do nothing: whether it has the prompt in some tier is not known yet.
-        while arrived(self.there) < before + FIRST_CHUNKS:
+        while computed(self.here.status()) < stored + FIRST_CHUNKS:
             assert not self.prefiller.finished(request)
             self.prefiller.step()
+        self.there.wait_until(lambda status: arrived(status) >= pushed + FIRST_CHUNKS)
         return request
 
     def prefill(self, tokens: list[int]) -> Answer:
@@ -103,11 +104,14 @@ def handed_over(answer: Answer) -> int:
     return int(answer.params["kvtier"].get("handed_over", {"tokens": 0})["tokens"])
 
 
-def arrived(cache: CacheProcess) -> int:
-    """How many chunks have been pushed there and can be found."""
-    status = cache.status()
-    held = [status["tiers"][0], *status.get("staging", ())]
-    return sum(memory["chunks"] for memory in held)
+def computed(status: dict[str, Any]) -> int:
+    """How many chunks engines have computed for a cache process so far."""
+    return int(status["counts"].get("stored", 0))
+
+
+def arrived(status: dict[str, Any]) -> int:
+    """How many chunks were pushed to a cache process so far, and could be found there."""
+    return int(status["serving"]["reserving"]["counts"].get("committed", 0))
 
 
 def is_quiet(status: dict[str, Any]) -> bool:
