@@ -17,7 +17,8 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -
     """Print a table: text to the left, figures to the right."""
     table = Table(title=title, title_justify="left")
     for column, example in zip(columns, rows[0], strict=True):
-        table.add_column(column, justify="left" if isinstance(example, str) else "right")
+        text = isinstance(example, str)
+        table.add_column(column, justify="left" if text else "right", no_wrap=text)
     for row in rows:
         table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row))
-    Console(width=110).print(table)
+    Console(width=120).print(table)
