@@ -1,9 +1,10 @@
 """Chunk keys: the same for the same tokens on every host, in every process, in every run.
 
-A key is BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) over the parent's key, the number of
-tokens, the token ids as little-endian u32, and whatever else the KV depends on (LoRA, images). The
-chain starts from a root made of the namespace and the tenant's salt, so equal keys mean an equal
-whole prefix in one namespace of one tenant. No hash is ever cut short.
+A key is BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) over the parent's key, the BLAKE3 of the
+token ids as little-endian u32, and whatever else the KV depends on (LoRA, images). The chain starts
+from a root made of the namespace and the tenant's salt, so equal keys mean an equal whole prefix in
+one namespace of one tenant. No hash is ever cut short. Tokens are hashed by themselves first since
+those of all chunks can be side by side: what waits for the chunk before is then one block.
 """
 
 from __future__ import annotations
@@ -58,8 +59,7 @@ def encode_tokens(tokens: Sequence[int] | bytes) -> bytes:
 
 def chunk_key(parent: ChunkKey, tokens: bytes, extra: bytes = b"") -> ChunkKey:
     """The key of one chunk from its parent's key and its encoded tokens."""
-    count = (len(tokens) // TOKEN_BYTES).to_bytes(4, "little")
-    return ChunkKey(blake3(parent + count + tokens + extra).digest())
+    return ChunkKey(blake3(parent + blake3(tokens).digest() + extra).digest())
 
 
 def chunk_keys(

@@ -39,8 +39,7 @@ class Places {
 // Rows are words as token ids are.
 template <typename Change>
 void change(nb::handle warmer, nb::handle colder, nb::handle rows, Change apply) {
-    TokenIds ids(rows.ptr());
-    ids.convert_all();
+    const TokenIds ids(rows.ptr());
     const Places above(warmer), below(colder);
     LruRing ring(above.span(), below.span());
     apply(ring, ids.all());

@@ -1,5 +1,6 @@
 #include "token_ids.hpp"
 
+#include <cstring>
 #include <string_view>
 #include <utility>
 
@@ -46,25 +47,11 @@ std::uint32_t read_any(PyObject* object) {
 }  // namespace
 
 TokenIds::TokenIds(PyObject* object) {
-    if (!PyList_CheckExact(object) && take_buffer(object)) return;
-    sequence_ = nb::steal(PySequence_Fast(object, "token ids are a sequence of integers"));
-    if (!sequence_.is_valid()) throw nb::python_error();
-    size_ = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(sequence_.ptr()));
+    if (PyList_CheckExact(object) || !take_buffer(object)) take_items(object);
 }
 
 TokenIds::~TokenIds() {
     if (buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
-}
-
-keys::Words TokenIds::read(std::size_t at, std::size_t count) {
-    if (words_ != nullptr) return {words_ + at, count};
-    const std::span<std::uint32_t> words = std::span(some_).first(count);
-    read_items(at, words);
-    return words;
-}
-
-void TokenIds::convert_all() {
-    if (words_ == nullptr) read_items(0, make_words(size_));
 }
 
 std::span<std::uint32_t> TokenIds::make_words(std::size_t count) {
@@ -104,12 +91,7 @@ bool TokenIds::take_buffer(PyObject* object) {
 void TokenIds::take_words() {
     const auto length = static_cast<std::size_t>(buffer_.len);
     if (length % sizeof(std::uint32_t) != 0) raise(PyExc_ValueError, "these bytes are not a whole number of words");
-    const auto* bytes = static_cast<const std::uint8_t*>(buffer_.buf);
-    for (std::uint32_t& word : make_words(length / sizeof(std::uint32_t))) {
-        word = static_cast<std::uint32_t>(bytes[0]) | static_cast<std::uint32_t>(bytes[1]) << 8 |
-               static_cast<std::uint32_t>(bytes[2]) << 16 | static_cast<std::uint32_t>(bytes[3]) << 24;
-        bytes += sizeof(std::uint32_t);
-    }
+    std::memcpy(make_words(length / sizeof(std::uint32_t)).data(), buffer_.buf, length);
 }
 
 template <typename Integer>
@@ -123,18 +105,20 @@ void TokenIds::take_integers() {
     if (!fit) raise_too_large();
 }
 
-void TokenIds::read_items(std::size_t at, std::span<std::uint32_t> words) const {
-    PyObject* const* item = PySequence_Fast_ITEMS(sequence_.ptr()) + at;
-    for (std::uint32_t& word : words) {
-        if (!read_small(*item, word)) {
-            word = read_any(nb::borrow(*item).ptr());
-            // An __index__ may do anything, to the list too.
-            if (static_cast<std::size_t>(PySequence_Fast_GET_SIZE(sequence_.ptr())) < size_) {
-                raise(PyExc_RuntimeError, "the token ids changed while they were read");
-            }
-            item = PySequence_Fast_ITEMS(sequence_.ptr()) + at + (&word - words.data());
+void TokenIds::take_items(PyObject* object) {
+    const nb::object sequence = nb::steal(PySequence_Fast(object, "token ids are a sequence of integers"));
+    if (!sequence.is_valid()) throw nb::python_error();
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
+    std::uint32_t* const words = make_words(static_cast<std::size_t>(count)).data();
+    for (Py_ssize_t at = 0;; ++at) {
+        PyObject* const* items = PySequence_Fast_ITEMS(sequence.ptr());
+        while (at < count && read_small(items[at], words[at])) ++at;
+        if (at == count) return;
+        words[at] = read_any(nb::borrow(items[at]).ptr());
+        // An __index__ may do anything, to the list too.
+        if (PySequence_Fast_GET_SIZE(sequence.ptr()) < count) {
+            raise(PyExc_RuntimeError, "the token ids changed while they were read");
         }
-        ++item;
     }
 }
 

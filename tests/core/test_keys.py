@@ -49,18 +49,18 @@ def test_roots_are_what_they_have_always_been() -> None:
 
 def test_keys_are_what_they_have_always_been() -> None:
     assert [key.hex() for key in chunk_keys(ROOT, range(10), 4, tail=True)] == [
-        "6b65eff81f87595b31e307b49aa61fbfc972ea5fd88800765d7b6d6d690ca330",
-        "9b58ab1ed8b1ae647e6bf012004a43a7b6fe0806536f848fff939bb9a10a8058",
-        "737e2851c0cc0673d6b6301b119bb70e9b54a7632368ec456b60b554c731141d",
+        "3b5aae8479b0cf78478bc450cf21a09c97a95e48145936b4aee1b416848c1104",
+        "4449a2782723590de8ab64214f8b0c024ccb1d27b0a818f4a37ffec96f83ec29",
+        "dfd9b9453fe636ecdc0a3e6f85acb590d8a06001b0cf48a013fa8d767cc4c48b",
     ]
 
 
 def test_keys_with_extra_are_what_they_have_always_been() -> None:
     keys = chunk_keys(ROOT, range(10), 4, tail=True, extra=lambda start, _: encode_extra(["lora", start]))
     assert [key.hex() for key in keys] == [
-        "6cfd0cfe995cbbed79a08a5d6d604285a95c9eeacf7bd5c58e0c7249a530de4c",
-        "6178975e6865d4435311faaa75ea721ed039a99b3774d9f3818b45c98e830085",
-        "fbb1f8361969cceab1731ba7c6952c9962a1cbb321fbea5e644be798b96c039f",
+        "d91a8ca1443788a9621ddee400be94a205db95a51c08221e1540b004bfc0abfc",
+        "8c64b4c16fe72215b4ba4f17382b59552673ae836e71daf24ebed8ca79631624",
+        "87d896c17096f5cfc71833737c191e759e8acec1553916d7284fccaf98671244",
     ]
 
 

@@ -1,63 +1,60 @@
 #include "kvtier/blake3.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
-#include <vector>
 
 namespace kvtier::keys {
 
 namespace {
 
-// Of the hash, not of a prompt: BLAKE3's own chunks.
-constexpr std::uint32_t blocks_a_chunk = 16;
+constexpr std::uint32_t blocks_a_leaf = leaf_bytes / block_bytes;
 
-void store(const ChainingValue& value, std::uint8_t* bytes) {
-    if constexpr (std::endian::native == std::endian::little) {
-        // What is read back at once in vectors had better not be written byte by byte.
-        std::memcpy(bytes, value.data(), sizeof(value));
-        return;
-    }
-    for (std::size_t word = 0; word < value.size(); ++word) {
-        for (std::size_t byte = 0; byte < 4; ++byte) {
-            bytes[4 * word + byte] = static_cast<std::uint8_t>(value[word] >> (8 * byte));
-        }
-    }
+// The value of two that stand side by side in the tree.
+ChainingValue parent_of(const ChainingValue& left, const ChainingValue& right, std::uint32_t flags) {
+    std::array<std::uint8_t, block_bytes> children;
+    std::memcpy(children.data(), left.data(), hash_bytes);
+    std::memcpy(children.data() + hash_bytes, right.data(), hash_bytes);
+    ChainingValue value = initial_value;
+    compress(value, {children.data(), block_bytes, is_parent | flags, 0});
+    return value;
 }
 
-std::vector<Compress> find_compressions() {
-    std::vector<Compress> found;
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl")) found.push_back(compress_avx512);
-    if (__builtin_cpu_supports("sse4.1")) found.push_back(compress_sse41);
-#endif
-    found.push_back(compress_portable);
-    return found;
+Hash hash_of(const ChainingValue& value) {
+    return std::bit_cast<Hash>(value);
 }
 
 }  // namespace
 
-std::span<const Compress> compressions() {
-    static const std::vector<Compress> found = find_compressions();
-    return found;
+// A leaf that is not the last joins every subtree of its own size, as a carry runs through a binary number.
+void Tree::add(ChainingValue value) {
+    ++leaves_;
+    for (std::uint64_t size = leaves_; size % 2 == 0; size /= 2) value = parent_of(subtrees_[--depth_], value, no_flag);
+    subtrees_[depth_++] = value;
+}
+
+Hash Tree::finish(ChainingValue last) {
+    while (depth_ > 0) {
+        --depth_;
+        last = parent_of(subtrees_[depth_], last, depth_ == 0 ? is_root : no_flag);
+    }
+    return hash_of(last);
 }
 
 // A full block waits until more comes: only then is it known not to be the last.
-void Hasher::add(std::span<const std::uint8_t> bytes) {
+void Hasher::add(Bytes bytes) {
     while (!bytes.empty()) {
         if (filled_ == block_bytes) {
-            if (blocks_ == blocks_a_chunk - 1) {
-                end_chunk();
+            if (blocks_ == blocks_a_leaf - 1) {
+                compress_block(ends_leaf);
+                tree_.add(value_);
+                value_ = initial_value;
+                blocks_ = 0;
             } else {
                 compress_block(no_flag);
             }
         }
         const std::size_t taken = std::min(bytes.size(), block_bytes - filled_);
-        if (taken == block_bytes) {
-            std::memcpy(block_.data(), bytes.data(), block_bytes);  // Of a known length: no call.
-        } else {
-            std::memcpy(block_.data() + filled_, bytes.data(), taken);
-        }
+        std::memcpy(block_.data() + filled_, bytes.data(), taken);
         filled_ += static_cast<std::uint32_t>(taken);
         bytes = bytes.subspan(taken);
     }
@@ -65,36 +62,14 @@ void Hasher::add(std::span<const std::uint8_t> bytes) {
 
 Hash Hasher::finish() {
     std::memset(block_.data() + filled_, 0, block_bytes - filled_);
-    compress_block(ends_chunk | (depth_ == 0 ? is_root : no_flag));
-    while (depth_ > 0) add_left(depth_ == 1 ? is_root : no_flag);
-    Hash hash;
-    store(value_, hash.data());
-    return hash;
+    compress_block(ends_leaf | (tree_.leaves() == 0 ? is_root : no_flag));
+    return tree_.finish(value_);
 }
 
 void Hasher::compress_block(std::uint32_t flags) {
-    compress_(value_, {block_.data(), filled_, flags | (blocks_ == 0 ? starts_chunk : no_flag), chunks_});
+    compress(value_, {block_.data(), filled_, flags | (blocks_ == 0 ? starts_leaf : no_flag), tree_.leaves()});
     filled_ = 0;
     ++blocks_;
-}
-
-// A chunk that is not the last joins every subtree of its own size, as a carry runs through a binary number.
-void Hasher::end_chunk() {
-    compress_block(ends_chunk);
-    ++chunks_;
-    for (std::uint64_t size = chunks_; size % 2 == 0; size /= 2) add_left(no_flag);
-    subtrees_[depth_++] = value_;
-    value_ = initial_value;
-    blocks_ = 0;
-}
-
-// What is at hand becomes the parent of the last subtree and itself.
-void Hasher::add_left(std::uint32_t flags) {
-    std::array<std::uint8_t, block_bytes> children;
-    store(subtrees_[--depth_], children.data());
-    store(value_, children.data() + hash_bytes);
-    value_ = initial_value;
-    compress_(value_, {children.data(), block_bytes, is_parent | flags, 0});
 }
 
 }  // namespace kvtier::keys

@@ -26,7 +26,7 @@ void mix(std::uint32_t& a, std::uint32_t& b, std::uint32_t& c, std::uint32_t& d,
 
 }  // namespace
 
-void compress_portable(ChainingValue& value, const Block& block) {
+void compress(ChainingValue& value, const Block& block) {
     std::array<std::uint32_t, 16> words;
     for (std::size_t word = 0; word < 16; ++word) words[word] = little_endian(block.bytes + 4 * word);
     std::array<std::uint32_t, 16> v;

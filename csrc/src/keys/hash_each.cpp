@@ -1,0 +1,59 @@
+#include <algorithm>
+#include <vector>
+
+#include "kvtier/blake3.hpp"
+#include "leaves.hpp"
+
+namespace kvtier::keys {
+
+namespace {
+
+std::vector<LeafHasher> find_leaf_hashers() {
+    std::vector<LeafHasher> found;
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f")) found.push_back({16, hash_leaves_avx512});
+    if (__builtin_cpu_supports("avx2")) found.push_back({8, hash_leaves_avx2});
+#endif
+    found.push_back({4, hash_leaves_portable});
+    return found;
+}
+
+// The hashes of as many inputs as there are lanes, or fewer.
+void hash_some(const std::uint8_t* first, std::size_t length, std::span<Hash> hashes, const LeafHasher& leaves) {
+    const std::size_t last_leaf = (length - 1) / leaf_bytes;
+    std::array<ChainingValue, most_lanes> values;
+    std::vector<Tree> trees(last_leaf > 0 ? hashes.size() : 0);
+    for (std::size_t leaf = 0; leaf <= last_leaf; ++leaf) {
+        const std::size_t start = leaf * leaf_bytes;
+        Leaves row{{}, std::min(leaf_bytes, length - start), leaf, last_leaf == 0 ? is_root : no_flag};
+        for (std::size_t lane = 0; lane < leaves.lanes; ++lane) {
+            // What there is too little of is hashed again, beside the rest.
+            row.inputs[lane] = first + std::min(lane, hashes.size() - 1) * length + start;
+        }
+        leaves.hash(row, values.data());
+        if (leaf == last_leaf) break;
+        for (std::size_t lane = 0; lane < hashes.size(); ++lane) trees[lane].add(values[lane]);
+    }
+    for (std::size_t lane = 0; lane < hashes.size(); ++lane) {
+        hashes[lane] = last_leaf > 0 ? trees[lane].finish(values[lane]) : std::bit_cast<Hash>(values[lane]);
+    }
+}
+
+}  // namespace
+
+std::span<const LeafHasher> leaf_hashers() {
+    static const std::vector<LeafHasher> found = find_leaf_hashers();
+    return found;
+}
+
+void hash_each(Bytes input, std::size_t length, std::span<Hash> hashes, const LeafHasher& leaves) {
+    const std::uint8_t* first = input.data();
+    while (!hashes.empty()) {
+        const std::size_t count = std::min(hashes.size(), leaves.lanes);
+        hash_some(first, length, hashes.first(count), leaves);
+        first += count * length;
+        hashes = hashes.subspan(count);
+    }
+}
+
+}  // namespace kvtier::keys

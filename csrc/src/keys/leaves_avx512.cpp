@@ -1,0 +1,15 @@
+#if defined(__x86_64__)
+
+#define KVTIER_TARGET __attribute__((target("avx512f")))
+#include "leaves.hpp"
+
+namespace kvtier::keys {
+
+KVTIER_TARGET
+void hash_leaves_avx512(const Leaves& leaves, ChainingValue* values) {
+    hash_leaves<16>(leaves, values);
+}
+
+}  // namespace kvtier::keys
+
+#endif
