@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from kvtier.backends.base import Outcome
+from kvtier.bench.transport_process import cpu_seconds
 from kvtier.errors import PeerError
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.testing.transport_process import OtherProcess
@@ -148,6 +149,18 @@ async def test_spans_outside_the_peers_arena_are_misses(other: OtherProcess) -> 
         assert await link.read([(outside[0], lease.view), (good, lease.view)]) == [Outcome.MISS, Outcome.OK]
         assert lease.view == pattern(1, 4096)
         lease.release()
+
+
+@pytest.mark.parametrize("settings", [OVER_TCP, OVER_MEMORY], ids=["tcp", "memory"])
+async def test_who_serves_and_is_asked_for_nothing_leaves_the_processor_alone(
+    other: OtherProcess, settings: dict[str, Any]
+) -> None:
+    async with linked(other, settings):
+        processes = {serving(other), *carriers(os.getpid())}
+        assert len(processes) == 3, "who serves on either side, and the link"
+        before = cpu_seconds(processes)
+        await asyncio.sleep(1)
+        assert cpu_seconds(processes) - before < 0.3
 
 
 async def test_a_link_finds_the_agent_that_took_the_place_of_one_that_ended(other: OtherProcess) -> None:

@@ -125,6 +125,9 @@ SPIN_SECONDS = 100e-6
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-6, 50e-6
 """Then in pauses that grow, so that a long transfer does not cost a core."""
 
+THREAD_PAUSE_MICROSECONDS = 10_000
+"""After so long NIXL's own thread looks for what no event has told it of."""
+
 READ_BYTES = 1 << 18
 
 _PR_SET_TIMERSLACK = 29
@@ -139,6 +142,21 @@ class _Transfer(NamedTuple):
     peer: str
     length: int
     handle: Any
+
+
+def _let_thread_sleep(bindings: Any) -> None:  # noqa: ANN401 - NIXL has no types
+    """Have NIXL's own thread wait for events, and look for what they miss in pauses.
+
+    NIXL's Python has it look without a pause, which takes a whole core, idle or not, and offers no setting.
+    ``src/plugins/ucx/ucx_engine_thread.cpp`` says what the pause is for.
+    """
+    base = bindings.nixlAgentConfig
+
+    class Config(base):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, THREAD_PAUSE_MICROSECONDS if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = Config
 
 
 class Agent:
@@ -158,11 +176,12 @@ class Agent:
             sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         from nixl import _api
 
+        _let_thread_sleep(_api.nixlBind)
         self.name = name
         self._agent = _api.nixl_agent(
             name,
-            # NIXL's own thread serves those who reach this agent. Where nobody does, it would only spin
-            # beside the one that looks after the transfers, which took half of the throughput and a core.
+            # NIXL's own thread serves those who reach this agent. Where nobody does, it would only be in the
+            # way of the one that looks after the transfers.
             _api.nixl_agent_config(
                 enable_prog_thread=serves,
                 backends=[],
