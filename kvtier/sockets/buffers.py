@@ -21,6 +21,22 @@ def first_of(buffers: Buffers) -> list[memoryview]:
     return [buffers[index] for index in range(min(len(buffers), BUFFERS_A_CALL))]
 
 
+def cut(buffers: Iterable[memoryview], length: int) -> list[Buffers]:
+    """The buffers in runs of so many bytes, of which the last may have fewer; one that is empty of none."""
+    runs: list[Buffers] = [deque()]
+    room = length
+    for buffer in buffers:
+        left = buffer
+        while left:
+            if not room:
+                runs.append(deque())
+                room = length
+            runs[-1].append(left[:room])
+            room -= len(runs[-1][-1])
+            left = left[len(runs[-1][-1]) :]
+    return runs
+
+
 def advance(buffers: Buffers, moved: int) -> None:
     """Leave only what comes after so many bytes."""
     while buffers and moved >= len(buffers[0]):

@@ -6,16 +6,27 @@ from collections import deque
 from typing import NamedTuple
 
 from kvtier.backends.base import Outcome
-from kvtier.sockets.connection import Connection, Deadline
+from kvtier.sockets.buffers import cut
+from kvtier.sockets.connection import Connection, Deadline, ProtocolViolation
 from kvtier.sockets.conversation import EXPECT, RECEIVE, SEND, Operation
 from kvtier.sockets.pump import Pump
 from kvtier.transports.base import Access
 from kvtier.transports.tcp.batch import Part
 from kvtier.transports.tcp.queue import PartQueue
-from kvtier.transports.tcp.wire import answer_bytes, decode_answer, encode_answer, encode_request
+from kvtier.transports.tcp.wire import (
+    CONFIRMED_BYTES,
+    MARK,
+    answer_bytes,
+    decode_answer,
+    encode_answer,
+    encode_request,
+)
 
 AHEAD = 2
-"""How many parts are asked for at once: while one is read, the peer is at the next."""
+"""So many parts to read are asked for, and so much is written before the first of it is confirmed.
+
+While one is on its way, the peer is at the next.
+"""
 _SCRATCH_BYTES = 1 << 18
 
 
@@ -63,7 +74,8 @@ class Asking:
         if not self._asked:
             return self._queue.next()
         # Whoever sends many bytes while as many are coming may wait for a peer that waits, too.
-        return self._queue.next(self._asked[0].part.batch.access)
+        reads = self._asked[0].part.batch.access is Access.READ
+        return self._queue.next(Access.READ) if reads else None
 
     async def _take_answer(self, new: list[Part]) -> OSError | None:
         """Ask for new parts, and take the answer to the first of those that were asked for.
@@ -78,21 +90,25 @@ class Asking:
         self._connection.deadline = Deadline(self._seconds)
         self._queue.grip(self._connection, touched)
         try:
-            progress = await self._pump.converse(self._connection, self._conversation(new, wanted))
-            granted = progress.operations - bool(new) > 0
-            if not granted and progress.error is None:
-                return await self._take_another(part, lengths, wanted)
-            self.progressed |= granted
-            if progress.error is None:
+            conversation = self._conversation(new, wanted)
+            kinds = [kind for kind, _ in conversation]
+            conversing = self._pump.converse(self._connection, conversation)
+            del conversation  # As :meth:`Pump.converse` does.
+            progress = await conversing
+            confirmed = kinds[: progress.operations].count(EXPECT)
+            self.progressed |= confirmed > 0
+            if progress.operations == len(kinds):
                 part.settle([Outcome.OK] * len(part.pieces))
-            elif granted and wanted:
-                part.advance(progress.received)
+            elif progress.error is None:
+                return await self._take_another(part, lengths, wanted, progress.operations)
+            elif confirmed and wanted:
+                part.advance(progress.received if reads else confirmed * CONFIRMED_BYTES)
             return progress.error
         finally:
             self._queue.ungrip(self._connection)
 
-    async def _take_another(self, part: Part, lengths: list[int], wanted: bool) -> OSError | None:
-        """The answer is not that everything is granted."""
+    async def _take_another(self, part: Part, lengths: list[int], wanted: bool, done: int) -> OSError | None:
+        """After so many operations came something else than that everything is granted."""
         access = part.batch.access
         head = bytearray(answer_bytes(len(lengths)))
         progress = await self._pump.converse(self._connection, [(RECEIVE, [memoryview(head)])])
@@ -101,8 +117,13 @@ class Asking:
         outcomes = decode_answer(head, access, len(lengths))
         self.progressed = True
         if access is Access.WRITE:
-            part.settle(outcomes if part.pieces else [])
-            return None
+            rest = _writing(part)[done + 1 :]
+            progress = await self._pump.converse(self._connection, rest)
+            if progress.error is None and progress.operations < len(rest):
+                return ProtocolViolation("what was written is not confirmed")
+            if progress.error is None:
+                part.settle(outcomes)
+            return progress.error
         coming = [length for length, outcome in zip(lengths, outcomes, strict=True) if outcome is Outcome.OK]
         if wanted:
             part.drop_misses(outcomes)
@@ -117,20 +138,30 @@ class Asking:
     def _conversation(self, new: list[Part], wanted: bool) -> list[Operation]:
         """As it goes where everything is granted."""
         part, lengths = self._asked[0]
-        access = part.batch.access
-        operations: list[Operation] = []
-        if new:
-            operations.append((SEND, [buffer for one in new for buffer in _request(one)]))
-        operations.append((EXPECT, [encode_answer(access, [True] * len(lengths))]))
-        if access is Access.READ:
-            operations.append((RECEIVE, part.views() if wanted else _nowhere(sum(lengths))))
-        return operations
+        if part.batch.access is Access.WRITE:
+            return _writing(part)
+        answer = encode_answer(Access.READ, [True] * len(lengths))
+        return [
+            *([(SEND, [_request(one) for one in new])] if new else []),
+            (EXPECT, [answer]),
+            (RECEIVE, part.views() if wanted else _nowhere(sum(lengths))),
+        ]
 
 
-def _request(part: Part) -> list[bytes | memoryview]:
-    access = part.batch.access
-    request = encode_request(access, [piece.span for piece in part.pieces])
-    return [request, *part.views()] if access is Access.WRITE else [request]
+def _writing(part: Part) -> list[Operation]:
+    """The whole conversation about a part that is written."""
+    sent: list[Operation] = [(SEND, list(run)) for run in cut(part.views(), CONFIRMED_BYTES)]
+    sent[0] = SEND, [_request(part), *sent[0][1]]
+    confirmation = encode_answer(Access.WRITE, [True] * len(part.pieces))
+    operations = sent[:AHEAD]
+    for index in range(len(sent)):
+        operations += [(EXPECT, [confirmation]), *sent[index + AHEAD :][:1]]
+        confirmation = MARK
+    return operations
+
+
+def _request(part: Part) -> bytes:
+    return encode_request(part.batch.access, [piece.span for piece in part.pieces])
 
 
 def _nowhere(length: int) -> list[memoryview]:

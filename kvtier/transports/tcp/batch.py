@@ -11,8 +11,8 @@ from kvtier.backends.base import Outcome
 from kvtier.transports.base import Access, RemoteSpan
 from kvtier.transports.tcp.wire import MAX_SPANS, can_be_asked
 
-PART_BYTES = {Access.READ: 16 << 20, Access.WRITE: 2 << 20}
-"""The most of one request. What was written and not confirmed when a connection was cut is sent again."""
+PART_BYTES = 16 << 20
+"""The most of one request."""
 LEAST_PART_BYTES = 1 << 20
 """Less is not worth a further connection."""
 
@@ -82,7 +82,7 @@ class Batch:
         self._gripped = 0
         self._left = [0] * len(items)
         total = sum(len(view) for _, view in items)
-        size = min(max(-(-total // spread), LEAST_PART_BYTES), PART_BYTES[access])
+        size = min(max(-(-total // spread), LEAST_PART_BYTES), PART_BYTES)
         self.parts = [Part(self, pieces) for pieces in self._cut(items, size)]
         self._unsettled = sum(self._left)
 

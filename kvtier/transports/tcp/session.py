@@ -11,13 +11,13 @@ from contextlib import contextmanager
 
 from kvtier.arena import Lease
 from kvtier.backends.logs import RareWarning
-from kvtier.sockets.buffers import Buffers, advance
+from kvtier.sockets.buffers import Buffers, advance, cut
 from kvtier.sockets.connection import ProtocolViolation, keep_alive
 from kvtier.sockets.conversation import RECEIVE, SEND
 from kvtier.sockets.pump import SMALL_BYTES, Pump
 from kvtier.transports.base import Access, Grants, RemoteSpan
 from kvtier.transports.tcp.stream import Step, stream_over
-from kvtier.transports.tcp.wire import Request, RequestReader, encode_answer
+from kvtier.transports.tcp.wire import CONFIRMED_BYTES, MARK, Request, RequestReader, encode_answer
 
 ANSWERS_AT_ONCE = 8
 """Requests whose leases are held at once, for one connection."""
@@ -113,23 +113,27 @@ class Session:
 
     async def _take_in(self, spans: Sequence[RemoteSpan]) -> None:
         leases: list[Lease] = []
-        targets: Buffers = deque()
+        steps: list[Step] = []
         try:
             held = [self._held(span, Access.WRITE, leases) for span in spans]
-            granted = [view is not None for view in held]
-            scratch = memoryview(bytearray(0 if all(granted) else SCRATCH_BYTES))
-            for span, view in zip(spans, held, strict=True):
-                targets.extend(_repeated(scratch, span.length) if view is None else [view] if view else [])
-            held, view = [], None
-            while targets and (data := self._reader.take(len(targets[0]))):
-                targets[0][: len(data)] = data
-                advance(targets, len(data))
-            answer = deque([memoryview(encode_answer(Access.WRITE, granted))])
-            await self._carry((RECEIVE, targets), (SEND, answer))
+            confirmation = encode_answer(Access.WRITE, [view is not None for view in held])
+            for run in cut(_targets(spans, held), CONFIRMED_BYTES):
+                steps += [(RECEIVE, run), (SEND, deque([memoryview(confirmation)]))]
+                confirmation = MARK
+            held = []
+            self._take_held(steps[0][1])
+            await self._carry(*steps)
         finally:
-            targets.clear()
+            for _, buffers in steps:
+                buffers.clear()
             for lease in leases:
                 lease.release()
+
+    def _take_held(self, targets: Buffers) -> None:
+        """Fill the first of them with what came along with the request."""
+        while targets and (data := self._reader.take(len(targets[0]))):
+            targets[0][: len(data)] = data
+            advance(targets, len(data))
 
     def _held(self, span: RemoteSpan, access: Access, leases: list[Lease]) -> memoryview | None:
         """The memory of a span that is granted, leased as long as ``leases`` are."""
@@ -157,9 +161,12 @@ class Session:
                 await self._stream.until_possible(steps[0])
 
 
-def _repeated(scratch: memoryview, length: int) -> Iterator[memoryview]:
-    """Views of the same memory, for what is to be received and not kept."""
-    while length:
-        view = scratch[:length]
-        length -= len(view)
-        yield view
+def _targets(spans: Sequence[RemoteSpan], held: Sequence[memoryview | None]) -> Iterator[memoryview]:
+    """Where their bytes go; what is not granted all into the same memory, which nobody keeps."""
+    scratch = memoryview(bytearray(SCRATCH_BYTES if None in held else 0))
+    for span, view in zip(spans, held, strict=True):
+        if view is not None:
+            yield view
+            continue
+        for start in range(0, span.length, SCRATCH_BYTES):
+            yield scratch[: span.length - start]

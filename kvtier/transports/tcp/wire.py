@@ -14,6 +14,12 @@ Its answer, in the order of the requests of that connection::
     zeros up to a multiple of 64 bytes
     to read: the bytes of the spans that are granted, one after the other
 
+What is written is confirmed for each ``CONFIRMED_BYTES`` that have arrived, and for the last, so that a cut
+undoes little: first by the answer, then by marks::
+
+    magic u32 | kind u16: 3 | u16: 0
+    zeros up to 64 bytes
+
 A request that is out of bounds ends the connection. What is to be written and is not granted is read and
 dropped, so that no round trip is needed before bytes are sent. Multiples of 64 keep the memory of kernel and
 arena aligned to each other: else the kernel takes up to twice as long over its copies.
@@ -34,13 +40,18 @@ MAX_REQUEST_BYTES = 64 << 20
 """What the spans of a request may have together."""
 MAX_NUMBER = (1 << 64) - 1
 
+CONFIRMED_BYTES = 2 << 20
+
 _ALIGNMENT = 64
-_MAGIC = 0x3154564B
+_MAGIC = 0x3254564B
 _HEAD = struct.Struct("<IHH")
 _SPAN = struct.Struct("<QQQ")
 _KINDS = {Access.READ: 1, Access.WRITE: 2}
 _ACCESSES = {kind: access for access, kind in _KINDS.items()}
 _OUTCOMES = (Outcome.OK, Outcome.MISS)
+
+MARK = _HEAD.pack(_MAGIC, 3, 0).ljust(_ALIGNMENT, b"\0")
+"""As much again has arrived."""
 
 
 class Request(NamedTuple):
