@@ -15,6 +15,7 @@ real arena; a row's chunks are one batch, stored, fetched, checked and removed b
 from __future__ import annotations
 
 import argparse
+import random
 import resource
 import statistics
 import sys
@@ -191,7 +192,7 @@ async def take_turns(
     get: dict[str, list[float]] = defaultdict(list)
     keys = [key for key, _ in chunks]
     for turn in range(turns + 1):
-        for name in rotated(list(sides), turn):
+        for name in random.Random(turn).sample(list(sides), len(sides)):
             stored = await sides[name].put(chunks)
             stamps = clear_stamps(chunks)
             fetched = await sides[name].get(chunks)

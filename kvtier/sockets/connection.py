@@ -215,6 +215,11 @@ class Connection:
         """So many bytes lie in :attr:`scratch` that nobody has taken."""
         self._start, self._stop = 0, received
 
+    def unread(self, data: bytes | bytearray) -> None:
+        """Have this come next, at most :data:`BUFFER_BYTES`. Where nothing is :attr:`buffered`."""
+        self._buffer_view[: len(data)] = data
+        self.put_back(len(data))
+
     def _exchange_here(self, operations: Sequence[Operation]) -> Progress:
         done = received = 0
         try:

@@ -1,18 +1,19 @@
-"""Connections to one server: found, opened when they are needed, used by one thread at a time, used again."""
+"""Connections to one server: found, opened when they are needed, used by one at a time, used again."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from anyio import fail_after, getaddrinfo
 
 from kvtier.sockets.connection import Connection, Deadline
-from kvtier.threads import WorkerThreads
+from kvtier.sockets.pump import Pump, finished
 
 ConnectionT = TypeVar("ConnectionT", bound=Connection)
 
@@ -26,15 +27,17 @@ class Address(NamedTuple):
 
 
 class Lane(Generic[ConnectionT]):
-    """Connections to one server, one for each of at most ``size`` threads. Opened when one is needed."""
+    """At most ``size`` connections to one server that are used at once. Opened when one is needed."""
 
     def __init__(self, size: int, connect: Callable[[Deadline], ConnectionT]) -> None:
         self.size = size
-        self.hop = WorkerThreads(size)
-        """Into a thread that may :meth:`borrow` a connection."""
+        self.pump = Pump(size)
+        """What carries out conversations over the connections, or has threads that may :meth:`borrow` one."""
         self._connect = connect
         self._idle: deque[ConnectionT] = deque()
         self._lock = Lock()
+        self._turns = asyncio.Semaphore(size)
+        self._in_use = 0
         self._closed = False
 
     @contextmanager
@@ -51,21 +54,26 @@ class Lane(Generic[ConnectionT]):
     @contextmanager
     def bound(self, connection: ConnectionT, deadline: Deadline) -> Iterator[None]:
         """See :meth:`borrow`, with a connection that is :meth:`idle`, or new. Does not block."""
+        with self._lock:
+            self._in_use += 1
         try:
             with deadline.bounds(connection):
                 yield
         except BaseException:
-            connection.close()
+            connection.in_step = False
             raise
-        self._give_back(connection)
+        finally:
+            self._give_back(connection)
 
     def close(self) -> None:
         """Close every connection; those in use when they are given back."""
         with self._lock:
             self._closed = True
+            is_unused = not self._in_use
         while self._idle:
             self._idle.pop().close()
-        self.hop.close()
+        if is_unused:
+            self.pump.close()
 
     def idle(self) -> ConnectionT | None:
         """One that is open and works, as far as one can see. Does not block."""
@@ -82,12 +90,43 @@ class Lane(Generic[ConnectionT]):
         """A new one. Blocks. Raises ``OSError``."""
         return self._connect(deadline)
 
+    @asynccontextmanager
+    async def taken(self, deadline: Deadline) -> AsyncIterator[ConnectionT]:
+        """As :meth:`borrow`, for conversations of the event loop, which takes its turn."""
+        async with asyncio.timeout(deadline.remaining()):
+            await self._turns.acquire()
+        try:
+            connection = await self.connected(deadline)
+            with self.bound(connection, deadline):
+                yield connection
+        finally:
+            self._turns.release()
+
+    async def connected(self, deadline: Deadline) -> ConnectionT:
+        """One that is :meth:`idle`, or a new one. Raises ``OSError``. A cancelled call ends the deadline."""
+        deadline.remaining()
+        if (connection := self.idle()) is not None:
+            return connection
+        made: list[ConnectionT] = []
+        try:
+            await finished(self.pump.hop(lambda: made.append(self.connect(deadline))), deadline.cut_short)
+        except asyncio.CancelledError:
+            for connection in made:
+                connection.close()
+            raise
+        return made[0]
+
     def _give_back(self, connection: ConnectionT) -> None:
         with self._lock:
-            if connection.in_step and not self._closed:
+            self._in_use -= 1
+            keeps = connection.in_step and not self._closed
+            is_over = self._closed and not self._in_use
+            if keeps:
                 self._idle.append(connection)
-                return
-        connection.close()
+        if not keeps:
+            connection.close()
+        if is_over:
+            self.pump.close()
 
 
 class Dialer(Generic[ConnectionT]):

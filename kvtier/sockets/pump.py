@@ -138,4 +138,6 @@ async def finished(work: asyncio.Future[ResultT], interrupt: Callable[[], None])
     except asyncio.CancelledError:
         interrupt()
         await all_done(threads)
+        if not work.cancelled():
+            work.exception()  # Whatever it was interrupted with is nobody's concern.
         raise

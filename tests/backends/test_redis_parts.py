@@ -30,7 +30,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 def fetch(server: RedisServer, length: int) -> tuple[Outcome, bytes, bool]:
     view = memoryview(bytearray(length))
     with server.connection() as connection:
-        (outcome,) = COMMANDS.get(connection, [(KEY, view)])
+        exchange = COMMANDS.get([(KEY, view)])
+        (outcome,) = exchange.answers(connection, connection.exchange(exchange.operations))
         in_step = connection.in_step
         if in_step:
             connection.send([resp.encode(b"PING")])

@@ -186,7 +186,7 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
             partial(carry_one, deadline),
             items,
             parts=self._values.size,
-            hop=self._values.hop,
+            hop=self._values.pump.hop,
         )
 
     def _put_one(self, deadline: Deadline, item: PutItem) -> Outcome:
@@ -328,7 +328,7 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
             with self._questions.borrow(deadline) as connection:
                 return [ask(connection, question) for question in all_questions]
 
-        (answers,) = await spread(ask_all, [questions], parts=1, hop=self._questions.hop)
+        (answers,) = await spread(ask_all, [questions], parts=1, hop=self._questions.pump.hop)
         return answers
 
     def _name(self, key: ChunkKey) -> bytes:

@@ -25,7 +25,7 @@ from kvtier.settings import TierSettings
 class RedisBackend(Backend, SupportsTTL, SupportsCheck):
     """Chunks as values of a Redis pool, named by ``prefix`` and the key in hexadecimal.
 
-    Bytes move in worker threads between socket and caller's memory, over at most ``connections`` to each
+    Bytes move in threads between socket and caller's memory, over at most ``connections`` to each
     server (:mod:`kvtier.backends.redis.resp`); what the pool is made of is asked through its client library
     (:mod:`kvtier.backends.redis.control`). Connects when first asked, and again whenever a connection is
     lost. A batch lasts ``deadline`` at most, whatever the servers do. A server that is full and evicts
@@ -42,26 +42,26 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
         commands = Commands(settings.prefix, settings.ttl, in_parts=self.in_parts)
         self._contains, self._delete = (
             Operation[ChunkKey, bool | None](
-                carry_out=carry_out,
+                about=about,
                 name_of=commands.name,
                 size_of=lambda _: 0,
                 lane_of=lambda node: node.questions,
                 answer_to=lambda _: None,
                 failed=None,
             )
-            for carry_out in (commands.contains, commands.delete)
+            for about in (commands.contains, commands.delete)
         )
         self._put, self._get = (
             Operation[GetItem, Outcome](
-                carry_out=carry_out,
+                about=about,
                 name_of=lambda item: commands.name(item[0]),
                 size_of=lambda item: len(item[1]),
                 lane_of=lambda node: node.chunks,
                 answer_to=outcome_of,
                 failed=Outcome.FAILED,
-                carry_out_asking=carry_out_asking,
+                about_one=about_one,
             )
-            for carry_out, carry_out_asking in ((commands.put, None), (commands.get, commands.get_whole))
+            for about, about_one in ((commands.put, None), (commands.get, commands.get_whole))
         )
 
     @property

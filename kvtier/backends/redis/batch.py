@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -11,7 +12,7 @@ from typing import Generic, TypeVar
 import anyio
 
 from kvtier.backends.logs import RareWarning
-from kvtier.backends.redis.commands import ask_again
+from kvtier.backends.redis.commands import Exchange, ask_again
 from kvtier.backends.redis.control import ControlFailed
 from kvtier.backends.redis.errors import (
     OTHER_NODE_CODES,
@@ -26,7 +27,7 @@ from kvtier.backends.redis.resp import ErrorReply
 from kvtier.backends.redis.topology import Placement, Topology, slot_of
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.sockets.lanes import Lane
-from kvtier.threads import spread
+from kvtier.sockets.pump import finished
 
 logger = logging.getLogger("kvtier")
 
@@ -41,7 +42,7 @@ AnswerT = TypeVar("AnswerT")
 class Operation(Generic[ItemT, AnswerT]):
     """One of the things that are asked of a pool."""
 
-    carry_out: Callable[[Connection, Sequence[ItemT]], Iterator[AnswerT | ErrorReply]]
+    about: Callable[[Sequence[ItemT]], Exchange[AnswerT]]
     """One of :class:`~kvtier.backends.redis.commands.Commands`."""
     name_of: Callable[[ItemT], bytes]
     """What the item's chunk is called on the server."""
@@ -51,8 +52,8 @@ class Operation(Generic[ItemT, AnswerT]):
     answer_to: Callable[[ErrorReply], AnswerT]
     """What a refusal comes to."""
     failed: AnswerT
-    carry_out_asking: Callable[[Connection, Sequence[ItemT]], Iterator[AnswerT | ErrorReply]] | None = None
-    """Where ``carry_out`` takes more than one command an item: ASKING is for one alone."""
+    about_one: Callable[[Sequence[ItemT]], Exchange[AnswerT]] | None = None
+    """Where ``about`` takes more than one command an item: ASKING is for one alone."""
 
 
 class Batch(Generic[ItemT, AnswerT]):
@@ -146,42 +147,48 @@ class Pool:
         except OSError as error:
             self._note_failure(node, error)
             return
-        lane = batch.operation.lane_of(node)
-        answers = await spread(
-            partial(self._work_off, batch.operation, batch.deadline, node, target.asking),
-            batch.runs(indices, one_by_one=target.asking),
-            parts=lane.size,
-            hop=lane.hop,
-            on_cancel=batch.deadline.cut_short,
-        )
+        runs = batch.runs(indices, one_by_one=target.asking)
+        answers: list[list[AnswerT | ErrorReply | None]] = [[] for _ in runs]
+        waiting = deque(zip(runs, answers, strict=True))
+        del runs
+
+        async def take_turns() -> None:
+            while waiting:
+                run, told = waiting.popleft()
+                await self._work_off(batch, node, run, told, asking=target.asking)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(min(batch.operation.lane_of(node).size, len(waiting)) - 1):
+                tasks.start_soon(take_turns)
+            await take_turns()
         for index, answer in zip(indices, (answer for run in answers for answer in run), strict=True):
             if isinstance(answer, ErrorReply):
                 self._settle_refusal(batch, index, answer, node)
             elif answer is not None:
                 batch.answers[index] = answer
 
-    def _work_off(
+    async def _work_off(
         self,
-        operation: Operation[ItemT, AnswerT],
-        deadline: Deadline,
+        batch: Batch[ItemT, AnswerT],
         node: Node,
-        asking: bool,
         run: Sequence[ItemT],
-    ) -> list[AnswerT | ErrorReply | None]:
-        """In a worker thread: the answers to one run, ``None`` where there is none."""
-        answers: list[AnswerT | ErrorReply | None] = []
-        carry_out = (operation.carry_out_asking if asking else None) or operation.carry_out
+        answers: list[AnswerT | ErrorReply | None],
+        *,
+        asking: bool,
+    ) -> None:
+        """Add the answers to one run, ``None`` where there is none."""
+        operation, deadline = batch.operation, batch.deadline
+        lane = operation.lane_of(node)
+        about = (operation.about_one if asking else None) or operation.about
         try:
             while len(answers) < len(run):
-                with operation.lane_of(node).borrow(deadline) as connection:
+                async with lane.taken(deadline) as connection:
                     if asking:
-                        ask_again(connection)
-                    # One by one: those before a failure count.
-                    for answer in carry_out(connection, run[len(answers) :]):
-                        answers.append(answer)  # noqa: PERF402
+                        await _in_thread(lane, connection, partial(ask_again, connection))
+                    await _converse(lane, connection, about(run[len(answers) :]), answers)
         except OSError as error:
             self._note_failure(node, error)
-        return answers + [None] * (len(run) - len(answers))
+        answers += [None] * (len(run) - len(answers))
 
     def _note_failure(self, node: Node, error: OSError) -> None:
         self.topology.forget()
@@ -201,3 +208,27 @@ class Pool:
             return
         warn = self._warn_of_room if reply.code == "OOM" else self._warn_of_refusal
         warn("%s: %s", self._name, refusal_in_words(reply, node.endpoint))
+
+
+async def _converse(
+    lane: Lane[Connection],
+    connection: Connection,
+    exchange: Exchange[AnswerT],
+    answers: list[AnswerT | ErrorReply | None],
+) -> None:
+    """Add the answers as they come. In a thread where they are others than mostly, and have to be parsed."""
+    progress = await lane.pump.converse(connection, exchange.operations)
+    if progress.operations == len(exchange.operations) and (expected := exchange.expected()) is not None:
+        answers += expected
+        return
+
+    def read() -> None:
+        # One by one: those before a failure count.
+        for answer in exchange.answers(connection, progress):
+            answers.append(answer)
+
+    await _in_thread(lane, connection, read)
+
+
+async def _in_thread(lane: Lane[Connection], connection: Connection, blocks: Callable[[], None]) -> None:
+    await finished(lane.pump.hop(blocks), connection.interrupt)

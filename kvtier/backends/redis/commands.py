@@ -1,31 +1,46 @@
-"""What is asked of a Redis: one value per chunk, and many questions with one round trip.
-
-Each of :class:`Commands` sends a run of commands at once over a connection and yields one answer for each
-of them as it comes, ``ErrorReply`` where the server refused that one. It stops early where the connection
-is not :attr:`~kvtier.sockets.connection.Connection.in_step` any longer, and raises what the connection
-raises.
-"""
+"""What is asked of a Redis: one value per chunk, and many questions with one round trip."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from kvtier.backends.base import GetItem, Outcome, PutItem
 from kvtier.backends.redis import resp
-from kvtier.backends.redis.parts import LONG_BYTES, get_in_parts
+from kvtier.backends.redis.parts import LONG_BYTES, asking_for_parts, outcome_of_parts
 from kvtier.backends.redis.resp import ErrorReply, encode
 from kvtier.keys import KEY_BYTES, ChunkKey
 from kvtier.sockets.connection import BUFFER_BYTES, Buffer, Connection, ProtocolViolation
-from kvtier.sockets.conversation import EXPECT, SEND, Operation, Progress
+from kvtier.sockets.conversation import EXPECT, RECEIVE, SEND, Operation, Progress
+
+AnswerT_co = TypeVar("AnswerT_co", covariant=True)
 
 _STORED = b"+OK\r\n"
 _STORED_BYTES = BUFFER_BYTES // len(_STORED) * len(_STORED)
 """Of them, expected at once."""
+_COUNT_BYTES = len(b":1\r\n")
+_MOST_COUNTS = BUFFER_BYTES // _COUNT_BYTES
+
+
+@dataclass(frozen=True)
+class Exchange(Generic[AnswerT_co]):
+    """What is said about some items over a connection, and how the answers are read."""
+
+    operations: Sequence[Operation]
+    expected: Callable[[], list[AnswerT_co] | None]
+    """The answers, once all operations were carried out; ``None`` where they are others than mostly."""
+    answers: Callable[[Connection, Progress], Iterator[AnswerT_co | ErrorReply]]
+    """One for each item as it comes, ``ErrorReply`` where the server refused that one, however far it went.
+
+    Blocks, and raises what the connection raises. Ends early where the connection is not
+    :attr:`~kvtier.sockets.connection.Connection.in_step` any longer.
+    """
 
 
 class Commands:
-    """The commands on chunks named by ``prefix`` and their key, which are forgotten after ``ttl`` seconds.
+    """Many commands at once on chunks named by ``prefix`` and their key, forgotten after ``ttl`` seconds.
 
     ``in_parts``: the server is quicker with a long value in parts (:mod:`kvtier.backends.redis.parts`).
     """
@@ -46,68 +61,75 @@ class Commands:
         """What the chunk of ``key`` is called on the server."""
         return self._prefix + key.hex().encode()
 
-    def contains(self, connection: Connection, keys: Sequence[ChunkKey]) -> Iterator[bool | ErrorReply]:
+    def contains(self, keys: Sequence[ChunkKey]) -> Exchange[bool]:
         """Whether each key is held."""
-        _converse(connection, [(SEND, [_run(self._exists, keys)])])
-        for _ in keys:
-            reply = resp.reply(connection)
-            yield reply if isinstance(reply, ErrorReply) else bool(_count(reply))
+        return _counting(_run(self._exists, keys), len(keys), bool)
 
-    def delete(self, connection: Connection, keys: Sequence[ChunkKey]) -> Iterator[bool | ErrorReply]:
+    def delete(self, keys: Sequence[ChunkKey]) -> Exchange[bool]:
         """Remove each key; true where the server did, or did not have it."""
-        _converse(connection, [(SEND, [_run(self._unlink, keys)])])
-        for _ in keys:
-            reply = resp.reply(connection)
-            yield reply if isinstance(reply, ErrorReply) else _count(reply) >= 0
+        return _counting(_run(self._unlink, keys), len(keys), lambda count: count >= 0)
 
-    def get(self, connection: Connection, items: Sequence[GetItem]) -> Iterator[Outcome | ErrorReply]:
+    def get(self, items: Sequence[GetItem]) -> Exchange[Outcome]:
         """Fill each view with the value of its key: in parts where it is one long view."""
-        if self._in_parts and len(items) == 1 and len(items[0][1]) > LONG_BYTES:
-            ((key, view),) = items
-            answer = get_in_parts(connection, self.name(key), view)
+        if not self._in_parts or len(items) != 1 or len(items[0][1]) <= LONG_BYTES:
+            return self.get_whole(items)
+        ((key, view),) = items
+        name = self.name(key)
+
+        def answers(connection: Connection, progress: Progress) -> Iterator[Outcome | ErrorReply]:
+            answer = outcome_of_parts(connection, view, progress)
             if answer is not None:
                 yield answer
                 return
-        yield from self.get_whole(connection, items)
+            whole = self.get_whole(items)
+            yield from whole.answers(connection, connection.exchange(whole.operations))
 
-    def get_whole(self, connection: Connection, items: Sequence[GetItem]) -> Iterator[Outcome | ErrorReply]:
+        return Exchange(asking_for_parts(name, view), lambda: [Outcome.OK], answers)
+
+    def get_whole(self, items: Sequence[GetItem]) -> Exchange[Outcome]:
         """Fill each view with the value of its key, one command each."""
         question = _run(self._get, [key for key, _ in items])
         views = [view for _, view in items]
-        if all(len(view) > BUFFER_BYTES for view in views):
-            progress = _converse(connection, [(SEND, [question]), *resp.expecting(views)])
-            answers = resp.values_into(connection, views, progress.after(1))
-        else:
-            _converse(connection, [(SEND, [question])])
-            answers = (resp.value_into(connection, view) for view in views)
-        for filled in answers:
-            if isinstance(filled, ErrorReply):
-                yield filled
-            else:
-                yield Outcome.OK if filled else Outcome.MISS
-            if not connection.in_step:
-                return
 
-    def put(self, connection: Connection, items: Sequence[PutItem]) -> Iterator[Outcome | ErrorReply]:
+        def answers(connection: Connection, progress: Progress) -> Iterator[Outcome | ErrorReply]:
+            _raise_if_nothing(connection, progress)
+            for filled in resp.values_into(connection, views, progress.after(1)):
+                if isinstance(filled, ErrorReply):
+                    yield filled
+                else:
+                    yield Outcome.OK if filled else Outcome.MISS
+                if not connection.in_step:
+                    return
+
+        operations: list[Operation] = [(SEND, [question]), *resp.expecting(views)]
+        return Exchange(operations, lambda: [Outcome.OK] * len(views), answers)
+
+    def put(self, items: Sequence[PutItem]) -> Exchange[Outcome]:
         """Store each view under its key."""
         buffers: list[Buffer] = []
         for key, view in items:
             head = self._set + b"%b\r\n$%d\r\n" % (key.hex().encode(), len(view))
             buffers += (head, view, self._set_end)
-        stored = _STORED * len(items)
+        count = len(items)
+        stored = _STORED * count
         expected = (stored[start : start + _STORED_BYTES] for start in range(0, len(stored), _STORED_BYTES))
-        progress = _converse(connection, [(SEND, buffers), *((EXPECT, [part]) for part in expected)])
-        acknowledged = (progress.operations - 1) * (_STORED_BYTES // len(_STORED))
-        for _ in items[:acknowledged]:
-            yield Outcome.OK
-        for _ in items[acknowledged:]:
-            reply = resp.reply(connection)
-            if isinstance(reply, ErrorReply):
-                yield reply
-            elif reply == b"OK":
+
+        def answers(connection: Connection, progress: Progress) -> Iterator[Outcome | ErrorReply]:
+            _raise_if_nothing(connection, progress)
+            acknowledged = min((progress.operations - 1) * (_STORED_BYTES // len(_STORED)), count)
+            for _ in range(acknowledged):
                 yield Outcome.OK
-            else:
-                raise ProtocolViolation("the answer to SET is none")
+            for _ in range(count - acknowledged):
+                reply = resp.reply(connection)
+                if isinstance(reply, ErrorReply):
+                    yield reply
+                elif reply == b"OK":
+                    yield Outcome.OK
+                else:
+                    raise ProtocolViolation("the answer to SET is none")
+
+        operations: list[Operation] = [(SEND, buffers), *((EXPECT, [part]) for part in expected)]
+        return Exchange(operations, lambda: [Outcome.OK] * count, answers)
 
 
 def log_in(connection: Connection, user: str | None, password: str | None, database: int) -> None:
@@ -138,7 +160,7 @@ class Refused(ConnectionError):
 
 
 def _expect_ok(connection: Connection, command: bytes) -> None:
-    _converse(connection, [(SEND, [command])])
+    _raise_if_nothing(connection, connection.exchange([(SEND, [command])]))
     reply = resp.reply(connection)
     if isinstance(reply, ErrorReply):
         raise Refused(reply)
@@ -146,11 +168,10 @@ def _expect_ok(connection: Connection, command: bytes) -> None:
         raise ProtocolViolation("the answer is not OK")
 
 
-def _converse(connection: Connection, operations: Sequence[Operation]) -> Progress:
-    """Say what comes first, which is sent, and go on as far as answers are as expected."""
-    progress = connection.exchange(operations)
+def _raise_if_nothing(connection: Connection, progress: Progress) -> None:
+    """Raise why nothing was carried out, if so, in the server's words where it has said something."""
     if progress.operations or progress.error is None:
-        return progress
+        return
     try:
         raise progress.error
     except ConnectionError:
@@ -161,6 +182,27 @@ def _converse(connection: Connection, operations: Sequence[Operation]) -> Progre
         if isinstance(reply, ErrorReply):
             raise Refused(reply) from None
         raise
+
+
+def _counting(question: bytes, commands: int, meaning: Callable[[int], bool]) -> Exchange[bool]:
+    """Commands that are answered with a number each, which is mostly 0 or 1."""
+    counts = bytearray(_COUNT_BYTES * min(commands, _MOST_COUNTS))
+
+    def expected() -> list[bool] | None:
+        digits = counts.replace(b":0\r\n", b"0").replace(b":1\r\n", b"1")
+        return [meaning(digit - ord("0")) for digit in digits] if len(digits) == commands else None
+
+    def answers(connection: Connection, progress: Progress) -> Iterator[bool | ErrorReply]:
+        _raise_if_nothing(connection, progress)
+        received = progress.received if progress.operations == 1 else len(counts)
+        if not received and progress.error is not None:
+            raise progress.error
+        connection.unread(counts[:received])
+        for _ in range(commands):
+            reply = resp.reply(connection)
+            yield reply if isinstance(reply, ErrorReply) else meaning(_count(reply))
+
+    return Exchange([(SEND, [question]), (RECEIVE, [memoryview(counts)])], expected, answers)
 
 
 def _run(head: bytes, keys: Sequence[ChunkKey]) -> bytes:

@@ -15,7 +15,7 @@ from kvtier.backends.base import Outcome
 from kvtier.backends.redis import resp
 from kvtier.backends.redis.resp import ErrorReply, encode
 from kvtier.sockets.connection import Connection
-from kvtier.sockets.conversation import EXPECT, RECEIVE, SEND, Operation
+from kvtier.sockets.conversation import EXPECT, RECEIVE, SEND, Operation, Progress
 
 LONG_BYTES = 1 << 20
 """Values longer than this are better fetched in parts."""
@@ -27,13 +27,9 @@ _END = encode(b"MULTI") + encode(b"EXEC")
 _UNWATCH = encode(b"UNWATCH")
 
 
-def get_in_parts(connection: Connection, name: bytes, view: memoryview) -> Outcome | ErrorReply | None:
-    """Fill ``view`` with the value called ``name``; see :meth:`Commands.get`.
-
-    ``None``: fetch it whole, since it was changed meanwhile, or the server does not allow this. ``view`` is
-    longer than :data:`LONG_BYTES`.
-    """
-    parts = [view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES)]
+def asking_for_parts(name: bytes, view: memoryview) -> list[Operation]:
+    """What fills ``view``, longer than :data:`LONG_BYTES`, with the value called ``name``."""
+    parts = _parts(view)
     questions = [_question(name, index * PART_BYTES, len(part)) for index, part in enumerate(parts)]
     questions[-1] += _END
     operations: list[Operation] = [
@@ -45,13 +41,27 @@ def get_in_parts(connection: Connection, name: bytes, view: memoryview) -> Outco
         operations += [(SEND, [question]) for question in questions[index + PARTS_AHEAD :][:1]]
         before = b"\r\n"
     operations.append((EXPECT, [b"\r\n+OK\r\n*0\r\n"]))
-    progress = connection.exchange(operations)
+    return operations
+
+
+def outcome_of_parts(
+    connection: Connection, view: memoryview, progress: Progress
+) -> Outcome | ErrorReply | None:
+    """What came of it, where that has gone so far and not further. Blocks, and raises as the connection does.
+
+    ``None``: fetch it whole, since it was changed meanwhile, or the server does not allow this.
+    """
     if progress.error is not None:
         raise progress.error
-    if progress.operations == len(operations):
+    parts = _parts(view)
+    kinds = [kind for kind, _ in asking_for_parts(b"", view)]
+    if progress.operations == len(kinds):
         return Outcome.OK
-    full = sum(kind == RECEIVE for kind, _ in operations[: progress.operations])
-    return _unlike(connection, parts, full)
+    return _unlike(connection, parts, kinds[: progress.operations].count(RECEIVE))
+
+
+def _parts(view: memoryview) -> list[memoryview]:
+    return [view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES)]
 
 
 def _unlike(connection: Connection, parts: Sequence[memoryview], full: int) -> Outcome | ErrorReply | None:

@@ -11,7 +11,6 @@ from anyio import CancelScope, move_on_after
 from kvtier.backends.base import Outcome
 from kvtier.sockets.connection import Connection, Deadline, ProtocolViolation
 from kvtier.sockets.lanes import Lane
-from kvtier.sockets.pump import Pump, finished
 from kvtier.transports.base import Access, Dial, Link, ReadItem, RemoteSpan, WriteItem
 from kvtier.transports.tcp.asking import Asking
 from kvtier.transports.tcp.batch import Batch
@@ -36,7 +35,6 @@ class TcpLink(Link):
     def __init__(self, dial: Dial, connections: int, deadline: float) -> None:
         self._dial = dial
         self._deadline = deadline
-        self._pump = Pump(connections)
         self._lane = Lane(connections, self._connect)
         self._queue = PartQueue()
         self._drivers: set[asyncio.Task[None]] = set()
@@ -61,7 +59,6 @@ class TcpLink(Link):
             while self._drivers:
                 await asyncio.wait(self._drivers)
         self._lane.close()
-        self._pump.close()
 
     async def _carry(
         self, access: Access, items: Sequence[tuple[RemoteSpan, memoryview]]
@@ -113,9 +110,9 @@ class TcpLink(Link):
         deadline = Deadline(self._deadline)
         self._deadlines.add(deadline)
         try:
-            connection = self._lane.idle() or await self._connected(deadline)
+            connection = await self._lane.connected(deadline)
             with self._lane.bound(connection, deadline):
-                asking = Asking(connection, self._queue, self._pump, self._deadline)
+                asking = Asking(connection, self._queue, self._lane.pump, self._deadline)
                 await asking.bring_all()
         except OSError as error:
             attempts.failed(error)
@@ -125,17 +122,6 @@ class TcpLink(Link):
                 asking.put_back()
                 if asking.progressed or asking.interrupted:
                     attempts.succeeded()
-
-    async def _connected(self, deadline: Deadline) -> Connection:
-        made: list[Connection] = []
-        try:
-            hop = self._pump.hop(lambda: made.append(self._lane.connect(deadline)))
-            await finished(hop, deadline.cut_short)
-        except asyncio.CancelledError:
-            for connection in made:
-                connection.close()
-            raise
-        return made[0]
 
     def _connect(self, deadline: Deadline) -> Connection:
         """In a worker thread."""
