@@ -66,7 +66,7 @@ class Extent(NamedTuple):
 
 
 FULL = Extent(
-    [4 * MIB, 32 * MIB, 128 * MIB], [1, 4, 16], lambda length: min(max(1024 * MIB // length, 5), 25), 50
+    [4 * MIB, 32 * MIB, 128 * MIB], [1, 4, 16], lambda length: min(max(1024 * MIB // length, 5), 100), 50
 )
 QUICK = Extent([MIB], [1, 4], lambda _: 1, 1)
 ROOM = {"infinistore": 768 * MIB}

@@ -93,7 +93,10 @@ class Lane(Generic[ConnectionT]):
     @asynccontextmanager
     async def taken(self, deadline: Deadline) -> AsyncIterator[ConnectionT]:
         """As :meth:`borrow`, for conversations of the event loop, which takes its turn."""
-        async with asyncio.timeout(deadline.remaining()):
+        if self._turns.locked():
+            async with asyncio.timeout(deadline.remaining()):
+                await self._turns.acquire()
+        else:
             await self._turns.acquire()
         try:
             connection = await self.connected(deadline)

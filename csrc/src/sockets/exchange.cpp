@@ -1,4 +1,4 @@
-// Time-outs: socket(7), SO_RCVTIMEO. The kernel counts them down over all the waits of one call.
+// Time-outs: socket(7), SO_RCVTIMEO and SO_SNDTIMEO. The kernel counts them down over all the waits of one call.
 
 #include "kvtier/exchange.hpp"
 
@@ -10,8 +10,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <climits>
-#include <cstdint>
 #include <cstring>
 
 namespace kvtier::sockets {
@@ -22,15 +20,18 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t spans_a_call = 1024;  // IOV_MAX of Linux
 
-// Has the next call that receives last until `deadline` at most; false where it is over.
-bool bound(int socket, Clock::time_point deadline) {
+// So long a call that sends waits before it is looked whether the other side is still there.
+constexpr auto moment = std::chrono::milliseconds(100);
+
+// Has the next call that waits, to receive or to send, last until `deadline` at most; false where it is over.
+bool bound(int socket, int option, Clock::time_point deadline) {
     const auto left = std::chrono::duration_cast<std::chrono::microseconds>(deadline - Clock::now()).count();
     if (left <= 0) return false;
     timeval time{};
     time.tv_sec = left / 1'000'000;
     time.tv_usec = left % 1'000'000;
     // What is no time-out at all is one that was zero.
-    setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &time, sizeof time);
+    setsockopt(socket, SOL_SOCKET, option, &time, sizeof time);
     return true;
 }
 
@@ -100,31 +101,30 @@ bool again(const Moved& moved, const Patience& patience) {
 }
 
 Moved receive(int socket, msghdr& message, int flags, const Patience& patience) {
-    while (!patience.waits || bound(socket, patience.deadline)) {
+    while (!patience.waits || bound(socket, SO_RCVTIMEO, patience.deadline)) {
         const Moved moved = moved_by(recvmsg(socket, &message, patience.waits ? flags : MSG_DONTWAIT));
         if (!again(moved, patience)) return moved;
     }
     return {0, ETIMEDOUT};
 }
 
-// The other side takes nothing in at the moment: wait until it does, or never will. A call that blocks does
-// not see that it has closed while its window is shut, and would wait for nothing.
-int until_writable(int socket, Clock::time_point deadline) {
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+// Whether the other side has closed without taking in what it was sent. A call that sends does not see that while
+// its window is shut, and would wait for nothing.
+bool has_left(int socket) {
     pollfd one{socket, POLLOUT | POLLRDHUP, 0};
-    const int ready = poll(&one, 1, static_cast<int>(std::clamp<std::int64_t>(left, 0, INT_MAX)));
-    if (ready == 0) return ETIMEDOUT;
-    if (ready < 0) return errno == EINTR ? 0 : errno;
-    return (one.revents & POLLOUT) != 0 ? 0 : EPIPE;
+    return poll(&one, 1, 0) > 0 && (one.revents & POLLOUT) == 0;
 }
 
+// The first call does not wait: what is small goes at once, and needs no time-out.
 Moved send(int socket, const msghdr& message, const Patience& patience) {
-    while (!patience.waits || Clock::now() < patience.deadline) {
-        const Moved moved = moved_by(sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT));
+    int flags = MSG_NOSIGNAL | MSG_DONTWAIT;
+    for (;;) {
+        const Moved moved = moved_by(sendmsg(socket, &message, flags));
         if (!again(moved, patience)) return moved;
-        if (const int error = until_writable(socket, patience.deadline); error != 0) return {0, error};
+        if (has_left(socket)) return {0, EPIPE};
+        if (!bound(socket, SO_SNDTIMEO, std::min(patience.deadline, Clock::now() + moment))) return {0, ETIMEDOUT};
+        flags = MSG_NOSIGNAL;
     }
-    return {0, ETIMEDOUT};
 }
 
 // Send or receive all spans; `done` counts the bytes. The error.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
 
@@ -157,10 +157,7 @@ class Pool:
                 run, told = waiting.popleft()
                 await self._work_off(batch, node, run, told, asking=target.asking)
 
-        async with anyio.create_task_group() as tasks:
-            for _ in range(min(batch.operation.lane_of(node).size, len(waiting)) - 1):
-                tasks.start_soon(take_turns)
-            await take_turns()
+        await _at_once(min(batch.operation.lane_of(node).size, len(waiting)), take_turns)
         for index, answer in zip(indices, (answer for run in answers for answer in run), strict=True):
             if isinstance(answer, ErrorReply):
                 self._settle_refusal(batch, index, answer, node)
@@ -208,6 +205,16 @@ class Pool:
             return
         warn = self._warn_of_room if reply.code == "OOM" else self._warn_of_refusal
         warn("%s: %s", self._name, refusal_in_words(reply, node.endpoint))
+
+
+async def _at_once(count: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Have so many do it. One alone needs no task group, which takes turns of the loop."""
+    if count == 1:
+        await work()
+        return
+    async with anyio.create_task_group() as tasks:
+        for _ in range(count):
+            tasks.start_soon(work)
 
 
 async def _converse(

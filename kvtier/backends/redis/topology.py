@@ -40,6 +40,8 @@ class Topology(ABC):
 
     async def placement(self, deadline: Deadline) -> Placement:
         """Where the keys are. Raises :class:`ControlFailed` or ``TimeoutError``."""
+        if self._known is not None:
+            return self._known  # The lock would be a turn of the loop before each batch.
         async with self._lock:
             if self._known is None:
                 self._known = await self._look_up(deadline)
