@@ -5,9 +5,9 @@
 
 namespace kvtier {
 
-// Of the names and arguments that the extensions offer to Python. Whoever changes one raises it here and in
-// kvtier/native.py, so that an extension that was built of other sources is left out and not called wrongly.
-inline constexpr int abi = 1;
+// Of the names, arguments and results that the extensions offer to Python. Whoever changes one raises it here and in
+// kvtier/native/__init__.py, so that an extension that was built of other sources is left out and not called wrongly.
+inline constexpr int abi = 2;
 
 struct BuildInfo {
     std::string compiler;

@@ -30,8 +30,8 @@ ADVICE = "install a C++ compiler (Debian: g++) and then kvtier again; pip instal
 
 VARIABLE = "KVTIER_NATIVE"
 """Of the environment, and no setting: it counts from the first import on."""
-ABI = 1
-"""Of the names and arguments that the extensions offer: one that was built with another is left out."""
+ABI = 2
+"""Of the names, arguments and results that the extensions offer: one that was built with another is left out."""
 
 _problem = ""
 _warned = False
@@ -102,6 +102,3 @@ def warn_if_missing() -> None:
 
 
 _problem = _load()
-
-if __name__ == "__main__":
-    print("kvtier's native core:", summary())  # noqa: T201 - asked for on the command line
