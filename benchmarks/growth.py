@@ -34,7 +34,7 @@ import anyio
 
 from benchmarks import catalog as full
 from benchmarks.common import show
-from benchmarks.look_up import CHUNK_TOKENS, ROOT, cache_process, hello
+from benchmarks.look_up import CHUNK_TOKENS, ROOT, cache_process, hello, hold
 from kvtier.backends.base import Backend, Outcome
 from kvtier.backends.cpu import CpuBackend
 from kvtier.backends.disk import DiskBackend, DiskSettings, object_path
@@ -195,8 +195,7 @@ def by_look_ups(flights: Sequence[int]) -> Costs:
     costs: Costs = {"a look-up of 32,768 tokens": []}
     with cache_process([]) as path, bridges(path) as (scheduler, worker):
         keys = chunk_keys(ROOT, list(range(LOOK_UP_KEYS * CHUNK_TOKENS)), CHUNK_TOKENS)
-        slots = scheduler.reserve(ROOT, keys, CHUNK_TOKENS, seconds=PATIENCE_SECONDS)
-        worker.commit([slot.lease for slot in slots if slot is not None])
+        hold(scheduler, worker, keys)
         for count in flights:
             seconds = [at_once(scheduler, keys, count) for _ in range(30)]
             costs["a look-up of 32,768 tokens"].append(statistics.median(seconds) / count * 1e6)

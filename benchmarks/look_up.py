@@ -73,12 +73,7 @@ def measure(
     scheduler: SchedulerBridge, worker: WorkerBridge, tokens: list[int], runs: int
 ) -> list[tuple[str, float, float]]:
     keys = chunk_keys(ROOT, tokens, CHUNK_TOKENS)
-    slots = scheduler.reserve(ROOT, keys, CHUNK_TOKENS, seconds=5)
-    worker.commit([slot.lease for slot in slots if slot is not None])
-    while len(leases := look_up(scheduler, keys)) < len(keys):
-        scheduler.release(leases)
-        time.sleep(0.01)
-    scheduler.release(leases)
+    hold(scheduler, worker, keys)
 
     def whole() -> list[int]:
         return look_up(scheduler, chunk_keys(ROOT, tokens, CHUNK_TOKENS))
@@ -125,6 +120,16 @@ def measure(
             timed("reserve all chunks, and abandon them", store_and_forget, runs),
             timed("confirm all chunks", confirm, runs),
         ]
+
+
+def hold(scheduler: SchedulerBridge, worker: WorkerBridge, keys: Sequence[ChunkKey]) -> None:
+    """Have all chunks READY, whichever connection asks next."""
+    slots = scheduler.reserve(ROOT, keys, CHUNK_TOKENS, seconds=5)
+    worker.commit([slot.lease for slot in slots if slot is not None])
+    while len(leases := look_up(scheduler, keys)) < len(keys):
+        scheduler.release(leases)
+        time.sleep(0.01)
+    scheduler.release(leases)
 
 
 def look_up(scheduler: SchedulerBridge, keys: Sequence[ChunkKey]) -> list[int]:
