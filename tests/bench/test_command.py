@@ -174,7 +174,7 @@ def test_who_ends_it_leaves_nothing_behind(server: RedisServer, number: signal.S
     assert server.tell("DBSIZE") == 1
 
 
-@pytest.mark.parametrize("fault", ["kill", "pause"])
+@pytest.mark.parametrize("fault", ["kill", pytest.param("pause", marks=pytest.mark.slow)])
 def test_a_server_that_goes_away_meanwhile(server: RedisServer, fault: str) -> None:
     process = under_way(server)
     try:

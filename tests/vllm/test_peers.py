@@ -153,6 +153,7 @@ def test_a_peer_that_goes_amid_loads_costs_misses(
     wait_until_nothing_is_granted(second)
 
 
+@pytest.mark.slow  # tests/peers tells peers of each other without an engine.
 def test_a_peer_with_another_secret_is_none(
     llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle
 ) -> None:

@@ -24,7 +24,7 @@ LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
 PROMPTS = [prompt(LENGTH, start=1200 * number) for number in range(4)]
 DEADLINE_SECONDS = 1.0
-OUTAGES = {("redis", True), ("infinistore", False)}
+OUTAGES = {("redis", True)}
 """Which servers are killed, or only paused, by default."""
 MOST_WARNINGS = 8
 """Of one outage: the breaker's, the backend's own and the cache process's, with room for one retry each."""
@@ -41,12 +41,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         yield stack.enter_context(kind(Path(folder)))
 
 
-few_valkey = pytest.mark.parametrize(
-    "server",
-    [pytest.param(name, marks=pytest.mark.slow if name == "valkey" else ()) for name in SERVERS],
-    indirect=True,
-)
-"""The code is that of Redis."""
 few_pools = pytest.mark.parametrize(
     "server",
     [pytest.param(name, marks=() if name == "redis" else pytest.mark.slow) for name in SERVERS],
@@ -94,7 +88,7 @@ def store_whole(engine: Engine, cache: CacheProcess) -> list[int]:
     raise AssertionError(f"the pool takes nothing: {cache.status()}\n{cache.tail()}")
 
 
-@few_valkey
+@few_pools
 def test_what_one_engine_stored_another_hits(
     llama: Path, server: Server, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
