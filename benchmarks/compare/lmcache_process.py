@@ -175,7 +175,7 @@ class Disk(Tier):
         self.disk.keys_in_request = []
         for index, chunk in enumerate(self.allocate()):
             view = chunk.byte_array.cast("B")
-            view[:] = os.urandom(1 << 20) * (len(view) >> 20)
+            view[:] = os.urandom(len(view))
             stamp(chunk, index)
             chunk.ref_count_down()
 

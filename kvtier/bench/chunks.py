@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from kvtier.arena import Arena
 from kvtier.bench.errors import BenchFailed
 from kvtier.bench.sides import Chunk
-from kvtier.bench.timing import filled
+from kvtier.bench.timing import fill
 from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.keys import KEY_BYTES, ChunkKey
 
 STAMP_BYTES = 8
-PATTERN_BYTES = 8 << 20
 
 Stamps = list[tuple[bytes, bytes]]
 
@@ -24,19 +23,17 @@ def own_keys(count: int) -> list[ChunkKey]:
 
 
 def make_chunks(arena: Arena, keys: Sequence[ChunkKey], size: int) -> list[Chunk]:
-    """Sealed chunk objects of ``size`` bytes each, whose bytes no medium can compress.
+    """Sealed chunk objects of ``size`` bytes each, of which no medium has bytes alike: some are slower then.
 
     They lie in the arena until that is closed. Raises :class:`BenchFailed` where it has no room for them.
     """
     chunks = []
-    pattern = filled(min(size, PATTERN_BYTES))
     for key in keys:
         lease = arena.allocate(size)
         if lease is None:
             raise BenchFailed("the arena has no room for the chunks")
         view = lease.view
-        for start in range(0, size, len(pattern)):
-            view[start : start + len(pattern)] = pattern[: min(len(pattern), size - start)]
+        fill(view, key)
         ChunkHeader(key, key, bytes(KEY_BYTES), size - HEADER_BYTES).seal(view)
         chunks.append((key, view))
     return chunks

@@ -62,9 +62,14 @@ def percentile(seconds: Sequence[float], share: float) -> float:
 
 
 def filled(length: int) -> memoryview:
-    """Page-aligned memory with bytes that no device can compress."""
+    """Page-aligned memory with bytes of which no device has others alike."""
     view = memoryview(mmap.mmap(-1, length))
-    for start in range(0, length, MIB):
-        piece = view[start : start + MIB]
-        piece[:] = blake3(start.to_bytes(8, "little")).digest(length=len(piece))
+    fill(view)
     return view
+
+
+def fill(view: memoryview, seed: bytes = b"") -> None:
+    """Write bytes that no device can compress, and that are nowhere else but where the seed is the same."""
+    for start in range(0, len(view), MIB):
+        piece = view[start : start + MIB]
+        piece[:] = blake3(seed + start.to_bytes(8, "little")).digest(length=len(piece))
