@@ -202,12 +202,18 @@ def by_look_ups(flights: Sequence[int]) -> Costs:
     return costs
 
 
+def asked(scheduler: SchedulerBridge, keys: Sequence[ChunkKey]) -> int:
+    """A look-up, as soon as the cache process has taken in what it was asked before."""
+    while (ticket := scheduler.look_up(keys, len(keys) * CHUNK_TOKENS)) is None:
+        scheduler.poll()
+    return ticket
+
+
 def at_once(scheduler: SchedulerBridge, keys: Sequence[ChunkKey], count: int) -> float:
     started = time.perf_counter()
-    tickets = [scheduler.look_up(keys, len(keys) * CHUNK_TOKENS) for _ in range(count)]
-    for ticket in tickets:
-        finding = None if ticket is None else scheduler.found(ticket, wait=PATIENCE_SECONDS)
-        if ticket is None or finding is None or len(finding.leases) != len(keys):
+    for ticket in [asked(scheduler, keys) for _ in range(count)]:
+        finding = scheduler.found(ticket, wait=PATIENCE_SECONDS)
+        if finding is None or len(finding.leases) != len(keys):
             raise SystemExit("a look-up has not found all chunks")
         scheduler.take(ticket)
         scheduler.release(finding.leases)
