@@ -81,12 +81,10 @@ class EngineTransport(httpx.AsyncBaseTransport):
         context = self._verify if secure else None
         try:
             with anyio.fail_after(seconds):
+                # One address after the other: with happy eyeballs, asyncio may keep open what is connected
+                # in the moment in which it is given up.
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self._open),
-                    request.url.host,
-                    port,
-                    ssl=context,
-                    happy_eyeballs_delay=0.25,
+                    lambda: _Connection(self._open), request.url.host, port, ssl=context
                 )
         except TimeoutError as error:
             raise httpx.ConnectTimeout("it does not answer", request=request) from error
