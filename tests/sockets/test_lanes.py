@@ -1,0 +1,67 @@
+"""Connections to one server, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import anyio
+import pytest
+
+from kvtier import native
+from kvtier.sockets.connection import Connection, Deadline
+from kvtier.sockets.conversation import RECEIVE, Progress
+from kvtier.sockets.lanes import Dialer, Lane
+from kvtier.sockets.pump import SMALL_BYTES
+
+pytestmark = pytest.mark.anyio
+
+SECONDS = 20.0
+LARGE = 4 * SMALL_BYTES
+
+
+@pytest.fixture(params=["native", "python"], autouse=True)
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways, where there are two."""
+    if request.param == "python":
+        monkeypatch.setattr(native, "available", lambda: False)
+    elif not native.available():
+        pytest.skip(native.summary())
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_lane_closed_while_it_is_used_ends_with_its_last_connection(is_cancelled: bool) -> None:
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        dialer = Dialer(*listener.getsockname(), make=Connection)
+        await dialer.find(Deadline(SECONDS))
+        before = threads_and_descriptors()
+        lane = Lane(2, dialer.connect)
+        answer = memoryview(bytearray(LARGE))
+
+        async def converse() -> Progress:
+            async with lane.taken(Deadline(SECONDS)) as connection:
+                return await lane.pump.converse(connection, [(RECEIVE, [answer])])
+
+        conversation = asyncio.create_task(converse())
+        server, _ = await loop.sock_accept(listener)
+        with server:
+            lane.close()
+            if is_cancelled:
+                conversation.cancel()
+                await asyncio.wait([conversation])
+                assert conversation.cancelled()
+            else:
+                await loop.sock_sendall(server, b"x" * LARGE)
+                assert await conversation == Progress(1)
+                assert bytes(answer) == b"x" * LARGE
+        with anyio.fail_after(SECONDS):
+            while threads_and_descriptors() != before:
+                await anyio.sleep(0.01)
+
+
+def threads_and_descriptors() -> tuple[int, int]:
+    threads, descriptors = (len(list(Path("/proc/self", of).iterdir())) for of in ("task", "fd"))
+    return threads, descriptors
