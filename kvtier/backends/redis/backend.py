@@ -42,26 +42,26 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
         commands = Commands(settings.prefix, settings.ttl, in_parts=self.in_parts)
         self._contains, self._delete = (
             Operation[ChunkKey, bool | None](
-                about=about,
+                exchange=exchange,
                 name_of=commands.name,
                 size_of=lambda _: 0,
                 lane_of=lambda node: node.questions,
                 answer_to=lambda _: None,
                 failed=None,
             )
-            for about in (commands.contains, commands.delete)
+            for exchange in (commands.contains, commands.delete)
         )
         self._put, self._get = (
             Operation[GetItem, Outcome](
-                about=about,
+                exchange=exchange,
                 name_of=lambda item: commands.name(item[0]),
                 size_of=lambda item: len(item[1]),
                 lane_of=lambda node: node.chunks,
                 answer_to=outcome_of,
                 failed=Outcome.FAILED,
-                about_one=about_one,
+                exchange_one=exchange_one,
             )
-            for about, about_one in ((commands.put, None), (commands.get, commands.get_whole))
+            for exchange, exchange_one in ((commands.put, None), (commands.get, commands.get_whole))
         )
 
     @property

@@ -42,7 +42,7 @@ AnswerT = TypeVar("AnswerT")
 class Operation(Generic[ItemT, AnswerT]):
     """One of the things that are asked of a pool."""
 
-    about: Callable[[Sequence[ItemT]], Exchange[AnswerT]]
+    exchange: Callable[[Sequence[ItemT]], Exchange[AnswerT]]
     """One of :class:`~kvtier.backends.redis.commands.Commands`."""
     name_of: Callable[[ItemT], bytes]
     """What the item's chunk is called on the server."""
@@ -52,8 +52,8 @@ class Operation(Generic[ItemT, AnswerT]):
     answer_to: Callable[[ErrorReply], AnswerT]
     """What a refusal comes to."""
     failed: AnswerT
-    about_one: Callable[[Sequence[ItemT]], Exchange[AnswerT]] | None = None
-    """Where ``about`` takes more than one command an item: ASKING is for one alone."""
+    exchange_one: Callable[[Sequence[ItemT]], Exchange[AnswerT]] | None = None
+    """Where ``exchange`` takes more than one command an item: ASKING is for one alone."""
 
 
 class Batch(Generic[ItemT, AnswerT]):
@@ -176,13 +176,13 @@ class Pool:
         """Add the answers to one run, ``None`` where there is none."""
         operation, deadline = batch.operation, batch.deadline
         lane = operation.lane_of(node)
-        about = (operation.about_one if asking else None) or operation.about
+        exchange = (operation.exchange_one if asking else None) or operation.exchange
         try:
             while len(answers) < len(run):
                 async with lane.taken(deadline) as connection:
                     if asking:
                         await _in_thread(lane, connection, partial(ask_again, connection))
-                    await _converse(lane, connection, about(run[len(answers) :]), answers)
+                    await _converse(lane, connection, exchange(run[len(answers) :]), answers)
         except OSError as error:
             self._note_failure(node, error)
         answers += [None] * (len(run) - len(answers))
