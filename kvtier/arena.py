@@ -1,11 +1,11 @@
-"""One region of shared memory, and the slices of it that are leased.
+"""One region of shared memory, of which slices are leased.
 
 The cache process makes the :class:`Arena` and alone decides who has which slice; engines map the same
 memory with :class:`ArenaMap`. The region is a memfd: it has no name, its file descriptor travels over the
 bridge, and nothing of it is left behind however its processes end. Its size is sealed, so that nobody who
-has the descriptor can cut it short under the others. Normal pages are taken from the system when they are
-first touched, huge ones are set aside at once. Nothing here blocks or is thread-safe, but for the copies
-that others make.
+has the descriptor can cut it short under the others. Normal pages are taken from the system a little before
+they are first used, 2 MiB at a time where the system has as much in one place (docs/native.md); huge pages
+are set aside at once. Nothing here blocks or is thread-safe, but for the copies that others make.
 
 memfd_create(2), fcntl(2), https://docs.kernel.org/admin-guide/mm/hugetlbpage.html
 """
@@ -18,158 +18,30 @@ import logging
 import mmap
 import os
 import re
-from collections.abc import Iterable, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sortedcontainers import SortedList
-
+from kvtier import native
 from kvtier.errors import ArenaError
+from kvtier.slices import PAGE_BYTES, Lease, Slices, round_up
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger("kvtier")
 
-PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 
+_MAP_NORESERVE = 0x4000
+"""``mmap`` has a name for it from Python 3.13 on (asm-generic/mman.h)."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HUGE_PAGE_COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 _MEMINFO = Path("/proc/meminfo")
 
 
-_offset_of = attrgetter("offset")
-
-
 def address_of(view: memoryview) -> int:
     """Where writable memory begins. Keeps no hold of it."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-class _Extent:
-    """A run of leased bytes and how many handles there are on it."""
-
-    __slots__ = ("handles", "length", "offset")
-
-    def __init__(self, offset: int, length: int) -> None:
-        self.offset = offset
-        self.length = length
-        self.handles = 1
-
-
-class Lease:
-    """A handle on a slice of the arena; the slice is freed when the last handle on it is released."""
-
-    __slots__ = ("_arena", "_extent", "_released", "length", "offset")
-
-    def __init__(self, arena: Slices, extent: _Extent, length: int) -> None:
-        self._arena = arena
-        self._extent = extent
-        self._released = False
-        self.offset = extent.offset
-        self.length = length
-
-    @property
-    def view(self) -> memoryview:
-        """The slice's bytes, as many as were asked for. Do not keep it longer than the lease."""
-        if self._released:
-            raise ArenaError("a lease that was released has no bytes")
-        return self._arena.view(self.offset, self.length)
-
-    @property
-    def sole(self) -> bool:
-        """Whether this is the only handle on the slice."""
-        return self._extent.handles == 1
-
-    def share(self) -> Lease:
-        """A further handle on the same bytes."""
-        if self._released:
-            raise ArenaError("a lease that was released cannot be shared")
-        self._extent.handles += 1
-        self._arena.leases += 1
-        return Lease(self._arena, self._extent, self.length)
-
-    def release(self) -> None:
-        """Let go; harmless when repeated."""
-        if self._released:
-            return
-        self._released = True
-        self._arena.leases -= 1
-        self._extent.handles -= 1
-        if not self._extent.handles:
-            self._arena.free(self._extent.offset, self._extent.length)
-
-
-def _check_held(leases: Sequence[Lease]) -> None:
-    if True in [lease._released for lease in leases]:
-        raise ArenaError("a lease that was released cannot be shared")
-
-
-class Leases:
-    """Handles on several slices of one arena: as many as so many leases, made and released in one go.
-
-    Made with :meth:`of` and :meth:`sharing`.
-    """
-
-    __slots__ = ("_extents", "_leases", "offsets")
-
-    def __init__(self, leases: Sequence[Lease]) -> None:
-        self._leases = leases
-        """Where each comes from; they are others' to release."""
-        self._extents: list[_Extent | None] = [lease._extent for lease in leases]
-        self.offsets = [lease.offset for lease in leases]
-        """Where each slice begins, released or not."""
-
-    @classmethod
-    def of(cls, leases: Sequence[Lease]) -> Leases:
-        """Take over these, which count as released from now on. Raises :class:`ArenaError` where one is."""
-        _check_held(leases)
-        for lease in leases:
-            lease._released = True
-        return cls(leases)
-
-    @classmethod
-    def sharing(cls, leases: Sequence[Lease]) -> Leases:
-        """Further handles on what these are on. Raises :class:`ArenaError` where one of them was released."""
-        _check_held(leases)
-        for lease in leases:
-            lease._extent.handles += 1
-        if leases:
-            leases[0]._arena.leases += len(leases)
-        return cls(leases)
-
-    def __len__(self) -> int:
-        return len(self._extents)
-
-    def release(self, index: int) -> None:
-        """Let go of one; harmless when repeated."""
-        extent, self._extents[index] = self._extents[index], None
-        if extent is not None:
-            arena = self._leases[index]._arena
-            arena.leases -= 1
-            extent.handles -= 1
-            if not extent.handles:
-                arena.free(extent.offset, extent.length)
-
-    def release_all(self) -> None:
-        """Let go of all that are left; harmless when repeated."""
-        extents = [extent for extent in self._extents if extent is not None]
-        if not extents:
-            return
-        self._extents = [None] * len(self._extents)
-        for extent in extents:
-            extent.handles -= 1
-        arena = self._leases[0]._arena
-        arena.leases -= len(extents)
-        arena.free_all([extent for extent in extents if not extent.handles])
-
-    def apart(self) -> list[Lease]:
-        """A lease for each that is left, in the place of this, which holds nothing any longer."""
-        left = zip(self._leases, self._extents, strict=True)
-        self._extents = [None] * len(self._extents)
-        return [Lease(lease._arena, extent, lease.length) for lease, extent in left if extent is not None]
 
 
 class _Mapping:
@@ -178,8 +50,9 @@ class _Mapping:
     def __init__(self, fd: int, capacity: int) -> None:
         self.fd = fd
         self.capacity = capacity
-        self._map = mmap.mmap(fd, capacity, flags=mmap.MAP_SHARED)
-        self._bytes = memoryview(self._map)
+        self._map, start = _map_shared(fd, capacity)
+        self._range = slice(start, start + capacity)
+        self._bytes = memoryview(self._map)[self._range]
 
     def view(self, offset: int, length: int) -> memoryview:
         """``length`` bytes from ``offset`` on."""
@@ -198,98 +71,6 @@ class _Mapping:
             logger.debug("an arena is closed while a view of it is held")
 
 
-class Slices:
-    """Who has which slice of some memory: aligned to 4 KiB, best fit. Touches none of it."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.used = 0
-        """Bytes leased out, in whole pages of 4 KiB."""
-        self.leases = 0
-        """Handles that are open."""
-        self._free_by_size: SortedList[tuple[int, int]] = SortedList([(capacity, 0)])
-        self._free_by_start: dict[int, int] = {0: capacity}
-        self._free_by_stop: dict[int, int] = {capacity: 0}
-
-    def view(self, offset: int, length: int) -> memoryview:
-        """``length`` bytes from ``offset`` on. Raises :class:`ArenaError` where they are not mapped."""
-        raise ArenaError("this memory is not mapped into this process")
-
-    @property
-    def fragments(self) -> int:
-        """How many runs the free bytes are in."""
-        return len(self._free_by_start)
-
-    def allocate(self, length: int) -> Lease | None:
-        """Lease the smallest free run that holds ``length`` bytes; ``None`` where no run does."""
-        rounded = _round_up(max(length, 1), PAGE_BYTES)
-        at = self._free_by_size.bisect_left((rounded, 0))
-        if at == len(self._free_by_size):
-            return None
-        size, offset = self._free_by_size[at]
-        self._take_run(offset, size)
-        if size > rounded:
-            self._add_run(offset + rounded, size - rounded)
-        self.used += rounded
-        self.leases += 1
-        return Lease(self, _Extent(offset, rounded), length)
-
-    def allocate_all(self, length: int, count: int) -> list[Lease]:
-        """At most ``count`` leases of ``length`` bytes: those that so many calls of :meth:`allocate` give."""
-        rounded = _round_up(max(length, 1), PAGE_BYTES)
-        leases: list[Lease] = []
-        while len(leases) < count:
-            at = self._free_by_size.bisect_left((rounded, 0))
-            if at == len(self._free_by_size):
-                break
-            # What is left of the smallest run that is large enough is the smallest, until it is too small.
-            size, offset = self._free_by_size[at]
-            taken = min(count - len(leases), size // rounded) * rounded
-            self._take_run(offset, size)
-            if size > taken:
-                self._add_run(offset + taken, size - taken)
-            starts = range(offset, offset + taken, rounded)
-            leases += [Lease(self, _Extent(start, rounded), length) for start in starts]
-        self.used += len(leases) * rounded
-        self.leases += len(leases)
-        return leases
-
-    def free(self, offset: int, length: int) -> None:
-        """Take back a run whose last handle is gone, joined with the free runs beside it."""
-        self.used -= length
-        before = self._free_by_stop.get(offset)
-        if before is not None:
-            self._take_run(before, offset - before)
-            length += offset - before
-            offset = before
-        after = self._free_by_start.get(offset + length)
-        if after is not None:
-            self._take_run(offset + length, after)
-            length += after
-        self._add_run(offset, length)
-
-    def free_all(self, extents: Iterable[_Extent]) -> None:
-        """Take back many runs: those that lie side by side as the one that they are."""
-        start = stop = 0
-        for extent in sorted(extents, key=_offset_of):
-            if extent.offset != stop:
-                if stop > start:
-                    self.free(start, stop - start)
-                start = extent.offset
-            stop = extent.offset + extent.length
-        if stop > start:
-            self.free(start, stop - start)
-
-    def _add_run(self, offset: int, length: int) -> None:
-        self._free_by_size.add((length, offset))
-        self._free_by_start[offset] = length
-        self._free_by_stop[offset + length] = offset
-
-    def _take_run(self, offset: int, length: int) -> None:
-        self._free_by_size.remove((length, offset))
-        del self._free_by_start[offset], self._free_by_stop[offset + length]
-
-
 class Arena(_Mapping, Slices):
     """Shared memory that is leased out in slices."""
 
@@ -297,6 +78,45 @@ class Arena(_Mapping, Slices):
         Slices.__init__(self, capacity)
         _Mapping.__init__(self, fd, capacity)
         self.page_bytes = page_bytes
+        self._large_pages: native.core.LargePages | None = None
+        if page_bytes == PAGE_BYTES and capacity >= HUGE_PAGE_BYTES and native.available():
+            self._large_pages = native.core.LargePages(fd, capacity)
+            self._large_pages.reach(0)
+        self._peak = 0
+
+    def allocate(self, length: int) -> Lease | None:
+        """See :meth:`Slices.allocate`."""
+        lease = super().allocate(length)
+        if lease is not None:
+            self._reach(lease.offset + lease.length)
+        return lease
+
+    def allocate_all(self, length: int, count: int) -> list[Lease]:
+        """See :meth:`Slices.allocate_all`."""
+        leases = super().allocate_all(length, count)
+        if leases:
+            self._reach(max(lease.offset for lease in leases) + length)
+        return leases
+
+    def close(self) -> None:
+        """See :meth:`_Mapping.close`. Blocks for some milliseconds at worst."""
+        if self._large_pages is not None:
+            self._large_pages.close()
+        super().close()
+
+    def large_page_bytes(self) -> int:
+        """How much is in pages of 2 MiB. Blocks until what is leased, and some more, has been seen to."""
+        if self.page_bytes == HUGE_PAGE_BYTES:
+            return self.capacity
+        if self._large_pages is None:
+            return 0
+        self._large_pages.wait()
+        return self._large_pages.taken
+
+    def _reach(self, stop: int) -> None:
+        if stop > self._peak and self._large_pages is not None:
+            self._peak = stop
+            self._large_pages.reach(stop)
 
     @classmethod
     def create(cls, capacity: int, *, huge: bool = False, fallback: bool = True) -> Arena:
@@ -307,13 +127,13 @@ class Arena(_Mapping, Slices):
         """
         if huge:
             try:
-                return cls._make(_round_up(capacity, HUGE_PAGE_BYTES), HUGE_PAGE_BYTES)
+                return cls._make(round_up(capacity, HUGE_PAGE_BYTES), HUGE_PAGE_BYTES)
             except ArenaError as error:
                 advice = _huge_page_advice(-(-capacity // HUGE_PAGE_BYTES))
                 if not fallback:
                     raise ArenaError(f"{advice}, or allow normal pages with `fallback: true`") from error
                 logger.warning("%s; going on with normal pages (%s)", advice, error)
-        return cls._make(_round_up(capacity, PAGE_BYTES), PAGE_BYTES)
+        return cls._make(round_up(capacity, PAGE_BYTES), PAGE_BYTES)
 
     @classmethod
     def _make(cls, capacity: int, page_bytes: int) -> Arena:
@@ -342,6 +162,18 @@ class ArenaMap(_Mapping):
             os.close(fd)
             raise ArenaError(f"cannot map {capacity} bytes of shared memory: {error}") from error
 
+    def take_large_pages(self) -> int:
+        """Have all of it in pages of 2 MiB, as long as it is not pinned; how many bytes are.
+
+        Blocks, for 0.2 s a GiB or more.
+        """
+        if not native.available():
+            return 0
+        pages = native.core.LargePages(self.fd, self.capacity)
+        pages.reach(self.capacity)
+        pages.wait()
+        return pages.taken
+
     def tensor(self) -> torch.Tensor:
         """The whole arena as a one-dimensional tensor of bytes, sharing its memory. Imports torch.
 
@@ -350,11 +182,21 @@ class ArenaMap(_Mapping):
         import torch  # Here alone: the cache process runs without torch.
 
         # torch keeps the object that it was given, not the buffer: only a view of its own keeps the mapping.
-        return torch.frombuffer(memoryview(self._map), dtype=torch.uint8)
+        return torch.frombuffer(memoryview(self._map)[self._range], dtype=torch.uint8)
 
 
-def _round_up(length: int, unit: int) -> int:
-    return -(-length // unit) * unit
+def _map_shared(fd: int, capacity: int) -> tuple[mmap.mmap, int]:
+    """A mapping, and where the memfd begins in it: at an address where a page of 2 MiB may be."""
+    if not native.available() or capacity < HUGE_PAGE_BYTES:
+        return mmap.mmap(fd, capacity, flags=mmap.MAP_SHARED), 0
+    if capacity > (length := os.fstat(fd).st_size):
+        raise ValueError(f"there are {length} bytes")
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    reserved = mmap.mmap(-1, capacity + HUGE_PAGE_BYTES, flags=flags)
+    address = address_of(memoryview(reserved))
+    start = -address % HUGE_PAGE_BYTES
+    native.core.map_over(address + start, fd, capacity)
+    return reserved, start
 
 
 def _huge_page_advice(needed: int) -> str:

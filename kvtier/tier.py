@@ -13,13 +13,13 @@ from typing import NamedTuple
 import anyio
 from anyio.abc import TaskGroup
 
-from kvtier.arena import Lease
 from kvtier.backends.base import GetItem, Outcome, SupportsPrefix
 from kvtier.backends.guarded import GuardedBackend
 from kvtier.catalog import Catalog
 from kvtier.costs import ReadCost
 from kvtier.keys import ChunkKey
 from kvtier.settings import LocalTierSettings, TierSettings
+from kvtier.slices import Lease
 
 KNOWN_CHUNKS = 1_000_000
 """Of what a shared pool holds so many are kept in mind, some 200 MB; others are asked for when wanted."""

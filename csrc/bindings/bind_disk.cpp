@@ -2,15 +2,14 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 
-#include <cerrno>
 #include <memory>
 #include <string>
-#include <system_error>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "errors.hpp"
 #include "kvtier/disk/engine.hpp"
 #include "subjects.hpp"
 
@@ -98,14 +97,10 @@ public:
 
 private:
     static std::unique_ptr<disk::Engine> open(unsigned depth) {
-        try {
+        return or_os_error([&] {
             const nb::gil_scoped_release unlocked;
             return std::make_unique<disk::Engine>(depth);
-        } catch (const std::system_error& error) {
-            errno = error.code().value();
-            PyErr_SetFromErrno(PyExc_OSError);
-            throw nb::python_error();
-        }
+        });
     }
 
     std::uint64_t submit(std::vector<Transfer> transfers, std::vector<Buffer> buffers) {

@@ -11,6 +11,7 @@
 using kvtier::disk::kMiss;
 using kvtier::disk::kOk;
 using kvtier::disk::kPageBytes;
+using kvtier::disk::kPatientBytes;
 using kvtier::disk::Request;
 using kvtier::disk::Transfer;
 using Kind = Request::Kind;
@@ -146,6 +147,18 @@ TEST(memory_or_lengths_that_are_no_pages_go_through_the_page_cache) {
     Transfer transfer = writing(512);
     asked(transfer, {kDescriptor, 1000});
     CHECK(transfer.request().kind == Kind::write);
+}
+
+TEST(much_that_goes_through_the_page_cache_is_another_threads) {
+    for (const bool direct : {true, false}) {
+        for (const std::size_t length : {kPatientBytes - 1, kPatientBytes}) {
+            Transfer transfer = Transfer::reading("/a", nullptr, length, direct);
+            asked(transfer, {kDescriptor, static_cast<std::int64_t>(length)});
+            const bool is_aligned = length % kPageBytes == 0;
+            CHECK(transfer.request().kind == Kind::read);
+            CHECK(transfer.request().patient == (length >= kPatientBytes && !(direct && is_aligned)));
+        }
+    }
 }
 
 TEST(interrupted_and_impatient_requests_are_asked_again) {

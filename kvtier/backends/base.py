@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Sequence
 from enum import Enum
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from kvtier.arena import Arena, Lease, Leases
+from kvtier.arena import Arena
 from kvtier.keys import ChunkKey
 from kvtier.settings import TierSettings
+from kvtier.slices import Lease, Leases
 
 
 class Outcome(Enum):

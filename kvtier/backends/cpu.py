@@ -8,11 +8,12 @@ from functools import partial
 from typing import ClassVar, cast
 
 from kvtier import native
-from kvtier.arena import Arena, Lease, Leases, address_of
+from kvtier.arena import Arena, address_of
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsArena
 from kvtier.errors import ArenaError, TierError
 from kvtier.keys import ChunkKey
 from kvtier.settings import LocalTierSettings, TierSettings
+from kvtier.slices import Lease, Leases
 from kvtier.threads import WorkerThreads, spread
 
 INLINE_COPY_BYTES = 256 * 1024

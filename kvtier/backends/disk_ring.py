@@ -7,9 +7,10 @@ import os
 from collections.abc import Callable, Sequence
 
 from kvtier import native
-from kvtier.arena import PAGE_BYTES, Arena
+from kvtier.arena import Arena
 from kvtier.backends.base import GetItem, Outcome, PutItem
 from kvtier.backends.disk_folder import ObjectFolder
+from kvtier.slices import PAGE_BYTES
 from kvtier.threads import all_done
 
 MISS = -1

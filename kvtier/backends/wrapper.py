@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import cache
 from typing import Any, Self
 
-from kvtier.arena import Arena, Lease, Leases
+from kvtier.arena import Arena
 from kvtier.backends.base import (
     Backend,
     GetItem,
@@ -27,6 +27,7 @@ from kvtier.backends.base import (
     SupportsTTL,
 )
 from kvtier.keys import ChunkKey
+from kvtier.slices import Lease, Leases
 
 
 class WrapperBackend(Backend):

@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from kvtier.arena import PAGE_BYTES, Arena
+from kvtier.arena import Arena
+from kvtier.slices import PAGE_BYTES
 from kvtier.transports.base import Access
 
 _REQUEST = struct.Struct("<c7xQQ40x")

@@ -18,12 +18,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
-from kvtier.arena import Arena, ArenaMap, Lease
+from kvtier.arena import Arena, ArenaMap
 from kvtier.backends.base import Outcome
 from kvtier.bench.bare_nixl import BareNixl
 from kvtier.bench.errors import BenchFailed
 from kvtier.bench.raw_sockets import RawSockets, Span
 from kvtier.bench.transport_process import family
+from kvtier.slices import Lease
 from kvtier.testing.transport_side import Side, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan, TransportSettings
 from kvtier.transports.nixl.settings import NixlSettings

@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
-from kvtier.arena import Arena, Lease
+from kvtier.arena import Arena
 from kvtier.backends.base import Backend, Outcome, SupportsArena, SupportsCheck, SupportsRegistration
 from kvtier.backends.sealed import SealedBackend
 from kvtier.errors import KVTierError
 from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.keys import KEY_BYTES, ChunkKey
 from kvtier.settings import TierSettings
+from kvtier.slices import Lease
 from kvtier.units import format_duration, format_size
 
 GRACE_SECONDS = 1.0

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from kvtier.arena import Arena, Lease
+from kvtier.arena import Arena
 from kvtier.backends.base import Outcome
 from kvtier.cli.checks import Check
 from kvtier.errors import KVTierError, PeerError
@@ -23,6 +23,7 @@ from kvtier.peers.dialling import Called, Caller, printable
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings
 from kvtier.settings_peer import PeerSettings, split_address
+from kvtier.slices import Lease
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.threads import WorkerThreads
 from kvtier.transports.base import Access, RemoteSpan, Transport

@@ -7,9 +7,9 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from kvtier.arena import Lease, Slices
 from kvtier.peers.protocol import NO_GRANT
 from kvtier.settings_peer import PeerSettings
+from kvtier.slices import Lease, Slices
 from kvtier.transports.base import Access, RemoteSpan
 
 MOST_SLICES = 1 << 18

@@ -24,7 +24,6 @@ import anyio
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
-from kvtier.arena import Lease
 from kvtier.backends.logs import Troubles
 from kvtier.cache import TieredCache
 from kvtier.catalog import State
@@ -41,6 +40,7 @@ from kvtier.peers.staging import Staging
 from kvtier.pipeline.store import Reservation
 from kvtier.router import FIRST
 from kvtier.settings_peer import split_address
+from kvtier.slices import Lease
 from kvtier.threads import WorkerThreads
 from kvtier.tier import ChunkBytes
 

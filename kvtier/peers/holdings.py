@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import anyio.lowlevel
 
-from kvtier.arena import Lease
 from kvtier.cache import TieredCache
 from kvtier.errors import CorruptChunk
 from kvtier.header import ChunkHeader, is_sealed, object_bytes
 from kvtier.keys import ChunkKey
 from kvtier.pipeline.found import FoundChunk
 from kvtier.router import FIRST
+from kvtier.slices import Lease
 from kvtier.threads import WorkerThreads, spread
 from kvtier.units import MIB
 

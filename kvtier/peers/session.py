@@ -14,7 +14,6 @@ import anyio.lowlevel
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
-from kvtier.arena import Lease
 from kvtier.errors import ChannelClosed, ProtocolError
 from kvtier.keys import ChunkKey, split_keys
 from kvtier.peers.grants import Grant, GrantBook
@@ -45,6 +44,7 @@ from kvtier.peers.protocol import (
 )
 from kvtier.peers.reservations import Reservations
 from kvtier.pipeline.found import FoundChunk
+from kvtier.slices import Lease
 from kvtier.sockets.channel import Channel
 from kvtier.sockets.frames import FrameReader, Message, encode
 

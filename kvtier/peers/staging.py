@@ -26,7 +26,7 @@ import anyio
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
-from kvtier.arena import Arena, Lease, Slices
+from kvtier.arena import Arena
 from kvtier.cache import TieredCache
 from kvtier.catalog import State
 from kvtier.errors import ArenaError, PeerError
@@ -39,6 +39,7 @@ from kvtier.peers.promises import Promise
 from kvtier.pipeline.store import Reservation
 from kvtier.router import FIRST
 from kvtier.settings import Settings
+from kvtier.slices import Lease, Slices
 from kvtier.tasks import open_tasks
 from kvtier.threads import WorkerThreads
 from kvtier.transports.base import Access

@@ -13,13 +13,13 @@ from itertools import takewhile
 
 from anyio.abc import TaskGroup
 
-from kvtier.arena import Lease, Leases
 from kvtier.backends.base import Outcome, SupportsArena, SupportsLeases
 from kvtier.catalog import Catalog, State
 from kvtier.events import Event, Observer, Report
 from kvtier.header import ChunkHeader
 from kvtier.keys import ChunkKey
 from kvtier.router import FIRST, Router, Transfer
+from kvtier.slices import Lease, Leases
 from kvtier.tier import ChunkBytes, Tier
 
 logger = logging.getLogger("kvtier")

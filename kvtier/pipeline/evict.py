@@ -12,12 +12,12 @@ from itertools import chain, islice
 
 import anyio
 
-from kvtier.arena import Lease
 from kvtier.backends.base import Outcome
 from kvtier.events import Event, Evict
 from kvtier.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
 from kvtier.router import FIRST, Transfer
+from kvtier.slices import Lease
 from kvtier.tier import ChunkBytes
 
 BATCH_BYTES = 64 << 20

@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol
 
 import anyio
 
-from kvtier.arena import Lease, Leases
 from kvtier.keys import ChunkKey
 from kvtier.pipeline.expect import Expectation
 from kvtier.pipeline.prefetch import Flight
 from kvtier.router import FIRST
+from kvtier.slices import Lease, Leases
 
 
 class Staged(Protocol):

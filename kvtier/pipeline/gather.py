@@ -10,7 +10,6 @@ from itertools import groupby
 
 import anyio
 
-from kvtier.arena import Lease
 from kvtier.backends.base import Outcome
 from kvtier.catalog import State
 from kvtier.events import Move
@@ -21,6 +20,7 @@ from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
 from kvtier.pipeline.move import MoveStage
 from kvtier.router import FIRST
 from kvtier.settings import LocalTierSettings
+from kvtier.slices import Lease
 from kvtier.tier import Tier
 
 PATIENCE_SECONDS = 2.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvtier.arena import Lease
 from kvtier.backends.base import Outcome
 from kvtier.catalog import State
 from kvtier.events import Event, Evict, Move, Prefetch, Priority
@@ -13,6 +12,7 @@ from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
 from kvtier.pipeline.prefetch import PrefetchStage
 from kvtier.router import FIRST, Transfer
+from kvtier.slices import Lease
 
 Allocate = Callable[[int], Lease | None]
 """Room in the arena for so many bytes, if there is any."""

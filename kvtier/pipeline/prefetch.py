@@ -9,7 +9,6 @@ from functools import partial
 
 import anyio
 
-from kvtier.arena import Lease
 from kvtier.backends.base import Outcome
 from kvtier.catalog import State
 from kvtier.events import Prefetch
@@ -17,6 +16,7 @@ from kvtier.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
 from kvtier.router import FIRST, Transfer
+from kvtier.slices import Lease
 from kvtier.tier import ChunkBytes
 
 

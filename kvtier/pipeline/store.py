@@ -13,7 +13,6 @@ from itertools import groupby
 
 import anyio
 
-from kvtier.arena import Lease, Leases
 from kvtier.catalog import State
 from kvtier.events import Event, Evict, Store
 from kvtier.header import ChunkHeader, begin, object_bytes
@@ -21,6 +20,7 @@ from kvtier.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
 from kvtier.router import FIRST
+from kvtier.slices import Lease, Leases
 from kvtier.tier import ChunkBytes
 
 

@@ -13,8 +13,8 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
-from kvtier.arena import Lease
 from kvtier.backends.base import Outcome
+from kvtier.slices import Lease
 from kvtier.testing.backend import same
 from kvtier.testing.relay import Relay
 from kvtier.testing.transport_process import OtherProcess

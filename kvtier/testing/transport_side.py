@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import anyio
 import anyio.to_thread
 
-from kvtier.arena import Arena, Lease
+from kvtier.arena import Arena
+from kvtier.slices import Lease
 from kvtier.sockets.connection import Connection, Deadline, TLSConnection
 from kvtier.testing.noise import noise, stain
 from kvtier.transports.base import Access, Dial, RemoteSpan, SupportsConnections, Transport

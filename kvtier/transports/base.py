@@ -20,8 +20,9 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvtier.arena import Arena, Lease
+from kvtier.arena import Arena
 from kvtier.backends.base import Outcome
+from kvtier.slices import Lease
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.units import Duration
 

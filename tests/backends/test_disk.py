@@ -113,7 +113,7 @@ async def test_its_threads_end_with_it(tmp_path: Path, io: str) -> None:
     async with opened(disk(tmp_path, concurrency=5, io=io)) as backend:
         await backend.put([(make_key(number), filled(PAGE)) for number in range(20)])
         threads = workers() - before
-        assert len(threads) == (1 if io == "uring" else 5)
+        assert 1 <= len(threads) <= (1 if io == "uring" else 5)  # One that is idle takes the next.
     await ended(threads)
 
 

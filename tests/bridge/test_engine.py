@@ -14,7 +14,7 @@ import anyio.lowlevel
 import pytest
 
 from kvtier import Settings
-from kvtier.arena import Arena, Lease, Slices
+from kvtier.arena import Arena
 from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
 from kvtier.bridge.protocol import Commit, Found, Hello, LookUp, Release, Reserve, Reserved
@@ -30,6 +30,7 @@ from kvtier.peers.staging import EngineStaging
 from kvtier.pipeline.base import Hierarchy
 from kvtier.plugins import Plugins
 from kvtier.router import FIRST
+from kvtier.slices import Lease, Slices
 from kvtier.sockets.frames import encode
 
 pytestmark = pytest.mark.anyio

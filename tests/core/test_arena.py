@@ -6,10 +6,12 @@ import gc
 import itertools
 import logging
 import os
+import platform
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtier import arena as arena_module
-from kvtier.arena import HUGE_PAGE_BYTES, PAGE_BYTES, Arena, ArenaMap, Lease, Leases
+from kvtier import native
+from kvtier.arena import HUGE_PAGE_BYTES, Arena, ArenaMap
 from kvtier.errors import ArenaError
+from kvtier.slices import PAGE_BYTES, Lease, Leases
 
+KERNEL = tuple(int(number) for number in platform.release().split(".")[:2])
 HUGE_PAGE_COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 
 
@@ -198,12 +203,61 @@ def test_no_leases_together_are_none() -> None:
 # Memory.
 
 
-def test_memory_is_taken_when_it_is_touched() -> None:
+@pytest.fixture(params=["native", "python"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways, where there are two."""
+    if request.param == "python":
+        monkeypatch.setattr(native, "available", lambda: False)
+    elif not native.available():
+        pytest.skip(native.summary())
+
+
+def taken(arena: Arena) -> int:
+    arena.large_page_bytes()
+    return os.fstat(arena.fd).st_blocks * 512
+
+
+@pytest.mark.usefixtures("_way")
+def test_memory_is_taken_a_little_before_it_is_used() -> None:
     arena = Arena.create(1 << 40)
-    assert os.fstat(arena.fd).st_blocks == 0
+    ahead = native.core.LargePages.ahead if native.available() else 0
+    assert taken(arena) <= ahead
     allocate(arena, 1).view[0] = 1
-    assert 0 < os.fstat(arena.fd).st_blocks * 512 <= HUGE_PAGE_BYTES
+    assert 0 < taken(arena) <= HUGE_PAGE_BYTES + ahead
+    arena.allocate_all(16 * PAGE_BYTES, 1024)
+    assert taken(arena) <= 32 * HUGE_PAGE_BYTES + HUGE_PAGE_BYTES + ahead
     arena.close()
+
+
+@pytest.mark.skipif(not native.available(), reason=native.summary())
+@pytest.mark.skipif(KERNEL < (6, 1), reason="this kernel has no MADV_COLLAPSE")
+def test_memory_comes_in_large_pages_and_keeps_what_lies_in_it() -> None:
+    arena = Arena.create(64 << 20)
+    lease = arena.allocate(arena.capacity)
+    assert lease is not None
+    noise = os.urandom(1 << 20)
+    for start in range(0, arena.capacity, len(noise)):
+        lease.view[start : start + len(noise)] = noise
+    assert 0 < arena.large_page_bytes() <= arena.capacity
+    with closing(ArenaMap(os.dup(arena.fd), arena.capacity)) as engine:
+        for start in range(0, arena.capacity, len(noise)):
+            assert engine.view(start, len(noise)) == noise
+        assert 0 < engine.take_large_pages() <= arena.capacity
+        # Mapped by large pages, in either process: the addresses are such that they can be.
+        assert min(sizes_in_maps("ShmemPmdMapped")) > 0
+    lease.release()
+    arena.close()
+
+
+def sizes_in_maps(what: str) -> list[int]:
+    """One of the sizes of each arena that is mapped into this process."""
+    sizes, is_arena = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_arena = "memfd:kvtier-arena" in line
+        elif is_arena and line.startswith(f"{what}:"):
+            sizes.append(int(line.split()[1]) * 1024)
+    return sizes
 
 
 @pytest.mark.parametrize("capacity", [0, -4096, 1 << 62, 1 << 80])
@@ -233,17 +287,21 @@ def test_nobody_can_cut_or_stretch_it(arena: Arena, capacity: int) -> None:
     allocate(arena, 16).view[-1] = 1
 
 
-def test_mapping_more_than_there_is_is_refused(arena: Arena) -> None:
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("more", [PAGE_BYTES, 2 * HUGE_PAGE_BYTES])
+def test_mapping_more_than_there_is_is_refused(arena: Arena, more: int) -> None:
     descriptor = os.dup(arena.fd)
     with pytest.raises(ArenaError, match="cannot map"):
-        ArenaMap(descriptor, arena.capacity + PAGE_BYTES)
+        ArenaMap(descriptor, arena.capacity + more)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 
 
-def test_closing_unmaps_and_may_be_repeated() -> None:
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("capacity", [PAGE_BYTES, 2 * HUGE_PAGE_BYTES])
+def test_closing_unmaps_and_may_be_repeated(capacity: int) -> None:
     before = mappings()
-    arena = Arena.create(PAGE_BYTES)
+    arena = Arena.create(capacity)
     engine = ArenaMap(os.dup(arena.fd), arena.capacity)
     closed = [arena.fd, engine.fd]
     assert mappings() == before + 2
@@ -255,9 +313,11 @@ def test_closing_unmaps_and_may_be_repeated() -> None:
             os.fstat(descriptor)
 
 
-def test_a_view_keeps_the_closed_arena_mapped() -> None:
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("capacity", [PAGE_BYTES, 2 * HUGE_PAGE_BYTES])
+def test_a_view_keeps_the_closed_arena_mapped(capacity: int) -> None:
     before = mappings()
-    arena = Arena.create(PAGE_BYTES)
+    arena = Arena.create(capacity)
     lease = allocate(arena, 1)
     view = lease.view
     arena.close()
@@ -268,10 +328,12 @@ def test_a_view_keeps_the_closed_arena_mapped() -> None:
     assert mappings() == before
 
 
-def test_a_tensor_shares_the_memory_and_keeps_it_mapped() -> None:
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("capacity", [4 * PAGE_BYTES, 2 * HUGE_PAGE_BYTES])
+def test_a_tensor_shares_the_memory_and_keeps_it_mapped(capacity: int) -> None:
     torch = pytest.importorskip("torch")
     before = mappings()
-    arena = Arena.create(4 * PAGE_BYTES)
+    arena = Arena.create(capacity)
     engine = ArenaMap(os.dup(arena.fd), arena.capacity)
     page = engine.tensor()[PAGE_BYTES : 2 * PAGE_BYTES]
     page.fill_(9)

@@ -169,7 +169,7 @@ async def test_ends_when_it_is_cancelled() -> None:
             scope.cancel()
             await anyio.sleep_forever()
     assert scope.cancelled_caught
-    assert files() == before
+    assert files() <= before  # Others' may be collected meanwhile.
     assert asyncio.all_tasks() == tasks
 
 

@@ -14,13 +14,14 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from kvtier.arena import Arena, Lease
+from kvtier.arena import Arena
 from kvtier.backends.base import GetItem, Outcome
 from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.peers.authentication import Credentials
 from kvtier.peers.backend import PeersBackend
 from kvtier.plugins import Plugins
 from kvtier.settings import TierSettings
+from kvtier.slices import Lease
 from kvtier.testing.backend import blank, is_stained, make_key, same, stain
 from kvtier.transports.base import Access, RemoteSpan
 

@@ -9,10 +9,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.arena import PAGE_BYTES, Arena, Lease
+from kvtier.arena import Arena
 from kvtier.peers import grants as grants_module
 from kvtier.peers.grants import Grant, GrantBook
 from kvtier.settings_peer import PeerSettings
+from kvtier.slices import PAGE_BYTES, Lease
 from kvtier.transports.base import Access, RemoteSpan
 
 PAGES = 16

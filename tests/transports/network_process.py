@@ -8,8 +8,8 @@ from typing import Any
 
 import anyio
 
-from kvtier.arena import Lease
 from kvtier.plugins import Plugins
+from kvtier.slices import Lease
 from kvtier.testing.backend import is_stained, same, stain
 from kvtier.testing.transport_side import Side, dial_nowhere, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan, SupportsConnections

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <pthread.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -11,6 +10,8 @@
 #include <optional>
 #include <system_error>
 #include <utility>
+
+#include "kvtier/signals.hpp"
 
 namespace kvtier::disk {
 namespace {
@@ -55,22 +56,6 @@ bool ask_at_once(const Request& request, std::int64_t* result) {
 bool moves(const Request& request) {
     return request.kind == Request::Kind::read || request.kind == Request::Kind::write;
 }
-
-// Signals are for the threads that handle them: this one has none from its first moment on.
-class WithoutSignals {
-public:
-    WithoutSignals() {
-        sigset_t all;
-        ::sigfillset(&all);
-        ::pthread_sigmask(SIG_SETMASK, &all, &before_);
-    }
-    ~WithoutSignals() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-    WithoutSignals(const WithoutSignals&) = delete;
-    WithoutSignals& operator=(const WithoutSignals&) = delete;
-
-private:
-    sigset_t before_{};
-};
 
 }  // namespace
 

@@ -45,6 +45,8 @@ Request Transfer::request() const {
             asked.memory = memory_ + moved_;
             asked.length = std::min(length_ - moved_, kMostBytesAtOnce);
             asked.offset = moved_;
+            // Through the page cache the copying is done by whoever asks: by a thread of the kernel's, not this one.
+            asked.patient = patient_ || (!direct_ && asked.length >= kPatientBytes);
             break;
         case Kind::rename:
             asked.path = temporary_.c_str();

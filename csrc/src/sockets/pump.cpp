@@ -1,39 +1,23 @@
 #include "kvtier/pump.hpp"
 
-#include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <condition_variable>
-#include <csignal>
 #include <deque>
 #include <mutex>
 #include <system_error>
 #include <thread>
 #include <utility>
 
+#include "kvtier/signals.hpp"
+
 namespace kvtier::sockets {
 
 namespace {
 
 constexpr auto idle_time = std::chrono::seconds(5);
-
-// While this lasts no signal is delivered to this thread, nor to those that it starts: they are for Python's.
-class SignalsBlocked {
-public:
-    SignalsBlocked() {
-        sigset_t all;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before_);
-    }
-    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-    SignalsBlocked(const SignalsBlocked&) = delete;
-    SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
-private:
-    sigset_t before_;
-};
 
 }  // namespace
 
@@ -108,7 +92,7 @@ void Pump::start(Conversation conversation) {
         return;
     }
     try {
-        const SignalsBlocked blocked;
+        const WithoutSignals blocked;
         std::thread([crew = crew_] { crew->work(); }).detach();
         ++crew_->threads;
     } catch (const std::system_error&) {

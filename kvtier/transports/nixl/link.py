@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import anyio
 
-from kvtier.arena import Arena, Lease, address_of
+from kvtier.arena import Arena, address_of
 from kvtier.backends.base import Outcome
 from kvtier.backends.logs import RareWarning
 from kvtier.errors import PeerError
+from kvtier.slices import Lease
 from kvtier.sockets.connection import Deadline
 from kvtier.threads import WorkerThreads
 from kvtier.transports.base import Dial, Link, ReadItem, RemoteSpan, WriteItem

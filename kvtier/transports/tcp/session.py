@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvtier.arena import Lease
 from kvtier.backends.logs import RareWarning
+from kvtier.slices import Lease
 from kvtier.sockets.buffers import Buffers, advance, cut
 from kvtier.sockets.connection import ProtocolViolation, keep_alive
 from kvtier.sockets.conversation import RECEIVE, SEND

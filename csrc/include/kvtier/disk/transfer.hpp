@@ -16,6 +16,9 @@ inline constexpr std::size_t kPageBytes = 4096;
 // The most that one request moves: a kernel takes no more than 2 GiB less a page at once.
 inline constexpr std::size_t kMostBytesAtOnce = std::size_t{1} << 30;
 
+// Copied by one of the kernel's threads where it goes through the page cache: as many copy at once as transfers move.
+inline constexpr std::size_t kPatientBytes = std::size_t{256} << 10;
+
 // What became of a transfer: kOk, kMiss, or the errno that it failed with.
 inline constexpr int kOk = 0;
 inline constexpr int kMiss = -1;
