@@ -6,9 +6,7 @@ one: ``{"reach": [metadata, address]}``, ``{"move": [write, spans]}``, ``{"one_b
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import os
 import subprocess
 import sys
@@ -22,6 +20,7 @@ import anyio.to_thread
 from kvtier.bench.errors import BenchFailed
 from kvtier.bench.raw_sockets import Span
 from kvtier.transports.base import Access
+from kvtier.transports.nixl.carrier import map_shared
 
 
 class BareNixl:
@@ -94,8 +93,7 @@ class _Agent:
         from nixl import _api
 
         with open(arena, "r+b") as file:  # noqa: PTH123 - a descriptor of another process
-            self._map = mmap.mmap(file.fileno(), capacity)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+            self.address = map_shared(file.fileno(), capacity)
         self._peer = ""
         self._peer_address = 0
         self._agent = _api.nixl_agent(

@@ -129,8 +129,11 @@ THREAD_PAUSE_MICROSECONDS = 10_000
 """After so long NIXL's own thread looks for what no event has told it of."""
 
 READ_BYTES = 1 << 18
+LARGE_PAGE_BYTES = 2 << 20
 
 _PR_SET_TIMERSLACK = 29
+_PROT_NONE, _MAP_FIXED = 0, 0x10
+"""Which Python's ``mmap`` has no names for (asm-generic/mman-common.h)."""
 
 
 class NothingToDo(Exception):
@@ -238,8 +241,8 @@ class Agent:
 class Carrier:
     """Does what the parent asks for, in one thread, until that has gone."""
 
-    def __init__(self, parent: socket.socket, capacity: int, shared: mmap.mmap | None) -> None:
-        """``capacity``: of its memory, in bytes; ``shared`` is that where it is the host's."""
+    def __init__(self, parent: socket.socket, capacity: int, shared: int | None) -> None:
+        """``capacity``: of its memory, in bytes; ``shared`` is the address of that where it is the host's."""
         self._parent = parent
         self._capacity = capacity
         self._shared = shared
@@ -309,7 +312,7 @@ class Carrier:
         try:
             handle = b""
             if self._shared is not None:
-                self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._shared))
+                self._base = self._shared
             else:
                 self._base, handle = allocate_on_gpu(self._capacity)
             self._agent = Agent(
@@ -397,6 +400,24 @@ class Carrier:
         self._parent.sendall(encode(message))
 
 
+def map_shared(descriptor: int, length: int) -> int:
+    """Map memory until the process ends, at an address where pages of 2 MiB may be. Raises ``OSError``.
+
+    As :mod:`kvtier.arena` does with native code.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_size_t
+    libc.mmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    reserved = libc.mmap(0, length + LARGE_PAGE_BYTES, _PROT_NONE, flags, -1, 0)
+    aligned = reserved + -reserved % LARGE_PAGE_BYTES
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    mapped = libc.mmap(aligned, length, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
+    if mapped != aligned:
+        raise OSError(ctypes.get_errno(), "cannot map the arena")
+    return aligned
+
+
 class _GPUHandle(ctypes.Structure):
     """``CUipcMemHandle``."""
 
@@ -442,7 +463,7 @@ def main() -> None:
     parent = socket.socket(fileno=parent_fd)
     parent.setblocking(True)
     try:
-        Carrier(parent, capacity, mmap.mmap(memory_fd, capacity) if memory_fd >= 0 else None).run()
+        Carrier(parent, capacity, map_shared(memory_fd, capacity) if memory_fd >= 0 else None).run()
     except (NothingToDo, OSError, msgspec.DecodeError):
         pass
     finally:
