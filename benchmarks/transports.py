@@ -93,6 +93,7 @@ async def measure(name: str, settings: Mapping[str, Any], extent: Extent) -> Non
     with other_process(settings, lengths, plugins=[]) as there:
         async with Side.open(kind, settings, sum(lengths) + MIB) as side:
             leases = [side.arena.allocate(length) for length in lengths]
+            side.arena.settle()
             spans = spans_between([lease for lease in leases if lease is not None], there)
             checked = kind.settings_type.model_validate(settings)
             async with contestants_of(checked, side, there) as contestants:

@@ -104,14 +104,17 @@ class Arena(_Mapping, Slices):
             self._large_pages.close()
         super().close()
 
+    @property
     def large_page_bytes(self) -> int:
-        """How much is in pages of 2 MiB. Blocks until what is leased, and some more, has been seen to."""
+        """How much is in pages of 2 MiB by now."""
         if self.page_bytes == HUGE_PAGE_BYTES:
             return self.capacity
-        if self._large_pages is None:
-            return 0
-        self._large_pages.wait()
-        return self._large_pages.taken
+        return self._large_pages.taken if self._large_pages is not None else 0
+
+    def settle(self) -> None:
+        """Block until what is leased is in the pages in which it will stay, before anything is measured."""
+        if self._large_pages is not None:
+            self._large_pages.wait()
 
     def _reach(self, stop: int) -> None:
         if stop > self._peak and self._large_pages is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -54,11 +55,15 @@ class Extent(NamedTuple):
 
 
 def of_kvtier(
-    backend: Backend, chunks: Sequence[Chunk], cool: Callable[[], None] = lambda: None, *, local: bool = True
+    backend: Backend,
+    chunks: Sequence[Chunk],
+    cool: Callable[[], None] = lambda: None,
+    server: RawRESP | None = None,
 ) -> Ask:
     """A tier of kvtier. ``cool`` is called before each reading and is not counted.
 
-    What a ``local`` tier holds the catalog knows: a look-up asks that alone, as a cache does.
+    What a tier of this host holds the catalog knows: a look-up asks that alone, as a cache does. A pool's
+    ``server`` is asked itself, and emptied by hand: UNLINK would leave it at work in the next one's turn.
     """
     side, keys = BackendSide(backend), [key for key, _ in chunks]
     asked = [keys[index % len(keys)] for index in range(LOOK_UP_KEYS)]
@@ -79,10 +84,10 @@ def of_kvtier(
         if call == "put":
             return await side.put(chunks)
         if call == "forget":
-            await side.forget(keys)
+            await (server.forget([]) if server else side.forget(keys))
             return 0.0
         if call == "look-up":
-            if local:
+            if server is None:
                 return statistics.median(look_up() for _ in range(LOOK_UPS))
             seconds = [await side.prefix(asked) or await side.look_up(asked) for _ in range(LOOK_UPS)]
             return statistics.median(seconds)
@@ -122,10 +127,10 @@ def of_connector(process: LMCache, kind: str, count: int, server: RawRESP) -> As
 
 
 async def alternate(sides: Mapping[str, Ask], pairs: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds by call and side, after one turn of each that is not counted. Who begins changes."""
+    """Seconds by call and side, after a turn of each that is not counted. The order is drawn each time."""
     seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for turn in range(pairs + 1):
-        for name in list(sides)[:: 1 if turn % 2 else -1]:
+        for name in random.Random(turn).sample(list(sides), len(sides)):
             for call in CALLS:
                 took = await sides[name](call)
                 if turn and call != "forget":
@@ -211,8 +216,8 @@ async def redis(extent: Extent, kinds: Sequence[str]) -> list[Pair]:
         raw = RawRESP(("127.0.0.1", server.port), 1)
         process = LMCache(tier.url, extent.size, extent.chunks)
         sides = {
-            "plain": of_kvtier(backend, chunks, local=False),
-            "sealed": of_kvtier(SealedBackend(backend), chunks, local=False),
+            "plain": of_kvtier(backend, chunks, server=raw),
+            "sealed": of_kvtier(SealedBackend(backend), chunks, server=raw),
             **{kind: of_connector(process, kind, extent.chunks, raw) for kind in kinds},
         }
         seconds = await alternate(sides, extent.pairs)

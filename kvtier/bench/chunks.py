@@ -36,6 +36,7 @@ def make_chunks(arena: Arena, keys: Sequence[ChunkKey], size: int) -> list[Chunk
         fill(view, key)
         ChunkHeader(key, key, bytes(KEY_BYTES), size - HEADER_BYTES).seal(view)
         chunks.append((key, view))
+    arena.settle()
     return chunks
 
 

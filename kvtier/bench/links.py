@@ -51,6 +51,7 @@ async def measure_transport(
     with other_process(raw, lengths, plugins=plugins) as there:
         async with Side.open(kind, raw, extent.length + MIB) as side:
             leases = [lease for length in lengths if (lease := side.arena.allocate(length)) is not None]
+            side.arena.settle()
             try:
                 spans = spans_between(leases, there)
                 async with contestants_of(transport, side, there) as contestants:

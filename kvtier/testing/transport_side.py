@@ -66,6 +66,7 @@ class SimpleGrants:
             assert lease is not None, "the arena of a test is too small"
             lease.view[:] = pattern(seed + index, length)
             slices.append(lease)
+        self._arena.settle()
         number = secrets.randbits(63)
         self._granted[number] = (access, slices)
         return [RemoteSpan(number, lease.offset, lease.length) for lease in slices]

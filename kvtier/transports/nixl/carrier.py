@@ -405,11 +405,11 @@ def map_shared(descriptor: int, length: int) -> int:
 
     As :mod:`kvtier.arena` does with native code.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc: Any = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_size_t
     libc.mmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    reserved = libc.mmap(0, length + LARGE_PAGE_BYTES, _PROT_NONE, flags, -1, 0)
+    reserved: int = libc.mmap(0, length + LARGE_PAGE_BYTES, _PROT_NONE, flags, -1, 0)
     aligned = reserved + -reserved % LARGE_PAGE_BYTES
     access = mmap.PROT_READ | mmap.PROT_WRITE
     mapped = libc.mmap(aligned, length, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
