@@ -11,13 +11,15 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from kvtier import native
-from kvtier.errors import KVTierError
+from kvtier.arena import Arena
+from kvtier.errors import ArenaError, KVTierError
 from kvtier.plugins import BUILT_IN, Plugins, is_memory
 from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
 from kvtier.units import MIB, format_size
@@ -25,6 +27,7 @@ from kvtier.units import MIB, format_size
 OLDEST_PYTHON = (3, 11)
 SUPPORTED_VLLM = "0.32"
 HUGE_PAGE_BYTES = 2 * MIB
+LARGE_PAGES_TRIAL_BYTES = 16 * MIB
 SMALL_SHM_BYTES = 1 << 30
 SHM = "/dev/shm"  # noqa: S108 - not for temporary files
 
@@ -97,6 +100,7 @@ def check_machine(wanted: Wanted) -> Iterator[Check]:
     yield check_native()
     yield check_cores()
     yield check_memory(capacity - huge_page_bytes(tiers, info), memory_bytes())
+    yield check_large_pages()
     yield check_huge_pages(tiers, info)
     yield check_memlock(capacity)
     yield check_memfd()
@@ -147,6 +151,26 @@ def check_memory(capacity: int, available: int) -> Check:
     return Check("memory", "ok", found)
 
 
+def check_large_pages() -> Check:
+    """Whether memory comes in pages of 2 MiB that nobody has set aside."""
+    name, otherwise = "large pages", "a first tier of type hugepage"
+    try:
+        arena = Arena.create(LARGE_PAGES_TRIAL_BYTES)
+    except ArenaError as error:
+        return Check(name, "warn", str(error), otherwise)
+    with closing(arena):
+        arena.settle()
+        taken = arena.large_page_bytes
+    if taken == LARGE_PAGES_TRIAL_BYTES:
+        return Check(name, "ok", "2MiB, none of them set aside")
+    found = f"{format_size(taken)} of {format_size(LARGE_PAGES_TRIAL_BYTES)}; copies and disks are slower"
+    if not native.available():
+        return Check(name, "warn", found, f"the native core, or {otherwise}")
+    if taken:
+        return Check(name, "warn", found, f"echo 1 > /proc/sys/vm/compact_memory, or {otherwise}")
+    return Check(name, "warn", found, f"Linux 6.1 or newer, or {otherwise}")
+
+
 def check_huge_pages(tiers: Sequence[LocalTierSettings], info: dict[str, int]) -> Check:
     """Whether the pages of 2 MiB that the tiers want are free."""
     total, free = info.get("HugePages_Total", 0), info.get("HugePages_Free", 0)
@@ -161,8 +185,7 @@ def check_huge_pages(tiers: Sequence[LocalTierSettings], info: dict[str, int]) -
         remedy = f"sysctl -w vm.nr_hugepages={total + wanted - free}"
         return Check("huge pages", "fail" if needed else "warn", f"{found}, the tiers want {wanted}", remedy)
     if not total:
-        remedy = "for a first tier of type hugepage and 5GiB: sysctl -w vm.nr_hugepages=2560"
-        return Check("huge pages", "warn", "none are set aside, and no tier asks for any", remedy)
+        return Check("huge pages", "ok", "none are set aside, and no tier asks for any")
     return Check("huge pages", "ok", found)
 
 

@@ -34,7 +34,7 @@ def disk(path: Path, capacity: int = MEBIBYTE) -> DiskSettings:
 @pytest.mark.parametrize(
     ("tiers", "total", "free", "status", "remedy"),
     [
-        ([], 0, 0, "warn", "sysctl -w vm.nr_hugepages=2560"),
+        ([], 0, 0, "ok", ""),
         ([], 4, 4, "ok", ""),
         (huge(), 3, 3, "ok", ""),
         (huge(), 3, 2, "warn", "sysctl -w vm.nr_hugepages=4"),
@@ -48,6 +48,28 @@ def test_huge_pages(
     check = checks.check_huge_pages(tiers, info)
     assert check.status == status
     assert check.remedy.endswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("taken", "has_native", "status", "remedy"),
+    [
+        (16 * MEBIBYTE, True, "ok", ""),
+        (14 * MEBIBYTE, True, "warn", "compact_memory"),
+        (0, True, "warn", "Linux 6.1"),
+        (0, False, "warn", "native core"),
+    ],
+)
+def test_large_pages(
+    taken: int, has_native: bool, status: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    assert checks.check_large_pages().name == "large pages"
+    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == descriptors
+    monkeypatch.setattr(checks.Arena, "large_page_bytes", taken)
+    monkeypatch.setattr(checks.native, "available", lambda: has_native)
+    check = checks.check_large_pages()
+    assert check.status == status
+    assert remedy in check.remedy
 
 
 def test_huge_pages_of_another_size() -> None:

@@ -34,7 +34,7 @@ class Pinning:
         try:
             self.arena.take_large_pages()  # What is pinned stays in the pages that it is in.
             self.memory = native.cuda.PinnedMemory(self.arena.view(0, self.arena.capacity))
-        except (native.cuda.CudaError, ValueError) as error:
+        except (native.cuda.CudaError, OSError, ValueError) as error:
             logger.warning("the arena cannot be registered with CUDA, so torch copies, slower: %s", error)
 
     def wait(self) -> None:
