@@ -5,11 +5,11 @@
     python -m benchmarks.disk                     # in the current folder: needs 5 GiB there, 2 GiB of memory
     python -m benchmarks.disk --folder /mnt/ssd --small
 
-Raw: as many threads as the depth says; each opens a file, moves the whole of it in one call and closes it.
-``uring`` and ``threads`` are the backend with either setting of ``io``; ``sealed`` is it with header and
-checksum around it and ``io: auto``, as a cache runs it. Each write makes new files; reads are cold, since
-nothing that goes past the page cache is in it. With ``--buffered`` the backend goes through the page cache,
-which is emptied of these files before each run.
+All move bytes between files and one arena. Raw: as many threads as the depth says; each opens a file, moves
+the whole of it in one call and closes it. ``uring`` and ``threads`` are the backend with either setting of
+``io``; ``sealed`` is it with header and checksum around it and ``io: auto``, as a cache runs it. Each write
+makes new files; reads are cold, since nothing that goes past the page cache is in it. With ``--buffered`` the
+backend goes through the page cache, which is emptied of these files before each run.
 
 ``CPU`` counts the whole process's processor seconds for each GB. ``loop`` is the longest that the event
 loop's thread computed at a stretch while the backend was at work, in milliseconds.
@@ -32,7 +32,8 @@ from typing import Literal, NamedTuple
 import anyio
 
 from benchmarks.common import MIB, filled, ratio, show, speed
-from kvtier.backends.base import Backend, Outcome
+from kvtier.arena import Arena
+from kvtier.backends.base import Backend, Outcome, SupportsRegistration
 from kvtier.backends.disk import DiskBackend, DiskSettings, walk
 from kvtier.backends.sealed import SealedBackend
 from kvtier.bench.raw_files import in_threads, read_file, write_file
@@ -73,9 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found: list[tuple[str, int, int, dict[str, list[Run]]]] = []
     with tempfile.TemporaryDirectory(dir=given.folder, prefix="kvtier-bench-") as folder:
         for size, count in loads:
-            memory = filled(size * count)
+            arena = filled_arena(size * count)
+            chunks = chunk_objects(arena.view(0, size * count), size)
             for depth in depths:
-                bench = Bench(Path(folder), chunk_objects(memory, size), depth, direct=not given.buffered)
+                bench = Bench(Path(folder), arena, chunks, depth, direct=not given.buffered)
                 for name, runs in anyio.run(bench.measure, given.runs).items():
                     found.append((f"{name} {count} x {format_size(size)}", depth, size * count, runs))
     kind = "buffered" if given.buffered else "O_DIRECT"
@@ -111,9 +113,10 @@ def costs(name: str, depth: int, length: int, runs: dict[str, list[Run]]) -> tup
 class Bench:
     """The same chunks through every side, in turns."""
 
-    def __init__(self, folder: Path, chunks: Chunks, depth: int, *, direct: bool) -> None:
+    def __init__(self, folder: Path, arena: Arena, chunks: Chunks, depth: int, *, direct: bool) -> None:
         self._raw = folder / "raw"
         self._folders = {side: folder / side for side in SIDES}
+        self._arena = arena
         self._chunks = chunks
         self._depth = depth
         self._direct = direct
@@ -127,6 +130,8 @@ class Bench:
                 backends[side] = self._backend(side, path)
                 await backends[side].open()
                 stack.push_async_callback(backends[side].close)
+                if isinstance(backends[side], SupportsRegistration):
+                    await backends[side].register(self._arena)
             writes = {
                 "raw": self._raw_write,
                 **{side: partial(put, backends[side], self._chunks) for side in SIDES},
@@ -209,6 +214,16 @@ async def timed(side: Callable[[], Awaitable[None]]) -> Run:
     )
     timer.cancel()
     return run
+
+
+def filled_arena(length: int) -> Arena:
+    """An arena full of bytes, in the pages that a cache's is in."""
+    arena = Arena.create(length)
+    lease = arena.allocate(length)
+    assert lease is not None
+    lease.view[:] = filled(length)
+    arena.settle()
+    return arena
 
 
 def chunk_objects(memory: memoryview, size: int) -> Chunks:
