@@ -111,8 +111,11 @@ TEST(it_ends_in_the_midst_and_once) {
     const Memory memory(LargePages::ahead);
     LargePages pages(memory.file(), memory.length());
     pages.reach(memory.length());
+    const int next = ::dup(memory.file());
+    ::close(next);
     pages.close();
     pages.close();
+    CHECK(::dup(memory.file()) < next);  // its own is closed
     pages.reach(memory.length());
     pages.wait();
 }

@@ -301,7 +301,7 @@ def test_mapping_more_than_there_is_is_refused(arena: Arena, more: int) -> None:
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("capacity", [PAGE_BYTES, 2 * HUGE_PAGE_BYTES])
 def test_closing_unmaps_and_may_be_repeated(capacity: int) -> None:
-    before = mappings()
+    before, open_before = mappings(), descriptors()
     arena = Arena.create(capacity)
     engine = ArenaMap(os.dup(arena.fd), arena.capacity)
     closed = [arena.fd, engine.fd]
@@ -309,6 +309,7 @@ def test_closing_unmaps_and_may_be_repeated(capacity: int) -> None:
     for mapped in (arena, engine, arena, engine):
         mapped.close()
     assert mappings() == before
+    assert descriptors() == open_before
     for descriptor in closed:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)

@@ -42,14 +42,15 @@ public:
     // How many bytes have been put into large pages.
     std::size_t taken() const;
 
-    // End the thread. Waits for the page at hand, some milliseconds at worst. Harmless when repeated.
+    // End the thread, and close the file. Waits for the page at hand, some milliseconds at worst. Harmless when
+    // repeated, but by one thread after the other.
     void close();
 
 private:
     void run();
     void note(int error);
 
-    const int file_;
+    int file_;
     const std::size_t length_;
     mutable std::mutex mutex_;
     std::condition_variable changed_;

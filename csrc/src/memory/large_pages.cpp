@@ -82,7 +82,6 @@ LargePages::LargePages(int file, std::size_t length)
 
 LargePages::~LargePages() {
     close();
-    ::close(file_);
 }
 
 void LargePages::reach(std::size_t stop) {
@@ -114,6 +113,8 @@ void LargePages::close() {
     }
     changed_.notify_all();
     if (thread_.joinable()) thread_.join();
+    if (file_ >= 0) ::close(file_);
+    file_ = -1;
 }
 
 void LargePages::run() {
