@@ -250,6 +250,21 @@ def test_memory_comes_in_large_pages_and_keeps_what_lies_in_it() -> None:
     arena.close()
 
 
+@pytest.mark.skipif(not native.available(), reason=native.summary())
+@pytest.mark.skipif(KERNEL < (6, 1), reason="this kernel has no MADV_COLLAPSE")
+@pytest.mark.parametrize("together", [False, True])
+def test_what_is_used_later_comes_in_large_pages_too(*, together: bool) -> None:
+    ahead = native.core.LargePages.ahead
+    with closing(Arena.create(2 * ahead)) as arena:
+        arena.settle()
+        at_first = arena.large_page_bytes
+        assert at_first <= ahead
+        for _ in range(1 if together else 4):
+            arena.allocate_all(8 << 20, 4) if together else arena.allocate(8 << 20)
+        arena.settle()
+        assert at_first < arena.large_page_bytes <= ahead + (32 << 20)
+
+
 def sizes_in_maps(what: str) -> list[int]:
     """One of the sizes of each arena that is mapped into this process."""
     sizes, is_arena = [], False

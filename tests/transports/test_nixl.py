@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import anyio
 import msgspec
 import pytest
 
+from kvtier.arena import Arena
 from kvtier.backends.base import Outcome
 from kvtier.bench.transport_process import cpu_seconds
 from kvtier.errors import PeerError
@@ -23,6 +25,7 @@ from kvtier.testing.transport_process import OtherProcess
 from kvtier.testing.transport_side import Side, dial_nowhere, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan
 from kvtier.transports.nixl import NixlSettings, NixlTransport
+from kvtier.transports.nixl.carrier import LARGE_PAGE_BYTES, map_shared
 from kvtier.transports.nixl.endpoint import Endpoint
 from kvtier.transports.nixl.process import GRACE_SECONDS
 
@@ -357,6 +360,17 @@ async def test_a_backend_that_is_not_there() -> None:
     with pytest.raises(PeerError, match=r"no backend 'ABACUS'.*`backends`"):
         async with Side.open(NixlTransport, {**OVER_TCP, "backends": ["ABACUS"]}, MIB):
             pass
+
+
+def test_its_processes_map_the_arena_where_large_pages_fit() -> None:
+    with closing(Arena.create(3 * MIB)) as arena:
+        address = map_shared(arena.fd, arena.capacity)
+        assert address % LARGE_PAGE_BYTES == 0
+        mapped = (ctypes.c_ubyte * arena.capacity).from_address(address)
+        mapped[-1] = 7
+        assert arena.view(arena.capacity - 1, 1)[0] == 7
+    with pytest.raises(OSError, match="cannot map the arena"):
+        map_shared(-1, MIB)
 
 
 def test_what_the_environment_says_comes_before_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
