@@ -203,21 +203,12 @@ def test_no_leases_together_are_none() -> None:
 # Memory.
 
 
-@pytest.fixture(params=["native", "python"])
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways, where there are two."""
-    if request.param == "python":
-        monkeypatch.setattr(native, "available", lambda: False)
-    elif not native.available():
-        pytest.skip(native.summary())
-
-
 def taken(arena: Arena) -> int:
     arena.settle()
     return os.fstat(arena.fd).st_blocks * 512
 
 
-@pytest.mark.usefixtures("_way")
+@pytest.mark.usefixtures("way")
 def test_memory_is_taken_a_little_before_it_is_used() -> None:
     arena = Arena.create(1 << 40)
     ahead = native.core.LargePages.ahead if native.available() else 0
@@ -303,7 +294,7 @@ def test_nobody_can_cut_or_stretch_it(arena: Arena, capacity: int) -> None:
     allocate(arena, 16).view[-1] = 1
 
 
-@pytest.mark.usefixtures("_way")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("more", [PAGE_BYTES, 2 * HUGE_PAGE_BYTES])
 def test_mapping_more_than_there_is_is_refused(arena: Arena, more: int) -> None:
     descriptor = os.dup(arena.fd)
@@ -313,7 +304,7 @@ def test_mapping_more_than_there_is_is_refused(arena: Arena, more: int) -> None:
         os.fstat(descriptor)
 
 
-@pytest.mark.usefixtures("_way")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("capacity", [PAGE_BYTES, 2 * HUGE_PAGE_BYTES])
 def test_closing_unmaps_and_may_be_repeated(capacity: int) -> None:
     before, open_before = mappings(), descriptors()
@@ -330,7 +321,7 @@ def test_closing_unmaps_and_may_be_repeated(capacity: int) -> None:
             os.fstat(descriptor)
 
 
-@pytest.mark.usefixtures("_way")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("capacity", [PAGE_BYTES, 2 * HUGE_PAGE_BYTES])
 def test_a_view_keeps_the_closed_arena_mapped(capacity: int) -> None:
     before = mappings()
@@ -345,7 +336,7 @@ def test_a_view_keeps_the_closed_arena_mapped(capacity: int) -> None:
     assert mappings() == before
 
 
-@pytest.mark.usefixtures("_way")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("capacity", [4 * PAGE_BYTES, 2 * HUGE_PAGE_BYTES])
 def test_a_tensor_shares_the_memory_and_keeps_it_mapped(capacity: int) -> None:
     torch = pytest.importorskip("torch")

@@ -20,19 +20,10 @@ from kvtier.sockets.connection import BUFFER_BYTES, Connection, Deadline
 from kvtier.sockets.conversation import EXPECT, RECEIVE, SEND, Operation, Progress
 from kvtier.sockets.pump import SMALL_BYTES, Pump
 
+pytestmark = pytest.mark.usefixtures("way")
+
 SECONDS = 60.0
 LARGE = 4 * SMALL_BYTES
-
-
-@pytest.fixture(params=["native", "python"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways, where there are two."""
-    if request.param == "python":
-        monkeypatch.setattr(native, "available", lambda: False)
-    elif not native.available():
-        pytest.skip(native.summary())
-    way: str = request.param
-    return way
 
 
 @contextmanager
@@ -117,9 +108,8 @@ def test_a_peer_that_has_closed_and_takes_nothing_in() -> None:
         assert isinstance(progress.error, ConnectionError)
 
 
-def test_any_pieces_and_any_answers(way: str) -> None:
+def test_any_pieces_and_any_answers() -> None:
     """As much has come, is full and is left, whatever was expected."""
-    del way
     noise = random.Random(5)
     for _ in range(150):
         script = noise.randbytes(noise.randrange(1, 3000))

@@ -9,25 +9,15 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier import native
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.sockets.conversation import RECEIVE, Progress
 from kvtier.sockets.lanes import Dialer, Lane
 from kvtier.sockets.pump import SMALL_BYTES
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("way")]
 
 SECONDS = 20.0
 LARGE = 4 * SMALL_BYTES
-
-
-@pytest.fixture(params=["native", "python"], autouse=True)
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways, where there are two."""
-    if request.param == "python":
-        monkeypatch.setattr(native, "available", lambda: False)
-    elif not native.available():
-        pytest.skip(native.summary())
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
