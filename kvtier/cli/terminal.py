@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-PIPE_COLUMNS = 240
-"""Wide enough that a table that is piped into another program keeps a row on a line."""
+PIPE_COLUMNS = 1 << 16
+"""Wider than any row, however long a path in it: a table that is piped keeps a row on a line."""
 
 ConfigFile = Annotated[
     Path | None,
