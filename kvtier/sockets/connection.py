@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 from kvtier import native
 from kvtier.sockets.buffers import advance, buffers_of, first_of
 from kvtier.sockets.conversation import EXPECT, SEND, Operation, Progress, progress_of
+from kvtier.sockets.waiting import MOMENT_SECONDS, has_left
 
 Buffer: TypeAlias = bytes | memoryview
 
@@ -321,9 +322,15 @@ class TLSConnection(Connection):
         self._secured.do_handshake()
 
     def _send_some(self, buffers: Sequence[Buffer]) -> int:
-        self._socket.settimeout(self.deadline.remaining())
         # A record each would make small commands large.
-        return self._socket.send(b"".join(buffers) if sum(map(len, buffers)) <= BUFFER_BYTES else buffers[0])
+        data = b"".join(buffers) if sum(map(len, buffers)) <= BUFFER_BYTES else buffers[0]
+        while True:
+            self._socket.settimeout(min(self.deadline.remaining(), MOMENT_SECONDS))
+            try:
+                return self._socket.send(data)
+            except TimeoutError:
+                if has_left(self._socket.fileno()):
+                    raise ConnectionResetError("the server closed the connection") from None
 
     def _receive_some(self, view: memoryview, flags: int) -> int:
         self._socket.settimeout(self.deadline.remaining())

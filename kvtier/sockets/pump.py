@@ -123,6 +123,8 @@ class Pump:
                 advance(left, progress.received)
                 rest[0] = kind, list(left)
                 await (until_writable if kind == SEND else until_readable)(fd)
+        except OSError as error:
+            return Progress(done, received, error.with_traceback(None))
         except asyncio.CancelledError:
             connection.interrupt()
             raise

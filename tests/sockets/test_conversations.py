@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import random
 import socket
+import ssl
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
 import pytest
 
 from kvtier import native
-from kvtier.sockets.connection import BUFFER_BYTES, Connection, Deadline
+from kvtier.sockets.connection import BUFFER_BYTES, Connection, Deadline, TLSConnection
 from kvtier.sockets.conversation import EXPECT, RECEIVE, SEND, Operation, Progress
 from kvtier.sockets.pump import SMALL_BYTES, Pump
+from tests.backends.certificates import make_certificate
 
 pytestmark = pytest.mark.usefixtures("way")
 
@@ -108,6 +113,25 @@ def test_a_peer_that_has_closed_and_takes_nothing_in() -> None:
         assert isinstance(progress.error, ConnectionError)
 
 
+def test_the_same_over_tls(tmp_path: Path) -> None:
+    files = make_certificate(tmp_path / "certificate")
+    here = ssl.create_default_context(cafile=files.certificate)
+    there = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    there.load_cert_chain(files.certificate, files.key)
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        accepted = pool.submit(lambda: there.wrap_socket(listener.accept()[0], server_side=True))
+        connection = TLSConnection(socket.AF_INET, here, "127.0.0.1")
+        stack.callback(connection.close)
+        stack.enter_context(Deadline(SECONDS).bounds(connection))
+        connection.connect(listener.getsockname())
+        peer = stack.enter_context(accepted.result())
+        socket.socket.shutdown(peer, socket.SHUT_WR)
+        progress = connection.exchange([(SEND, [bytes(64 << 20)])])
+        assert isinstance(progress.error, ConnectionResetError)
+
+
 def test_any_pieces_and_any_answers() -> None:
     """As much has come, is full and is left, whatever was expected."""
     noise = random.Random(5)
@@ -192,6 +216,22 @@ async def test_a_deadline_beside_the_loop(length: int) -> None:
         progress = await pump.converse(connection, operations)
         assert progress[:2] == (1, 0)
         assert isinstance(progress.error, OSError)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("length", [5, LARGE])
+async def test_a_peer_that_closes_and_takes_nothing_in_beside_the_loop(length: int) -> None:
+    with connected() as (connection, peer), pumping() as pump:
+        with socket.socket(fileno=os.dup(connection.fileno())) as sending, suppress(BlockingIOError):
+            while True:
+                sending.send(bytes(1 << 20), socket.MSG_DONTWAIT)
+        talk = asyncio.ensure_future(pump.converse(connection, [(SEND, [bytes(length)])]))
+        await anyio.sleep(0.05)
+        peer.shutdown(socket.SHUT_WR)
+        with anyio.fail_after(SECONDS / 2):
+            progress = await talk
+        assert progress.operations == 0
+        assert isinstance(progress.error, ConnectionError)
 
 
 @pytest.mark.anyio

@@ -18,13 +18,15 @@ import pytest
 
 from kvtier.backends.base import Outcome
 from kvtier.sockets.connection import Connection, Deadline
+from kvtier.sockets.waiting import MOMENT_SECONDS
 from kvtier.testing.backend import is_stained
 from kvtier.testing.relay import Relay
 from kvtier.testing.transport_pair import fill, holds, until
-from kvtier.testing.transport_side import MIB, Side, dial_to, pattern
+from kvtier.testing.transport_side import MIB, Certificate, Side, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan
 from kvtier.transports.tcp import TcpTransport
 from kvtier.transports.tcp.wire import RequestReader, answer_bytes, encode_answer, encode_request
+from tests.backends.certificates import make_certificate
 
 pytestmark = pytest.mark.anyio
 
@@ -34,15 +36,17 @@ LONG = 60.0
 
 
 @asynccontextmanager
-async def side(deadline: float = LONG, capacity: int = 40 * MIB, **settings: int) -> AsyncIterator[Side]:
+async def side(
+    deadline: float = LONG, capacity: int = 40 * MIB, proof: Certificate | None = None, **settings: int
+) -> AsyncIterator[Side]:
     raw = {"type": "tcp", "deadline": deadline, **settings}
-    async with Side.open(TcpTransport, raw, capacity) as opened:
+    async with Side.open(TcpTransport, raw, capacity, proof) as opened:
         yield opened
 
 
 @asynccontextmanager
-async def linked(to: Side, port: int | None = None) -> AsyncIterator[Link]:
-    link = await to.transport.connect(to.transport.endpoint, dial_to(port or to.port))
+async def linked(to: Side, port: int | None = None, proof: Certificate | None = None) -> AsyncIterator[Link]:
+    link = await to.transport.connect(to.transport.endpoint, dial_to(port or to.port, proof))
     try:
         yield link
     finally:
@@ -62,10 +66,10 @@ async def received(connected: socket.socket, length: int) -> bytes:
     return data
 
 
-async def assert_serves(served: Side) -> None:
+async def assert_serves(served: Side, proof: Certificate | None = None) -> None:
     """Somebody else is served as if nothing had happened."""
     (span,) = served.grants.grant([5000], Access.READ, 3)
-    async with linked(served) as link:
+    async with linked(served, proof=proof) as link:
         view = memoryview(bytearray(5000))
         with anyio.fail_after(10):
             assert list(await link.read([(span, view)])) == [OK]
@@ -150,6 +154,27 @@ async def test_who_leaves_in_the_middle() -> None:
                 await until(lambda: served.lent == 1)
             await until(lambda: served.lent == 0)
         await assert_serves(served)
+
+
+@pytest.mark.parametrize("secured", [False, True])
+async def test_who_closes_with_its_window_shut(tmp_path: Path, *, secured: bool) -> None:
+    """Its end is acknowledged, and nothing else ever is: no error comes before the kernel's patience ends."""
+    proof = None
+    if secured:
+        files = make_certificate(tmp_path / "certificate")
+        proof = Certificate(str(files.certificate), str(files.key))
+    async with side(proof=proof) as served:
+        (span,) = served.grants.grant([16 * MIB], Access.READ, 1)
+        connection = await anyio.to_thread.run_sync(dial_to(served.port, proof), Deadline(LONG))
+        connection.deadline = Deadline(LONG)
+        connection.send([encode_request(Access.READ, [span])])
+        await until(lambda: served.lent == 1)
+        # The thread that sends has left the socket to the loop.
+        await anyio.sleep(3 * MOMENT_SECONDS)
+        with connection.detach() as closing:
+            socket.socket.shutdown(closing, socket.SHUT_WR)
+            await until(lambda: served.lent == 0)
+        await assert_serves(served, proof)
 
 
 async def test_who_does_not_read_takes_no_thread() -> None:

@@ -18,10 +18,8 @@ from kvtier import native
 from kvtier.sockets.buffers import Buffers, advance, first_of
 from kvtier.sockets.conversation import SEND, progress_of
 from kvtier.sockets.pump import Pump, finished
-from kvtier.sockets.waiting import until_readable, until_writable
+from kvtier.sockets.waiting import MOMENT_SECONDS, until_readable, until_writable
 
-MOMENT_SECONDS = 0.1
-"""How long a thread waits for a socket that takes or gives nothing, and how long it is at work at most."""
 _TIMEVAL = struct.pack("@ll", 0, int(MOMENT_SECONDS * 1e6))
 _TLS_BYTES = 1 << 18
 """A piece that TLS did not take must be offered again as it was, so that pieces have a size."""
@@ -70,14 +68,14 @@ class Stream:
         return True
 
     async def until_possible(self, step: Step) -> None:
-        """Wait until more of it can be done."""
+        """Wait until more of it can be done. Raises ``OSError`` where that will never be."""
         if step[0] == SEND:
             await until_writable(self._socket.fileno())
         else:
             await until_readable(self._socket.fileno())
 
     async def move(self, steps: deque[Step], pump: Pump) -> OSError | None:
-        """Carry steps out for a moment, in a thread; what is left of them is left. Why they end here, if so.
+        """Carry steps out in a thread, for no longer than a moment; what is left is left. Why it ends, if so.
 
         Where this is cancelled the socket is interrupted, and the memory let go of before it ends.
         """
