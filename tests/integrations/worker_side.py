@@ -1,4 +1,4 @@
-"""A worker's book-keeping of copies that are under way, as they are on a GPU. Run by ``test_worker.py``."""
+"""A worker's book-keeping of copies that are under way, as they are on a GPU. See ``test_with_vllm.py``."""
 
 from __future__ import annotations
 

@@ -1,37 +1,21 @@
-"""A real vLLM in a process of its own, so that a test can kill it, start it again, or have two.
-
-Processes are forked from one that has imported vLLM already: an engine is there in two seconds instead
-of fifteen, so that every test has its own.
-"""
+"""A real vLLM in a process of its own, so that a test can kill it, start it again, or have two."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from tests.vllm import engine_process
+from tests.vllm.forks import forks
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_CI_ENV": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-    # A small model gains nothing from threads that spin, and loses much where cores are few.
-    "OMP_NUM_THREADS": "1",
-    # Workers of one engine would each claim a NUMA node otherwise.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 ARGUMENTS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -44,8 +28,6 @@ ARGUMENTS: dict[str, Any] = {
 }
 ANSWER_SECONDS = 120.0
 """How long any one answer may take before the test fails; nothing is judged by it."""
-
-_IMPORTED_ONCE = ["vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "transformers"]
 
 
 class EngineDied(Exception):
@@ -237,10 +219,7 @@ class Engines:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._started = itertools.count()
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_IMPORTED_ONCE)
-        with _environment(ENVIRONMENT):
-            forkserver.ensure_running()
+        self._context = forks()
 
     @contextlib.contextmanager
     def engine(
@@ -266,14 +245,3 @@ class Engines:
         process.start()
         there.close()
         return Engine(process, here, log)
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

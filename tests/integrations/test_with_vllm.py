@@ -1,0 +1,35 @@
+"""What needs vLLM beside it, in processes of its own: vLLM changes the interpreter it is imported into."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.forks import forks
+
+pytestmark = pytest.mark.vllm
+
+FOLDER = Path(__file__).parent
+
+
+def run(tests: Path, log: Path) -> None:
+    """The process's main function."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    # vLLM and torch warn of what they do themselves.
+    sys.exit(pytest.main(["-q", "-o", "filterwarnings=", "-p", "no:cacheprovider", str(tests)]))
+
+
+@pytest.mark.parametrize(("tests", "count"), [("worker_side.py", 11), ("connector_side.py", 3)])
+def test_with_vllm(tmp_path: Path, tests: str, count: int) -> None:
+    log = tmp_path / "log"
+    process = forks().Process(target=run, args=(FOLDER / tests, log))
+    process.start()
+    process.join()
+    told = log.read_text()
+    assert process.exitcode == 0, told
+    assert f"{count} passed" in told
