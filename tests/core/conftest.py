@@ -1,4 +1,4 @@
-"""What has a native path behaves alike without it."""
+"""What tests of the core share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier import native
+from kvtier.arena import Arena
+from kvtier.slices import PAGE_BYTES
 
 
 @pytest.fixture(scope="module", params=["native", "python"])
@@ -20,3 +22,11 @@ def either_core(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "available", lambda: False)
         yield
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    """Of sixteen pages."""
+    arena = Arena.create(16 * PAGE_BYTES)
+    yield arena
+    arena.close()
