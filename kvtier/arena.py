@@ -102,6 +102,7 @@ class Arena(_Mapping, Slices):
         """See :meth:`_Mapping.close`. Blocks for some milliseconds at worst."""
         if self._large_pages is not None:
             self._large_pages.close()
+            self._large_pages = None
         super().close()
 
     @property

@@ -26,7 +26,7 @@ from benchmarks.compare import tiers
 from benchmarks.compare.pairs import Pair, show_pairs
 from kvtier.units import MIB
 
-ENGINES = ("plain", "kvtier", "lmcache", "offload")
+ENGINES = ("plain", "kvtier", "kvtier-partial", "lmcache", "offload")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

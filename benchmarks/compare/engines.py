@@ -1,10 +1,11 @@
 """End to end in a real vLLM: the time to the first token, cold and warm, and the throughput of eight at once.
 
-One server each without a connector, with kvtier, with LMCache (its server process and its connector, which is
-the only way under a vLLM for processors) and with vLLM's own offloading (``offload_spec.py``), all with one
-model of 100 M parameters. They take turns; vLLM's own prefix cache is emptied before each measurement, so
-that what is hit comes from the connector. ``shared``: eight requests that share 90 % of their prompts, which
-has been seen before. ``fresh``: eight that share nothing, so that all a connector does is in the way.
+One server each without a connector, with kvtier, with a kvtier that stores the last, shorter chunk of a
+prompt (``partial_chunks``), with LMCache (its server process and its connector, which is the only way under a
+vLLM for processors) and with vLLM's own offloading (``offload_spec.py``), all with one model of 100 M
+parameters. They take turns; vLLM's own prefix cache is emptied before each measurement, so that what is hit
+comes from the connector. ``shared``: eight requests that share 90 % of their prompts, which has been seen
+before. ``fresh``: eight that share nothing, so that all a connector does is in the way.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,8 @@ VOCABULARY = 4000
 READY_SECONDS = 300
 SETTLE_SECONDS = 0.5
 """After a request and a further one, for what is stored behind its back; nothing is judged by it."""
-HOST_BYTES = 2 << 30
+HOST_BYTES = 1 << 30
+"""More than twice what one turn stores: five servers of an engine and its memory are much for one machine."""
 MEASURED = ("cold", "warm", "shared", "fresh")
 
 Seconds = dict[str, dict[str, list[float]]]
@@ -156,7 +159,7 @@ def started(name: str, stack: ExitStack, folder: Path) -> Client:
     server = start_vllm(
         str(folder / "model"),
         port=port,
-        config=folder / "kvtier.yaml",
+        config=None,
         log=folder / f"{name}.log",
         max_tokens=SHARED_TOKENS + OWN_TOKENS + 64,
         arguments=[*LOCAL_MODEL_ARGUMENTS, "--dtype", "float32", *arguments],
@@ -178,17 +181,21 @@ def plain(_stack: ExitStack, _folder: Path) -> Started:
     return [], {}
 
 
-def kvtier(stack: ExitStack, folder: Path) -> Started:
+def kvtier(stack: ExitStack, folder: Path, *, partial_chunks: bool = False) -> Started:
     """With a cache process and its connector."""
+    own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
     settings = {
-        "socket": str(folder / "socket"),
+        "socket": str(own / "socket"),
         "tiers": [{"name": "ram", "type": "cpu", "capacity": HOST_BYTES}],
+        "partial_chunks": partial_chunks,
     }
-    (folder / "kvtier.yaml").write_text(yaml.safe_dump(settings))
-    cache = start_cache(folder / "kvtier.yaml", folder / "cache.log")
+    config = own / "kvtier.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    cache = start_cache(config, own / "cache.log")
     stack.callback(cache.stop)
-    cache.wait_until((folder / "socket").exists, READY_SECONDS)
-    return transfer("KVTierConnector", kv_connector_module_path="kvtier.integrations.vllm.connector"), {}
+    cache.wait_until((own / "socket").exists, READY_SECONDS)
+    connector = transfer("KVTierConnector", kv_connector_module_path="kvtier.integrations.vllm.connector")
+    return connector, {"KVTIER_CONFIG_FILE": str(config)}
 
 
 def lmcache(stack: ExitStack, folder: Path) -> Started:
@@ -229,6 +236,7 @@ def offload(_stack: ExitStack, _folder: Path) -> Started:
 ENGINES: dict[str, Callable[[ExitStack, Path], Started]] = {
     "plain": plain,
     "kvtier": kvtier,
+    "kvtier-partial": partial(kvtier, partial_chunks=True),
     "lmcache": lmcache,
     "offload": offload,
 }

@@ -5,6 +5,7 @@
 
 #include "kvtier/build_info.hpp"
 #include "kvtier/cuda.hpp"
+#include "leaks.hpp"
 #include "pages.hpp"
 
 namespace nb = nanobind;
@@ -55,6 +56,7 @@ void wait_for(DevicePages& pages, Ticket ticket) {
 NB_MODULE(_native_cuda, module) {
     using namespace kvtier;
     using namespace kvtier::cuda;
+    bindings::end_in_silence();
     module.doc() = "Copies between CUDA devices and the arena. Imported by kvtier.native alone.";
     module.attr("abi") = abi;
     nb::exception<CudaError>(module, "CudaError", PyExc_RuntimeError);

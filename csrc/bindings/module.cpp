@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 
 #include "kvtier/build_info.hpp"
+#include "leaks.hpp"
 #include "subjects.hpp"
 
 namespace nb = nanobind;
@@ -22,6 +23,7 @@ nb::dict build_info() {
 }  // namespace
 
 NB_MODULE(_native, module) {
+    kvtier::bindings::end_in_silence();
     module.doc() = "kvtier's native core. Imported by kvtier.native alone.";
     module.def("build_info", &build_info);
     kvtier::bindings::bind_copy(module);

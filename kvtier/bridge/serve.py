@@ -47,13 +47,21 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
             server = BridgeServer(instance)
             await tasks.start(_stop_on_signals, serving, draining)
             async with _serving_metrics(settings.metrics.listen, server):
-                # What is there by now stays: full collections need not look at it again.
-                gc.freeze()
-                with serving:
+                with _frozen(), serving:
                     await _serve_engines(server, path, settings.linger if exit_when_idle else None)
                 with draining:
                     await _finish(instance.cache)
             tasks.cancel_scope.cancel()
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """What is there by now stays: full collections need not look at it meanwhile."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @asynccontextmanager

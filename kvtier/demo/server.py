@@ -114,7 +114,7 @@ def start_vllm(
     model: str,
     *,
     port: int,
-    config: Path,
+    config: Path | None,
     log: Path,
     max_tokens: int,
     arguments: Sequence[str],

@@ -25,6 +25,9 @@ def test_sigterm_writes_everything_before_it_ends(tmp_path: Path, start: Start) 
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
     assert not (tmp_path / "socket").exists()
+    assert process.stderr is not None
+    said = process.stderr.read().splitlines()
+    assert [line for line in said if " INFO kvtier: " not in line] == [], "it ends without a warning"
     start()
     wait_until(lambda: answers(tmp_path / "socket"))
     report = status(tmp_path / "socket")
