@@ -134,7 +134,6 @@ def test_a_plot_without_matplotlib(kvtier: Kvtier, tmp_path: Path, monkeypatch: 
 
 
 def test_a_plot(kvtier: Kvtier, configure: Configure, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     configure()
     assert kvtier("bench", *SMALL, "--plot", tmp_path / "out.png").status == 0
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
