@@ -26,7 +26,7 @@ from kvtier.keys import join_keys, split_keys
 from kvtier.pipeline import gather as gather_module
 from kvtier.testing.backend import make_key
 from tests.agent.conftest import SECRET, OpenHome, fetch
-from tests.agent.controlling import controlling, until
+from tests.agent.controlling import controlling
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 
 pytestmark = pytest.mark.anyio
@@ -110,8 +110,10 @@ async def test_a_pin_ends_with_its_time(home: OpenHome) -> None:
     async with controlling() as controller, home(controller) as one:
         conversation = await controller.in_step()
         keys = await one.store(2)
-        await conversation.done(lambda ticket: Pin(ticket, join_keys(keys), 0.01))
-        await until(lambda: not one.cache.hierarchy.catalog.pinned(keys[0], anyio.current_time()))
+        await conversation.done(lambda ticket: Pin(ticket, join_keys(keys), 60.0))
+        pinned, now = one.cache.hierarchy.catalog.pinned, anyio.current_time()
+        assert all(pinned(key, now) for key in keys)
+        assert not any(pinned(key, now + 60) for key in keys)
 
 
 # What makes no sense.
