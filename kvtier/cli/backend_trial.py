@@ -27,7 +27,7 @@ DELETING_PAUSE_SECONDS = 0.1
 
 AnswerT = TypeVar("AnswerT")
 
-_REMEDY_FAILED = "see that it runs and can be reached from here, and `kvtier config show` for its settings"
+REMEDY_FAILED = "see that it runs and can be reached from here, and `kvtier config show` for its settings"
 _REMEDY_SLOW = "see whether it hangs; where it is only slow, raise the tier's `deadline`"
 _REMEDY_LIES = "do not use it until that is mended: it costs a miss for every chunk"
 
@@ -152,7 +152,7 @@ class _Trial:
         try:
             return await self._ask("looking a chunk up", lambda: self._backend.contains([key]))
         except OSError as error:
-            raise Problem(f"it could not be asked for a chunk: {error}", _REMEDY_FAILED) from error
+            raise Problem(f"it could not be asked for a chunk: {error}", REMEDY_FAILED) from error
 
     async def _write(self, chunk: _Chunk) -> float:
         item = (chunk.key, chunk.written.view)
@@ -161,7 +161,7 @@ class _Trial:
             size = format_size(chunk.written.length)
             raise Problem(f"it has no room for a chunk of {size}", "give it more, or let it evict")
         if outcome is not Outcome.OK:
-            raise Problem("it did not store a chunk", _REMEDY_FAILED)
+            raise Problem("it did not store a chunk", REMEDY_FAILED)
         return seconds
 
     async def _read(self, chunk: _Chunk) -> float:
@@ -172,7 +172,7 @@ class _Trial:
         if outcome is Outcome.MISS:
             raise Problem("it did not give back a chunk that it said it held", _REMEDY_LIES)
         if outcome is not Outcome.OK:
-            raise Problem("it stored a chunk and could not read it", _REMEDY_FAILED)
+            raise Problem("it stored a chunk and could not read it", REMEDY_FAILED)
         return seconds
 
     async def _delete(self, key: ChunkKey) -> None:

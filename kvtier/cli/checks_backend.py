@@ -22,7 +22,7 @@ from pydantic import BaseModel, SecretStr
 
 from kvtier.backends.base import Backend
 from kvtier.backends.disk import DiskSettings, lock_holder
-from kvtier.cli.backend_trial import GRACE_SECONDS, Problem, run_trial
+from kvtier.cli.backend_trial import GRACE_SECONDS, REMEDY_FAILED, Problem, run_trial
 from kvtier.cli.checks import Check, nearest_folder, writable_remedy
 from kvtier.errors import KVTierError, SettingsError
 from kvtier.header import OBJECT_ALIGNMENT
@@ -110,7 +110,9 @@ async def _checked(backend_type: type[Backend], tier: TierSettings, size: int, c
         except Problem as problem:
             check = Check(name, "fail", _sentence([str(problem), *warnings[:1]]), problem.remedy)
         except KVTierError as error:
-            check = Check(name, "fail", _sentence([str(error), *warnings[:1]]))
+            # What a folder or memory lacks is said with the error.
+            remedy = "" if isinstance(tier, LocalTierSettings) else REMEDY_FAILED
+            check = Check(name, "fail", _sentence([str(error), *warnings[:1]]), remedy)
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
             check = Check(name, "fail", _sentence([found, *warnings[:1]]), "tell those who wrote the backend")

@@ -24,6 +24,7 @@ from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, TierSettings
 from kvtier.settings_secret import Secret
 from kvtier.testing.faults import Fault, FaultyBackend
+from kvtier.testing.servers.base import free_port
 from tests.backends.broken import DictBackend
 from tests.plugins.conftest import write_metadata
 
@@ -246,6 +247,14 @@ def test_a_pool_that_fails_or_lies(
     assert pool.status == "fail"
     assert pool.found.startswith(found)
     assert pool.remedy
+
+
+def test_a_server_that_is_not_there(examine: Doctor, tiers: Callable[..., None]) -> None:
+    tiers({"name": "pool", "type": "redis", "url": f"redis://127.0.0.1:{free_port()}"})
+    (pool,) = examine("--backend", "pool", status=1)
+    assert pool.status == "fail"
+    assert "Connection refused" in pool.found
+    assert pool.remedy.startswith("see that it runs and can be reached")
 
 
 def test_corruption_is_told_with_what_was_logged(examine: Doctor, tiers: Callable[..., None]) -> None:
