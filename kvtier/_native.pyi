@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Sequence
-from typing import ClassVar
 
 def build_info() -> dict[str, str | int]:
     """The compiler that made it, and what the processor and the build have: avx2, avx512, io_uring.
@@ -117,40 +116,6 @@ def xxh3_128(data: bytes | memoryview) -> bytes:
 
     Raises ``ValueError`` for fewer than 241 bytes.
     """
-
-def map_over(address: int, file: int, length: int) -> None:
-    """Map the first bytes of a file over what is mapped at an address, which must be the caller's.
-
-    Raises ``OSError``; nothing is checked.
-    """
-
-class LargePages:
-    """Puts pages of 2 MiB into a memfd, in a native thread, a little ahead of who uses it (csrc, memory.hpp).
-
-    Does nothing where the system cannot. What lies in the memfd stays, and may be used meanwhile.
-    """
-
-    ahead: ClassVar[int]
-    """So many bytes are taken beyond what is used."""
-
-    def __init__(self, file: int, length: int) -> None:
-        """Of the first ``length`` bytes of ``file``, of which this has a descriptor of its own.
-
-        Raises ``OSError``.
-        """
-
-    def reach(self, stop: int) -> None:
-        """All before ``stop`` is used, or about to be. Does not block."""
-
-    def wait(self) -> None:
-        """Block, without the GIL, until all that is about to be used has been seen to."""
-
-    @property
-    def taken(self) -> int:
-        """How many bytes have been put into large pages."""
-
-    def close(self) -> None:
-        """End. Blocks for the page at hand, some milliseconds at worst; harmless when repeated."""
 
 def lru_touch(warmer: array[int], colder: array[int], rows: Sequence[int]) -> None:
     """Make a prefix the warmest of a ring: see :meth:`kvtier.eviction.lru.LruPolicy.used`.

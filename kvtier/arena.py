@@ -15,25 +15,28 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import logging
-import mmap
 import os
 import re
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtier import native
+from kvtier import large_pages
 from kvtier.errors import ArenaError
-from kvtier.slices import PAGE_BYTES, Lease, Slices, round_up
+from kvtier.large_pages import LARGE_PAGE_BYTES, LargePages
+from kvtier.large_pages_process import map_shared, reserve_addresses, unmap
+from kvtier.slices import PAGE_BYTES, Lease, Leases, Slices, round_up
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger("kvtier")
 
-HUGE_PAGE_BYTES = 2 << 20
+HUGE_PAGE_BYTES = LARGE_PAGE_BYTES
+MIN_PREPARED_BYTES = 64 << 20
+"""A smaller arena is not worth a process that prepares its memory."""
 
-_MAP_NORESERVE = 0x4000
-"""``mmap`` has a name for it from Python 3.13 on (asm-generic/mman.h)."""
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HUGE_PAGE_COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 _MEMINFO = Path("/proc/meminfo")
@@ -44,31 +47,33 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
+def has_strict_overcommit() -> bool:
+    """Whether touching a page beyond what the system has promised ends the process (SIGBUS)."""
+    try:
+        return OVERCOMMIT.read_text().strip() == "2"
+    except OSError:
+        return False
+
+
 class _Mapping:
     """A memfd mapped into this process."""
 
     def __init__(self, fd: int, capacity: int) -> None:
         self.fd = fd
         self.capacity = capacity
-        self._map, start = _map_shared(fd, capacity)
-        self._range = slice(start, start + capacity)
-        self._bytes = memoryview(self._map)[self._range]
+        self._bytes = _map_shared(fd, capacity)
 
     def view(self, offset: int, length: int) -> memoryview:
         """``length`` bytes from ``offset`` on."""
         return self._bytes[offset : offset + length]
 
     def close(self) -> None:
-        """Let go of the mapping, or leave it to the last view on it. Harmless when repeated."""
+        """Unmap the memory, now or together with the last view of it. Harmless when repeated."""
         if self.fd < 0:
             return
         os.close(self.fd)
         self.fd = -1
         self._bytes.release()
-        try:
-            self._map.close()
-        except BufferError:
-            logger.debug("an arena is closed while a view of it is held")
 
 
 class Arena(_Mapping, Slices):
@@ -78,28 +83,30 @@ class Arena(_Mapping, Slices):
         Slices.__init__(self, capacity)
         _Mapping.__init__(self, fd, capacity)
         self.page_bytes = page_bytes
-        self._large_pages: native.core.LargePages | None = None
-        if page_bytes == PAGE_BYTES and capacity >= HUGE_PAGE_BYTES and native.available():
-            self._large_pages = native.core.LargePages(fd, capacity)
-            self._large_pages.reach(0)
+        self._large_pages: LargePages | None = None
+        if page_bytes == PAGE_BYTES and capacity >= MIN_PREPARED_BYTES:
+            self._large_pages = LargePages(fd, capacity)
+        self._strict = has_strict_overcommit()
         self._peak = 0
 
     def allocate(self, length: int) -> Lease | None:
         """See :meth:`Slices.allocate`."""
         lease = super().allocate(length)
-        if lease is not None:
-            self._reach(lease.offset + lease.length)
+        if lease is not None and not self._reach(lease.offset + lease.length):
+            lease.release()
+            return None
         return lease
 
     def allocate_all(self, length: int, count: int) -> list[Lease]:
         """See :meth:`Slices.allocate_all`."""
         leases = super().allocate_all(length, count)
-        if leases:
-            self._reach(max(lease.offset for lease in leases) + length)
+        if leases and not self._reach(max(lease.offset for lease in leases) + length):
+            Leases.of(leases).release_all()
+            return []
         return leases
 
     def close(self) -> None:
-        """See :meth:`_Mapping.close`. Blocks for some milliseconds at worst."""
+        """See :meth:`_Mapping.close`."""
         if self._large_pages is not None:
             self._large_pages.close()
             self._large_pages = None
@@ -110,17 +117,27 @@ class Arena(_Mapping, Slices):
         """How much is in pages of 2 MiB by now."""
         if self.page_bytes == HUGE_PAGE_BYTES:
             return self.capacity
-        return self._large_pages.taken if self._large_pages is not None else 0
+        return self._large_pages.large_bytes if self._large_pages is not None else 0
 
     def settle(self) -> None:
-        """Block until what is leased is in the pages in which it will stay, before anything is measured."""
+        """Block until the memory that will be leased next is prepared, before anything is measured."""
         if self._large_pages is not None:
-            self._large_pages.wait()
+            self._large_pages.settle()
 
-    def _reach(self, stop: int) -> None:
-        if stop > self._peak and self._large_pages is not None:
-            self._peak = stop
+    def _reach(self, stop: int) -> bool:
+        """Note that memory is used up to ``stop``; whether the system gives as much."""
+        if stop <= self._peak:
+            return True
+        if self._strict:
+            try:
+                os.posix_fallocate(self.fd, self._peak, stop - self._peak)
+            except OSError as error:
+                logger.debug("the arena gets no memory beyond %d bytes: %s", self._peak, error)
+                return False
+        self._peak = stop
+        if self._large_pages is not None:
             self._large_pages.reach(stop)
+        return True
 
     @classmethod
     def create(cls, capacity: int, *, huge: bool = False, fallback: bool = True) -> Arena:
@@ -167,16 +184,11 @@ class ArenaMap(_Mapping):
             raise ArenaError(f"cannot map {capacity} bytes of shared memory: {error}") from error
 
     def take_large_pages(self) -> int:
-        """Have all of it in pages of 2 MiB, as long as it is not pinned; how many bytes are.
+        """Have all of it in pages of 2 MiB, unless it is pinned; the number of bytes that are.
 
-        Blocks, for 0.2 s a GiB or more.
+        Blocks, for 0.2 s a GiB or more. Nothing else in this process waits.
         """
-        if not native.available():
-            return 0
-        pages = native.core.LargePages(self.fd, self.capacity)
-        pages.reach(self.capacity)
-        pages.wait()
-        return pages.taken
+        return large_pages.prepare_all(self.fd, self.capacity)
 
     def tensor(self) -> torch.Tensor:
         """The whole arena as a one-dimensional tensor of bytes, sharing its memory. Imports torch.
@@ -186,21 +198,36 @@ class ArenaMap(_Mapping):
         import torch  # Here alone: the cache process runs without torch.
 
         # torch keeps the object that it was given, not the buffer: only a view of its own keeps the mapping.
-        return torch.frombuffer(memoryview(self._map)[self._range], dtype=torch.uint8)
+        return torch.frombuffer(self._bytes[:], dtype=torch.uint8)
 
 
-def _map_shared(fd: int, capacity: int) -> tuple[mmap.mmap, int]:
-    """A mapping, and where the memfd begins in it: at an address where a page of 2 MiB may be."""
-    if not native.available() or capacity < HUGE_PAGE_BYTES:
-        return mmap.mmap(fd, capacity, flags=mmap.MAP_SHARED), 0
+def _map_shared(fd: int, capacity: int) -> memoryview:
+    """Map a memfd at an address where it can have pages of 2 MiB. Unmapped when the last view of it is gone.
+
+    Raises:
+        OSError: the system does not map as much.
+        ValueError: the memfd is shorter, so that reading its end would kill the process.
+
+    """
     if capacity > (length := os.fstat(fd).st_size):
         raise ValueError(f"there are {length} bytes")
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    reserved = mmap.mmap(-1, capacity + HUGE_PAGE_BYTES, flags=flags)
-    address = address_of(memoryview(reserved))
-    start = -address % HUGE_PAGE_BYTES
-    native.core.map_over(address + start, fd, capacity)
-    return reserved, start
+    reserved = reserve_addresses(capacity + HUGE_PAGE_BYTES)
+    address = round_up(reserved, HUGE_PAGE_BYTES)
+    try:
+        map_shared(address, capacity, fd, 0)
+    except OSError:
+        unmap(reserved, capacity + HUGE_PAGE_BYTES)
+        raise
+    stop = round_up(address + capacity, PAGE_BYTES)
+    for start, surplus in (
+        (reserved, address - reserved),
+        (stop, HUGE_PAGE_BYTES - (stop - capacity - reserved)),
+    ):
+        if surplus:
+            unmap(start, surplus)
+    region = (ctypes.c_char * capacity).from_address(address)
+    weakref.finalize(region, unmap, address, capacity).atexit = False
+    return memoryview(region).cast("B")
 
 
 def _huge_page_advice(needed: int) -> str:

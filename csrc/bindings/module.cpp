@@ -30,6 +30,5 @@ NB_MODULE(_native, module) {
     kvtier::bindings::bind_disk(module);
     kvtier::bindings::bind_eviction(module);
     kvtier::bindings::bind_keys(module);
-    kvtier::bindings::bind_memory(module);
     kvtier::bindings::bind_sockets(module);
 }

@@ -9,7 +9,6 @@ void bind_copy(nanobind::module_& module);
 void bind_disk(nanobind::module_& module);
 void bind_eviction(nanobind::module_& module);
 void bind_keys(nanobind::module_& module);
-void bind_memory(nanobind::module_& module);
 void bind_sockets(nanobind::module_& module);
 
 }  // namespace kvtier::bindings

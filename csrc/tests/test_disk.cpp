@@ -55,6 +55,36 @@ private:
     fs::path root_;
 };
 
+// A line of /proc/self/status.
+std::size_t kibibytes(const std::string& name) {
+    std::ifstream status("/proc/self/status");
+    std::string word;
+    std::size_t found = 0;
+    while (status >> word) {
+        if (word == name) status >> found;
+    }
+    return found;
+}
+
+// How many parts of memory the io_uring of this process has pinned: lines "index: address/length".
+std::size_t pinned_parts() {
+    std::size_t found = 0;
+    for (const auto& entry : fs::directory_iterator("/proc/self/fdinfo")) {
+        std::ifstream info(entry.path());
+        bool buffers = false;
+        for (std::string line; std::getline(info, line);) {
+            buffers = line[0] == ' ' ? buffers : line.rfind("UserBufs:", 0) == 0;
+            found += buffers && line.rfind("/268435456") != std::string::npos;
+        }
+    }
+    return found;
+}
+
+bool may_lock(std::size_t length) {
+    rlimit limit{};
+    return ::geteuid() == 0 || (::getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur >= length);
+}
+
 class Memory {
 public:
     explicit Memory(std::size_t length) : length_(length) {
@@ -164,6 +194,21 @@ TEST(memory_that_is_kept) {
             if (memory[place] != static_cast<std::byte>(place / 7)) return CHECK(!"other bytes");
         }
     }
+}
+
+TEST(a_part_is_pinned_once_all_of_it_is_in_memory) {
+    const Folder folder;
+    constexpr std::size_t kPart = std::size_t{256} << 20;
+    const Memory kept(2 * kPart);
+    Engine engine(2);
+    engine.keep(kept.at(0), 2 * kPart);
+    CHECK(carry(engine, {writing(folder, 1, kept.at(0), kPageBytes)}) == Outcomes{kOk});
+    // The kernel was not asked to bring in what nobody has used: the request would have waited for it.
+    CHECK(kibibytes("VmRSS:") < (kPart >> 10));
+    CHECK(pinned_parts() == 0);
+    for (std::size_t place = 0; place < kPart; place += kPageBytes) *kept.at(place) = std::byte{1};
+    CHECK(carry(engine, {writing(folder, 1, kept.at(0), kPageBytes)}) == Outcomes{kOk});
+    CHECK(pinned_parts() == 1 || !may_lock(kPart));
 }
 
 TEST(every_file_has_an_outcome_of_its_own) {

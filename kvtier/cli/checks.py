@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from kvtier import native
-from kvtier.arena import Arena
+from kvtier.arena import HUGE_PAGE_BYTES, MIN_PREPARED_BYTES, Arena, has_strict_overcommit
 from kvtier.errors import ArenaError, KVTierError
 from kvtier.plugins import BUILT_IN, Plugins, is_memory
 from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
-from kvtier.units import MIB, format_size
+from kvtier.units import format_size
 
 OLDEST_PYTHON = (3, 11)
 SUPPORTED_VLLM = "0.32"
-HUGE_PAGE_BYTES = 2 * MIB
-LARGE_PAGES_TRIAL_BYTES = 16 * MIB
 SMALL_SHM_BYTES = 1 << 30
 SHM = "/dev/shm"  # noqa: S108 - not for temporary files
 
@@ -100,6 +98,7 @@ def check_machine(wanted: Wanted) -> Iterator[Check]:
     yield check_native()
     yield check_cores()
     yield check_memory(capacity - huge_page_bytes(tiers, info), memory_bytes())
+    yield check_overcommit(capacity, info)
     yield check_large_pages()
     yield check_huge_pages(tiers, info)
     yield check_memlock(capacity)
@@ -151,21 +150,31 @@ def check_memory(capacity: int, available: int) -> Check:
     return Check("memory", "ok", found)
 
 
+def check_overcommit(capacity: int, info: dict[str, int]) -> Check:
+    """Whether the system promises the memory tiers as much as they are to take."""
+    name = "overcommit"
+    if not has_strict_overcommit():
+        return Check(name, "ok", "memory is not limited by what was promised")
+    left = max(0, info["CommitLimit"] - info["Committed_AS"])
+    found = f"vm.overcommit_memory=2 leaves {format_size(left)}, memory tiers take {format_size(capacity)}"
+    if left >= capacity:
+        return Check(name, "ok", found)
+    return Check(name, "warn", f"{found}: they will hold less", "sysctl -w vm.overcommit_memory=0")
+
+
 def check_large_pages() -> Check:
     """Whether memory comes in pages of 2 MiB that nobody has set aside."""
     name, otherwise = "large pages", "a first tier of type hugepage"
     try:
-        arena = Arena.create(LARGE_PAGES_TRIAL_BYTES)
+        arena = Arena.create(MIN_PREPARED_BYTES)
     except ArenaError as error:
         return Check(name, "warn", str(error), otherwise)
     with closing(arena):
         arena.settle()
         taken = arena.large_page_bytes
-    if taken == LARGE_PAGES_TRIAL_BYTES:
+    if taken == MIN_PREPARED_BYTES:
         return Check(name, "ok", "2MiB, none of them set aside")
-    found = f"{format_size(taken)} of {format_size(LARGE_PAGES_TRIAL_BYTES)}; copies and disks are slower"
-    if not native.available():
-        return Check(name, "warn", found, f"the native core, or {otherwise}")
+    found = f"{format_size(taken)} of {format_size(MIN_PREPARED_BYTES)}; copies and disks are slower"
     if taken:
         return Check(name, "warn", found, f"echo 1 > /proc/sys/vm/compact_memory, or {otherwise}")
     return Check(name, "warn", found, f"Linux 6.1 or newer, or {otherwise}")

@@ -30,7 +30,7 @@ ADVICE = "install a C++ compiler (Debian: g++) and then kvtier again; pip instal
 
 VARIABLE = "KVTIER_NATIVE"
 """Of the environment, and no setting: it counts from the first import on."""
-ABI = 3
+ABI = 4
 """Of the names, arguments and results of the extensions: one that was built with another is left out."""
 
 _problem = ""

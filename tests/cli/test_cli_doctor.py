@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvtier import arena
 from kvtier.backends.disk import DiskSettings
 from kvtier.backends.hugepage import HugePageSettings
 from kvtier.cli import checks
@@ -51,25 +52,36 @@ def test_huge_pages(
 
 
 @pytest.mark.parametrize(
-    ("taken", "has_native", "status", "remedy"),
+    ("taken", "status", "remedy"),
     [
-        (16 * MEBIBYTE, True, "ok", ""),
-        (14 * MEBIBYTE, True, "warn", "compact_memory"),
-        (0, True, "warn", "Linux 6.1"),
-        (0, False, "warn", "native core"),
+        (64 * MEBIBYTE, "ok", ""),
+        (32 * MEBIBYTE, "warn", "compact_memory"),
+        (0, "warn", "Linux 6.1"),
     ],
 )
-def test_large_pages(
-    taken: int, has_native: bool, status: str, remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_pages(taken: int, status: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
     assert checks.check_large_pages().name == "large pages"
     assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == descriptors
     monkeypatch.setattr(checks.Arena, "large_page_bytes", taken)
-    monkeypatch.setattr(checks.native, "available", lambda: has_native)
     check = checks.check_large_pages()
     assert check.status == status
     assert remedy in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("mode", "promised", "status"), [("0", 9, "ok"), ("2", 2, "ok"), ("2", 9, "warn"), ("2", 12, "warn")]
+)
+def test_overcommit(
+    mode: str, promised: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = tmp_path / "overcommit_memory"
+    setting.write_text(f"{mode}\n")
+    monkeypatch.setattr(arena, "OVERCOMMIT", setting)
+    info = {"CommitLimit": 10 * MEBIBYTE, "Committed_AS": promised * MEBIBYTE}
+    check = checks.check_overcommit(8 * MEBIBYTE, info)
+    assert check.status == status
+    assert ("vm.overcommit_memory=0" in check.remedy) == (status == "warn")
 
 
 def test_huge_pages_of_another_size() -> None:

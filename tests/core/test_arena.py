@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
-import platform
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvtier import arena as arena_module
-from kvtier import native
 from kvtier.arena import HUGE_PAGE_BYTES, Arena, ArenaMap
 from kvtier.errors import ArenaError
 from kvtier.slices import PAGE_BYTES
 from tests.core.leases import allocate
 
-KERNEL = tuple(int(number) for number in platform.release().split(".")[:2])
 HUGE_PAGE_COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 
 
@@ -34,70 +31,6 @@ def mappings() -> int:
 
 def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
-def taken(arena: Arena) -> int:
-    arena.settle()
-    return os.fstat(arena.fd).st_blocks * 512
-
-
-@pytest.mark.usefixtures("way")
-def test_memory_is_taken_a_little_before_it_is_used() -> None:
-    arena = Arena.create(1 << 40)
-    ahead = native.core.LargePages.ahead if native.available() else 0
-    assert taken(arena) <= ahead
-    allocate(arena, 1).view[0] = 1
-    assert 0 < taken(arena) <= HUGE_PAGE_BYTES + ahead
-    arena.allocate_all(16 * PAGE_BYTES, 1024)
-    assert taken(arena) <= 32 * HUGE_PAGE_BYTES + HUGE_PAGE_BYTES + ahead
-    arena.close()
-
-
-@pytest.mark.skipif(not native.available(), reason=native.summary())
-@pytest.mark.skipif(KERNEL < (6, 1), reason="this kernel has no MADV_COLLAPSE")
-def test_memory_comes_in_large_pages_and_keeps_what_lies_in_it() -> None:
-    arena = Arena.create(64 << 20)
-    lease = arena.allocate(arena.capacity)
-    assert lease is not None
-    noise = os.urandom(1 << 20)
-    for start in range(0, arena.capacity, len(noise)):
-        lease.view[start : start + len(noise)] = noise
-    arena.settle()
-    assert 0 < arena.large_page_bytes <= arena.capacity
-    with closing(ArenaMap(os.dup(arena.fd), arena.capacity)) as engine:
-        for start in range(0, arena.capacity, len(noise)):
-            assert engine.view(start, len(noise)) == noise
-        assert 0 < engine.take_large_pages() <= arena.capacity
-        # Mapped by large pages, in either process: the addresses are such that they can be.
-        assert min(sizes_in_maps("ShmemPmdMapped")) > 0
-    lease.release()
-    arena.close()
-
-
-@pytest.mark.skipif(not native.available(), reason=native.summary())
-@pytest.mark.skipif(KERNEL < (6, 1), reason="this kernel has no MADV_COLLAPSE")
-@pytest.mark.parametrize("together", [False, True])
-def test_what_is_used_later_comes_in_large_pages_too(*, together: bool) -> None:
-    ahead = native.core.LargePages.ahead
-    with closing(Arena.create(2 * ahead)) as arena:
-        arena.settle()
-        at_first = arena.large_page_bytes
-        assert at_first <= ahead
-        for _ in range(1 if together else 4):
-            arena.allocate_all(8 << 20, 4) if together else arena.allocate(8 << 20)
-        arena.settle()
-        assert at_first < arena.large_page_bytes <= ahead + (32 << 20)
-
-
-def sizes_in_maps(what: str) -> list[int]:
-    """One of the sizes of each arena that is mapped into this process."""
-    sizes, is_arena = [], False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            is_arena = "memfd:kvtier-arena" in line
-        elif is_arena and line.startswith(f"{what}:"):
-            sizes.append(int(line.split()[1]) * 1024)
-    return sizes
 
 
 @pytest.mark.parametrize("capacity", [0, -4096, 1 << 62, 1 << 80])
@@ -127,7 +60,6 @@ def test_nobody_can_cut_or_stretch_it(arena: Arena, capacity: int) -> None:
     allocate(arena, 16).view[-1] = 1
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("more", [PAGE_BYTES, 2 * HUGE_PAGE_BYTES])
 def test_mapping_more_than_there_is_is_refused(arena: Arena, more: int) -> None:
     descriptor = os.dup(arena.fd)
@@ -137,7 +69,6 @@ def test_mapping_more_than_there_is_is_refused(arena: Arena, more: int) -> None:
         os.fstat(descriptor)
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("capacity", [PAGE_BYTES, 2 * HUGE_PAGE_BYTES])
 def test_closing_unmaps_and_may_be_repeated(capacity: int) -> None:
     before, open_before = mappings(), descriptors()
@@ -154,7 +85,6 @@ def test_closing_unmaps_and_may_be_repeated(capacity: int) -> None:
             os.fstat(descriptor)
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("capacity", [PAGE_BYTES, 2 * HUGE_PAGE_BYTES])
 def test_a_view_keeps_the_closed_arena_mapped(capacity: int) -> None:
     before = mappings()
@@ -169,7 +99,6 @@ def test_a_view_keeps_the_closed_arena_mapped(capacity: int) -> None:
     assert mappings() == before
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("capacity", [4 * PAGE_BYTES, 2 * HUGE_PAGE_BYTES])
 def test_a_tensor_shares_the_memory_and_keeps_it_mapped(capacity: int) -> None:
     torch = pytest.importorskip("torch")
@@ -187,6 +116,60 @@ def test_a_tensor_shares_the_memory_and_keeps_it_mapped(capacity: int) -> None:
     assert int(page.sum()) == 9 * PAGE_BYTES
     del page, engine, arena
     assert mappings() == before
+
+
+# Limits.
+
+
+@pytest.fixture
+def strict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arena believes that the system gives no more memory than it has promised."""
+    setting = tmp_path / "overcommit_memory"
+    setting.write_text("2\n")
+    monkeypatch.setattr(arena_module, "OVERCOMMIT", setting)
+
+
+@pytest.mark.usefixtures("strict")
+def test_memory_is_taken_before_it_is_leased_where_touching_it_could_kill() -> None:
+    arena = Arena.create(16 * PAGE_BYTES)
+    first, second = arena.allocate(PAGE_BYTES), arena.allocate_all(PAGE_BYTES, 3)
+    assert os.fstat(arena.fd).st_blocks * 512 == 4 * PAGE_BYTES
+    for lease in (first, *second):
+        assert lease is not None
+        lease.release()
+    arena.allocate(2 * PAGE_BYTES)
+    assert os.fstat(arena.fd).st_blocks * 512 == 4 * PAGE_BYTES
+    arena.close()
+
+
+@pytest.mark.usefixtures("strict")
+def test_what_the_system_does_not_give_is_not_leased(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    arena = Arena.create(16 * PAGE_BYTES)
+    held = allocate(arena, 1)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert arena.allocate(PAGE_BYTES) is None
+    assert arena.allocate_all(PAGE_BYTES, 3) == []
+    assert (arena.used, arena.leases) == (PAGE_BYTES, 1)
+    held.release()
+    assert arena.allocate(PAGE_BYTES) is not None  # The system has given that already.
+    arena.close()
+
+
+def test_addresses_alone_count_towards_no_limit() -> None:
+    before = _committed()
+    arena = Arena.create(1 << 40)
+    assert _committed() - before < 1 << 36
+    arena.close()
+
+
+def _committed() -> int:
+    """What the system has promised to all processes, in bytes."""
+    found = re.search(r"^Committed_AS:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 # Huge pages.

@@ -7,7 +7,7 @@ namespace kvtier {
 
 // Of the names, arguments and results that the extensions offer to Python. Whoever changes one raises it here and in
 // kvtier/native/__init__.py, so that an extension that was built of other sources is left out and not called wrongly.
-inline constexpr int abi = 3;
+inline constexpr int abi = 4;
 
 struct BuildInfo {
     std::string compiler;

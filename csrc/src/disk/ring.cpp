@@ -34,8 +34,9 @@ constexpr std::array kNeeded = {IORING_OP_OPENAT, IORING_OP_READ,     IORING_OP_
                                 IORING_OP_CLOSE,  IORING_OP_RENAMEAT, IORING_OP_UNLINKAT};
 constexpr mode_t kFileMode = 0600;
 
-// Pinning takes 0.1 ms a MiB, which holds all requests up: not too much at once. Most chunks lie in one part.
+// Most chunks lie in one part, and the kernel has room for 16,384 of them.
 constexpr std::size_t kBufferBytes = std::size_t{256} << 20;
+constexpr std::size_t kLookBytes = std::size_t{2} << 20;
 
 [[noreturn]] void raise(int error, const char* doing) {
     throw std::system_error(error, std::generic_category(), doing);
@@ -110,46 +111,78 @@ void require_operations(int ring) {
 
 }  // namespace
 
-// Memory that the kernel holds on to, a part for the first request in it: pinned once instead of each time.
+// Memory that the kernel keeps pinned, a part at a time: once instead of for each request.
+//
+// A part is pinned as soon as all of it is in memory. Pinning brings in what is not, and requests would wait for
+// that: up to a second for 256 MiB where processors are busy.
 class Buffers {
 public:
     void offer(int ring, std::byte* memory, std::size_t length) {
         memory_ = memory;
         length_ = length;
-        pinned_.assign((length + kBufferBytes - 1) / kBufferBytes, false);
+        parts_.assign((length + kBufferBytes - 1) / kBufferBytes, {});
         io_uring_rsrc_register table{};
-        table.nr = static_cast<unsigned>(pinned_.size());
+        table.nr = static_cast<unsigned>(parts_.size());
         table.flags = IORING_RSRC_REGISTER_SPARSE;
         if (tell(ring, IORING_REGISTER_BUFFERS2, &table, sizeof(table)) < 0) length_ = 0;
     }
 
-    // The number of the part that all of this lies in; -1 where there is none.
+    // The number of the pinned part that all of this lies in; -1 where there is none.
     int holding(int ring, const std::byte* memory, std::size_t length) {
         if (length_ == 0 || length == 0 || memory < memory_ || memory + length > memory_ + length_) return -1;
         const auto first = static_cast<std::size_t>(memory - memory_);
         const std::size_t part = first / kBufferBytes;
         if ((first + length - 1) / kBufferBytes != part) return -1;
-        if (!pinned_[part] && !pin(ring, part)) {
-            length_ = 0;  // RLIMIT_MEMLOCK, mostly: without, then.
-            return -1;
+        if (!parts_[part].pinned) {
+            if (!resident(part)) return -1;
+            if (!pin(ring, part)) {
+                length_ = 0;  // RLIMIT_MEMLOCK, mostly: without, then.
+                return -1;
+            }
         }
         return static_cast<int>(part);
     }
 
 private:
+    struct Part {
+        std::size_t resident = 0;  // bytes that were seen in memory, from its start on
+        bool pinned = false;
+    };
+
+    std::size_t bytes_of(std::size_t part) const {
+        return std::min(kBufferBytes, length_ - part * kBufferBytes);
+    }
+
+    // Whether all of a part is in memory, by a look at the last page of each 2 MiB. Goes on where it stopped: one
+    // system call as long as the next page is missing.
+    bool resident(std::size_t part) {
+        std::size_t& seen = parts_[part].resident;
+        const std::size_t length = bytes_of(part);
+        while (seen < length) {
+            const std::size_t next = std::min(seen + kLookBytes, length);
+            const auto last = reinterpret_cast<std::uintptr_t>(memory_ + part * kBufferBytes + next - 1);
+            unsigned char there = 0;
+            void* page = reinterpret_cast<void*>(last - last % kPageBytes);
+            if (::mincore(page, kPageBytes, &there) != 0) return false;
+            if ((there & 1) == 0) return false;
+            seen = next;
+        }
+        return true;
+    }
+
     bool pin(int ring, std::size_t part) {
-        iovec memory{memory_ + part * kBufferBytes, std::min(kBufferBytes, length_ - part * kBufferBytes)};
+        iovec memory{memory_ + part * kBufferBytes, bytes_of(part)};
         io_uring_rsrc_update2 update{};
         update.offset = static_cast<unsigned>(part);
         update.data = reinterpret_cast<std::uintptr_t>(&memory);
         update.nr = 1;
-        pinned_[part] = tell(ring, IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof(update)) == 1;
-        return pinned_[part];
+        parts_[part].pinned = tell(ring, IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof(update)) == 1;
+        return parts_[part].pinned;
     }
 
     std::byte* memory_ = nullptr;
     std::size_t length_ = 0;
-    std::vector<bool> pinned_;
+    std::vector<Part> parts_;
 };
 
 struct Ring::Rings {

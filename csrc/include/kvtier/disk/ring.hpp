@@ -26,9 +26,9 @@ public:
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    // Memory that requests will come for again and again: the kernel pins a part of it once, with the first
-    // request in that part, where it can and this process may lock as much (RLIMIT_MEMLOCK). Once, at most;
-    // it stays where it is as long as the ring lives.
+    // Memory that requests will come for again and again: the kernel pins each 256 MiB of it once, as soon as
+    // all of these are in memory, where it can and this process may lock as much (RLIMIT_MEMLOCK). To be called
+    // once at most; the memory stays where it is as long as the ring lives.
     void keep(std::byte* memory, std::size_t length);
 
     // Take in a request: to open, read, write, close, rename or unlink. What it points at stays valid until

@@ -1,0 +1,142 @@
+"""Put pages of 2 MiB into a memfd, ahead of its use: the program of the process of :mod:`kvtier.large_pages`.
+
+Run as ``python -I -S large_pages_process.py FD STATE WAKE BYTES AHEAD``, three descriptors and two sizes.
+It imports the standard library alone, so that it is up within some 30 ms, and runs at a low priority. It ends
+when the other end of the pipe ``WAKE`` is closed: with its parent at the latest.
+
+madvise(2) MADV_COLLAPSE, Linux 6.1. In each call the kernel waits until a worker has run on every CPU
+(``lru_add_drain_all`` in mm/khugepaged.c), which takes 20 ms and more where CPUs are saturated. Hence few
+calls, each for a large range.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import select
+import signal
+import sys
+import time
+
+PAGE_BYTES = 4096
+LARGE_PAGE_BYTES = 2 << 20
+CALL_BYTES = 32 << 20
+"""The range of one call. Also what memory that comes into use meanwhile may have to wait for at most."""
+MAX_TRIES = 3
+SLOW_CALL_SECONDS = 0.1
+"""A call that took longer (the kernel had to move pages out of the way) is followed by as long a pause."""
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
+"""How long to wait where the system had no free large page: each time it searches for one for long."""
+NICE = 10
+
+USED, PREPARED, LARGE = range(3)
+"""What the shared words say: bytes in use (written by the parent), bytes dealt with, bytes in large pages."""
+
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
+"""``mmap`` has no name for the first, and one for the second from Python 3.13 on (asm-generic/mman.h)."""
+_MADV_COLLAPSE = 25
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+unmap = _libc.munmap
+
+
+def main(fd: int, state: int, wake: int, length: int, ahead: int) -> None:
+    """Prepare memory until the parent closes the pipe, or the system proves unable to."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is meant for the parent.
+    os.nice(NICE)
+    words = memoryview(mmap.mmap(state, PAGE_BYTES)).cast("Q")
+    length -= length % LARGE_PAGE_BYTES
+    pause, idle_until = FIRST_PAUSE_SECONDS, 0.0
+    while True:
+        # What is in use is left alone: preparing it would make its users wait.
+        start = max(words[PREPARED], -(-words[USED] // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES)
+        stop = min(length, (words[USED] + ahead) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES)
+        left = idle_until - time.monotonic()
+        if start >= stop or left > 0:
+            words[PREPARED] = max(words[PREPARED], min(start, stop))
+            if _closed(wake, left if start < stop else None):
+                return
+            continue
+        stop = min(stop, start + CALL_BYTES)
+        began = time.monotonic()
+        error = prepare(fd, start, stop)
+        seconds = time.monotonic() - began
+        if error == errno.EINVAL:
+            return  # This kernel has no MADV_COLLAPSE, or none for this file.
+        if error:
+            idle_until, pause = time.monotonic() + pause, min(2 * pause, MAX_PAUSE_SECONDS)
+        else:
+            words[LARGE] += stop - start
+            pause = FIRST_PAUSE_SECONDS
+            if seconds > SLOW_CALL_SECONDS:
+                idle_until = time.monotonic() + seconds
+        words[PREPARED] = stop
+        if _closed(wake, 0):
+            return
+
+
+def prepare(fd: int, start: int, stop: int) -> int:
+    """Have ``[start, stop)`` of a memfd in large pages; 0 or an error number. What lies there stays."""
+    length = stop - start
+    try:
+        reserved = reserve_addresses(length + LARGE_PAGE_BYTES)
+    except OSError as error:
+        return error.errno or errno.ENOMEM
+    try:
+        address = -(-reserved // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
+        map_shared(address, length, fd, start)
+        for page in range(start, stop, LARGE_PAGE_BYTES):
+            os.posix_fallocate(
+                fd, page, PAGE_BYTES
+            )  # The kernel collapses nothing where there is not a single page.
+        for _ in range(MAX_TRIES):
+            if _libc.madvise(address, length, _MADV_COLLAPSE) == 0:
+                return 0
+            if (code := ctypes.get_errno()) != errno.EAGAIN:
+                return code
+            time.sleep(0.001)  # A page is in use at this moment.
+        return errno.EAGAIN
+    except OSError as error:
+        return error.errno or errno.ENOMEM
+    finally:
+        unmap(reserved, length + LARGE_PAGE_BYTES)
+
+
+def reserve_addresses(length: int) -> int:
+    """Addresses for ``length`` bytes, to be mapped over or unmapped. Raises ``OSError``.
+
+    Addresses alone count towards no limit on memory: vm.overcommit_memory=2 has one on what is writable.
+    """
+    return _map(None, length, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+
+
+def map_shared(address: int, length: int, fd: int, offset: int) -> None:
+    """Map a file over what is mapped at an address, which must be the caller's. Raises ``OSError``."""
+    _map(address, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED, fd, offset)
+
+
+def _map(address: int | None, length: int, access: int, flags: int, fd: int, offset: int) -> int:
+    mapped = _libc.mmap(address, length, access, flags, fd, offset)
+    if mapped == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(mapped)
+
+
+def _closed(wake: int, seconds: float | None) -> bool:
+    """Wait for news from the parent; whether it has closed the pipe."""
+    poll = (
+        select.poll()
+    )  # Unlike select(2), for any descriptor: this one has the number that it has in the parent.
+    poll.register(wake, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else seconds * 1e3)) and not os.read(wake, 4096)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

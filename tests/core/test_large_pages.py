@@ -1,0 +1,244 @@
+"""Large pages are prepared ahead of use, by a process that holds nobody up and leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvtier import large_pages, large_pages_process
+from kvtier.arena import MIN_PREPARED_BYTES, Arena, ArenaMap
+from kvtier.large_pages import AHEAD_BYTES, LARGE_PAGE_BYTES, LargePages, prepare_all
+from kvtier.large_pages_process import CALL_BYTES
+
+KERNEL = tuple(int(number) for number in platform.release().split(".")[:2])
+MIB = 1 << 20
+
+needs_collapse = pytest.mark.skipif(KERNEL < (6, 1), reason="this kernel has no MADV_COLLAPSE")
+
+
+@pytest.fixture
+def memfd() -> Iterator[Callable[[int], int]]:
+    """Make memfds of a size."""
+    descriptors = []
+
+    def make(length: int) -> int:
+        fd = os.memfd_create("kvtier-test", os.MFD_CLOEXEC)
+        descriptors.append(fd)
+        os.ftruncate(fd, length)
+        return fd
+
+    yield make
+    for fd in descriptors:
+        os.close(fd)
+
+
+def held_bytes(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that takes milliseconds; the test's own timeout ends what never comes."""
+    while not condition():
+        time.sleep(0.005)
+
+
+def process_of(pages: LargePages) -> int:
+    assert pages._process is not None
+    return pages._process.pid
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_no_more_is_taken_than_will_soon_be_used() -> None:
+    with closing(Arena.create(1 << 40)) as arena:
+        arena.settle()
+        assert held_bytes(arena.fd) <= AHEAD_BYTES
+        arena.allocate_all(64 * 1024, 1024)
+        arena.settle()
+        assert held_bytes(arena.fd) <= AHEAD_BYTES + 64 * MIB
+
+
+@needs_collapse
+def test_what_is_leased_next_is_mapped_by_large_pages() -> None:
+    with closing(Arena.create(MIN_PREPARED_BYTES)) as arena:
+        arena.settle()
+        assert arena.large_page_bytes == arena.capacity
+        lease = arena.allocate(arena.capacity)
+        assert lease is not None
+        lease.view[:: 1 << 16] = bytes(len(lease.view[:: 1 << 16]))
+        with closing(ArenaMap(os.dup(arena.fd), arena.capacity)) as engine:
+            engine.view(0, 1)[0] = 1
+            # In either process: the addresses are such that they can be.
+            assert min(sizes_in_maps("ShmemPmdMapped")) > 0
+        lease.release()
+
+
+@needs_collapse
+@pytest.mark.parametrize("together", [False, True])
+def test_more_is_prepared_as_more_is_used(*, together: bool) -> None:
+    with closing(Arena.create(2 * AHEAD_BYTES)) as arena:
+        arena.settle()
+        assert arena.large_page_bytes == AHEAD_BYTES
+        for _ in range(1 if together else 4):
+            arena.allocate_all(8 * MIB, 4) if together else arena.allocate(8 * MIB)
+        arena.settle()
+        assert arena.large_page_bytes == AHEAD_BYTES + 32 * MIB
+
+
+def test_memory_in_use_is_left_alone(memfd: Callable[[int], int]) -> None:
+    """Whoever writes there would wait for its pages."""
+    fd = memfd(3 * CALL_BYTES)
+    pages = LargePages(fd, 3 * CALL_BYTES, ahead=CALL_BYTES)
+    os.kill(process_of(pages), signal.SIGSTOP)
+    pages.reach(2 * CALL_BYTES + 1)
+    before = pages.large_bytes
+    os.kill(process_of(pages), signal.SIGCONT)
+    pages.settle()
+    pages.close()
+    # Of what is before the mark it had at most one call's range when the mark was set.
+    assert before <= CALL_BYTES
+    assert held_bytes(fd) <= CALL_BYTES + (CALL_BYTES - LARGE_PAGE_BYTES)
+
+
+@needs_collapse
+def test_what_lies_in_memory_stays(memfd: Callable[[int], int]) -> None:
+    length = CALL_BYTES + 3 * LARGE_PAGE_BYTES + 4096
+    fd = memfd(length)
+    noise = os.urandom(length)
+    os.pwrite(fd, noise, 0)
+    assert prepare_all(fd, length) == CALL_BYTES + 3 * LARGE_PAGE_BYTES
+    assert os.pread(fd, length, 0) == noise
+
+
+def test_another_process_prepares_it() -> None:
+    """The kernel holds the lock that mapping memory needs while pages are prepared."""
+    with closing(Arena.create(4 * AHEAD_BYTES)) as arena:
+        assert arena._large_pages is not None
+        command = Path(f"/proc/{process_of(arena._large_pages)}/cmdline")
+        until(lambda: "large_pages_process" in command.read_text())
+
+
+def test_closing_waits_for_nothing(memfd: Callable[[int], int]) -> None:
+    fd = memfd(4 * AHEAD_BYTES)
+    pages = LargePages(fd, 4 * AHEAD_BYTES, ahead=4 * AHEAD_BYTES)
+    pid = process_of(pages)
+    os.kill(pid, signal.SIGSTOP)  # As one that is amid a call that takes for ever.
+    pages.close()
+    pages.close()
+    pages.reach(AHEAD_BYTES)
+    pages.settle()
+    until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_it_ends_with_its_parent() -> None:
+    program = (
+        "import os, signal; from kvtier.arena import Arena; arena = Arena.create(1 << 28)\n"
+        "print(arena._large_pages._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    until(lambda: not is_running(int(done.stdout)))
+
+
+def test_a_killed_process_costs_large_pages_and_nothing_else() -> None:
+    with closing(Arena.create(2 * AHEAD_BYTES)) as arena:
+        assert arena._large_pages is not None
+        os.kill(process_of(arena._large_pages), signal.SIGKILL)
+        until(lambda: arena._large_pages is not None and not is_running(process_of(arena._large_pages)))
+        for _ in range(4):
+            lease = arena.allocate(16 * MIB)
+            assert lease is not None
+            lease.view[:4096] = bytes(4096)
+        arena.settle()
+
+
+def test_no_process_costs_large_pages_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_pages.sys, "executable", "/no/such/python")
+    with closing(Arena.create(MIN_PREPARED_BYTES)) as arena:
+        arena.settle()
+        assert arena.large_page_bytes == 0
+        assert arena.allocate(MIB) is not None
+
+
+def test_a_system_that_cannot_is_asked_once(
+    memfd: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel older than 6.1 answers EINVAL."""
+    asked = []
+    monkeypatch.setattr(large_pages_process, "prepare", lambda *range_: asked.append(range_) or errno.EINVAL)
+    monkeypatch.setattr(large_pages_process.os, "nice", lambda _: 0)
+    state = memfd(4096)
+    parent_end, wake = os.pipe()
+    old = signal.getsignal(signal.SIGINT)
+    try:
+        large_pages_process.main(memfd(AHEAD_BYTES), state, parent_end, AHEAD_BYTES, AHEAD_BYTES)
+    finally:
+        signal.signal(signal.SIGINT, old)
+        os.close(parent_end)
+        os.close(wake)
+    assert len(asked) == 1
+
+
+def test_where_no_large_page_is_free_it_pauses(
+    memfd: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request is a long search, which takes processors away from others."""
+    asked, waits = [], []
+    monkeypatch.setattr(large_pages_process, "prepare", lambda *range_: asked.append(range_) or errno.ENOMEM)
+    monkeypatch.setattr(large_pages_process.os, "nice", lambda _: 0)
+
+    def closed(_wake: int, seconds: float | None) -> bool:
+        waits.append(seconds)
+        return bool(seconds)  # The parent closes the pipe during the first real wait.
+
+    monkeypatch.setattr(large_pages_process, "_closed", closed)
+    old = signal.getsignal(signal.SIGINT)
+    try:
+        large_pages_process.main(memfd(AHEAD_BYTES), memfd(4096), -1, AHEAD_BYTES, AHEAD_BYTES)
+    finally:
+        signal.signal(signal.SIGINT, old)
+    assert len(asked) == 1
+    assert 0 < waits[-1] <= large_pages_process.FIRST_PAUSE_SECONDS
+
+
+def test_descriptors_above_1023() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    read, write = os.pipe()
+    high = os.dup2(read, 3000)
+    try:
+        assert not large_pages_process._closed(high, 0)
+        os.close(write)
+        assert large_pages_process._closed(high, None)
+    finally:
+        os.close(high)
+        os.close(read)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def sizes_in_maps(what: str) -> list[int]:
+    """One of the sizes of each arena that is mapped into this process."""
+    sizes, is_arena = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_arena = "memfd:kvtier-arena" in line
+        elif is_arena and line.startswith(f"{what}:"):
+            sizes.append(int(line.split()[1]) * 1024)
+    return sizes
