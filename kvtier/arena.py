@@ -120,9 +120,10 @@ class Arena(_Mapping, Slices):
         return self._large_pages.large_bytes if self._large_pages is not None else 0
 
     def settle(self) -> None:
-        """Block until the memory that will be leased next is prepared, before anything is measured."""
+        """Block until what is leased, and what will be leased next, is prepared, before it is measured."""
         if self._large_pages is not None:
             self._large_pages.settle()
+            large_pages.prepare_all(self.fd, self._peak)
 
     def _reach(self, stop: int) -> bool:
         """Note that memory is used up to ``stop``; whether the system gives as much."""

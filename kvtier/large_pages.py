@@ -23,12 +23,12 @@ import time
 from kvtier import large_pages_process
 from kvtier.large_pages_process import LARGE, LARGE_PAGE_BYTES, PAGE_BYTES, PREPARED, USED
 
-__all__ = ["AHEAD_BYTES", "LARGE_PAGE_BYTES", "LargePages", "prepare_all"]
+__all__ = ["LARGE_PAGE_BYTES", "LargePages", "ahead_bytes", "prepare_all"]
 
 logger = logging.getLogger("kvtier")
 
-AHEAD_BYTES = 256 << 20
-"""So much memory beyond what is in use is prepared."""
+MIN_AHEAD_BYTES, MAX_AHEAD_BYTES = 256 << 20, 4 << 30
+"""An eighth of the memory is prepared beyond what is in use, within these bounds: a prompt may take much."""
 REACH_BYTES = 4 << 20
 """The process is woken once for each so many bytes that come into use."""
 
@@ -39,10 +39,10 @@ class LargePages:
     Has no effect where the system cannot. Nothing here blocks but :meth:`settle`.
     """
 
-    def __init__(self, fd: int, capacity: int, ahead: int = AHEAD_BYTES) -> None:
+    def __init__(self, fd: int, capacity: int, ahead: int | None = None) -> None:
         """Start the process for the first ``capacity`` bytes of ``fd``: takes about 2 ms."""
         self._capacity = capacity
-        self._ahead = ahead
+        self._ahead = ahead_bytes(capacity) if ahead is None else ahead
         self._reported = 0
         state = os.memfd_create("kvtier-large-pages", os.MFD_CLOEXEC)
         wake, self._wake = os.pipe()
@@ -52,7 +52,7 @@ class LargePages:
             self._state = mmap.mmap(state, PAGE_BYTES)
             self._words = memoryview(self._state).cast("Q")
             os.set_blocking(self._wake, False)
-            numbers = map(str, (fd, state, wake, capacity, ahead))
+            numbers = map(str, (fd, state, wake, capacity, self._ahead))
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", large_pages_process.__file__, *numbers],
                 pass_fds=[fd, state, wake],
@@ -105,6 +105,11 @@ class LargePages:
         process.kill()
         # A killed process may stay in the kernel for as long as its last request takes.
         threading.Thread(target=process.wait, name="kvtier-reap", daemon=True).start()
+
+
+def ahead_bytes(capacity: int) -> int:
+    """How much of a memfd of this size is prepared beyond what is in use."""
+    return min(max(capacity // 8, MIN_AHEAD_BYTES), MAX_AHEAD_BYTES)
 
 
 def prepare_all(fd: int, capacity: int) -> int:

@@ -19,11 +19,12 @@ import pytest
 
 from kvtier import large_pages, large_pages_process
 from kvtier.arena import MIN_PREPARED_BYTES, Arena, ArenaMap
-from kvtier.large_pages import AHEAD_BYTES, LARGE_PAGE_BYTES, LargePages, prepare_all
+from kvtier.large_pages import LARGE_PAGE_BYTES, MIN_AHEAD_BYTES, LargePages, ahead_bytes, prepare_all
 from kvtier.large_pages_process import CALL_BYTES
 
 KERNEL = tuple(int(number) for number in platform.release().split(".")[:2])
 MIB = 1 << 20
+AHEAD_BYTES = MIN_AHEAD_BYTES
 
 needs_collapse = pytest.mark.skipif(KERNEL < (6, 1), reason="this kernel has no MADV_COLLAPSE")
 
@@ -66,19 +67,47 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def settle(arena: Arena) -> None:
+    """Block until the memory that will be leased next is prepared."""
+    assert arena._large_pages is not None
+    arena._large_pages.settle()
+
+
 def test_no_more_is_taken_than_will_soon_be_used() -> None:
-    with closing(Arena.create(1 << 40)) as arena:
-        arena.settle()
+    with closing(Arena.create(2 * AHEAD_BYTES)) as arena:
+        settle(arena)
         assert held_bytes(arena.fd) <= AHEAD_BYTES
         arena.allocate_all(64 * 1024, 1024)
-        arena.settle()
+        settle(arena)
         assert held_bytes(arena.fd) <= AHEAD_BYTES + 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("capacity", "ahead"), [(64 * MIB, 256 * MIB), (5 << 30, 640 * MIB), (1 << 40, 4 << 30)]
+)
+def test_a_larger_arena_is_prepared_further_ahead(capacity: int, ahead: int) -> None:
+    assert ahead_bytes(capacity) == ahead
+
+
+@needs_collapse
+def test_what_is_measured_is_in_large_pages_though_it_was_leased_before() -> None:
+    with closing(Arena.create(MIN_PREPARED_BYTES)) as arena:
+        assert arena._large_pages is not None
+        arena._large_pages.close()  # As if it had had no time yet.
+        lease = arena.allocate(arena.capacity)
+        assert lease is not None
+        lease.view[:4096] = bytes(range(256)) * 16
+        arena._large_pages = LargePages(arena.fd, arena.capacity)
+        arena.settle()
+        assert bytes(lease.view[:4096]) == bytes(range(256)) * 16
+        assert min(sizes_in_maps("ShmemPmdMapped")) > 0
+        lease.release()
 
 
 @needs_collapse
 def test_what_is_leased_next_is_mapped_by_large_pages() -> None:
     with closing(Arena.create(MIN_PREPARED_BYTES)) as arena:
-        arena.settle()
+        settle(arena)
         assert arena.large_page_bytes == arena.capacity
         lease = arena.allocate(arena.capacity)
         assert lease is not None
@@ -94,11 +123,11 @@ def test_what_is_leased_next_is_mapped_by_large_pages() -> None:
 @pytest.mark.parametrize("together", [False, True])
 def test_more_is_prepared_as_more_is_used(*, together: bool) -> None:
     with closing(Arena.create(2 * AHEAD_BYTES)) as arena:
-        arena.settle()
+        settle(arena)
         assert arena.large_page_bytes == AHEAD_BYTES
         for _ in range(1 if together else 4):
             arena.allocate_all(8 * MIB, 4) if together else arena.allocate(8 * MIB)
-        arena.settle()
+        settle(arena)
         assert arena.large_page_bytes == AHEAD_BYTES + 32 * MIB
 
 
@@ -172,7 +201,7 @@ def test_a_killed_process_costs_large_pages_and_nothing_else() -> None:
 def test_no_process_costs_large_pages_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_pages.sys, "executable", "/no/such/python")
     with closing(Arena.create(MIN_PREPARED_BYTES)) as arena:
-        arena.settle()
+        settle(arena)
         assert arena.large_page_bytes == 0
         assert arena.allocate(MIB) is not None
 
