@@ -170,16 +170,16 @@ class PrefetchSettings(BaseModel):
         default="timeout",
         description=(
             "`best_effort`: a request takes what is in memory already and waits for nothing. `wait`: it "
-            "waits until all that is held has been brought up. `timeout`: it waits until "
-            "`prefetch.deadline`, then takes the leading chunks that have arrived."
+            "waits until all that is held has been brought up. `timeout`: it waits as long as chunks "
+            "arrive; once none has for `prefetch.deadline`, it takes the leading ones that have."
         ),
         examples=["timeout"],
     )
     deadline: Duration = Field(
-        default=1.0,
+        default=2.0,
         gt=0,
-        description="How long a request waits under the policy `timeout`.",
-        examples=["1s"],
+        description="How long a request waits for the next chunk to arrive under the policy `timeout`.",
+        examples=["2s"],
     )
 
 

@@ -39,7 +39,7 @@ chunk_tokens: 256
 tiers:                      # fastest first
   - {name: ram, type: hugepage, capacity: 20GiB}
   - {name: ssd, type: disk, capacity: 500GiB, path: /var/cache/kvtier}
-prefetch: {policy: timeout, deadline: 1s}
+prefetch: {policy: timeout, deadline: 2s}
 """
 
 

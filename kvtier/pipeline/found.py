@@ -14,6 +14,7 @@ from kvtier.pipeline.expect import Expectation
 from kvtier.pipeline.prefetch import Flight
 from kvtier.router import FIRST
 from kvtier.slices import Lease, Leases
+from kvtier.tasks import set_within
 
 
 class Staged(Protocol):
@@ -179,15 +180,16 @@ class LookUp:
         return [Ready.of(list(run)) for _, run in runs]
 
     async def settle(self, seconds: float | None) -> None:
-        """Wait for what is on its way, ``None`` for as long as it takes, then forget what did not arrive."""
-        with anyio.move_on_after(seconds):
-            if self.unknown:
-                await self.answered.wait()
-            for chunk in self._chunks:
-                if chunk.flight is not None:
-                    await chunk.flight.landed.wait()
-                if not chunk.arrived:
-                    break
+        """Wait for the chunks in flight, then drop those that did not arrive.
+
+        Ends early where nothing has arrived for ``seconds``; ``None`` waits for as long as it takes.
+        """
+        if self.unknown:
+            await set_within(self.answered, seconds)
+        for chunk in self._chunks:
+            landed = chunk.flight is None or await set_within(chunk.flight.landed, seconds)
+            if not landed or not chunk.arrived:
+                break
         self.keep(self.ready)
 
     def keep(self, count: int) -> None:
