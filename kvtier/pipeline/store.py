@@ -100,9 +100,9 @@ class StoreStage:
         if lease is None:
             hierarchy.counts["store_dropped"] += 1
             return None
-        header.seal(lease.view, checksum=False)
-        hierarchy.expect(ChunkBytes(header.key, lease), FIRST)
-        return Reservation(header, lease)
+        reservation = Reservation(header, lease)
+        self._begin([reservation])
+        return reservation
 
     def reserve_all(self, headers: Sequence[ChunkHeader]) -> list[Reservation | None]:
         """As :meth:`reserve` of each, for consecutive chunks of one prompt, in a fifth of the time.
