@@ -315,8 +315,13 @@ class TieredCache:
             await found.pushed.ended.wait()
         if prefetch.policy == "best_effort":
             found.keep(found.ready)
-        else:
-            await found.settle(prefetch.deadline if prefetch.policy == "timeout" else None)
+            return
+        deadline = prefetch.deadline if prefetch.policy == "timeout" else None
+        wanted, started = found.count, time.monotonic()
+        await found.settle(deadline)
+        if deadline is not None and time.monotonic() - started >= deadline and found.ready < wanted:
+            message = "prefetch.deadline of %g s exceeded: %d of %d chunks are not there; they are computed"
+            self.hierarchy.warn("deadline", message, deadline, wanted - found.ready, wanted)
 
     def reserve(self, header: ChunkHeader) -> Reservation | None:
         """Room in the arena for one chunk; ``None`` where it is held already or there is none to be had."""

@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup
 
 from kvtier.arena import address_of
 from kvtier.backends.base import Outcome, SupportsArena, SupportsLeases
+from kvtier.backends.logs import RareWarning
 from kvtier.backends.sealer import Sealer
 from kvtier.catalog import Catalog, State
 from kvtier.events import Event, Observer, Report
@@ -50,9 +51,16 @@ class Hierarchy:
 
     def __post_init__(self) -> None:
         memory = self.memory
+        self._warnings: dict[str, RareWarning] = {}
         self.sealer.on_corrupt = self.discard_corrupt
         # Found out once: such a question takes as long as a third of the leases themselves.
         self._lease_all = memory.lease_all if isinstance(memory, SupportsLeases) else self._lease_each
+
+    def warn(self, kind: str, message: str, *args: object) -> None:
+        """Log an unexpected miss: each kind at most once a minute, with the number of the others."""
+        if kind not in self._warnings:
+            self._warnings[kind] = RareWarning(logger)
+        self._warnings[kind](message, *args)
 
     def share(self, key: ChunkKey) -> Lease | None:
         """A lease on a chunk that is READY in the first tier."""
@@ -171,6 +179,7 @@ class Hierarchy:
         keys = [chunk.key for chunk in chunks]
         verdict = dict.fromkeys(keys, Outcome.OK)
         absent: list[ChunkBytes] = []
+        full = 0
         for chunk in chunks:
             if self.catalog.state(chunk.key, target) is not State.ABSENT:
                 chunk.lease.release()
@@ -182,9 +191,13 @@ class Hierarchy:
                 chunk.lease.release()
                 verdict[chunk.key] = Outcome.FULL
                 self.counts["put_full"] += 1
+                full += 1
             else:
                 self.catalog.add(chunk.key, target, chunk.lease.length, State.PENDING)
                 absent.append(chunk)
+        if full:
+            name, message = self.name(target), "tier %s: no room for %d of %d chunks; they are dropped"
+            self.warn(f"full {name}", message, name, full, len(chunks))
         sent = [chunk.key for chunk in absent]
         with self.reporting(event, Transfer(FIRST, target, sent)) as outcomes:
             settle = partial(self.settle_put, sent, target)
