@@ -37,6 +37,7 @@ from kvtier.backends.base import Backend, Outcome, SupportsRegistration
 from kvtier.backends.disk import DiskBackend, DiskSettings, walk
 from kvtier.backends.sealed import SealedBackend
 from kvtier.bench.raw_files import in_threads, read_file, write_file
+from kvtier.bench.sides import unseal
 from kvtier.bench.timing import rotated
 from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.keys import KEY_BYTES, ChunkKey
@@ -238,6 +239,8 @@ def chunk_objects(memory: memoryview, size: int) -> Chunks:
 
 
 async def put(backend: Backend, chunks: Chunks) -> None:
+    if isinstance(backend, SealedBackend):
+        unseal(chunks)
     expect_ok(await backend.put(chunks))
 
 

@@ -42,7 +42,6 @@ from kvtier.peers.protocol import MOST_RESERVED
 from kvtier.peers.push import Target
 from kvtier.peers.source import Source
 from kvtier.pipeline.found import LookUp
-from kvtier.threads import WorkerThreads
 
 FINISH_SECONDS = 60.0
 
@@ -134,7 +133,6 @@ class Pushing:
         self._instance = instance
         self._to = to
         self._fresh = fresh
-        self._hop = WorkerThreads(2)
 
     async def measure(self, extent: Extent, length: int) -> Pushed:
         """Take turns."""
@@ -192,7 +190,7 @@ class Pushing:
         return seconds
 
     async def _reserve(self, source: Source, found: LookUp) -> list[Promise]:
-        target = Target(source, self._hop)
+        target = Target(source, self._instance.cache.hierarchy.sealer)
         headers = [ChunkHeader.parse(chunk.lease.view) for chunk in found.chunks]
         promises: list[Promise] = []
         for start in range(0, len(headers), MOST_RESERVED):

@@ -21,6 +21,7 @@ from anyio.abc import TaskGroup
 from kvtier.arena import Arena
 from kvtier.backends.base import Backend, SupportsArena, SupportsRegistration, SupportsScan
 from kvtier.backends.guarded import GuardedBackend
+from kvtier.backends.sealer import Sealer
 from kvtier.backends.wrapped import open_wrapped
 from kvtier.catalog import ALL_TIERS, Catalog, State
 from kvtier.errors import SettingsError
@@ -99,9 +100,10 @@ class TieredCache:
         tier_settings = [tier for tier, _ in media]
         catalog = Catalog([plugins.eviction(eviction_of(tier))() for tier in tier_settings])
         async with AsyncExitStack() as stack:
+            sealer = Sealer(settings.checksum)
             backends = [
-                await open_wrapped(stack, backend, name=tier.name, checksum=settings.checksum)
-                for tier, backend in media
+                await open_wrapped(stack, backend, name=tier.name, sealer=sealer if index > FIRST else None)
+                for index, (tier, backend) in enumerate(media)
             ]
             memory = backends[FIRST].inner
             if not isinstance(memory, SupportsArena):
@@ -111,9 +113,8 @@ class TieredCache:
                 Tier(index, tier, backend, catalog, tasks)
                 for index, (tier, backend) in enumerate(zip(tier_settings, backends, strict=True))
             ]
-            hierarchy = Hierarchy(
-                tiers, catalog, Router(catalog, tiers), memory, tasks, list(plugins.observers(settings))
-            )
+            router, observers = Router(catalog, tiers), list(plugins.observers(settings))
+            hierarchy = Hierarchy(tiers, catalog, router, memory, tasks, observers, sealer)
             cache = cls(settings, hierarchy)
             await cache._take_in(backends)
             cache._start(tasks)
@@ -314,8 +315,13 @@ class TieredCache:
             await found.pushed.ended.wait()
         if prefetch.policy == "best_effort":
             found.keep(found.ready)
-        else:
-            await found.settle(prefetch.deadline if prefetch.policy == "timeout" else None)
+            return
+        deadline = prefetch.deadline if prefetch.policy == "timeout" else None
+        wanted, started = found.count, time.monotonic()
+        await found.settle(deadline)
+        if deadline is not None and time.monotonic() - started >= deadline and found.ready < wanted:
+            message = "prefetch.deadline of %g s exceeded: %d of %d chunks are not there; they are computed"
+            self.hierarchy.warn("deadline", message, deadline, wanted - found.ready, wanted)
 
     def reserve(self, header: ChunkHeader) -> Reservation | None:
         """Room in the arena for one chunk; ``None`` where it is held already or there is none to be had."""

@@ -25,6 +25,7 @@ MAX_TIERS = 8
 ALL_TIERS = (1 << MAX_TIERS) - 1
 
 _KEY = Struct(f"{KEY_BYTES}s")
+_NO_PARENT = ChunkKey(bytes(KEY_BYTES))
 _FASTEST = [(mask & -mask).bit_length() - 1 for mask in range(1 << MAX_TIERS)]
 """The lowest tier number in a mask of tiers; -1 for none."""
 
@@ -47,6 +48,7 @@ class Catalog:
         self._policies = policies
         self._rows: list[dict[ChunkKey, int]] = [{} for _ in range(256)]
         self._keys = bytearray()
+        self._parents = bytearray()
         self._lengths = array("Q")
         self._ready = array("B")
         self._pending = array("B")
@@ -74,20 +76,19 @@ class Catalog:
     ) -> None:
         """Enter a chunk object of ``length`` bytes into a tier. ``ValueError`` where it is there already.
 
-        A chunk is equally long in every tier: where another holds it, ``length`` and ``namespace`` are
-        what they were there. ``parent`` is the chunk before it, and need not be held.
+        A chunk is the same in every tier: where another holds it, ``length``, ``parent`` and ``namespace``
+        are what they were there. ``parent`` is the chunk before it, and need not be held.
         """
         row = self._rows[key[0]].get(key)
         if row is None:
-            row = self._new_row(key, length, namespace)
+            row = self._new_row(key, length, parent or _NO_PARENT, namespace)
         bit = 1 << tier
         if (self._ready[row] | self._pending[row]) & bit:
             raise ValueError(f"chunk {key.hex()[:16]} is in tier {tier} already")
         (self._ready if state is State.READY else self._pending)[row] |= bit
         self._used[tier] += self._lengths[row]
         self._count[tier] += 1
-        parent_row = -1 if parent is None else self._rows[parent[0]].get(parent, -1)
-        self._policies[tier].added(row, parent_row)
+        self._policies[tier].added(row, self._parent_row(row))
 
     def add_chain(
         self,
@@ -110,12 +111,14 @@ class Catalog:
                 raise ValueError(f"chunk {key.hex()[:16]} is in tier {tier} already")
         if len(set(keys)) < len(keys):
             raise ValueError("a chunk cannot come into a tier twice")
+        parents = [parent or _NO_PARENT, *keys]
         if known.count(None) == len(known):
-            rows = self._new_rows(keys, lengths, namespace)
+            rows = self._new_rows(keys, lengths, parents, namespace)
         else:
-            entries = zip(keys, lengths, known, strict=True)
+            entries = zip(keys, lengths, parents, known, strict=False)
             rows = [
-                self._new_row(key, length, namespace) if row is None else row for key, length, row in entries
+                self._new_row(key, length, before, namespace) if row is None else row
+                for key, length, before, row in entries
             ]
         masks = self._ready if state is State.READY else self._pending
         for row in rows:
@@ -126,16 +129,24 @@ class Catalog:
         parent_row = -1 if parent is None else self._rows[parent[0]].get(parent, -1)
         self._policies[tier].added_chain(rows, parent_row)
 
-    def _new_rows(self, keys: Sequence[ChunkKey], lengths: Sequence[int], namespace: bytes) -> list[int]:
-        """Rows for chunks that are in no tier, vacant ones first."""
+    def _new_rows(
+        self,
+        keys: Sequence[ChunkKey],
+        lengths: Sequence[int],
+        parents: Sequence[ChunkKey],
+        namespace: bytes,
+    ) -> list[int]:
+        """Rows for chunks that are in no tier, vacant ones first. ``parents`` may be longer than ``keys``."""
         again = min(len(keys), len(self._vacant))
         rows = [
-            self._new_row(key, length, namespace) for key, length in zip(keys[:again], lengths, strict=False)
+            self._new_row(key, length, parent, namespace)
+            for key, length, parent in zip(keys[:again], lengths, parents, strict=False)
         ]
         first, more = len(self._lengths), len(keys) - again
         if more:
             space = self._space_numbers.setdefault(namespace, len(self._space_numbers))
             self._keys += b"".join(keys[again:])
+            self._parents += b"".join(parents[again : len(keys)])
             self._lengths.extend(lengths[again:])
             self._spaces.extend([space] * more)
             self._ready.frombytes(bytes(more))
@@ -146,22 +157,29 @@ class Catalog:
             rows += fresh
         return rows
 
-    def _new_row(self, key: ChunkKey, length: int, namespace: bytes) -> int:
+    def _new_row(self, key: ChunkKey, length: int, parent: ChunkKey, namespace: bytes) -> int:
         space = self._space_numbers.setdefault(namespace, len(self._space_numbers))
         if self._vacant:
             row = self._vacant.pop()
             self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
+            self._parents[row * KEY_BYTES : (row + 1) * KEY_BYTES] = parent
             self._lengths[row] = length
             self._spaces[row] = space
         else:
             row = len(self._lengths)
             self._keys += key
+            self._parents += parent
             self._lengths.append(length)
             self._spaces.append(space)
             self._ready.append(0)
             self._pending.append(0)
         self._rows[key[0]][key] = row
         return row
+
+    def _parent_row(self, row: int) -> int:
+        """The row of the chunk before this one; -1 if there is none or no tier holds it."""
+        parent = ChunkKey(bytes(self._parents[row * KEY_BYTES : (row + 1) * KEY_BYTES]))
+        return self._rows[parent[0]].get(parent, -1)
 
     def set_ready(self, key: ChunkKey, tier: int) -> None:
         """What was PENDING has arrived. ``KeyError`` where it was not PENDING."""

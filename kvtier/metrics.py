@@ -36,6 +36,7 @@ from kvtier.backends.sealed import SealedBackend
 from kvtier.cache import TieredCache
 from kvtier.events import Event, Prefetch, Report, Store
 from kvtier.keys import ChunkKey
+from kvtier.router import FIRST
 from kvtier.tier import Tier
 
 Status = Mapping[str, Any]
@@ -178,7 +179,14 @@ class CacheMetrics(Collector):
         yield counter(
             "outages", "How often a tier began to be done without.", lambda tier: tier.backend.outages
         )
-        yield counter("corrupt_chunks", "Damaged chunks found in a tier, and deleted.", _corrupt)
+        text = "Damaged chunks found in a tier, and deleted; in memory only headers are checked."
+        yield counter("corrupt_chunks", text, self._corrupt)
+
+    def _corrupt(self, tier: Tier) -> int | None:
+        if tier.index == FIRST:
+            return self._cache.hierarchy.sealer.corrupt
+        inner = tier.backend.inner
+        return inner.corrupt if isinstance(inner, SealedBackend) else None
 
     def _of_counts(self, tiers: Sequence[Tier]) -> Iterator[Metric]:
         counts = self._cache.hierarchy.counts
@@ -236,12 +244,6 @@ def _by_tier(
         if (number := value(tier)) is not None:
             family.add_metric([tier.name], number)
     return family
-
-
-def _corrupt(tier: Tier) -> int | None:
-    """Memory is not checked: it is what the checksum is computed of."""
-    inner = tier.backend.inner
-    return inner.corrupt if isinstance(inner, SealedBackend) else None
 
 
 def _of_peers(peers: Sequence[Status]) -> Iterator[Metric]:

@@ -6,6 +6,7 @@ memory under a transfer stays leased, and the catalog undecided, until the backe
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
@@ -15,11 +16,15 @@ from anyio.abc import TaskGroup
 
 from kvtier.backends.base import GetItem, Outcome, SupportsPrefix
 from kvtier.backends.guarded import GuardedBackend
+from kvtier.backends.logs import RareWarning
 from kvtier.catalog import Catalog
 from kvtier.costs import ReadCost
 from kvtier.keys import ChunkKey
 from kvtier.settings import LocalTierSettings, TierSettings
 from kvtier.slices import Lease
+from kvtier.units import format_duration, format_size
+
+logger = logging.getLogger("kvtier")
 
 KNOWN_CHUNKS = 1_000_000
 """Of what a shared pool holds so many are kept in mind, some 200 MB; others are asked for when wanted."""
@@ -48,6 +53,7 @@ class Tier:
         self._tasks = tasks
         self._slots = anyio.Semaphore(settings.concurrency)
         self._deleting_bytes = 0
+        self._warn = RareWarning(logger)
         self.reading = ReadCost()
         """What the reads from here have cost of late."""
 
@@ -123,15 +129,16 @@ class Tier:
                 there = await self.backend.contains(keys)
                 held = next((index for index, one in enumerate(there) if not one), len(there))
 
-        return held if await self._in_time(run) else 0
+        doing = f"looking up {len(keys)} chunks"
+        return held if await self._in_time(run, doing, "they count as missing") else 0
 
     async def put(self, chunks: Sequence[ChunkBytes], settle: Settle) -> Sequence[Outcome]:
         """Write chunk objects; takes over their leases. ``FAILED`` for all where the deadline passes."""
-        return await self._carry(self.backend.put, chunks, settle)
+        return await self._carry(self.backend.put, chunks, settle, "writing", "they count as not written")
 
     async def get(self, chunks: Sequence[ChunkBytes], settle: Settle) -> Sequence[Outcome]:
         """Fill the leased memory with chunk objects; takes over the leases."""
-        return await self._carry(self._get, chunks, settle)
+        return await self._carry(self._get, chunks, settle, "reading", "they count as missing")
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
         """Remove chunks from catalog and backend; their bytes count as used until they are gone."""
@@ -146,7 +153,7 @@ class Tier:
             finally:
                 self._deleting_bytes -= doomed
 
-        await self._in_time(run)
+        await self._in_time(run, f"deleting {len(keys)} chunks", "they go later")
 
     async def _get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Read a batch and learn what that costs. How long it waited for its turn does not count."""
@@ -165,6 +172,8 @@ class Tier:
         operation: Callable[[Sequence[GetItem]], Awaitable[Sequence[Outcome]]],
         chunks: Sequence[ChunkBytes],
         settle: Settle,
+        verb: str,
+        consequence: str,
     ) -> Sequence[Outcome]:
         outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(chunks)
 
@@ -178,11 +187,19 @@ class Tier:
                 for chunk in chunks:
                     chunk.lease.release()
 
-        return outcomes if await self._in_time(run) else [Outcome.FAILED] * len(chunks)
+        size = format_size(sum(chunk.lease.length for chunk in chunks))
+        doing = f"{verb} {size} ({len(chunks)} chunks)"
+        if await self._in_time(run, doing, consequence):
+            return outcomes
+        return [Outcome.FAILED] * len(chunks)
 
-    async def _in_time(self, run: Callable[[], Awaitable[None]]) -> bool:
-        """Start a call to the backend; whether it ended within the deadline. If not, it goes on."""
+    async def _in_time(self, run: Callable[[], Awaitable[None]], doing: str, consequence: str) -> bool:
+        """Start a call to the backend; whether it ended within the deadline. If not, it goes on.
+
+        Then a warning names ``doing``, and ``consequence``, at most once a minute.
+        """
         done = anyio.Event()
+        started = time.monotonic()
 
         async def call() -> None:
             try:
@@ -194,6 +211,9 @@ class Tier:
         with anyio.move_on_after(self.settings.deadline):
             await done.wait()
         if not done.is_set():
-            self.backend.record_failure()
+            missed = f"deadline of {format_duration(self.settings.deadline)} exceeded {doing}"
+            seconds = time.monotonic() - started
+            self._warn("tier %s: %s after %.1f s; %s", self.name, missed, seconds, consequence)
+            self.backend.record_failure(missed)
             self.reading.failed()
         return done.is_set()

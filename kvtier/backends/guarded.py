@@ -70,7 +70,9 @@ class GuardedBackend(WrapperBackend):
         self._max_cooldown = max_cooldown
         self._clock = clock
         self._warn = RareWarning(logger)
+        self._warn_open = RareWarning(logger)
         self._failed_in_a_row = 0
+        self._last_failure = ""
         self._cooldown = cooldown
         self._open_until = 0.0
         self._epoch = 0
@@ -82,11 +84,11 @@ class GuardedBackend(WrapperBackend):
         """Whether a call would reach the medium now."""
         return self.state is BreakerState.CLOSED or self._probe_is_due()
 
-    def record_failure(self) -> None:
+    def record_failure(self, reason: str = "out of time") -> None:
         """A call is out of time. It counts as failed, and what it may yet answer counts for nothing."""
         if self.state is not BreakerState.OPEN:
             self._epoch += 1
-            self._count_failure()
+            self._count_failure(reason)
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Whether each key is held; ``False`` where the medium cannot tell."""
@@ -120,8 +122,8 @@ class GuardedBackend(WrapperBackend):
             async for batch in super().scan_inner():
                 yield batch
         except Exception as error:
-            self._warn("%s: stopped telling what it holds: %r", self._name, error)
-            self.record_failure()
+            self._warn("tier %s: stopped listing what it holds: %r", self._name, error)
+            self.record_failure(repr(error))
 
     async def _ask(
         self,
@@ -135,13 +137,14 @@ class GuardedBackend(WrapperBackend):
         if not batch or not self._admits():
             return refused
         epoch = self._epoch
+        reason = ""
         try:
             if operation != self._delete_all:
                 await self._catch_up()
             answers = await operation(batch)
         except Exception as error:
-            self._warn("%s: a batch failed: %r", self._name, error)
-            answers = []
+            self._warn("tier %s: a batch failed: %r", self._name, error)
+            answers, reason = [], repr(error)
         except BaseException:
             self._call_gave_up(epoch)
             raise
@@ -150,8 +153,16 @@ class GuardedBackend(WrapperBackend):
             if complete and Outcome.FAILED not in answers:
                 self._count_success()
             else:
-                self._count_failure()
+                self._count_failure(reason or self._fault_of(answers, len(batch)))
         return answers if complete else refused
+
+    def _fault_of(self, answers: Sequence[object], count: int) -> str:
+        """Log what is wrong with answers of a medium that has not raised."""
+        fault = f"{answers.count(Outcome.FAILED)} of {count} chunks failed"
+        if len(answers) != count:
+            fault = f"{len(answers)} answers for {count} chunks"
+        self._warn("tier %s: %s", self._name, fault)
+        return fault
 
     async def _catch_up(self) -> None:
         """Delete what could not be deleted when it was asked for."""
@@ -162,7 +173,7 @@ class GuardedBackend(WrapperBackend):
         except Exception as error:
             # No reason to do without what the medium would still answer.
             self._catch_up_at = self._clock() + self._max_cooldown
-            self._warn("%s: %d chunks are not deleted: %r", self._name, len(self._undeleted), error)
+            self._warn("tier %s: %d chunks are not deleted: %r", self._name, len(self._undeleted), error)
 
     async def _delete_all(self, batch: Sequence[ChunkKey]) -> Sequence[bool]:
         """Delete every key that should be gone, those of ``batch`` among them."""
@@ -180,7 +191,7 @@ class GuardedBackend(WrapperBackend):
     def _admits(self) -> bool:
         if self._probe_is_due():
             self.state = BreakerState.PROBING
-            logger.info("%s: trying it again", self._name)
+            logger.info("tier %s: circuit breaker lets one batch through", self._name)
             return True
         return self.state is BreakerState.CLOSED
 
@@ -191,10 +202,11 @@ class GuardedBackend(WrapperBackend):
             self._cooldown = self._first_cooldown
             # Answers of calls that began before the outage say nothing of what comes after it.
             self._epoch += 1
-            logger.info("%s: works again", self._name)
+            logger.info("tier %s: circuit breaker closed", self._name)
 
-    def _count_failure(self) -> None:
+    def _count_failure(self, reason: str) -> None:
         self._failed_in_a_row += 1
+        self._last_failure = reason
         if self.state is BreakerState.PROBING:
             self._cooldown = min(2 * self._cooldown, self._max_cooldown)
             self._break(self._cooldown)
@@ -211,9 +223,10 @@ class GuardedBackend(WrapperBackend):
         self.state = BreakerState.OPEN
         self._epoch += 1
         self._open_until = self._clock() + seconds
-        logger.warning(
-            "%s: %d batches failed in a row; doing without it for %g s",
+        self._warn_open(
+            "tier %s: circuit breaker open for %g s after %d consecutive failures (last: %s)",
             self._name,
-            self._failed_in_a_row,
             seconds,
+            self._failed_in_a_row,
+            self._last_failure or "a probe was cancelled",
         )

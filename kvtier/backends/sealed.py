@@ -10,6 +10,7 @@ import anyio
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.backends.logs import RareWarning
+from kvtier.backends.sealer import Sealer
 from kvtier.backends.wrapper import WrapperBackend
 from kvtier.errors import CorruptChunk
 from kvtier.header import ChunkHeader, object_bytes
@@ -31,17 +32,24 @@ class SealedBackend(WrapperBackend):
     """Seals whole chunk objects on their way into ``inner`` and verifies them on their way out.
 
     The views given to ``put`` and ``get`` are whole chunk objects (:mod:`kvtier.header`), writable, and
-    ``put`` writes the checksum into the header that they begin with. A ``put`` whose header names
-    another key, or another length, is ``FAILED``. Checksums are computed in worker threads, one hop for each
+    ``put`` has the checksum written into the header that they begin with, unless it is there already. A
+    ``put`` whose header is corrupt, or names another key or length, is a ``MISS``: the medium is not asked,
+    and is not at fault. Checksums are computed in worker threads, in one executor call for each
     :data:`PART_BYTES`; ``checksum=False`` leaves them out, and the header alone is checked, which finds
     neither a payload that was flipped nor one that a power failure has torn.
+
+    All media that store chunks of the same memory must share one ``sealer``, whose ``checksum`` then counts.
+    ``verify=False`` is for media that are memory: nothing is checked on the way out.
     """
 
-    def __init__(self, inner: Backend, checksum: bool = True) -> None:
+    def __init__(
+        self, inner: Backend, checksum: bool = True, *, sealer: Sealer | None = None, verify: bool = True
+    ) -> None:
         super().__init__(inner)
         self.corrupt = 0
         """Objects found since it was made that did not match their header, and were deleted."""
-        self._checksum = checksum
+        self._sealer = sealer or Sealer(checksum)
+        self._verify = verify
         self._hop = WorkerThreads(PARTS_AT_ONCE)
         self._warn = RareWarning(logger)
 
@@ -51,12 +59,15 @@ class SealedBackend(WrapperBackend):
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Fill each view with a chunk object that matches its header. See :meth:`Backend.get`."""
+        if not self._verify:
+            return await self._inner.get(items)
         return await _in_parts(self._get_part, items)
 
     async def _put_part(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        sealed = await spread(self._seal, items, parts=1, hop=self._hop)
-        stored = iter(await self._inner.put([item for item, ok in zip(items, sealed, strict=True) if ok]))
-        return [next(stored) if ok else Outcome.FAILED for ok in sealed]
+        seals = await self._sealer.seal(items)
+        valid = [item for item, seal in zip(items, seals, strict=True) if seal is not None]
+        stored = iter(await self._inner.put(valid))
+        return [Outcome.MISS if seal is None else next(stored) for seal in seals]
 
     async def _get_part(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         outcomes = list(await self._inner.get(items))
@@ -74,20 +85,6 @@ class SealedBackend(WrapperBackend):
             faults = [(stored, _head_fault(stored)) for stored in batch]
             await self._remove([(stored.key, fault) for stored, fault in faults if fault])
             yield [stored for stored, fault in faults if not fault]
-
-    def _seal(self, item: PutItem) -> bool:
-        key, chunk = item
-        try:
-            header = ChunkHeader.parse(chunk)
-        except CorruptChunk as error:
-            self._warn("chunk %s is not stored: it %s", key.hex()[:16], error)
-            return False
-        if header.key != key or object_bytes(header.payload_bytes) != len(chunk):
-            self._warn("chunk %s is not stored: its header is of another", key.hex()[:16])
-            return False
-        if self._checksum:
-            header.seal(chunk)
-        return True
 
     async def _remove(self, corrupt: Sequence[tuple[ChunkKey, str]]) -> None:
         if not corrupt:

@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from kvtier.backends.base import Backend, Outcome, SupportsPrefix
+from kvtier.backends.sealed import SealedBackend
 from kvtier.bench.errors import BenchFailed
+from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.keys import ChunkKey
 
 Chunk = tuple[ChunkKey, memoryview]
@@ -65,6 +67,8 @@ class BackendSide(Side):
 
     async def put(self, chunks: Sequence[Chunk]) -> float:
         """See :meth:`Side.put`."""
+        if isinstance(self._backend, SealedBackend):
+            unseal(chunks)
         seconds, outcomes = await timed(lambda: self._backend.put(chunks))
         return _all_ok("store", seconds, outcomes, len(chunks))
 
@@ -136,6 +140,12 @@ class InThreads(Side):
         for _ in self._threads.map(work_off, at_once):
             pass
         return time.perf_counter() - started
+
+
+def unseal(chunks: Sequence[Chunk]) -> None:
+    """Take the checksums out of the headers, so that storing these costs what storing new chunks does."""
+    for _, view in chunks:
+        view[:HEADER_BYTES] = ChunkHeader.parse(view).packed()
 
 
 async def timed(call: Callable[[], Awaitable[Any]]) -> tuple[float, Any]:

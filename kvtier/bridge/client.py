@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from kvtier.arena import ArenaMap
 from kvtier.bridge import protocol
 from kvtier.bridge.connection import GREETING_SECONDS, Bridge, Connection
+from kvtier.bridge.notices import MAX_CHARACTERS
 from kvtier.bridge.protocol import (
     Abandon,
     AskStaging,
@@ -35,6 +36,7 @@ from kvtier.bridge.protocol import (
     HandOver,
     Hello,
     LookUp,
+    Notice,
     OfferStaging,
     OpenedStaging,
     Release,
@@ -48,6 +50,8 @@ from kvtier.keys import ChunkKey, join_keys
 from kvtier.layout import ChunkLayout
 
 logger = logging.getLogger("kvtier")
+engine_logger = logging.getLogger("vllm.kvtier")
+"""What the cache process has to report appears in the engine's log."""
 
 RESERVE_SECONDS = 0.1
 CONFIRM_SECONDS = 1.0
@@ -131,6 +135,8 @@ class SchedulerBridge(Bridge):
             case HandedOver():
                 if message.ticket in self._handing:
                     self._handing[message.ticket] = message
+            case Notice():
+                engine_logger.warning("cache process: %s", message.text[:MAX_CHARACTERS])
             case _:
                 logger.debug("an answer that nobody asked for: %s", type(message).__name__)
 

@@ -47,7 +47,7 @@ from kvtier.agent.served import EngineModel
 from kvtier.layout import ChunkLayout
 from kvtier.sockets.frames import Message, decoder
 
-VERSION = 4
+VERSION = 5
 
 STAGING = "staging"
 """The name and the type of what is told as one more tier, after the others: the engine's staging buffer."""
@@ -280,6 +280,12 @@ class Changed(Message, frozen=True, array_like=True, tag=18):
     removed: bytes
 
 
+class Notice(Message, frozen=True, array_like=True, tag=25):
+    """A warning of the cache process, for the engine's log. To schedulers, a few a second at most."""
+
+    text: str
+
+
 FromEngine = (
     Hello
     | LookUp
@@ -307,6 +313,7 @@ FromCache = (
     | Changed
     | HandedOver
     | OfferStaging
+    | Notice
 )
 
 decode_from_engine: Callable[[bytes], FromEngine] = decoder(FromEngine, "a message of an engine")

@@ -47,7 +47,7 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
             server = BridgeServer(instance)
             await tasks.start(_stop_on_signals, serving, draining)
             async with _serving_metrics(settings.metrics.listen, server):
-                with _frozen(), serving:
+                with server.notices.listening(logger), _frozen(), serving:
                     await _serve_engines(server, path, settings.linger if exit_when_idle else None)
                 with draining:
                     await _finish(instance.cache)

@@ -23,6 +23,7 @@ from kvtier.backends.logs import Troubles
 from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
 from kvtier.bridge.handing import EngineHandOvers
+from kvtier.bridge.notices import Notices
 from kvtier.bridge.protocol import (
     Abandon,
     AskStaging,
@@ -38,6 +39,7 @@ from kvtier.bridge.protocol import (
     HandOver,
     Hello,
     LookUp,
+    Notice,
     OfferStaging,
     OpenedStaging,
     Refused,
@@ -78,6 +80,8 @@ class BridgeServer:
         self._engines: dict[str, Engine] = {}
         self._connections: dict[str, set[Connection]] = {}
         self._troubles = Troubles("cannot hand over to %s: %s")
+        self.notices = Notices()
+        """Warnings that schedulers are sent. Whoever serves has it listen."""
         self.came = anyio.Event()
         """Set when the first engine has come."""
         self.left = anyio.Event()
@@ -210,6 +214,7 @@ class Connection:
                 self._tasks.start_soon(self._tell_changes)
             if hello.role == "scheduler":
                 self._handing = self._server.hand_overs(self, engine, self._tasks)
+                self._tasks.start_soon(self._server.notices.forward, self._notify)
             await self._answer_all(engine, hello.rank, more)
         finally:
             if self._handing is not None:
@@ -312,6 +317,9 @@ class Connection:
     async def offer(self, offer: Offer) -> None:
         """Tell a worker of its staging buffer."""
         await self.tell(OfferStaging(*offer))
+
+    async def _notify(self, texts: Sequence[str]) -> None:
+        await self._send([Notice(text) for text in texts])
 
     async def _tell_fetched(self, engine: Engine, ticket: int, found: CacheLookUp) -> None:
         try:

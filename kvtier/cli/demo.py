@@ -40,7 +40,8 @@ def demo(
     """Ask a real vLLM server one long prompt four times: cold, from memory, after kill -9, from disk.
 
     Starts and stops `kvtier serve` and vLLM's OpenAI server on 127.0.0.1. Ends in a table, and with status 1
-    where a warm run did not hit or a token differs. Takes minutes.
+    where a warm run did not hit or a token differs; then it shows the warnings in the logs, and keeps these.
+    Takes minutes.
 
     With --disaggregated it starts two vLLM servers and `kvtier proxy`, sends prompts to one engine alone and
     through the proxy, and ends with status 1 where a token differs or was not handed over.

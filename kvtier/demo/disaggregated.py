@@ -15,7 +15,7 @@ from kvtier.demo import disaggregated_report as report
 from kvtier.demo.client import Client, Completion
 from kvtier.demo.disaggregated_serving import Serving, serving
 from kvtier.demo.report import Steps
-from kvtier.demo.work import Options, work_folder
+from kvtier.demo.work import Options, conclude, work_folder
 from kvtier.errors import ChannelError
 
 PROMPTS = 3
@@ -31,8 +31,8 @@ SALT = "one engine"
 def run_disaggregated(options: Options, console: Console) -> bool:
     """Run the demo and print what it finds; whether it found what it should.
 
-    Raises :class:`kvtier.demo.server.DemoFailed`. However it ends, no process of it is left, and no file
-    unless asked for.
+    Raises :class:`kvtier.demo.server.DemoFailed`. However it ends, no process of it is left. Files
+    are, where the user asked for them or something was not as it should be.
     """
     with ends_on_signals(), work_folder(options) as work:
         steps = Steps(console)
@@ -45,10 +45,7 @@ def run_disaggregated(options: Options, console: Console) -> bool:
                 running.stop()
         console.print(report.table(result))
         found = report.problems(result)
-        for problem in found:
-            console.print(f"[red]✗[/] {problem}", highlight=False)
-        if options.keep:
-            console.print(f"logs and settings: {work.folder}", highlight=False)
+        conclude(found, work, console, "logs and settings")
     return not found
 
 

@@ -24,6 +24,7 @@ from kvtier.demo.work import (
     Options,
     Work,
     cache_answers,
+    conclude,
     make_prompts,
     model_of,
     vllm_arguments,
@@ -38,7 +39,8 @@ STORED_SECONDS = 60.0
 def run_demo(options: Options, console: Console) -> bool:
     """Run the demo and print what it finds; whether it found what it should.
 
-    Raises :class:`DemoFailed`. However it ends, no process of it is left, and no file unless asked for.
+    Raises :class:`DemoFailed`. However it ends, no process of it is left. Files are, where the user asked for
+    them or something was not as it should be.
     """
     with ends_on_signals(), work_folder(options) as work:
         demo = _Demo(options, work, report.Steps(console))
@@ -50,10 +52,7 @@ def run_demo(options: Options, console: Console) -> bool:
             demo.kill()
         console.print(report.table(runs))
         found = report.problems(runs, (options.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
-        for problem in found:
-            console.print(f"[red]✗[/] {problem}", highlight=False)
-        if options.keep:
-            console.print(f"logs, settings and disk tier: {work.folder}", highlight=False)
+        conclude(found, work, console, "logs, settings and disk tier")
     return not found
 
 

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 
+from rich.console import Console
+from rich.markup import escape
+
 from kvtier.bridge import client as bridge
+from kvtier.demo.causes import causes
 from kvtier.demo.client import Client
 from kvtier.demo.model import is_model, make_model, prompt_text
 from kvtier.demo.report import Steps
@@ -43,7 +47,7 @@ class Options:
     vllm_arguments: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
     """Where everything of one demo lies."""
 
@@ -51,6 +55,8 @@ class Work:
     folder: Path
     sockets: Path
     """A folder with a short name: a socket's path may only be 107 bytes long."""
+    keep: bool = False
+    """Leave :attr:`folder` behind: the user wants it, or needs it to see what went wrong."""
 
     def config(self, name: str = "kvtier") -> Path:
         """A settings file."""
@@ -100,17 +106,38 @@ def make_prompts(client: Client, tokens: int, count: int = 1) -> list[list[int]]
 
 @contextlib.contextmanager
 def work_folder(options: Options) -> Iterator[Work]:
-    """Folders for one demo, removed at the end but for what the user chose to keep."""
-    with contextlib.ExitStack() as stack:
-        sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-"))
+    """Folders for one demo, removed at the end unless they are to be kept.
+
+    They are kept where the demo fails, too; then its :class:`DemoFailed` says where they are.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvtier-") as sockets:
         if options.work_dir is not None:
             base = options.work_dir.expanduser().resolve()
             base.mkdir(parents=True, exist_ok=True)
         else:
             base = Path(tempfile.mkdtemp(prefix="kvtier-demo-"))
-            if not options.keep:
-                stack.callback(rmtree, base, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix="run-", dir=base))
-        if not options.keep:
-            stack.callback(rmtree, folder, ignore_errors=True)
-        yield Work(base / "model", folder, Path(sockets))
+        work = Work(base / "model", folder, Path(sockets), options.keep)
+        try:
+            yield work
+        except DemoFailed as error:
+            work.keep = True
+            told = [str(error), "", *causes(folder), f"logs and settings are kept in {folder}"]
+            raise DemoFailed("\n".join(told)) from error
+        finally:
+            if not work.keep:
+                rmtree(folder, ignore_errors=True)
+            if options.work_dir is None and not options.keep:
+                rmtree(base if not work.keep else work.model, ignore_errors=True)
+
+
+def conclude(problems: Sequence[str], work: Work, console: Console, kept: str) -> None:
+    """Print the problems and the causes; keep the folder if there are any, and print where it is."""
+    for problem in problems:
+        console.print(f"[red]✗[/] {escape(problem)}", highlight=False)
+    if problems:
+        work.keep = True
+        for line in causes(work.folder):
+            console.print(escape(line), highlight=False, soft_wrap=True)
+    if work.keep:
+        console.print(f"{kept}: {escape(str(work.folder))}", highlight=False, soft_wrap=True)

@@ -41,7 +41,6 @@ from kvtier.pipeline.store import Reservation
 from kvtier.router import FIRST
 from kvtier.settings_peer import split_address
 from kvtier.slices import Lease
-from kvtier.threads import WorkerThreads
 from kvtier.tier import ChunkBytes
 
 logger = logging.getLogger("kvtier")
@@ -53,8 +52,6 @@ BATCH_BYTES, BATCH_CHUNKS = 32 << 20, 64
 PUSH_SECONDS = 30.0
 """For one batch, whatever the peer and the way there do."""
 FINISH_SECONDS = 10.0
-SEALED_AT_ONCE = 2
-"""Threads that compute checksums, for all hand-overs together."""
 
 
 class HandOver:
@@ -207,7 +204,7 @@ class HandOver:
             return connected and first
 
     async def _push_to(self, source: Source) -> None:
-        target = Target(source, self._stage.hop)
+        target = Target(source, self._stage.sealer)
         staged = StagedTarget(target)
         left = [key for key in self.keys if key not in self._outcomes]
         try:
@@ -359,7 +356,7 @@ class HandOvers:
     def __init__(self, cache: TieredCache, peers: PeersBackend, tasks: TaskGroup, most_bytes: int) -> None:
         """``most_bytes``: of chunks that wait to be pushed, that are leased at once."""
         self.peers = peers
-        self.hop = WorkerThreads(SEALED_AT_ONCE)
+        self.sealer = cache.hierarchy.sealer
         self.leased_bytes = 0
         self._cache = cache
         self._tasks = tasks

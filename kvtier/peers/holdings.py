@@ -7,19 +7,15 @@ from collections.abc import Sequence
 import anyio.lowlevel
 
 from kvtier.cache import TieredCache
-from kvtier.errors import CorruptChunk
-from kvtier.header import ChunkHeader, is_sealed, object_bytes
+from kvtier.header import is_sealed
 from kvtier.keys import ChunkKey
 from kvtier.pipeline.found import FoundChunk
 from kvtier.router import FIRST
 from kvtier.slices import Lease
-from kvtier.threads import WorkerThreads, spread
 from kvtier.units import MIB
 
 KEYS_A_STEP = 512
 """That are looked up before the loop may do something else."""
-SEALED_AT_ONCE = 2
-"""Threads that compute checksums, for all peers together."""
 PART_BYTES, PART_CHUNKS = 16 * MIB, 4
 """At least so much is sealed in one hop, and may be read before the next is."""
 
@@ -30,7 +26,7 @@ class Holdings:
     def __init__(self, cache: TieredCache) -> None:
         self._cache = cache
         self._local = sum(1 << tier.index for tier in cache.hierarchy.tiers if not tier.shared)
-        self._hop = WorkerThreads(SEALED_AT_ONCE)
+        self._sealer = cache.hierarchy.sealer
 
     async def held(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of ``keys`` a tier of this host alone holds."""
@@ -92,7 +88,7 @@ class Holdings:
 
     def late(self, chunks: Sequence[FoundChunk]) -> list[int]:
         """Which of these may not be read yet, by their numbers: on their way, or without a checksum."""
-        if not self._cache.settings.checksum:
+        if not self._sealer.checksum:
             return [index for index, chunk in enumerate(chunks) if not chunk.arrived]
         memory = self._cache.arena.view(0, self._cache.arena.capacity)
         return [
@@ -104,28 +100,13 @@ class Holdings:
     async def seal(self, chunks: Sequence[tuple[ChunkKey, Lease]]) -> list[bool]:
         """Give each a checksum, unless it has one or the settings want none; whether it is what it should be.
 
-        For chunks that are whole: whoever else seals one at the same time writes the same bytes.
+        For chunks that are whole. What is corrupt leaves the first tier.
         """
-        if not self._cache.settings.checksum:
-            return [True] * len(chunks)
         held = [lease.share() for _, lease in chunks]
         items = [(key, lease.view) for (key, _), lease in zip(chunks, held, strict=True)]
         try:
-            return await spread(_seal, items, parts=1, hop=self._hop)
+            return [seal is not None for seal in await self._sealer.seal(items)]
         finally:
             items.clear()  # Else the traceback of a cancelled call would keep the arena mapped.
             for lease in held:
                 lease.release()
-
-
-def _seal(item: tuple[ChunkKey, memoryview]) -> bool:
-    key, chunk = item
-    try:
-        header = ChunkHeader.parse(chunk)
-    except CorruptChunk:
-        return False
-    if header.key != key or object_bytes(header.payload_bytes) != len(chunk):
-        return False
-    if not is_sealed(chunk):
-        header.seal(chunk)
-    return True

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvtier.cache import TieredCache
 from kvtier.catalog import State
-from kvtier.header import HEADER_BYTES, ChunkHeader, checksum_of, object_bytes
+from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.keys import ChunkKey
 from kvtier.peers.grants import GrantBook
 from kvtier.pipeline.store import Reservation
@@ -107,7 +107,11 @@ class ArenaPlace(Place):
 
 
 def _is_whole(item: tuple[ChunkHeader, memoryview, bytes]) -> bool:
-    """In a worker thread: write the header that belongs there, whatever the pusher has written over it."""
-    header, chunk, checksum = item
-    header.seal(chunk)
-    return checksum_of(chunk) == checksum
+    """In a worker thread: write the header that belongs there, whatever the pusher has written over it.
+
+    The chunk is PENDING, so nobody reads its header before this has ended.
+    """
+    header, chunk, told = item
+    checksum = header.checksum(chunk)
+    chunk[:HEADER_BYTES] = header.packed(checksum)
+    return checksum == told

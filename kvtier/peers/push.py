@@ -10,8 +10,9 @@ from enum import Enum
 import anyio
 
 from kvtier.backends.base import Outcome
-from kvtier.errors import CorruptChunk, PeerError, ProtocolError
-from kvtier.header import HEADER_BYTES, ChunkHeader, checksum_of, is_sealed, object_bytes
+from kvtier.backends.sealer import Sealer
+from kvtier.errors import PeerError, ProtocolError
+from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.keys import ChunkKey, join_keys
 from kvtier.peers.conversation import answer_of
 from kvtier.peers.dialling import printable
@@ -28,7 +29,6 @@ from kvtier.peers.protocol import (
     Withdrawn,
 )
 from kvtier.peers.source import BIGGEST_NUMBER, Source, expect_length
-from kvtier.threads import WorkerThreads, spread
 from kvtier.tier import ChunkBytes
 
 ATTEMPTS = 2
@@ -77,10 +77,10 @@ class Target:
     where the connection ends, and may be cancelled at any time: then what was reserved goes back.
     """
 
-    def __init__(self, source: Source, hop: WorkerThreads) -> None:
-        """``hop``: threads that compute checksums."""
+    def __init__(self, source: Source, sealer: Sealer) -> None:
+        """``sealer``: of the memory that is pushed from."""
         self.source = source
-        self._hop = hop
+        self._sealer = sealer
         self.trouble = ""
         """Why it takes nothing, in its own words; empty where it does."""
 
@@ -108,10 +108,16 @@ class Target:
         return await _Push(self, chunks).run(seconds)
 
     async def seal(self, chunks: Sequence[ChunkBytes]) -> list[Sealed | None]:
-        """The headers and checksums; ``None`` for what is no chunk of that key."""
+        """The headers and checksums; ``None`` for what is corrupt or empty."""
         items = [(chunk.key, chunk.lease.view) for chunk in chunks]
         try:
-            return await spread(_sealed, items, parts=1, hop=self._hop)
+            seals = await self._sealer.checksums(items)
+            return [
+                (seal.header, seal.checksum)
+                if seal is not None and seal.checksum is not None and seal.header.payload_bytes
+                else None
+                for seal in seals
+            ]
         finally:
             items.clear()  # Else the traceback of a cancelled call would keep the arena mapped.
 
@@ -266,24 +272,3 @@ def _promises(
             raise ProtocolError("it has room that cannot be")
         promises[at] = Promise(headers[at].key, reserved.grant, number, offset, length, ready=True, ends=ends)
     return promises
-
-
-def _header(chunk: memoryview) -> ChunkHeader:
-    try:
-        return ChunkHeader.parse(chunk)
-    except CorruptChunk:
-        return ChunkHeader.parse(chunk)  # It may have been sealed between two looks at it.
-
-
-def _sealed(item: tuple[ChunkKey, memoryview]) -> Sealed | None:
-    """In a worker thread. Whoever else seals the chunk at the same time writes the same bytes."""
-    key, chunk = item
-    try:
-        header = _header(chunk)
-    except CorruptChunk:
-        return None
-    if header.key != key or object_bytes(header.payload_bytes) != len(chunk) or not header.payload_bytes:
-        return None
-    if not is_sealed(chunk):
-        header.seal(chunk)
-    return header, checksum_of(chunk)

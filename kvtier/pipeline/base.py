@@ -13,10 +13,12 @@ from itertools import takewhile
 
 from anyio.abc import TaskGroup
 
+from kvtier.arena import address_of
 from kvtier.backends.base import Outcome, SupportsArena, SupportsLeases
+from kvtier.backends.logs import RareWarning
+from kvtier.backends.sealer import Sealer
 from kvtier.catalog import Catalog, State
 from kvtier.events import Event, Observer, Report
-from kvtier.header import ChunkHeader
 from kvtier.keys import ChunkKey
 from kvtier.router import FIRST, Router, Transfer
 from kvtier.slices import Lease, Leases
@@ -36,6 +38,8 @@ class Hierarchy:
     """The backend of the first tier: its arena is what engines copy to and from."""
     tasks: TaskGroup
     observers: list[Observer]
+    sealer: Sealer = field(default_factory=Sealer)
+    """Gives the chunks of the arena their checksums, whoever wants them."""
     counts: Counter[str] = field(default_factory=Counter)
     """Outcomes since the start, for the status report."""
     clearings: int = 0
@@ -47,8 +51,16 @@ class Hierarchy:
 
     def __post_init__(self) -> None:
         memory = self.memory
+        self._warnings: dict[str, RareWarning] = {}
+        self.sealer.on_corrupt = self.discard_corrupt
         # Found out once: such a question takes as long as a third of the leases themselves.
         self._lease_all = memory.lease_all if isinstance(memory, SupportsLeases) else self._lease_each
+
+    def warn(self, kind: str, message: str, *args: object) -> None:
+        """Log an unexpected miss: each kind at most once a minute, with the number of the others."""
+        if kind not in self._warnings:
+            self._warnings[kind] = RareWarning(logger)
+        self._warnings[kind](message, *args)
 
     def share(self, key: ChunkKey) -> Lease | None:
         """A lease on a chunk that is READY in the first tier."""
@@ -104,17 +116,22 @@ class Hierarchy:
             stored.append(key)
         self.changed(FIRST, stored=stored)
 
-    def expect(self, chunk: ChunkBytes, tier: int) -> None:
-        """A chunk object in memory is on its way into a tier: PENDING there until that is settled."""
-        header = ChunkHeader.parse(chunk.lease.view)
-        self.catalog.add(chunk.key, tier, chunk.lease.length, State.PENDING, header.parent, header.namespace)
-
     def drop(self, keys: Sequence[ChunkKey]) -> None:
         """Take READY chunks out of the first tier. Bytes are freed with their last lease."""
         for key in keys:
             self.catalog.remove(key, FIRST)
             self.memory.discard(key)
         self.changed(FIRST, removed=keys)
+
+    def discard_corrupt(self, key: ChunkKey, chunk: memoryview) -> None:
+        """Drop a chunk whose header is corrupt, if ``chunk`` is the copy that the first tier holds."""
+        lease = self.share(key)
+        if lease is None:
+            return
+        same = address_of(lease.view) == address_of(chunk)
+        lease.release()
+        if same:
+            self.drop([key])
 
     def settle_put(self, keys: Sequence[ChunkKey], tier: int, outcomes: Sequence[Outcome]) -> None:
         """Enter into the catalog what became of chunks that were PENDING in a lower tier."""
@@ -156,21 +173,31 @@ class Hierarchy:
     async def write(self, event: Event, target: int, chunks: Sequence[ChunkBytes]) -> Sequence[Outcome]:
         """Put leased chunk objects into a lower tier that has room; takes over the leases.
 
-        What is there already, or on its way, is OK without another write.
+        What is there already, or on its way, is OK without another write. What is corrupt, or has left every
+        tier since it was leased, is a MISS.
         """
         keys = [chunk.key for chunk in chunks]
         verdict = dict.fromkeys(keys, Outcome.OK)
         absent: list[ChunkBytes] = []
+        full = 0
         for chunk in chunks:
             if self.catalog.state(chunk.key, target) is not State.ABSENT:
                 chunk.lease.release()
+            elif chunk.key not in self.catalog:
+                chunk.lease.release()
+                verdict[chunk.key] = Outcome.MISS
+                self.counts["put_miss"] += 1
             elif not self.tiers[target].fits(chunk.lease.length):
                 chunk.lease.release()
                 verdict[chunk.key] = Outcome.FULL
                 self.counts["put_full"] += 1
+                full += 1
             else:
-                self.expect(chunk, target)
+                self.catalog.add(chunk.key, target, chunk.lease.length, State.PENDING)
                 absent.append(chunk)
+        if full:
+            name, message = self.name(target), "tier %s: no room for %d of %d chunks; they are dropped"
+            self.warn(f"full {name}", message, name, full, len(chunks))
         sent = [chunk.key for chunk in absent]
         with self.reporting(event, Transfer(FIRST, target, sent)) as outcomes:
             settle = partial(self.settle_put, sent, target)

@@ -18,6 +18,7 @@ from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
 from kvtier.router import FIRST, Transfer
 from kvtier.slices import Lease
 from kvtier.tier import ChunkBytes
+from kvtier.units import format_size
 
 
 @dataclass(slots=True, eq=False)
@@ -71,11 +72,15 @@ class PrefetchStage:
 
     def _take_off(self, transfer: Transfer, among: int) -> list[Flight]:
         catalog = self._hierarchy.catalog
-        flights = []
+        flights: list[Flight] = []
         for key in transfer.keys:
             lease = self._evicting.allocate(catalog.length(key))
             if lease is None:
                 self._hierarchy.counts["prefetch_no_room"] += 1
+                left = len(transfer.keys) - len(flights)
+                message = "tier %s: no room to load %d chunks from tier %s; they count as missing"
+                names = self._hierarchy.name(FIRST), left, self._hierarchy.name(transfer.source)
+                self._hierarchy.warn("prefetch", message, *names)
                 break
             catalog.add(key, FIRST, lease.length, State.PENDING)
             flight = self.flights[key] = Flight(key, transfer.source, lease, among)
@@ -157,6 +162,12 @@ class PrefetchStage:
                 flight.source = source
                 again.append(flight)
         self._hierarchy.counts["fell_back"] += len(again)
+        tier = self._hierarchy.tiers[read.source]
+        # What a pool does not hold any longer is no surprise.
+        if lost and (read.failed or not tier.shared):
+            size = format_size(sum(flight.lease.length for flight in lost))
+            message = "tier %s: %s (%d chunks) could not be read; they count as missing"
+            self._hierarchy.warn(f"lost {tier.name}", message, tier.name, size, len(lost))
         self._give_up(lost)
         return again
 

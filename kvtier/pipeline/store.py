@@ -22,6 +22,7 @@ from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
 from kvtier.router import FIRST
 from kvtier.slices import Lease, Leases
 from kvtier.tier import ChunkBytes
+from kvtier.units import format_size
 
 
 @dataclass(slots=True)
@@ -96,13 +97,14 @@ class StoreStage:
         if hierarchy.catalog.state(header.key, FIRST) is not State.ABSENT:
             hierarchy.counts["store_known"] += 1
             return None
-        lease = self._evicting.allocate(object_bytes(header.payload_bytes))
+        length = object_bytes(header.payload_bytes)
+        lease = self._evicting.allocate(length)
         if lease is None:
-            hierarchy.counts["store_dropped"] += 1
+            self._refused([length])
             return None
-        header.seal(lease.view, checksum=False)
-        hierarchy.expect(ChunkBytes(header.key, lease), FIRST)
-        return Reservation(header, lease)
+        reservation = Reservation(header, lease)
+        self._begin([reservation])
+        return reservation
 
     def reserve_all(self, headers: Sequence[ChunkHeader]) -> list[Reservation | None]:
         """As :meth:`reserve` of each, for consecutive chunks of one prompt, in a fifth of the time.
@@ -115,14 +117,23 @@ class StoreStage:
         if len({headers[at].key for at in absent}) < len(absent):
             return [self.reserve(header) for header in headers]
         hierarchy.counts["store_known"] += len(headers) - len(absent)
-        leases = self._allocate([object_bytes(headers[at].payload_bytes) for at in absent])
-        hierarchy.counts["store_dropped"] += len(absent) - len(leases)
+        lengths = [object_bytes(headers[at].payload_bytes) for at in absent]
+        leases = self._allocate(lengths)
+        if len(leases) < len(absent):
+            self._refused(lengths[len(leases) :])
         reservations: list[Reservation | None] = [None] * len(headers)
         for at, lease in zip(absent, leases, strict=False):
             reservations[at] = Reservation(headers[at], lease)
         for _, run in groupby(reservations, key=bool):
             self._begin([reservation for reservation in run if reservation is not None])
         return reservations
+
+    def _refused(self, lengths: Sequence[int]) -> None:
+        """Count chunks that an engine cannot store, and log them."""
+        hierarchy = self._hierarchy
+        hierarchy.counts["store_dropped"] += len(lengths)
+        message = "tier %s: no room to store %s (%d chunks); they are not cached"
+        hierarchy.warn("store", message, hierarchy.name(FIRST), format_size(sum(lengths)), len(lengths))
 
     def _allocate(self, lengths: Sequence[int]) -> list[Lease]:
         """Memory for as many of these as there is room for before the first that does not fit."""
@@ -171,9 +182,9 @@ class StoreStage:
         event = Store(keys=keys)
         for transfer in hierarchy.router.store(event):
             queue = self.queues[transfer.target or FIRST]
-            self._offer(queue, event, transfer.keys)
+            self._offer(queue, event, transfer.keys, hierarchy.name(transfer.target))
 
-    def _offer(self, queue: WriteQueue, event: Event, keys: Sequence[ChunkKey]) -> None:
+    def _offer(self, queue: WriteQueue, event: Event, keys: Sequence[ChunkKey], name: str | None) -> None:
         for chunk in self._hierarchy.shares(keys):
             if queue.offer(event, chunk):
                 continue
@@ -183,6 +194,8 @@ class StoreStage:
                 self._hierarchy.counts["write_deferred"] += 1
             else:
                 self._hierarchy.counts["write_dropped"] += 1
+                message = "tier %s: %d chunks wait to be written, which is the limit; others are dropped"
+                self._hierarchy.warn(f"dropped {name}", message, name, OVERFLOW_KEYS)
 
     def _refill(self, queue: WriteQueue) -> None:
         """The queue is empty: take in what did not fit before."""

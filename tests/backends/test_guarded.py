@@ -324,9 +324,10 @@ async def test_each_change_is_logged_once(guarded: Guarded, caplog: pytest.LogCa
         await guarded.get()
         await guarded.get()
     assert [record.getMessage() for record in caplog.records] == [
-        "doll: 3 batches failed in a row; doing without it for 1 s",
-        "doll: trying it again",
-        "doll: works again",
+        "tier doll: 1 of 1 chunks failed",
+        "tier doll: circuit breaker open for 1 s after 3 consecutive failures (last: 1 of 1 chunks failed)",
+        "tier doll: circuit breaker lets one batch through",
+        "tier doll: circuit breaker closed",
     ]
 
 
@@ -336,7 +337,7 @@ async def test_what_is_raised_is_logged(guarded: Guarded, caplog: pytest.LogCapt
         await guarded.get()
         await guarded.get()
     assert [record.getMessage() for record in caplog.records] == [
-        "doll: a batch failed: ConnectionError('a fault that a test has asked for')"
+        "tier doll: a batch failed: ConnectionError('a fault that a test has asked for')"
     ]
 
 

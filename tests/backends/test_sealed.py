@@ -45,7 +45,7 @@ async def test_a_put_whose_header_is_not_its_own_fails_alone(header: bytes, chec
     async with opened(SealedBackend(memory(), checksum=checksum)) as sealed:
         items = chunks([0, 1, 2])
         items[1][1][:HEADER_BYTES] = header
-        assert list(await sealed.put(items)) == [OK, FAILED, OK]
+        assert list(await sealed.put(items)) == [OK, MISS, OK]
         assert list(await sealed.contains([key for key, _ in items])) == [True, False, True]
         assert list(await sealed.get(blanks([0, 2]))) == [OK, OK]
 
@@ -117,7 +117,7 @@ async def test_a_batch_that_is_carried_in_parts(monkeypatch: pytest.MonkeyPatch)
     async with opened(SealedBackend(inner)) as sealed:
         items = chunks(range(9))
         items[4][1][0] ^= 1
-        assert list(await sealed.put(items)) == [OK] * 4 + [FAILED] + [OK] * 4
+        assert list(await sealed.put(items)) == [OK] * 4 + [MISS] + [OK] * 4
         assert inner.calls["put"] == 5
         damaged = chunks([7])
         ChunkHeader.parse(damaged[0][1]).seal(damaged[0][1])

@@ -214,6 +214,18 @@ def test_victims_are_taken_as_many_as_are_wanted(catalog: Catalog) -> None:
     assert list(catalog.victims(RAM)) == PROMPT[4::-1]
 
 
+def test_the_chunk_before_is_known_in_every_tier(catalog: Catalog) -> None:
+    """Where a chunk comes into a further tier, its parent is what it was in the first."""
+    store(catalog, [A, B], RAM)
+    catalog.add_chain([C, D], RAM, [LENGTH] * 2, READY, B)
+    catalog.remove(B, RAM)
+    store(catalog, [B], RAM)  # In the row that it has left.
+    for tier in (SSD, POOL):
+        for key in (A, B, C, D):
+            catalog.add(key, tier, LENGTH, READY)
+        assert list(catalog.victims(tier)) == [D, C, B, A]
+
+
 # Pins.
 
 

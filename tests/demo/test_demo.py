@@ -62,6 +62,46 @@ def test_the_demo_passes_and_cleans_up(folder: Path) -> None:
     assert processes_that_mention(folder) == []
 
 
+SLOW_DISK = """
+import sys
+import yaml
+from kvtier.cli import main
+from kvtier.demo import run
+
+write = run._Demo._write_settings
+
+def write_slow(self):
+    write(self)
+    settings = yaml.safe_load(self.work.config().read_text())
+    settings["tiers"][1]["deadline"] = "0.001s"
+    self.work.config().write_text(yaml.safe_dump(settings))
+
+run._Demo._write_settings = write_slow
+sys.argv = ["kvtier", *sys.argv[1:]]
+main()
+"""
+
+
+def test_a_demo_whose_disk_is_too_slow_names_the_cause_and_keeps_the_logs(folder: Path) -> None:
+    command = ["demo", "--tokens", "2000", "--work-dir", str(folder)]
+    demo = subprocess.run(
+        [sys.executable, "-c", SLOW_DISK, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder)},
+        check=False,
+    )
+    assert demo.returncode == 1, demo.stdout
+    assert "✗ warm from disk, both restarted" in demo.stdout
+    assert "tier ssd: deadline of 1ms exceeded reading" in demo.stdout
+    (kept,) = folder.glob("run-*")
+    assert str(kept) in demo.stdout
+    assert {"cache.log", "vllm.log"} <= {path.name for path in kept.iterdir()}
+    assert "cache process: tier ssd: deadline of 1ms exceeded" in (kept / "vllm.log").read_text()
+    assert processes_that_mention(folder) == []
+
+
 def test_the_disaggregated_demo_passes_and_cleans_up(folder: Path) -> None:
     with start_demo(folder, "--disaggregated") as demo:
         shown = demo.communicate()[0]

@@ -173,6 +173,22 @@ def test_a_job_for_a_cache_process_that_is_gone_fails_at_once(side: WorkerSide, 
     assert side.take_results() == (set(), {"a"}, {"a"})
 
 
+def test_a_load_that_is_not_confirmed_is_logged_with_its_size(
+    side: WorkerSide, bridge: Bridge, copies: Copies
+) -> None:
+    logged: list[str] = []
+    warning: Any = lambda message, *args: logged.append(message % args)  # noqa: E731
+    side._warn = warning
+    side.load([job("a", 1), job("b", 2)])
+    bridge.here = False
+    copies.finished.add(1)
+    copies.finished.add(2)
+    assert side.take_results() == (set(), {"a", "b"}, {"a", "b"})
+    (line,) = logged
+    assert line.startswith("loading 32KiB for 2 requests (a first) failed after ")
+    assert line.endswith("the cache process did not confirm its leases; their tokens are recomputed")
+
+
 def test_a_device_that_fails_fails_the_load(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
     side.load([job("a", 1)])
     side.save([job("b", 2, last=True)])

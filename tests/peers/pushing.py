@@ -34,13 +34,19 @@ def keys_of(numbers: Sequence[int]) -> list[ChunkKey]:
 
 
 def settings_of(
-    kind: str, chunks: int, folder: Path | None = None, hand_over: dict[str, Any] | None = None, **peer: Any
+    kind: str,
+    chunks: int,
+    folder: Path | None = None,
+    hand_over: dict[str, Any] | None = None,
+    checksum: bool = True,
+    **peer: Any,
 ) -> Settings:
     tiers: list[dict[str, Any]] = [{"name": "ram", "type": "cpu", "capacity": chunks * CHUNK}]
     if folder is not None:
         tiers.append({"name": "ssd", "type": "disk", "capacity": 1 << 30, "path": str(folder)})
     return Settings(
         tiers=tiers,
+        checksum=checksum,
         hand_over=hand_over or {},
         peer={"listen": "127.0.0.1:0", "secret": SECRET, "transport": {"type": kind, "deadline": 20}, **peer},
     )

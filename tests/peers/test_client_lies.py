@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.backends.sealer import Sealer
 from kvtier.errors import ChannelError
 from kvtier.header import ChunkHeader
 from kvtier.peers.conversation import Conversation
@@ -114,7 +115,7 @@ async def test_any_room_is_refused_or_consistent(
             tasks.start_soon(source.conversation.run)
             theirs.send(encode(Reserved(1, grant, positions, offsets, seconds, held, coming, "")))
             try:
-                room = await Target(source, WorkerThreads(1)).reserve(headers)
+                room = await Target(source, Sealer()).reserve(headers)
             except ChannelError:
                 assert source.over
             else:
@@ -136,7 +137,7 @@ async def test_a_commit_that_is_answered_for_others_ends_the_connection(answers:
     with theirs:
         source = source_of(mine)
         headers = [ChunkHeader(key, key, bytes(32), 1000) for key in KEYS[:2]]
-        target = Target(source, WorkerThreads(1))
+        target = Target(source, Sealer())
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(source.conversation.run)
             theirs.send(encode(Reserved(1, 5, [0, 1], [0, 4096], 1.0, [], [], "")))

@@ -11,7 +11,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from kvtier.errors import PeerError
-from kvtier.header import HEADER_BYTES
+from kvtier.header import HEADER_BYTES, is_sealed
 from kvtier.peers.push import Pushed
 from kvtier.peers.source import Read, Source
 from kvtier.pipeline.discover import Expected
@@ -67,6 +67,31 @@ async def test_every_bit_of_a_chunk_object_is_as_if_it_had_been_stored_there() -
         assert ours.lease.view[:payload] == theirs.lease.view[:payload], "header and checksum, too"
         for chunk in (ours, theirs):
             chunk.lease.release()
+
+
+async def test_without_checksums_what_is_pushed_is_verified_and_no_header_here_changes() -> None:
+    async with hosts("tcp", 8, 8, checksum=False) as (here, there):
+        here.compute([1, 2])
+        handed = await here.hand_over(there, [1, 2]).finish()
+        assert list(handed.outcomes.values()) == [OK, OK]
+        found = here.look_up([1, 2]).chunks
+        assert not any(is_sealed(chunk.lease.view) for chunk in found)
+        for chunk in found:
+            chunk.lease.release()
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+async def test_what_is_corrupt_in_memory_is_not_pushed_and_the_rest_is(checksum: bool) -> None:
+    async with hosts("tcp", 8, 8, checksum=checksum) as (here, there):
+        here.compute(range(1, 4))
+        lease = here.cache.hierarchy.share(make_key(2))
+        assert lease is not None
+        lease.view[30] ^= 1
+        lease.release()
+        handed = await here.hand_over(there, range(1, 4)).finish()
+        assert list(handed.outcomes.values()) == [OK, FAILED, OK]
+        assert here.held(range(1, 4)) == [1, 3]
+        assert here.cache.hierarchy.sealer.corrupt == 1
 
 
 async def test_what_is_there_already_is_not_pushed() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from anyio.lowlevel import checkpoint
 
+from kvtier.backends.sealer import Sealer
 from kvtier.peers.push import Pushed, Target
 from kvtier.testing.cancelling import Through, cancelled_at
-from kvtier.threads import WorkerThreads
 
 from .pushing import Host, hosts, keys_of
 from .scripted import until
@@ -41,7 +41,7 @@ async def test_a_push_at_every_await(pair: Pair, through: Through) -> None:
     here, there = pair
     assert here.instance._handing is not None
     async with here.instance._handing.peers.lend(there.address) as source:
-        target = Target(source, WorkerThreads(1))
+        target = Target(source, Sealer())
         await source._linked()
         for lag in (0, 1, 3):
             step = 1

@@ -116,6 +116,9 @@ async def test_what_is_damaged_in_memory_is_not_readable() -> None:
         lease.release()
         granted = await client.look_up(keys)
         assert await readable(client, granted, [2, 1, 0]) == [True, False, True]
+        catalog = door.cache.hierarchy.catalog
+        assert [catalog.tiers(key) for key in keys] == [[0], [], [0]], "it is not served here, either"
+        assert door.cache.hierarchy.sealer.corrupt == 1
 
 
 async def test_a_prefix_ends_with_the_first_gap_and_a_selection_does_not() -> None:

@@ -17,12 +17,14 @@ from operator import attrgetter
 
 import torch
 
+from kvtier.backends.logs import RareWarning
 from kvtier.bridge.client import WorkerBridge
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, Memory, PageCopies, page_copies
 from kvtier.integrations.vllm.layout import ModelLayout, page_views
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.staging import StagingBuffer
+from kvtier.units import format_size
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -58,6 +60,7 @@ class WorkerSide:
         self._bridge = bridge
         self._rank = rank
         self._stats = TransferStats()
+        self._warn = RareWarning(logger)
         self._copies = self._copies_of([])
         self._staging = StagingBuffer(bridge) if stages else None
         self._loading: list[_Batch] = []
@@ -132,7 +135,18 @@ class WorkerSide:
         # Not before the copies: only now can it be said that the bytes copied were those promised.
         held = self._bridge.confirm([lease for job in batch.copied for lease in job.leases])
         self._loaded.update(job.request_id for job in batch.jobs)
-        self._failed.update(job.request_id for job in batch.jobs if not held or job not in batch.copied)
+        failed = [job for job in batch.jobs if not held or job not in batch.copied]
+        self._failed.update(job.request_id for job in failed)
+        if failed:
+            chunks = [chunk for job in failed for chunk in job.chunks]
+            self._warn(
+                "loading %s for %d requests (%s first) failed after %.1f s: %s; their tokens are recomputed",
+                format_size(sum(self._layout.rank_bytes(chunk.tokens) for chunk in chunks)),
+                len(failed),
+                failed[0].request_id,
+                time.perf_counter() - batch.started,
+                "memory or cache process is gone" if held else "the cache process did not confirm its leases",
+            )
         if held and batch.copied:
             self._report("loaded", "load", batch, [chunk for job in batch.copied for chunk in job.chunks])
 

@@ -1,0 +1,92 @@
+"""Warnings of the cache process for the engines that it serves: they appear in vLLM's log as well."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import anyio
+
+MAX_NOTICES = 16
+"""Kept for each engine, and sent to it at once."""
+MAX_CHARACTERS = 500
+"""Of one notice."""
+INTERVAL_SECONDS = 1.0
+"""Between two sendings."""
+
+
+class _Queue:
+    """The notices of one engine that are not sent yet."""
+
+    def __init__(self) -> None:
+        self.texts: deque[str] = deque()
+        self.dropped = 0
+        self.wake = anyio.Event()
+
+    def put(self, text: str) -> None:
+        if len(self.texts) < MAX_NOTICES:
+            self.texts.append(text)
+        else:
+            self.dropped += 1
+        self.wake.set()
+
+    def take(self) -> list[str]:
+        texts, dropped = [*self.texts], self.dropped
+        self.texts.clear()
+        self.dropped, self.wake = 0, anyio.Event()
+        return [*texts, f"{dropped} further warnings are in the cache process's log"] if dropped else texts
+
+
+class Notices(logging.Handler):
+    """A logging handler that forwards warnings, as they are in the log, to every subscriber.
+
+    Records may come from any thread. Nothing blocks: what an engine does not take in is dropped and counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._queues: set[_Queue] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @contextmanager
+    def listening(self, logger: logging.Logger) -> Iterator[None]:
+        """Forward what ``logger`` logs. Called in the event loop."""
+        self._loop = asyncio.get_running_loop()
+        logger.addHandler(self)
+        try:
+            yield
+        finally:
+            logger.removeHandler(self)
+            self._loop = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue the first line of a message, without its traceback."""
+        loop = self._loop
+        if loop is None or not self._queues:
+            return
+        try:
+            text = next(iter(record.getMessage().splitlines()), "")[:MAX_CHARACTERS]
+        except Exception:
+            self.handleError(record)
+            return
+        with suppress(RuntimeError):  # The loop is closed.
+            loop.call_soon_threadsafe(self._put, text)
+
+    async def forward(self, send: Callable[[list[str]], Awaitable[None]]) -> None:
+        """Send notices until cancelled, a few at a time, each within some seconds."""
+        queue = _Queue()
+        self._queues.add(queue)
+        try:
+            while True:
+                await queue.wake.wait()
+                await send(queue.take())
+                await anyio.sleep(INTERVAL_SECONDS)
+        finally:
+            self._queues.discard(queue)
+
+    def _put(self, text: str) -> None:
+        for queue in self._queues:
+            queue.put(text)

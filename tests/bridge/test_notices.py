@@ -1,0 +1,134 @@
+"""What the cache process warns of is in the engine's log as well, bounded and without a loop."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+import yaml
+
+from kvtier.bridge import notices
+from kvtier.bridge.client import SchedulerBridge
+from kvtier.bridge.notices import MAX_CHARACTERS, MAX_NOTICES, Notices
+from kvtier.bridge.protocol import Notice, decode_from_cache
+from kvtier.sockets.frames import FrameReader, encode
+
+from .conftest import KEYS, answers, hello, store, wait_until
+from .scripted import host
+
+Start = Callable[..., subprocess.Popen[str]]
+logger = logging.getLogger("kvtier.test_notices")
+
+
+@asynccontextmanager
+async def forwarding(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[str]]:
+    monkeypatch.setattr(notices, "INTERVAL_SECONDS", 0.01)
+    sent: list[str] = []
+
+    async def send(texts: list[str]) -> None:
+        sent.extend(texts)
+
+    found = Notices()
+    with found.listening(logger):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(found.forward, send)
+            await anyio.wait_all_tasks_blocked()
+            yield sent
+            tasks.cancel_scope.cancel()
+    assert logger.handlers == []
+
+
+async def until(condition: Callable[[], object]) -> None:
+    with anyio.fail_after(10):
+        while not condition():
+            await anyio.sleep(0.005)
+
+
+@pytest.mark.anyio
+async def test_warnings_and_errors_are_forwarded_and_nothing_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with forwarding(monkeypatch) as sent:
+        logger.info("connected")
+        logger.warning("tier %s: deadline of %d s exceeded", "ssd", 5)
+        try:
+            logger.handlers[9]
+        except IndexError:
+            logger.exception("it failed\nand this is why")
+        await until(lambda: len(sent) == 2)
+        assert sent == ["tier ssd: deadline of 5 s exceeded", "it failed"]
+
+
+@pytest.mark.anyio
+async def test_what_is_too_much_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with forwarding(monkeypatch) as sent:
+        for number in range(MAX_NOTICES + 30):
+            logger.warning("%d%s", number, "x" * 10_000)
+        await until(lambda: sent)
+        assert len(sent) == MAX_NOTICES + 1
+        assert all(len(text) <= MAX_CHARACTERS for text in sent)
+        assert sent[-1] == "30 further warnings are in the cache process's log"
+        logger.warning("later")
+        await until(lambda: sent[-1] == "later")
+
+
+@pytest.mark.anyio
+async def test_a_thread_may_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with forwarding(monkeypatch) as sent:
+        thread = threading.Thread(target=logger.warning, args=("from a thread",))
+        thread.start()
+        await until(lambda: sent == ["from a thread"])
+        thread.join()
+
+
+@pytest.mark.anyio
+async def test_schedulers_are_notified_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notices, "INTERVAL_SECONDS", 0.01)
+    async with host(tmp_path) as home, home.peer() as scheduler, home.peer() as worker:
+        with home.server.notices.listening(logger):
+            await scheduler.greet()
+            await worker.greet("worker")
+            await anyio.wait_all_tasks_blocked()
+            logger.warning("tier ssd: circuit breaker open for 1 s")
+            assert await scheduler.hear() == Notice("tier ssd: circuit breaker open for 1 s")
+            assert len(home.server.notices._queues) == 1
+
+
+def test_a_notice_is_logged_by_the_engine(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    bridge = SchedulerBridge(hello("scheduler"), tmp_path / "nobody")
+    (body,) = FrameReader().feed(encode(Notice("tier ssd: " + "x" * 10_000)))
+    with caplog.at_level(logging.WARNING):
+        bridge._receive(decode_from_cache(body))
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("vllm.kvtier", "WARNING")
+    assert record.getMessage().startswith("cache process: tier ssd: xxx")
+    assert len(record.getMessage()) < MAX_CHARACTERS + 20
+
+
+def test_a_tier_that_is_too_slow_is_named_in_both_logs(
+    tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "config.yaml"
+    config = yaml.safe_load(file.read_text())
+    config["tiers"][1]["deadline"] = "1us"
+    file.write_text(yaml.safe_dump(config))
+    process = start()
+    wait_until(lambda: answers(tmp_path / "socket"))
+    with caplog.at_level(logging.WARNING, "vllm.kvtier"):
+        scheduler, _ = store(tmp_path / "socket", KEYS)
+
+        def notified() -> bool:
+            scheduler.poll()
+            return "tier ssd: deadline of 1us exceeded writing" in caplog.text
+
+        wait_until(notified)
+    process.terminate()
+    process.wait(30)
+    assert process.stderr is not None
+    assert "tier ssd: deadline of 1us exceeded writing" in process.stderr.read()
