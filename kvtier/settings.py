@@ -100,7 +100,10 @@ class TierSettings(BaseModel):
     deadline: Duration = Field(
         default=5.0,
         gt=0,
-        description="How long one batch of reads or writes may take before it counts as failed.",
+        description=(
+            "How long a batch of reads or writes of up to 16 MiB may take before it counts as failed; a "
+            "larger one may take longer in proportion."
+        ),
         examples=["5s"],
     )
     queue: Size | None = Field(

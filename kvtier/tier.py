@@ -22,10 +22,13 @@ from kvtier.costs import ReadCost
 from kvtier.keys import ChunkKey
 from kvtier.settings import LocalTierSettings, TierSettings
 from kvtier.slices import Lease
-from kvtier.units import format_duration, format_size
+from kvtier.tasks import set_within
+from kvtier.units import MIB, format_duration, format_size
 
 logger = logging.getLogger("kvtier")
 
+DEADLINE_BYTES = 16 * MIB
+"""The deadline of a tier is for a batch of this size, and longer in proportion for a larger one."""
 KNOWN_CHUNKS = 1_000_000
 """Of what a shared pool holds so many are kept in mind, some 200 MB; others are asked for when wanted."""
 
@@ -130,7 +133,8 @@ class Tier:
                 held = next((index for index, one in enumerate(there) if not one), len(there))
 
         doing = f"looking up {len(keys)} chunks"
-        return held if await self._in_time(run, doing, "they count as missing") else 0
+        in_time = self._in_time(self._start(run), self.settings.deadline, doing, "they count as missing")
+        return held if await in_time else 0
 
     async def put(self, chunks: Sequence[ChunkBytes], settle: Settle) -> Sequence[Outcome]:
         """Write chunk objects; takes over their leases. ``FAILED`` for all where the deadline passes."""
@@ -153,7 +157,8 @@ class Tier:
             finally:
                 self._deleting_bytes -= doomed
 
-        await self._in_time(run, f"deleting {len(keys)} chunks", "they go later")
+        doing = f"deleting {len(keys)} chunks"
+        await self._in_time(self._start(run), self.settings.deadline, doing, "they go later")
 
     async def _get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Read a batch and learn what that costs. How long it waited for its turn does not count."""
@@ -176,44 +181,61 @@ class Tier:
         consequence: str,
     ) -> Sequence[Outcome]:
         outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(chunks)
+        total = sum(chunk.lease.length for chunk in chunks)
+        doing = f"{verb} {format_size(total)} ({len(chunks)} chunks)"
+        begun, queue = anyio.Event(), anyio.CancelScope()
 
         async def run() -> None:
             nonlocal outcomes
             try:
-                async with self._slots:
-                    outcomes = await operation([(chunk.key, chunk.lease.view) for chunk in chunks])
+                with queue:
+                    async with self._slots:
+                        begun.set()
+                        outcomes = await operation([(chunk.key, chunk.lease.view) for chunk in chunks])
             finally:
+                begun.set()
                 settle(outcomes)
                 for chunk in chunks:
                     chunk.lease.release()
 
-        size = format_size(sum(chunk.lease.length for chunk in chunks))
-        doing = f"{verb} {size} ({len(chunks)} chunks)"
-        if await self._in_time(run, doing, consequence):
+        ended = self._start(run)
+        if not await set_within(begun, self.settings.deadline):
+            # It has not reached the medium: its memory is free at once, for another tier to read into.
+            queue.cancel()
+            waited = f"no turn within {format_duration(self.settings.deadline)} for {doing}"
+            self._warn("tier %s: %s", self.name, waited)
+            self.backend.record_failure(waited)
+            await ended.wait()
+            return outcomes
+        seconds = self.settings.deadline * max(1.0, total / DEADLINE_BYTES)
+        if await self._in_time(ended, seconds, doing, consequence):
             return outcomes
         return [Outcome.FAILED] * len(chunks)
 
-    async def _in_time(self, run: Callable[[], Awaitable[None]], doing: str, consequence: str) -> bool:
-        """Start a call to the backend; whether it ended within the deadline. If not, it goes on.
-
-        Then a warning names ``doing``, and ``consequence``, at most once a minute.
-        """
-        done = anyio.Event()
-        started = time.monotonic()
+    def _start(self, run: Callable[[], Awaitable[None]]) -> anyio.Event:
+        """Start a call to the backend in a task of its own; the event is set when it has ended."""
+        ended = anyio.Event()
 
         async def call() -> None:
             try:
                 await run()
             finally:
-                done.set()
+                ended.set()
 
         self._tasks.start_soon(call)
-        with anyio.move_on_after(self.settings.deadline):
-            await done.wait()
-        if not done.is_set():
-            missed = f"deadline of {format_duration(self.settings.deadline)} exceeded {doing}"
-            seconds = time.monotonic() - started
-            self._warn("tier %s: %s after %.1f s; %s", self.name, missed, seconds, consequence)
-            self.backend.record_failure(missed)
-            self.reading.failed()
-        return done.is_set()
+        return ended
+
+    async def _in_time(self, ended: anyio.Event, seconds: float, doing: str, consequence: str) -> bool:
+        """Wait for a call to the backend; whether it ended within ``seconds``. If not, it goes on.
+
+        Then a warning names ``doing``, and ``consequence``, at most once a minute.
+        """
+        started = time.monotonic()
+        if await set_within(ended, seconds):
+            return True
+        missed = f"deadline of {format_duration(seconds)} exceeded {doing}"
+        elapsed = time.monotonic() - started
+        self._warn("tier %s: %s after %.1f s; %s", self.name, missed, elapsed, consequence)
+        self.backend.record_failure(missed)
+        self.reading.failed()
+        return False

@@ -14,11 +14,16 @@ from kvtier.catalog import State
 from kvtier.events import Prefetch
 from kvtier.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
-from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
+from kvtier.pipeline.evict import EvictStage
 from kvtier.router import FIRST, Transfer
 from kvtier.slices import Lease
 from kvtier.tier import ChunkBytes
-from kvtier.units import format_size
+from kvtier.units import MIB, format_size
+
+READ_BYTES = 16 * MIB
+"""Read in one go: a request that waits sees progress with each, and its time to wait begins anew."""
+READS_IN_FLIGHT = 2
+"""While one batch is verified the next is read. More at once gains no medium anything."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,28 +93,34 @@ class PrefetchStage:
         return flights
 
     async def _fly(self, event: Prefetch, flights: Sequence[Flight]) -> None:
-        """Read one run of chunks, a batch after another, so that the first arrive first.
-
-        What a tier does not give is read from another before the rest, whose use depends on it.
-        """
+        """Read one run of chunks in small batches, a few in flight, so that the first arrive first."""
         waiting = deque(flights)
         try:
-            while waiting:
-                read = self._next_read(waiting)
-                try:
-                    await self._carry_out(event, read)
-                finally:
-                    waiting.extendleft(reversed(self._finish(read)))
-                if read.failed:
-                    self._divert(waiting, read.source)
+            async with anyio.create_task_group() as tasks:
+                for _ in range(READS_IN_FLIGHT):
+                    tasks.start_soon(self._read_all, event, waiting)
         finally:
             self._give_up(waiting)
 
+    async def _read_all(self, event: Prefetch, waiting: deque[Flight]) -> None:
+        """Read one batch after another.
+
+        What a tier does not give is read from another before the rest, whose use depends on it.
+        """
+        while waiting:
+            read = self._next_read(waiting)
+            try:
+                await self._carry_out(event, read)
+            finally:
+                waiting.extendleft(reversed(self._finish(read)))
+            if read.failed:
+                self._divert(waiting, read.source)
+
     def _next_read(self, waiting: deque[Flight]) -> Read:
-        """Take the first flights that have one source, about :data:`BATCH_BYTES` of them, at least one."""
+        """Take the first flights that have one source, about :data:`READ_BYTES` of them, at least one."""
         source = waiting[0].source
         flights: list[Flight] = []
-        room = BATCH_BYTES
+        room = READ_BYTES
         while waiting and waiting[0].source == source and (not flights or waiting[0].lease.length <= room):
             flight = waiting.popleft()
             flight.untried &= ~(1 << source)

@@ -93,7 +93,8 @@ async def test_the_next_is_the_cheapest_that_is_left(settings: MakeSettings, pro
 async def test_the_beginning_of_a_prompt_is_mended_first(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "BATCH_BYTES", 2 * CHUNK_OBJECT_BYTES)
+    monkeypatch.setattr(prefetch, "READS_IN_FLIGHT", 1)
+    monkeypatch.setattr(prefetch, "READ_BYTES", 2 * CHUNK_OBJECT_BYTES)
     async with opened(settings, "near", "far") as house:
         tokens = prompt(1536)
         await house.fill(tokens, "near", "far")
@@ -105,7 +106,8 @@ async def test_the_beginning_of_a_prompt_is_mended_first(
 async def test_the_rest_of_a_run_leaves_a_source_that_fails(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "BATCH_BYTES", 2 * CHUNK_OBJECT_BYTES)
+    monkeypatch.setattr(prefetch, "READS_IN_FLIGHT", 1)
+    monkeypatch.setattr(prefetch, "READ_BYTES", 2 * CHUNK_OBJECT_BYTES)
     async with opened(settings, "near", "far") as house:
         tokens = prompt(2048)
         await house.fill(tokens, "near", "far")
@@ -197,7 +199,8 @@ async def test_a_late_answer_that_is_right_is_kept(settings: MakeSettings, promp
 async def test_the_rest_of_a_run_does_not_wait_for_a_source_that_hangs(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "BATCH_BYTES", 2 * CHUNK_OBJECT_BYTES)
+    monkeypatch.setattr(prefetch, "READS_IN_FLIGHT", 1)
+    monkeypatch.setattr(prefetch, "READ_BYTES", 2 * CHUNK_OBJECT_BYTES)
     async with opened(settings, "near", "far") as house:
         tokens = prompt(2048)
         await house.fill(tokens, "near", "far")
@@ -210,6 +213,43 @@ async def test_the_rest_of_a_run_does_not_wait_for_a_source_that_hangs(
         house.sources["near"].delays.resume()
         await house.at_rest()
         assert await house.retrieve(tokens) == 2048
+
+
+async def test_two_reads_are_in_flight(
+    settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "READ_BYTES", 2 * CHUNK_OBJECT_BYTES)
+    async with opened(settings, "near") as house:
+        tokens = prompt(2048)
+        await house.fill(tokens, "near")
+        delays = house.sources["near"].delays
+        delays.hang()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(house.retrieve, tokens)
+            await until(lambda: delays.waiting == 2)
+            await anyio.wait_all_tasks_blocked()
+            assert delays.waiting == 2
+            delays.resume()
+        assert house.reads == [("near", 2)] * 4
+        assert await house.retrieve(tokens) == 2048
+
+
+async def test_reads_that_get_no_turn_are_read_from_elsewhere(settings: MakeSettings, prompt: Prompt) -> None:
+    """The medium has not got their memory: another may read into it at once."""
+    async with opened(settings, "near", "far") as house:
+        first, second = prompt(1024, 1), prompt(1024, 2)
+        await house.fill(first, "near")
+        await house.fill(second, "near", "far")
+        near = house.cache.hierarchy.tiers[1]
+        near._slots = anyio.Semaphore(1)
+        house.sources["near"].delays.hang()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(house.retrieve, first)
+            await until(lambda: house.sources["near"].delays.waiting == 1)
+            assert await house.retrieve(second) == 1024
+            house.sources["near"].delays.resume()
+        await house.at_rest()
+        assert house.sources["near"].faults.calls["get"] == 1
 
 
 # Ended on the way.
@@ -238,7 +278,7 @@ async def test_a_request_is_cancelled_while_its_chunks_fly(
 async def test_the_cache_is_closed_while_chunks_fly(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, hanging: str
 ) -> None:
-    monkeypatch.setattr(prefetch, "BATCH_BYTES", 2 * CHUNK_OBJECT_BYTES)
+    monkeypatch.setattr(prefetch, "READ_BYTES", 2 * CHUNK_OBJECT_BYTES)
 
     async def resume_later(source: Source) -> None:
         await anyio.sleep(0.05)
