@@ -138,7 +138,7 @@ class Tier:
 
     async def put(self, chunks: Sequence[ChunkBytes], settle: Settle) -> Sequence[Outcome]:
         """Write chunk objects; takes over their leases. ``FAILED`` for all where the deadline passes."""
-        return await self._carry(self.backend.put, chunks, settle, "writing", "they count as not written")
+        return await self._carry(self.backend.put, chunks, settle, "writing", "it counts as failed")
 
     async def get(self, chunks: Sequence[ChunkBytes], settle: Settle) -> Sequence[Outcome]:
         """Fill the leased memory with chunk objects; takes over the leases."""
@@ -234,8 +234,8 @@ class Tier:
         if await set_within(ended, seconds):
             return True
         missed = f"deadline of {format_duration(seconds)} exceeded {doing}"
-        elapsed = time.monotonic() - started
-        self._warn("tier %s: %s after %.1f s; %s", self.name, missed, elapsed, consequence)
+        elapsed = format_duration(time.monotonic() - started)
+        self._warn("tier %s: %s after %s; %s", self.name, missed, elapsed, consequence)
         self.backend.record_failure(missed)
         self.reading.failed()
         return False

@@ -43,8 +43,8 @@ async def test_a_deadline_that_is_exceeded(settings: MakeSettings, prompt: Promp
         for seed in range(5):
             assert await house.retrieve(prompt(1024, seed)) == 0
         (missed,) = log("deadline")[:1]
-        assert missed.startswith("tier away: deadline of 300ms exceeded reading 80KiB (4 chunks) after 0.")
-        assert missed.endswith(" s; they count as missing")
+        assert missed.startswith("tier away: deadline of 300ms exceeded reading 80KiB (4 chunks) after ")
+        assert missed.endswith("s; they count as missing")
         assert len(log("exceeded")) == 1, "the others are counted, not logged"
         # Four hang, which is as many as may be in flight: the fifth gets no turn.
         assert log("could not be read") == [
@@ -56,12 +56,12 @@ async def test_a_deadline_that_is_exceeded(settings: MakeSettings, prompt: Promp
         ]
 
 
-async def test_a_look_up_and_a_write_that_exceed_it(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
+async def test_a_write_that_exceeds_it(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
     async with TieredCache.open(settings(disk={"deadline": "1us"}), plugins=BUILT_IN) as cache:
         store(cache, prompt(512))
         assert await cache.drain(10)
         assert log("tier ssd: deadline of 1us exceeded writing 40KiB (2 chunks)")
-        assert log("they count as not written")
+        assert log("it counts as failed")
 
 
 async def test_a_medium_that_fails(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
