@@ -119,7 +119,7 @@ def test_a_tier_that_is_too_slow_is_named_in_both_logs(
     config["tiers"][1]["deadline"] = "1us"
     file.write_text(yaml.safe_dump(config))
     process = start()
-    wait_until(lambda: answers(tmp_path / "socket"))
+    wait_until(lambda: answers(tmp_path / "socket"), 60)
     with caplog.at_level(logging.WARNING, "vllm.kvtier"):
         scheduler, _ = store(tmp_path / "socket", KEYS)
 
@@ -127,8 +127,8 @@ def test_a_tier_that_is_too_slow_is_named_in_both_logs(
             scheduler.poll()
             return "tier ssd: deadline of 1us exceeded writing" in caplog.text
 
-        wait_until(notified)
+        wait_until(notified, 60)
     process.terminate()
-    process.wait(30)
+    process.wait(60)
     assert process.stderr is not None
     assert "tier ssd: deadline of 1us exceeded writing" in process.stderr.read()
