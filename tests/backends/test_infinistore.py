@@ -219,7 +219,7 @@ async def test_a_server_that_stands_still_fails_by_the_deadline(
         finally:
             server.resume()
         views = blanks(range(8), MIB)
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             assert list(await backend.put(items)) == [OK] * 8
             assert list(await backend.get(views)) == [OK] * 8
         assert all(same(view, item[1]) for (_, view), item in zip(views, items, strict=True))
