@@ -39,6 +39,10 @@ BEAT_SECONDS = 0.005
 PERIOD_SECONDS = 0.01
 
 
+_monitors: set[str] = set()
+"""The threads of all watches: what they compute keeps no loop waiting."""
+
+
 class Block(NamedTuple):
     """One time that the loop was blocked."""
 
@@ -80,6 +84,14 @@ class LoopWatch:
         self._timer = self._loop.call_later(BEAT_SECONDS, self._beat)
 
     def _watch(self) -> None:
+        own_id = str(threading.get_native_id())
+        _monitors.add(own_id)
+        try:
+            self._look_on()
+        finally:
+            _monitors.discard(own_id)
+
+    def _look_on(self) -> None:
         stall = _Stall(self._cpu_seconds())
         beats = -1
         while not self._stopped.wait(PERIOD_SECONDS):
@@ -95,7 +107,6 @@ class LoopWatch:
         frame = sys._current_frames().get(self._thread_id)
         place = (id(frame), frame.f_lasti) if frame is not None else None
         cpu_seconds, tasks = self._cpu_seconds(), _tasks()
-        tasks.pop(str(threading.get_native_id()), None)
         asleep = place == stall.place and not _is_select(frame)
         slept = _seconds_asleep(self._native_id, stall.tasks, tasks) if asleep else 0.0
         if not _is_reading_source(frame):
@@ -176,7 +187,7 @@ def _seconds_asleep(thread: str, before: dict[str, _Task], now: dict[str, _Task]
         return 0.0
     seconds = elapsed = is_.at - was.at
     for name, task in now.items():
-        if name == thread:
+        if name == thread or name in _monitors:
             continue
         past = before.get(name)
         computed = task.cpu_seconds - (past.cpu_seconds if past else 0.0)

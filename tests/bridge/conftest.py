@@ -28,7 +28,7 @@ KEYS = chunk_keys(ROOT, list(range(CHUNK_TOKENS * 40)), CHUNK_TOKENS)
 Start = Callable[..., subprocess.Popen[str]]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -101,7 +101,7 @@ def store(socket: Path, keys: list[ChunkKey]) -> tuple[SchedulerBridge, WorkerBr
     scheduler.connect()
     _bridges.extend([worker, scheduler])
     assert worker.arena is not None
-    slots = scheduler.reserve(ROOT, keys, CHUNK_TOKENS)
+    slots = scheduler.reserve(ROOT, keys, CHUNK_TOKENS, seconds=60)
     for key, slot in zip(keys, slots, strict=True):
         assert slot is not None
         payload = LAYOUT.payload_bytes(CHUNK_TOKENS)

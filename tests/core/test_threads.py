@@ -31,7 +31,7 @@ class Work:
             self.begun += 1
             self.running += 1
             self.most = max(self.most, self.running)
-        self.go.wait(10)
+        self.go.wait(60)
         with self._lock:
             self.running -= 1
         return item * 10
