@@ -18,10 +18,10 @@ nice        as saturated, with the cache process at nice 19
 
 A turn starts a cache process on a folder that holds 512 MiB of chunks, and looks all of them up until they
 are leased: the *first load*. Then all are in memory, and a scheduler looks them up again, a prompt of 32,768
-tokens. It reserves a chunk for each of 64 prompts, one after the other, as one step of an engine with that
-many requests may do. An engine stores and retrieves a prompt of 64 MiB. *Loop blocked* is how late a timer of
-1 ms in the cache process's event loop is, from the first load on; *on a core* excludes the time in which its
-thread waited for one.
+tokens. It reserves a chunk for each of 64 prompts, as one step of an engine with that many requests does;
+with ``benchmarks/stepping.py`` and vLLM, all hooks of such a step are measured, too. An engine stores and
+retrieves a prompt of 64 MiB. *Loop blocked* is how late a timer of 1 ms in the cache process's event loop is,
+from the first load on; *on a core* excludes the time in which its thread waited for one.
 
 To measure another version, run this with the Python of the environment that it is installed in.
 """
@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import filled, show
 from benchmarks.loads import LEAVE_BYTES, MIB, available_bytes, fragmented, saturated, writing
@@ -166,7 +167,7 @@ class Bench:
             payload = self._layout.payload_bytes(CHUNK_TOKENS)
             content = filled(payload)
             for key in self._keys:
-                (slot,) = scheduler.reserve(ROOT, [key], CHUNK_TOKENS, seconds=LIMIT_SECONDS)
+                (slot,) = reserve(scheduler, [key])
                 assert slot is not None, "there is no room for the chunks"
                 worker.arena.view(slot.offset + HEADER_BYTES, payload)[:] = content
                 worker.commit([slot.lease])
@@ -183,6 +184,7 @@ class Bench:
                     found |= self._first_load(scheduler)
                     found |= self._look_ups(scheduler)
                     found |= self._reservations(scheduler, worker)
+                found |= self._steps()
                 found |= self._engine()
         blocked = json.loads(self._report.read_text())
         return found | {f"loop blocked, {what}": value for what, value in blocked.items()}
@@ -238,15 +240,33 @@ class Bench:
         }
 
     def _reservations(self, scheduler: SchedulerBridge, worker: WorkerBridge) -> Measured:
-        """A chunk for each of many prompts in turn, which an engine's scheduler waits for in its step."""
+        """A chunk for each of many prompts."""
         seconds = []
         for _ in range(max(2, self._runs // 10)):
             keys = [ChunkKey(os.urandom(KEY_BYTES)) for _ in range(PROMPTS)]
             started = time.perf_counter()
-            slots = [scheduler.reserve(ROOT, [key], CHUNK_TOKENS)[0] for key in keys]
+            slots = reserve(scheduler, keys)
             seconds.append(time.perf_counter() - started)
             worker.abandon([slot.lease for slot in slots if slot is not None])
         return {f"reserve for {PROMPTS} prompts": statistics.median(seconds) * 1e3}
+
+    def _steps(self) -> Measured:
+        """What the connector's hooks add to a step in which each of many requests completes a chunk."""
+        try:
+            from benchmarks.stepping import Engine, make_request
+        except ImportError:  # It needs vLLM.
+            return {}
+        engine = Engine.open(self._socket, PROMPTS)
+        for _ in range(PROMPTS):
+            engine.run(make_request(1 << 19))
+        try:
+            seconds = [engine.step().elapsed for _ in range(2 * self._runs)][self._runs :]
+        finally:
+            engine.close()
+        return {
+            f"hooks of a step of {PROMPTS} requests": statistics.median(seconds) * 1e3,
+            "  99 % of the steps": percentile(seconds, 0.99) * 1e3,
+        }
 
     def _engine(self) -> Measured:
         from benchmarks.compare.tokens import TOKEN_LAYER_BYTES, Engine  # Imports torch, which is slow.
@@ -305,6 +325,20 @@ class Bench:
 
     def _hello(self, role: Role) -> Hello:
         return Hello(protocol.VERSION, "busy", role, 0, self._layout, NAMESPACE)
+
+
+def reserve(scheduler: SchedulerBridge, keys: Sequence[ChunkKey]) -> list[Any]:
+    """Room for a chunk of each of many prompts, in one message if the bridge has one for that."""
+    try:
+        from kvtier.bridge.protocol import Run
+    except ImportError:
+        return [scheduler.reserve(ROOT, [key], CHUNK_TOKENS, seconds=LIMIT_SECONDS)[0] for key in keys]
+    question = scheduler.reserve([Run(ROOT, key, CHUNK_TOKENS) for key in keys])
+    while question is not None and question.open:
+        scheduler.poll(LIMIT_SECONDS)
+    if question is None or question.answer is None:
+        raise SystemExit("the cache process does not answer")
+    return [slot for (slot,) in question.answer]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

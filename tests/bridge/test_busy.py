@@ -20,7 +20,7 @@ from kvtier.header import HEADER_BYTES
 from kvtier.keys import chunk_keys, root_key
 from kvtier.layout import ChunkLayout, GroupLayout
 
-from .conftest import answers, wait_until
+from .conftest import answers, confirm, reserve, wait_until
 
 CHUNK_TOKENS, CHUNKS = 256, 64
 PAYLOAD_BYTES = 4 * MIB - 4096
@@ -65,7 +65,7 @@ def store(socket: Path) -> None:
     worker.connect()
     scheduler.connect()
     assert worker.arena is not None
-    slots = scheduler.reserve(ROOT, KEYS, CHUNK_TOKENS, seconds=60)
+    slots = reserve(scheduler, ROOT, KEYS, CHUNK_TOKENS)
     for key, slot in zip(KEYS, slots, strict=True):
         assert slot is not None
         worker.arena.view(slot.offset + HEADER_BYTES, PAYLOAD_BYTES)[:] = key * (PAYLOAD_BYTES // len(key))
@@ -96,7 +96,7 @@ def test_the_first_load_from_disk_beside_saturated_cores(tmp_path: Path) -> None
         finding = scheduler.found(ticket)
         assert finding is not None
         assert len(finding.leases) == CHUNKS, "some were given up"
-        assert worker.confirm(finding.leases, seconds=60)
+        assert confirm(worker, finding.leases)
         for key, offset in zip(KEYS, finding.offsets, strict=True):
             payload = worker.arena.view(offset + HEADER_BYTES, PAYLOAD_BYTES)
             assert payload == key * (PAYLOAD_BYTES // len(key))

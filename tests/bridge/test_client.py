@@ -17,7 +17,7 @@ from kvtier.errors import ChannelError
 from kvtier.header import HEADER_BYTES
 from kvtier.keys import KEY_BYTES, ChunkKey
 
-from .conftest import CHUNK_TOKENS, KEYS, LAYOUT, ROOT, answers, hello, store, wait_until
+from .conftest import CHUNK_TOKENS, KEYS, LAYOUT, ROOT, answers, confirm, hello, store, wait_until
 
 Start = Callable[..., subprocess.Popen[str]]
 TOKENS = CHUNK_TOKENS * len(KEYS)
@@ -55,7 +55,7 @@ def test_found_chunks_are_leased_until_released(path: Path) -> None:
     assert worker.arena is not None
     payload = worker.arena.view(finding.offsets[3] + HEADER_BYTES, KEY_BYTES)
     assert payload == KEYS[3]
-    assert worker.confirm(finding.leases, seconds=60)
+    assert confirm(worker, finding.leases)
     assert engine(path)["leases"] == len(KEYS)
     scheduler.take(ticket)
     scheduler.release(finding.leases)

@@ -47,12 +47,12 @@ class Nothing:
 
 @asynccontextmanager
 async def reading_from(
-    *processes: PeerProcess, deadline: float = 20.0, **peer: Any
+    *processes: PeerProcess, deadline: float = 60.0, **peer: Any
 ) -> AsyncIterator[PeersBackend]:
     """Opened as an instance does it, but without tiers; afterwards nothing of it is left."""
     before = sockets()
     addresses = [process.address for process in processes]
-    settings = settings_of(None, addresses, 1 << 20, **({"patience": 5.0} | peer))
+    settings = settings_of(None, addresses, 1 << 20, **({"patience": 20.0} | peer))
     transport_settings = PLUGINS.transport_settings(settings)
     transport = PLUGINS.transport(transport_settings.type)(transport_settings)
     backend = PeersBackend(
