@@ -151,6 +151,7 @@ async def test_a_source_whose_breaker_is_open_is_not_asked(settings: MakeSetting
         while house.tier("near").available:
             assert await house.retrieve(tokens) == 1024
             house.cache.hierarchy.drop(house.model.keys(tokens))
+        house.tier("near").backend._open_until = float("inf")
         house.reads.clear()
         assert await house.retrieve(tokens) == 1024
         assert house.reads == [("far", 4)]
