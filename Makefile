@@ -9,7 +9,7 @@ DEMO ?=
 PYTEST ?=
 # One of them runs the engines, one the rest: conftest.py. PYTEST='-n0' where one test is looked at.
 WORKERS := -n 2 --no-loadscope-reorder
-# Real engines and servers on a busy machine: what fails once is run again, and named at the end if it then passes.
+# A safety net, and no more: what fails is run again once, and conftest.py lists it at the end, as a finding.
 RERUNS := --reruns 1
 FUZZ ?= 60
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks import (
+    busy,
     catalog,
     controller,
     copies,
@@ -37,6 +38,7 @@ SMALL = {
     push: ["--transport", "tcp", "--quick"],
     engine: ["--rounds", "1"],
     disaggregated: ["--quick"],
+    busy: ["--small"],
 }
 
 

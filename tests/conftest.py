@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from kvtier import native
@@ -10,6 +12,9 @@ from kvtier.testing.plugin import enable_checks
 
 def pytest_configure(config: pytest.Config) -> None:
     enable_checks(config)
+    # A shell starts what runs in the background with SIGINT ignored, and so would every process of a test.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

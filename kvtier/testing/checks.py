@@ -9,8 +9,9 @@ import pytest
 
 from kvtier.testing.watch import LoopWatch
 
-LEFTOVER_GRACE_SECONDS = 1.0
-"""How long a task that the test has cancelled or told to end may take over it."""
+LEFTOVER_LOOKS, LOOK_SECONDS = 100, 0.01
+"""So often, and so far apart, a task that the test has cancelled may still be seen. Looks are counted rather
+than seconds: a busy machine delays both."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,13 +42,13 @@ async def checked_loop(request: pytest.FixtureRequest) -> AsyncIterator[None]:
 
 
 async def _leftover_tasks(before: Set[asyncio.Task[object]]) -> list[asyncio.Task[object]]:
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + LEFTOVER_GRACE_SECONDS
-    while True:
+    leftover: list[asyncio.Task[object]] = []
+    for _ in range(LEFTOVER_LOOKS):
         leftover = [task for task in asyncio.all_tasks() if task not in before and not _is_the_runner(task)]
-        if not leftover or loop.time() > deadline:
-            return leftover
-        await asyncio.sleep(0.01)
+        if not leftover:
+            break
+        await asyncio.sleep(LOOK_SECONDS)
+    return leftover
 
 
 def _is_the_runner(task: asyncio.Task[object]) -> bool:

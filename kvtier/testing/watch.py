@@ -1,24 +1,24 @@
 """A watchdog for the event loop: was it blocked, for how long, and where.
 
-A timer on the loop beats every few milliseconds; a monitor thread looks whether it does. What a missing
-beat means is the question: on a busy machine a thread that is ready to run may not get a core for tens of
-milliseconds, and no test may fail for that. So time is not taken from the clock on the wall. Of the time
-without a beat two kinds are counted:
+A timer on the loop beats every few milliseconds, and a monitor thread checks it. A missing beat alone proves
+nothing: on a busy machine a thread that is ready to run may wait for a core for tens of milliseconds, and no
+test may fail for that. So wall time is not what counts. Of the time without a beat two kinds are counted:
 
 - CPU time of the loop's thread (``pthread_getcpuclockid``): it computed, in Python or in C, and did not
-  come back to the loop. A thread that waits for a core consumes none.
-- Time in which the thread was asleep in the kernel (``/proc/self/task/<id>/stat``: ``S`` or ``D``) at one
-  and the same instruction from one look to the next, other than in the loop's own ``select``, and no other
-  thread of the process was ready to run (``R``): it sits in a blocking call, such as ``time.sleep``, a
-  lock or a read from a disk. A thread that waits for a core is ``R``, and one that waits for such a
-  thread, as ``Thread.start`` does, is not to blame either. One such look counts as one period, however
-  late the monitor itself came.
+  return to the loop. A thread that waits for a core consumes none.
+- Time in which the thread slept in the kernel, outside the loop's own ``select``: in a blocking call, such as
+  ``time.sleep``, a lock or a read from a disk. It slept from one look to the next if both find it asleep
+  (``/proc/<pid>/task/<id>/stat``: ``S`` or ``D``) at the same instruction, and it had no core in between
+  (``schedstat``). What it waited for may not have had a core either, so these are deducted: the time in
+  which other threads of the process computed or waited for a core, since they hold locks and the GIL, and
+  the time in which a child process waited for a core, since starting one waits for it.
 
-What the garbage collector takes is not counted, nor what it finalizes: it interrupts whoever comes along. Nor
-is reading source files for a traceback that is logged, which takes as long as the disk is busy.
+Garbage collection is not counted, nor what it finalizes: it interrupts any code. Nor is reading source files
+for a traceback that is logged, which takes as long as the disk is busy.
 
-Both err on the side of too little; twice the limit is found on any machine. A worker thread that holds the
-GIL for long without computing in the loop's thread is not found: the monitor needs the GIL too.
+All of this errs on the side of too little. A worker thread that holds the GIL for long without computing in
+the loop's thread is not found: the monitor needs the GIL too. Where the kernel has no ``schedstat``, only CPU
+time is counted.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ from typing import Literal, NamedTuple
 
 BEAT_SECONDS = 0.005
 PERIOD_SECONDS = 0.01
+
+
+_monitors: set[str] = set()
+"""The threads of all watches: what they compute keeps no loop waiting."""
 
 
 class Block(NamedTuple):
@@ -80,6 +84,14 @@ class LoopWatch:
         self._timer = self._loop.call_later(BEAT_SECONDS, self._beat)
 
     def _watch(self) -> None:
+        own_id = str(threading.get_native_id())
+        _monitors.add(own_id)
+        try:
+            self._look_on()
+        finally:
+            _monitors.discard(own_id)
+
+    def _look_on(self) -> None:
         stall = _Stall(self._cpu_seconds())
         beats = -1
         while not self._stopped.wait(PERIOD_SECONDS):
@@ -94,12 +106,12 @@ class LoopWatch:
     def _look(self, stall: _Stall) -> None:
         frame = sys._current_frames().get(self._thread_id)
         place = (id(frame), frame.f_lasti) if frame is not None else None
-        cpu_seconds = self._cpu_seconds()
-        asleep = self._is_asleep() and place == stall.place and not _is_select(frame)
+        cpu_seconds, tasks = self._cpu_seconds(), _tasks()
+        asleep = place == stall.place and not _is_select(frame)
+        slept = _seconds_asleep(self._native_id, stall.tasks, tasks) if asleep else 0.0
         if not _is_reading_source(frame):
-            stall.seconds += max(cpu_seconds - stall.cpu_seconds, PERIOD_SECONDS if asleep else 0.0)
-        stall.cpu_seconds = cpu_seconds
-        stall.place = place
+            stall.seconds += max(cpu_seconds - stall.cpu_seconds, slept)
+        stall.cpu_seconds, stall.place, stall.tasks = cpu_seconds, place, tasks
         if stall.seconds > self.limit and not stall.stack:
             stall.stack = "".join(traceback.format_stack(frame))
 
@@ -118,32 +130,73 @@ class LoopWatch:
         now, collected = time.clock_gettime(self._cpu_clock), self._collected_seconds
         return now - collected if collected >= 0 else -collected
 
-    def _is_asleep(self) -> bool:
-        states = _thread_states()
-        states.pop(str(threading.get_native_id()), None)
-        return states.pop(self._native_id, "") in {"S", "D"} and "R" not in states.values()
-
 
 class _Stall:
     """The time since the last beat."""
 
-    __slots__ = ("cpu_seconds", "place", "seconds", "stack")
+    __slots__ = ("cpu_seconds", "place", "seconds", "stack", "tasks")
 
     def __init__(self, cpu_seconds: float) -> None:
         self.cpu_seconds = cpu_seconds
         self.place: tuple[int, int] | None = None
+        self.tasks: dict[str, _Task] = {}
         self.seconds = 0.0
         self.stack = ""
 
 
-def _thread_states() -> dict[str, str]:
-    """The state of each thread of this process."""
-    states = {}
-    for task in Path("/proc/self/task").iterdir():
+class _Task(NamedTuple):
+    """A thread of this process, or the first thread of a child process, when it was looked at."""
+
+    at: float
+    is_child: bool
+    state: str
+    cpu_seconds: float
+    delay_seconds: float
+    """How long it has waited for a core, the wait that still lasts excluded."""
+    turns: int
+    """How often it was given a core."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it computes or waits for a core."""
+        return self.state == "R"
+
+
+def _tasks() -> dict[str, _Task]:
+    """The threads of this process and its child processes, by id."""
+    tasks: dict[str, _Task] = {}
+    for folder in Path("/proc/self/task").iterdir():
         with suppress(OSError):
-            # The first field after the thread's name, which is in parentheses and may hold others.
-            states[task.name] = (task / "stat").read_text().rpartition(")")[2].split()[0]
-    return states
+            tasks[folder.name] = _task(folder, is_child=False)
+            for child in (folder / "children").read_text().split():
+                tasks[child] = _task(Path("/proc", child), is_child=True)
+    return tasks
+
+
+def _task(folder: Path, *, is_child: bool) -> _Task:
+    # The first field after the thread's name, which is in parentheses and may contain others.
+    state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+    cpu, delay, turns = map(int, (folder / "schedstat").read_text().split())
+    return _Task(time.monotonic(), is_child, state, cpu / 1e9, delay / 1e9, turns)
+
+
+def _seconds_asleep(thread: str, before: dict[str, _Task], now: dict[str, _Task]) -> float:
+    """How long a thread has slept between two looks that no wait of another for a core explains."""
+    was, is_ = before.get(thread), now.get(thread)
+    if was is None or is_ is None or was.turns != is_.turns or was.is_ready or is_.is_ready:
+        return 0.0
+    seconds = elapsed = is_.at - was.at
+    for name, task in now.items():
+        if name == thread or name in _monitors:
+            continue
+        past = before.get(name)
+        computed = task.cpu_seconds - (past.cpu_seconds if past else 0.0)
+        waited = task.delay_seconds - (past.delay_seconds if past else 0.0)
+        if task.is_child:
+            seconds -= max(0.0, elapsed - computed) if task.is_ready else waited
+        else:
+            seconds -= elapsed if task.is_ready else computed + waited
+    return max(0.0, seconds)
 
 
 def _is_select(frame: FrameType | None) -> bool:

@@ -85,7 +85,7 @@ class Home:
 
     async def at_rest(self) -> None:
         """Wait until nothing is on its way, and nothing is leased but what memory holds."""
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while (
                 self.cache.pending_bytes
                 or self.cache.status()["flights"]

@@ -282,7 +282,7 @@ async def test_one_that_never_greets_holds_nobody_up(home: OpenHome) -> None:
 
 async def test_an_instance_ends_while_its_controller_is_silent(home: OpenHome) -> None:
     async with controlling() as controller:
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             async with home(controller):
                 conversation = await controller.in_step()
                 conversation.socket.transport.pause_reading()
@@ -313,7 +313,7 @@ async def test_nobody_waits_for_a_controller_that_does_not_answer(home: OpenHome
     async with controlling() as controller, home(controller, peer={"patience": "50ms"}) as one:
         conversation = await controller.in_step()
         conversation.holders = None
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             assert await agent_of(one).who_holds([make_key(1)]) == []
         await until(lambda: conversation.questions)
         await conversation.say(HeldBy(conversation.questions[0].ticket, ["b:1"], [1]))  # Late.

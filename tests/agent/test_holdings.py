@@ -280,7 +280,7 @@ class HoldingsMachine(RuleBasedStateMachine):
     def compare(self) -> None:
         async def compare() -> None:
             self.listener.resume()
-            with anyio.fail_after(10):
+            with anyio.fail_after(30):
                 await self.holdings.told()
                 # Nothing to tell, but that there was nothing may still have to be told.
                 await until(lambda: self.listener.in_step)

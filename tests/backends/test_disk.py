@@ -102,8 +102,13 @@ def workers() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == WORKER_NAME}
 
 
+@pytest.fixture(autouse=True)
+def _no_thread_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.threads.IDLE_SECONDS", 300.0)
+
+
 async def ended(threads: set[threading.Thread]) -> None:
-    with anyio.fail_after(4):
+    with anyio.fail_after(30):
         while any(thread.is_alive() for thread in threads):
             await anyio.sleep(0.001)
 
@@ -483,7 +488,7 @@ async def test_what_interrupted_writes_have_left_goes_but_not_what_is_being_writ
     real = os.pwritev
 
     def slowly(descriptor, views, offset) -> int:
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return real(descriptor, views, offset)
 
     async with opened(disk(tmp_path, io="threads")) as backend:
@@ -495,7 +500,7 @@ async def test_what_interrupted_writes_have_left_goes_but_not_what_is_being_writ
                 outcomes.extend(await backend.put([(key, filled(PAGE))]))
 
             group.start_soon(put)
-            with anyio.fail_after(5):
+            with anyio.fail_after(30):
                 while len(list(folder.iterdir())) < 2:
                     await anyio.sleep(0.001)
             assert [batch async for batch in backend.scan()] == []

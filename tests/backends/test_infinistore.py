@@ -33,7 +33,8 @@ from kvtier.testing.servers.infinistore import HOST, InfiniStoreServer
 from .chunks import FAILED, FULL, MISS, OK, blanks, chunks
 
 pytestmark = pytest.mark.anyio
-DEADLINE_SECONDS = 1.0
+DEADLINE_SECONDS = 2.0
+"""Of a server that stands still."""
 PATIENCE = 60.0
 MIB = 1 << 20
 
@@ -64,7 +65,7 @@ def backend_on(server: InfiniStoreServer, **more: Any) -> InfiniStoreBackend:
 
 @asynccontextmanager
 async def opened(server: InfiniStoreServer, **more: Any) -> AsyncIterator[InfiniStoreBackend]:
-    backend = backend_on(server, **{"deadline": DEADLINE_SECONDS, **more})
+    backend = backend_on(server, **{"deadline": PATIENCE, **more})
     await backend.open()
     try:
         yield backend
@@ -182,7 +183,7 @@ async def test_a_server_that_was_killed_fails_at_once_and_is_used_again(
         for ask in (backend.contains, backend.held_prefix, backend.delete):
             with pytest.raises(OSError, match=r"refused|reset|closed"):
                 await ask(keys)
-        assert time.monotonic() - began < 10 * DEADLINE_SECONDS
+        assert time.monotonic() - began < PATIENCE / 2, "it did not wait for the deadline"
         with pytest.raises(TierError, match="see `url`"):
             await backend.check()
         assert caplog.text.count("WARNING") == 1
@@ -204,7 +205,7 @@ async def test_a_server_that_was_killed_fails_at_once_and_is_used_again(
 async def test_a_server_that_stands_still_fails_by_the_deadline(
     server: InfiniStoreServer, method: str
 ) -> None:
-    async with opened(server) as backend:
+    async with opened(server, deadline=DEADLINE_SECONDS) as backend:
         items = chunks(range(8), MIB)
         keys = [key for key, _ in items]
         assert list(await backend.put(items)) == [OK] * 8
@@ -219,7 +220,7 @@ async def test_a_server_that_stands_still_fails_by_the_deadline(
         finally:
             server.resume()
         views = blanks(range(8), MIB)
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             assert list(await backend.put(items)) == [OK] * 8
             assert list(await backend.get(views)) == [OK] * 8
         assert all(same(view, item[1]) for (_, view), item in zip(views, items, strict=True))
@@ -263,7 +264,7 @@ async def test_values_cut_off_by_the_deadline_do_not_end_the_server(server: Infi
     """Where it ends itself when a value that was not written to its end is deleted."""
     value = memoryview(bytearray(32 * MIB))
     items = [(make_key(number), value) for number in range(4)]
-    async with opened(server) as backend:
+    async with opened(server, deadline=DEADLINE_SECONDS) as backend:
         server.pause()
         try:
             assert list(await backend.put(items)) == [FAILED] * 4
@@ -298,7 +299,7 @@ def test_a_value_that_is_given_up_is_read_to_its_end(server: InfiniStoreServer) 
 
 async def test_a_drain_hangs_up_at_last_on_a_server_that_stands_still(server: InfiniStoreServer) -> None:
     before = descriptors()
-    async with opened(server) as backend:
+    async with opened(server, deadline=DEADLINE_SECONDS) as backend:
         assert list(await backend.put(chunks([1]))) == [OK]
         server.pause()
         assert list(await backend.get(blanks([1]))) == [FAILED]

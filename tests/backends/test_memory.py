@@ -67,7 +67,7 @@ async def test_what_is_read_lives_until_it_has_been_read(
     async with opened(memory(4 << 20)) as backend:
         key, value = make_key(1), memoryview(noise(b"value", 1 << 20))
         assert list(await backend.put([(key, value)])) == [OK]
-        before_each_copy(lambda: go_on.wait(10))
+        before_each_copy(lambda: go_on.wait(60))
         view = blank(1 << 20)
         async with anyio.create_task_group() as group:
             group.start_soon(backend.get, [(key, view)])
@@ -83,7 +83,7 @@ async def test_a_cancelled_put_gives_its_room_back(
     leak_check: list[Arena], before_each_copy: BeforeEachCopy
 ) -> None:
     go_on = threading.Event()
-    before_each_copy(lambda: go_on.wait(10))
+    before_each_copy(lambda: go_on.wait(60))
     async with opened(memory(4 << 20)) as backend:
         async with anyio.create_task_group() as group:
             group.start_soon(backend.put, [(make_key(1), blank(1 << 20))])

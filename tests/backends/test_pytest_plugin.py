@@ -222,3 +222,34 @@ async def test_the_watch_does_not_blame_a_loop_that_waits_for_a_core() -> None:
     await anyio.sleep(0.02)
     watch.stop()
     assert watch.blocks == []
+
+
+CHILD = """
+import os, time
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+while time.process_time() < 0.1:
+    pass
+"""
+SPINNER = "import os\nos.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\nwhile True: pass"
+
+
+@pytest.mark.anyio
+async def test_the_watch_does_not_blame_a_loop_whose_child_waits_for_a_core() -> None:
+    """Its work of a tenth of a second takes a second beside others, and the loop waits in a blocking call."""
+    command = [sys.executable, "-S", "-c", SPINNER]
+    others = [subprocess.Popen(command) for _ in range(12)]  # noqa: ASYNC220
+    watch = LoopWatch(0.3)
+    try:
+        watch.start()
+        await anyio.sleep(0.05)
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-S", "-c", CHILD], check=True)  # noqa: ASYNC221
+        took = time.monotonic() - began
+        await anyio.sleep(0.05)
+        watch.stop()
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert took > 0.5, "the child had to wait"
+    assert watch.blocks == []

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from kvtier.bridge import protocol
-from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.client import SchedulerBridge, Slot, WorkerBridge, status
 from kvtier.bridge.protocol import Hello
 from kvtier.errors import ChannelError
 from kvtier.header import HEADER_BYTES
@@ -28,7 +28,7 @@ KEYS = chunk_keys(ROOT, list(range(CHUNK_TOKENS * 40)), CHUNK_TOKENS)
 Start = Callable[..., subprocess.Popen[str]]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -93,6 +93,18 @@ def hello(role: protocol.Role) -> Hello:
     return Hello(protocol.VERSION, "engine", role, 0, LAYOUT, NAMESPACE)
 
 
+def reserve(
+    scheduler: SchedulerBridge, parent: ChunkKey, keys: list[ChunkKey], last_tokens: int = CHUNK_TOKENS
+) -> list[Slot | None]:
+    """As long as a busy machine takes."""
+    return scheduler.reserve(parent, keys, last_tokens, seconds=60)
+
+
+def confirm(worker: WorkerBridge, leases: list[int]) -> bool:
+    """As long as a busy machine takes."""
+    return worker.confirm(leases, seconds=60)
+
+
 def store(socket: Path, keys: list[ChunkKey]) -> tuple[SchedulerBridge, WorkerBridge]:
     """Store chunks that are filled with their keys; the engine stays connected."""
     worker = WorkerBridge(hello("worker"), socket)
@@ -101,7 +113,7 @@ def store(socket: Path, keys: list[ChunkKey]) -> tuple[SchedulerBridge, WorkerBr
     scheduler.connect()
     _bridges.extend([worker, scheduler])
     assert worker.arena is not None
-    slots = scheduler.reserve(ROOT, keys, CHUNK_TOKENS)
+    slots = reserve(scheduler, ROOT, keys)
     for key, slot in zip(keys, slots, strict=True):
         assert slot is not None
         payload = LAYOUT.payload_bytes(CHUNK_TOKENS)

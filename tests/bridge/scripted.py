@@ -43,7 +43,7 @@ class Peer:
         await self.stream.send(b"".join(map(encode, messages)))
 
     async def hear(self) -> protocol.FromCache:
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             while not self.frames:
                 self.frames += self.reader.feed(await self.stream.receive(65536))
         return protocol.decode_from_cache(self.frames.pop(0))
@@ -63,7 +63,7 @@ class Peer:
     ) -> Welcome:
         hello = Hello(protocol.VERSION, "engine", role, rank, layout, namespace, **more)  # type: ignore[arg-type]
         await self.say(hello)
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             data, fds = await self.stream.receive_fds(65536, 1)
         self.frames += self.reader.feed(data)
         welcome = protocol.decode_from_cache(self.frames.pop(0))
@@ -92,7 +92,7 @@ class Host:
 
     async def nobody(self) -> None:
         """Wait until every engine has left; then nothing is leased but what the first tier holds."""
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             while self.server.engines:
                 await anyio.sleep(0.005)
             cache = self.server.cache

@@ -2,10 +2,71 @@
 
 from __future__ import annotations
 
-from tests.benchmark import run_benchmark
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.benchmark import ROOT, run_benchmark
+from tests.bridge.conftest import wait_until
 
 
 def test_look_up() -> None:
     shown = run_benchmark("look_up", "--runs", "2", "--tokens", "2048")
     for row in ("look-up: hashing and the socket", "limit: a bare round trip", "confirm all chunks"):
         assert row in shown
+
+
+def test_busy(tmp_path: Path) -> None:
+    conditions = ("idle", "memory", "disk", "nice")
+    shown = run_benchmark("busy", "--small", "--folder", str(tmp_path), "--conditions", *conditions)
+    for row in (
+        "first load from disk",
+        "look-up of 32,768 tokens",
+        "retrieve 8 MiB",
+        "loop blocked, wall, 99 %",
+    ):
+        assert shown.count(row) == 2, "milliseconds, and ratios to the idle machine"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_loads_end_with_their_benchmark(tmp_path: Path, end: signal.Signals) -> None:
+    command = [sys.executable, "-m", "benchmarks.busy", "--small", "--conditions", "nice"]
+    process = subprocess.Popen([*command, "--folder", str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)
+
+    def started() -> list[Path]:
+        return [path for path in Path("/proc").glob("[0-9]*") if descends(path, process.pid)]
+
+    def is_loaded() -> bool:
+        lines = [(path / "cmdline").read_bytes() for path in started()]
+        return any(b"loads.py" in line for line in lines) and any(b"busy_process" in line for line in lines)
+
+    try:
+        wait_until(is_loaded, seconds=120)
+        left = started()
+        process.send_signal(end)
+        process.wait(60)
+        wait_until(lambda: not any(is_running(path) for path in left), seconds=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert end is signal.SIGKILL or list(tmp_path.iterdir()) == []
+
+
+def descends(process: Path, parent: int) -> bool:
+    """Whether a process is a child of another."""
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1]) == parent
+    except OSError:
+        return False
+
+
+def is_running(process: Path) -> bool:
+    """Whether it is there and no zombie."""
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -17,7 +17,7 @@ from kvtier.errors import ChannelError
 from kvtier.header import HEADER_BYTES
 from kvtier.keys import KEY_BYTES, ChunkKey
 
-from .conftest import CHUNK_TOKENS, KEYS, LAYOUT, ROOT, answers, hello, store, wait_until
+from .conftest import CHUNK_TOKENS, KEYS, LAYOUT, ROOT, answers, confirm, hello, store, wait_until
 
 Start = Callable[..., subprocess.Popen[str]]
 TOKENS = CHUNK_TOKENS * len(KEYS)
@@ -49,13 +49,13 @@ def test_found_chunks_are_leased_until_released(path: Path) -> None:
     scheduler, worker = store(path, KEYS)
     ticket = scheduler.look_up(KEYS, TOKENS)
     assert ticket is not None
-    finding = scheduler.found(ticket, wait=5)
+    finding = scheduler.found(ticket, wait=60)
     assert finding is not None
     assert (len(finding.leases), finding.final, set(finding.sources)) == (len(KEYS), True, {0})
     assert worker.arena is not None
     payload = worker.arena.view(finding.offsets[3] + HEADER_BYTES, KEY_BYTES)
     assert payload == KEYS[3]
-    assert worker.confirm(finding.leases)
+    assert confirm(worker, finding.leases)
     assert engine(path)["leases"] == len(KEYS)
     scheduler.take(ticket)
     scheduler.release(finding.leases)
@@ -70,7 +70,7 @@ def test_a_cancelled_look_up_gives_everything_back(path: Path) -> None:
     answered = scheduler.look_up(KEYS, TOKENS)
     assert asked is not None
     assert answered is not None
-    assert scheduler.found(answered, wait=5) is not None
+    assert scheduler.found(answered, wait=60) is not None
     scheduler.cancel(asked)
     scheduler.cancel(answered)
     assert scheduler.found(answered) is None
@@ -123,7 +123,7 @@ def test_a_killed_cache_process_is_a_miss_and_its_successor_is_found(
     scheduler, worker = store(path, KEYS)
     ticket = scheduler.look_up(KEYS, TOKENS)
     assert ticket is not None
-    finding = scheduler.found(ticket, wait=5)
+    finding = scheduler.found(ticket, wait=60)
     assert finding is not None
     old_epoch, arena = worker.epoch, worker.arena
     assert arena is not None

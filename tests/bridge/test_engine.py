@@ -13,8 +13,9 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvtier import Settings
-from kvtier.arena import Arena
+from kvtier import Settings, hookimpl
+from kvtier.backends.base import Backend, SupportsLeases
+from kvtier.backends.cpu import MemoryBackend
 from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
 from kvtier.bridge.protocol import Commit, Found, Hello, LookUp, Release, Reserve, Reserved
@@ -27,7 +28,6 @@ from kvtier.instance import Instance
 from kvtier.keys import ChunkKey, chunk_keys, join_keys, root_key
 from kvtier.layout import ChunkLayout, GroupLayout
 from kvtier.peers.staging import EngineStaging
-from kvtier.pipeline.base import Hierarchy
 from kvtier.plugins import Plugins
 from kvtier.router import FIRST
 from kvtier.slices import Lease, Slices
@@ -47,11 +47,13 @@ HELLO = Hello(protocol.VERSION, "engine", "scheduler", 0, LAYOUT, NAMESPACE)
 
 
 @asynccontextmanager
-async def engine_of(capacity: str = "4MiB") -> AsyncIterator[tuple[Engine, TieredCache]]:
+async def engine_of(
+    capacity: str = "4MiB", *, tier_type: str = "cpu", plugins: Plugins = BUILT_IN
+) -> AsyncIterator[tuple[Engine, TieredCache]]:
     settings = Settings(
-        chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": "cpu", "capacity": capacity}]
+        chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": tier_type, "capacity": capacity}]
     )
-    async with TieredCache.open(settings, plugins=BUILT_IN) as cache:
+    async with TieredCache.open(settings, plugins=plugins) as cache:
         engine = Engine(cache, HELLO, itertools.count(1))
         yield engine, cache
         engine.close()
@@ -300,22 +302,34 @@ async def test_a_parent_that_is_no_key_is_refused(parent: bytes) -> None:
 # What it stands on.
 
 
-def test_memory_that_leases_one_by_one_will_do() -> None:
-    arena = Arena.create(16 * 4096)
-    held = {KEYS[at]: arena.allocate(4096) for at in (0, 1, 3)}
+class OneByOne(MemoryBackend):
+    """Memory of a plugin, without the optional method that leases many chunks at once."""
 
-    class Memory:
-        def lease(self, key: ChunkKey) -> Lease | None:
-            lease = held.get(key)
-            return None if lease is None else lease.share()
+    lease_all = None  # type: ignore[assignment]
 
-    hierarchy = Hierarchy([], None, None, Memory(), None, [])  # type: ignore[arg-type]
-    leases = hierarchy.lease_all(KEYS)
-    assert leases.offsets == [0, 4096]
-    assert arena.leases == 5
-    leases.release_all()
-    assert arena.leases == 3
-    arena.close()
+
+class OneByOnePlugin:
+    @hookimpl
+    def kvtier_backends(self) -> dict[str, type[Backend]]:
+        return {"one-by-one": OneByOne}
+
+
+async def test_memory_that_leases_one_by_one_will_do() -> None:
+    plugins = Plugins.load([])
+    plugins.register(OneByOnePlugin(), "one-by-one", "a test")
+    async with engine_of(tier_type="one-by-one", plugins=plugins) as (engine, cache):
+        store(engine, KEYS)
+        assert not isinstance(cache.hierarchy.memory, SupportsLeases)
+        found = look_up(engine, 1, KEYS)
+        assert found.offsets == look_up(engine, 2, KEYS).offsets
+        assert engine.holds(found.leases)
+        assert cache.arena.leases == 36
+        # The catalog still has what memory has lost: nothing after that is leased.
+        cache.hierarchy.memory.discard(KEYS[2])
+        leases = cache.hierarchy.lease_all(KEYS)
+        assert leases.offsets == found.offsets[:2]
+        leases.release_all()
+        cache.hierarchy.drop(KEYS[2:3])
 
 
 async def test_an_engine_that_never_stops_talking_leaves_others_their_turn() -> None:

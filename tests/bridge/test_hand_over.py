@@ -96,7 +96,7 @@ def is_quiet(home: Host) -> bool:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         while not condition():
             await anyio.sleep(0.005)
 

@@ -23,7 +23,7 @@ def test_sigterm_writes_everything_before_it_ends(tmp_path: Path, start: Start) 
     wait_until(lambda: answers(tmp_path / "socket"))
     store(tmp_path / "socket", KEYS)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     assert not (tmp_path / "socket").exists()
     assert process.stderr is not None
     said = process.stderr.read().splitlines()
@@ -57,7 +57,7 @@ def test_kill_9_in_the_middle_of_writing_leaves_only_whole_chunks(tmp_path: Path
         assert worker.arena is not None
         ticket = scheduler.look_up(KEYS, CHUNK_TOKENS * len(KEYS))
         assert ticket is not None
-        finding = scheduler.found(ticket, wait=5)
+        finding = scheduler.found(ticket, wait=60)
         while finding is not None and not finding.final:
             time.sleep(0.01)
             finding = scheduler.found(ticket)
@@ -77,7 +77,7 @@ def test_a_second_process_on_one_socket_names_the_first(tmp_path: Path, start: S
     first = start()
     wait_until(lambda: answers(tmp_path / "socket"))
     second = start()
-    _, message = second.communicate(timeout=20)
+    _, message = second.communicate(timeout=60)
     assert second.returncode != 0
     assert str(first.pid) in message
     assert "Traceback" not in message

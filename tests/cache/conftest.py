@@ -42,7 +42,10 @@ def prompt() -> Callable[[int, int], list[int]]:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Callable[..., Settings]:
-    """Settings with a memory tier of ``ram`` chunks and a disk tier of ``ssd`` chunks."""
+    """Settings with a memory tier of ``ram`` chunks and a disk tier of ``ssd`` chunks.
+
+    Requests wait for as long as a busy machine takes; tests of the wait itself configure ``prefetch``.
+    """
 
     def make(*, ram: int = 64, ssd: int = 512, disk: dict[str, Any] | None = None, **more: Any) -> Settings:
         tiers: list[dict[str, Any]] = [{"name": "ram", "type": "cpu", "capacity": ram * CHUNK_OBJECT_BYTES}]
@@ -53,9 +56,10 @@ def settings(tmp_path: Path) -> Callable[..., Settings]:
                     "type": "disk",
                     "path": str(tmp_path / "ssd"),
                     "capacity": ssd * CHUNK_OBJECT_BYTES,
+                    "deadline": "60s",
                     **(disk or {}),
                 }
             )
-        return Settings(chunk_tokens=CHUNK_TOKENS, tiers=tiers, **more)
+        return Settings(chunk_tokens=CHUNK_TOKENS, tiers=tiers, **{"prefetch": {"policy": "wait"}, **more})
 
     return make

@@ -72,7 +72,7 @@ class Source:
 
     @property
     def tier(self) -> tuple[TierSettings, Backend]:
-        settings = TierSettings(name=self.name, type="shelf", write="never", deadline=0.3)
+        settings = TierSettings(name=self.name, type="shelf", write="never", deadline=60)
         return settings, self.delays
 
 
@@ -107,7 +107,7 @@ class House:
         cache, catalog = self.cache, self.cache.hierarchy.catalog
         keys = self.model.keys(tokens)
         assert await self.model.store(tokens, rows(tokens)) == len(tokens)
-        assert await cache.drain(5)
+        assert await cache.drain(60)
         for name in names:
             tier = self.tier(name).index
             if name not in self.sources:
@@ -132,6 +132,20 @@ class House:
             self.sources[name].shelf.held.pop(keys[at])
             self.cache.hierarchy.catalog.remove(keys[at], self.tier(name).index)
 
+    def hang(self, name: str) -> None:
+        """Let calls to a source hang from now on, and its tier give them up soon."""
+        self.sources[name].delays.hang()
+        self._limit_calls(name, 0.3)
+
+    def resume(self, name: str) -> None:
+        """Let calls to a source go on, and from now on take as long as a busy machine makes them."""
+        self.sources[name].delays.resume()
+        self._limit_calls(name, 60)
+
+    def _limit_calls(self, name: str, seconds: float) -> None:
+        tier = self.tier(name)
+        tier.settings = tier.settings.model_copy(update={"deadline": seconds})
+
     async def retrieve(self, tokens: list[int]) -> int:
         """How many tokens come back; every one of them right."""
         out = bytearray(len(tokens) * TOKEN_BYTES)
@@ -142,7 +156,7 @@ class House:
     async def at_rest(self) -> None:
         """Wait until nothing is on its way, and nothing is leased but what memory holds."""
         cache, catalog = self.cache, self.cache.hierarchy.catalog
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             while (
                 cache.pending_bytes
                 or any(catalog.state(key, 0) is State.PENDING for key in catalog.keys(0))
@@ -156,7 +170,7 @@ class House:
 async def opened(settings: MakeSettings, *names: str, ssd: int = 0, **more: Any) -> AsyncIterator[House]:
     """A cache over memory and shared sources of these names; at the end nothing may be leased."""
     sources = [Source(name) for name in names]
-    chosen = settings(ssd=ssd, **{"prefetch": {"policy": "wait"}, **more})
+    chosen = settings(ssd=ssd, **more)
     pools = [source.tier for source in sources]
     async with TieredCache.open(chosen, plugins=BUILT_IN, pools=pools) as cache:
         house = House(cache, sources)
@@ -177,6 +191,6 @@ def costs(house: House, **seconds: float) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(5):
+    with anyio.fail_after(60):
         while not condition():
             await anyio.sleep(0.005)

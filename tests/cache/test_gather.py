@@ -119,7 +119,7 @@ async def test_it_is_cancelled_at_every_await(
         async def forget() -> None:
             """Until nobody knows any longer what the lender has."""
             await house.at_rest()
-            with anyio.fail_after(10):
+            with anyio.fail_after(60):
                 while any(catalog.state(key, tier) is State.PENDING for key in keys):
                     await anyio.sleep(0.005)
             await house.cache.clear(keys, tiers=[target])

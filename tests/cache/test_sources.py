@@ -65,7 +65,7 @@ async def test_failures_and_time_outs_make_a_source_dearer(settings: MakeSetting
         failed = house.tier("near").cost(CHUNK_OBJECT_BYTES)
         assert failed is not None
         assert failed > 1.0
-        near.delays.hang()
+        house.hang("near")
         assert await house.retrieve(tokens) == 0
         out_of_time = house.tier("near").cost(CHUNK_OBJECT_BYTES)
         assert out_of_time is not None

@@ -49,7 +49,7 @@ def test_it_serves_until_it_is_told_to_stop(
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(address))
     serving.send_signal(number)
-    _, errors = serving.communicate(timeout=30)
+    _, errors = serving.communicate(timeout=60)
     assert serving.returncode == 0
     assert f"INFO kvtier: {number.name}: leaving" in errors
     assert not address.exists()
@@ -57,7 +57,7 @@ def test_it_serves_until_it_is_told_to_stop(
 
 def test_a_second_one_on_the_same_socket_is_refused(serving: subprocess.Popen[str], address: Path) -> None:
     second = spawn("serve", "--socket", address, KVTIER_TIERS=TIERS)
-    _, errors = second.communicate(timeout=30)
+    _, errors = second.communicate(timeout=60)
     assert second.returncode == 1
     assert errors.startswith(f"error: process {serving.pid} already serves on {address}")
 
@@ -66,7 +66,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path, address: Path) -> None:
     (tmp_path / "file").touch()
     disk = {"name": "ssd", "type": "disk", "capacity": "1MiB", "path": str(tmp_path / "file" / "disk")}
     process = spawn("serve", "--socket", address, KVTIER_TIERS=json.dumps([*json.loads(TIERS), disk]))
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert errors.startswith(f"error: tier 'ssd': path {tmp_path}/file/disk cannot be used (Not a directory)")
     assert "Traceback" not in errors

@@ -30,7 +30,7 @@ CHUNK_BYTES = object_bytes(CHUNK_TOKENS * TOKEN_BYTES)
 SECRET = "what the instances of these tests know"
 MODEL = "llama"
 BUILT_IN = Plugins.load([])
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 def prompt(chunks: int, number: int = 0) -> list[int]:

@@ -40,7 +40,7 @@ from kvtier.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.sockets.frames import MAX_FRAME_BYTES, Message, encode_body
 from kvtier.tasks import open_tasks
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 """What a test waits for comes long before, or never."""
 RAM, DISK, POOL = 0, 1, 2
 TIERS = [

@@ -61,7 +61,7 @@ class Waiting:
         self.progress.append((progress.chunks, progress.bytes))
 
     async def over(self) -> Done | ControllerError | None:
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             await self._over.wait()
         return self.outcome
 

@@ -82,7 +82,7 @@ async def test_copies_go_side_by_side_and_what_deletes_waits_for_all_of_them() -
 
     copies = [claim("ab", ONE, deletes=False) for _ in range(3)]
     last = claim("ab", ONE)
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
             for mine in copies:
                 turns.claim(mine)
@@ -104,7 +104,7 @@ async def test_who_gives_up_is_waited_for_no_longer() -> None:
             async with turns.turn(second):
                 raise AssertionError
 
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
             scope = anyio.CancelScope()
             tasks.start_soon(wait_for_second, scope)

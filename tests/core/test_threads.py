@@ -31,13 +31,13 @@ class Work:
             self.begun += 1
             self.running += 1
             self.most = max(self.most, self.running)
-        self.go.wait(10)
+        self.go.wait(60)
         with self._lock:
             self.running -= 1
         return item * 10
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while not condition():
                 await anyio.sleep(0.001)
 
@@ -166,7 +166,7 @@ async def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
     hop = WorkerThreads(2)
     for number in range(5):
         assert await spread(str, [number], parts=1, hop=hop) == [str(number)]
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while not before.issuperset(threading.enumerate()):
                 await anyio.sleep(0.001)
 

@@ -67,7 +67,7 @@ class Watched:
     async def store(self, tokens: Sequence[int]) -> None:
         """Until it is in every tier that wants it."""
         assert await self.model.store(tokens, rows(list(tokens))) == len(tokens)
-        assert await self.cache.drain(10)
+        assert await self.cache.drain(60)
 
     async def retrieve(self, tokens: Sequence[int]) -> int:
         """How many chunks came back."""

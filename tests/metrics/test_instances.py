@@ -35,7 +35,7 @@ async def instance(folder: Path, **more: object) -> AsyncIterator[tuple[Instance
 
 
 async def until(one: Watched, condition: Callable[[Scrape], object]) -> Scrape:
-    with anyio.fail_after(20):
+    with anyio.fail_after(30):
         while not condition(scrape := await one.scrape()):
             await anyio.sleep(0.02)
     return scrape

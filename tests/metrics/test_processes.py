@@ -59,7 +59,7 @@ def test_kvtier_serve_is_read_over_its_whole_life(tmp_path: Path, start: Start) 
         bridge.close()
     wait_until(lambda: scrape(address)("engines") == 0)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     with pytest.raises(httpx.ConnectError):
         scrape(address)
 
@@ -75,7 +75,7 @@ def test_a_scrape_that_does_not_end_does_not_keep_it_from_ending(tmp_path: Path,
         half.sendall(b"GET /metr")
         wait_until(lambda: answers(tmp_path / "socket"))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         assert idle.recv(1) == b""
 
 
@@ -83,7 +83,7 @@ def test_an_address_that_is_taken_is_said_and_nothing_starts(tmp_path: Path, sta
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         listen_on(tmp_path / "config.yaml", address)
-        _, errors = (process := start()).communicate(timeout=30)
+        _, errors = (process := start()).communicate(timeout=60)
     assert process.returncode == 1
     said = (
         f"cannot listen on {address}: Address already in use: write another address or port in metrics.listen"
@@ -114,7 +114,7 @@ def test_the_process_that_an_engine_starts_is_read_too(
         assert scrape(f"http://127.0.0.1:{free_port}")("engines") == 1
         scheduler.close()
         assert process._child is not None
-        assert process._child.wait(20) == 0
+        assert process._child.wait(60) == 0
     finally:
         if answers(path):
             os.kill(pid, signal.SIGKILL)

@@ -77,7 +77,7 @@ class Conversing:
             theirs.close()
 
         answers: list[Any] = []
-        with ours, theirs, anyio.fail_after(20):
+        with ours, theirs, anyio.fail_after(30):
             channel = Channel(ours)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(serve)
@@ -126,6 +126,6 @@ class Conversing:
         assert not self.reservations._rooms
         assert not self.reservations._announced
         assert not cache.expecting.coming
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             while cache.arena.leases != cache.hierarchy.catalog.count(0):
                 await anyio.sleep(0.001)

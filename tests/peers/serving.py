@@ -89,7 +89,7 @@ class RawClient:
         await send_all(self.socket, joined)
 
     async def hear(self) -> Any:
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             (length,) = struct.unpack("<I", await receive_exactly(self.socket, 4))
             return decode_from_server(await receive_exactly(self.socket, length))
 
@@ -210,7 +210,7 @@ class Door:
 
     async def at_rest(self) -> None:
         """Wait until nobody is connected, and check that nothing is promised or leased."""
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while self.server.status()["connections"] or self.server.status()["strangers"]:
                 await anyio.sleep(0.005)
             while self.cache.pending_bytes or self.cache.status()["flights"]:

@@ -215,7 +215,7 @@ async def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(PeerError, match=rf"{gone.address}: it cannot be reached: Connection refused"):
                 async with backend.borrow(gone.address):
                     pass
-            with pytest.raises(PeerError, match=r"it has not answered within 0.3 s"), anyio.fail_after(3):
+            with pytest.raises(PeerError, match=r"it has not answered within 0.3 s"), anyio.fail_after(30):
                 async with backend.borrow(f"127.0.0.1:{mute.getsockname()[1]}"):
                     pass
             with pytest.raises(PeerError, match=r"cannot be reached|has not answered"):
@@ -301,7 +301,7 @@ async def test_a_borrowed_peer_that_does_not_answer() -> None:
         backend.borrow(peer.address) as named,
     ):
         peer.answering = anyio.Event()
-        with pytest.raises(PeerError, match=f"peer {peer.address}: "), anyio.fail_after(10):
+        with pytest.raises(PeerError, match=f"peer {peer.address}: "), anyio.fail_after(30):
             await named.promise(keys_of([1]))
         peer.answering.set()
         await until(lambda: backend.clients[0].source is not None)

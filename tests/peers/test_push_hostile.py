@@ -313,7 +313,7 @@ async def test_what_was_announced_and_reserved_is_over_with_its_connection(door:
     await reserved(client, 1)
     assert found.under_way == 2
     client.close()
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         await door.cache.settle(found)
     assert not found.chunks
 
@@ -324,7 +324,7 @@ async def test_reservations_count_as_under_way_without_an_announcement(door: Doo
     found = door.cache.look_up([make_key(1)], expect=60)
     write(door, room, 0, payload(1))
     assert await commit(client, room.grant, [0], [payload(1)]) == [True]
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         await door.cache.settle(found)
     assert len(found.chunks) == 1
     found.release()
@@ -344,7 +344,7 @@ async def test_room_that_is_not_filled_in_time_goes_back_and_who_waits_is_told(h
     client = await hasty.client()
     found = hasty.cache.look_up([make_key(1)], expect=60)
     room = await reserved(client, 1, 2)
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         await hasty.cache.settle(found)
     assert not found.chunks
     assert not hasty.grants.open
@@ -376,7 +376,7 @@ async def test_memory_that_may_still_be_written_is_used_for_nothing_else() -> No
         client = await door.client()
         found = door.cache.look_up([make_key(1)], expect=60)
         room = await reserved(client, 1, 2)
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             await door.cache.settle(found)
         # Its time is over: the catalog has forgotten it, the memory is not free.
         assert make_key(1) not in door.cache.hierarchy.catalog

@@ -56,7 +56,7 @@ async def test_who_pushes_is_killed_in_the_middle(kind: str) -> None:
 async def test_who_pushes_stands_still_until_its_time_is_over(kind: str) -> None:
     async with (
         PushProcess(kind, 2 * MIB, stops_after=1) as pusher,
-        hosts(kind, FITS, hand_over={"reserve": 1}) as (there,),
+        hosts(kind, FITS, hand_over={"reserve": 3}) as (there,),
     ):
         await pusher.hand_over(there.address, range(1, 61))
         await pusher.compute(range(1, 51))

@@ -42,7 +42,7 @@ class Place:
             yield response
 
     async def until(self, condition: Callable[[], object]) -> None:
-        with anyio.fail_after(20):
+        with anyio.fail_after(30):
             while not condition():
                 await anyio.sleep(0.01)
 

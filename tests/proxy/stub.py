@@ -216,7 +216,7 @@ class Stub:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until something is so that it was asked about."""
-        with anyio.fail_after(20):
+        with anyio.fail_after(30):
             while not condition():
                 await self._changed.wait()
 

@@ -205,7 +205,7 @@ async def test_a_stream_comes_at_once_and_as_it_is(place: Place) -> None:
                 slow.say(content)
             piece = b""
             while len(piece) < len(content):  # Each is there before the next is said.
-                with anyio.fail_after(10):
+                with anyio.fail_after(30):
                     piece += await anext(pieces)
             received += piece
         slow.say(None)

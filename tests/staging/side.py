@@ -122,8 +122,8 @@ class _Side:
         tokens = TAIL if last > CHUNKS else CHUNK
         parent = keys[first - 1] if first else ROOT
         rooms = [
-            self._scheduler.reserve(parent, wanted, tokens, 5.0, self._tickets[prompt]),
-            self._scheduler.reserve(parent, wanted, tokens, 5.0),
+            self._scheduler.reserve(parent, wanted, tokens, 60.0, self._tickets[prompt]),
+            self._scheduler.reserve(parent, wanted, tokens, 60.0),
         ]
         slots = [(at, slot) for room in rooms for at, slot in enumerate(room, first) if slot is not None]
         for rank, worker in enumerate(self._workers):
@@ -168,7 +168,7 @@ class _Side:
                 staging = finding.staging if source == self._scheduler.staging_source else 0
                 whole &= self._copy(Slot(lease, offset, staging), at, rank, loaded, out=False)
             self._wait_for_device()
-            confirmed &= worker.confirm(finding.leases, 10.0)
+            confirmed &= worker.confirm(finding.leases, 60.0)
             stop = 1 + -(-min(len(finding.leases) * CHUNK, TOKENS) // BLOCK)
             for page, mine in zip(right[0], loaded[0], strict=True):
                 whole &= bool(self._torch.equal(page[1:stop], mine[1:stop]))

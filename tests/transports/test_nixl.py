@@ -18,7 +18,6 @@ import pytest
 
 from kvtier.arena import Arena
 from kvtier.backends.base import Outcome
-from kvtier.bench.transport_process import cpu_seconds
 from kvtier.errors import PeerError
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.testing.transport_process import OtherProcess
@@ -27,7 +26,6 @@ from kvtier.transports.base import Access, Link, RemoteSpan
 from kvtier.transports.nixl import NixlSettings, NixlTransport
 from kvtier.transports.nixl.carrier import LARGE_PAGE_BYTES, map_shared
 from kvtier.transports.nixl.endpoint import Endpoint
-from kvtier.transports.nixl.process import GRACE_SECONDS
 
 pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.anyio
@@ -86,6 +84,25 @@ def carriers(pid: int) -> set[int]:
         for child in children(pid)
         if b"transports/nixl/carrier.py" in Path(f"/proc/{child}/cmdline").read_bytes()
     }
+
+
+async def share_of_time_not_asleep(pids: set[int]) -> float:
+    """Of the next moment, summed over all threads: what they compute, and what they wait for a core to do so.
+
+    A thread that polls is never asleep, on any machine, and so never below 1.
+    """
+    began, before = time.monotonic(), awake_seconds(pids)
+    await asyncio.sleep(0.3)
+    return (awake_seconds(pids) - before) / (time.monotonic() - began)
+
+
+def awake_seconds(pids: set[int]) -> float:
+    found = 0
+    for pid in pids:
+        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            computed, waited, _ = path.read_text().split()
+            found += int(computed) + int(waited)
+    return found / 1e9
 
 
 def serving(other: OtherProcess) -> int:
@@ -161,9 +178,9 @@ async def test_who_serves_and_is_asked_for_nothing_leaves_the_processor_alone(
     async with linked(other, settings):
         processes = {serving(other), *carriers(os.getpid())}
         assert len(processes) == 3, "who serves on either side, and the link"
-        before = cpu_seconds(processes)
-        await asyncio.sleep(1)
-        assert cpu_seconds(processes) - before < 0.3
+        with anyio.fail_after(60):
+            while await share_of_time_not_asleep(processes) > 0.3:
+                pass
 
 
 async def test_a_link_finds_the_agent_that_took_the_place_of_one_that_ended(other: OtherProcess) -> None:
@@ -191,7 +208,7 @@ async def test_a_peer_that_stands_still_and_memory_after_the_deadline(other: Oth
         async with paused(serving(other)):
             began = time.monotonic()
             assert await link.read([(span, lease.view)]) == [Outcome.FAILED]
-            assert time.monotonic() - began < 2 + GRACE_SECONDS + 2
+            assert time.monotonic() - began < 30
             stain(lease.view)
         (small,) = await other.grant([4096], seed=8)
         with anyio.fail_after(30):
@@ -203,7 +220,7 @@ async def test_a_peer_that_stands_still_and_memory_after_the_deadline(other: Oth
 
 
 async def test_a_cancelled_call_to_a_peer_that_stands_still(other: OtherProcess) -> None:
-    async with linked(other) as (side, _, link):
+    async with linked(other, {**OVER_TCP, "deadline": "90s"}) as (side, _, link):
         (span,) = await other.grant([8 * MIB], seed=7)
         lease = side.arena.allocate(8 * MIB)
         assert lease is not None
@@ -215,7 +232,7 @@ async def test_a_cancelled_call_to_a_peer_that_stands_still(other: OtherProcess)
             reading.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await reading
-            assert time.monotonic() - began < GRACE_SECONDS + 2
+            assert time.monotonic() - began < 30, "it did not wait for the deadline"
             stain(lease.view)
         (small,) = await other.grant([4096], seed=8)
         with anyio.fail_after(30):
@@ -267,7 +284,7 @@ async def test_a_quarter_of_64_transfers_is_cancelled(other: OtherProcess) -> No
 
 @pytest.mark.parametrize("write", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_a_peer_killed_in_mid_transfer(other: OtherProcess, *, write: bool) -> None:
-    async with linked(other) as (side, _, link):
+    async with linked(other, {**OVER_TCP, "deadline": "90s"}) as (side, _, link):
         spans = await other.grant([32 * MIB] * 3, access=Access.WRITE if write else Access.READ)
         lease = side.arena.allocate(96 * MIB)
         assert lease is not None
@@ -282,7 +299,7 @@ async def test_a_peer_killed_in_mid_transfer(other: OtherProcess, *, write: bool
         began = time.monotonic()
         outcomes = await moving
         assert set(outcomes) <= {Outcome.OK, Outcome.FAILED}
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30, "it did not wait for the deadline"
         assert await link.read([(spans[0], views[0])]) == [Outcome.FAILED]
         del views
         lease.release()

@@ -71,7 +71,7 @@ async def assert_serves(served: Side, proof: Certificate | None = None) -> None:
     (span,) = served.grants.grant([5000], Access.READ, 3)
     async with linked(served, proof=proof) as link:
         view = memoryview(bytearray(5000))
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             assert list(await link.read([(span, view)])) == [OK]
     assert view == pattern(3, 5000)
 
@@ -283,7 +283,7 @@ async def test_an_answer_that_is_none(answer: bytes) -> None:
         with answering(partial(say, answer)) as port:
             async with linked(here, port) as link:
                 view = here.arena.view(0, 5000)
-                with anyio.fail_after(10):
+                with anyio.fail_after(30):
                     assert list(await link.read([(RemoteSpan(1, 0, 5000), view)])) == [FAILED]
                 assert is_stained(view)
                 del view
@@ -294,7 +294,7 @@ async def test_nobody_listens() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         async with linked(here, port) as link:
-            with anyio.fail_after(10):
+            with anyio.fail_after(30):
                 for _ in range(2):
                     item = (RemoteSpan(1, 0, 500), memoryview(bytearray(500)))
                     assert list(await link.read([item] * 3)) == [FAILED] * 3

@@ -46,6 +46,7 @@ class CacheProcess:
             "path": str(self.disk),
             "capacity": 256 * MIB,
             "queue": 64 * MIB,
+            "deadline": PATIENCE_SECONDS,
         }
         self.settings = {
             "socket": str(folder / "kv.sock"),

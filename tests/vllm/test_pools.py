@@ -49,8 +49,8 @@ few_pools = pytest.mark.parametrize(
 """What the client makes of it is tried with each in ``tests/backends``."""
 
 
-def pool(server: Server) -> dict[str, Any]:
-    return {**server.tier(), "deadline": DEADLINE_SECONDS, "queue": 64 * MIB}
+def pool(server: Server, deadline: float = PATIENCE_SECONDS) -> dict[str, Any]:
+    return {**server.tier(), "deadline": deadline, "queue": 64 * MIB}
 
 
 def check(engine: Engine, oracle: Oracle, llama: Path, cached: int | None = None) -> None:
@@ -169,7 +169,8 @@ def test_an_outage_costs_misses(
     llama: Path, server: Server, make_cache: MakeCache, start: StartEngine, oracle: Oracle, killed: bool
 ) -> None:
     """Amid loads and amid stores, for longer than the deadline; a server that was killed comes back empty."""
-    cache = make_cache(ram={"capacity": 8 * MIB}, pool=pool(server))  # Room for two of four prompts.
+    # Room for two of four prompts.
+    cache = make_cache(ram={"capacity": 8 * MIB}, pool=pool(server, DEADLINE_SECONDS))
     cache.start()
     with start(llama, cache) as engine:
         check(engine, oracle, llama)
