@@ -20,6 +20,7 @@ from benchmarks import (
     move,
     peers,
     push,
+    steps,
     transports,
 )
 
@@ -27,6 +28,7 @@ SMALL = {
     catalog: ["--entries", "100000"],
     controller: ["--quick"],
     look_up: ["--runs", "5"],
+    steps: ["--small"],
     memory: ["--small"],
     copies: ["--small"],
     disk: ["--small"],
