@@ -17,7 +17,7 @@ from kvtier import Settings
 from kvtier.arena import Arena
 from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
-from kvtier.bridge.protocol import Commit, Found, Hello, LookUp, Release, Reserve, Reserved
+from kvtier.bridge.protocol import Commit, Found, Hello, LookUp, Release, Reserve, Reserved, Run
 from kvtier.bridge.server import BridgeServer, Connection
 from kvtier.cache import TieredCache
 from kvtier.catalog import State
@@ -61,7 +61,7 @@ async def engine_of(capacity: str = "4MiB") -> AsyncIterator[tuple[Engine, Tiere
 def reserve(
     engine: Engine, keys: list[ChunkKey], parent: ChunkKey = ROOT, last: int = CHUNK_TOKENS
 ) -> Reserved:
-    return engine.reserve(Reserve(1, parent, join_keys(keys), last))
+    return engine.reserve(Reserve(1, [Run(parent, join_keys(keys), last)]))
 
 
 def store(engine: Engine, keys: list[ChunkKey]) -> None:
