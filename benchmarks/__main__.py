@@ -21,6 +21,7 @@ from benchmarks import (
     move,
     peers,
     push,
+    steps,
     transports,
 )
 
@@ -28,6 +29,7 @@ SMALL = {
     catalog: ["--entries", "100000"],
     controller: ["--quick"],
     look_up: ["--runs", "5"],
+    steps: ["--small"],
     memory: ["--small"],
     copies: ["--small"],
     disk: ["--small"],

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from kvtier.bench.timing import filled, ratio, speed, take_turns
+from kvtier.bridge.bridge import Bridge, Question
+from kvtier.bridge.client import SchedulerBridge, Slots, WorkerBridge
+from kvtier.bridge.protocol import Run
+from kvtier.keys import ChunkKey, join_keys
 from kvtier.units import MIB
 
-__all__ = ["MIB", "filled", "ratio", "show", "speed", "take_turns"]
+__all__ = ["MIB", "confirm", "filled", "ratio", "reserve", "show", "speed", "take_turns"]
+
+ANSWER_SECONDS = 60.0
+
+AnswerT = TypeVar("AnswerT")
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -22,3 +32,25 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -
     for row in rows:
         table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row))
     Console(width=120).print(table)
+
+
+def reserve(
+    scheduler: SchedulerBridge, parent: ChunkKey, keys: Sequence[ChunkKey], last_tokens: int
+) -> Slots:
+    """Room for consecutive chunks. Blocks until there is an answer."""
+    answer = _answer(scheduler, scheduler.reserve([Run(parent, join_keys(keys), last_tokens)]))
+    return answer[0]
+
+
+def confirm(worker: WorkerBridge, leases: Sequence[int]) -> bool:
+    """Whether the leases have held until now. Blocks until there is an answer."""
+    return _answer(worker, worker.confirm(leases))
+
+
+def _answer(bridge: Bridge, question: Question[AnswerT] | None) -> AnswerT:
+    assert question is not None, "the cache process cannot be asked"
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while question.open and time.monotonic() < deadline:
+        bridge.poll(1.0)
+    assert question.answer is not None, "the cache process has not answered"
+    return question.answer

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.common import show
+from benchmarks.common import confirm, reserve, show
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello
@@ -87,7 +87,7 @@ def measure(
 
     def store_and_forget() -> None:
         fresh = [ChunkKey(os.urandom(KEY_BYTES)) for _ in keys]
-        granted = scheduler.reserve(ROOT, fresh, CHUNK_TOKENS, seconds=5)
+        granted = reserve(scheduler, ROOT, fresh, CHUNK_TOKENS)
         scheduler.abandon([slot.lease for slot in granted if slot is not None])
 
     ticket = scheduler.look_up(keys, len(tokens))
@@ -95,8 +95,8 @@ def measure(
     finding = scheduler.found(ticket, wait=5)
     assert finding is not None
 
-    def confirm() -> None:
-        assert worker.confirm(finding.leases)
+    def confirm_all() -> None:
+        assert confirm(worker, finding.leases)
 
     def unknown() -> None:
         fresh = [ChunkKey(os.urandom(KEY_BYTES)) for _ in keys]
@@ -118,13 +118,13 @@ def measure(
             timed("limit: a bare round trip of as many bytes", lambda: ask(question), runs),
             timed("look-up of a prompt that nobody holds", unknown, runs),
             timed("reserve all chunks, and abandon them", store_and_forget, runs),
-            timed("confirm all chunks", confirm, runs),
+            timed("confirm all chunks", confirm_all, runs),
         ]
 
 
 def hold(scheduler: SchedulerBridge, worker: WorkerBridge, keys: Sequence[ChunkKey]) -> None:
     """Have all chunks READY, whichever connection asks next."""
-    slots = scheduler.reserve(ROOT, keys, CHUNK_TOKENS, seconds=5)
+    slots = reserve(scheduler, ROOT, keys, CHUNK_TOKENS)
     worker.commit([slot.lease for slot in slots if slot is not None])
     while len(leases := look_up(scheduler, keys)) < len(keys):
         scheduler.release(leases)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.common import reserve
 from benchmarks.compare.pairs import Pair
 from benchmarks.compare.peer import LMCacheProcess
 from benchmarks.look_up import answers
@@ -66,7 +67,7 @@ class Engine:
     def store(self) -> float:
         started = time.perf_counter()
         keys = chunk_keys(self._root, self._tokens, CHUNK_TOKENS)
-        slots = self._scheduler.reserve(self._root, keys, CHUNK_TOKENS, seconds=PATIENCE_SECONDS)
+        slots = reserve(self._scheduler, self._root, keys, CHUNK_TOKENS)
         granted = [(slot.lease, slot.offset) for slot in slots if slot is not None]
         if len(granted) < len(keys):
             raise SystemExit("kvtier has no room for the prompt")
@@ -96,9 +97,11 @@ class Engine:
             raise SystemExit("kvtier has not found the prompt")
         self._scheduler.take(ticket)
         self._worker.load([self._job(list(zip(finding.leases, finding.offsets, strict=True)))])
+        loaded: set[str] = set()
+        while not loaded:
+            _, loaded, failed = self._worker.take_results()
         self._scheduler.release(finding.leases)
         seconds = time.perf_counter() - started
-        _, _, failed = self._worker.take_results()
         if failed or not all(map(torch.equal, before, self._stamps())):
             raise SystemExit("kvtier has not brought the tokens that it was given")
         return seconds

@@ -3,6 +3,8 @@
 
 #include <nanobind/stl/string.h>
 
+#include <optional>
+
 #include "kvtier/build_info.hpp"
 #include "kvtier/cuda.hpp"
 #include "leaks.hpp"
@@ -18,16 +20,22 @@ using bindings::Bytes;
 using bindings::ChunkTuple;
 using bindings::RegionTuple;
 
-// Pinned memory, and the Python object that keeps it mapped.
+// Pinned memory, and the Python object that keeps it mapped. Unpinning takes as long as pinning: without the GIL.
 struct Pinned {
+    explicit Pinned(const Bytes& bytes) : bytes(bytes) {
+        const nb::gil_scoped_release released;
+        memory.emplace(bindings::span_of(bytes));
+    }
+    ~Pinned() {
+        const nb::gil_scoped_release released;
+        memory.reset();
+    }
+
     Bytes bytes;
-    PinnedMemory memory;
+    std::optional<PinnedMemory> memory;
 };
 
-Pinned* pin(const Bytes& bytes) {
-    const nb::gil_scoped_release released;
-    return new Pinned{bytes, PinnedMemory(bindings::span_of(bytes))};
-}
+Pinned* pin(const Bytes& bytes) { return new Pinned(bytes); }
 
 DevicePages* device_pages(int device, const std::vector<std::vector<RegionTuple>>& groups,
                           std::int64_t skipped) {
@@ -40,7 +48,7 @@ Ticket begin_copy(DevicePages& pages, const Pinned& arena, std::vector<ChunkTupl
     const std::vector<ChunkPages> wanted = bindings::chunk_pages(chunks);
     const nb::gil_scoped_release released;
     const bool hold_engine = direction == Direction::out_of_engine;
-    return pages.begin(arena.memory, wanted, direction, reinterpret_cast<cudaStream_t>(engine), hold_engine,
+    return pages.begin(*arena.memory, wanted, direction, reinterpret_cast<cudaStream_t>(engine), hold_engine,
                        carrier);
 }
 

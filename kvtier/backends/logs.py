@@ -45,13 +45,14 @@ class RareWarning:
         self._silent_until = float("-inf")
         self._unsaid = 0
 
-    def __call__(self, message: str, *args: object) -> None:
-        """Warn, or remember that there was something to warn of."""
+    def __call__(self, message: str, *args: object) -> bool:
+        """Warn, or count what was not logged; whether it was logged."""
         now = self._clock()
         if now < self._silent_until:
             self._unsaid += 1
-            return
+            return False
         self._silent_until = now + self._interval
         unsaid, self._unsaid = self._unsaid, 0
         more = f" (and {unsaid} more since the last such message)" if unsaid else ""
         self._logger.warning(message + more, *args)
+        return True

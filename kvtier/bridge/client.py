@@ -1,23 +1,23 @@
-"""An engine's end of the bridge: synchronous, without threads, and never in the engine's way.
+"""The scheduler's and the workers' ends of the bridge: synchronous, without threads.
 
-Everything here is called from vLLM's hooks. Leases that nobody wants any longer when an answer comes late
-are released then.
+Everything here is called from vLLM's hooks. Nothing blocks but what takes a ``wait``, and :func:`status`.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import islice
+from logging import Logger
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.arena import ArenaMap
 from kvtier.bridge import protocol
-from kvtier.bridge.connection import GREETING_SECONDS, Bridge, Connection
+from kvtier.bridge.bridge import Bridge, Question
+from kvtier.bridge.connection import GREETING_SECONDS, Connection
 from kvtier.bridge.notices import MAX_CHARACTERS
 from kvtier.bridge.protocol import (
     Abandon,
@@ -42,19 +42,17 @@ from kvtier.bridge.protocol import (
     Release,
     Reserve,
     Reserved,
+    Run,
     Status,
     StatusReport,
 )
-from kvtier.errors import ChannelClosed
-from kvtier.keys import ChunkKey, join_keys
+from kvtier.errors import ChannelClosed, ProtocolError
+from kvtier.keys import KEY_BYTES, ChunkKey, join_keys
 from kvtier.layout import ChunkLayout
 
-logger = logging.getLogger("kvtier")
-engine_logger = logging.getLogger("vllm.kvtier")
-"""What the cache process has to report appears in the engine's log."""
-
-RESERVE_SECONDS = 0.1
-CONFIRM_SECONDS = 1.0
+PROBE_SECONDS = 0.25
+MAX_ORPHANS = 100_000
+"""Limit of the reservations that are remembered until they can be abandoned."""
 
 
 class Slot(NamedTuple):
@@ -64,6 +62,10 @@ class Slot(NamedTuple):
     offset: int
     staging: int = 0
     """The number of the staging buffer that it is in, without a header; 0 for the arena."""
+
+
+Slots = Sequence[Slot | None]
+"""For each chunk of a run its room, or ``None``."""
 
 
 @dataclass
@@ -87,18 +89,23 @@ class Finding:
 class SchedulerBridge(Bridge):
     """The scheduler's side: look up, reserve, release."""
 
-    def __init__(self, hello: Hello, path: Path, start: Callable[[], None] | None = None) -> None:
-        super().__init__(hello, path, start)
+    def __init__(
+        self,
+        hello: Hello,
+        path: Path,
+        start: Callable[[], None] | None = None,
+        logger: Logger | None = None,
+    ) -> None:
+        super().__init__(hello, path, start, logger)
         self._findings: dict[int, Finding] = {}
-        self._unwanted_reserves: set[int] = set()
-        self._reserved: dict[int, Reserved] = {}
-        self._cleared: dict[int, Cleared] = {}
+        self._reserving: dict[int, Sequence[Run]] = {}
+        """The runs of each open reservation."""
         self._changes: list[Changed] = []
         self._handing: dict[int, HandedOver | None] = {}
         """What is known of each hand-over that has not ended."""
         self._in_use: set[int] = set()
 
-    def _greeting(self) -> Hello:
+    def _make_hello(self) -> Hello:
         return Hello(
             self._hello.version,
             self._hello.engine,
@@ -113,8 +120,7 @@ class SchedulerBridge(Bridge):
 
     def _lost(self) -> None:
         self._findings.clear()
-        self._reserved.clear()
-        self._unwanted_reserves.clear()
+        self._reserving.clear()
         self._handing.clear()
         self._in_use.clear()
 
@@ -123,22 +129,18 @@ class SchedulerBridge(Bridge):
             case Found():
                 self._take_found(message)
             case Reserved():
-                if message.ticket in self._unwanted_reserves:
-                    self._unwanted_reserves.discard(message.ticket)
-                    self.abandon([lease for lease in message.leases if lease])
-                else:
-                    self._reserved[message.ticket] = message
+                self._answer(message.ticket, self._slots(message))
             case Cleared():
-                self._cleared[message.ticket] = message
+                self._answer(message.ticket, message.chunks)
             case Changed():
                 self._changes.append(message)
             case HandedOver():
                 if message.ticket in self._handing:
                     self._handing[message.ticket] = message
             case Notice():
-                engine_logger.warning("cache process: %s", message.text[:MAX_CHARACTERS])
+                self._logger.warning("cache process: %s", message.text[:MAX_CHARACTERS])
             case _:
-                logger.debug("an answer that nobody asked for: %s", type(message).__name__)
+                self._logger.debug("unexpected message: %s", type(message).__name__)
 
     @property
     def staging_source(self) -> int:
@@ -147,10 +149,10 @@ class SchedulerBridge(Bridge):
         return len(tiers) - 1 if tiers and tiers[-1] == protocol.STAGING else -1
 
     def _take_found(self, found: Found) -> None:
+        self._answer(found.ticket, found)
         finding = self._findings.get(found.ticket)
         if finding is None:
-            # Cancelled before it was answered; the cache process is told already.
-            return
+            return  # Cancelled: the cache process takes back all that it has granted.
         finding.leases += found.leases
         finding.offsets += found.offsets
         finding.sources += found.sources
@@ -167,20 +169,17 @@ class SchedulerBridge(Bridge):
         expect_chunks: int = 0,
         expect_seconds: float = 0.0,
     ) -> int | None:
-        """Ask which leading chunks are held; never waits. ``None`` where there is nobody to ask.
+        """Ask which leading chunks are held. ``None`` where no cache process answers; or it is unresponsive.
 
         The final answer may take ``expect_seconds`` longer: for so long those of the first ``expect_chunks``
         that a peer pushes here are waited for.
         """
-        if not keys or not self._takes_questions():
+        if not keys or not self.takes_questions:
             return None
         ticket = next(self._tickets)
         self._findings[ticket] = Finding()
         question = LookUp(ticket, join_keys(keys), tokens, expect_chunks, expect_seconds)
-        return ticket if self._send(question) else None
-
-    def _takes_questions(self) -> bool:
-        return self.ready() and self._connection is not None and not self._connection.congested
+        return ticket if self._ask(ticket, "lookups", question) else None
 
     def found(self, ticket: int, wait: float = 0.0) -> Finding | None:
         """What is known of a look-up; ``None`` where its cache process is gone or it was cancelled.
@@ -188,17 +187,13 @@ class SchedulerBridge(Bridge):
         With ``wait``, seconds to wait for the first answer.
         """
         finding = self._findings.get(ticket)
-        if finding is None:
-            return None
-        if not finding.final:
-            self.poll()
-            if wait > 0:
-                self._await(lambda: self._answered(ticket) or None, wait)
+        if finding is not None and not finding.final:
+            question = self._questions.get(ticket)
+            if wait > 0 and question is not None:
+                self.await_answer(question, wait)
+            else:
+                self.glance()
         return self._findings.get(ticket)
-
-    def _answered(self, ticket: int) -> bool:
-        finding = self._findings.get(ticket)
-        return finding is None or finding.answered
 
     def cancel(self, ticket: int) -> None:
         """Forget a look-up and give back all that it was granted."""
@@ -217,34 +212,48 @@ class SchedulerBridge(Bridge):
             self._in_use.difference_update(leases)
             self._send(Release(list(leases)))
 
-    def reserve(
-        self,
-        parent: ChunkKey,
-        keys: Sequence[ChunkKey],
-        last_tokens: int,
-        seconds: float = RESERVE_SECONDS,
-        hand_over: int = 0,
-    ) -> list[Slot | None]:
-        """Room for consecutive chunks, in one round trip; ``None`` for what is held or does not fit.
+    @property
+    def reserves(self) -> bool:
+        """Whether :meth:`reserve` is of use now: no answer is outstanding."""
+        return self.takes_questions and not self.late and not self._reserving
 
-        With the ticket of a hand-over, in the staging buffer, for those that it still awaits.
-        Where no answer comes in time nothing is stored, and what is granted later is given back.
+    def reserve(self, runs: Sequence[Run]) -> Question[list[Slots]] | None:
+        """Ask for room for the chunks of ``runs``, in one message. ``None`` where that is of no use now.
+
+        The answer has the slots of each run. What is granted belongs to the caller, however late it comes:
+        see :meth:`abandon`. A question is ``lost`` with its connection.
         """
-        nothing: list[Slot | None] = [None] * len(keys)
-        if not keys or not self._takes_questions():
-            return nothing
+        if not self.reserves:
+            return None
         ticket = next(self._tickets)
-        if not self._send(Reserve(ticket, parent, join_keys(keys), last_tokens, hand_over)):
-            return nothing
-        answer = self._await(lambda: self._reserved.pop(ticket, None), seconds)
-        if answer is None:
-            self._unwanted_reserves.add(ticket)
-            return nothing
-        granted = zip(answer.leases, answer.offsets, repeat(answer.staging), strict=False)
-        return [slot if slot.lease else None for slot in map(Slot._make, granted)]
+        self._reserving[ticket] = runs
+        return self._ask(ticket, "reservations", Reserve(ticket, list(runs)))
+
+    def _slots(self, reserved: Reserved) -> list[Slots]:
+        runs = self._reserving.pop(reserved.ticket, ())
+        counts = [len(run.keys) // KEY_BYTES for run in runs]
+        if not sum(counts) == len(reserved.leases) == len(reserved.offsets):
+            raise ProtocolError(f"{len(reserved.leases)} reservations are not the {sum(counts)} asked for")
+        answers = iter(zip(reserved.leases, reserved.offsets, strict=True))
+        found: list[Slots] = []
+        for run, count in zip(runs, counts, strict=True):
+            staging = reserved.staging if run.hand_over else 0
+            pairs = islice(answers, count)
+            found.append([Slot(lease, offset, staging) if lease else None for lease, offset in pairs])
+        return found
+
+    def expect_answers_within(self, seconds: float) -> None:
+        """Ask nothing of a cache process that is silent for longer than that. 1 s by default."""
+        self._health.limit = seconds
+
+    def probe(self) -> None:
+        """Ask a cache process that is silent while it fetches for a sign of life."""
+        quiet = not self._questions and self._health.quiet_seconds >= PROBE_SECONDS
+        if quiet and any(finding.fetching for finding in self._findings.values()):
+            self.reserve([])
 
     def abandon(self, leases: Sequence[int]) -> None:
-        """These reservations will not be filled."""
+        """Give up reservations."""
         if leases:
             self._send(Abandon(list(leases)))
 
@@ -253,7 +262,7 @@ class SchedulerBridge(Bridge):
 
         Never waits, and to be ended with :meth:`end_hand_over`.
         """
-        if not keys or not self._takes_questions():
+        if not keys or not self.takes_questions:
             return None
         ticket = next(self._tickets)
         self._handing[ticket] = None
@@ -273,15 +282,20 @@ class SchedulerBridge(Bridge):
             del self._handing[ticket]
             self._send(EndHandOver(ticket, complete))
 
-    def clear(self, seconds: float) -> int | None:
-        """Remove every chunk of this engine's model; how many, or ``None`` where no answer came in time."""
-        if not self.ready():
+    def clear(self, wait: float) -> int | None:
+        """Remove every chunk of this engine's model; how many, or ``None`` where no answer came in time.
+
+        Blocks up to ``wait`` seconds, and not at all where the cache process is unresponsive.
+        """
+        self.update()
+        if not self.takes_questions:
             return None
         ticket = next(self._tickets)
-        if not self._send(Clear(ticket)):
+        question: Question[int] | None = self._ask(ticket, "clears", Clear(ticket))
+        if question is None:
             return None
-        answer = self._await(lambda: self._cleared.pop(ticket, None), seconds)
-        return None if answer is None else answer.chunks
+        self._wait(lambda: question.answer is not None or question.lost, wait)
+        return question.answer
 
     def changes(self) -> list[Changed]:
         """What came into the tiers and left them since the last call."""
@@ -292,9 +306,16 @@ class SchedulerBridge(Bridge):
 class WorkerBridge(Bridge):
     """A worker's side: the arena, a staging buffer, confirm and commit."""
 
-    def __init__(self, hello: Hello, path: Path, start: Callable[[], None] | None = None) -> None:
-        super().__init__(hello, path, start)
-        self._confirmed: dict[int, Confirmed] = {}
+    def __init__(
+        self,
+        hello: Hello,
+        path: Path,
+        start: Callable[[], None] | None = None,
+        logger: Logger | None = None,
+    ) -> None:
+        super().__init__(hello, path, start, logger)
+        self._orphans: list[tuple[int, int]] = []
+        """The epochs and numbers of reservations that are to be abandoned where this epoch is connected."""
         self.arena: ArenaMap | None = None
         """The memory of the cache process that is, or was last, connected."""
         self.staging: OfferStaging | None = None
@@ -310,8 +331,9 @@ class WorkerBridge(Bridge):
         self._send(AskStaging(gpu))
 
     def await_staging(self, seconds: float) -> OfferStaging | None:
-        """The answer; ``None`` where none comes in time."""
-        return self._await(lambda: self.staging, seconds)
+        """Block until there is an answer, up to ``seconds``; ``None`` where none comes. Not for hooks."""
+        self._wait(lambda: self.staging is not None, seconds)
+        return self.staging
 
     def open_staging(self, number: int) -> None:
         """What was offered under this number is open."""
@@ -323,38 +345,42 @@ class WorkerBridge(Bridge):
         if self.arena is not None:
             self.arena.close()
         self.arena = connection.map_arena()
+        orphans, self._orphans = self._orphans, []
+        self.abandon([lease for epoch, lease in orphans if epoch == self.epoch])
 
     def _lost(self) -> None:
-        self._confirmed.clear()
         self.staging = None
 
     def _receive(self, message: FromCache) -> None:
         match message:
             case Confirmed():
-                self._confirmed[message.ticket] = message
+                self._answer(message.ticket, message.held)
             case OfferStaging():
                 self.staging = message
             case _:
-                logger.debug("an answer that nobody asked for: %s", type(message).__name__)
+                self._logger.debug("unexpected message: %s", type(message).__name__)
 
     def commit(self, leases: Sequence[int]) -> bool:
         """These reservations have been filled; whether that could be told."""
         return not leases or self._send(Commit(list(leases)))
 
-    def abandon(self, leases: Sequence[int]) -> None:
-        """These reservations will not be filled."""
-        if leases:
-            self._send(Abandon(list(leases)))
+    def abandon(self, leases: Sequence[int], epoch: int = 0) -> None:
+        """Give up reservations, those of another cache process as soon as that is connected.
 
-    def confirm(self, leases: Sequence[int], seconds: float = CONFIRM_SECONDS) -> bool:
-        """Whether these leases stood until now; ``False`` too where no answer came in time."""
-        if not leases:
-            return True
+        ``epoch``: the process that has granted them; 0 for the one that is connected.
+        """
+        if epoch in (0, self.epoch):
+            if leases:
+                self._send(Abandon(list(leases)))
+        elif len(self._orphans) + len(leases) <= MAX_ORPHANS:
+            self._orphans += [(epoch, lease) for lease in leases]
+
+    def confirm(self, leases: Sequence[int]) -> Question[bool] | None:
+        """Ask whether these leases have held until now. ``None`` where there is no cache process to ask."""
+        if self._connection is None:
+            return None
         ticket = next(self._tickets)
-        if not self._send(Confirm(ticket, list(leases))):
-            return False
-        answer = self._await(lambda: self._confirmed.pop(ticket, None), seconds)
-        return answer is not None and answer.held
+        return self._ask(ticket, "confirmations", Confirm(ticket, list(leases)))
 
     def close(self) -> None:
         """Leave, and let go of the arena."""
@@ -364,16 +390,19 @@ class WorkerBridge(Bridge):
 
 
 def status(path: Path, seconds: float = GREETING_SECONDS) -> dict[str, Any]:
-    """What a cache process holds and has done. Raises :class:`ChannelError`."""
+    """What a cache process holds and has done. Blocks up to ``seconds``. Raises :class:`ChannelError`."""
     connection = Connection(path, Hello(protocol.VERSION, "observer", "observer", 0, ChunkLayout(1, ()), b""))
     try:
-        connection.send(Status(1))
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            for message in connection.receive(left):
+        connection.send(Status(1))
+        messages = connection.await_welcome(seconds)
+        while True:
+            for message in messages:
                 if isinstance(message, StatusReport):
                     report: dict[str, Any] = json.loads(message.report)
                     return report
-        raise ChannelClosed(f"the cache process on {path} does not answer")
+            if (left := deadline - time.monotonic()) <= 0:
+                raise ChannelClosed(f"the cache process on {path} does not answer")
+            messages = connection.receive(left)
     finally:
         connection.close()

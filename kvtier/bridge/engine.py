@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
 from kvtier.bridge.handing import Handing
-from kvtier.bridge.protocol import Commit, Found, Hello, Reserve, Reserved
+from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Commit, Found, Hello, Reserve, Reserved, Run
 from kvtier.bridge.protocol import LookUp as AskLookUp
 from kvtier.cache import TieredCache
 from kvtier.errors import ProtocolError
@@ -64,6 +64,10 @@ class Ticket:
             self.coming.release()
 
 
+def _no_hand_over(ticket: int) -> Handing | None:
+    return None
+
+
 class Engine:
     """Leases, reservations and look-ups of one engine. They end with it."""
 
@@ -73,7 +77,8 @@ class Engine:
         self.namespace = hello.namespace
         self.staging: EngineStaging | None = None
         """Where its workers have asked for a buffer."""
-        self._whole_bytes = object_bytes(self.layout.payload_bytes(self.layout.chunk_tokens))
+        self._whole_payload = self.layout.payload_bytes(self.layout.chunk_tokens)
+        self._whole_bytes = object_bytes(self._whole_payload)
         self._cache = cache
         self._numbers = numbers
         self._granted: dict[int, Grant] = {}
@@ -184,35 +189,49 @@ class Engine:
             ticket.cancel()
         self.release(tuple(self._granted.keys() - set(leases)))
 
-    def reserve(self, ask: Reserve, handing: Handing | None = None) -> Reserved:
-        """Room for consecutive chunks; lease 0 for those that are refused.
+    def reserve(self, ask: Reserve, find: Callable[[int], Handing | None] = _no_hand_over) -> Reserved:
+        """Reserve room for the chunks of many requests; lease 0 for those that are refused.
 
-        Where a hand-over is named, in the staging buffer, for those that ``handing`` wants from there.
+        ``find`` finds the hand-over that a run names: room for it is in the staging buffer. Raises
+        :class:`ProtocolError`.
         """
-        keys = _keys(ask.keys)
-        if len(ask.parent) != KEY_BYTES or not 0 < ask.last_tokens <= self.layout.chunk_tokens:
-            raise ProtocolError(
-                f"{len(keys)} chunks of which the last has {ask.last_tokens} tokens cannot be"
-            )
-        parents = [ChunkKey(ask.parent), *keys[:-1]]
-        payloads = [self.layout.payload_bytes(self.layout.chunk_tokens)] * len(keys)
-        payloads[-1:] = [self.layout.payload_bytes(ask.last_tokens)] if keys else []
-        headers = list(map(ChunkHeader, keys, parents, repeat(self.namespace), payloads))
-        staging = None
-        fillings: Iterable[Filling | None]
-        if ask.hand_over:
-            staging = self._buffers
-            fillings = [_stage(staging, handing, header) for header in headers]
-        else:
-            reserved = self._cache.reserve_all(headers)
-            fillings = (None if chunk is None else Filling(chunk) for chunk in reserved)
-        leases, offsets = [NO_LEASE] * len(keys), [0] * len(keys)
+        if sum(len(run.keys) for run in ask.runs) > MAX_RESERVED_CHUNKS * KEY_BYTES:
+            raise ProtocolError(f"a reservation of more than {MAX_RESERVED_CHUNKS} chunks")
+        every = [self._headers(run) for run in ask.runs]  # All of them, before anything is reserved.
+        staging = self._buffers
+        in_arena: list[ChunkHeader] = []
+        fillings: list[Filling | None] = []
+        places: list[int] = []
+        for run, headers in zip(ask.runs, every, strict=True):
+            if run.hand_over:
+                handing = find(run.hand_over)
+                fillings += [_stage(staging, handing, header) for header in headers]
+            else:
+                places += range(len(fillings), len(fillings) + len(headers))
+                fillings += [None] * len(headers)
+                in_arena += headers
+        for place, chunk in zip(places, self._cache.reserve_all(in_arena), strict=True):
+            if chunk is not None:
+                fillings[place] = Filling(chunk)
+        leases, offsets = [NO_LEASE] * len(fillings), [0] * len(fillings)
         for index, filling in enumerate(fillings):
             if filling is not None:
                 leases[index] = number = next(self._numbers)
                 offsets[index] = filling.reservation.lease.offset
                 self._fillings[number] = filling
         return Reserved(ask.ticket, leases, offsets, 0 if staging is None else staging.number)
+
+    def _headers(self, run: Run) -> list[ChunkHeader]:
+        keys = _keys(run.keys)
+        if len(run.parent) != KEY_BYTES or not 0 < run.last_tokens <= self.layout.chunk_tokens:
+            raise ProtocolError(
+                f"{len(keys)} chunks of which the last has {run.last_tokens} tokens cannot be"
+            )
+        parents = [ChunkKey(run.parent), *keys[:-1]]
+        payloads = [self._whole_payload] * len(keys)
+        if run.last_tokens != self.layout.chunk_tokens and keys:
+            payloads[-1] = self.layout.payload_bytes(run.last_tokens)
+        return list(map(ChunkHeader, keys, parents, repeat(self.namespace), payloads))
 
     def commit(self, commit: Commit, rank: int) -> None:
         """One rank has filled its slices; chunks that all ranks have filled are READY.

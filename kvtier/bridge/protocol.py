@@ -12,7 +12,7 @@ The order of things::
       LookUp(keys) ───────────────────────►
       ◄──────── Found(leases, fetching=n)       at once
       ◄──────── Found(more leases, fetching=0)  when what was fetched has arrived, or the deadline has passed
-      Reserve(keys) ──────────────────────►
+      Reserve(runs) ──────────────────────►     at most once a step, for all requests that it computes
       ◄──────────────────── Reserved(leases)
       Release(leases) ────────────────────►     after the workers have loaded
       HandOver(to, keys) ─────────────────►     before the first of them is reserved
@@ -48,6 +48,9 @@ from kvtier.layout import ChunkLayout
 from kvtier.sockets.frames import Message, decoder
 
 VERSION = 5
+
+MAX_RESERVED_CHUNKS = 32_768
+"""Limit of the chunks in one :class:`Reserve`; a scheduler asks for the rest in its next step."""
 
 STAGING = "staging"
 """The name and the type of what is told as one more tier, after the others: the engine's staging buffer."""
@@ -138,28 +141,40 @@ class Release(Message, frozen=True, array_like=True, tag=7):
     leases: list[int]
 
 
-class Reserve(Message, frozen=True, array_like=True, tag=8):
-    """Make room for consecutive chunks of one prompt. ``parent`` is the key before the first.
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive chunks of one prompt. ``parent`` is the key before the first.
 
     All are full chunks but the last, which has ``last_tokens`` tokens.
     """
 
-    ticket: int
     parent: bytes
     keys: bytes
     last_tokens: int
     hand_over: int = 0
-    """The ticket of a :class:`HandOver`: room in the staging buffer, for those that it pushes from there."""
+    """The ticket of a :class:`HandOver`: reserve in the staging buffer, what is transferred from there."""
+
+
+class Reserve(Message, frozen=True, array_like=True, tag=8):
+    """Reserve room for the chunks of many requests, :data:`MAX_RESERVED_CHUNKS` at most.
+
+    Without runs it reserves nothing: an answer is an answer.
+    """
+
+    ticket: int
+    runs: list[Run]
 
 
 class Reserved(Message, frozen=True, array_like=True, tag=9):
-    """For each key a lease and an offset; lease 0 where there is no room or the chunk is already held."""
+    """A lease and an offset for each key of each run, in order.
+
+    Lease 0 where there is no room, or the chunk is held or reserved already.
+    """
 
     ticket: int
     leases: list[int]
     offsets: list[int]
     staging: int = 0
-    """The number of the buffer that the offsets are in, on each rank; 0 for the arena."""
+    """The buffer that the offsets of runs with ``hand_over`` are in, on each rank."""
 
 
 class Commit(Message, frozen=True, array_like=True, tag=10):

@@ -278,8 +278,9 @@ class Connection:
                     self._tasks.start_soon(self._tell_fetched, engine, message.ticket, fetched)
                 return answer
             case Reserve():
-                handing = None if self._handing is None else self._handing.find(message.hand_over)
-                return engine.reserve(message, handing)
+                if self._handing is None:
+                    return engine.reserve(message)
+                return engine.reserve(message, self._handing.find)
             case Confirm():
                 return Confirmed(message.ticket, engine.holds(message.leases))
             case Clear():

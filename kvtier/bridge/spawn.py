@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 from blake3 import blake3
 
@@ -26,7 +27,7 @@ from kvtier.settings_secret import REVEALED
 
 logger = logging.getLogger("kvtier")
 
-START_SECONDS = 30.0
+START_SECONDS = 120.0
 POLL_SECONDS = 0.02
 MESSAGE_BYTES = 4096
 
@@ -57,6 +58,7 @@ class CacheProcess:
         self._settings = settings
         self._path = path
         self._child: subprocess.Popen[bytes] | None = None
+        self._starting: Thread | None = None
 
     @property
     def log(self) -> Path:
@@ -91,10 +93,22 @@ class CacheProcess:
                 settings.write(self._settings.model_dump_json(context=REVEALED).encode())
         logger.info("started a cache process: %d, log in %s", self._child.pid, self.log)
 
+    def start_in_background(self) -> None:
+        """:meth:`start` in a thread, as creating a process takes milliseconds; for an engine that runs."""
+        if self._starting is None or not self._starting.is_alive():
+            self._starting = Thread(target=self._try_to_start, name="kvtier-start", daemon=True)
+            self._starting.start()
+
+    def _try_to_start(self) -> None:
+        try:
+            self.start()
+        except OSError as error:
+            logger.warning("no cache process could be started: %s", error)
+
     def start_and_wait(self, connect: Callable[[], None]) -> None:
         """Call ``connect`` until it stops raising, starting a child where none answers.
 
-        Raises :class:`ChannelError` with what the child said where it ended, or after 30 seconds.
+        Raises :class:`ChannelError` with what the child said where it ended, or after :data:`START_SECONDS`.
         """
         deadline = time.monotonic() + START_SECONDS
         while True:

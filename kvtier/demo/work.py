@@ -25,7 +25,7 @@ SPARE_TOKENS = 64
 WARM_UP_TOKENS = 32
 """Fewer than a chunk, so that nothing of the request before the measured one is stored."""
 VLLM_READY_SECONDS = 600.0
-CACHE_READY_SECONDS = 30.0
+CACHE_READY_SECONDS = 120.0
 LOCAL_MODEL_ARGUMENTS = ("--kv-cache-memory-bytes", "1G", "--gpu-memory-utilization", "0.3")
 """The small model needs 2 GB, and vLLM starts only where all that it may take is free."""
 

@@ -107,25 +107,26 @@ class StoreStage:
         return reservation
 
     def reserve_all(self, headers: Sequence[ChunkHeader]) -> list[Reservation | None]:
-        """As :meth:`reserve` of each, for consecutive chunks of one prompt, in a fifth of the time.
+        """As :meth:`reserve` of each, for consecutive chunks of one prompt or many, in a fifth of the time.
 
-        Where one does not fit, those after it are not tried: without it they would be of no use.
+        Where one does not fit, those after it are not tried: of the same prompt they would be of no use, and
+        a search for what to evict takes long.
         """
         hierarchy = self._hierarchy
         places = hierarchy.catalog.places([header.key for header in headers])
-        absent = [at for at, (ready, pending) in enumerate(places) if not (ready | pending) >> FIRST & 1]
-        if len({headers[at].key for at in absent}) < len(absent):
-            return [self.reserve(header) for header in headers]
+        absent: dict[ChunkKey, int] = {}
+        for at, (header, (ready, pending)) in enumerate(zip(headers, places, strict=True)):
+            if not (ready | pending) >> FIRST & 1:
+                absent.setdefault(header.key, at)
         hierarchy.counts["store_known"] += len(headers) - len(absent)
-        lengths = [object_bytes(headers[at].payload_bytes) for at in absent]
+        lengths = [object_bytes(headers[at].payload_bytes) for at in absent.values()]
         leases = self._allocate(lengths)
         if len(leases) < len(absent):
             self._refused(lengths[len(leases) :])
         reservations: list[Reservation | None] = [None] * len(headers)
-        for at, lease in zip(absent, leases, strict=False):
+        for at, lease in zip(absent.values(), leases, strict=False):
             reservations[at] = Reservation(headers[at], lease)
-        for _, run in groupby(reservations, key=bool):
-            self._begin([reservation for reservation in run if reservation is not None])
+        self._begin([reservation for reservation in reservations if reservation is not None])
         return reservations
 
     def _refused(self, lengths: Sequence[int]) -> None:
@@ -146,20 +147,26 @@ class StoreStage:
                 break
         return leases
 
-    def _begin(self, run: Sequence[Reservation]) -> None:
-        """Write the headers of consecutive chunks, and enter them as PENDING."""
-        if not run:
+    def _begin(self, chunks: Sequence[Reservation]) -> None:
+        """Write the headers of chunks, and enter them as PENDING, each after its parent."""
+        if not chunks:
             return
-        arena, first = self._hierarchy.memory.arena, run[0].header
-        begin(arena.view(0, arena.capacity), [(chunk.lease.offset, chunk.header) for chunk in run])
-        self._hierarchy.catalog.add_chain(
-            [chunk.header.key for chunk in run],
-            FIRST,
-            [chunk.lease.length for chunk in run],
-            State.PENDING,
-            first.parent,
-            first.namespace,
-        )
+        arena = self._hierarchy.memory.arena
+        begin(arena.view(0, arena.capacity), [(chunk.lease.offset, chunk.header) for chunk in chunks])
+        catalog, start = self._hierarchy.catalog, 0
+        for stop in range(1, len(chunks) + 1):
+            first = chunks[start].header
+            if stop < len(chunks) and chunks[stop].header.parent == chunks[stop - 1].header.key:
+                continue
+            if stop - start == 1:  # A third of the time, and the rule while requests are decoded.
+                length = chunks[start].lease.length
+                catalog.add(first.key, FIRST, length, State.PENDING, first.parent, first.namespace)
+            else:
+                run = chunks[start:stop]
+                keys = [chunk.header.key for chunk in run]
+                lengths = [chunk.lease.length for chunk in run]
+                catalog.add_chain(keys, FIRST, lengths, State.PENDING, first.parent, first.namespace)
+            start = stop
 
     def abandon(self, reservations: Sequence[Reservation]) -> None:
         """The chunks will not be filled after all."""

@@ -7,16 +7,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import yaml
 
 from kvtier.bridge import protocol
-from kvtier.bridge.client import SchedulerBridge, Slot, WorkerBridge, status
-from kvtier.bridge.protocol import Hello
+from kvtier.bridge.bridge import Bridge, Question
+from kvtier.bridge.client import SchedulerBridge, Slots, WorkerBridge, status
+from kvtier.bridge.protocol import Hello, Run
 from kvtier.errors import ChannelError
 from kvtier.header import HEADER_BYTES
-from kvtier.keys import ChunkKey, chunk_keys, root_key
+from kvtier.keys import ChunkKey, chunk_keys, join_keys, root_key
 from kvtier.layout import ChunkLayout, GroupLayout
 
 CHUNK_TOKENS = 64
@@ -25,6 +27,7 @@ NAMESPACE = bytes(32)
 ROOT = root_key(NAMESPACE)
 KEYS = chunk_keys(ROOT, list(range(CHUNK_TOKENS * 40)), CHUNK_TOKENS)
 
+AnswerT = TypeVar("AnswerT")
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -93,16 +96,22 @@ def hello(role: protocol.Role) -> Hello:
     return Hello(protocol.VERSION, "engine", role, 0, LAYOUT, NAMESPACE)
 
 
+def answer(bridge: Bridge, question: Question[AnswerT] | None) -> AnswerT:
+    """Wait for it, as no hook would."""
+    assert question is not None, "it could not be asked"
+    wait_until(lambda: (bridge.poll(0.1), not question.open)[1])
+    assert question.answer is not None, "the connection is lost"
+    return question.answer
+
+
 def reserve(
     scheduler: SchedulerBridge, parent: ChunkKey, keys: list[ChunkKey], last_tokens: int = CHUNK_TOKENS
-) -> list[Slot | None]:
-    """As long as a busy machine takes."""
-    return scheduler.reserve(parent, keys, last_tokens, seconds=60)
+) -> Slots:
+    return answer(scheduler, scheduler.reserve([Run(parent, join_keys(keys), last_tokens)]))[0]
 
 
 def confirm(worker: WorkerBridge, leases: list[int]) -> bool:
-    """As long as a busy machine takes."""
-    return worker.confirm(leases, seconds=60)
+    return answer(worker, worker.confirm(leases))
 
 
 def store(socket: Path, keys: list[ChunkKey]) -> tuple[SchedulerBridge, WorkerBridge]:

@@ -14,7 +14,7 @@ from kvtier import Settings
 from kvtier.arena import ArenaMap
 from kvtier.bridge import protocol
 from kvtier.bridge.listen import listening
-from kvtier.bridge.protocol import Commit, Hello, Reserve, Reserved, Status, StatusReport, Welcome
+from kvtier.bridge.protocol import Commit, Hello, Reserve, Reserved, Run, Status, StatusReport, Welcome
 from kvtier.bridge.server import BridgeServer
 from kvtier.header import HEADER_BYTES
 from kvtier.instance import Instance
@@ -115,7 +115,7 @@ async def host(tmp_path: Path, **more: object) -> AsyncIterator[Host]:
 
 async def store(scheduler: Peer, workers: list[Peer], keys: list[ChunkKey]) -> list[int]:
     """Reserve, fill and commit chunks, each filled with its key."""
-    reserved = await scheduler.ask(Reserve(1, ROOT, join_keys(keys), CHUNK_TOKENS))
+    reserved = await scheduler.ask(Reserve(1, [Run(ROOT, join_keys(keys), CHUNK_TOKENS)]))
     assert isinstance(reserved, Reserved)
     half = LAYOUT.rank_bytes(CHUNK_TOKENS)
     for rank, worker in enumerate(workers):

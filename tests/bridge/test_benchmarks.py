@@ -1,4 +1,4 @@
-"""The bridge's benchmark runs, in small, so that it cannot rot."""
+"""The bridge's benchmarks run, in small, so that they cannot rot."""
 
 from __future__ import annotations
 
@@ -70,3 +70,10 @@ def is_running(process: Path) -> bool:
         return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.vllm
+def test_steps() -> None:
+    shown = run_benchmark("steps", "--small")
+    for row in ("stopped: first step", "killed: first step", "until it stores again", "nice 19, beside them"):
+        assert row in shown

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import resource
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -11,13 +14,39 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.bridge import bridge
+from kvtier.bridge.bridge import FIRST_RETRY_SECONDS
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
-from kvtier.bridge.connection import FIRST_RETRY_SECONDS
+from kvtier.bridge.protocol import (
+    Abandon,
+    Cancel,
+    Confirm,
+    Confirmed,
+    Found,
+    Hello,
+    LookUp,
+    Reserve,
+    Reserved,
+    Run,
+)
 from kvtier.errors import ChannelError
 from kvtier.header import HEADER_BYTES
-from kvtier.keys import KEY_BYTES, ChunkKey
+from kvtier.keys import KEY_BYTES, ChunkKey, join_keys
 
-from .conftest import CHUNK_TOKENS, KEYS, LAYOUT, ROOT, answers, confirm, hello, store, wait_until
+from .conftest import (
+    CHUNK_TOKENS,
+    KEYS,
+    LAYOUT,
+    ROOT,
+    answer,
+    answers,
+    confirm,
+    hello,
+    reserve,
+    store,
+    wait_until,
+)
+from .scripted_cache import ScriptedCache, scheduler_of, worker_of
 
 Start = Callable[..., subprocess.Popen[str]]
 TOKENS = CHUNK_TOKENS * len(KEYS)
@@ -59,7 +88,7 @@ def test_found_chunks_are_leased_until_released(path: Path) -> None:
     assert engine(path)["leases"] == len(KEYS)
     scheduler.take(ticket)
     scheduler.release(finding.leases)
-    assert not worker.confirm(finding.leases)
+    assert not confirm(worker, finding.leases)
     wait_until(lambda: engine(path) == NOTHING_HELD)
 
 
@@ -81,22 +110,79 @@ def test_a_stopped_cache_process_costs_a_moment_and_leaves_nothing_behind(
     path: Path, running: subprocess.Popen[str]
 ) -> None:
     scheduler, worker = store(path, KEYS[:4])
+    run = Run(KEYS[3], join_keys(KEYS[4:8]), CHUNK_TOKENS)
     running.send_signal(signal.SIGSTOP)
     try:
-        assert scheduler.reserve(KEYS[3], KEYS[4:8], CHUNK_TOKENS, seconds=0.05) == [None] * 4
+        late = scheduler.reserve([run])
+        assert late is not None
+        assert scheduler.await_answer(late, 0.05) is None
+        assert scheduler.late
+        assert scheduler.reserve([run]) is None, "nothing is asked of one that is late"
         ticket = scheduler.look_up(KEYS, TOKENS)
         assert ticket is not None
-        finding = scheduler.found(ticket, wait=0.01)
+        waited = scheduler.waited
+        finding = scheduler.found(ticket, wait=5)
         assert finding is not None
         assert not finding.answered
-        assert not worker.confirm([1], seconds=0.05)
+        assert scheduler.waited == waited, "it is not waited for again"
+        assert worker.await_answer(worker.confirm([1]), 0.05) is None
     finally:
         running.send_signal(signal.SIGCONT)
     wait_until(lambda: bool((late := scheduler.found(ticket)) and late.final))
+    assert not scheduler.late
+    slots = answer(scheduler, late)[0]
+    assert all(slots), "a late answer finds its question"
+    scheduler.abandon([slot.lease for slot in slots if slot is not None])
     scheduler.cancel(ticket)
-    scheduler.poll()
-    wait_until(lambda: (scheduler.poll(), engine(path))[1] == NOTHING_HELD)
-    assert all(scheduler.reserve(KEYS[3], KEYS[4:8], CHUNK_TOKENS, seconds=5)), "they were given back"
+    wait_until(lambda: engine(path) == NOTHING_HELD)
+    assert all(reserve(scheduler, KEYS[3], KEYS[4:8])), "they were given back"
+
+
+def test_a_cache_process_that_is_silent_for_long_is_asked_nothing_until_it_answers(
+    path: Path, running: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    scheduler, _ = store(path, KEYS[:4])
+    running.send_signal(signal.SIGSTOP)
+    try:
+        ticket = scheduler.look_up(KEYS, TOKENS)
+        assert ticket is not None
+        wait_until(lambda: (scheduler.update(), not scheduler.responsive)[1])
+        assert scheduler.look_up(KEYS, TOKENS) is None
+        assert scheduler.reserve([Run(ROOT, KEYS[9], CHUNK_TOKENS)]) is None
+        started = time.monotonic()
+        assert scheduler.clear(60) is None
+        assert time.monotonic() < started + 30
+        scheduler.cancel(ticket)
+    finally:
+        running.send_signal(signal.SIGCONT)
+    wait_until(lambda: (scheduler.update(), scheduler.responsive)[1])
+    wait_until(lambda: engine(path) == NOTHING_HELD)
+    again = scheduler.look_up(KEYS, TOKENS)
+    assert again is not None
+    scheduler.cancel(again)
+    warnings = [record.message for record in caplog.records if "has not answered" in record.message]
+    assert len(warnings) == 1
+    assert "1 lookups" in warnings[0]
+    assert caplog.text.count("answers again") == 1
+
+
+def test_a_fetch_that_stands_still_is_noticed(path: Path) -> None:
+    """While chunks are fetched nothing is outstanding: a probe shows that the process is alive."""
+    with scheduler_of(path) as (there, scheduler):
+        ticket = scheduler.look_up(KEYS, TOKENS)
+        assert ticket is not None
+        there.hear(LookUp)
+        there.say(Found(ticket, [], [], [], 40))
+        wait_until(lambda: bool((finding := scheduler.found(ticket)) and finding.answered))
+        assert there.nothing()
+        wait_until(lambda: (scheduler.update(), scheduler.probe(), not there.nothing())[2])
+        probe = there.hear(Reserve)
+        assert probe == Reserve(probe.ticket, [])
+        there.say(Reserved(probe.ticket, [], []))
+        wait_until(lambda: (scheduler.update(), not scheduler._questions)[1])
+        assert scheduler.responsive
+        wait_until(lambda: (scheduler.update(), scheduler.probe(), not scheduler.responsive)[2])
 
 
 def test_a_cache_process_that_never_reads_again_is_given_up(
@@ -129,12 +215,12 @@ def test_a_killed_cache_process_is_a_miss_and_its_successor_is_found(
     assert arena is not None
     running.kill()
     running.wait()
-    assert not worker.confirm(finding.leases), "a load that was under way does not count"
+    assert not worker.await_answer(worker.confirm(finding.leases), 5), "a load in flight does not count"
     assert bytes(arena.view(finding.offsets[0] + HEADER_BYTES, KEY_BYTES)) == KEYS[0], "memory stays mapped"
     scheduler.poll()
     assert not scheduler.connected
     assert scheduler.found(ticket) is None
-    assert scheduler.reserve(ROOT, KEYS[:1], CHUNK_TOKENS) == [None]
+    assert scheduler.reserve([Run(ROOT, KEYS[0], CHUNK_TOKENS)]) is None
     start()
     wait_until(lambda: answers(path))
     wait_until(lambda: scheduler.ready() and worker.ready(), seconds=4 * FIRST_RETRY_SECONDS + 10)
@@ -205,3 +291,130 @@ def test_a_worker_that_reconnects_maps_the_new_arena(path: Path) -> None:
     assert worker.arena is not None
     assert worker.arena is not first
     worker.close()
+
+
+def test_an_answer_that_does_not_fit_the_question_ends_the_connection(path: Path) -> None:
+    with scheduler_of(path) as (there, scheduler):
+        question = scheduler.reserve([Run(ROOT, KEYS[0], 1), Run(ROOT, join_keys(KEYS[1:3]), 1)])
+        assert question is not None
+        there.hear(Reserve)
+        there.say(Reserved(question.ticket, [1, 2], [0, 4096]))
+        wait_until(lambda: (scheduler.poll(), not scheduler.connected)[1])
+        assert question.lost
+
+
+def test_each_run_gets_its_slots(path: Path) -> None:
+    with scheduler_of(path) as (there, scheduler):
+        runs = [
+            Run(ROOT, KEYS[0], 1, hand_over=5),
+            Run(ROOT, KEYS[0], 1),
+            Run(KEYS[0], join_keys(KEYS[1:3]), 1),
+        ]
+        question = scheduler.reserve(runs)
+        assert question is not None
+        assert there.hear(Reserve) == Reserve(question.ticket, runs)
+        there.say(Reserved(question.ticket, [4, 5, 0, 7], [0, 64, 0, 128], staging=3))
+        assert answer(scheduler, question) == [[(4, 0, 3)], [(5, 64, 0)], [None, (7, 128, 0)]]
+        assert not scheduler._reserving
+
+
+def test_a_listener_that_never_greets_costs_no_time_and_is_left(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bridge, "GREETING_SECONDS", 0.05)
+    there = ScriptedCache(path)
+    scheduler = SchedulerBridge(hello("scheduler"), path)
+    monkeypatch.setattr(scheduler, "_wait", lambda *_: pytest.fail("it waits"))
+    assert not scheduler.ready()
+    there.accept()
+    greeting = scheduler._greeting
+    assert greeting is not None
+    assert not scheduler.ready()
+    assert scheduler._greeting is greeting, "one attempt at a time"
+    wait_until(lambda: (scheduler.ready(), scheduler._greeting is not greeting)[1])
+    assert there.hear(Hello)
+    assert scheduler.look_up(KEYS, TOKENS) is None
+    scheduler._retry_at = 0.0
+    assert not scheduler.ready()
+    there.greet()
+    wait_until(scheduler.ready)
+    scheduler.close()
+    there.close()
+
+
+def test_a_backlog_that_is_full_costs_no_time(path: Path) -> None:
+    """connect(2) would wait for a place in it."""
+    there = socket.socket(socket.AF_UNIX)
+    there.bind(str(path))
+    there.listen(0)
+    schedulers = [SchedulerBridge(hello("scheduler"), path) for _ in range(8)]
+    assert not any(scheduler.ready() for scheduler in schedulers)
+    assert any(scheduler._greeting is None for scheduler in schedulers), "the backlog is not full"
+    for scheduler in schedulers:
+        scheduler.close()
+    there.close()
+
+
+@pytest.mark.usefixtures("running")
+def test_descriptors_beyond_a_thousand(path: Path) -> None:
+    """select(2) refuses them with a ``ValueError``, in a hook."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2048)), hard))
+    taken = [os.dup(0)]
+    try:
+        while taken[-1] < 1024:
+            taken.append(os.dup(0))
+        scheduler, worker = store(path, KEYS[:2])
+        ticket = scheduler.look_up(KEYS[:2], 2 * CHUNK_TOKENS)
+        assert ticket is not None
+        finding = scheduler.found(ticket, wait=5)
+        assert finding is not None
+        assert len(finding.leases) == 2
+        assert worker.await_answer(worker.confirm(finding.leases), 5)
+        scheduler.cancel(ticket)
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_reservations_of_a_process_that_is_not_yet_connected_are_given_back_to_it(path: Path) -> None:
+    """Scheduler and worker reconnect at different times, and numbers mean nothing to another process."""
+    with worker_of(path) as (there, worker):
+        worker.abandon([1, 2], epoch=8)
+        worker.abandon([3], epoch=7)
+        worker.abandon([4], epoch=9)
+        assert there.hear(Abandon) == Abandon([3])
+        there.hang_up()
+        wait_until(lambda: (worker.poll(), not worker.connected)[1])
+        there._epoch = 8
+        worker.retry_now()
+        assert not worker.ready()
+        there.greet()
+        wait_until(worker.ready)
+        assert there.hear(Abandon) == Abandon([1, 2])
+
+
+def test_a_cancelled_look_up_that_is_answered_late_holds_nothing(path: Path) -> None:
+    with scheduler_of(path) as (there, scheduler):
+        ticket = scheduler.look_up(KEYS, TOKENS)
+        assert ticket is not None
+        scheduler.cancel(ticket)
+        there.hear(LookUp)
+        there.hear(Cancel)
+        there.say(Found(ticket, [1, 2], [0, 0], [0, 0], 0))
+        wait_until(lambda: (scheduler.poll(), not scheduler._questions)[1])
+        assert scheduler.found(ticket) is None
+        assert not scheduler._in_use
+
+
+def test_a_confirmation_that_comes_late_is_still_an_answer(path: Path) -> None:
+    with worker_of(path) as (there, worker):
+        question = worker.confirm([1])
+        assert question is not None
+        assert worker.await_answer(question, 0.002) is None
+        assert worker.late
+        assert there.hear(Confirm) == Confirm(question.ticket, [1])
+        there.say(Confirmed(question.ticket, held=True))
+        assert answer(worker, question) is True
+        assert not worker.late

@@ -18,7 +18,7 @@ from kvtier.backends.base import Backend, SupportsLeases
 from kvtier.backends.cpu import MemoryBackend
 from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
-from kvtier.bridge.protocol import Commit, Found, Hello, LookUp, Release, Reserve, Reserved
+from kvtier.bridge.protocol import Commit, Found, Hello, LookUp, Release, Reserve, Reserved, Run
 from kvtier.bridge.server import BridgeServer, Connection
 from kvtier.cache import TieredCache
 from kvtier.catalog import State
@@ -63,7 +63,7 @@ async def engine_of(
 def reserve(
     engine: Engine, keys: list[ChunkKey], parent: ChunkKey = ROOT, last: int = CHUNK_TOKENS
 ) -> Reserved:
-    return engine.reserve(Reserve(1, parent, join_keys(keys), last))
+    return engine.reserve(Reserve(1, [Run(parent, join_keys(keys), last)]))
 
 
 def store(engine: Engine, keys: list[ChunkKey]) -> None:

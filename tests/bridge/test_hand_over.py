@@ -23,6 +23,7 @@ from kvtier.bridge.protocol import (
     Release,
     Reserve,
     Reserved,
+    Run,
 )
 from kvtier.header import HEADER_BYTES
 from kvtier.keys import join_keys
@@ -126,7 +127,7 @@ async def test_chunks_are_pushed_when_every_rank_has_filled_them(tmp_path: Path)
         await store(both.scheduler, both.workers, KEYS[:2])
         await both.hand_over()
         first = await both.expect()
-        reserved = await both.scheduler.ask(Reserve(2, KEYS[1], join_keys(KEYS[2:]), CHUNK_TOKENS))
+        reserved = await both.scheduler.ask(Reserve(2, [Run(KEYS[1], join_keys(KEYS[2:]), CHUNK_TOKENS)]))
         assert isinstance(reserved, Reserved)
         last = reserved.offsets[-1] + HEADER_BYTES
         both.workers[0].arena.view(last, 32)[:] = KEYS[-1]

@@ -101,7 +101,7 @@ async def test_schedulers_are_notified_and_nobody_else(
 
 
 def test_a_notice_is_logged_by_the_engine(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    bridge = SchedulerBridge(hello("scheduler"), tmp_path / "nobody")
+    bridge = SchedulerBridge(hello("scheduler"), tmp_path / "nobody", logger=logging.getLogger("vllm.kvtier"))
     (body,) = FrameReader().feed(encode(Notice("tier ssd: " + "x" * 10_000)))
     with caplog.at_level(logging.WARNING):
         bridge._receive(decode_from_cache(body))

@@ -54,6 +54,7 @@ def test_kill_9_in_the_middle_of_writing_leaves_only_whole_chunks(tmp_path: Path
         scheduler = SchedulerBridge(hello("scheduler"), tmp_path / "socket")
         worker = WorkerBridge(hello("worker"), tmp_path / "socket")
         worker.connect()
+        scheduler.connect()
         assert worker.arena is not None
         ticket = scheduler.look_up(KEYS, CHUNK_TOKENS * len(KEYS))
         assert ticket is not None

@@ -28,6 +28,7 @@ from kvtier.bridge.protocol import (
     Release,
     Reserve,
     Reserved,
+    Run,
     Status,
 )
 from kvtier.header import HEADER_BYTES
@@ -135,13 +136,13 @@ async def test_a_new_scheduler_takes_over_what_it_names(tmp_path: Path) -> None:
 async def test_reservations_are_refused_where_known_or_full_and_can_be_given_back(tmp_path: Path) -> None:
     async with host(tmp_path) as home, home.peer() as scheduler:
         await scheduler.greet()
-        first = await scheduler.ask(Reserve(1, ROOT, join_keys(KEYS), CHUNK_TOKENS))
-        again = await scheduler.ask(Reserve(2, ROOT, join_keys(KEYS), CHUNK_TOKENS))
+        first = await scheduler.ask(Reserve(1, [Run(ROOT, join_keys(KEYS), CHUNK_TOKENS)]))
+        again = await scheduler.ask(Reserve(2, [Run(ROOT, join_keys(KEYS), CHUNK_TOKENS)]))
         assert isinstance(first, Reserved)
         assert again == Reserved(2, [0] * 6, [0] * 6)
         await scheduler.say(Abandon(first.leases))
         many = chunk_keys(ROOT, list(range(CHUNK_TOKENS * 300)), CHUNK_TOKENS)
-        flood = await scheduler.ask(Reserve(3, ROOT, join_keys(many), CHUNK_TOKENS))
+        flood = await scheduler.ask(Reserve(3, [Run(ROOT, join_keys(many), CHUNK_TOKENS)]))
         assert isinstance(flood, Reserved)
         granted = sum(map(bool, flood.leases))
         assert 0 < granted < 300
@@ -164,7 +165,7 @@ async def test_changes_are_told_to_who_wants_them(tmp_path: Path) -> None:
         await scheduler.greet(changes=True)
         await one.greet("worker", 0)
         await two.greet("worker", 1)
-        reserved = await scheduler.ask(Reserve(1, ROOT, join_keys(KEYS), CHUNK_TOKENS))
+        reserved = await scheduler.ask(Reserve(1, [Run(ROOT, join_keys(KEYS), CHUNK_TOKENS)]))
         assert isinstance(reserved, Reserved)
         await one.say(Commit(reserved.leases))
         await two.say(Commit(reserved.leases))

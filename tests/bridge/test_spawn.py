@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,29 @@ def test_one_that_cannot_start_says_why(settings: Settings, tmp_path: Path) -> N
 def test_it_is_started_again_after_it_was_killed(settings: Settings) -> None:
     path = default_address(settings)
     process = CacheProcess(settings, path)
-    scheduler = SchedulerBridge(hello("scheduler"), path, process.start)
+    scheduler = SchedulerBridge(hello("scheduler"), path, process.start_in_background)
     process.start_and_wait(scheduler.connect)
     os.kill(status(path)["pid"], signal.SIGKILL)
     wait_until(lambda: (scheduler.poll(), not scheduler.connected)[1])
     wait_until(scheduler.ready, seconds=30)
     scheduler.close()
+
+
+def test_an_engine_that_runs_does_not_wait_while_it_is_started(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_start, started = threading.Event(), threading.Event()
+
+    def start(_: CacheProcess) -> None:
+        may_start.wait(60)
+        started.set()
+
+    monkeypatch.setattr(CacheProcess, "start", start)
+    process = CacheProcess(settings, default_address(settings))
+    scheduler = SchedulerBridge(hello("scheduler"), default_address(settings), process.start_in_background)
+    assert not scheduler.ready()
+    scheduler._retry_at = 0.0
+    assert not scheduler.ready()
+    assert not started.is_set()
+    may_start.set()
+    assert started.wait(60)

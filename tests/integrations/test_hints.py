@@ -133,6 +133,8 @@ def test_a_prompt_is_handed_over_with_its_tail_and_the_answer_says_so() -> None:
     assert bridge.begun == [("10.0.0.2:8200", 2, 100)]
     assert handing.wants_tail(state)
     assert handing.finish(state) == 100
+    assert bridge.ended == [], "room for its last chunks may still have to be asked for"
+    handing.end_finished()
     assert bridge.ended == [(1, True)]
     assert handing.answer(state.request, 100) == {
         "kvtier": {"peer": "0.0.0.0:8200", "handed_over": {"tokens": 100, "from": "0.0.0.0:8200"}}

@@ -24,7 +24,9 @@ def run(tests: Path, log: Path) -> None:
     sys.exit(pytest.main(["-q", "-o", "filterwarnings=", "-p", "no:cacheprovider", str(tests)]))
 
 
-@pytest.mark.parametrize(("tests", "count"), [("worker_side.py", 12), ("connector_side.py", 3)])
+@pytest.mark.parametrize(
+    ("tests", "count"), [("worker_side.py", 16), ("scheduler_side.py", 11), ("connector_side.py", 3)]
+)
 def test_with_vllm(tmp_path: Path, tests: str, count: int) -> None:
     log = tmp_path / "log"
     process = forks().Process(target=run, args=(FOLDER / tests, log))

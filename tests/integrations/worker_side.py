@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.bridge.bridge import Question
 from kvtier.integrations.vllm import worker
 from kvtier.integrations.vllm.copies import ChunkCopy
 from kvtier.integrations.vllm.layout import ModelLayout
@@ -22,8 +23,13 @@ class Bridge:
 
     def __init__(self) -> None:
         self.epoch = 1
+        self.waited = 0.0
+        self.answers = True
+        self.asked: list[Question[bool]] = []
         self.arena = object()
         self.here = True
+        self.held = True
+        self.waits: list[float] = []
         self.confirmed: list[list[int]] = []
         self.committed: list[list[int]] = []
         self.abandoned: list[list[int]] = []
@@ -32,18 +38,24 @@ class Bridge:
     def poll(self) -> None:
         pass
 
-    def ready(self) -> bool:
-        return self.here
+    update = retry_now = poll
 
-    def confirm(self, leases: list[int]) -> bool:
+    def confirm(self, leases: list[int]) -> Question[bool] | None:
         self.confirmed.append(leases)
-        return self.here
+        self.asked.append(Question(1, "confirmations"))
+        return self.asked[-1] if self.here else None
+
+    def await_answer(self, question: Question[bool] | None, wait: float) -> bool | None:
+        self.waits.append(wait)
+        if question is not None and self.answers:
+            question.answer = self.held
+        return None if question is None else question.answer
 
     def commit(self, leases: list[int]) -> bool:
         self.committed.append(leases)
         return self.here
 
-    def abandon(self, leases: list[int]) -> None:
+    def abandon(self, leases: list[int], epoch: int = 0) -> None:
         self.abandoned.append(leases)
 
     def close(self) -> None:
@@ -135,6 +147,57 @@ def test_a_load_counts_once_its_copies_are_done(side: WorkerSide, bridge: Bridge
     assert side.take_results() == (set(), set(), set())
 
 
+def test_a_confirmation_that_comes_late_does_not_hold_a_step_up(
+    side: WorkerSide, bridge: Bridge, copies: Copies
+) -> None:
+    bridge.answers = False
+    copies.finished.update((1, 2))
+    side.load([job("a", 1)])
+    assert side.take_results() == (set(), set(), set())
+    side.load([job("b", 2)])
+    assert side.take_results() == (set(), set(), set())
+    assert bridge.confirmed == [[1], [2]], "each is asked about once"
+    assert max(bridge.waits) <= worker.CONFIRM_WAIT_SECONDS
+    bridge.asked[1].answer = True
+    assert side.take_results() == (set(), {"b"}, set())
+    bridge.asked[0].answer = True
+    assert side.take_results() == (set(), {"a"}, set())
+
+
+def test_a_confirmation_that_never_comes_fails_the_load(
+    side: WorkerSide, bridge: Bridge, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(worker.time, "monotonic", lambda: now)
+    warnings: list[str] = []
+    monkeypatch.setattr(side, "_warn", lambda message, *about: warnings.append(message % about))
+    bridge.answers = False
+    copies.finished.add(1)
+    side.load([job("a", 1)])
+    now += worker.CONFIRM_SECONDS / 2
+    assert side.take_results() == (set(), set(), set())
+    now += worker.CONFIRM_SECONDS
+    assert side.take_results() == (set(), {"a"}, {"a"})
+    (warning,) = warnings
+    assert warning.startswith("request a: loading 64 tokens (16KiB) failed after ")
+    assert warning.endswith(" s, so they are computed: the cache process has not confirmed it within 2 s")
+    bridge.asked[0].answer = True
+    assert side.take_results() == (set(), set(), set())
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_leases_that_have_ended_fail_the_load(
+    side: WorkerSide, bridge: Bridge, copies: Copies, gone: bool
+) -> None:
+    bridge.held = False
+    bridge.answers = not gone
+    copies.finished.add(1)
+    side.load([job("a", 1)])
+    if gone:
+        bridge.asked[0].lost = True
+    assert side.take_results() == (set(), {"a"}, {"a"})
+
+
 def test_loads_need_not_wait_for_one_another(side: WorkerSide, copies: Copies) -> None:
     side.load([job("a", 1)])
     side.save([job("b", 2, last=True)])
@@ -173,20 +236,14 @@ def test_a_job_for_a_cache_process_that_is_gone_fails_at_once(side: WorkerSide, 
     assert side.take_results() == (set(), {"a"}, {"a"})
 
 
-def test_a_load_that_is_not_confirmed_is_logged_with_its_size(
+def test_room_of_a_process_that_is_not_yet_connected_is_given_back(
     side: WorkerSide, bridge: Bridge, copies: Copies
 ) -> None:
-    logged: list[str] = []
-    warning: Any = lambda message, *args: logged.append(message % args)  # noqa: E731
-    side._warn = warning
-    side.load([job("a", 1), job("b", 2)])
-    bridge.here = False
+    side.save([job("a", 1, epoch=7), job("b", 2, last=True)])
     copies.finished.add(1)
-    copies.finished.add(2)
-    assert side.take_results() == (set(), {"a", "b"}, {"a", "b"})
-    (line,) = logged
-    assert line.startswith("loading 32KiB for 2 requests (a first) failed after ")
-    assert line.endswith("the cache process did not confirm its leases; their tokens are recomputed")
+    assert side.take_results() == ({"b"}, set(), set())
+    assert bridge.abandoned == [[1]]
+    assert bridge.committed == [[2]]
 
 
 def test_a_device_that_fails_fails_the_load(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:

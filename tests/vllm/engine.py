@@ -140,7 +140,7 @@ class Engine:
             time.sleep(0.02)
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's counters and gauges, and ``free_blocks``."""
+        """vLLM's counters and gauges, ``free_blocks``, and how long the scheduler ``waited`` for answers."""
         metrics: dict[str, float] = self._call("metrics")
         return metrics
 

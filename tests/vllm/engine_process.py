@@ -156,6 +156,9 @@ class _Host:
         pool = self._core.scheduler.kv_cache_manager.block_pool
         found["free_blocks"] = pool.get_num_free_blocks()
         found["blocks"] = pool.num_gpu_blocks
+        connector = self._core.scheduler.connector
+        if connector is not None:
+            found["waited"] = connector._scheduler._bridge.waited
         return found
 
     def _close(self, number: int) -> bool:

@@ -238,10 +238,10 @@ def _open(bridge_type: type[BridgeT], settings: Settings, hello: Hello) -> Bridg
     if settings.socket is None:
         path = default_address(settings)
         process = CacheProcess(settings, path)
-        bridge = bridge_type(hello, path, process.start)
+        bridge = bridge_type(hello, path, process.start_in_background, logger)
         process.start_and_wait(bridge.connect)
         return bridge
-    bridge = bridge_type(hello, settings.socket)
+    bridge = bridge_type(hello, settings.socket, logger=logger)
     try:
         bridge.connect()
     except ChannelError as error:

@@ -41,6 +41,14 @@ class Pinning:
         """Block until it is registered, or has failed to be."""
         self._thread.join()
 
+    def release(self) -> None:
+        """Unregister it, in a thread, as that takes as long as registering. No copy may use it."""
+        threading.Thread(target=self._unpin, name="kvtier-unpin", daemon=True).start()
+
+    def _unpin(self) -> None:
+        self._thread.join()
+        self.memory = None
+
 
 class CudaCopies:
     """See :class:`~kvtier.integrations.vllm.copies.PageCopies`. torch's current stream is the engine's."""
@@ -53,6 +61,8 @@ class CudaCopies:
         self._memory = native.cuda.DevicePages(self._device.index or 0, regions(pages), null_block)
         self._torch = TorchCopies(layout, rank, pages, null_block)
         self._pinning: Pinning | None = None
+        self._replaced: list[tuple[Pinning, set[int]]] = []
+        """The arenas of earlier cache processes, and the copies that may still use them."""
         self._under_way: set[int] = set()
 
     def load(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
@@ -71,10 +81,14 @@ class CudaCopies:
 
     def done(self, ticket: int) -> bool:
         """See :meth:`PageCopies.done`."""
-        if not self._memory.done(ticket):
-            return False
-        self._under_way.discard(ticket)
-        return True
+        try:
+            done = bool(self._memory.done(ticket))
+        except native.cuda.CudaError:
+            self._under_way.discard(ticket)
+            raise
+        if done:
+            self._under_way.discard(ticket)
+        return done
 
     def wait(self, ticket: int) -> None:
         """See :meth:`PageCopies.wait`."""
@@ -93,15 +107,26 @@ class CudaCopies:
         """See :meth:`PageCopies.close`."""
         for ticket in list(self._under_way):
             self.wait(ticket)
+        self._replaced.clear()
         if self._pinning is not None:
             self._pinning.wait()
             self._pinning = None
 
     def _pinned(self, arena: ArenaMap) -> native.cuda.PinnedMemory | None:
         if self._pinning is None or self._pinning.arena is not arena:
-            self.close()  # The arena of a cache process that is gone: nothing new comes of it.
+            if self._pinning is not None:
+                self._replaced.append((self._pinning, set(self._under_way)))
             self._pinning = Pinning(arena)
+        self._release_replaced()
         return self._pinning.memory
+
+    def _release_replaced(self) -> None:
+        """Unpin arenas of earlier cache processes that no copy uses any more. Does not block."""
+        for pinning, tickets in self._replaced:
+            tickets &= self._under_way
+            if not tickets:
+                pinning.release()
+        self._replaced = [(pinning, tickets) for pinning, tickets in self._replaced if tickets]
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)

@@ -60,6 +60,8 @@ class HandOvers:
         self._bridge = bridge
         self._stats = stats
         self._warn = RareWarning(logger)
+        self._finished: list[int] = []
+        """Hand-overs that are to end as complete."""
 
     def hints(self, request: Request) -> Hints:
         """What a request has told and this engine does."""
@@ -120,7 +122,7 @@ class HandOvers:
             state.hand_over = None
 
     def finish(self, state: RequestState) -> int:
-        """All of it that ever will be has been stored; how many leading tokens the decoder may expect."""
+        """How many leading tokens the decoder may expect. :meth:`end_finished` ends the hand-over."""
         ticket, state.hand_over = state.hand_over, None
         if ticket is None or state.hints.hand_over is None:
             return 0
@@ -130,7 +132,7 @@ class HandOvers:
             told = self._bridge.handed_over(ticket)
         except KeyError:
             return 0
-        self._bridge.end_hand_over(ticket, complete=True)
+        self._finished.append(ticket)
         if told is not None:
             tokens, reason = min(tokens, told.tokens), told.reason
         self._stats.add("handed_over_tokens", tokens)
@@ -143,6 +145,11 @@ class HandOvers:
             f": {reason}" if reason else "",
         )
         return tokens
+
+    def end_finished(self) -> None:
+        """End the hand-overs of finished requests, once room for all of their chunks was asked for."""
+        while self._finished:
+            self._bridge.end_hand_over(self._finished.pop(), complete=True)
 
     # At the decoder.
 

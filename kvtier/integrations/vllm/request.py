@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,8 @@ class RequestState:
     next_chunk: int = 0
     """The first chunk that is neither held nor saved."""
     tail_saved: bool = False
+    held_blocks: tuple[Sequence[int], ...] | None = None
+    """Its block table at its end, where vLLM keeps the blocks until they are saved."""
     load_failed: bool = False
     """A load failed: compute this request, do not try again."""
     hits_by_tier: dict[int, int] = field(default_factory=dict)

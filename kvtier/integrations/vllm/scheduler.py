@@ -1,7 +1,7 @@
-"""The scheduler's side of the connector: what to load, what to save, and what it costs nobody to ask.
+"""Scheduler side of the connector: plan loads and saves without delaying the engine.
 
-Every hook returns promptly. Whatever the cache process does, or does not do, the worst outcome of a hook
-here is that a prompt is computed.
+All waits of one step together take :data:`STEP_WAIT_SECONDS` at most, and none at all while the cache
+process is late or unresponsive. The worst outcome of a hook is that a prompt is computed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from kvtier.bridge.client import RESERVE_SECONDS, SchedulerBridge, Slot
+from kvtier.bridge.client import SchedulerBridge
 from kvtier.integrations.vllm.changes import ChangeLog
-from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
+from kvtier.integrations.vllm.copies import ChunkCopy
 from kvtier.integrations.vllm.handing import HandOvers
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job, StepMetadata
 from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.request import RequestState, cacheable, request_root
+from kvtier.integrations.vllm.saving import Blocks, Saves, chunk_blocks
 from kvtier.settings import Settings
 
 if TYPE_CHECKING:
@@ -31,19 +32,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvtier")
 
-FIRST_ANSWER_SECONDS = 0.001
-"""How long the scheduler waits, once, for an answer that takes 0.1 ms: asking again costs a whole step."""
+STEP_WAIT_SECONDS = 0.002
+"""Limit of all waits of one step: a healthy cache process answers in 0.1 to 0.5 ms."""
+LOOK_UP_WAIT_SECONDS = 0.001
+"""How much of it may be spent on look-ups: asking again costs a whole step."""
 PATIENCE_SECONDS = 1.0
 """How much longer than the prefetch deadline an answer may take before a request is computed instead."""
 LONGEST_WAIT_SECONDS = 120.0
-"""How long an answer may take with ``prefetch.policy: wait``: a cache process may be stopped for good."""
-HAND_OVER_RESERVE_SECONDS = 1.0
-"""How long the cache process of a prefiller may take to find room, where that of others has 0.1 s."""
-CLEAR_SECONDS = 10.0
+"""How long an answer may take with ``prefetch.policy: wait``: a fetch may stand still."""
+SILENCE_SECONDS = 10.0
+"""How long the cache process may be silent then, until requests are computed instead of waiting for it."""
+CLEAR_SECONDS = 1.0
 NOTHING = (0, False)
 ASK_AGAIN = (None, False)
-
-Blocks = tuple[Sequence[int], ...]
 
 
 class SchedulerSide:
@@ -64,15 +65,19 @@ class SchedulerSide:
         self._bridge = bridge
         self._speculative = speculative
         waits = settings.prefetch.policy == "wait"
+        if waits:
+            bridge.expect_answers_within(SILENCE_SECONDS)
         self._patience = LONGEST_WAIT_SECONDS if waits else settings.prefetch.deadline + PATIENCE_SECONDS
         self._stats = TransferStats()
         self._changes = ChangeLog(self._layout.chunk_tokens) if events else None
         self._handing = HandOvers(settings, self._layout.chunk_tokens, bridge, self._stats)
         self._requests: dict[str, RequestState] = {}
-        self._loading: dict[str, list[int]] = {}
-        """Leases that workers are reading from."""
+        self._loading: dict[str, tuple[int, list[int]]] = {}
+        """The cache process, by its epoch, and its leases that workers are reading from."""
         self._loads: list[Job] = []
-        self._saves: list[Job] = []
+        self._saves = Saves(settings, self._layout, bridge, self._stats, self._changes)
+        self._waited_before = 0.0
+        """What the bridge had waited when this step began."""
 
     # Finding: before a request is scheduled.
 
@@ -90,7 +95,7 @@ class SchedulerSide:
 
     def _look_up(self, state: RequestState) -> None:
         request = state.request
-        if request.skip_reading_prefix_cache or state.load_failed:
+        if request.skip_reading_prefix_cache or state.load_failed or not self._bridge.takes_questions:
             return
         keys = list(state.extend(request.num_tokens))
         covered = len(keys) * self._layout.chunk_tokens
@@ -121,11 +126,14 @@ class SchedulerSide:
             self._look_up(state)
         if state.ticket is None:
             return NOTHING
-        wait = 0.0 if state.waited else FIRST_ANSWER_SECONDS
+        wait = 0.0 if state.waited else self._wait_left(LOOK_UP_WAIT_SECONDS)
         state.waited = True
         finding = self._bridge.found(state.ticket, wait)
         if finding is None:
             state.ticket = None
+            return NOTHING
+        if not self._bridge.responsive:
+            self._give_up_look_up(state)
             return NOTHING
         if not finding.final:
             if state.seconds_waited < state.patience:
@@ -135,6 +143,10 @@ class SchedulerSide:
         state.local_tokens = local_tokens
         hit = self._tokens(state, len(finding.leases))
         return (hit - local_tokens, True) if hit > local_tokens else NOTHING
+
+    def _wait_left(self, limit: float) -> float:
+        """How long a hook may still wait in this step, with ``limit`` for all hooks together."""
+        return max(0.0, limit - (self._bridge.waited - self._waited_before))
 
     def _give_up_look_up(self, state: RequestState) -> None:
         if state.ticket is not None:
@@ -169,29 +181,13 @@ class SchedulerSide:
         chunks = []
         for index in range(first, len(finding.leases)):
             tokens = self._tokens(state, index + 1) - index * self._layout.chunk_tokens
-            chunk_blocks = self._blocks(block_ids, index, tokens, state.local_tokens)
+            pages = chunk_blocks(self._layout, block_ids, index, tokens, state.local_tokens)
             staging = finding.staging if finding.sources[index] == self._bridge.staging_source else 0
             lease, offset = finding.leases[index], finding.offsets[index]
-            chunks.append(ChunkCopy(lease, offset, tokens, chunk_blocks, staging))
-        self._loading[request.request_id] = finding.leases[first:]
+            chunks.append(ChunkCopy(lease, offset, tokens, pages, staging))
+        self._loading[request.request_id] = self._bridge.epoch, finding.leases[first:]
         self._loads.append(Job(request.request_id, self._bridge.epoch, chunks))
         self._count_hits(state, finding.sources, external_tokens)
-
-    def _blocks(
-        self, block_ids: Blocks, index: int, tokens: int, local_tokens: int = 0
-    ) -> tuple[list[int], ...]:
-        """The blocks of chunk ``index``, a page each; those within ``local_tokens`` are left out."""
-        found = []
-        for group, ids in zip(self._layout.groups, block_ids, strict=True):
-            base = index * self._layout.chunk_tokens // group.block_tokens
-            kept = local_tokens // group.block_tokens
-            found.append(
-                [
-                    ids[base + block] if kept <= base + block < len(ids) else NULL_BLOCK
-                    for block in group.blocks(tokens)
-                ]
-            )
-        return tuple(found)
 
     def _count_hits(self, state: RequestState, sources: Sequence[int], external_tokens: int) -> None:
         request, chunk = state.request, self._layout.chunk_tokens
@@ -226,22 +222,26 @@ class SchedulerSide:
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """The loads and saves of the step that is about to run."""
-        self._bridge.poll()
+        self._bridge.update()
         for request_id in output.preempted_req_ids or ():
             if (preempted := self._requests.get(request_id)) is not None:
                 self._handing.note_preemption(preempted)
+        if self._saves.possible:
+            for request_id, scheduled in output.num_scheduled_tokens.items():
+                state = self._requests.get(request_id)
+                if state is not None:
+                    computed = self._computed_tokens(state.request, scheduled)
+                    if self._saves.due(state, computed):
+                        self._saves.plan(state, computed)
         block_state = output.kv_connector_block_state
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            state = self._requests.get(request_id)
-            if state is None or block_state is None:
-                continue
-            computed = self._computed_tokens(state.request, scheduled)
-            if self._has_unsaved(state, computed):
-                block_ids = block_state.get_block_ids(request_id)
-                if block_ids is not None:
-                    self._save(state, computed, block_ids)
-        metadata = StepMetadata(self._loads, self._saves)
-        self._loads, self._saves = [], []
+        blocks_of = _no_blocks if block_state is None else block_state.get_block_ids
+        saves = self._saves.step(blocks_of, self._wait_left(STEP_WAIT_SECONDS))
+        if not self._saves.unasked:
+            self._handing.end_finished()
+        self._bridge.probe()
+        self._waited_before = self._bridge.waited
+        metadata = StepMetadata(self._loads, saves)
+        self._loads = []
         return metadata
 
     def _computed_tokens(self, request: Request, scheduled: int) -> int:
@@ -253,86 +253,16 @@ class SchedulerSide:
             computed = min(request.num_computed_tokens + scheduled, request.num_tokens)
         return int(computed if self._settings.save_decode else min(computed, request.num_prompt_tokens))
 
-    def _has_unsaved(self, state: RequestState, computed: int) -> bool:
-        whole = computed // self._layout.chunk_tokens > state.next_chunk
-        return whole or self._wants_tail(state, computed)
-
-    def _wants_tail(self, state: RequestState, computed: int) -> bool:
-        prompt = state.request.num_prompt_tokens
-        return (
-            (self._settings.partial_chunks or state.hand_over is not None)
-            and not state.tail_saved
-            and computed >= prompt
-            and prompt % self._layout.chunk_tokens != 0
-        )
-
-    def _save(self, state: RequestState, computed: int, block_ids: Blocks, *, last: bool = False) -> bool:
-        """Reserve room for the chunks that are complete, and plan their copies; whether there are any."""
-        first = state.next_chunk
-        keys = list(state.extend(computed)[first:])
-        sizes = [self._layout.chunk_tokens] * len(keys)
-        state.next_chunk = first + len(keys)
-        if self._wants_tail(state, computed):
-            state.tail_saved = True
-            prompt = state.request.num_prompt_tokens
-            tail = state.tail_key(prompt)
-            if tail is not None and prompt // self._layout.chunk_tokens == state.next_chunk:
-                keys.append(tail)
-                sizes.append(prompt % self._layout.chunk_tokens)
-        blocks = [self._blocks(block_ids, first + index, tokens) for index, tokens in enumerate(sizes)]
-        copies = self._reserve(state, first, keys, sizes, blocks)
-        if copies:
-            self._saves.append(Job(state.request.request_id, self._bridge.epoch, copies, last))
-        return bool(copies)
-
-    def _reserve(
-        self,
-        state: RequestState,
-        first: int,
-        keys: Sequence[bytes],
-        sizes: Sequence[int],
-        blocks: Sequence[tuple[list[int], ...]],
-    ) -> list[ChunkCopy]:
-        if not keys:
-            return []
-        # What finds no room is not handed over, and this engine has computed it for nothing.
-        seconds = RESERVE_SECONDS if state.hand_over is None else HAND_OVER_RESERVE_SECONDS
-        parent = state.parent(first)
-        staged: Sequence[Slot | None] = ()
-        if state.hand_over is not None and self._settings.hand_over.device == "cuda":
-            staged = self._bridge.reserve(parent, keys, sizes[-1], seconds, state.hand_over)  # type: ignore[arg-type]
-        slots = self._bridge.reserve(parent, keys, sizes[-1], seconds)  # type: ignore[arg-type]
-        copies = self._copies(slots, sizes, blocks)
-        self._stats.add("not_stored_chunks", len(slots) - len(copies))
-        if self._changes is not None:
-            self._changes.remember(state, first, keys, sizes)
-        return self._copies(staged, sizes, blocks) + copies
-
-    def _copies(
-        self, slots: Sequence[Slot | None], sizes: Sequence[int], blocks: Sequence[tuple[list[int], ...]]
-    ) -> list[ChunkCopy]:
-        """What is to be copied into the slots, of which there is one for each chunk or none at all."""
-        copies, unusable = [], []
-        for slot, tokens, chunk_blocks in zip(slots, sizes, blocks, strict=False):
-            if slot is None:
-                continue
-            if any(NULL_BLOCK in group for group in chunk_blocks):
-                # vLLM has dropped blocks that left the window: the chunk is not whole any longer.
-                unusable.append(slot.lease)
-            else:
-                copies.append(ChunkCopy(slot.lease, slot.offset, tokens, chunk_blocks, slot.staging))
-        self._bridge.abandon(unusable)
-        return copies
-
     # Ending.
 
     def worked(self, output: KVConnectorOutput) -> None:
         """Workers have finished loads: their leases can go."""
         for request_id in output.finished_recving or ():
-            self._bridge.release(self._loading.pop(request_id, []))
+            epoch, leases = self._loading.pop(request_id, (0, []))
+            if epoch == self._bridge.epoch:  # Another process numbers its leases anew.
+                self._bridge.release(leases)
         for request_id in output.failed_recving or ():
             self._stats.add("failed_loads", 1)
-            logger.warning("request %s: its load failed, it is computed instead", request_id)
             state = self._requests.get(request_id)
             if state is not None:
                 state.load_failed = True
@@ -350,18 +280,23 @@ class SchedulerSide:
         self._give_up_look_up(state)
         if request.status == RequestStatus.FINISHED_ABORTED or request.request_id in self._loading:
             self._handing.give_up(state)
+            self._saves.drop(state)
             return False, self._handing.answer(request, 0)
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         if not self._settings.save_decode:
             computed = min(computed, request.num_prompt_tokens)
-        saves = self._has_unsaved(state, computed) and self._save(state, computed, block_ids, last=True)
-        return saves, self._handing.answer(request, self._handing.finish(state))
+        held = self._saves.finish(state, computed, block_ids)
+        handed_over = self._handing.finish(state)
+        if not self._saves.unasked:
+            self._handing.end_finished()
+        return held, self._handing.answer(request, handed_over)
 
     def clear(self) -> bool:
         """Remove this model's chunks everywhere on this host; whether that was done."""
         for state in self._requests.values():
             self._give_up_look_up(state)
             state.next_chunk = 0
+        self._saves.drop()
         removed = self._bridge.clear(CLEAR_SECONDS)
         logger.info("reset: %s", "no answer" if removed is None else f"{removed} chunks removed")
         return removed is not None
@@ -380,3 +315,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Leave the cache process."""
         self._bridge.close()
+
+
+def _no_blocks(request_id: str) -> Blocks | None:
+    return None

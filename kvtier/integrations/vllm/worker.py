@@ -3,7 +3,8 @@
 Copies are whole pages of opaque bytes, many at a time, without the GIL. A load counts only when the cache
 process confirms, after the copy, that its leases stood all along. On the host, saves run between two forward
 passes and are done when the hook returns; on a GPU they are under way then, and the engine's stream waits for
-them: no block can change under a copy. What is under way is looked after in each hook that vLLM calls.
+them: no block can change under a copy. No hook waits for a copy, nor longer than :data:`CONFIRM_WAIT_SECONDS`
+for a confirmation: each later hook looks whether they are there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from operator import attrgetter
 import torch
 
 from kvtier.backends.logs import RareWarning
+from kvtier.bridge.bridge import Question
 from kvtier.bridge.client import WorkerBridge
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, Memory, PageCopies, page_copies
 from kvtier.integrations.vllm.layout import ModelLayout, page_views
@@ -27,6 +29,11 @@ from kvtier.integrations.vllm.staging import StagingBuffer
 from kvtier.units import format_size
 
 logger = logging.getLogger("vllm.kvtier")
+
+CONFIRM_WAIT_SECONDS = 0.001
+"""Limit of all waits of one step for confirmations: it saves the request a step."""
+CONFIRM_SECONDS = 2.0
+"""After so long without a confirmation a load has failed."""
 
 
 @dataclass(slots=True)
@@ -43,9 +50,15 @@ class _Batch:
     lost: list[ChunkCopy] = field(default_factory=list)
     """Those of a staging buffer that was not there any longer."""
     tickets: list[int] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    """Why the load of a request has failed, by its id."""
+    question: Question[bool] | None = None
+    """Whether the leases of what is copied stood until then."""
+    asked_at: float = 0.0
 
-    def fail(self) -> None:
+    def fail(self, reason: str) -> None:
         """Nothing of it may be relied on."""
+        self.failures = {job.request_id: reason for job in self.jobs} | self.failures
         self.lost += [chunk for chunk in self.chunks if chunk.staging]
         self.copied, self.chunks = [], []
 
@@ -68,6 +81,9 @@ class WorkerSide:
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._saved: set[str] = set()
+        self._waited_before = 0.0
+        """What the bridge had waited when this step began."""
+        self._warn = RareWarning(logger)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take note of the engine's KV memory. Raises :class:`LayoutError` where it is not as described.
@@ -84,6 +100,8 @@ class WorkerSide:
 
     def load(self, jobs: Sequence[Job]) -> None:
         """Copy chunks into the engine's blocks; which requests succeeded is told by :meth:`take_results`."""
+        self._bridge.update()
+        self._waited_before = self._bridge.waited
         if jobs:
             self._loading.append(self._begin(jobs, self._copies.load))
         self._look_after()
@@ -92,20 +110,26 @@ class WorkerSide:
         """Copy complete chunks out of the engine's blocks and commit them."""
         if jobs:
             self._saving.append(self._begin(jobs, self._copies.save))
+            for job in jobs:
+                if job.epoch != self._bridge.epoch:
+                    self._bridge.abandon(job.leases, job.epoch)
         self._look_after()
 
     def _begin(self, jobs: Sequence[Job], copy: Callable[[Memory, Sequence[ChunkCopy]], int]) -> _Batch:
         batch = _Batch(jobs, self._bridge.epoch, time.perf_counter())
+        self._refresh()
         for job in jobs:
-            self._refresh()
-            if not self._bridge.ready() or self._bridge.epoch != job.epoch:
-                continue  # Of a cache process that is gone.
+            if self._bridge.epoch != job.epoch:
+                self._bridge.retry_now()  # The scheduler's end is connected.
+                batch.failures[job.request_id] = "its cache process is not connected"
+                continue
             batch.epoch = job.epoch
             lost = len(batch.lost)
             for number, run in groupby(job.chunks, attrgetter("staging")):
                 chunks, memory = list(run), self._memory(number)
                 if memory is None:
                     batch.lost += chunks
+                    batch.failures[job.request_id] = "the staging buffer is closed"
                     continue
                 batch.tickets.append(copy(memory, chunks))
                 batch.chunks += chunks
@@ -114,43 +138,58 @@ class WorkerSide:
         return batch
 
     def _look_after(self) -> None:
-        """Tell the cache process of the copies that are done. Does not wait for the others."""
+        """See which copies are done, and report them to the cache process. Does not wait for the others."""
         self._loading = [batch for batch in self._loading if not self._ended(batch, self._loaded_all)]
         self._saving = [batch for batch in self._saving if not self._ended(batch, self._saved_all)]
 
-    def _ended(self, batch: _Batch, end: Callable[[_Batch], None]) -> bool:
+    def _ended(self, batch: _Batch, end: Callable[[_Batch], bool]) -> bool:
         try:
             if not all(self._copies.done(ticket) for ticket in batch.tickets):
                 return False
         except RuntimeError as error:
             logger.warning("a copy failed on the device: %s", error)
-            batch.fail()
+            batch.fail(f"a copy failed on the device: {error}")
         if batch.epoch != self._bridge.epoch:  # Leases of a cache process that is gone.
-            batch.fail()
+            batch.fail("its cache process is gone")
             batch.lost = []
-        end(batch)
+        return end(batch)
+
+    def _loaded_all(self, batch: _Batch) -> bool:
+        # Not before the copies: only now can it be known that the bytes copied were those promised.
+        if batch.copied and not self._confirmed(batch):
+            return False
+        self._loaded.update(job.request_id for job in batch.jobs)
+        for job in batch.jobs:
+            if (reason := batch.failures.get(job.request_id)) is not None:
+                self._failed.add(job.request_id)
+                self._warn(
+                    "request %s: loading %d tokens (%s) failed after %.1f s, so they are computed: %s",
+                    job.request_id,
+                    sum(chunk.tokens for chunk in job.chunks),
+                    format_size(sum(self._layout.rank_bytes(chunk.tokens) for chunk in job.chunks)),
+                    time.perf_counter() - batch.started,
+                    reason,
+                )
+        if batch.copied:
+            self._report("loaded", "load", batch, [chunk for job in batch.copied for chunk in job.chunks])
         return True
 
-    def _loaded_all(self, batch: _Batch) -> None:
-        # Not before the copies: only now can it be said that the bytes copied were those promised.
-        held = self._bridge.confirm([lease for job in batch.copied for lease in job.leases])
-        self._loaded.update(job.request_id for job in batch.jobs)
-        failed = [job for job in batch.jobs if not held or job not in batch.copied]
-        self._failed.update(job.request_id for job in failed)
-        if failed:
-            chunks = [chunk for job in failed for chunk in job.chunks]
-            self._warn(
-                "loading %s for %d requests (%s first) failed after %.1f s: %s; their tokens are recomputed",
-                format_size(sum(self._layout.rank_bytes(chunk.tokens) for chunk in chunks)),
-                len(failed),
-                failed[0].request_id,
-                time.perf_counter() - batch.started,
-                "memory or cache process is gone" if held else "the cache process did not confirm its leases",
-            )
-        if held and batch.copied:
-            self._report("loaded", "load", batch, [chunk for job in batch.copied for chunk in job.chunks])
+    def _confirmed(self, batch: _Batch) -> bool:
+        """Whether it is known if the leases stood; where they did not, the batch has failed."""
+        if batch.question is None:
+            batch.question = self._bridge.confirm([lease for job in batch.copied for lease in job.leases])
+            batch.asked_at = time.monotonic()
+        wait = CONFIRM_WAIT_SECONDS - (self._bridge.waited - self._waited_before)
+        held = self._bridge.await_answer(batch.question, wait)
+        if held is None and batch.question is not None and batch.question.open:
+            if time.monotonic() < batch.asked_at + CONFIRM_SECONDS:
+                return False
+            batch.fail(f"the cache process has not confirmed it within {CONFIRM_SECONDS:g} s")
+        elif not held:
+            batch.fail("the cache process is gone" if held is None else "its leases have ended")
+        return True
 
-    def _saved_all(self, batch: _Batch) -> None:
+    def _saved_all(self, batch: _Batch) -> bool:
         committed = self._bridge.commit([chunk.lease for chunk in batch.chunks])
         self._saved.update(job.request_id for job in batch.jobs if job.last)
         if batch.lost:  # What was to be pushed from there goes through the first tier.
@@ -158,6 +197,7 @@ class WorkerSide:
         stored = [chunk for chunk in batch.chunks if not chunk.staging]
         if committed and stored:
             self._report("stored", "store", batch, stored)
+        return True
 
     def _refresh(self) -> None:
         """Hear what the cache process says, and open a staging buffer that it has made anew."""
@@ -189,9 +229,11 @@ class WorkerSide:
 
     def take_results(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose last save is done, whose load is done, and of these those whose load failed."""
-        # A buffer that was lost is offered anew, and of use to nobody before all workers have opened it.
-        if self._staging is not None:
-            self._refresh()
+        self._bridge.update()
+        if (
+            self._staging is not None
+        ):  # A lost buffer is replaced, and usable once all workers have opened it.
+            self._staging.refresh()
         self._look_after()
         results = self._saved, self._loaded, self._failed
         self._saved, self._loaded, self._failed = set(), set(), set()

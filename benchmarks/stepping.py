@@ -1,0 +1,181 @@
+"""The connector's two sides, driven hook by hook as vLLM drives them, around a step that computes nothing.
+
+For ``steps.py`` and the tests. Needs vLLM, which :mod:`kvtier.integrations.vllm` imports, and no engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from vllm.v1.request import RequestStatus
+
+from kvtier import Settings
+from kvtier.bridge import protocol
+from kvtier.bridge.client import SchedulerBridge, WorkerBridge
+from kvtier.bridge.protocol import Hello, Role
+from kvtier.integrations.vllm.layout import ModelLayout, Region
+from kvtier.integrations.vllm.scheduler import SchedulerSide
+from kvtier.integrations.vllm.worker import WorkerSide
+from kvtier.layout import ChunkLayout, GroupLayout
+
+CHUNK_TOKENS, BLOCK_TOKENS = 32, 16
+CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
+PAGE_BYTES, LAYERS = 1024, 2
+TABLE_CHUNKS = 4
+"""How many chunks of a request have blocks of their own; then the same blocks serve again."""
+
+_names = itertools.count()
+
+
+Request = SimpleNamespace
+
+
+def make_request(tokens: int, **more: object) -> Request:
+    """What the connector reads of vLLM's ``Request``. No two have a token in common at one place."""
+    number = next(_names)
+    ids = range(number << 15, (number << 15) + tokens)
+    known = {
+        "request_id": f"request-{number}",
+        "prompt_token_ids": ids,
+        "all_token_ids": ids,
+        "num_tokens": tokens,
+        "num_prompt_tokens": tokens,
+        "num_computed_tokens": 0,
+        "num_preemptions": 0,
+        "prompt_embeds": None,
+        "cache_salt": None,
+        "lora_request": None,
+        "mm_features": [],
+        "kv_transfer_params": None,
+        "skip_reading_prefix_cache": False,
+        "status": RequestStatus.RUNNING,
+    }
+    return SimpleNamespace(**{**known, **more})
+
+
+class Taken(NamedTuple):
+    """What the hooks of one step took, in seconds: by the clock, and of a CPU."""
+
+    elapsed: float
+    cpu: float
+
+
+@dataclass
+class Engine:
+    """Requests that run, a chunk of each in every step, and those that wait for a look-up."""
+
+    scheduler: SchedulerSide
+    worker: WorkerSide
+    bridges: tuple[SchedulerBridge, WorkerBridge]
+    running: list[Request] = field(default_factory=list)
+    waiting: list[Request] = field(default_factory=list)
+    tables: dict[str, list[int]] = field(default_factory=dict)
+    freed: set[str] = field(default_factory=set)
+    """Finished requests whose blocks were kept until they were saved."""
+
+    @classmethod
+    def open(cls, socket: Path, requests: int, **settings: object) -> Engine:
+        """Connected to the cache process that serves ``socket``."""
+        layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(BLOCK_TOKENS, (PAGE_BYTES,) * LAYERS),))
+        names = [f"layer {layer}" for layer in range(LAYERS)]
+        blocks = 1 + requests * TABLE_CHUNKS * CHUNK_BLOCKS
+        regions = (tuple(Region(name, 0, PAGE_BYTES) for name in names),)
+        model = ModelLayout(layout, bytes(32), regions, num_blocks=blocks)
+
+        def hello(role: Role) -> Hello:
+            return Hello(protocol.VERSION, "engine", role, 0, layout, model.namespace)
+
+        made = Settings(chunk_tokens=CHUNK_TOKENS, **settings)  # type: ignore[arg-type]
+        bridges = SchedulerBridge(hello("scheduler"), socket), WorkerBridge(hello("worker"), socket)
+        bridges[1].connect()
+        bridges[0].connect()
+        scheduler = SchedulerSide(made, model, bridges[0], speculative=False, events=False)
+        worker = WorkerSide(model, bridges[1], 0)
+        worker.register({name: torch.zeros((blocks, PAGE_BYTES), dtype=torch.uint8) for name in names})
+        return cls(scheduler, worker, bridges)
+
+    def run(self, request: Request) -> None:
+        """Have a request computed from its first token on."""
+        self.scheduler.on_new_request(request)
+        self.scheduler.matched_tokens(request, 0)
+        self.scheduler.allocated(request, self._blocks([]), 0)
+        self.admit(request)
+
+    def admit(self, request: Request) -> None:
+        """Give a request blocks, and have its chunks computed."""
+        first = 1 + len(self.tables) * TABLE_CHUNKS * CHUNK_BLOCKS
+        self.tables[request.request_id] = list(range(first, first + TABLE_CHUNKS * CHUNK_BLOCKS))
+        self.running.append(request)
+
+    def arrive(self, request: Request) -> None:
+        """Have a request wait until it is known what can be loaded of it."""
+        self.scheduler.on_new_request(request)
+        self.waiting.append(request)
+
+    def table(self, request: Request) -> tuple[list[int], ...]:
+        own = self.tables[request.request_id]
+        blocks = -(-request.num_computed_tokens // BLOCK_TOKENS) + CHUNK_BLOCKS
+        return ([own[at % len(own)] for at in range(blocks)],)
+
+    def step(self, tokens: int = CHUNK_TOKENS) -> Taken:
+        """One step, in which each running request computes so many tokens."""
+        hooks = [_now()]
+        self._look_up()
+        known = {request.request_id: request for request in self.running}
+        output = SimpleNamespace(
+            preempted_req_ids=None,
+            num_scheduled_tokens=dict.fromkeys(known, tokens),
+            kv_connector_block_state=SimpleNamespace(
+                get_block_ids=lambda name: self.table(known[name]) if name in known else None
+            ),
+        )
+        metadata = self.scheduler.build_metadata(output)
+        hooks.append(_now())
+        for request in self.running:
+            request.num_computed_tokens += tokens
+        hooks.append(_now())
+        self.worker.load(metadata.loads)
+        self.worker.save(metadata.saves)
+        saved, loaded, failed = self.worker.take_results()
+        self.freed |= saved
+        results = SimpleNamespace(finished_recving=loaded, failed_recving=failed)
+        self.scheduler.worked(results)
+        hooks.append(_now())
+        return Taken(*(one - two + three - four for four, three, two, one in zip(*hooks, strict=True)))
+
+    def _look_up(self) -> None:
+        """What vLLM does with requests that wait: asks again in each step, and computes what is not found."""
+        still = []
+        for request in self.waiting:
+            tokens, _ = self.scheduler.matched_tokens(request, 0)
+            if tokens is None:
+                still.append(request)
+            else:
+                self.scheduler.allocated(request, self._blocks([]), 0)
+                request.status = RequestStatus.FINISHED_ABORTED
+                self.scheduler.finished(request, ([],))
+        self.waiting = still
+
+    def finish(self, request: Request) -> bool:
+        """End a request; whether its blocks are kept until they are saved."""
+        self.running.remove(request)
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        return self.scheduler.finished(request, self.table(request))[0]
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+
+    @staticmethod
+    def _blocks(ids: list[int]) -> SimpleNamespace:
+        return SimpleNamespace(get_block_ids=lambda: (ids,))
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.thread_time()

@@ -1,0 +1,73 @@
+"""Decide whether the cache process answers, for an engine that must not wait for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from kvtier.backends.logs import RareWarning
+
+UNRESPONSIVE_SECONDS = 1.0
+"""Default of :attr:`Health.limit`. On a saturated machine a healthy process may wait 0.1 s for a CPU."""
+
+
+class Health:
+    """The state of one connection: answering, late or unresponsive.
+
+    *Late* begins when a wait ends without an answer, *unresponsive* when nothing has arrived for
+    :attr:`limit` seconds. Any message ends both.
+    """
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._warn = RareWarning(logger)
+        self._warned = False
+        self.limit = UNRESPONSIVE_SECONDS
+        """For how many seconds nothing may arrive while an answer is outstanding."""
+        self.quiet_since = 0.0
+        """When the last message arrived or, where that is later, the first open question was sent."""
+        self.late = False
+        """Whether the last wait ended without an answer: waiting again is pointless."""
+        self.unresponsive = False
+        """Whether nothing is to be asked."""
+
+    @property
+    def quiet_seconds(self) -> float:
+        """The time since :attr:`quiet_since`."""
+        return self._clock() - self.quiet_since
+
+    def asked(self, *, first: bool) -> None:
+        """Note that a question was sent; ``first``: no other one was open."""
+        if first:
+            self.quiet_since = self._clock()
+
+    def missed(self) -> None:
+        """Note that a wait has ended without an answer."""
+        self.late = True
+
+    def heard(self) -> None:
+        """Note that a message has arrived."""
+        if self.unresponsive and self._warned:
+            self._logger.info("the cache process answers again, after %.1f s", self.quiet_seconds)
+        self.reset()
+
+    def check(self, outstanding: Iterable[str]) -> None:
+        """Look at the clock; ``outstanding`` are the open questions. Read what has arrived before."""
+        if self.unresponsive or self.quiet_seconds < self.limit:
+            return
+        if open_questions := Counter(outstanding):
+            self.late = self.unresponsive = True
+            self._warned = self._warn(
+                "the cache process has not answered for %.2f s (open: %s): nothing is looked up or stored "
+                "until it does",
+                self.quiet_seconds,
+                ", ".join(f"{count} {what}" for what, count in open_questions.items()),
+            )
+
+    def reset(self) -> None:
+        """Begin anew: a message has arrived, or there is another connection."""
+        self.quiet_since = self._clock()
+        self.late = self.unresponsive = self._warned = False

@@ -1,0 +1,76 @@
+"""A cache process that is stopped delays no step of a real vLLM, and serves again when it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.vllm.cache_process import CHUNK
+from tests.vllm.conftest import MakeCache, Oracle, StartEngine
+from tests.vllm.models import prompt
+
+LENGTH = 1000
+WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
+PROMPTS = [prompt(LENGTH, start=1200 * number) for number in range(3)]
+NEW = 40
+WAITS = 20 * 0.002
+"""What a scheduler may wait while nothing answers: at most two milliseconds a stop, with much to spare."""
+
+
+def test_a_stopped_cache_process_delays_no_step_and_serves_again(
+    llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
+) -> None:
+    cache = make_cache(prefetch={"policy": "timeout", "deadline": "60s"})
+    cache.start()
+    expected = [oracle(llama, tokens, NEW) for tokens in PROMPTS]
+    with start(llama, cache) as engine:
+        assert engine.generate(PROMPTS[0], NEW).tokens == expected[0]
+        cache.wait_until_stored(LENGTH)
+        engine.reset_prefix_cache()
+        before = engine.metrics()
+        cache.pause()
+        try:
+            answers = engine.generate_all(PROMPTS, NEW)
+            stopped = engine.metrics()
+            engine.wait_until_free()
+        finally:
+            cache.resume()
+        assert [answer.tokens for answer in answers] == expected
+        assert {answer.cached for answer in answers} == {0}, "what cannot be asked for is computed"
+        assert stopped["waited"] - before["waited"] < WAITS
+        engine.reset_prefix_cache()
+        cache.wait_until(lambda status: True)
+        assert engine.generate(PROMPTS[1], NEW).tokens == expected[1]
+        cache.wait_until_stored(2 * WHOLE_CHUNKS)
+        engine.reset_prefix_cache()
+        warm = engine.generate(PROMPTS[1], NEW)
+        assert (warm.tokens, warm.cached) == (expected[1], WHOLE_CHUNKS)
+    log = engine.log.read_text()
+    assert log.count("the cache process has not answered for") == 1
+    assert log.count("the cache process answers again") >= 1
+
+
+def test_requests_in_flight_when_it_is_stopped_are_completed(
+    llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
+) -> None:
+    """In the middle of decoding, of a prefill and of a load; and blocks are kept for nothing."""
+    cache = make_cache(prefetch={"policy": "timeout", "deadline": "60s"})
+    cache.start()
+    expected = [oracle(llama, tokens, NEW) for tokens in PROMPTS]
+    with start(llama, cache, max_num_batched_tokens=256) as engine:
+        engine.generate(PROMPTS[0], NEW)
+        cache.wait_until_stored(LENGTH)
+        engine.reset_prefix_cache()
+        engine.hold()
+        numbers = [engine.submit(tokens, NEW) for tokens in PROMPTS]
+        for _ in range(6):
+            engine.step()
+        cache.pause()
+        try:
+            engine.let_go()
+            answers = [engine.answer(number) for number in numbers]
+            engine.wait_until_free()
+        finally:
+            cache.resume()
+        assert [answer.tokens for answer in answers] == expected
+        # What is granted late is given back in the next step.
+        engine.generate(PROMPTS[0][:CHUNK], 1)
