@@ -35,7 +35,7 @@ from kvtier.pipeline.discover import DiscoverStage, Expected
 from kvtier.pipeline.evict import EvictStage
 from kvtier.pipeline.expect import Expectation, ExpectStage
 from kvtier.pipeline.forget import ForgetStage
-from kvtier.pipeline.found import FoundChunk, LookUp, Staged
+from kvtier.pipeline.found import FoundChunk, LookUp, ReportProgress, Staged
 from kvtier.pipeline.gather import Gathering, GatherStage
 from kvtier.pipeline.held import HeldChunk, eviction_of, parents_first
 from kvtier.pipeline.move import MoveStage
@@ -308,8 +308,11 @@ class TieredCache:
             return None
         return FoundChunk(key, flight.lease.share(), flight)
 
-    async def settle(self, found: LookUp) -> None:
-        """Wait for what is pushed, then for what is fetched as ``prefetch.policy`` says; keep that."""
+    async def settle(self, found: LookUp, progress: ReportProgress | None = None) -> None:
+        """Wait for what is pushed, then for what is fetched as ``prefetch.policy`` says; keep that.
+
+        Calls ``progress`` whenever some of it has arrived and more is in flight.
+        """
         prefetch = self.settings.prefetch
         if found.pushed is not None:
             await found.pushed.ended.wait()
@@ -318,7 +321,7 @@ class TieredCache:
             return
         deadline = prefetch.deadline if prefetch.policy == "timeout" else None
         wanted, started = found.count, time.monotonic()
-        await found.settle(deadline)
+        await found.settle(deadline, progress)
         if deadline is not None and time.monotonic() - started >= deadline and found.ready < wanted:
             message = "prefetch.deadline of %g s exceeded: %d of %d chunks are not there; they are computed"
             self.hierarchy.warn("deadline", message, deadline, wanted - found.ready, wanted)

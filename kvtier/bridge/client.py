@@ -79,6 +79,8 @@ class Finding:
     staging: int = 0
     """The number of the staging buffer that has those whose source is the one after the last tier."""
     answered: bool = False
+    heard_at: float = 0.0
+    """When the last answer came, as :func:`time.monotonic` counts; each batch that arrives brings one."""
 
     @property
     def final(self) -> bool:
@@ -159,6 +161,7 @@ class SchedulerBridge(Bridge):
         finding.fetching = found.fetching
         finding.staging = found.staging
         finding.answered = True
+        finding.heard_at = time.monotonic()
         self._in_use.update(found.leases)
 
     def look_up(

@@ -115,6 +115,7 @@ class Found(Message, frozen=True, array_like=True, tag=5):
     """Further leading chunks: a lease, an arena offset and a source tier each, in prefix order.
 
     ``fetching`` more are on their way, or being asked for; when it is 0 this ticket gets no further answer.
+    Without leases, and with ``fetching``, it reports that some of them have arrived.
     """
 
     ticket: int

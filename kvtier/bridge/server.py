@@ -35,6 +35,7 @@ from kvtier.bridge.protocol import (
     Confirm,
     Confirmed,
     EndHandOver,
+    Found,
     FromEngine,
     HandOver,
     Hello,
@@ -323,8 +324,12 @@ class Connection:
         await self._send([Notice(text) for text in texts])
 
     async def _tell_fetched(self, engine: Engine, ticket: int, found: CacheLookUp) -> None:
+        async def report_progress() -> None:
+            """Let the engine know that waiting is worthwhile."""
+            await self._send([Found(ticket, [], [], [], found.under_way)])
+
         try:
-            await self._server.cache.settle(found)
+            await self._server.cache.settle(found, report_progress)
             answer = engine.fetched(ticket, found)
         except BaseException:
             found.release()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, Protocol
@@ -28,6 +28,9 @@ class Staged(Protocol):
 
     def drop(self, key: ChunkKey) -> None:
         """It has been loaded, or is not wanted any longer. The memory is free with its last lease."""
+
+
+ReportProgress = Callable[[], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -179,16 +182,20 @@ class LookUp:
         runs = groupby(ready, key=lambda chunk: chunk.staged is not None)
         return [Ready.of(list(run)) for _, run in runs]
 
-    async def settle(self, seconds: float | None) -> None:
+    async def settle(self, seconds: float | None, progress: ReportProgress | None = None) -> None:
         """Wait for the chunks in flight, then drop those that did not arrive.
 
-        Ends early where nothing has arrived for ``seconds``; ``None`` waits for as long as it takes.
+        Ends early where nothing has arrived for ``seconds``; ``None`` waits for as long as it takes. Calls
+        ``progress`` whenever some have arrived while others are in flight.
         """
         if self.unknown:
             await set_within(self.answered, seconds)
         for chunk in self._chunks:
-            landed = chunk.flight is None or await set_within(chunk.flight.landed, seconds)
-            if not landed or not chunk.arrived:
+            if chunk.flight is None or chunk.arrived:
+                continue
+            if progress is not None and chunk is not self._chunks[0]:
+                await progress()
+            if not await set_within(chunk.flight.landed, seconds) or not chunk.arrived:
                 break
         self.keep(self.ready)
 

@@ -33,6 +33,7 @@ from kvtier.bridge.protocol import (
 )
 from kvtier.header import HEADER_BYTES
 from kvtier.keys import chunk_keys, join_keys
+from kvtier.pipeline import prefetch
 from kvtier.sockets.frames import encode
 
 from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, NAMESPACE, ROOT, TOKENS, host, store
@@ -93,6 +94,25 @@ async def test_what_is_on_disk_is_fetched_and_told_when_it_is_there(tmp_path: Pa
         assert isinstance(final, Found)
         assert (final.ticket, len(final.leases), final.fetching, set(final.sources)) == (1, 4, 0, {1})
         assert bytes(one.arena.view(final.offsets[0] + HEADER_BYTES, 32)) == KEYS[2]
+
+
+async def test_an_engine_hears_of_each_batch_that_has_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "READ_BYTES", 1)
+    monkeypatch.setattr(prefetch, "READS_IN_FLIGHT", 1)
+    async with host(tmp_path) as home, home.peer() as scheduler, home.peer() as one, home.peer() as two:
+        await scheduler.greet()
+        await one.greet("worker", 0)
+        await two.greet("worker", 1)
+        await store(scheduler, [one, two], KEYS)
+        assert await home.server.cache.drain(5)
+        assert await home.server.cache.move(KEYS, "ram", "ssd") == 6
+        answers = [await scheduler.ask(LookUp(1, join_keys(KEYS), TOKENS))]
+        while answers[-1].fetching:
+            answers.append(await scheduler.hear())
+        assert [answer.fetching for answer in answers] == [6, 5, 4, 3, 2, 1, 0]
+        assert [len(answer.leases) for answer in answers] == [0] * 6 + [6]
 
 
 async def test_an_engine_that_is_gone_leaves_nothing(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ See ``test_with_vllm.py``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,26 @@ def test_look_ups_are_given_up_when_the_cache_process_falls_silent(engine: Engin
     engine.arrive(make_request(4 * CHUNK_TOKENS))
     engine.step()
     assert engine.waiting
+
+
+def test_a_request_waits_as_long_as_its_chunks_arrive(
+    engine: Engine, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request(4 * CHUNK_TOKENS)
+    engine.scheduler.on_new_request(request)
+    patience = engine.scheduler._requests[request.request_id].patience
+    ticket = cache.hear(LookUp).ticket
+    clock = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    bridge = engine.bridges[0]
+    finding = bridge._findings[ticket]
+    for left in (4, 3, 2, 1):
+        cache.say(Found(ticket, [], [], [], left))
+        wait_until(lambda left=left: (bridge.poll(), finding.fetching == left)[1])
+        clock[0] += 0.9 * patience
+        assert engine.scheduler.matched_tokens(request, 0) == (None, False)
+    clock[0] += 0.2 * patience
+    assert engine.scheduler.matched_tokens(request, 0) == (0, False), "nothing has arrived for too long"
 
 
 def test_a_lost_connection_forgets_what_was_granted(engine: Engine, cache: Cache) -> None:

@@ -46,16 +46,11 @@ class RequestState:
     expect_until: float | None = None
     """When chunks that are pushed here are waited for no longer, as :func:`time.monotonic` counts."""
     patience: float = 0.0
-    """How many seconds the look-up may take."""
+    """How many seconds the look-up may take without progress."""
 
     def ask(self) -> None:
         """A look-up has been sent."""
         self.asked_at = time.monotonic()
-
-    @property
-    def seconds_waited(self) -> float:
-        """How long the look-up has been under way."""
-        return time.monotonic() - self.asked_at
 
     def extend(self, tokens: int) -> list[ChunkKey]:
         """Keys of the whole chunks within the first ``tokens`` tokens; none is hashed twice."""

@@ -7,11 +7,13 @@ process is late or unresponsive. The worst outcome of a hook is that a prompt is
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from kvtier.backends.logs import RareWarning
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.integrations.vllm.changes import ChangeLog
 from kvtier.integrations.vllm.copies import ChunkCopy
@@ -69,6 +71,7 @@ class SchedulerSide:
             bridge.expect_answers_within(SILENCE_SECONDS)
         self._patience = LONGEST_WAIT_SECONDS if waits else settings.prefetch.deadline + PATIENCE_SECONDS
         self._stats = TransferStats()
+        self._warn = RareWarning(logger)
         self._changes = ChangeLog(self._layout.chunk_tokens) if events else None
         self._handing = HandOvers(settings, self._layout.chunk_tokens, bridge, self._stats)
         self._requests: dict[str, RequestState] = {}
@@ -136,8 +139,14 @@ class SchedulerSide:
             self._give_up_look_up(state)
             return NOTHING
         if not finding.final:
-            if state.seconds_waited < state.patience:
+            if time.monotonic() < max(state.asked_at, finding.heard_at) + state.patience:
                 return ASK_AGAIN
+            self._warn(
+                "request %s: no chunk has arrived for %.1f s, %d are in flight: the prompt is computed",
+                request.request_id,
+                state.patience,
+                finding.fetching,
+            )
             self._give_up_look_up(state)
             return NOTHING
         state.local_tokens = local_tokens
