@@ -21,6 +21,7 @@ from kvtier.arena import HUGE_PAGE_BYTES, Arena, ArenaMap
 from kvtier.errors import ArenaError
 from kvtier.slices import PAGE_BYTES
 from tests.core.leases import allocate
+from tests.open_files import open_files
 
 KERNEL = tuple(int(number) for number in platform.release().split(".")[:2])
 HUGE_PAGE_COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
@@ -33,7 +34,7 @@ def mappings() -> int:
 
 
 def descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+    return len(open_files())
 
 
 def taken(arena: Arena) -> int:
