@@ -19,6 +19,7 @@ from kvtier.backends.sealed import SealedBackend
 from kvtier.errors import TierError
 from kvtier.testing.backend import blank, make_key, noise, same
 from tests.backends.chunks import FAILED, MISS, OK, chunks, disk, engines, opened
+from tests.open_files import open_files
 
 pytestmark = pytest.mark.anyio
 
@@ -217,7 +218,7 @@ async def test_closing_waits(tmp_path: Path) -> None:
 @needs_ring
 async def test_many_are_opened_and_closed(tmp_path: Path) -> None:
     def descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
+        return len(open_files())
 
     counts = []
     for turn in range(10):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import socket
 import threading
 import time
@@ -29,6 +28,7 @@ from kvtier.sockets.connection import Deadline
 from kvtier.testing.backend import BackendConformance, blank, make_key, noise, same
 from kvtier.testing.servers.base import free_port
 from kvtier.testing.servers.infinistore import HOST, InfiniStoreServer
+from tests.open_files import open_files
 
 from .chunks import FAILED, FULL, MISS, OK, blanks, chunks
 
@@ -56,7 +56,7 @@ def server(running: InfiniStoreServer) -> InfiniStoreServer:
 
 
 def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - no paths, their number
+    return len(open_files())
 
 
 def backend_on(server: InfiniStoreServer, **more: Any) -> InfiniStoreBackend:

@@ -25,6 +25,7 @@ from kvtier.errors import TierError
 from kvtier.testing.backend import blank, is_stained, make_key, noise, same, stain
 from kvtier.testing.servers.mooncake import HOST, MooncakeServer
 from tests.backends.chunks import FAILED, FULL, MISS, OK
+from tests.open_files import open_files
 
 pytestmark = pytest.mark.anyio
 
@@ -302,7 +303,7 @@ for address in addresses:
 
 def listening_ports() -> set[int]:
     """Where this process listens on IPv4."""
-    own = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    own = {file.partition(" ")[2] for file in open_files()}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     listening = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
     return {int(row[1].partition(":")[2], 16) for row in listening}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -19,6 +18,7 @@ from kvtier.backends.redis.url import Endpoint
 from kvtier.errors import TierError
 from kvtier.testing.backend import is_stained, make_key, stain
 from kvtier.testing.servers.redis import RedisServer
+from tests.open_files import open_files
 
 from .redis_pool import (
     FAILED,
@@ -332,7 +332,7 @@ async def test_a_batch_of_thousands(server: RedisServer) -> None:
 
 def descriptors() -> int:
     """How many file descriptors this process has open."""
-    return len(list(Path("/proc/self/fd").iterdir()))
+    return len(open_files())
 
 
 def wait_for_traffic(server: RedisServer, field: str, least: int) -> None:

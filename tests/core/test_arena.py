@@ -19,6 +19,7 @@ from kvtier.arena import HUGE_PAGE_BYTES, Arena, ArenaMap
 from kvtier.errors import ArenaError
 from kvtier.slices import PAGE_BYTES
 from tests.core.leases import allocate
+from tests.open_files import open_files
 
 HUGE_PAGE_COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 
@@ -30,7 +31,7 @@ def mappings() -> int:
 
 
 def descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+    return len(open_files())
 
 
 @pytest.mark.parametrize("capacity", [0, -4096, 1 << 62, 1 << 80])

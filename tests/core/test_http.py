@@ -11,7 +11,6 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 
 import anyio
 import anyio.lowlevel
@@ -27,6 +26,7 @@ from kvtier.errors import ChannelError, SettingsError
 from kvtier.http import Message, Receive, Send, serving
 from kvtier.testing.servers.redis import TLSFiles
 from tests.backends.certificates import make_certificate
+from tests.open_files import open_files
 
 pytestmark = pytest.mark.anyio
 
@@ -39,15 +39,8 @@ async def hello(scope: Message, receive: Receive, send: Send) -> None:
 
 
 def files() -> set[str]:
-    """What this process has open. The watch of the loop reads /proc now and then, from its own thread."""
     gc.collect()
-    links = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            target = entry.readlink()
-            if target.parts[:2] != ("/", "proc"):
-                links.add(f"{entry.name} {target}")
-    return links
+    return set(open_files())
 
 
 async def get(address: tuple[str, int], path: str = "/", **options: object) -> httpx.Response:

@@ -38,6 +38,7 @@ from kvtier.sockets.frames import Message, encode
 from kvtier.testing.backend import make_key, noise
 from kvtier.threads import WorkerThreads
 from kvtier.transports.base import Dial, Grants, Link, Transport, TransportSettings
+from tests.open_files import open_files
 
 SECRET = "a secret that these tests share"
 PAYLOAD = 16_000
@@ -266,7 +267,7 @@ async def serving(
 
 
 def open_descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+    return len(open_files())
 
 
 async def until(condition: Any, seconds: float = 10) -> None:

@@ -197,6 +197,7 @@ async def test_the_only_peer_killed_in_mid_read_fails_soon(caplog: pytest.LogCap
         await assert_right([items[number] for number in done], BIG)
         with anyio.fail_after(30):  # Half the deadline.
             assert await backend.get(await blanks([1], BIG)) == [MISS], "at once"
+        await until(lambda: caplog.records)
         assert len(caplog.records) == 1, [record.getMessage() for record in caplog.records]
         # On the same port, under another instance's name.
         name = backend.status()[0]["instance"]

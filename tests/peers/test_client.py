@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -37,6 +36,7 @@ from kvtier.sockets.connection import Deadline
 from kvtier.sockets.frames import Message
 from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.threads import WorkerThreads
+from tests.open_files import open_files
 
 from .scripted import OpenDoor, ScriptedPeer, reading_from, until
 from .test_backend import assert_right, blanks, connected, keys_of
@@ -60,12 +60,7 @@ def _call_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sockets() -> int:
-    links = (str(path.readlink()) for path in _descriptors())
-    return sum(link.startswith("socket:") for link in links)
-
-
-def _descriptors() -> list[Path]:
-    return [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(" socket:" in file for file in open_files())
 
 
 def state(backend: PeersBackend) -> object:

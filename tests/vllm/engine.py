@@ -26,7 +26,7 @@ ARGUMENTS: dict[str, Any] = {
     "disable_log_stats": False,
     "seed": 0,
 }
-ANSWER_SECONDS = 120.0
+ANSWER_SECONDS = 240.0
 """How long any one answer may take before the test fails; nothing is judged by it."""
 
 
