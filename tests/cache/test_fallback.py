@@ -243,7 +243,7 @@ async def test_reads_that_get_no_turn_are_read_from_elsewhere(settings: MakeSett
         await house.fill(second, "near", "far")
         near = house.cache.hierarchy.tiers[1]
         near._slots = anyio.Semaphore(1)
-        house.sources["near"].delays.hang()
+        house.hang("near")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(house.retrieve, first)
             await until(lambda: house.sources["near"].delays.waiting == 1)

@@ -39,7 +39,7 @@ async def test_a_deadline_that_is_exceeded(settings: MakeSettings, prompt: Promp
     async with opened(settings, "away") as house:
         for seed in range(5):
             await house.fill(prompt(1024, seed), "away")
-        house.sources["away"].delays.hang()
+        house.hang("away")
         for seed in range(5):
             assert await house.retrieve(prompt(1024, seed)) == 0
         (missed,) = log("deadline")[:1]
@@ -141,7 +141,7 @@ async def test_a_prefetch_that_takes_too_long(settings: MakeSettings, prompt: Pr
     async with opened(settings, "away", prefetch={"policy": "timeout", "deadline": "50ms"}) as house:
         tokens = prompt(1024)
         await house.fill(tokens, "away")
-        house.sources["away"].delays.hang()
+        house.hang("away")
         found = house.cache.look_up(house.model.keys(tokens))
         await house.cache.settle(found)
         found.release()
