@@ -16,10 +16,10 @@ from soak.stack import command_line
 IDLE_SECONDS = 60.0
 """How long what is in flight may take to end; nothing is judged by it."""
 POLL_SECONDS = 0.1
-SOCKETS_ALLOWED = 8
+SOCKETS_ALLOWED = 4
 """Connections that are opened as they are needed: not each that is more than before is leaked."""
 OTHERS_ALLOWED = 2
-TASKS_ALLOWED = 4
+TASKS_ALLOWED = 2
 _LOGGED = re.compile(r"Traceback \(most recent call last\)|\bERROR\b|\bCRITICAL\b")
 
 

@@ -27,6 +27,8 @@ from tests.vllm.engine import Engines
 LEFT_SECONDS = 15.0
 """How long a process may take to notice that its parent has ended."""
 POLL_SECONDS = 0.2
+TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
+"""It warns of semaphores of engines that were killed, and removes them."""
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Run:
         mark = secrets.token_hex(8)
         hooks = self.folder / "hooks"
         hooks.mkdir(parents=True)
-        os.environ |= {MARK: mark, stalls.FOLDER: str(hooks)}
+        os.environ |= {MARK: mark, stalls.FOLDER: str(hooks), "PYTHONWARNINGS": TRACKER_WARNINGS}
         try:
             with _terminable():
                 self._run(hooks)

@@ -71,7 +71,7 @@ class Stalls:
     """
 
     def __init__(self, path: Path, read: Callable[[], Reading] = read_clocks) -> None:
-        self._output = path.open("a", buffering=1)
+        self._path = path
         self._read = read
         self._depth = 0
         self._is_scheduled = False
@@ -139,7 +139,8 @@ class Stalls:
         self._begin()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._output.write(json.dumps(line) + "\n")
+        with self._path.open("a") as output:
+            output.write(json.dumps(line) + "\n")
 
 
 class Stall(NamedTuple):
