@@ -132,7 +132,8 @@ class Run:
                     continue
                 found, _ = stalls.read_file(file)
                 for stall in stalls.blamed(found, lane.pauses):
-                    self.record.count("stalled steps")
+                    worst = max(stall.hooks, key=stall.hooks.__getitem__)
+                    self.record.count(f"steps stalled in {worst}")
                     hooks = ", ".join(
                         f"{name} {1e3 * seconds:.0f} ms" for name, seconds in stall.hooks.items()
                     )

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 LIMIT_SECONDS = 0.05
 """A step that was blocked for longer counts as stalled."""
@@ -34,14 +34,35 @@ class Reading(NamedTuple):
     """Page faults that had to read from a disk."""
 
 
-def read_clocks() -> Reading:
-    """Read the clocks of the calling thread. Without ``schedstat``, waiting for a processor reads as 0."""
+def read_clocks(*, ended: bool) -> Reading:
+    """Read the clocks of the calling thread, before what is timed or when it has ``ended``.
+
+    In such an order that a wait for a processor between two clocks makes the blocked time shorter, never
+    longer. Without ``schedstat`` such waits read as 0.
+    """
+    if ended:
+        wall, cpu = time.monotonic(), time.thread_time()
+        return Reading(wall, cpu, _queued(), _faults())
+    queued, faults, cpu = _queued(), _faults(), time.thread_time()
+    return Reading(time.monotonic(), cpu, queued, faults)
+
+
+def _queued() -> float:
     try:
-        queued = int(SCHEDSTAT.read_bytes().split()[1]) / 1e9
+        return int(SCHEDSTAT.read_bytes().split()[1]) / 1e9
     except OSError:
-        queued = 0.0
-    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
-    return Reading(time.monotonic(), time.thread_time(), queued, faults)
+        return 0.0
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+
+
+class ReadClocks(Protocol):
+    """:func:`read_clocks`, or what stands in for it."""
+
+    def __call__(self, *, ended: bool) -> Reading:
+        """Return the clocks now."""
 
 
 class HookTimes(NamedTuple):
@@ -70,7 +91,7 @@ class Stalls:
     ``{"hooks": {name: HookTimes}}``. Times are those of ``time.monotonic``, which all processes share.
     """
 
-    def __init__(self, path: Path, read: Callable[[], Reading] = read_clocks) -> None:
+    def __init__(self, path: Path, read: ReadClocks = read_clocks) -> None:
         self._path = path
         self._read = read
         self._depth = 0
@@ -99,12 +120,12 @@ class Stalls:
             self.end_step()
         self._is_scheduled |= scheduled
         self._depth += 1
-        before = self._read()
+        before = self._read(ended=False)
         try:
             yield
         finally:
             self._depth -= 1
-            self._add(hook, before, self._read())
+            self._add(hook, before, self._read(ended=True))
 
     def _add(self, hook: str, before: Reading, after: Reading) -> None:
         wall, cpu = after.wall - before.wall, after.cpu - before.cpu
