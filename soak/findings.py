@@ -52,6 +52,8 @@ class Record:
     """Findings, faults and counts of a run. Thread-safe."""
 
     def __init__(self) -> None:
+        self.log: Path | None = None
+        """Where each finding is appended as it is made, as a line of JSON."""
         self.findings: list[Finding] = []
         self.found: Counter[str] = Counter()
         self.applied: list[Applied] = []
@@ -80,9 +82,13 @@ class Record:
         """Note a defect."""
         when = self.now if at is None else at
         with self._lock:
+            finding = Finding(kind, what, self._phase, round(when, 3), self._in_force(when))
             self.found[kind] += 1
             if self.found[kind] <= MAX_OF_A_KIND:
-                self.findings.append(Finding(kind, what, self._phase, round(when, 3), self._in_force(when)))
+                self.findings.append(finding)
+            if self.log is not None:
+                with self.log.open("a") as log:
+                    log.write(json.dumps(asdict(finding)) + "\n")
 
     def _in_force(self, at: float) -> list[str]:
         return [

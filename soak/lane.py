@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 
 from soak.findings import Record
-from soak.oracle import Mismatch, Oracle, Question, compare
+from soak.oracle import TIE_LOG_PROBABILITY, Mismatch, Oracle, Question, compare
 from soak.schedule import Turn
 from tests.vllm.engine import Answer, Engine, EngineDied
 
@@ -42,6 +42,7 @@ class Suspect:
     mismatch: Mismatch
     what: str
     at: float
+    notes: list[str]
 
 
 class Lane:
@@ -198,16 +199,28 @@ class Lane:
         self._record.count("prompt tokens", len(question.tokens))
         mismatch = compare(question.answer, answer.tokens)
         if mismatch is not None:
-            what = (
-                f"engine {self.number}, {what}: {mismatch}; {answer.cached} of {len(question.tokens)} cached"
-            )
-            self.suspects.append(Suspect(question, mismatch, what, self._record.now))
+            cached = f"{answer.cached} of {len(question.tokens)} tokens cached"
+            what = f"engine {self.number}, {what}: {mismatch}; {cached}"
+            notes = [f"answered {answer.tokens}", f"right is {question.answer}"]
+            self.suspects.append(Suspect(question, mismatch, what, self._record.now, notes))
+
+    def ask_again(self, suspect: Suspect) -> None:
+        """Note whether a prompt that was answered wrongly still is, with what is cached of it now."""
+        question = suspect.question
+        self.engine.reset_prefix_cache()
+        answer = self.engine.generate(question.tokens, len(question.answer))
+        mismatch = compare(question.answer, answer.tokens)
+        suspect.notes.append(
+            f"asked again, engine {self.number}: {mismatch or 'right'}, {answer.cached} tokens cached"
+        )
 
     def judge(self) -> None:
-        """Report wrong answers, but for ties of two equally likely tokens. Starts an engine for each."""
-        while self.suspects:
-            suspect = self.suspects.pop()
-            if self._oracle.is_tie(suspect.question, suspect.mismatch):
+        """Report wrong answers, but for ties of two equally likely tokens. Starts an engine."""
+        suspects, self.suspects = self.suspects, []
+        gaps = self._oracle.gaps([(suspect.question, suspect.mismatch) for suspect in suspects])
+        for suspect, gap in zip(suspects, gaps, strict=True):
+            if abs(gap) < TIE_LOG_PROBABILITY:
                 self._record.count("ties")
             else:
-                self._record.find("wrong token", suspect.what, suspect.at)
+                lines = [suspect.what, f"its log-probability is {gap:.4f} less", *suspect.notes]
+                self._record.find("wrong token", "\n".join(lines), suspect.at)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from soak.schedule import Conversation, Piece
-from tests.vllm.engine import Engines
+from tests.vllm.engine import Engine, Engines
 from tests.vllm.models import prompt
 
 TIE_LOG_PROBABILITY = 1e-3
@@ -73,24 +74,26 @@ class Oracle:
         """Return a prompt that was prepared, with its answer."""
         return self._questions[conversation, exchange]
 
-    def answer(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
-        """Return the answers to other prompts."""
-        with self._engines.engine(self._model, None, enable_prefix_caching=False) as engine:
-            return [engine.generate(tokens, new).tokens for tokens in prompts]
+    def gaps(self, mismatches: Sequence[tuple[Question, Mismatch]]) -> list[float]:
+        """Return by how much less likely each wrong token is than the right one, in log-probability.
 
-    def is_tie(self, question: Question, mismatch: Mismatch) -> bool:
-        """Return whether the wrong token is as likely as the right one, but for rounding."""
-        if mismatch.expected is None or mismatch.got is None:
-            return False
-        tokens = question.tokens + question.answer[: mismatch.position]
+        Infinite where it is not among the likeliest, or an answer has another length. Starts an engine.
+        """
+        if not mismatches:
+            return []
         with self._engines.engine(
             self._model, None, enable_prefix_caching=False, max_logprobs=LIKELIEST
         ) as engine:
-            answer = engine.generate(tokens, 1, logprobs=LIKELIEST)
-        assert answer.logprobs is not None
-        likeliest = answer.logprobs[0]
-        got = likeliest.get(str(mismatch.got))
-        return got is not None and likeliest[str(mismatch.expected)] - got < TIE_LOG_PROBABILITY
+            return [_gap(engine, question, mismatch) for question, mismatch in mismatches]
+
+
+def _gap(engine: Engine, question: Question, mismatch: Mismatch) -> float:
+    tokens = question.tokens + question.answer[: mismatch.position]
+    answer = engine.generate(tokens, 1, logprobs=LIKELIEST)
+    assert answer.logprobs is not None
+    likeliest = answer.logprobs[0]
+    got, expected = likeliest.get(str(mismatch.got)), likeliest.get(str(mismatch.expected))
+    return math.inf if got is None or expected is None else expected - got
 
 
 def text(piece: Piece) -> list[int]:

@@ -56,6 +56,9 @@ class Recovery:
         self._wait_for(self._is_back, "recover")
         self._probe(probes)
         self._wait_for(self._tiers, "be available")
+        for suspect in [suspect for lane in self._lanes for suspect in lane.suspects]:
+            for lane in (*self._lanes, *self._lanes):
+                lane.ask_again(suspect)
         self._check_idle()
         for host, before in zip(self._stack.hosts, self._before, strict=True):
             after = self._open(host)

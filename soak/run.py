@@ -45,6 +45,7 @@ class Run:
         mark = secrets.token_hex(8)
         hooks = self.folder / "hooks"
         hooks.mkdir(parents=True)
+        self.record.log = self.folder / "findings.jsonl"
         os.environ |= {MARK: mark, stalls.FOLDER: str(hooks), "PYTHONWARNINGS": TRACKER_WARNINGS}
         try:
             with _terminable():

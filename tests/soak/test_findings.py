@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,11 @@ def test_a_wrong_token_is_seen(got: list[int], mismatch: Mismatch | None) -> Non
     assert compare([1, 2, 3], got) == mismatch
 
 
-class NoTies(Oracle):
-    """One for which a wrong token is wrong."""
+class NoEngine(Oracle):
+    """One for which the token ``TIE`` is as likely as any."""
 
-    def is_tie(self, question: Question, mismatch: Mismatch) -> bool:
-        return mismatch.got == TIE
+    def gaps(self, mismatches: Sequence[tuple[Question, Mismatch]]) -> list[float]:
+        return [0.0 if mismatch.got == TIE else 2.5 for _, mismatch in mismatches]
 
 
 TIE = 77
@@ -60,7 +60,7 @@ TIE = 77
 
 def test_a_wrong_answer_is_a_finding_unless_it_is_a_tie(tmp_path: Path) -> None:
     record = Record()
-    lane = Lane(0, lambda: None, [], NoTies(Engines(tmp_path), tmp_path), record)  # type: ignore[arg-type, return-value]
+    lane = Lane(0, lambda: None, [], NoEngine(Engines(tmp_path), tmp_path), record)  # type: ignore[arg-type, return-value]
     question = Question([5, 6], [1, 2, 3])
     lane.check(question, Answer([1, 2, 3], 0, "length"), "a right one")
     lane.check(question, Answer([1, TIE, 3], 0, "length"), "a tie")
@@ -228,7 +228,7 @@ def test_a_finding_names_the_faults_beside_it(tmp_path: Path) -> None:
 
 def test_conversations_are_the_question_of_the_oracle() -> None:
     conversation = Conversation(Piece(0, 10), (Exchange(Piece(100, 5), 3),))
-    oracle = NoTies(None, Path())  # type: ignore[arg-type]
+    oracle = NoEngine(None, Path())  # type: ignore[arg-type]
     oracle._questions[0, 0] = Question([1] * 15, [2, 3, 4])
     assert oracle.conversations == 1
     assert len(oracle.question(0, 0).answer) == conversation.exchanges[0].new_tokens
