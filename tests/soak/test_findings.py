@@ -106,6 +106,8 @@ def test_descriptors_that_grow_are_reported(tmp_path: Path) -> None:
     with chunk.open("wb"):
         after = leaks.descriptors(os.getpid())
         assert list(leaks.grown(before, after)) == ["chunk file"]
+    assert leaks.grown({"socket": 3}, {"socket": 3 + leaks.SOCKETS_ALLOWED}) == {}
+    assert list(leaks.grown({"socket": 3}, {"socket": 4 + leaks.SOCKETS_ALLOWED})) == ["socket"]
     pipes = [os.pipe() for _ in range(leaks.OTHERS_ALLOWED)]
     try:
         assert list(leaks.grown(before, leaks.descriptors(os.getpid()))) == ["pipe"]
@@ -119,6 +121,9 @@ def test_descriptors_that_grow_are_reported(tmp_path: Path) -> None:
 def test_tasks_that_grow_are_reported() -> None:
     assert leaks.more_tasks({"run": 1}, {"run": 1 + leaks.TASKS_ALLOWED, "other": 1}) == {}
     assert list(leaks.more_tasks({"run": 1}, {"run": 2 + leaks.TASKS_ALLOWED})) == ["run"]
+    served = f"kvtier.{leaks.SERVED}"
+    assert leaks.more_tasks({served: 1}, {served: 1 + leaks.SERVED_ALLOWED}) == {}
+    assert list(leaks.more_tasks({}, {served: 1 + leaks.SERVED_ALLOWED})) == [served]
 
 
 def test_a_process_that_is_left_is_found() -> None:
