@@ -17,7 +17,7 @@ IDLE_SECONDS = 60.0
 """How long what is in flight may take to end; nothing is judged by it."""
 POLL_SECONDS = 0.1
 SOCKETS_ALLOWED = 12
-"""Connections to a peer, from it and to a pool are opened as they are needed, up to four of each, and kept."""
+"""Connections to a peer, from it and to a pool are opened when needed, up to four of each, and kept."""
 OTHERS_ALLOWED = 2
 TASKS_ALLOWED = 2
 SERVED = "PeerServer._serve"
