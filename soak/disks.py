@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FILL_BYTES = 1 << 20
+PAGE_BYTES = 4096
 
 
 class Disk:
@@ -29,7 +30,7 @@ class Disk:
         try:
             filled = 0
             step = FILL_BYTES
-            while step >= 4096:
+            while step >= PAGE_BYTES:
                 try:
                     os.posix_fallocate(descriptor, filled, step)
                 except OSError:
@@ -68,6 +69,11 @@ def _damage(file: Path, kind: str, generator: random.Random) -> None:
         return
     # Not with "wb": a file that is replaced at this moment must not come into being.
     with file.open("r+b") as opened:
+        if kind == "garble-files":
+            # All but the header, so that nothing but the checksum tells.
+            opened.seek(PAGE_BYTES)
+            opened.write(generator.randbytes(max(size - PAGE_BYTES, 0)))
+            return
         opened.seek(where)
         byte = opened.read(1)[0]
         opened.seek(where)

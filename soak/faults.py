@@ -72,6 +72,7 @@ class Faults:
             "stop-carrier": self._stop_carriers,
             "flip-bits": self._damage,
             "truncate-files": self._damage,
+            "garble-files": self._damage,
             "remove-files": self._damage,
             "fill-disk": self._fill_disk,
             "cut-link": self._cut_link,
@@ -134,6 +135,7 @@ class Faults:
     def _kill_cache(self, fault: Fault) -> None:
         cache = self._host(fault).cache
         self._check_running(fault.target, cache.pid)
+        self._record.add_instance(cache)
         cache.kill()
         self._wait(fault)
         cache.start()

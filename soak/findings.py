@@ -7,11 +7,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvtier.errors import ChannelError
 from soak.schedule import Fault
+from tests.vllm.cache_process import CacheProcess
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Record:
         self.found: Counter[str] = Counter()
         self.applied: list[Applied] = []
         self.counts: Counter[str] = Counter()
+        self.instances: Counter[str] = Counter()
+        """What the cache processes have counted, all together."""
         self.notes: dict[str, Any] = {}
         """What else is worth to be in the report, by name."""
         self._phase = ""
@@ -111,6 +116,11 @@ class Record:
         with self._lock:
             self.counts[what] += number
 
+    def add_instance(self, cache: CacheProcess) -> None:
+        """Add what a cache process has counted, before its end; nothing where it does not answer."""
+        with suppress(ChannelError):
+            self.instances.update(cache.status()["counts"])
+
     def timeline(self) -> list[str]:
         """Return all faults in the order of their beginnings."""
         ordered = sorted(self.applied, key=lambda applied: applied.started)
@@ -129,6 +139,7 @@ class Record:
             "found": dict(self.found),
             "findings": [asdict(finding) for finding in self.findings],
             "counts": dict(self.counts),
+            "instances": dict(sorted(self.instances.items())),
             "timeline": self.timeline(),
             **self.notes,
         }

@@ -85,6 +85,7 @@ class Recovery:
                 self._record.find("dead engine", f"engine {lane.number} does not end: {error!r}")
         for host in self._stack.hosts:
             below = children(host.cache.pid or 0)
+            self._record.add_instance(host.cache)
             try:
                 host.cache.stop()
             except Exception as error:

@@ -55,6 +55,7 @@ KINDS: dict[str, Kind] = {
     "stop-carrier": Kind("carrier", (0.5, 6.0), (1, 2), transport="nixl"),
     "flip-bits": Kind("disk", amount=(1, 8)),
     "truncate-files": Kind("disk", amount=(1, 8)),
+    "garble-files": Kind("disk", amount=(1, 8)),
     "remove-files": Kind("disk", amount=(1, 8)),
     "fill-disk": Kind("disk", (2.0, 8.0)),
     "cut-link": Kind("link", (0.5, 4.0)),

@@ -8,15 +8,17 @@ import pytest
 
 from soak.disks import Disk, small_disk
 
+CONTENT = bytes(10_000)
 
-@pytest.mark.parametrize("kind", ["flip-bits", "truncate-files", "remove-files"])
+
+@pytest.mark.parametrize("kind", ["flip-bits", "truncate-files", "garble-files", "remove-files"])
 def test_damage(tmp_path: Path, kind: str) -> None:
     disk = Disk(tmp_path, None)
     disk.tier.mkdir()
     for number in range(4):
-        (disk.tier / f"{number}.kv").write_bytes(bytes(1000))
+        (disk.tier / f"{number}.kv").write_bytes(CONTENT)
     assert disk.damage(kind, 3, random.Random(1)) == 3
-    damaged = 4 - sum(file.read_bytes() == bytes(1000) for file in disk.files())
+    damaged = 4 - sum(file.read_bytes() == CONTENT for file in disk.files())
     assert damaged == 3
     assert disk.damage(kind, 10, random.Random(1)) == len(disk.files()) + (kind == "remove-files")
 
