@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -81,11 +82,11 @@ def main(
 
     folder = Path(tempfile.mkdtemp(prefix="kvtier-soak-", dir=work_dir))
     record = Record()
-    run: Run | None = None
     try:
         with _progress(console, record) as show:
-            run = Run(timeline, folder, show, record)
-            run.run()
+            Run(timeline, folder, show, record).run()
+    except Exception:
+        record.find("run cut short", traceback.format_exc())
     except KeyboardInterrupt:
         console.print(f"interrupted; logs are in {folder}")
         raise typer.Exit(130) from None
