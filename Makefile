@@ -12,9 +12,11 @@ WORKERS := -n 2 --no-loadscope-reorder
 # A safety net, and no more: what fails is run again once, and conftest.py lists it at the end, as a finding.
 RERUNS := --reruns 1
 FUZZ ?= 60
+SOAK ?= 600
+SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages compiler demo test test-slow test-gpu fuzz lint format bench clean \
+.PHONY: help install system-packages compiler demo test test-slow test-gpu fuzz soak lint format bench clean \
         native native-tests native-asan native-ubsan native-tsan gpu-wheels bench-gpu
 
 help:  ## Show this
@@ -22,6 +24,7 @@ help:  ## Show this
 	@echo "PYTHON=…  the Python to use (3.11 or newer)    DEVICE=cpu|cuda  which vLLM, where auto is wrong"
 	@echo "DEMO='--tokens 4000'  options of kvtier demo    PYTEST='-k disk'  options of pytest"
 	@echo "FUZZ=600  how many seconds make fuzz takes for each of its programs"
+	@echo "SOAK=7200  how many seconds make soak disturbs    SEED=2  which faults and requests, and when"
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or newer: make PYTHON=…")'
@@ -125,6 +128,9 @@ fuzz: $(VENV)/.fuzz  ## Tell the peers' protocol random things, for FUZZ=60 seco
 	  $(BIN)/python -m fuzz.fuzz_$$program -max_total_time=$(FUZZ) -artifact_prefix=fuzz/$$program- \
 	    -print_final_stats=1 fuzz/corpus/$$program || exit 1; \
 	done
+
+soak: install $(VENV)/.pools system-packages  ## Disturb two instances with real engines for SOAK=600 seconds
+	$(BIN)/python -m soak --seconds $(SOAK) --seed $(SEED)
 
 lint: $(VENV)/.kvtier  ## Check style and types
 	$(BIN)/ruff check

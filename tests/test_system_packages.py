@@ -23,6 +23,7 @@ ALL = {
     "g++",
     "gcc",
     "libc6-dev",
+    "faketime",
     "openssl",
     "iproute2",
     "chromium",

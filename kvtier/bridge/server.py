@@ -6,11 +6,13 @@ One task per connection reads frames and answers them in order. Answers are deci
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
 import os
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -180,7 +182,10 @@ class BridgeServer:
     def status(self) -> dict[str, object]:
         """What is held, by whom, and what has happened since the start."""
         engines = [engine.status() for engine in self._engines.values()]
-        return {"pid": os.getpid(), "epoch": self.epoch, "engines": engines, **self._instance.status()}
+        # By the names of their functions: a leak shows as a count that only grows.
+        tasks = Counter(task.get_name() for task in asyncio.all_tasks())
+        process = {"pid": os.getpid(), "epoch": self.epoch, "tasks": tasks}
+        return {**process, "engines": engines, **self._instance.status()}
 
 
 class Connection:

@@ -165,6 +165,8 @@ class Dialer(Generic[ConnectionT]):
         try:
             with fail_after(deadline.remaining()):
                 found = await getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except TimeoutError:  # anyio's has no words, and whoever reports it would name no reason.
+            raise TimeoutError("its name was not resolved in time") from None
         except UnicodeError as error:
             raise OSError("its name cannot be that of a host") from error
         self._addresses = tuple(Address(family, address) for family, _, _, _, address in found)

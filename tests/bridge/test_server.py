@@ -7,6 +7,7 @@ import os
 import socket
 from pathlib import Path
 
+import anyio
 import pytest
 from anyio import to_thread
 
@@ -36,7 +37,7 @@ from kvtier.keys import chunk_keys, join_keys
 from kvtier.pipeline import prefetch
 from kvtier.sockets.frames import encode
 
-from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, NAMESPACE, ROOT, TOKENS, host, store
+from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, NAMESPACE, ROOT, TOKENS, Peer, host, store
 
 pytestmark = pytest.mark.anyio
 
@@ -202,6 +203,24 @@ async def test_an_observer_may_only_watch(tmp_path: Path) -> None:
         await observer.greet("observer")
         assert (await observer.status())["pid"] == os.getpid()
         assert isinstance(await observer.ask(LookUp(1, join_keys(KEYS), TOKENS)), Refused)
+
+
+async def test_a_status_counts_the_tasks_by_name(tmp_path: Path) -> None:
+    async with host(tmp_path) as home, home.peer() as observer:
+        await observer.greet("observer")
+        before = await tasks_of(observer)
+        async with home.peer() as engine:
+            await engine.greet()
+            assert sum((await tasks_of(observer)).values()) > sum(before.values())
+        with anyio.fail_after(60):
+            while await tasks_of(observer) != before:
+                await anyio.sleep(0.01)
+
+
+async def tasks_of(observer: Peer) -> dict[str, int]:
+    tasks = (await observer.status())["tasks"]
+    assert isinstance(tasks, dict)
+    return tasks
 
 
 @pytest.mark.parametrize(

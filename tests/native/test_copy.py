@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -240,6 +242,38 @@ def test_checksums_are_those_of_the_library(length: int) -> None:
 def test_a_short_checksum_is_refused() -> None:
     with pytest.raises(ValueError, match="short"):
         native.core.xxh3_128(bytes(240))
+
+
+SATURATED = """
+import os, subprocess, sys, time
+from kvtier import native
+
+def runnable():
+    return int(open("/proc/loadavg").read().split("/")[0].split()[-1])
+
+spinning = [
+    subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(4 * os.cpu_count())
+]
+try:
+    while runnable() <= os.cpu_count() + 1:
+        time.sleep(0.01)
+    before = len(os.listdir("/proc/self/task"))
+    source = os.urandom(16 << 20)
+    target = bytearray(len(source))
+    native.core.copy_buffers([(memoryview(target), source)], 4)
+    assert target == source
+    print(len(os.listdir("/proc/self/task")) - before)
+finally:
+    for process in spinning:
+        process.kill()
+        process.wait()
+"""
+
+
+@needs_native
+def test_a_copy_beside_saturated_processors_waits_for_no_helper() -> None:
+    result = subprocess.run([sys.executable, "-c", SATURATED], capture_output=True, text=True, check=True)
+    assert int(result.stdout) == 0
 
 
 @needs_native

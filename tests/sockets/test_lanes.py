@@ -9,6 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from kvtier.sockets import lanes
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.sockets.conversation import RECEIVE, Progress
 from kvtier.sockets.lanes import Dialer, Lane
@@ -50,6 +51,15 @@ async def test_a_lane_closed_while_it_is_used_ends_with_its_last_connection(is_c
         with anyio.fail_after(SECONDS):
             while count("task") > threads or count("fd") > descriptors:
                 await anyio.sleep(0.01)
+
+
+async def test_a_name_that_is_not_resolved_in_time_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object, **__: object) -> None:
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(lanes, "getaddrinfo", never)
+    with pytest.raises(TimeoutError, match="not resolved in time"):
+        await Dialer("a.host", 1, make=Connection).find(Deadline(0.01))
 
 
 def count(what: str) -> int:

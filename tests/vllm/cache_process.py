@@ -60,6 +60,13 @@ class CacheProcess:
         self.log = folder / "cache.log"
         self._hold = folder / "hold"
         self._process: subprocess.Popen[bytes] | None = None
+        self.environment: dict[str, str] = {}
+        """Variables for it beside those of the test, from the next start on."""
+
+    @property
+    def pid(self) -> int | None:
+        """``None`` while it does not run."""
+        return None if self._process is None else self._process.pid
 
     @property
     def socket(self) -> Path:
@@ -79,7 +86,7 @@ class CacheProcess:
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, *program],
-                env={**environment, "KVTIER_CONFIG_FILE": str(self._config)},
+                env={**environment, **self.environment, "KVTIER_CONFIG_FILE": str(self._config)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -40,9 +40,25 @@ class ControllerProcess:
 
     def kill(self) -> None:
         if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             self._process.wait(PATIENCE_SECONDS)
             self._process = None
+
+    def pause(self) -> None:
+        """SIGSTOP: connections stay, and nothing is answered."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, sent: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(sent)
+
+    @property
+    def pid(self) -> int | None:
+        """``None`` while it does not run."""
+        return None if self._process is None else self._process.pid
 
     def close(self) -> None:
         self.kill()

@@ -43,6 +43,8 @@ class Answer:
     reason: str
     params: dict[str, Any] | None = None
     """Its ``kv_transfer_params``."""
+    logprobs: list[dict[str, float]] | None = None
+    """For each token, where they were asked for: the log-probabilities of the likeliest, by token id."""
 
 
 @dataclass
@@ -60,12 +62,26 @@ class Engine:
         return int(self.process.pid)
 
     def open(
-        self, model: Path, connector: dict[str, Any] | None, *, kv_role: str = "kv_both", **arguments: Any
+        self,
+        model: Path,
+        connector: dict[str, Any] | None,
+        *,
+        kv_role: str = "kv_both",
+        connector_type: dict[str, str] | None = None,
+        **arguments: Any,
     ) -> None:
-        """Build the engine. ``connector`` is kvtier's settings, or ``None`` for a vLLM without kvtier."""
+        """Build the engine. ``connector`` is kvtier's settings, or ``None`` for a vLLM without kvtier.
+
+        ``connector_type`` names another class in place of kvtier's: its ``kv_connector`` and
+        ``kv_connector_module_path``.
+        """
         transfer = None
         if connector is not None:
-            transfer = {"kv_connector_extra_config": connector, "kv_role": kv_role}
+            transfer = {
+                "kv_connector_extra_config": connector,
+                "kv_role": kv_role,
+                **(connector_type or {}),
+            }
         self._call("open", arguments={**ARGUMENTS, "model": str(model), **arguments}, connector=transfer)
 
     def generate(self, tokens: Sequence[int], new: int = 16, **options: Any) -> Answer:
@@ -84,13 +100,20 @@ class Engine:
         salt: str | None = None,
         lora: dict[str, Any] | None = None,
         params: dict[str, Any] | None = None,
+        logprobs: int | None = None,
     ) -> int:
         """Send a request; :meth:`answer` and :meth:`abort` take the number that comes back.
 
-        ``params`` are its ``kv_transfer_params``.
+        ``params`` are its ``kv_transfer_params``; ``logprobs`` how many of the likeliest tokens to report.
         """
         number = next(self._numbers)
-        sampling = {"temperature": 0.0, "max_tokens": new, "ignore_eos": True, "detokenize": False}
+        sampling: dict[str, Any] = {
+            "temperature": 0.0,
+            "max_tokens": new,
+            "ignore_eos": True,
+            "detokenize": False,
+            "logprobs": logprobs,
+        }
         if params is not None:
             sampling["extra_args"] = {"kv_transfer_params": params}
         message = {"request": str(number), "tokens": list(tokens), "sampling": sampling}

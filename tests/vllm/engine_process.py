@@ -130,6 +130,7 @@ class _Host:
                         "cached": output.num_cached_tokens or 0,
                         "reason": completion.finish_reason,
                         "params": output.kv_transfer_params,
+                        "logprobs": _logprobs(completion),
                     },
                 )
 
@@ -170,3 +171,11 @@ class _Host:
         """Tear the engine down as a server that ends does."""
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
+
+
+def _logprobs(completion: Any) -> list[dict[str, float]] | None:
+    if completion.logprobs is None:
+        return None
+    return [
+        {str(token): each.logprob for token, each in position.items()} for position in completion.logprobs
+    ]

@@ -21,7 +21,8 @@ inline bool pays_streaming(std::size_t total) { return total >= streaming_bytes;
 
 inline unsigned threads_for(std::size_t total, unsigned most) {
     const std::size_t useful = std::min<std::size_t>(1 + total / thread_bytes, useful_threads());
-    return static_cast<unsigned>(most > 0 ? std::min<std::size_t>(useful, most) : useful);
+    const unsigned wanted = static_cast<unsigned>(most > 0 ? std::min<std::size_t>(useful, most) : useful);
+    return wanted > 1 ? std::min(wanted, spare_threads()) : wanted;
 }
 
 }  // namespace kvtier

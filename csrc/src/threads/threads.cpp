@@ -1,10 +1,12 @@
 #include "kvtier/threads.hpp"
 
+#include <fcntl.h>
 #include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -113,6 +115,28 @@ unsigned useful_threads() {
     CPU_ZERO(&allowed);
     if (::sched_getaffinity(0, sizeof allowed, &allowed) != 0) return 1;
     return std::clamp(static_cast<unsigned>(CPU_COUNT(&allowed)), 1U, most_threads);
+}
+
+unsigned spare_threads(std::string_view loadavg, unsigned processors) {
+    const std::size_t slash = loadavg.find('/');
+    if (slash == std::string_view::npos) return processors;
+    const std::size_t space = loadavg.rfind(' ', slash);
+    const std::size_t start = space == std::string_view::npos ? 0 : space + 1;
+    unsigned runnable = 0;  // The caller among them.
+    const auto [end, error] = std::from_chars(loadavg.data() + start, loadavg.data() + slash, runnable);
+    if (error != std::errc() || end != loadavg.data() + slash) return processors;
+    return runnable > processors ? 1 : processors - std::max(runnable, 1U) + 1;
+}
+
+unsigned spare_threads() {
+    const long online = ::sysconf(_SC_NPROCESSORS_ONLN);
+    const unsigned processors = online > 0 ? static_cast<unsigned>(online) : 1;
+    const int file = ::open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
+    if (file < 0) return processors;
+    char text[64];
+    const ssize_t length = ::read(file, text, sizeof text);
+    ::close(file);
+    return length > 0 ? spare_threads({text, static_cast<std::size_t>(length)}, processors) : processors;
 }
 
 void parallel_for(std::size_t count, unsigned threads, const std::function<void(std::size_t)>& work) {

@@ -65,6 +65,11 @@ class Server(ABC):
     def _answers(self) -> bool:
         """Whether it does what it is asked, now."""
 
+    @property
+    def pids(self) -> list[int]:
+        """The process ids, none while it does not run."""
+        return [process.pid for process in self._processes]
+
     def start(self) -> None:
         """Start it, empty, and wait until it answers. Raises :class:`ServerError`."""
         self._launch()

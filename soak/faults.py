@@ -1,0 +1,269 @@
+"""Applies the faults of a schedule, each in a thread of its own, and undoes them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+
+from kvtier.testing.relay import Relay
+from soak.findings import Record
+from soak.lane import Lane
+from soak.oracle import Oracle
+from soak.schedule import Fault, Phase
+from soak.stack import Host, Stack, is_running
+
+SPIN = "while True: pass"
+FILL = """
+import sys, time
+mib, path = int(sys.argv[1]), sys.argv[2]
+open("/proc/self/oom_score_adj", "w").write("1000")
+memory = bytearray(mib << 20)
+for page in range(0, len(memory), 4096):
+    memory[page] = 1
+with open(path, "wb") as file:
+    for _ in range(mib // 2):
+        file.write(memory[: 1 << 20])
+time.sleep(3600)
+"""
+MEMORY_SHARE = 4
+"""One part in so many of the memory that is available is filled, at most."""
+
+
+class _Pausable(Protocol):
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class Faults:
+    """Applies faults until it is stopped."""
+
+    def __init__(
+        self, seed: int, stack: Stack, lanes: Sequence[Lane], oracle: Oracle, record: Record
+    ) -> None:
+        self._seed = seed
+        self._stack = stack
+        self._lanes = lanes
+        self._oracle = oracle
+        self._record = record
+        self._stopped = threading.Event()
+        self._locks: dict[str, threading.Lock] = {}
+        self._threads: list[threading.Thread] = []
+        self._ways: dict[str, Callable[[Fault], str | None]] = {
+            "kill-cache": self._kill_cache,
+            "stop-cache": lambda fault: self._pause(fault, self._host(fault).cache),
+            "kill-engine": lambda fault: self._lane(fault).kill_and_restart(fault.seconds),
+            "stop-engine": lambda fault: self._lane(fault).stop_for(lambda: self._wait(fault)),
+            "kill-redis": self._kill_redis,
+            "stop-redis": lambda fault: self._pause(fault, stack.redis),
+            "flush-redis": self._flush_redis,
+            "kill-controller": self._kill_controller,
+            "stop-controller": lambda fault: self._pause(fault, stack.controller),
+            "kill-carrier": self._kill_carriers,
+            "stop-carrier": self._stop_carriers,
+            "flip-bits": self._damage,
+            "truncate-files": self._damage,
+            "garble-files": self._damage,
+            "remove-files": self._damage,
+            "fill-disk": self._fill_disk,
+            "cut-link": self._cut_link,
+            "hold-link": self._hold_link,
+            "saturate-cpus": self._saturate_cpus,
+            "fill-memory": self._fill_memory,
+            "jump-clock": self._jump_clock,
+            "move-chunks": self._move_chunks,
+        }
+
+    def run(self, phase: Phase) -> None:
+        """Apply the phase's faults at their times, and wait until all are undone. Blocks."""
+        for fault in phase.faults:
+            if self._stopped.wait(max(fault.at - self._record.now, 0.0)):
+                break
+            thread = threading.Thread(target=self._apply, args=(fault,), name=fault.kind, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        for thread in self._threads:
+            thread.join()
+
+    def stop(self) -> None:
+        """Undo what is in force, now, and apply no further faults."""
+        self._stopped.set()
+
+    def _apply(self, fault: Fault) -> None:
+        with self._locks.setdefault(fault.target, threading.Lock()):
+            if self._stopped.is_set():
+                return
+            applied = self._record.apply(fault)
+            try:
+                applied.note = self._ways[fault.kind](fault) or ""
+            except Exception as error:
+                if not self._stopped.is_set():
+                    self._record.find("failed recovery", f"{fault}: {error!r}")
+            finally:
+                applied.ended = self._record.now
+
+    def _wait(self, fault: Fault) -> None:
+        self._stopped.wait(fault.seconds)
+
+    def _host(self, fault: Fault) -> Host:
+        return self._stack.hosts[_number(fault)]
+
+    def _lane(self, fault: Fault) -> Lane:
+        return self._lanes[_number(fault)]
+
+    def _pause(self, fault: Fault, process: _Pausable) -> None:
+        process.pause()
+        try:
+            self._wait(fault)
+        finally:
+            process.resume()
+
+    def _check_running(self, name: str, pid: int | None) -> None:
+        """Report a process that has ended before it is killed."""
+        if pid is None or not is_running(pid):
+            self._record.find("dead process", f"{name}, process {pid}, ended by itself")
+
+    def _kill_cache(self, fault: Fault) -> None:
+        cache = self._host(fault).cache
+        self._check_running(fault.target, cache.pid)
+        self._record.add_instance(cache)
+        cache.kill()
+        self._wait(fault)
+        cache.start()
+
+    def _kill_redis(self, fault: Fault) -> None:
+        self._check_running(fault.target, *self._stack.redis.pids)
+        self._stack.redis.kill()
+        self._wait(fault)
+        self._stack.redis.start()
+
+    def _flush_redis(self, fault: Fault) -> None:
+        self._stack.redis.tell("FLUSHALL")
+
+    def _kill_controller(self, fault: Fault) -> None:
+        self._check_running(fault.target, self._stack.controller.pid)
+        self._stack.controller.kill()
+        self._wait(fault)
+        self._stack.controller.start()
+
+    def _carriers(self, fault: Fault) -> list[int]:
+        return sorted(self._host(fault).carriers())[: fault.amount]
+
+    def _kill_carriers(self, fault: Fault) -> str:
+        carriers = self._carriers(fault)
+        _signal(carriers, signal.SIGKILL)
+        return f"{len(carriers)} killed"
+
+    def _stop_carriers(self, fault: Fault) -> str:
+        carriers = self._carriers(fault)
+        _signal(carriers, signal.SIGSTOP)
+        try:
+            self._wait(fault)
+        finally:
+            _signal(carriers, signal.SIGCONT)
+        return f"{len(carriers)} stopped"
+
+    def _damage(self, fault: Fault) -> str:
+        generator = random.Random(f"{fault} {self._seed}")  # noqa: S311 - not for secrets
+        return f"{self._host(fault).disk.damage(fault.kind, fault.amount, generator)} files"
+
+    def _fill_disk(self, fault: Fault) -> str | None:
+        disk = self._host(fault).disk
+        if disk.medium is None:
+            return "left out: no right to mount a small disk"
+        disk.fill()
+        try:
+            self._wait(fault)
+        finally:
+            disk.empty()
+        return disk.medium
+
+    def _cut_link(self, fault: Fault) -> None:
+        link: Relay = self._host(fault).link
+        link.cut()
+        try:
+            self._wait(fault)
+        finally:
+            link.heal()
+
+    def _hold_link(self, fault: Fault) -> None:
+        link: Relay = self._host(fault).link
+        link.hold_after(0)
+        try:
+            self._wait(fault)
+        finally:
+            link.let_go()
+
+    def _saturate_cpus(self, fault: Fault) -> None:
+        command = [sys.executable, "-S", "-c", SPIN]
+        self._run_beside([command] * fault.amount, fault)
+
+    def _fill_memory(self, fault: Fault) -> str:
+        mib = min(fault.amount, _available_mib() // MEMORY_SHARE)
+        path = self._stack.hosts[0].folder / "cached"
+        try:
+            self._run_beside([[sys.executable, "-S", "-c", FILL, str(mib), str(path)]], fault)
+        finally:
+            path.unlink(missing_ok=True)
+        return f"{mib} MiB"
+
+    def _run_beside(self, commands: Sequence[Sequence[str]], fault: Fault) -> None:
+        processes = [subprocess.Popen(command, stdin=subprocess.DEVNULL) for command in commands]
+        try:
+            self._wait(fault)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+    def _jump_clock(self, fault: Fault) -> str | None:
+        host = self._host(fault)
+        if not host.cache.environment:
+            return "left out: libfaketime is not installed"
+        host.set_clock(fault.amount)
+        try:
+            self._wait(fault)
+        finally:
+            host.set_clock(0)
+        return None
+
+    def _move_chunks(self, fault: Fault) -> str:
+        """Have the controller copy a conversation's chunks from one instance to the other, or clear them."""
+        conversation = fault.amount % self._oracle.conversations
+        tokens = self._oracle.question(conversation, 0).tokens
+        source = fault.amount // 1000 % 2
+        body = {
+            "old_position": [f"instance-{source}", "ram"],
+            "new_position": [f"instance-{1 - source}", "ram"],
+            "tokens": tokens,
+            "copy": bool(fault.amount // 2000 % 2),
+        }
+        try:
+            answer = httpx.post(f"{self._stack.controller.url}/move", json=body, timeout=5.0, trust_env=False)
+        except httpx.HTTPError as error:
+            return f"the controller does not answer: {error!r}"
+        return f"status {answer.status_code}"
+
+
+def _number(fault: Fault) -> int:
+    return int(fault.target.rpartition("-")[2])
+
+
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _available_mib() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("MemAvailable:"))

@@ -1,0 +1,146 @@
+"""What a run has found, and what it counts."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ChannelError
+from soak.schedule import Fault
+from tests.vllm.cache_process import CacheProcess
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One defect that was seen."""
+
+    kind: str
+    what: str
+    phase: str
+    at: float
+    """Seconds after the phase began."""
+    faults: list[str] = field(default_factory=list)
+    """What was in force, or had just ended."""
+
+
+@dataclass
+class Applied:
+    """A fault that was applied, with its real times."""
+
+    fault: Fault
+    phase: str
+    started: float
+    ended: float | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        until = "…" if self.ended is None else f"{self.ended:7.2f}"
+        return f"{self.started:7.2f} to {until:>7} {self.fault}{f' ({self.note})' if self.note else ''}"
+
+
+RECENT_SECONDS = 5.0
+"""So long after its end a fault may still be why something goes wrong."""
+MAX_OF_A_KIND = 50
+"""Findings of one kind that are kept in full; all are counted."""
+
+
+class Record:
+    """Findings, faults and counts of a run. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.log: Path | None = None
+        """Where each finding is appended as it is made, as a line of JSON."""
+        self.findings: list[Finding] = []
+        self.found: Counter[str] = Counter()
+        self.applied: list[Applied] = []
+        self.counts: Counter[str] = Counter()
+        self.instances: Counter[str] = Counter()
+        """What the cache processes have counted, all together."""
+        self.notes: dict[str, Any] = {}
+        """What else is worth to be in the report, by name."""
+        self._phase = ""
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase: times count from here."""
+        self._phase = phase
+        self._began = time.monotonic()
+
+    @property
+    def now(self) -> float:
+        """Seconds since the phase began."""
+        return time.monotonic() - self._began
+
+    def seconds(self, monotonic: float) -> float:
+        """Return a time of ``time.monotonic`` as seconds since the phase began."""
+        return monotonic - self._began
+
+    def find(self, kind: str, what: str, at: float | None = None) -> None:
+        """Note a defect."""
+        when = self.now if at is None else at
+        with self._lock:
+            finding = Finding(kind, what, self._phase, round(when, 3), self._in_force(when))
+            self.found[kind] += 1
+            if self.found[kind] <= MAX_OF_A_KIND:
+                self.findings.append(finding)
+            if self.log is not None:
+                with self.log.open("a") as log:
+                    log.write(json.dumps(asdict(finding)) + "\n")
+
+    def _in_force(self, at: float) -> list[str]:
+        return [
+            str(applied)
+            for applied in self.applied
+            if applied.phase == self._phase
+            and applied.started <= at
+            and (applied.ended is None or at <= applied.ended + RECENT_SECONDS)
+        ]
+
+    def apply(self, fault: Fault) -> Applied:
+        """Note that a fault begins."""
+        applied = Applied(fault, self._phase, self.now)
+        with self._lock:
+            self.applied.append(applied)
+        return applied
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Add to a count."""
+        with self._lock:
+            self.counts[what] += number
+
+    def add_instance(self, cache: CacheProcess) -> None:
+        """Add what a cache process has counted, before its end; nothing where it does not answer."""
+        with suppress(ChannelError):
+            self.instances.update(cache.status()["counts"])
+
+    def timeline(self) -> list[str]:
+        """Return all faults in the order of their beginnings."""
+        ordered = sorted(self.applied, key=lambda applied: applied.started)
+        return [
+            f"{phase}: {applied}"
+            for phase in dict.fromkeys(each.phase for each in self.applied)
+            for applied in ordered
+            if applied.phase == phase
+        ]
+
+    def write(self, path: Path, **about: Any) -> None:  # noqa: ANN401 - JSON
+        """Write the report as JSON."""
+        report: Mapping[str, Any] = {
+            **about,
+            "passed": not self.found,
+            "found": dict(self.found),
+            "findings": [asdict(finding) for finding in self.findings],
+            "counts": dict(self.counts),
+            "instances": dict(sorted(self.instances.items())),
+            "timeline": self.timeline(),
+            **self.notes,
+        }
+        path.write_text(json.dumps(report, indent=2) + "\n")

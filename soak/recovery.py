@@ -1,0 +1,173 @@
+"""The end of a phase: is everything back, are chunks hit again, and is nothing held?"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+
+from kvtier.errors import ChannelError
+from soak import leaks
+from soak.findings import Record
+from soak.lane import Lane
+from soak.oracle import Oracle
+from soak.stack import Host, Stack, children, is_running
+
+RECOVERY_SECONDS = 60.0
+"""How long anything may take to be back; nothing is judged by it."""
+POLL_SECONDS = 0.2
+STOP_SECONDS = 60.0
+
+
+class Held(NamedTuple):
+    """What one cache process has open."""
+
+    descriptors: Counter[str]
+    tasks: Mapping[str, int]
+
+
+class Recovery:
+    """Judges the processes of a phase, while no faults are applied. Blocks."""
+
+    def __init__(self, stack: Stack, lanes: Sequence[Lane], oracle: Oracle, record: Record) -> None:
+        self._stack = stack
+        self._lanes = lanes
+        self._oracle = oracle
+        self._record = record
+        self._before: list[Held] = []
+
+    def prepare(self, probes: Sequence[int]) -> None:
+        """Make use of everything once, and remember what is open then."""
+        self._wait_for(self._is_back, "start")
+        self._probe(probes)
+        self._check_idle()
+        self._before = [self._open(host) for host in self._stack.hosts]
+
+    def check(self, probes: Sequence[int]) -> None:
+        """Report what has ended, does not answer, hits nothing, or is held."""
+        for name, pid in self._stack.pids().items():
+            if pid is None or not is_running(pid):
+                self._record.find("dead process", f"{name} does not run any more")
+        self._wait_for(self._is_back, "recover")
+        self._probe(probes)
+        self._wait_for(self._tiers, "be available")
+        for suspect in [suspect for lane in self._lanes for suspect in lane.suspects]:
+            for lane in (*self._lanes, *self._lanes):
+                lane.ask_again(suspect)
+        self._check_idle()
+        for host, before in zip(self._stack.hosts, self._before, strict=True):
+            after = self._open(host)
+            for kind, how in leaks.grown(before.descriptors, after.descriptors).items():
+                self._record.find("leaked descriptors", f"cache-{host.number}, {kind}: {how}")
+            for name, how in leaks.more_tasks(before.tasks, after.tasks).items():
+                self._record.find("leaked tasks", f"cache-{host.number}, {name}: {how}")
+            dead = [pid for pid in children(host.cache.pid or 0) if not is_running(pid)]
+            if dead:
+                self._record.find("zombies", f"cache-{host.number} has not waited for {leaks.describe(dead)}")
+        self._record.notes.setdefault("open", []).append(
+            [
+                {"before": before, "after": self._open(host)}
+                for host, before in zip(self._stack.hosts, self._before, strict=True)
+            ]
+        )
+
+    def stop(self) -> None:
+        """End engines and cache processes in good order; report those that do not end so."""
+        for lane in self._lanes:
+            try:
+                lane.close()
+            except Exception as error:
+                self._record.find("dead engine", f"engine {lane.number} does not end: {error!r}")
+        for host in self._stack.hosts:
+            below = children(host.cache.pid or 0)
+            self._record.add_instance(host.cache)
+            try:
+                host.cache.stop()
+            except Exception as error:
+                self._record.find("failed recovery", f"cache-{host.number} does not stop: {error!r}")
+            if left := [pid for pid in below if is_running(pid)]:
+                what = f"cache-{host.number} has left behind {leaks.describe(left)}"
+                self._record.find("process left behind", what)
+
+    def _open(self, host: Host) -> Held:
+        status = host.cache.status()
+        return Held(leaks.descriptors(status["pid"]), status["tasks"])
+
+    def _wait_for(self, missing: Callable[[], str], what: str) -> None:
+        deadline = time.monotonic() + RECOVERY_SECONDS
+        while why := missing():
+            if time.monotonic() > deadline:
+                self._record.find("failed recovery", f"does not {what}: {why}")
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _is_back(self) -> str:
+        """Return what does not answer yet."""
+        for host in self._stack.hosts:
+            try:
+                status = host.cache.status()
+            except ChannelError as error:
+                return f"cache-{host.number}: {error}"
+            if not status["controller"]["in_step"]:
+                return f"cache-{host.number} is not registered: {status['controller']}"
+            configured = f"127.0.0.1:{host.link.port}"
+            peer = next(peer for peer in status["peers"] if peer["address"] == configured)
+            if peer["state"] != "connected":
+                return f"cache-{host.number}'s peer: {peer}"
+        try:
+            httpx.get(f"{self._stack.controller.url}/healthz", timeout=5.0, trust_env=False)
+            self._stack.redis.tell("PING")
+        except (httpx.HTTPError, OSError) as error:
+            return repr(error)
+        return ""
+
+    def _tiers(self) -> str:
+        """Return which tiers are not available."""
+        for host in self._stack.hosts:
+            for tier in host.cache.status()["tiers"]:
+                if not tier["available"]:
+                    return f"cache-{host.number}'s tier {tier['name']}: {tier}"
+        return ""
+
+    def _probe(self, probes: Sequence[int]) -> None:
+        """Have each engine hit what it has stored, and what the other has."""
+        for number, conversation in enumerate(probes):
+            own = self._lanes[number % len(self._lanes)]
+            other = self._lanes[1 - number % len(self._lanes)]
+            self._wait_for(partial(self._ask, own, conversation), f"hit on engine {own.number}")
+            what = f"hit on engine {other.number} what engine {own.number} has stored"
+            self._wait_for(partial(self._ask, other, conversation), what)
+
+    def _ask(self, lane: Lane, conversation: int) -> str:
+        question = self._oracle.question(conversation, 0)
+        lane.engine.reset_prefix_cache()
+        answer = lane.engine.generate(question.tokens, len(question.answer))
+        lane.check(question, answer, f"conversation {conversation}")
+        return "" if answer.cached else f"nothing of {len(question.tokens)} tokens is cached"
+
+    def _check_idle(self) -> None:
+        for lane in self._lanes:
+            try:
+                lane.engine.wait_until_free()
+            except AssertionError as error:
+                self._record.find("leaked blocks", f"engine {lane.number}: {error}")
+        for host in self._stack.hosts:
+            held: dict[str, int] | str
+            try:
+                held = leaks.wait_until_idle(host.cache.status)
+            except ChannelError as error:
+                held = str(error)
+            if held:
+                self._record.find("leak", f"cache-{host.number} holds {held}")
+
+
+def log_errors(logs: Sequence[Path], record: Record) -> None:
+    """Report what the logs say of errors."""
+    for log in logs:
+        for lines in leaks.errors_in(log):
+            record.find("error in a log", f"{log}:\n{lines}")

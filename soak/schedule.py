@@ -1,0 +1,237 @@
+"""The timeline of a run: which faults and which requests, when. It derives from the seed alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+HOSTS = 2
+"""Instances, each with an engine, a cache process and a disk."""
+USERS = 3
+"""Simulated users of each engine; each waits for an answer before it sends the next turn."""
+FIRST_FAULT_SECONDS = 3.0
+FAULT_INTERVAL_SECONDS = 2.5
+"""Mean time from one fault to the next."""
+CALM_SHARE = 0.2
+MAX_CALM_SECONDS = 20.0
+"""At the end of a phase requests run for a while without faults."""
+GAP_SECONDS = 1.0
+"""Between two faults of the same target."""
+
+SYSTEM_PROMPTS = 6
+PROBE_TOKENS = 600
+PROBES = 2
+"""Prompts of each host that are asked before the faults, and as many others after them."""
+TEXT_BYTES = 460_000
+"""Of the text that prompts are made of; a token is a byte."""
+
+
+class Kind(NamedTuple):
+    """One kind of fault."""
+
+    target: str
+    """``cache`` stands for ``cache-0`` and ``cache-1``."""
+    seconds: tuple[float, float] = (0.0, 0.0)
+    """The range of how long it lasts."""
+    amount: tuple[int, int] = (0, 0)
+    """The range of how much: files, processes, MiB or seconds, whatever the kind counts."""
+    transport: str | None = None
+    """The only transport with which there is such a target."""
+
+
+KINDS: dict[str, Kind] = {
+    "kill-cache": Kind("cache", (0.2, 3.0)),
+    "stop-cache": Kind("cache", (0.5, 6.0)),
+    "kill-engine": Kind("engine", (0.1, 1.0)),
+    "stop-engine": Kind("engine", (0.5, 3.0)),
+    "kill-redis": Kind("redis", (0.2, 3.0)),
+    "stop-redis": Kind("redis", (0.5, 6.0)),
+    "flush-redis": Kind("redis"),
+    "kill-controller": Kind("controller", (0.2, 3.0)),
+    "stop-controller": Kind("controller", (0.5, 12.0)),
+    "kill-carrier": Kind("carrier", amount=(1, 2), transport="nixl"),
+    "stop-carrier": Kind("carrier", (0.5, 6.0), (1, 2), transport="nixl"),
+    "flip-bits": Kind("disk", amount=(1, 8)),
+    "truncate-files": Kind("disk", amount=(1, 8)),
+    "garble-files": Kind("disk", amount=(1, 8)),
+    "remove-files": Kind("disk", amount=(1, 8)),
+    "fill-disk": Kind("disk", (2.0, 8.0)),
+    "cut-link": Kind("link", (0.5, 4.0)),
+    "hold-link": Kind("link", (0.2, 3.0)),
+    "saturate-cpus": Kind("host", (2.0, 10.0), (2, 8)),
+    "fill-memory": Kind("memory", (2.0, 6.0), (512, 2048)),
+    "jump-clock": Kind("clock", (2.0, 8.0), (-40_000_000, 40_000_000)),
+    "move-chunks": Kind("controller", amount=(0, 1 << 20)),
+}
+"""``move-chunks`` is no fault but what an operator has the controller do: copy a prompt's chunks."""
+SINGLE = ("redis", "controller", "host", "memory")
+"""Targets of which there is one."""
+
+
+class Fault(NamedTuple):
+    """One fault."""
+
+    at: float
+    """Seconds after the phase began."""
+    kind: str
+    target: str
+    seconds: float
+    amount: int
+
+    def __str__(self) -> str:
+        amount = f" {self.amount}" if self.amount else ""
+        lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
+        return f"{self.kind} {self.target}{amount}{lasting}"
+
+
+class Piece(NamedTuple):
+    """A stretch of the text."""
+
+    start: int
+    length: int
+
+
+class Exchange(NamedTuple):
+    """What a user adds to a conversation, and how many tokens are answered."""
+
+    text: Piece
+    new_tokens: int
+
+
+class Conversation(NamedTuple):
+    """A system prompt and what follows."""
+
+    system: Piece
+    exchanges: tuple[Exchange, ...]
+
+
+class Turn(NamedTuple):
+    """One request: a conversation up to one of its exchanges."""
+
+    at: float
+    """Not sent before; later where the answer to the user's last request was late."""
+    host: int
+    user: int
+    conversation: int
+    exchange: int
+    abort_after: float | None
+    """Seconds after which it is aborted, and then sent again; ``None`` for most."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the run with processes of its own, over one transport."""
+
+    transport: str
+    seconds: float
+    faults: tuple[Fault, ...]
+    turns: tuple[Turn, ...]
+    """In the order of their times."""
+    probes: tuple[tuple[int, ...], tuple[int, ...]]
+    """Conversations that no user has: to be asked before the faults, and after them."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All of a run."""
+
+    seed: int
+    conversations: tuple[Conversation, ...]
+    phases: tuple[Phase, ...] = field(default=())
+
+
+def make(seed: int, seconds: float, transports: Sequence[str]) -> Schedule:
+    """Return the schedule of a run of ``seconds``, shared by ``transports`` equally."""
+    generator = random.Random(f"conversations {seed}")  # noqa: S311 - not for secrets
+    # Few enough to be met again, and enough not to fit into memory, however long the run.
+    count = min(max(24, round(seconds / 30)), 240)
+    systems = [_piece(generator, 200, 640) for _ in range(SYSTEM_PROMPTS)]
+    conversations = tuple(_conversation(generator, systems) for _ in range(count))
+    share = seconds / len(transports)
+    phases = []
+    for transport in transports:
+        numbers = [*range(count, count + 2 * PROBES * HOSTS)]
+        count = numbers[-1] + 1
+        probes = (tuple(numbers[: PROBES * HOSTS]), tuple(numbers[PROBES * HOSTS :]))
+        phases.append(_phase(seed, transport, share, conversations, probes))
+    pieces = [_piece(generator, PROBE_TOKENS, PROBE_TOKENS) for _ in range(count - len(conversations))]
+    asked = tuple(Conversation(Piece(0, 0), (Exchange(piece, 8),)) for piece in pieces)
+    return Schedule(seed, conversations + asked, tuple(phases))
+
+
+def last_fault_seconds(seconds: float) -> float:
+    """Return when the faults of a phase of ``seconds`` cease."""
+    return seconds - min(MAX_CALM_SECONDS, CALM_SHARE * seconds)
+
+
+def _piece(generator: random.Random, least: int, most: int) -> Piece:
+    length = generator.randint(least, most)
+    return Piece(generator.randrange(TEXT_BYTES - length), length)
+
+
+def _conversation(generator: random.Random, systems: Sequence[Piece]) -> Conversation:
+    exchanges = [
+        Exchange(_piece(generator, 24, 220), generator.randint(6, 20)) for _ in range(generator.randint(2, 5))
+    ]
+    return Conversation(generator.choice(systems), tuple(exchanges))
+
+
+def _phase(
+    seed: int,
+    transport: str,
+    seconds: float,
+    conversations: Sequence[Conversation],
+    probes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Phase:
+    faults = tuple(_faults(random.Random(f"faults {transport} {seed}"), transport, seconds))  # noqa: S311
+    turns = [
+        turn
+        for user in range(HOSTS * USERS)
+        for turn in _turns(
+            random.Random(f"user {user} {transport} {seed}"),  # noqa: S311
+            user,
+            seconds,
+            conversations,
+        )
+    ]
+    return Phase(transport, seconds, faults, tuple(sorted(turns, key=lambda turn: turn.at)), probes)
+
+
+def _turns(
+    generator: random.Random, user: int, seconds: float, conversations: Sequence[Conversation]
+) -> Iterator[Turn]:
+    at = generator.uniform(0.0, 1.0)
+    while True:
+        number = generator.randrange(len(conversations))
+        for exchange in range(len(conversations[number].exchanges)):
+            if at >= seconds:
+                return
+            abort = generator.uniform(0.0, 0.3) if generator.random() < 0.08 else None
+            yield Turn(at, user % HOSTS, user // HOSTS, number, exchange, abort)
+            at += 0.2 + generator.expovariate(1.5)
+
+
+def _faults(generator: random.Random, transport: str, seconds: float) -> Iterator[Fault]:
+    """Deal the kinds like cards of a pack, so that each comes as often as any other."""
+    pack: list[str] = []
+    free_at: dict[str, float] = {}
+    at = FIRST_FAULT_SECONDS
+    end = last_fault_seconds(seconds)
+    while True:
+        if not pack:
+            pack = [name for name, kind in KINDS.items() if kind.transport in (None, transport)]
+            generator.shuffle(pack)
+        name = pack.pop()
+        kind = KINDS[name]
+        lasting = generator.uniform(*kind.seconds)
+        amount = generator.randint(*kind.amount)
+        target = kind.target if kind.target in SINGLE else f"{kind.target}-{generator.randrange(HOSTS)}"
+        start = max(at, free_at.get(target, 0.0))
+        if at + lasting >= end:
+            return
+        if start + lasting < end:
+            free_at[target] = start + lasting + GAP_SECONDS
+            yield Fault(round(start, 3), name, target, round(lasting, 3), amount)
+        at += generator.expovariate(1 / FAULT_INTERVAL_SECONDS)

@@ -1,0 +1,210 @@
+"""What a phase runs on: two instances, each with a disk, a Redis, a controller, and relays between peers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier.testing.relay import Relay
+from kvtier.testing.servers.base import free_port
+from kvtier.testing.servers.redis import RedisServer
+from soak.disks import Disk, small_disk
+from soak.schedule import HOSTS
+from tests.vllm.cache_process import MIB, CacheProcess
+from tests.vllm.controller_process import ControllerProcess
+
+CHUNK_TOKENS = 128
+RAM_BYTES = 24 * MIB
+DISK_BYTES = 40 * MIB
+DISK_SPACE_MIB = 80
+REDIS_MEMORY = "96mb"
+CONNECTOR = {"kv_connector": "TimedConnector", "kv_connector_module_path": "soak.connector"}
+ENGINE: dict[str, Any] = {"kv_cache_memory_bytes": 32 * MIB, "max_num_batched_tokens": 1024}
+"""Of 8192 tokens: fewer than the conversations have, so that they come from kvtier again and again."""
+MARK = "SOAK_RUN"
+"""The variable by which every process of a run is known."""
+
+FAKETIME = ("/usr/lib/x86_64-linux-gnu/faketime", "/usr/lib/aarch64-linux-gnu/faketime", "/usr/lib/faketime")
+
+
+@dataclass
+class Host:
+    """One instance."""
+
+    number: int
+    folder: Path
+    cache: CacheProcess
+    disk: Disk
+    link: Relay
+    """On the way from here to the other instance."""
+    clock: Path
+    """What the cache process reads its wall clock's offset from, in libfaketime's words."""
+
+    def set_clock(self, seconds: int) -> None:
+        """Make the cache process's wall clock differ by ``seconds``, within a second."""
+        self.clock.write_text(f"{seconds:+d}")
+
+    def carriers(self) -> list[int]:
+        """Return the process ids of the NIXL carriers."""
+        pid = self.cache.pid
+        return [] if pid is None else [child for child in children(pid) if "carrier" in command_line(child)]
+
+
+@dataclass
+class Stack:
+    """All of it."""
+
+    hosts: list[Host]
+    redis: RedisServer
+    controller: ControllerProcess
+    logs: Path
+
+    def pids(self) -> dict[str, int | None]:
+        """Return the process ids of what should be running; ``None`` for what does not."""
+        return {
+            **{f"cache-{host.number}": host.cache.pid for host in self.hosts},
+            "redis": next(iter(self.redis.pids), None),
+            "controller": self.controller.pid,
+        }
+
+
+def fake_time_library() -> Path | None:
+    """Return libfaketime, ``None`` where it is not installed (Debian: ``apt-get install faketime``)."""
+    found = (Path(folder) / "libfaketimeMT.so.1" for folder in FAKETIME)
+    return next((library for library in found if library.exists()), None)
+
+
+@contextmanager
+def running(logs: Path, transport: str) -> Iterator[Stack]:
+    """Start everything but the engines, until the block is left. Logs are left in ``logs``."""
+    logs.mkdir(parents=True)
+    with ExitStack() as stack:
+        redis = RedisServer(
+            _folder(stack), maxmemory=REDIS_MEMORY, options=["--maxmemory-policy", "allkeys-lru"]
+        )
+        redis.log = logs / "redis.log"
+        stack.enter_context(redis)
+        controller = ControllerProcess(_folder(stack))
+        controller.log = logs / "controller.log"
+        stack.callback(controller.close)
+        controller.start()
+        ports = [free_port() for _ in range(HOSTS)]
+        secret = secrets.token_hex(16)
+        hosts = []
+        for number in range(HOSTS):
+            folder = _folder(stack)
+            disk = stack.enter_context(small_disk(folder, DISK_SPACE_MIB))
+            link = stack.enter_context(Relay.to(ports[1 - number]))
+            peer = {
+                "listen": f"127.0.0.1:{ports[number]}",
+                "others": [f"127.0.0.1:{link.port}"],
+                "secret": secret,
+                "transport": {"type": transport},
+            }
+            cache = CacheProcess(
+                folder,
+                tiers=_tiers(disk, redis),
+                partial_chunks=True,
+                prefetch={"policy": "timeout", "deadline": "1s"},
+                peer=peer,
+                controller={"url": controller.url, "instance_id": f"instance-{number}"},
+            )
+            cache.log = logs / f"cache-{number}.log"
+            hosts.append(Host(number, folder, cache, disk, link, folder / "clock"))
+            hosts[-1].set_clock(0)
+            cache.environment = _clock_variables(hosts[-1].clock)
+            stack.callback(cache.kill)
+            cache.start()
+        yield Stack(hosts, redis, controller, logs)
+
+
+def _tiers(disk: Disk, redis: RedisServer) -> list[dict[str, Any]]:
+    return [
+        {"name": "ram", "type": "cpu", "capacity": RAM_BYTES},
+        {
+            "name": "ssd",
+            "type": "disk",
+            "path": str(disk.tier),
+            "capacity": DISK_BYTES,
+            "deadline": "2s",
+        },
+        {"name": "pool", **redis.tier(), "deadline": "1s"},
+    ]
+
+
+def _clock_variables(clock: Path) -> dict[str, str]:
+    library = fake_time_library()
+    if library is None:
+        return {}
+    return {
+        "LD_PRELOAD": str(library),
+        "FAKETIME_TIMESTAMP_FILE": str(clock),
+        "FAKETIME_CACHE_DURATION": "1",
+        # A clock that is set changes the wall clock alone, and no file's times.
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "NO_FAKE_STAT": "1",
+        "FAKETIME_DISABLE_SHM": "1",
+    }
+
+
+def _folder(stack: ExitStack) -> Path:
+    """Return a new folder with a name short enough for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="kvs-"))
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def make_model(folder: Path) -> Path:
+    """Make the model that every engine runs, in a process of its own: its libraries are large."""
+    code = "import sys, pathlib; from tests.vllm import models; models.make_llama(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True)
+    return folder
+
+
+def children(pid: int) -> list[int]:
+    """Return all processes below ``pid``."""
+    found: list[int] = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            direct = [int(child) for child in (task / "children").read_text().split()]
+            found += direct
+            for child in direct:
+                found += children(child)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def command_line(pid: int) -> str:
+    """Return the words of a process's command; empty where it is gone or a zombie."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def marked(mark: str) -> list[int]:
+    """Return every process but this one whose environment has ``MARK=mark``."""
+    entry = f"{MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and int(folder.name) != os.getpid():
+            with suppress(OSError):
+                if entry in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+    return found

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from soak import leaks
+from soak.findings import Record
+from soak.lane import Lane
+from soak.oracle import Mismatch, Oracle, Question, compare
+from soak.schedule import Conversation, Exchange, Fault, Piece
+from soak.stack import MARK, marked
+from soak.stalls import LIMIT_SECONDS, Reading, Stall, Stalls, blamed, read_clocks, read_file
+from tests.vllm.engine import Answer, Engines
+
+IDLE: Mapping[str, Any] = {
+    "engines": [{"leases": 0, "reservations": 0, "tickets": 0}],
+    "arena": {"leases": 7},
+    "tiers": [{"chunks": 7}],
+    "flights": 0,
+    "pending_bytes": 0,
+    "pushed": {"coming": 0, "waiting": 0},
+    "serving": {"grants": 0, "promised_bytes": 0, "strangers": 0},
+    "hand_overs": {"open": 0},
+    "peers": [{"promises": 0, "under_way_bytes": 0}],
+    "controller": {"commands": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("got", "mismatch"),
+    [
+        ([1, 2, 3], None),
+        ([1, 9, 3], Mismatch(1, 2, 9)),
+        ([1, 2], Mismatch(2, 3, None)),
+        ([1, 2, 3, 4], Mismatch(3, None, 4)),
+    ],
+)
+def test_a_wrong_token_is_seen(got: list[int], mismatch: Mismatch | None) -> None:
+    assert compare([1, 2, 3], got) == mismatch
+
+
+class NoEngine(Oracle):
+    """One for which the token ``TIE`` is as likely as any."""
+
+    def gaps(self, mismatches: Sequence[tuple[Question, Mismatch]]) -> list[float]:
+        return [0.0 if mismatch.got == TIE else 2.5 for _, mismatch in mismatches]
+
+
+TIE = 77
+
+
+def test_a_wrong_answer_is_a_finding_unless_it_is_a_tie(tmp_path: Path) -> None:
+    record = Record()
+    lane = Lane(0, lambda: None, [], NoEngine(Engines(tmp_path), tmp_path), record)  # type: ignore[arg-type, return-value]
+    question = Question([5, 6], [1, 2, 3])
+    lane.check(question, Answer([1, 2, 3], 0, "length"), "a right one")
+    lane.check(question, Answer([1, TIE, 3], 0, "length"), "a tie")
+    lane.judge()
+    assert not record.found
+    assert record.counts["ties"] == 1
+    lane.check(question, Answer([1, 2, 4], 1, "length"), "a wrong one")
+    lane.judge()
+    assert record.found == {"wrong token": 1}
+    assert "a wrong one: token 2 is 4 and should be 3" in record.findings[0].what
+    assert record.counts["answers"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("leases", {"engines": [{"leases": 1, "reservations": 0, "tickets": 0}]}),
+        ("reservations", {"engines": [{"leases": 0, "reservations": 1, "tickets": 0}]}),
+        ("tickets", {"engines": [{"leases": 0, "reservations": 0, "tickets": 1}]}),
+        ("arena leases", {"arena": {"leases": 8}}),
+        ("flights", {"flights": 1}),
+        ("bytes to be written", {"pending_bytes": 1}),
+        ("pushes awaited", {"pushed": {"coming": 1, "waiting": 0}}),
+        ("grants", {"serving": {"grants": 1}}),
+        ("promises of peers", {"peers": [{"promises": 1, "under_way_bytes": 0}]}),
+        ("KV transfers", {"hand_overs": {"open": 1}}),
+        ("commands", {"controller": {"commands": 1}}),
+    ],
+)
+def test_what_is_held_is_reported(name: str, change: dict[str, Any]) -> None:
+    assert leaks.held(IDLE) == {}
+    assert leaks.wait_until_idle(lambda: {**IDLE, **change}, 0.0) == {name: 1}
+
+
+def test_what_is_released_in_time_is_no_leak() -> None:
+    statuses = deque([{**IDLE, "flights": 2}, {**IDLE, "flights": 1}, IDLE])
+    assert leaks.wait_until_idle(statuses.popleft, 60.0) == {}
+
+
+def test_descriptors_that_grow_are_reported(tmp_path: Path) -> None:
+    before = leaks.descriptors(os.getpid())
+    chunk = tmp_path / "a.kv"
+    with chunk.open("wb"):
+        after = leaks.descriptors(os.getpid())
+        assert list(leaks.grown(before, after)) == ["chunk file"]
+    assert leaks.grown({"socket": 3}, {"socket": 3 + leaks.SOCKETS_ALLOWED}) == {}
+    assert list(leaks.grown({"socket": 3}, {"socket": 4 + leaks.SOCKETS_ALLOWED})) == ["socket"]
+    pipes = [os.pipe() for _ in range(leaks.OTHERS_ALLOWED)]
+    try:
+        assert list(leaks.grown(before, leaks.descriptors(os.getpid()))) == ["pipe"]
+    finally:
+        for pair in pipes:
+            for end in pair:
+                os.close(end)
+    assert leaks.grown(before, leaks.descriptors(os.getpid())) == {}
+
+
+def test_tasks_that_grow_are_reported() -> None:
+    assert leaks.more_tasks({"run": 1}, {"run": 1 + leaks.TASKS_ALLOWED, "other": 1}) == {}
+    assert list(leaks.more_tasks({"run": 1}, {"run": 2 + leaks.TASKS_ALLOWED})) == ["run"]
+    served = f"kvtier.{leaks.SERVED}"
+    assert leaks.more_tasks({served: 1}, {served: 1 + leaks.SERVED_ALLOWED}) == {}
+    assert list(leaks.more_tasks({}, {served: 1 + leaks.SERVED_ALLOWED})) == [served]
+
+
+def test_a_process_that_is_left_is_found() -> None:
+    command = [sys.executable, "-S", "-c", "input()"]
+    child = subprocess.Popen(command, env={**os.environ, MARK: "this run"}, stdin=subprocess.PIPE)
+    try:
+        assert marked("this run") == [child.pid]
+        assert marked("another") == []
+        assert "input()" in leaks.describe([child.pid])
+    finally:
+        child.kill()
+        child.communicate()
+    assert marked("this run") == []
+
+
+def test_errors_in_a_log_are_found(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert leaks.errors_in(log) == []
+    log.write_text("INFO kvtier: serving\nWARNING kvtier: no ERRORS\n")
+    assert leaks.errors_in(log) == []
+    log.write_text("ERROR kvtier: a connection failed\nTraceback (most recent call last):\n")
+    assert len(leaks.errors_in(log)) == 2
+
+
+class Clocks:
+    """What :func:`read_clocks` reads, from a list: how long each hook takes."""
+
+    def __init__(self, *spans: Reading) -> None:
+        self._now = Reading(100.0, 10.0, 1.0, 0)
+        self._spans = deque(spans)
+
+    def __call__(self, *, ended: bool) -> Reading:
+        if ended:
+            self._now = Reading(*map(sum, zip(self._now, self._spans.popleft(), strict=True)))
+        return self._now
+
+
+def step(stalls: Stalls, *hooks: str) -> None:
+    with stalls.timed("schedule", scheduled=True):
+        pass
+    for hook in hooks:
+        with stalls.timed(hook):
+            pass
+
+
+def test_what_is_computed_or_waits_for_a_processor_is_no_stall(tmp_path: Path) -> None:
+    path = tmp_path / "hooks-42.jsonl"
+    computed, queued = Reading(0.3, 0.3, 0.0), Reading(0.5, 0.01, 0.49)
+    stalls = Stalls(path, Clocks(computed, queued, computed))
+    step(stalls, "load")
+    step(stalls)
+    stalls.end_step()
+    found, hooks = read_file(path)
+    assert found == []
+    assert hooks["schedule"].max_cpu == pytest.approx(0.3)
+
+
+def test_a_step_is_blocked_by_all_its_hooks_together(tmp_path: Path) -> None:
+    path = tmp_path / "hooks-42.jsonl"
+    short = Reading(0.03, 0.0, 0.0, 1)
+    stalls = Stalls(path, Clocks(short, Reading(0.0, 0.0, 0.0), short, short))
+    step(stalls)
+    step(stalls, "load", "save")
+    stalls.end_step()
+    found, _ = read_file(path)
+    assert [(stall.engine, stall.step, stall.faults) for stall in found] == [(42, 1, 2)]
+    assert found[0].blocked == pytest.approx(0.06)
+    assert found[0].hooks == pytest.approx({"load": 0.03, "save": 0.03})
+
+
+def test_a_stall_while_the_engine_was_stopped_is_not_blamed_on_kvtier() -> None:
+    stall = Stall(42, 1, 10.0, 11.0, 0.9, 1.0, 0, {})
+    assert blamed([stall], []) == [stall]
+    assert blamed([stall], [(10.5, 10.6)]) == []
+    assert blamed([stall], [(11.5, 12.0)]) == [stall]
+
+
+def test_a_thread_that_sleeps_is_blocked_and_one_that_computes_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "hooks-42.jsonl"
+    stalls = Stalls(path)
+    with stalls.timed("sleeps"):
+        threading.Event().wait(2 * LIMIT_SECONDS)
+    stalls.end_step()
+    with stalls.timed("computes"):
+        began = read_clocks(ended=True).cpu
+        while read_clocks(ended=True).cpu < began + 2 * LIMIT_SECONDS:
+            pass
+    stalls.end_step()
+    found, _ = read_file(path)
+    assert [list(stall.hooks) for stall in found] == [["sleeps"]]
+
+
+def test_a_finding_names_the_faults_beside_it(tmp_path: Path) -> None:
+    record = Record()
+    record.begin("tcp")
+    over = record.apply(Fault(0.0, "kill-cache", "cache-1", 1.0, 0))
+    over.started, over.ended = -100.0, -50.0
+    now = record.apply(Fault(0.0, "fill-disk", "disk-0", 1.0, 0))
+    now.started = 0.0
+    record.find("leak", "one lease", 0.5)
+    assert [str(now)] == record.findings[0].faults
+    record.write(tmp_path / "report.json", seed=7)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["seed"], report["passed"], report["found"]) == (7, False, {"leak": 1})
+    assert len(report["timeline"]) == 2
+
+
+def test_conversations_are_the_question_of_the_oracle() -> None:
+    conversation = Conversation(Piece(0, 10), (Exchange(Piece(100, 5), 3),))
+    oracle = NoEngine(None, Path())  # type: ignore[arg-type]
+    oracle._questions[0, 0] = Question([1] * 15, [2, 3, 4])
+    assert oracle.conversations == 1
+    assert len(oracle.question(0, 0).answer) == conversation.exchanges[0].new_tokens

@@ -1,0 +1,70 @@
+"""The whole thing, as briefly as it can be: that it runs, finds what is there, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.servers.redis import RedisServer
+from soak.leaks import describe
+from soak.stack import children, is_running
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install"),
+    pytest.mark.skipif(RedisServer.missing() is not None, reason=str(RedisServer.missing())),
+]
+ROOT = Path(__file__).parents[2]
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    program = [sys.executable, "-m", "soak", "--transport", "tcp", "--work-dir", str(folder)]
+    return [*program, *arguments]
+
+
+def test_a_short_run_answers_requests_amid_faults(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    arguments = ["--seconds", "30", "--seed", "1", "--keep", "--report", str(report)]
+    result = subprocess.run(
+        command(tmp_path, *arguments), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    found = json.loads(report.read_text())
+    # A machine that is busy with other tests may hold up a step; nothing excuses the rest.
+    assert found["found"].keys() <= {"stalled step"}, result.stdout + result.stderr
+    assert result.returncode == (0 if found["passed"] else 1)
+    assert found["counts"]["answers"] > 50
+    assert found["counts"]["cached tokens"] > 0
+    assert len(found["timeline"]) >= 5
+    assert found["hooks"]["build_connector_meta"]["calls"] > 0
+    assert not Path(f"{found['logs']}/tcp/disk").exists()
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    run = subprocess.Popen(command(tmp_path, "--seconds", "300"), cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 300
+        while not list(tmp_path.glob("*/tcp/cache-1.log")):
+            assert run.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        started = children(run.pid)
+        assert started
+        run.send_signal(signal.SIGINT)
+        assert run.wait(120) == 130
+    finally:
+        run.kill()
+        run.wait()
+    while left := [
+        pid for pid in started if is_running(pid)
+    ]:  # The tracker of semaphores ends a moment later.
+        assert time.monotonic() < deadline + 120, describe(left)
+        time.sleep(0.2)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from soak import schedule
+from soak.schedule import CALM_SHARE, GAP_SECONDS, HOSTS, KINDS, Fault
+
+TEN_MINUTES = 600.0
+SEEDS = range(5)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_seed_is_a_timeline(seed: int) -> None:
+    made = schedule.make(seed, TEN_MINUTES, ["tcp", "nixl"])
+    assert made == schedule.make(seed, TEN_MINUTES, ["tcp", "nixl"])
+    other = schedule.make(seed + 1, TEN_MINUTES, ["tcp", "nixl"])
+    assert made.phases[0].faults != other.phases[0].faults
+    assert made.phases[0].turns != other.phases[0].turns
+    assert made.conversations != other.conversations
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_kind_of_fault_occurs_in_ten_minutes(seed: int) -> None:
+    phases = schedule.make(seed, TEN_MINUTES, ["tcp", "nixl"]).phases
+    counts = [Counter(fault.kind for fault in phase.faults) for phase in phases]
+    for kind, about in KINDS.items():
+        assert sum(count[kind] for count in counts) > 0
+        if about.transport is not None:
+            assert not [
+                phase for phase in phases if phase.transport != about.transport and kind in str(phase)
+            ]
+
+
+def test_faults_of_one_target_follow_one_another_and_cease() -> None:
+    for seed in SEEDS:
+        for phase in schedule.make(seed, TEN_MINUTES, ["tcp", "nixl"]).phases:
+            last: dict[str, Fault] = {}
+            for fault in phase.faults:
+                before = last.get(fault.target)
+                assert before is None or fault.at >= round(before.at + before.seconds + GAP_SECONDS, 3) - 0.01
+                assert fault.at + fault.seconds <= schedule.last_fault_seconds(phase.seconds) + 0.01
+                last[fault.target] = fault
+            assert last.keys() >= {f"cache-{host}" for host in range(HOSTS)}
+
+
+def test_a_short_run_has_a_calm_end() -> None:
+    assert schedule.last_fault_seconds(30.0) == 30.0 * (1 - CALM_SHARE)
+
+
+def test_requests_are_of_conversations_and_in_order() -> None:
+    made = schedule.make(1, 60.0, ["tcp"])
+    (phase,) = made.phases
+    probes = {*phase.probes[0], *phase.probes[1]}
+    assert len(probes) == 2 * schedule.PROBES * HOSTS
+    assert [turn.at for turn in phase.turns] == sorted(turn.at for turn in phase.turns)
+    assert any(turn.abort_after is not None for turn in phase.turns)
+    for turn in phase.turns:
+        assert turn.conversation not in probes
+        assert 0 <= turn.exchange < len(made.conversations[turn.conversation].exchanges)
+        assert turn.at < phase.seconds
