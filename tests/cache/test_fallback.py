@@ -164,7 +164,7 @@ async def test_a_source_whose_breaker_is_open_is_not_asked(settings: MakeSetting
 
 async def test_a_late_answer_overwrites_nothing(settings: MakeSettings, prompt: Prompt) -> None:
     """The slice is the late one's until it lets go: no other source is given it, nor is it freed."""
-    async with opened(settings, "near", "far", ram=8) as house:
+    async with opened(settings, "near", "far", ram=10) as house:
         tokens, other = prompt(1024), prompt(1024, 1)
         await house.fill(tokens, "near", "far")
         near = house.sources["near"]

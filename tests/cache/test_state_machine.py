@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -102,6 +103,10 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             assert self.portal.call(self.cache.drain, 10)
             catalog = self.cache.hierarchy.catalog
+            # What was cleared while it was written is deleted in the background.
+            deadline = time.monotonic() + 60
+            while self.bytes_on_disk() != catalog.used(1) and time.monotonic() < deadline:
+                time.sleep(0.01)
             assert self.bytes_on_disk() == catalog.used(1)
         finally:
             self.opened.__exit__(None, None, None)

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 from kvtier.bridge import protocol
 from kvtier.bridge.client import Finding, SchedulerBridge, Slot, WorkerBridge
-from kvtier.bridge.protocol import Hello, Role
-from kvtier.keys import ChunkKey, chunk_key, chunk_keys, encode_tokens, root_key
+from kvtier.bridge.protocol import Hello, Role, Run
+from kvtier.keys import ChunkKey, chunk_key, chunk_keys, encode_tokens, join_keys, root_key
 from kvtier.layout import ChunkLayout, GroupLayout
+from tests.bridge.conftest import answer
 
 CHUNK = 64
 BLOCK = 16
@@ -121,10 +122,9 @@ class _Side:
         wanted = keys[first:last]
         tokens = TAIL if last > CHUNKS else CHUNK
         parent = keys[first - 1] if first else ROOT
-        rooms = [
-            self._scheduler.reserve(parent, wanted, tokens, 60.0, self._tickets[prompt]),
-            self._scheduler.reserve(parent, wanted, tokens, 60.0),
-        ]
+        joined = join_keys(wanted)
+        runs = [Run(parent, joined, tokens, self._tickets[prompt]), Run(parent, joined, tokens)]
+        rooms = answer(self._scheduler, self._scheduler.reserve(runs))
         slots = [(at, slot) for room in rooms for at, slot in enumerate(room, first) if slot is not None]
         for rank, worker in enumerate(self._workers):
             pages = self._pages(prompt, rank)
@@ -168,7 +168,7 @@ class _Side:
                 staging = finding.staging if source == self._scheduler.staging_source else 0
                 whole &= self._copy(Slot(lease, offset, staging), at, rank, loaded, out=False)
             self._wait_for_device()
-            confirmed &= worker.confirm(finding.leases, 60.0)
+            confirmed &= answer(worker, worker.confirm(finding.leases))
             stop = 1 + -(-min(len(finding.leases) * CHUNK, TOKENS) // BLOCK)
             for page, mine in zip(right[0], loaded[0], strict=True):
                 whole &= bool(self._torch.equal(page[1:stop], mine[1:stop]))
