@@ -202,6 +202,25 @@ def test_a_cache_process_that_is_late_is_sent_nothing_and_its_chunks_are_stored_
     assert [run.parent for run in later.runs] == [run.keys for run in reserve.runs]
 
 
+def test_an_outage_is_caught_up_with_in_small_parts(engine: Engine, cache: Cache) -> None:
+    """All that was computed meanwhile at once would be a long step."""
+    run(engine, cache, REQUESTS)
+    engine.scheduler._saves.backlog = 10
+    engine.step()
+    reserve = cache.hear(Reserve)
+    for _ in range(4):
+        engine.step()
+    cache.answer(reserve)
+    heard(engine)
+    engine.step()
+    parts = cache.hear(Reserve)
+    assert sum(len(run.keys) // 32 for run in parts.runs) == REQUESTS + 10
+    cache.answer(parts, first=1000)
+    heard(engine)
+    engine.step()
+    assert sum(len(run.keys) // 32 for run in cache.hear(Reserve).runs) == REQUESTS + 10
+
+
 def test_a_late_answer_is_used_while_the_request_has_its_blocks(engine: Engine, cache: Cache) -> None:
     kept, preempted, aborted, freed = run(engine, cache, 4)
     table = engine.table

@@ -21,9 +21,13 @@ from kvtier.integrations.vllm.request import RequestState
 from kvtier.keys import ChunkKey, join_keys
 from kvtier.layout import ChunkLayout
 from kvtier.settings import Settings
+from kvtier.units import MIB
 
 if TYPE_CHECKING:
     from kvtier.integrations.vllm.metrics import TransferStats
+
+MAX_BACKLOG_BYTES, MAX_BACKLOG_CHUNKS = 64 * MIB, 128
+"""Limits of what one step stores of earlier steps beside its own: all of an outage would take it a second."""
 
 Blocks = tuple[Sequence[int], ...]
 """A request's block table: the block ids of each KV-cache group."""
@@ -89,6 +93,10 @@ class Saves:
         self._partial_chunks = settings.partial_chunks
         self._stages = settings.hand_over.device == "cuda"
         self._layout = layout
+        self.backlog = min(
+            MAX_BACKLOG_CHUNKS, max(1, MAX_BACKLOG_BYTES // layout.payload_bytes(layout.chunk_tokens))
+        )
+        """Chunks of earlier steps that one step may store."""
         self._bridge = bridge
         self._stats = stats
         self._changes = changes
@@ -127,9 +135,10 @@ class Saves:
             and prompt % self._layout.chunk_tokens != 0
         )
 
-    def plan(self, state: RequestState, computed: int) -> None:
-        """Store all that is :meth:`due`."""
+    def plan(self, state: RequestState, computed: int, limit: int) -> int:
+        """Store what is :meth:`due`, up to ``limit`` chunks and a partial one; how many are planned."""
         room = MAX_RESERVED_CHUNKS // 2 - sum(len(save.keys) for save in self._planned) - 1
+        room = min(room, limit)
         first = state.next_chunk
         keys = list(state.extend(computed)[first:])
         if len(keys) > room:  # The rest in the next step.
@@ -146,6 +155,7 @@ class Saves:
         if keys:
             hand_over = state.hand_over or 0 if self._stages else 0
             self._planned.append(Save(state, first, keys, sizes, state.request.num_preemptions, hand_over))
+        return len(keys)
 
     def finish(self, state: RequestState, computed: int, blocks: Blocks) -> bool:
         """A request has finished; whether vLLM must keep ``blocks`` until a worker has seen its last job."""
@@ -153,7 +163,7 @@ class Saves:
             self.drop(state)
             return False
         if self.due(state, computed):
-            self.plan(state, computed)
+            self.plan(state, computed, self.backlog)
         if not any(save.state is state and not save.void for save in self._pending()):
             return False
         state.held_blocks = blocks

@@ -236,12 +236,7 @@ class SchedulerSide:
             if (preempted := self._requests.get(request_id)) is not None:
                 self._handing.note_preemption(preempted)
         if self._saves.possible:
-            for request_id, scheduled in output.num_scheduled_tokens.items():
-                state = self._requests.get(request_id)
-                if state is not None:
-                    computed = self._computed_tokens(state.request, scheduled)
-                    if self._saves.due(state, computed):
-                        self._saves.plan(state, computed)
+            self._plan_saves(output)
         block_state = output.kv_connector_block_state
         blocks_of = _no_blocks if block_state is None else block_state.get_block_ids
         saves = self._saves.step(blocks_of, self._wait_left(STEP_WAIT_SECONDS))
@@ -252,6 +247,20 @@ class SchedulerSide:
         metadata = StepMetadata(self._loads, saves)
         self._loads = []
         return metadata
+
+    def _plan_saves(self, output: SchedulerOutput) -> None:
+        """Store the chunks that this step completes, and a few of those that it could not store before."""
+        whole, room, due = self._layout.chunk_tokens, self._saves.backlog, []
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            computed = self._computed_tokens(state.request, scheduled)
+            if self._saves.due(state, computed):
+                due.append((state, computed))
+                room += computed // whole - max(0, computed - scheduled) // whole
+        for state, computed in due:
+            room -= self._saves.plan(state, computed, room)
 
     def _computed_tokens(self, request: Request, scheduled: int) -> int:
         """Leading tokens that are known, and whose KV is there for good once this step has run."""
