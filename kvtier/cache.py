@@ -331,7 +331,7 @@ class TieredCache:
         return self._storing.reserve(header)
 
     def reserve_all(self, headers: Sequence[ChunkHeader]) -> list[Reservation | None]:
-        """As :meth:`reserve` of each, for consecutive chunks of one prompt or many, in a fifth of the time.
+        """As :meth:`reserve` of each, for chunks of one namespace, in a fifth of the time.
 
         Where there is no room for one, there is none for those after it.
         """

@@ -197,22 +197,19 @@ class Engine:
         """
         if sum(len(run.keys) for run in ask.runs) > MAX_RESERVED_CHUNKS * KEY_BYTES:
             raise ProtocolError(f"a reservation of more than {MAX_RESERVED_CHUNKS} chunks")
-        every = [self._headers(run) for run in ask.runs]  # All of them, before anything is reserved.
+        # All of them, before anything is reserved: one that cannot be is refused with the rest.
+        runs = [(run.hand_over, self._headers(run)) for run in ask.runs]
+        in_arena = [header for hand_over, headers in runs if not hand_over for header in headers]
+        reserved = iter(self._cache.reserve_all(in_arena))
         staging = self._buffers
-        in_arena: list[ChunkHeader] = []
         fillings: list[Filling | None] = []
-        places: list[int] = []
-        for run, headers in zip(ask.runs, every, strict=True):
-            if run.hand_over:
-                handing = find(run.hand_over)
+        for hand_over, headers in runs:
+            if hand_over:
+                handing = find(hand_over)
                 fillings += [_stage(staging, handing, header) for header in headers]
             else:
-                places += range(len(fillings), len(fillings) + len(headers))
-                fillings += [None] * len(headers)
-                in_arena += headers
-        for place, chunk in zip(places, self._cache.reserve_all(in_arena), strict=True):
-            if chunk is not None:
-                fillings[place] = Filling(chunk)
+                chunks = islice(reserved, len(headers))
+                fillings += [None if chunk is None else Filling(chunk) for chunk in chunks]
         leases, offsets = [NO_LEASE] * len(fillings), [0] * len(fillings)
         for index, filling in enumerate(fillings):
             if filling is not None:

@@ -323,16 +323,23 @@ async def test_three_peers_share_and_one_may_go() -> None:
     processes = [PeerProcess(range(60), 1 << 20) for _ in range(3)]
     async with started(*processes), reading_from(*processes) as backend:
         await connected(backend)
-        for round_ in range(2):
+        for client in backend.clients:
+            client.pace.round_trip = 1e-4  # Whatever this machine was busy with.
+
+        async def read_all() -> None:
             for start in range(0, 60, 6):
                 items = await blanks(range(start, start + 6), 1 << 20)
                 assert await backend.get(items) == [OK] * 6
                 await assert_right(items, 1 << 20)
-            counts = [status["read_bytes"] for status in backend.status()]
-            # How much each brings is decided by how quick it is, and that by the machine.
-            assert round_ or min(counts) > 0, counts
-            await processes[0].kill()
-            await connected(backend, 2)
+
+        await read_all()
+        # How much each brings is decided by how quick it is, and that by the machine.
+        with anyio.fail_after(60):
+            while min(status["read_bytes"] for status in backend.status()) == 0:
+                await read_all()
+        await processes[0].kill()
+        await connected(backend, 2)
+        await read_all()
 
 
 async def test_the_wrong_secret_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

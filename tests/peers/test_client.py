@@ -392,7 +392,7 @@ async def test_a_silent_peer_costs_nobody_a_wait_after_the_first() -> None:
             assert await backend.get(blanks([1])) == [MISS]
         peer.script = lambda _: None
         peer.hang_up()
-        await until(lambda: peer.asked["Hello"] == 2)
+        await until(lambda: peer.asked["Hello"] >= 2)
         await connected(backend)
         assert await backend.get(blanks([1])) == [OK]
 
