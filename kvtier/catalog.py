@@ -138,13 +138,11 @@ class Catalog:
     ) -> list[int]:
         """Rows for chunks that are in no tier, vacant ones first. ``parents`` may be longer than ``keys``."""
         again = min(len(keys), len(self._vacant))
-        rows = [
-            self._new_row(key, length, parent, namespace)
-            for key, length, parent in zip(keys[:again], lengths, parents, strict=False)
-        ]
+        space = self._space_numbers.setdefault(namespace, len(self._space_numbers))
+        rows = [self._vacant.pop() for _ in range(again)]
+        self._fill(rows, keys, lengths, parents, space)
         first, more = len(self._lengths), len(keys) - again
         if more:
-            space = self._space_numbers.setdefault(namespace, len(self._space_numbers))
             self._keys += b"".join(keys[again:])
             self._parents += b"".join(parents[again : len(keys)])
             self._lengths.extend(lengths[again:])
@@ -161,20 +159,36 @@ class Catalog:
         space = self._space_numbers.setdefault(namespace, len(self._space_numbers))
         if self._vacant:
             row = self._vacant.pop()
-            self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
-            self._parents[row * KEY_BYTES : (row + 1) * KEY_BYTES] = parent
-            self._lengths[row] = length
-            self._spaces[row] = space
-        else:
-            row = len(self._lengths)
-            self._keys += key
-            self._parents += parent
-            self._lengths.append(length)
-            self._spaces.append(space)
-            self._ready.append(0)
-            self._pending.append(0)
+            self._fill([row], [key], [length], [parent], space)
+            return row
+        row = len(self._lengths)
+        self._keys += key
+        self._parents += parent
+        self._lengths.append(length)
+        self._spaces.append(space)
+        self._ready.append(0)
+        self._pending.append(0)
         self._rows[key[0]][key] = row
         return row
+
+    def _fill(
+        self,
+        vacant: Sequence[int],
+        keys: Sequence[ChunkKey],
+        lengths: Sequence[int],
+        parents: Sequence[ChunkKey],
+        space: int,
+    ) -> None:
+        """Use each of these rows again; what is beyond them is not looked at."""
+        rows, held_keys, held_parents = self._rows, self._keys, self._parents
+        held_lengths, spaces = self._lengths, self._spaces
+        for row, key, length, parent in zip(vacant, keys, lengths, parents, strict=False):
+            place = slice(row * KEY_BYTES, (row + 1) * KEY_BYTES)
+            held_keys[place] = key
+            held_parents[place] = parent
+            held_lengths[row] = length
+            spaces[row] = space
+            rows[key[0]][key] = row
 
     def _parent_row(self, row: int) -> int:
         """The row of the chunk before this one; -1 if there is none or no tier holds it."""

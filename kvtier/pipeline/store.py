@@ -120,18 +120,18 @@ class StoreStage:
         a search for what to evict takes long.
         """
         hierarchy = self._hierarchy
-        places = hierarchy.catalog.places([header.key for header in headers])
-        absent: dict[ChunkKey, int] = {}
-        for at, (header, (ready, pending)) in enumerate(zip(headers, places, strict=True)):
-            if not (ready | pending) >> FIRST & 1:
-                absent.setdefault(header.key, at)
+        keys = [header.key for header in headers]
+        places = hierarchy.catalog.places(keys)
+        absent = [at for at, (ready, pending) in enumerate(places) if not (ready | pending) >> FIRST & 1]
+        if len({keys[at] for at in absent}) < len(absent):  # Two requests that bring the same chunk.
+            absent = sorted({keys[at]: at for at in reversed(absent)}.values())
         hierarchy.counts["store_known"] += len(headers) - len(absent)
-        lengths = [object_bytes(headers[at].payload_bytes) for at in absent.values()]
+        lengths = [object_bytes(headers[at].payload_bytes) for at in absent]
         leases = self._allocate(lengths)
         if len(leases) < len(absent):
             self._refused(lengths[len(leases) :])
         reservations: list[Reservation | None] = [None] * len(headers)
-        for at, lease in zip(absent.values(), leases, strict=False):
+        for at, lease in zip(absent, leases, strict=False):
             reservations[at] = Reservation(headers[at], lease)
         self._begin([reservation for reservation in reservations if reservation is not None])
         return reservations
