@@ -201,7 +201,7 @@ class SchedulerBridge(Bridge):
     def cancel(self, ticket: int) -> None:
         """Forget a look-up and give back all that it was granted."""
         finding = self._findings.pop(ticket, None)
-        if finding is not None:
+        if finding is not None and (finding.leases or not finding.final):
             self._in_use.difference_update(finding.leases)
             self._send(Cancel(ticket))
 

@@ -18,7 +18,6 @@ from benchmarks.stepping import CHUNK_TOKENS, Engine, make_request
 from kvtier.bridge.connection import Connection
 from kvtier.bridge.protocol import (
     Abandon,
-    Cancel,
     Clear,
     Cleared,
     Found,
@@ -115,7 +114,6 @@ def run(engine: Engine, cache: Cache, count: int) -> list[Any]:
         cache.say(Found(look_up.ticket, [], [], [], 0))
         wait_until(lambda request=request: engine.scheduler.matched_tokens(request, 0) == (0, False))
         engine.scheduler.allocated(request, engine._blocks([]), 0)
-        cache.hear(Cancel)
         engine.admit(request)
     engine.step(0)  # A step may wait anew.
     return requests

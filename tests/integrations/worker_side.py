@@ -135,15 +135,17 @@ def job(name: str, lease: int, *, epoch: int = 1, last: bool = False) -> Job:
     return Job(name, epoch, [ChunkCopy(lease, 0, 64, ([1, 2, 3, 4],))], last)
 
 
-def test_a_load_counts_once_its_copies_are_done(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
-    side.load([job("a", 1), job("b", 2)])
+def test_a_load_counts_once_its_copies_are_done(
+    side: WorkerSide, bridge: Bridge, copies: Copies, buffer: Buffer
+) -> None:
+    side.load([job("a", 9), mixed("b")])
     assert side.take_results() == (set(), set(), set())
     copies.finished.add(1)
     assert side.take_results() == (set(), set(), set())
     assert bridge.confirmed == []
     copies.finished.add(2)
     assert side.take_results() == (set(), {"a", "b"}, set())
-    assert bridge.confirmed == [[1, 2]]
+    assert bridge.confirmed == [[9, 1, 2, 3, 4]]
     assert side.take_results() == (set(), set(), set())
 
 
@@ -266,12 +268,12 @@ def test_the_end_commits_what_was_under_way(side: WorkerSide, bridge: Bridge, co
 def test_each_chunk_is_copied_from_where_it_lies(
     side: WorkerSide, bridge: Bridge, copies: Copies, buffer: Buffer
 ) -> None:
-    side.load([mixed("a")])
-    assert [[chunk.lease for chunk in chunks] for chunks in copies.begun] == [[1], [2, 3], [4]]
-    assert copies.memories == [bridge.arena, buffer, bridge.arena]
-    copies.finished.update((1, 2, 3))
-    assert side.take_results() == (set(), {"a"}, set())
-    assert bridge.confirmed == [[1, 2, 3, 4]]
+    side.load([mixed("a"), job("b", 9)])
+    assert [[chunk.lease for chunk in chunks] for chunks in copies.begun] == [[1, 4, 9], [2, 3]]
+    assert copies.memories == [bridge.arena, buffer], "one copy for each memory"
+    copies.finished.update((1, 2))
+    assert side.take_results() == (set(), {"a", "b"}, set())
+    assert bridge.confirmed == [[1, 2, 3, 4, 9]]
 
 
 def test_a_load_from_a_buffer_that_was_lost_fails(

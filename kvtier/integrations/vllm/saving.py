@@ -117,6 +117,11 @@ class Saves:
         return self._bridge.reserves
 
     @property
+    def room(self) -> int:
+        """How many chunks can be planned besides those that are, each of which may be reserved twice."""
+        return MAX_RESERVED_CHUNKS // 2 - sum(len(save.keys) for save in self._planned) - 1
+
+    @property
     def unasked(self) -> bool:
         """Whether a finished request has chunks for which room has not been asked for."""
         return bool(self._planned)
@@ -137,12 +142,10 @@ class Saves:
 
     def plan(self, state: RequestState, computed: int, limit: int) -> int:
         """Store what is :meth:`due`, up to ``limit`` chunks and a partial one; how many are planned."""
-        room = MAX_RESERVED_CHUNKS // 2 - sum(len(save.keys) for save in self._planned) - 1
-        room = min(room, limit)
         first = state.next_chunk
         keys = list(state.extend(computed)[first:])
-        if len(keys) > room:  # The rest in the next step.
-            keys, computed = keys[: max(room, 0)], 0
+        if len(keys) > limit:  # The rest in the next step.
+            keys, computed = keys[: max(limit, 0)], 0
         sizes = [self._layout.chunk_tokens] * len(keys)
         state.next_chunk = first + len(keys)
         if self._wants_tail(state, computed):
@@ -163,7 +166,7 @@ class Saves:
             self.drop(state)
             return False
         if self.due(state, computed):
-            self.plan(state, computed, self.backlog)
+            self.plan(state, computed, min(self.backlog, self.room))
         if not any(save.state is state and not save.void for save in self._pending()):
             return False
         state.held_blocks = blocks

@@ -259,6 +259,7 @@ class SchedulerSide:
             if self._saves.due(state, computed):
                 due.append((state, computed))
                 room += computed // whole - max(0, computed - scheduled) // whole
+        room = min(room, self._saves.room)
         for state, computed in due:
             room -= self._saves.plan(state, computed, room)
 

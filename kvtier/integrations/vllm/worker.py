@@ -83,7 +83,6 @@ class WorkerSide:
         self._saved: set[str] = set()
         self._waited_before = 0.0
         """What the bridge had waited when this step began."""
-        self._warn = RareWarning(logger)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take note of the engine's KV memory. Raises :class:`LayoutError` where it is not as described.
@@ -124,17 +123,20 @@ class WorkerSide:
                 batch.failures[job.request_id] = "its cache process is not connected"
                 continue
             batch.epoch = job.epoch
-            lost = len(batch.lost)
-            for number, run in groupby(job.chunks, attrgetter("staging")):
-                chunks, memory = list(run), self._memory(number)
-                if memory is None:
-                    batch.lost += chunks
-                    batch.failures[job.request_id] = "the staging buffer is closed"
-                    continue
-                batch.tickets.append(copy(memory, chunks))
-                batch.chunks += chunks
-            if len(batch.lost) == lost:
+            lost = [chunk for chunk in job.chunks if chunk.staging and self._memory(chunk.staging) is None]
+            if lost:
+                batch.lost += lost
+                batch.failures[job.request_id] = "the staging buffer is closed"
+                batch.chunks += [chunk for chunk in job.chunks if chunk not in lost]
+            else:
                 batch.copied.append(job)
+                batch.chunks += job.chunks
+        # One copy for the chunks of all requests that are in the same memory.
+        in_memory = attrgetter("staging")
+        for number, run in groupby(sorted(batch.chunks, key=in_memory), in_memory):
+            memory = self._memory(number)
+            assert memory is not None
+            batch.tickets.append(copy(memory, list(run)))
         return batch
 
     def _look_after(self) -> None:
@@ -230,9 +232,8 @@ class WorkerSide:
     def take_results(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose last save is done, whose load is done, and of these those whose load failed."""
         self._bridge.update()
-        if (
-            self._staging is not None
-        ):  # A lost buffer is replaced, and usable once all workers have opened it.
+        if self._staging is not None:
+            # A lost buffer is replaced, and usable once all workers have opened it.
             self._staging.refresh()
         self._look_after()
         results = self._saved, self._loaded, self._failed
