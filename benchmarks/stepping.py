@@ -119,9 +119,12 @@ class Engine:
         self.waiting.append(request)
 
     def table(self, request: Request) -> tuple[list[int], ...]:
-        own = self.tables[request.request_id]
+        """The blocks of a request, with room for one chunk more. vLLM makes this list anew each time."""
+        table = self.tables[request.request_id]
         blocks = -(-request.num_computed_tokens // BLOCK_TOKENS) + CHUNK_BLOCKS
-        return ([own[at % len(own)] for at in range(blocks)],)
+        while len(table) < blocks:
+            table += table[: TABLE_CHUNKS * CHUNK_BLOCKS]
+        return (table,)
 
     def step(self, tokens: int = CHUNK_TOKENS) -> Taken:
         """One step, in which each running request computes so many tokens."""

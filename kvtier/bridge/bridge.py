@@ -70,6 +70,8 @@ class Bridge:
         self._retry_seconds = FIRST_RETRY_SECONDS
         self.welcome: Welcome | None = None
         """The last greeting; its epoch tells one cache process from the next."""
+        self.epoch = 0
+        """The cache process that is connected; 0 for none."""
         self.waited = 0.0
         """Seconds spent waiting for answers, all together."""
 
@@ -86,6 +88,7 @@ class Bridge:
     def _adopt(self, connection: Connection, messages: list[FromCache]) -> None:
         self._connection = connection
         self.welcome = connection.welcome
+        self.epoch = 0 if self.welcome is None else self.welcome.epoch
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._health.reset()
         try:
@@ -108,11 +111,6 @@ class Bridge:
     def connected(self) -> bool:
         """Whether there is a cache process, as far as is known."""
         return self._connection is not None
-
-    @property
-    def epoch(self) -> int:
-        """The cache process that is connected; 0 for none."""
-        return self.welcome.epoch if self.welcome is not None and self.connected else 0
 
     @property
     def responsive(self) -> bool:
@@ -270,6 +268,7 @@ class Bridge:
             return
         self._connection.close()
         self._connection = None
+        self.epoch = 0
         questions, self._questions = self._questions, {}
         for question in questions.values():
             question.lost = True

@@ -14,6 +14,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 PEER = CACHE / "kvtier" / f"lmcache-{VERSION}" / "installed"
 
 
+@pytest.mark.slow
 def test_growth(tmp_path: Path) -> None:
     shown = run_benchmark("growth", "--quick", "--folder", str(tmp_path))
     for row in ("memory: put a chunk", "disk: taken in", "replace the coldest", "a look-up of 32,768 tokens"):

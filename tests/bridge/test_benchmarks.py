@@ -19,6 +19,7 @@ def test_look_up() -> None:
         assert row in shown
 
 
+@pytest.mark.slow
 def test_busy(tmp_path: Path) -> None:
     conditions = ("idle", "memory", "disk", "nice")
     shown = run_benchmark("busy", "--small", "--folder", str(tmp_path), "--conditions", *conditions)
@@ -72,6 +73,7 @@ def is_running(process: Path) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_steps() -> None:
     shown = run_benchmark("steps", "--small")

@@ -114,13 +114,12 @@ def placed(
     layout: ChunkLayout, rank: int, chunks: Sequence[ChunkCopy]
 ) -> list[tuple[int, Sequence[Sequence[int]]]]:
     """Where each chunk's pages of this rank begin, and its blocks."""
-    return [(_start(layout, rank, chunk), chunk.blocks) for chunk in chunks]
-
-
-def _start(layout: ChunkLayout, rank: int, chunk: ChunkCopy) -> int:
-    if chunk.staging:
-        return chunk.offset
-    return chunk.offset + HEADER_BYTES + rank * layout.rank_bytes(chunk.tokens)
+    # Asked once for each length: most chunks are equally long, and a model may have a hundred layers.
+    before = {tokens: rank * layout.rank_bytes(tokens) for tokens in {chunk.tokens for chunk in chunks}}
+    return [
+        (chunk.offset if chunk.staging else chunk.offset + HEADER_BYTES + before[chunk.tokens], chunk.blocks)
+        for chunk in chunks
+    ]
 
 
 class NativeCopies(Finished):
@@ -192,7 +191,7 @@ class TorchCopies(Finished):
         """For each layer of each chunk: its pages, the blocks wanted, what is held, and which pages of it."""
         for chunk in chunks:
             wanted = [self._wanted(blocks) for blocks in chunk.blocks]
-            first = _start(self._layout, self._rank, chunk)
+            [(first, _)] = placed(self._layout, self._rank, [chunk])
             for span in self._layout.spans(chunk.tokens, 0):
                 blocks, kept = wanted[span.group]
                 if len(blocks):

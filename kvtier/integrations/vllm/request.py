@@ -52,27 +52,28 @@ class RequestState:
         """A look-up has been sent."""
         self.asked_at = time.monotonic()
 
-    def extend(self, tokens: int) -> list[ChunkKey]:
-        """Keys of the whole chunks within the first ``tokens`` tokens; none is hashed twice."""
+    def extend(self, tokens: int, first: int = 0) -> list[ChunkKey]:
+        """Keys of whole chunks, from number ``first`` to ``tokens`` tokens; none is hashed twice."""
         whole, known = tokens // self.chunk_tokens, len(self.keys)
         if whole > known:
             start, stop = known * self.chunk_tokens, whole * self.chunk_tokens
             fresh = self.request.all_token_ids[start:stop]
             extra = self._extra_from(start) if _has_extra(self.request) else None
             self.keys += chunk_keys(self.parent(known), fresh, self.chunk_tokens, extra=extra)
-        return self.keys[:whole]
+        return self.keys[first:whole]
 
     def _extra_from(self, base: int) -> ExtraKeys:
         return lambda start, stop: _extra(self.request, base + start, base + stop)
 
     def tail_key(self, tokens: int) -> ChunkKey | None:
         """The key of the partial chunk at the end of the first ``tokens`` tokens, if there is one."""
-        whole = self.extend(tokens)
-        start = len(whole) * self.chunk_tokens
+        whole = tokens // self.chunk_tokens
+        start = whole * self.chunk_tokens
         if start >= tokens:
             return None
+        self.extend(tokens, whole)
         rest = encode_tokens(self.request.all_token_ids[start:tokens])
-        return chunk_key(self.parent(len(whole)), rest, _extra(self.request, start, tokens))
+        return chunk_key(self.parent(whole), rest, _extra(self.request, start, tokens))
 
     def parent(self, index: int) -> ChunkKey:
         """The key before chunk number ``index``."""

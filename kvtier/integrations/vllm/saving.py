@@ -143,7 +143,7 @@ class Saves:
     def plan(self, state: RequestState, computed: int, limit: int) -> int:
         """Store what is :meth:`due`, up to ``limit`` chunks and a partial one; how many are planned."""
         first = state.next_chunk
-        keys = list(state.extend(computed)[first:])
+        keys = state.extend(computed, first)
         if len(keys) > limit:  # The rest in the next step.
             keys, computed = keys[: max(limit, 0)], 0
         sizes = [self._layout.chunk_tokens] * len(keys)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -215,8 +216,9 @@ class WorkerSide:
 
     def _report(self, what: str, verb: str, batch: _Batch, chunks: Sequence[ChunkCopy]) -> None:
         jobs, seconds = batch.jobs, time.perf_counter() - batch.started
-        total = sum(self._layout.rank_bytes(chunk.tokens) for chunk in chunks)
-        tokens = sum(chunk.tokens for chunk in chunks)
+        sizes = Counter(chunk.tokens for chunk in chunks)
+        total = sum(self._layout.rank_bytes(size) * count for size, count in sizes.items())
+        tokens = sum(size * count for size, count in sizes.items())
         self._stats.add(f"{what}_tokens", tokens)
         self._stats.add(f"{what}_bytes", total)
         self._stats.add(f"{verb}_seconds", seconds)
