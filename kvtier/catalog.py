@@ -25,7 +25,7 @@ MAX_TIERS = 8
 ALL_TIERS = (1 << MAX_TIERS) - 1
 
 _KEY = Struct(f"{KEY_BYTES}s")
-_NO_PARENT = ChunkKey(bytes(KEY_BYTES))
+_NO_PARENT = -1
 _FASTEST = [(mask & -mask).bit_length() - 1 for mask in range(1 << MAX_TIERS)]
 """The lowest tier number in a mask of tiers; -1 for none."""
 
@@ -48,7 +48,9 @@ class Catalog:
         self._policies = policies
         self._rows: list[dict[ChunkKey, int]] = [{} for _ in range(256)]
         self._keys = bytearray()
-        self._parents = bytearray()
+        self._parents = array("i")
+        """The row of the chunk before each, as last known. It may be another chunk's by now, or vacant: good
+        enough for the order of eviction, and 4 bytes where a key takes 32."""
         self._lengths = array("Q")
         self._ready = array("B")
         self._pending = array("B")
@@ -76,19 +78,21 @@ class Catalog:
     ) -> None:
         """Enter a chunk object of ``length`` bytes into a tier. ``ValueError`` where it is there already.
 
-        A chunk is the same in every tier: where another holds it, ``length``, ``parent`` and ``namespace``
-        are what they were there. ``parent`` is the chunk before it, and need not be held.
+        A chunk is the same in every tier: where another holds it, ``length`` and ``namespace`` are what they
+        were there, and ``parent`` may be left out. ``parent`` is the chunk before it, and need not be held.
         """
         row = self._rows[key[0]].get(key)
         if row is None:
-            row = self._new_row(key, length, parent or _NO_PARENT, namespace)
+            row = self._new_row(key, length, self._row_of(parent), namespace)
+        elif parent is not None:
+            self._parents[row] = self._row_of(parent)
         bit = 1 << tier
         if (self._ready[row] | self._pending[row]) & bit:
             raise ValueError(f"chunk {key.hex()[:16]} is in tier {tier} already")
         (self._ready if state is State.READY else self._pending)[row] |= bit
         self._used[tier] += self._lengths[row]
         self._count[tier] += 1
-        self._policies[tier].added(row, self._parent_row(row))
+        self._policies[tier].added(row, self._parents[row])
 
     def add_chain(
         self,
@@ -111,89 +115,75 @@ class Catalog:
                 raise ValueError(f"chunk {key.hex()[:16]} is in tier {tier} already")
         if len(set(keys)) < len(keys):
             raise ValueError("a chunk cannot come into a tier twice")
-        parents = [parent or _NO_PARENT, *keys]
+        parent_row = self._row_of(parent)
         if known.count(None) == len(known):
-            rows = self._new_rows(keys, lengths, parents, namespace)
+            rows = self._new_rows(keys, lengths, parent_row, namespace)
         else:
-            entries = zip(keys, lengths, parents, known, strict=False)
-            rows = [
-                self._new_row(key, length, before, namespace) if row is None else row
-                for key, length, before, row in entries
-            ]
+            rows, before = [], parent_row
+            for key, length, row in zip(keys, lengths, known, strict=True):
+                if row is None:
+                    row = self._new_row(key, length, before, namespace)
+                else:
+                    self._parents[row] = before
+                rows.append(row)
+                before = row
         masks = self._ready if state is State.READY else self._pending
         for row in rows:
             masks[row] |= bit
         held = self._lengths
         self._used[tier] += sum([held[row] for row in rows])
         self._count[tier] += len(rows)
-        parent_row = -1 if parent is None else self._rows[parent[0]].get(parent, -1)
         self._policies[tier].added_chain(rows, parent_row)
 
     def _new_rows(
-        self,
-        keys: Sequence[ChunkKey],
-        lengths: Sequence[int],
-        parents: Sequence[ChunkKey],
-        namespace: bytes,
+        self, keys: Sequence[ChunkKey], lengths: Sequence[int], parent: int, namespace: bytes
     ) -> list[int]:
-        """Rows for chunks that are in no tier, vacant ones first. ``parents`` may be longer than ``keys``."""
-        again = min(len(keys), len(self._vacant))
+        """Rows for consecutive chunks that are in no tier, vacant ones first. ``parent`` is a row."""
         space = self._space_numbers.setdefault(namespace, len(self._space_numbers))
+        again = min(len(keys), len(self._vacant))
         rows = [self._vacant.pop() for _ in range(again)]
-        self._fill(rows, keys, lengths, parents, space)
-        first, more = len(self._lengths), len(keys) - again
+        more = len(keys) - again
+        rows += range(len(self._lengths), len(self._lengths) + more)
+        parents = [parent, *rows[:-1]]
         if more:
             self._keys += b"".join(keys[again:])
-            self._parents += b"".join(parents[again : len(keys)])
+            self._parents.extend(parents[again:])
             self._lengths.extend(lengths[again:])
             self._spaces.extend([space] * more)
             self._ready.frombytes(bytes(more))
             self._pending.frombytes(bytes(more))
-            fresh = range(first, first + more)
-            for key, row in zip(keys[again:], fresh, strict=True):
-                self._rows[key[0]][key] = row
-            rows += fresh
+        for at in range(again):
+            self._fill(rows[at], keys[at], lengths[at], parents[at], space)
+        held = self._rows
+        for key, row in zip(keys, rows, strict=True):
+            held[key[0]][key] = row
         return rows
 
-    def _new_row(self, key: ChunkKey, length: int, parent: ChunkKey, namespace: bytes) -> int:
+    def _new_row(self, key: ChunkKey, length: int, parent: int, namespace: bytes) -> int:
         space = self._space_numbers.setdefault(namespace, len(self._space_numbers))
         if self._vacant:
             row = self._vacant.pop()
-            self._fill([row], [key], [length], [parent], space)
-            return row
-        row = len(self._lengths)
-        self._keys += key
-        self._parents += parent
-        self._lengths.append(length)
-        self._spaces.append(space)
-        self._ready.append(0)
-        self._pending.append(0)
+            self._fill(row, key, length, parent, space)
+        else:
+            row = len(self._lengths)
+            self._keys += key
+            self._parents.append(parent)
+            self._lengths.append(length)
+            self._spaces.append(space)
+            self._ready.append(0)
+            self._pending.append(0)
         self._rows[key[0]][key] = row
         return row
 
-    def _fill(
-        self,
-        vacant: Sequence[int],
-        keys: Sequence[ChunkKey],
-        lengths: Sequence[int],
-        parents: Sequence[ChunkKey],
-        space: int,
-    ) -> None:
-        """Use each of these rows again; what is beyond them is not looked at."""
-        rows, held_keys, held_parents = self._rows, self._keys, self._parents
-        held_lengths, spaces = self._lengths, self._spaces
-        for row, key, length, parent in zip(vacant, keys, lengths, parents, strict=False):
-            place = slice(row * KEY_BYTES, (row + 1) * KEY_BYTES)
-            held_keys[place] = key
-            held_parents[place] = parent
-            held_lengths[row] = length
-            spaces[row] = space
-            rows[key[0]][key] = row
+    def _fill(self, row: int, key: ChunkKey, length: int, parent: int, space: int) -> None:
+        """Use a vacant row again."""
+        self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
+        self._parents[row] = parent
+        self._lengths[row] = length
+        self._spaces[row] = space
 
-    def _parent_row(self, row: int) -> int:
-        """The row of the chunk before this one; -1 if there is none or no tier holds it."""
-        parent = ChunkKey(bytes(self._parents[row * KEY_BYTES : (row + 1) * KEY_BYTES]))
-        return self._rows[parent[0]].get(parent, -1)
+    def _row_of(self, key: ChunkKey | None) -> int:
+        return _NO_PARENT if key is None else self._rows[key[0]].get(key, _NO_PARENT)
 
     def set_ready(self, key: ChunkKey, tier: int) -> None:
         """What was PENDING has arrived. ``KeyError`` where it was not PENDING."""
