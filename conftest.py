@@ -16,6 +16,8 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 ENGINES = ("tests/vllm/", "tests/integrations/", "tests/demo/")
+SHOWN_LINES = 60
+"""Of each first failure, its end: it may not come again."""
 
 
 class _Sharing(LoadScopeScheduling):
@@ -43,6 +45,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
     first = {report.nodeid: report for report in reversed(stats.get("rerun", []))}
     if not first:
         return
+    for nodeid, report in first.items():
+        terminalreporter.section(f"first failure of {nodeid}", sep="-")
+        terminalreporter.write_line("\n".join(report.longreprtext.splitlines()[-SHOWN_LINES:]))
     failed = {report.nodeid for kind in ("failed", "error") for report in stats.get(kind, [])}
     terminalreporter.section(f"{len(first)} run again", red=bool(failed), yellow=not failed)
     for nodeid, report in first.items():

@@ -185,18 +185,24 @@ def _seconds_asleep(thread: str, before: dict[str, _Task], now: dict[str, _Task]
     was, is_ = before.get(thread), now.get(thread)
     if was is None or is_ is None or was.turns != is_.turns or was.is_ready or is_.is_ready:
         return 0.0
-    seconds = elapsed = is_.at - was.at
-    for name, task in now.items():
-        if name == thread or name in _monitors:
-            continue
-        past = before.get(name)
-        computed = task.cpu_seconds - (past.cpu_seconds if past else 0.0)
-        waited = task.delay_seconds - (past.delay_seconds if past else 0.0)
-        if task.is_child:
-            seconds -= max(0.0, elapsed - computed) if task.is_ready else waited
-        else:
-            seconds -= elapsed if task.is_ready else computed + waited
-    return max(0.0, seconds)
+    if before.keys() - now.keys():
+        return 0.0  # Of what has ended since, it is not known what it computed.
+    elapsed = is_.at - was.at
+    others = now.keys() - _monitors - {thread}
+    return max(0.0, elapsed - sum(_explained(now[name], before.get(name), elapsed) for name in others))
+
+
+def _explained(task: _Task, past: _Task | None, elapsed: float) -> float:
+    """For how many of these seconds another thread may have waited for this one."""
+    # Each has a period of its own: to look at all of them takes long where the GIL is wanted.
+    period = elapsed if past is None else task.at - past.at
+    computed = task.cpu_seconds - (past.cpu_seconds if past else 0.0)
+    waited = task.delay_seconds - (past.delay_seconds if past else 0.0)
+    if task.is_child:
+        explained = max(0.0, period - computed) if task.is_ready else waited
+    else:
+        explained = period if task.is_ready else computed + waited
+    return explained * elapsed / period
 
 
 def _is_select(frame: FrameType | None) -> bool:

@@ -30,7 +30,7 @@ MEASURES = (Path(__file__).with_name("measures.js")).read_text()
 FAILED_REQUEST = "Failed to load resource"
 """Chromium's words about an answer such as 401, or about none: whether it is due, tests see elsewhere."""
 
-expect.set_options(timeout=10_000)
+expect.set_options(timeout=30_000)
 
 
 @asynccontextmanager
