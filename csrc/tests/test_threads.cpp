@@ -73,11 +73,15 @@ TEST(the_machine_has_use_for_a_few_threads) {
     CHECK(kvtier::useful_threads() <= 8);
 }
 
-TEST(only_processors_that_nobody_wants_are_spare) {
+TEST(only_processors_that_few_want_are_spare) {
     using kvtier::spare_threads;
     CHECK(spare_threads("0.10 0.20 0.30 1/345 678\n", 4) == 4);
-    CHECK(spare_threads("0.10 0.20 0.30 3/345 678\n", 4) == 2);
-    CHECK(spare_threads("0.10 0.20 0.30 4/345 678\n", 4) == 1);
+    CHECK(spare_threads("0.10 0.20 0.30 3/345 678\n", 4) == 4);
+    CHECK(spare_threads("0.10 0.20 0.30 4/345 678\n", 4) == 3);
+    CHECK(spare_threads("0.10 0.20 0.30 6/345 678\n", 4) == 1);
+    CHECK(spare_threads("0.10 0.20 0.30 2/345 678\n", 2) == 2);  // An engine's thread spins after its work.
+    CHECK(spare_threads("0.10 0.20 0.30 3/345 678\n", 2) == 1);
+    CHECK(spare_threads("0.10 0.20 0.30 1/345 678\n", 1) == 1);
     CHECK(spare_threads("99.0 99.0 99.0 25/345 678\n", 4) == 1);
     CHECK(spare_threads("0.10 0.20 0.30 0/345 678\n", 4) == 4);  // The caller was not counted.
     for (const char* other : {"", "/", "x/3", "0.10 0.20 0.30", "1 2 3 4x/5"}) {

@@ -11,10 +11,10 @@ namespace kvtier {
 // process may use, at most 8, since memory has no more to give then.
 unsigned useful_threads();
 
-// How many threads find a processor of their own at this moment, the caller among them; at least 1. Whatever
-// runs or waits to run on this machine counts: a helper that loses its processor in the middle of a piece holds
-// up the caller until it is its turn again, which takes hundreds of milliseconds on a saturated machine. Reads
-// /proc/loadavg, some microseconds; without it, as many as there are processors.
+// How many threads find a processor at this moment that at most one other wants, the caller among them; at least
+// 1. Whatever runs or waits to run on this machine counts: a helper that loses its processor in the middle of a
+// piece holds up the caller until it is its turn again, which takes hundreds of milliseconds on a saturated
+// machine. Reads /proc/loadavg, some microseconds; without it, as many as there are processors.
 unsigned spare_threads();
 
 // The same of the contents of /proc/loadavg, "0.10 0.20 0.30 RUNNABLE/ALL LAST".

@@ -125,7 +125,10 @@ unsigned spare_threads(std::string_view loadavg, unsigned processors) {
     unsigned runnable = 0;  // The caller among them.
     const auto [end, error] = std::from_chars(loadavg.data() + start, loadavg.data() + slash, runnable);
     if (error != std::errc() || end != loadavg.data() + slash) return processors;
-    return runnable > processors ? 1 : processors - std::max(runnable, 1U) + 1;
+    // Half of the processors may be shared by two: what spins there, as an engine's own threads do after their
+    // work, costs a helper a few milliseconds. Of more it would have to wait for each in turn.
+    const unsigned room = processors + std::max(processors / 2, 1U) + 1;
+    return std::clamp(room - std::min(room, std::max(runnable, 1U)), 1U, processors);
 }
 
 unsigned spare_threads() {
