@@ -19,6 +19,8 @@ CHUNK = 128
 """Tokens in a chunk: half a MiB of KV of the small Llama."""
 MIB = 1 << 20
 PATIENCE_SECONDS = 60.0
+START_SECONDS = 240.0
+"""A process that starts imports all it needs: a second idle, more than a minute beside thirty others."""
 """How long something that must happen may take; nothing is judged by it."""
 
 
@@ -91,7 +93,7 @@ class CacheProcess:
                 stdout=output,
                 stderr=output,
             )
-        self.wait_until(lambda status: True)
+        self.wait_until(lambda status: True, START_SECONDS)
 
     def let_go(self) -> None:
         """Let the disk end what a fault ``hold-...`` keeps it at."""
@@ -125,9 +127,11 @@ class CacheProcess:
         """What it holds. Raises :class:`ChannelError` where it does not answer."""
         return client.status(self.socket)
 
-    def wait_until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    def wait_until(
+        self, condition: Callable[[dict[str, Any]], bool], seconds: float = PATIENCE_SECONDS
+    ) -> dict[str, Any]:
         """The first status that fulfils ``condition``."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + seconds
         status: dict[str, Any] = {}
         while time.monotonic() < deadline:
             try:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from kvtier.testing.servers.base import free_port
-from tests.vllm.cache_process import PATIENCE_SECONDS
+from tests.vllm.cache_process import PATIENCE_SECONDS, START_SECONDS
 
 
 class ControllerProcess:
@@ -36,7 +36,7 @@ class ControllerProcess:
             self._process = subprocess.Popen(
                 [*command, *options], env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
-        self.wait_until(self._is_up)
+        self.wait_until(self._is_up, seconds=START_SECONDS)
 
     def kill(self) -> None:
         if self._process is not None:
@@ -106,8 +106,13 @@ class ControllerProcess:
         assert event["ended_at"] is not None, (event, self.tail())
         return event
 
-    def wait_until(self, condition: Callable[[], bool], what: Callable[[], str] = lambda: "") -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
+    def wait_until(
+        self,
+        condition: Callable[[], bool],
+        what: Callable[[], str] = lambda: "",
+        seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        deadline = time.monotonic() + seconds
         while not condition():
             assert self._process is None or self._process.poll() is None, self.tail()
             assert time.monotonic() < deadline, f"did not happen: {what()}\n{self.tail()}"
