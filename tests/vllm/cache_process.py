@@ -19,9 +19,9 @@ CHUNK = 128
 """Tokens in a chunk: half a MiB of KV of the small Llama."""
 MIB = 1 << 20
 PATIENCE_SECONDS = 60.0
+"""How long something that must happen may take; nothing is judged by it."""
 START_SECONDS = 240.0
 """A process that starts imports all it needs: a second idle, more than a minute beside thirty others."""
-"""How long something that must happen may take; nothing is judged by it."""
 
 
 class CacheProcess:
