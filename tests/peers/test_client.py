@@ -381,12 +381,12 @@ async def test_a_peer_that_leaves_look_ups_unanswered_is_paused(told: Callable[[
 
 async def test_a_silent_peer_costs_nobody_a_wait_after_the_first() -> None:
     peer = ScriptedPeer().hold(1)
-    async with peer.serving(), reading_from(peer, patience=3.0) as backend:
+    async with peer.serving(), reading_from(peer, patience=10.0) as backend:
         await connected(backend)
         await until(lambda: peer.asked["Ping"] >= 2)
         peer.script = lambda message: ()
         assert await backend.held_prefix(keys_of([1])) == 0
-        with anyio.fail_after(2.5):
+        with anyio.fail_after(9.0):
             assert await backend.held_prefix(keys_of([1])) == 0
             assert await backend.contains(keys_of([1])) == [False]
             assert await backend.get(blanks([1])) == [MISS]
