@@ -16,6 +16,8 @@ from kvtier.integrations.vllm.worker import WorkerSide
 from kvtier.layout import ChunkLayout, GroupLayout
 
 LAYOUT = ChunkLayout(64, (GroupLayout(16, (4096,)),))
+PATIENCE = 3.5
+"""Seconds after which a load that nobody confirms has failed."""
 
 
 class Bridge:
@@ -103,7 +105,7 @@ def copies() -> Copies:
 def side(bridge: Bridge, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> WorkerSide:
     monkeypatch.setattr(worker, "page_copies", lambda *_: copies)
     there: Any = bridge
-    return WorkerSide(ModelLayout(LAYOUT, b"n" * 32, (), 40), there, 0)
+    return WorkerSide(ModelLayout(LAYOUT, b"n" * 32, (), 40), there, 0, patience=PATIENCE)
 
 
 class Buffer:
@@ -176,13 +178,13 @@ def test_a_confirmation_that_never_comes_fails_the_load(
     bridge.answers = False
     copies.finished.add(1)
     side.load([job("a", 1)])
-    now += worker.CONFIRM_SECONDS / 2
+    now += PATIENCE / 2
     assert side.take_results() == (set(), set(), set())
-    now += worker.CONFIRM_SECONDS
+    now += PATIENCE
     assert side.take_results() == (set(), {"a"}, {"a"})
     (warning,) = warnings
     assert warning.startswith("request a: loading 64 tokens (16KiB) failed after ")
-    assert warning.endswith(" s, so they are computed: the cache process has not confirmed it within 2 s")
+    assert warning.endswith(" s, so they are computed: the cache process has not confirmed it within 3.5 s")
     bridge.asked[0].answer = True
     assert side.take_results() == (set(), set(), set())
 

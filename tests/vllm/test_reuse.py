@@ -13,7 +13,6 @@ from tests.vllm.models import prompt
 
 LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
-ATTEMPTS = 5
 
 
 def from_tier(engine: Engine, source: str) -> float:
@@ -153,16 +152,9 @@ def test_sliding_window_hybrid(hybrid: Path, cache: CacheProcess, start: StartEn
 def test_tensor_parallel(llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle) -> None:
     with start(llama, cache, tensor_parallel_size=2) as engine:
         cold = engine.generate(prompt(LENGTH))
-        engine.generate(prompt(20))  # What is granted after an engine's last step is stored with its next.
         cache.wait_until_stored(LENGTH)
-        # vLLM's workers poll each other with sched_yield(2). On a saturated machine other processes were seen
-        # to get no CPU for 10 s: the cache process is unresponsive meanwhile, and the prompt is computed.
-        for _ in range(ATTEMPTS):
-            engine.reset_prefix_cache()
-            warm = engine.generate(prompt(LENGTH))
-            assert warm.tokens == cold.tokens
-            if warm.cached:
-                break
+        engine.reset_prefix_cache()
+        warm = engine.generate(prompt(LENGTH))
         status = cache.status()
     assert cold == Answer(oracle(llama, prompt(LENGTH)), 0, "length")
     assert warm == Answer(oracle(llama, prompt(LENGTH)), WHOLE_CHUNKS, "length")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -57,7 +59,6 @@ def events(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
     """A subscriber of vLLM's KV events."""
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
         subscriber.setsockopt(zmq.SUBSCRIBE, b"")
-        subscriber.setsockopt(zmq.RCVTIMEO, 30_000)
         subscriber.connect(f"ipc://{tmp_path}/events")
         yield subscriber
 
@@ -68,27 +69,32 @@ def test_kv_events(
     stored: dict[str, dict[tuple[int, ...], bytes]] = {"CPU": {}, "STORAGE": {}}
     removed: dict[str, set[bytes]] = {"CPU": set(), "STORAGE": set()}
 
-    def take() -> None:
-        _, _, batch = events.recv_multipart()
-        for event in msgspec.msgpack.decode(batch)[1]:
-            match event:
-                case {"type": "BlockStored", "block_hashes": [key], "token_ids": tokens, "medium": medium}:
-                    stored.get(medium, {})[tuple(tokens)] = key
-                case {"type": "BlockRemoved", "block_hashes": keys, "medium": medium}:
-                    removed.get(medium, set()).update(keys)
+    def take(event: dict[str, Any]) -> None:
+        match event:
+            case {"type": "BlockStored", "block_hashes": [key], "token_ids": tokens, "medium": medium}:
+                stored.get(medium, {})[tuple(tokens)] = key
+            case {"type": "BlockRemoved", "block_hashes": keys, "medium": medium}:
+                removed.get(medium, set()).update(keys)
+
+    def step_until(condition: Callable[[], bool]) -> None:
+        """Events are told of in steps, and may come a step later."""
+        while not condition():
+            engine.generate(prompt(20))
+            while events.poll(100):
+                for event in msgspec.msgpack.decode(events.recv_multipart()[2])[1]:
+                    take(event)
 
     config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{tmp_path}/events"}
     with start(llama, cache, kv_events_config=config) as engine:
+        other_prompts = (prompt(64, start=start) for start in count(10 * LENGTH, 64))
+        while not events.poll(100):  # What is published before the subscription has arrived is lost.
+            engine.generate(next(other_prompts))
         engine.generate(prompt(LENGTH))
         cache.wait_until_stored(LENGTH)
-        while not all(len(chunks) == CHUNKS for chunks in stored.values()):
-            engine.generate(prompt(20))  # events are told of in steps
-            take()
+        step_until(lambda: all(len(chunks) == CHUNKS for chunks in stored.values()))
         expected = {tuple(prompt(CHUNK, start=CHUNK * index)) for index in range(CHUNKS)}
         assert set(stored["CPU"]) == set(stored["STORAGE"]) == expected
         engine.reset_prefix_cache(external=True)
-        while not all(len(keys) == CHUNKS for keys in removed.values()):
-            engine.generate(prompt(20))
-            take()
+        step_until(lambda: all(len(keys) == CHUNKS for keys in removed.values()))
     for medium, keys in removed.items():
         assert keys == set(stored[medium].values())

@@ -30,9 +30,9 @@ from kvtier.integrations.vllm.handing import role_of
 from kvtier.integrations.vllm.layout import model_layout
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
-from kvtier.integrations.vllm.scheduler import SchedulerSide
+from kvtier.integrations.vllm.scheduler import SILENCE_SECONDS, SchedulerSide
 from kvtier.integrations.vllm.served import engine_model
-from kvtier.integrations.vllm.worker import WorkerSide
+from kvtier.integrations.vllm.worker import CONFIRM_SECONDS, WorkerSide
 from kvtier.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             rank = get_tensor_model_parallel_rank()
             worker_bridge = _open(WorkerBridge, settings, hello("worker", rank))
             stages = settings.hand_over.device == "cuda"
-            self._worker = WorkerSide(model, worker_bridge, rank, stages=stages)
+            patience = SILENCE_SECONDS if settings.prefetch.policy == "wait" else CONFIRM_SECONDS
+            self._worker = WorkerSide(model, worker_bridge, rank, stages=stages, patience=patience)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -34,7 +34,7 @@ logger = logging.getLogger("vllm.kvtier")
 CONFIRM_WAIT_SECONDS = 0.001
 """Limit of all waits of one step for confirmations: it saves the request a step."""
 CONFIRM_SECONDS = 2.0
-"""After so long without a confirmation a load has failed."""
+"""After so long without a confirmation a load has failed, unless the settings are to wait for more."""
 
 
 @dataclass(slots=True)
@@ -67,12 +67,24 @@ class _Batch:
 class WorkerSide:
     """Lives in one vLLM worker; one thread."""
 
-    def __init__(self, model: ModelLayout, bridge: WorkerBridge, rank: int, *, stages: bool = False) -> None:
-        """``stages``: whether hand-overs are to go through a buffer beside the engine's KV."""
+    def __init__(
+        self,
+        model: ModelLayout,
+        bridge: WorkerBridge,
+        rank: int,
+        *,
+        stages: bool = False,
+        patience: float = CONFIRM_SECONDS,
+    ) -> None:
+        """``stages``: whether hand-overs are to go through a buffer beside the engine's KV.
+
+        ``patience``: seconds without a confirmation after which a load has failed.
+        """
         self._model = model
         self._layout = model.layout
         self._bridge = bridge
         self._rank = rank
+        self._patience = patience
         self._stats = TransferStats()
         self._warn = RareWarning(logger)
         self._copies = self._copies_of([])
@@ -185,9 +197,9 @@ class WorkerSide:
         wait = CONFIRM_WAIT_SECONDS - (self._bridge.waited - self._waited_before)
         held = self._bridge.await_answer(batch.question, wait)
         if held is None and batch.question is not None and batch.question.open:
-            if time.monotonic() < batch.asked_at + CONFIRM_SECONDS:
+            if time.monotonic() < batch.asked_at + self._patience:
                 return False
-            batch.fail(f"the cache process has not confirmed it within {CONFIRM_SECONDS:g} s")
+            batch.fail(f"the cache process has not confirmed it within {self._patience:g} s")
         elif not held:
             batch.fail("the cache process is gone" if held is None else "its leases have ended")
         return True
