@@ -29,6 +29,8 @@ logger = logging.getLogger("kvtier")
 
 MIN_AHEAD_BYTES, MAX_AHEAD_BYTES = 256 << 20, 4 << 30
 """An eighth of the memory is prepared beyond what is in use, within these bounds: a prompt may take much."""
+STALL_SECONDS = 10.0
+"""How long who waits for large pages waits for the next. A call takes 0.7 s on a saturated machine."""
 REACH_BYTES = 4 << 20
 """The process is woken once for each so many bytes that come into use."""
 
@@ -44,9 +46,9 @@ class LargePages:
         self._capacity = capacity
         self._ahead = ahead_bytes(capacity) if ahead is None else ahead
         self._reported = 0
+        self._process: subprocess.Popen[bytes] | None = None
         state = os.memfd_create("kvtier-large-pages", os.MFD_CLOEXEC)
         wake, self._wake = os.pipe()
-        self._process: subprocess.Popen[bytes] | None = None
         try:
             os.ftruncate(state, PAGE_BYTES)
             self._state = mmap.mmap(state, PAGE_BYTES)
@@ -62,6 +64,7 @@ class LargePages:
                 stderr=subprocess.DEVNULL,
             )
         except OSError as error:
+            os.close(self._wake)
             logger.info("no large pages, since their process does not start: %s", error)
         finally:
             os.close(state)
@@ -87,13 +90,19 @@ class LargePages:
         """Bytes that have been put into large pages."""
         return int(self._words[LARGE])
 
-    def settle(self, seconds: float = 10.0) -> None:
-        """Block until the memory ahead of use is prepared, or the process has ended, or time is over."""
-        deadline = time.monotonic() + seconds
+    def settle(self) -> None:
+        """Block until the memory ahead of use is prepared, or :data:`STALL_SECONDS` go by without progress.
+
+        There is none once the process has ended, and little where the system has no free large pages.
+        """
+        prepared, deadline = 0, time.monotonic() + STALL_SECONDS
         target = min(self._capacity, self._words[USED] + self._ahead) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
         while self._process is not None and self._process.poll() is None and time.monotonic() < deadline:
-            if self._words[PREPARED] >= target:
+            before, prepared = prepared, self._words[PREPARED]
+            if prepared >= target:
                 return
+            if prepared > before:
+                deadline = time.monotonic() + STALL_SECONDS
             time.sleep(0.001)
 
     def close(self) -> None:
@@ -113,8 +122,11 @@ def ahead_bytes(capacity: int) -> int:
 
 
 def prepare_all(fd: int, capacity: int) -> int:
-    """Have a whole memfd in large pages; the number of bytes that are. Blocks, for 0.2 s a GiB or more."""
+    """Have a whole memfd in large pages; the number of bytes that are. Blocks, for 0.2 s a GiB or more.
+
+    Gives up where the system has no more of them.
+    """
     pages = LargePages(fd, capacity, ahead=capacity)
-    pages.settle(seconds=float("inf"))
+    pages.settle()
     pages.close()
     return pages.large_bytes

@@ -58,6 +58,13 @@ class Origin(NamedTuple):
     """The file's path, the variable's name, or nothing."""
 
 
+def _not_empty(value: object) -> object:
+    """An empty path would be the current folder: what a variable that is not set leaves behind."""
+    if value == "":
+        raise ValueError("it is empty: write a path")
+    return value
+
+
 def _shorter_than_a_socket_path(path: Path) -> Path:
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
         raise ValueError(
@@ -66,7 +73,8 @@ def _shorter_than_a_socket_path(path: Path) -> Path:
     return path
 
 
-SocketPath = Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(_shorter_than_a_socket_path)]
+LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(Path.expanduser)]
+SocketPath = Annotated[LocalPath, AfterValidator(_shorter_than_a_socket_path)]
 LogLevel = Annotated[
     Literal["DEBUG", "INFO", "WARNING", "ERROR"],
     BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),

@@ -46,6 +46,18 @@ class _Crew:
             for _ in range(self.threads):
                 self.queue.put(None)
 
+    def do_without_thread(self, error: RuntimeError) -> None:
+        """A thread could not be started: where there is no other one, nothing that waits can be done."""
+        with self.lock:
+            self.threads -= 1
+            if self.threads:
+                return
+            with suppress(Empty):
+                while True:
+                    if (work := self.queue.get_nowait()) is not None:
+                        self.unfinished -= 1
+                        work.loop.call_soon(_settle, work.done, error)
+
     def work(self) -> None:
         """In each thread: do what there is to do."""
         while (work := self._next()) is not None:
@@ -89,7 +101,10 @@ class WorkerThreads:
         weakref.finalize(self, self._crew.end).atexit = False
 
     def __call__(self, function: Callable[[], None]) -> asyncio.Future[None]:
-        """Have ``function`` run as soon as a thread is free; done with what it raises. Does not block."""
+        """Have ``function`` run as soon as a thread is free; done with what it raises. Does not block.
+
+        Where the system gives no thread, it is done with :class:`RuntimeError`.
+        """
         loop = asyncio.get_running_loop()
         done = loop.create_future()
         crew = self._crew
@@ -100,7 +115,11 @@ class WorkerThreads:
             crew.queue.put(_Work(function, loop, done))
         if start:
             # A daemon: what hangs in the kernel must not keep the process from ending.
-            threading.Thread(target=crew.work, name=WORKER_NAME, daemon=True).start()
+            thread = threading.Thread(target=crew.work, name=WORKER_NAME, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                crew.do_without_thread(error)
         return done
 
     def close(self) -> None:

@@ -56,6 +56,8 @@ class Tier:
         self._tasks = tasks
         self._slots = anyio.Semaphore(settings.concurrency)
         self._deleting_bytes = 0
+        self._ended = 0
+        """Batches that have come back from the medium."""
         self._warn = RareWarning(logger)
         self.reading = ReadCost()
         """What the reads from here have cost of late."""
@@ -183,7 +185,7 @@ class Tier:
         outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(chunks)
         total = sum(chunk.lease.length for chunk in chunks)
         doing = f"{verb} {format_size(total)} ({len(chunks)} chunks)"
-        begun, queue = anyio.Event(), anyio.CancelScope()
+        begun, queue, ended_before = anyio.Event(), anyio.CancelScope(), self._ended
 
         async def run() -> None:
             nonlocal outcomes
@@ -192,6 +194,7 @@ class Tier:
                     async with self._slots:
                         begun.set()
                         outcomes = await operation([(chunk.key, chunk.lease.view) for chunk in chunks])
+                        self._ended += 1
             finally:
                 begun.set()
                 settle(outcomes)
@@ -204,7 +207,8 @@ class Tier:
             queue.cancel()
             waited = f"no turn within {format_duration(self.settings.deadline)} for {doing}"
             self._warn("tier %s: %s", self.name, waited)
-            self.backend.record_failure(waited)
+            if self._ended == ended_before:  # Others have had no result either: the medium hangs.
+                self.backend.record_failure(waited)
             await ended.wait()
             return outcomes
         seconds = self.settings.deadline * max(1.0, total / DEADLINE_BYTES)

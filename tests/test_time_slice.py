@@ -34,7 +34,8 @@ def tells_slices() -> bool:
 @pytest.mark.skipif(not tells_slices(), reason="needs a kernel with /proc/PID/sched, Linux 6.12 or newer")
 def test_the_kernel_notes_the_slice_for_this_thread_alone() -> None:
     here, other = run(f"""{SLICE}
-import threading
+import os, threading
+os.setpriority(os.PRIO_PROCESS, 0, 0)
 {ASK} assert ask()
 thread = threading.Thread(target=lambda: print(slice(threading.get_native_id())))
 print(slice(threading.get_native_id()), flush=True)
@@ -49,7 +50,7 @@ def test_a_priority_that_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nice_stays() -> None:
-    assert run(f"import os; os.nice(7); {ASK} assert ask(); print(os.nice(0))") == ["7"]
+    assert run(f"import os; os.setpriority(os.PRIO_PROCESS, 0, 7); {ASK} assert ask(); print(os.nice(0))") == ["7"]
 
 
 def test_another_policy_stays() -> None:
@@ -60,6 +61,7 @@ def test_another_policy_stays() -> None:
 
 def test_a_refusal_is_harmless(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvtier")
+    monkeypatch.setattr(os, "getpriority", lambda *_: 0)
     monkeypatch.setattr(time_slice, "_SCHED_SETATTR", {os.uname().machine: 100_000})
     assert not time_slice.ask_for_short_time_slices()
     assert "no short time slices: sched_setattr: Function not implemented" in caplog.text

@@ -6,9 +6,9 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from kvtier.arena import Arena
 from kvtier.backends.base import (
@@ -25,7 +25,7 @@ from kvtier.backends.disk_folder import ObjectFolder, lock_holder, object_path, 
 from kvtier.backends.disk_ring import ObjectRing
 from kvtier.errors import TierError
 from kvtier.keys import ChunkKey
-from kvtier.settings import LocalTierSettings, TierSettings
+from kvtier.settings import LocalPath, LocalTierSettings, TierSettings
 from kvtier.threads import WorkerThreads, spread
 
 logger = logging.getLogger("kvtier")
@@ -44,7 +44,7 @@ ResultT = TypeVar("ResultT")
 class DiskSettings(LocalTierSettings):
     """Settings of a tier of type ``disk``."""
 
-    path: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
+    path: LocalPath = Field(
         description="The folder that holds the chunks, made where it is missing. No two processes share one.",
         examples=["/var/cache/kvtier"],
     )

@@ -18,6 +18,7 @@ import mmap
 import os
 import re
 import secrets
+import stat
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -113,8 +114,14 @@ class ObjectFolder:
         return f"{path.removesuffix('.kv')}.{self._token}-{next(self._serial)}.tmp"
 
     def write_failed(self, error: OSError) -> Outcome:
-        """What became of a key that could not be written. Warns unless there was no room."""
+        """What became of a key that could not be written. Warns."""
         if error.errno in _NO_ROOM:
+            self._warn(
+                "tier %r: no room on the disk of %s (%s), so chunks are not stored: lower the tier's capacity",
+                self._tier,
+                self._root,
+                error.strerror,
+            )
             return Outcome.FULL
         self._warn("tier %r cannot write: %s", self._tier, error)
         return Outcome.FAILED
@@ -200,16 +207,18 @@ class ObjectFolder:
     def describe(self, path: Path) -> StoredObject | None:
         """What a file that :meth:`objects` named says of itself; ``None`` where it has gone.
 
-        A file that cannot be read has no first bytes: it counts, until somebody deletes it for that.
+        Also where it cannot be read, with a warning: it is left alone, since the next start may read it.
         """
         key = _key_of(path)
         if key is None:
             return None
         try:
-            status, head = path.stat(), b""
-            with suppress(OSError):
-                head = _first_bytes(path)
-        except OSError:
+            status = path.stat()
+            head = _first_bytes(path) if stat.S_ISREG(status.st_mode) else b""
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._warn("tier %r cannot read and leaves alone: %s", self._tier, error)
             return None
         return StoredObject(key, status.st_size, status.st_mtime, head)
 

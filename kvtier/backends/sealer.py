@@ -145,16 +145,18 @@ class Sealer:
     def _finish(self, job: _Job, hop: asyncio.Future[None]) -> None:
         """Write the headers, in the event loop, then let those who wait go on."""
         job.error = hop.exception()
+        chunks: list[PutItem] = []
+        examined: list[_Examined] = []
         if job.waiting:
             self._forget(job)
             if job.error is None:
-                chunks = list(job.chunks.values())
-                for (_, chunk), one in zip(chunks, job.examined, strict=True):
-                    if one.head is not None:
-                        chunk[:HEADER_BYTES] = one.head
-                self._report(chunks, job.examined)
+                chunks, examined = list(job.chunks.values()), job.examined
+        for (_, chunk), one in zip(chunks, examined, strict=True):
+            if one.head is not None:
+                chunk[:HEADER_BYTES] = one.head
         job.chunks.clear()  # What refers to the job must not keep the arena mapped.
         job.done.set_result(None)
+        self._report(chunks, examined)  # Last: whatever it raises, nobody waits for ever.
 
     def _report(self, items: Sequence[PutItem], examined: Sequence[_Examined]) -> None:
         for (key, chunk), one in zip(items, examined, strict=True):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from kvtier.backends.logs import RareWarning
 from kvtier.bridge.connection import GREETING_SECONDS, Connection
 from kvtier.bridge.health import Health
 from kvtier.bridge.protocol import FromCache, Hello, Refused, Welcome
@@ -59,6 +60,7 @@ class Bridge:
         self._logger = logger or logging.getLogger("kvtier")
         self._tickets = itertools.count(1)
         self._health = Health(self._logger)
+        self._warn = RareWarning(self._logger)
         self._questions: dict[int, Question[Any]] = {}
         """The open ones, by ticket."""
         self._connection: Connection | None = None
@@ -135,7 +137,7 @@ class Bridge:
         try:
             return self._advance(now)
         except ChannelError as error:
-            self._logger.debug("%s", error)
+            self._warn("no cache process yet: %s", error)
             if self._greeting is not None:
                 self._greeting.close()
                 self._greeting = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from logging import Logger
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 from kvtier.arena import ArenaMap
@@ -346,7 +347,8 @@ class WorkerBridge(Bridge):
         if self._gpu is not None:
             connection.send(AskStaging(self._gpu))
         if self.arena is not None:
-            self.arena.close()
+            # In a thread: where this was the last to map it, its memory is freed, up to a second a GiB.
+            Thread(target=self.arena.close, name="kvtier-unmap", daemon=True).start()
         self.arena = connection.map_arena()
         orphans, self._orphans = self._orphans, []
         self.abandon([lease for epoch, lease in orphans if epoch == self.epoch])

@@ -8,7 +8,7 @@ from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
 from kvtier.bridge.handing import Handing
-from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Commit, Found, Hello, Reserve, Reserved, Run
+from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Found, Hello, Reserve, Reserved, Run
 from kvtier.bridge.protocol import LookUp as AskLookUp
 from kvtier.cache import TieredCache
 from kvtier.errors import ProtocolError
@@ -26,14 +26,16 @@ NO_LEASE = 0
 
 @dataclass(slots=True)
 class Filling:
-    """A reservation and the ranks that have filled their slices of it."""
+    """A reservation and the ranks that are done with their slices of it."""
 
     reservation: Reservation
     handing: Handing | None = None
     """What it is to be pushed by, where it is in ``staging``."""
     staging: Staging | None = None
     ranks: int = 0
-    """A bit for each."""
+    """A bit for each that writes into it no longer."""
+    void: bool = False
+    """Whether one of them has not filled its slice."""
 
 
 @dataclass(slots=True, eq=False)
@@ -230,33 +232,51 @@ class Engine:
             payloads[-1] = self.layout.payload_bytes(run.last_tokens)
         return list(map(ChunkHeader, keys, parents, repeat(self.namespace), payloads))
 
-    def commit(self, commit: Commit, rank: int) -> None:
+    def commit(self, leases: Sequence[int], rank: int) -> None:
         """One rank has filled its slices; chunks that all ranks have filled are READY.
 
         Those in the staging buffer first: a hand-over then knows that they go from there.
         """
-        complete = []
-        for number in commit.leases:
-            filling = self._fillings.get(number)
-            if filling is None:
-                continue
-            filling.ranks |= 1 << rank
-            if filling.ranks.bit_count() < self.layout.ranks:
-                continue
-            del self._fillings[number]
-            if filling.handing is not None and filling.staging is not None:
+        complete, void = [], []
+        for filling in self._done_with(leases, rank):
+            if filling.void:
+                void.append(filling)
+            elif filling.handing is not None and filling.staging is not None:
                 filling.handing.filling -= 1
                 filling.handing.staged(filling.staging, filling.reservation)
             else:
                 complete.append(filling.reservation)
         self._cache.commit(complete)
+        self._discard(void)
 
-    def abandon(self, leases: Sequence[int]) -> None:
-        """These reservations will not be filled."""
-        in_arena = []
-        for filling in [self._fillings.pop(number, None) for number in leases]:
+    def give_up(self, leases: Sequence[int], rank: int) -> None:
+        """One rank will not fill its slices. Others may be writing theirs: memory is free after the last."""
+        for number in leases:
+            if (filling := self._fillings.get(number)) is not None:
+                filling.void = True
+        self._discard(self._done_with(leases, rank))
+
+    def _done_with(self, leases: Sequence[int], rank: int) -> list[Filling]:
+        """Note that a rank writes into these no longer; those into which none does any longer."""
+        done = []
+        for number in leases:
+            filling = self._fillings.get(number)
             if filling is None:
                 continue
+            filling.ranks |= 1 << rank
+            if filling.ranks.bit_count() == self.layout.ranks:
+                del self._fillings[number]
+                done.append(filling)
+        return done
+
+    def abandon(self, leases: Sequence[int]) -> None:
+        """These reservations will not be filled, and no rank has been told of them."""
+        fillings = [self._fillings.pop(number, None) for number in leases]
+        self._discard([filling for filling in fillings if filling is not None])
+
+    def _discard(self, fillings: Sequence[Filling]) -> None:
+        in_arena = []
+        for filling in fillings:
             if filling.handing is None:
                 in_arena.append(filling.reservation)
             else:

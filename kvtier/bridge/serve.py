@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import anyio
 from anyio import CancelScope
@@ -140,8 +141,7 @@ async def _finish(cache: TieredCache) -> None:
 @contextmanager
 def _claim(path: Path) -> Iterator[None]:
     """Hold the right to serve on ``path``; the kernel takes it back however this process ends."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with path.with_name(path.name + ".lock").open("a+") as lock:
+    with _lock_of(path) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -155,3 +155,14 @@ def _claim(path: Path) -> Iterator[None]:
         lock.flush()
         path.unlink(missing_ok=True)
         yield
+
+
+def _lock_of(path: Path) -> TextIO:
+    """Open the file whose lock is the right to serve on ``path``. Raises :class:`ChannelError`."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.exists() and not path.is_socket():
+            raise ChannelError(f"socket {path} is there already, and is no socket: choose another `socket`")
+        return path.with_name(path.name + ".lock").open("a+")
+    except (OSError, ValueError) as error:
+        raise ChannelError(f"socket {path} cannot be made: {error}: choose another `socket`") from error

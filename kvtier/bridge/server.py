@@ -293,11 +293,14 @@ class Connection:
                 cleared = await self._server.cache.clear(namespace=engine.namespace)
                 return Cleared(message.ticket, cleared.chunks)
             case Commit():
-                engine.commit(message, rank)
+                engine.commit(message.leases, rank)
             case Release():
                 engine.release(message.leases)
             case Abandon():
-                engine.abandon(message.leases)
+                if self._handing is None:
+                    engine.give_up(message.leases, rank)
+                else:
+                    engine.abandon(message.leases)
             case Cancel():
                 engine.cancel(message.ticket)
             case AskStaging():

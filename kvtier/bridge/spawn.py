@@ -44,8 +44,11 @@ def default_address(settings: Settings) -> Path:
     name = blake3(canonical, derive_key_context="kvtier socket v1").hexdigest(length=8)
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     folder = base / f"kvtier-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    owner = folder.stat()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = folder.stat()
+    except OSError as error:
+        raise ChannelError(f"no folder for a socket: {error}: name a `socket` in the settings") from error
     if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
         raise ChannelError(f"{folder} is open to others: remove it, or name a `socket` in the settings")
     return folder / f"{name}.sock"
@@ -97,7 +100,10 @@ class CacheProcess:
         """:meth:`start` in a thread, as creating a process takes milliseconds; for an engine that runs."""
         if self._starting is None or not self._starting.is_alive():
             self._starting = Thread(target=self._try_to_start, name="kvtier-start", daemon=True)
-            self._starting.start()
+            try:
+                self._starting.start()
+            except RuntimeError as error:  # The system gives no thread.
+                logger.warning("no cache process could be started: %s", error)
 
     def _try_to_start(self) -> None:
         try:

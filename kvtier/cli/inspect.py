@@ -196,7 +196,10 @@ def _verify(folder: Path, *, delete: bool) -> tuple[int, int, list[tuple[Path, s
             except FileNotFoundError:
                 # A running cache process has evicted it.
                 continue
-            except (CorruptChunk, OSError) as error:
+            except OSError as error:
+                # Not deleted: its content is not known.
+                corrupt.append((file.path, f"cannot be read: {error}"))
+            except CorruptChunk as error:
                 corrupt.append((file.path, str(error)))
                 if delete:
                     file.path.unlink(missing_ok=True)

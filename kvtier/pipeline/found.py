@@ -190,6 +190,8 @@ class LookUp:
         """
         if self.unknown:
             await set_within(self.answered, seconds)
+            if progress is not None and self._chunks:
+                await progress()
         for chunk in self._chunks:
             if chunk.flight is None or chunk.arrived:
                 continue

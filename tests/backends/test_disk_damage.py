@@ -146,11 +146,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(mount)], check=True)
 
 
-async def test_a_disk_that_is_full(small_disk: Path, io: str) -> None:
+async def test_a_disk_that_is_full(small_disk: Path, io: str, caplog: pytest.LogCaptureFixture) -> None:
     payload = 2_000_000
     async with opened(SealedBackend(disk(small_disk, io=io))) as backend:
         outcomes = list(await backend.put(chunks(range(6), payload)))
         assert set(outcomes) == {OK, FULL}
+        no_room = f"tier 'ssd': no room on the disk of {small_disk} (No space left on device), so chunks"
+        assert f"{no_room} are not stored: lower the tier's capacity" in caplog.text
         # Writes that share what is left may all be refused. Alone, as many as fit are accepted.
         for number in range(6):
             if outcomes[number] is FULL:

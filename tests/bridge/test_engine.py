@@ -18,7 +18,7 @@ from kvtier.backends.base import Backend, SupportsLeases
 from kvtier.backends.cpu import MemoryBackend
 from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
-from kvtier.bridge.protocol import Commit, Found, Hello, LookUp, Release, Reserve, Reserved, Run
+from kvtier.bridge.protocol import Found, Hello, LookUp, Release, Reserve, Reserved, Run
 from kvtier.bridge.server import BridgeServer, Connection
 from kvtier.cache import TieredCache
 from kvtier.catalog import State
@@ -67,7 +67,7 @@ def reserve(
 
 
 def store(engine: Engine, keys: list[ChunkKey]) -> None:
-    engine.commit(Commit([lease for lease in reserve(engine, keys).leases if lease]), 0)
+    engine.commit([lease for lease in reserve(engine, keys).leases if lease], 0)
 
 
 def look_up(engine: Engine, ticket: int, keys: list[ChunkKey]) -> Found:
@@ -249,7 +249,7 @@ async def test_room_for_a_prompt_is_headed_pending_and_in_order() -> None:
             parent = KEYS[at - 1] if at else ROOT
             assert header == ChunkHeader(key, parent, NAMESPACE, LAYOUT.payload_bytes(tokens))
             assert cache.hierarchy.catalog.state(key, FIRST) is State.PENDING
-        engine.commit(Commit(reserved.leases), 0)
+        engine.commit(reserved.leases, 0)
         assert list(cache.hierarchy.catalog.victims(FIRST)) == KEYS[::-1]
         assert cache.hierarchy.catalog.keys(FIRST, NAMESPACE) == KEYS
 
@@ -270,6 +270,24 @@ async def test_what_is_held_or_twice_is_refused_and_the_rest_is_not() -> None:
         assert len(cache.hierarchy.catalog) == 3
 
 
+async def test_memory_into_which_another_rank_may_be_writing_is_not_free() -> None:
+    layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024,)),), ranks=2)
+    settings = Settings(
+        chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": "cpu", "capacity": "4MiB"}]
+    )
+    async with TieredCache.open(settings, plugins=BUILT_IN) as cache:
+        engine = Engine(cache, Hello(protocol.VERSION, "engine", "scheduler", 0, layout, NAMESPACE), itertools.count(1))
+        lost, stored = reserve(engine, KEYS[:2]).leases
+        engine.give_up([lost], 1)
+        engine.commit([stored], 1)
+        assert cache.arena.leases == 2
+        engine.commit([lost, stored], 0)
+        assert cache.arena.leases == 1
+        assert cache.hierarchy.catalog.state(KEYS[0], FIRST) is State.ABSENT
+        assert cache.hierarchy.catalog.state(KEYS[1], FIRST) is State.READY
+        engine.close()
+
+
 async def test_room_ends_where_memory_does_and_what_is_cold_goes_first() -> None:
     async with engine_of("1MiB") as (engine, cache):
         fits = cache.arena.capacity // OBJECT_BYTES
@@ -277,7 +295,7 @@ async def test_room_ends_where_memory_does_and_what_is_cold_goes_first() -> None
         reserved = reserve(engine, many)
         assert [bool(lease) for lease in reserved.leases] == [True] * fits + [False] * 5
         assert cache.hierarchy.counts["store_dropped"] == 5
-        engine.commit(Commit(reserved.leases), 0)
+        engine.commit(reserved.leases, 0)
         others = chunk_keys(root_key(bytes(32)), range(CHUNK_TOKENS * 4), CHUNK_TOKENS)
         assert all(reserve(engine, others).leases)
         assert cache.hierarchy.catalog.prefix(many) == [FIRST] * (fits - 4)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.header import HEADER_BYTES
 
@@ -83,6 +85,21 @@ def test_a_second_process_on_one_socket_names_the_first(tmp_path: Path, start: S
     assert str(first.pid) in message
     assert "Traceback" not in message
     assert status(tmp_path / "socket")["pid"] == first.pid
+
+
+@pytest.mark.parametrize("taken", ["a file", "a folder"])
+def test_a_socket_that_is_something_else_is_left_alone(tmp_path: Path, start: Start, taken: str) -> None:
+    path = tmp_path / "socket"
+    if taken == "a file":
+        path.write_text("dear")
+    else:
+        path.mkdir()
+    process = start()
+    _, message = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert f"socket {path} is there already, and is no socket" in message
+    assert "Traceback" not in message
+    assert path.is_dir() if taken == "a folder" else path.read_text() == "dear"
 
 
 def test_a_killed_engine_leaves_nothing(tmp_path: Path, start: Start) -> None:

@@ -219,6 +219,43 @@ def test_an_outage_is_caught_up_with_in_small_parts(engine: Engine, cache: Cache
     assert sum(len(run.keys) // 32 for run in cache.hear(Reserve).runs) == REQUESTS + 10
 
 
+def test_what_one_request_catches_up_with_takes_no_room_from_others(engine: Engine, cache: Cache) -> None:
+    behind, other = run(engine, cache, 2)
+    engine.scheduler._saves.backlog = 1
+    behind.num_computed_tokens = 8 * CHUNK_TOKENS  # As after a long hit in vLLM's own cache.
+    engine.step()
+    assert [len(run.keys) // 32 for run in cache.hear(Reserve).runs] == [2, 1]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_all_that_the_last_step_computed_is_stored(engine: Engine, cache: Cache, late: bool) -> None:
+    """Also where the step could not ask, or drafts make its chunks due only when the request has ended."""
+    (request,) = run(engine, cache, 1)
+    engine.scheduler._saves.backlog = 1
+    engine.scheduler._speculative = not late
+    if late:
+        engine.bridges[0]._health.late = True
+    engine.step(6 * CHUNK_TOKENS)
+    assert cache.nothing()
+    request.num_tokens = 6 * CHUNK_TOKENS + 1
+    assert engine.finish(request)
+    engine.bridges[0]._health.late = False
+    engine.step(0)
+    (stored,) = cache.hear(Reserve).runs
+    assert len(stored.keys) // 32 == 6
+
+
+def test_drafts_do_not_make_a_prompt_backlog(engine: Engine, cache: Cache) -> None:
+    (request,) = run(engine, cache, 1)
+    engine.scheduler._saves.backlog = 1
+    engine.scheduler._speculative = True
+    engine.step(6 * CHUNK_TOKENS)
+    engine.step(3)
+    (stored,) = cache.hear(Reserve).runs
+    assert len(stored.keys) // 32 == 6
+    assert request.num_computed_tokens == 6 * CHUNK_TOKENS + 3
+
+
 def test_a_late_answer_is_used_while_the_request_has_its_blocks(engine: Engine, cache: Cache) -> None:
     kept, preempted, aborted, freed = run(engine, cache, 4)
     table = engine.table

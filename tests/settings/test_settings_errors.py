@@ -49,6 +49,12 @@ def test_an_unknown_nested_setting(write_file: WriteFile) -> None:
     assert message.endswith("is not a setting: did you mean prefetch.policy?")
 
 
+def test_an_empty_path_is_not_the_current_folder(plugins: Plugins) -> None:
+    """What a variable that is not set leaves behind."""
+    assert "it is empty: write a path" in refusal({"socket": ""})
+    assert "it is empty: write a path" in tier_refusal(plugins, RAM, SSD | {"path": ""})
+
+
 def test_an_unknown_setting_from_code() -> None:
     message = refusal({"entirely_made_up": 1})
     assert message.startswith(

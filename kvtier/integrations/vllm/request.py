@@ -30,6 +30,8 @@ class RequestState:
     """Whether the scheduler has already waited a moment for the look-up's answer."""
     local_tokens: int = 0
     """What vLLM's own cache held when it was last asked."""
+    settled: int | None = None
+    """The tokens that had been computed before the last step in which it was scheduled."""
     next_chunk: int = 0
     """The first chunk that is neither held nor saved."""
     tail_saved: bool = False

@@ -6,7 +6,7 @@ the blocks; otherwise it is abandoned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING
@@ -140,6 +140,23 @@ class Saves:
             and prompt % self._layout.chunk_tokens != 0
         )
 
+    def plan_step(self, due: Iterable[tuple[RequestState, int, int]]) -> None:
+        """Store what is due: all that this step completes, and :attr:`backlog` chunks of earlier steps.
+
+        For each request its computed tokens, and how many of them it had before this step.
+        """
+        room, backlog = self.room, self.backlog
+        for state, computed, since in due:
+            fresh = self._fresh(state, computed, since)
+            planned = self.plan(state, computed, min(fresh + backlog, room))
+            room -= planned
+            backlog -= max(0, planned - fresh)
+
+    def _fresh(self, state: RequestState, computed: int, since: int) -> int:
+        """How many whole chunks that are not planned end between ``since`` and ``computed`` tokens."""
+        whole = self._layout.chunk_tokens
+        return max(0, computed // whole - max(since // whole, state.next_chunk))
+
     def plan(self, state: RequestState, computed: int, limit: int) -> int:
         """Store what is :meth:`due`, up to ``limit`` chunks and a partial one; how many are planned."""
         first = state.next_chunk
@@ -166,7 +183,10 @@ class Saves:
             self.drop(state)
             return False
         if self.due(state, computed):
-            self.plan(state, computed, min(self.backlog, self.room))
+            fresh = self._fresh(state, computed, state.settled or 0)
+            self.plan(state, computed, min(fresh + self.backlog, self.room))
+            left = computed // self._layout.chunk_tokens - state.next_chunk
+            self._stats.add("not_stored_chunks", max(0, left))
         if not any(save.state is state and not save.void for save in self._pending()):
             return False
         state.held_blocks = blocks

@@ -235,8 +235,7 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             if (preempted := self._requests.get(request_id)) is not None:
                 self._handing.note_preemption(preempted)
-        if self._saves.possible:
-            self._plan_saves(output)
+        self._plan_saves(output)
         block_state = output.kv_connector_block_state
         blocks_of = _no_blocks if block_state is None else block_state.get_block_ids
         saves = self._saves.step(blocks_of, self._wait_left(STEP_WAIT_SECONDS))
@@ -250,18 +249,20 @@ class SchedulerSide:
 
     def _plan_saves(self, output: SchedulerOutput) -> None:
         """Store the chunks that this step completes, and a few of those that it could not store before."""
-        whole, room, due = self._layout.chunk_tokens, self._saves.backlog, []
+        due, possible = [], self._saves.possible
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None:
                 continue
+            before, state.settled = state.settled, state.request.num_computed_tokens
+            if not possible:
+                continue
             computed = self._computed_tokens(state.request, scheduled)
             if self._saves.due(state, computed):
-                due.append((state, computed))
-                room += computed // whole - max(0, computed - scheduled) // whole
-        room = min(room, self._saves.room)
-        for state, computed in due:
-            room -= self._saves.plan(state, computed, room)
+                # With drafts it becomes due a step later than without.
+                since = before if self._speculative and before is not None else state.settled
+                due.append((state, computed, since))
+        self._saves.plan_step(due)
 
     def _computed_tokens(self, request: Request, scheduled: int) -> int:
         """Leading tokens that are known, and whose KV is there for good once this step has run."""

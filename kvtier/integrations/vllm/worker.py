@@ -49,7 +49,7 @@ class _Batch:
     chunks: list[ChunkCopy] = field(default_factory=list)
     """Those that are copied, or about to be: they lie in memory that was there when the copies began."""
     lost: list[ChunkCopy] = field(default_factory=list)
-    """Those of a staging buffer that was not there any longer."""
+    """Those that could not be copied; their memory is given back, where it was reserved for a save."""
     tickets: list[int] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Why the load of a request has failed, by its id."""
@@ -60,7 +60,7 @@ class _Batch:
     def fail(self, reason: str) -> None:
         """Nothing of it may be relied on."""
         self.failures = {job.request_id: reason for job in self.jobs} | self.failures
-        self.lost += [chunk for chunk in self.chunks if chunk.staging]
+        self.lost += self.chunks
         self.copied, self.chunks = [], []
 
 
@@ -166,7 +166,6 @@ class WorkerSide:
             batch.fail(f"a copy failed on the device: {error}")
         if batch.epoch != self._bridge.epoch:  # Leases of a cache process that is gone.
             batch.fail("its cache process is gone")
-            batch.lost = []
         return end(batch)
 
     def _loaded_all(self, batch: _Batch) -> bool:
@@ -207,8 +206,10 @@ class WorkerSide:
     def _saved_all(self, batch: _Batch) -> bool:
         committed = self._bridge.commit([chunk.lease for chunk in batch.chunks])
         self._saved.update(job.request_id for job in batch.jobs if job.last)
-        if batch.lost:  # What was to be pushed from there goes through the first tier.
-            self._bridge.abandon([chunk.lease for chunk in batch.lost])
+        if not committed:
+            batch.lost += batch.chunks
+        if batch.lost:  # What was to be pushed from a staging buffer goes through the first tier.
+            self._bridge.abandon([chunk.lease for chunk in batch.lost], batch.epoch)
         stored = [chunk for chunk in batch.chunks if not chunk.staging]
         if committed and stored:
             self._report("stored", "store", batch, stored)
