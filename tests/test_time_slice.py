@@ -50,7 +50,9 @@ def test_a_priority_that_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nice_stays() -> None:
-    assert run(f"import os; os.setpriority(os.PRIO_PROCESS, 0, 7); {ASK} assert ask(); print(os.nice(0))") == ["7"]
+    assert run(
+        f"import os; os.setpriority(os.PRIO_PROCESS, 0, 7); {ASK} assert ask(); print(os.nice(0))"
+    ) == ["7"]
 
 
 def test_another_policy_stays() -> None:

@@ -18,8 +18,8 @@ class EvictionPolicy(ABC):
     def added(self, row: int, parent: int) -> None:
         """A chunk came into the tier; ``parent`` is the row of the chunk before it, or -1 if unknown.
 
-        Where that chunk has left every tier its row may be vacant, or another chunk's: chains may be wrong, even
-        circular, and no more than the order of eviction may depend on them.
+        Where that chunk has left every tier its row may be vacant, or another chunk's: chains may be wrong,
+        even circular, and no more than the order of eviction may depend on them.
         """
 
     @abstractmethod

@@ -272,11 +272,11 @@ async def test_what_is_held_or_twice_is_refused_and_the_rest_is_not() -> None:
 
 async def test_memory_into_which_another_rank_may_be_writing_is_not_free() -> None:
     layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024,)),), ranks=2)
-    settings = Settings(
-        chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": "cpu", "capacity": "4MiB"}]
-    )
+    settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": "cpu", "capacity": "4MiB"}])
     async with TieredCache.open(settings, plugins=BUILT_IN) as cache:
-        engine = Engine(cache, Hello(protocol.VERSION, "engine", "scheduler", 0, layout, NAMESPACE), itertools.count(1))
+        engine = Engine(
+            cache, Hello(protocol.VERSION, "engine", "scheduler", 0, layout, NAMESPACE), itertools.count(1)
+        )
         lost, stored = reserve(engine, KEYS[:2]).leases
         engine.give_up([lost], 1)
         engine.commit([stored], 1)

@@ -220,7 +220,7 @@ def test_an_outage_is_caught_up_with_in_small_parts(engine: Engine, cache: Cache
 
 
 def test_what_one_request_catches_up_with_takes_no_room_from_others(engine: Engine, cache: Cache) -> None:
-    behind, other = run(engine, cache, 2)
+    behind, _ = run(engine, cache, 2)
     engine.scheduler._saves.backlog = 1
     behind.num_computed_tokens = 8 * CHUNK_TOKENS  # As after a long hit in vLLM's own cache.
     engine.step()
