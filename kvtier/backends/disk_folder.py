@@ -117,7 +117,7 @@ class ObjectFolder:
         """What became of a key that could not be written. Warns."""
         if error.errno in _NO_ROOM:
             self._warn(
-                "tier %r: no room on the disk of %s (%s): chunks are not stored, so lower the tier's capacity",
+                "tier %r: no room on the disk of %s (%s): chunks are not stored, lower the tier's capacity",
                 self._tier,
                 self._root,
                 error.strerror,

@@ -152,7 +152,7 @@ async def test_a_disk_that_is_full(small_disk: Path, io: str, caplog: pytest.Log
         outcomes = list(await backend.put(chunks(range(6), payload)))
         assert set(outcomes) == {OK, FULL}
         no_room = f"tier 'ssd': no room on the disk of {small_disk} (No space left on device): chunks"
-        assert f"{no_room} are not stored, so lower the tier's capacity" in caplog.text
+        assert f"{no_room} are not stored, lower the tier's capacity" in caplog.text
         # Writes that share what is left may all be refused. Alone, as many as fit are accepted.
         for number in range(6):
             if outcomes[number] is FULL:
