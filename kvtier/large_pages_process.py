@@ -93,9 +93,8 @@ def prepare(fd: int, start: int, stop: int) -> int:
         address = -(-reserved // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
         map_shared(address, length, fd, start)
         for page in range(start, stop, LARGE_PAGE_BYTES):
-            os.posix_fallocate(
-                fd, page, PAGE_BYTES
-            )  # The kernel collapses nothing where there is not a single page.
+            # The kernel collapses nothing where there is not a single page.
+            os.posix_fallocate(fd, page, PAGE_BYTES)
         for _ in range(MAX_TRIES):
             if _libc.madvise(address, length, _MADV_COLLAPSE) == 0:
                 return 0
@@ -131,9 +130,7 @@ def _map(address: int | None, length: int, access: int, flags: int, fd: int, off
 
 def _closed(wake: int, seconds: float | None) -> bool:
     """Wait for news from the parent; whether it has closed the pipe."""
-    poll = (
-        select.poll()
-    )  # Unlike select(2), for any descriptor: this one has the number that it has in the parent.
+    poll = select.poll()  # Not select(2), which takes no descriptor above 1023: it has its parent's number.
     poll.register(wake, select.POLLIN)
     return bool(poll.poll(None if seconds is None else seconds * 1e3)) and not os.read(wake, 4096)
 

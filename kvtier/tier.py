@@ -14,7 +14,7 @@ from typing import NamedTuple
 import anyio
 from anyio.abc import TaskGroup
 
-from kvtier.backends.base import GetItem, Outcome, SupportsPrefix
+from kvtier.backends.base import GetItem, Outcome, PutItem, SupportsPrefix
 from kvtier.backends.guarded import GuardedBackend
 from kvtier.backends.logs import RareWarning
 from kvtier.catalog import Catalog
@@ -56,6 +56,8 @@ class Tier:
         self._tasks = tasks
         self._slots = anyio.Semaphore(settings.concurrency)
         self._deleting_bytes = 0
+        self._refused_bytes = 0
+        """What the last batch that was written here found no room for."""
         self._ended = 0
         """Batches that have come back from the medium."""
         self._warn = RareWarning(logger)
@@ -104,14 +106,15 @@ class Tier:
     def excess_bytes(self, incoming: int) -> int:
         """How many bytes must go so that ``incoming`` more stay under the high watermark; 0 if they do.
 
-        Down to the low watermark where any must go, so that eviction comes in batches.
+        Down to the low watermark where any must go, so that eviction comes in batches. Where the medium has
+        less room than its capacity, as much as it has just refused.
         """
         settings, wanted = self.settings, self.used_bytes + incoming
         if not isinstance(settings, LocalTierSettings):
             return 0
         if wanted <= settings.capacity * settings.high_watermark:
-            return 0
-        return max(0, int(wanted - settings.capacity * settings.low_watermark))
+            return self._refused_bytes
+        return max(self._refused_bytes, int(wanted - settings.capacity * settings.low_watermark))
 
     def fits(self, length: int) -> bool:
         """Whether ``length`` more bytes stay within the capacity."""
@@ -140,7 +143,7 @@ class Tier:
 
     async def put(self, chunks: Sequence[ChunkBytes], settle: Settle) -> Sequence[Outcome]:
         """Write chunk objects; takes over their leases. ``FAILED`` for all where the deadline passes."""
-        return await self._carry(self.backend.put, chunks, settle, "writing", "it counts as failed")
+        return await self._carry(self._put, chunks, settle, "writing", "it counts as failed")
 
     async def get(self, chunks: Sequence[ChunkBytes], settle: Settle) -> Sequence[Outcome]:
         """Fill the leased memory with chunk objects; takes over the leases."""
@@ -161,6 +164,13 @@ class Tier:
 
         doing = f"deleting {len(keys)} chunks"
         await self._in_time(self._start(run), self.settings.deadline, doing, "they go later")
+
+    async def _put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        """Write a batch, and note how much of it the medium had no room for."""
+        outcomes = await self.backend.put(items)
+        answered = zip(items, outcomes, strict=True)
+        self._refused_bytes = sum(len(view) for (_, view), outcome in answered if outcome is Outcome.FULL)
+        return outcomes
 
     async def _get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Read a batch and learn what that costs. How long it waited for its turn does not count."""

@@ -170,6 +170,7 @@ def test_move(kvtier: Kvtier, stub: Stub) -> None:
 
 def test_a_move_on_a_terminal(kvtier: Kvtier, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")  # On one that is "dumb" nothing moves.
     console = Console(file=screen, force_terminal=True, width=100)
     monkeypatch.setattr(controller_follow, "messages", lambda: console)
     running = {**EVENT, "state": "running", "chunks_done": 1, "bytes_done": 1024, "ended_at": None}

@@ -29,7 +29,7 @@ def test_metrics_and_log(llama: Path, cache: CacheProcess, start: StartEngine) -
         engine.reset_prefix_cache()
         engine.generate(prompt(LENGTH))
         metrics = engine.metrics()
-        log = engine.log.read_text()
+    log = engine.log.read_text()
     told = {
         name: metrics[f"kvtier_{name}"]
         for name in (

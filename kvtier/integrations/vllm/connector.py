@@ -28,6 +28,7 @@ from kvtier.bridge.spawn import CacheProcess, default_address
 from kvtier.errors import ChannelError, UnsupportedEngine
 from kvtier.integrations.vllm.handing import role_of
 from kvtier.integrations.vllm.layout import model_layout
+from kvtier.integrations.vllm.log_thread import LogThread
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
 from kvtier.integrations.vllm.scheduler import SILENCE_SECONDS, SchedulerSide
@@ -60,6 +61,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self._log = LogThread.of(logger)
         _check_version()
         transfer = self._kv_transfer_config
         settings = load_settings(transfer.kv_connector_extra_config)
@@ -214,6 +216,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         side = self._scheduler or self._worker
         if side is not None:
             side.close()
+        self._log.flush()
 
     @property
     def _scheduling(self) -> SchedulerSide:

@@ -1,0 +1,45 @@
+"""A disk that is full below the tier's capacity, since others use it too."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier import Settings, TieredCache
+
+from .house import BUILT_IN
+from .test_sealing import store
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB below the disk tier."""
+    mount = tmp_path / "ssd"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "kvtier-test", str(mount)]
+    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+async def test_what_is_cold_makes_room_for_what_is_new(
+    small_disk: Path, settings: Callable[..., Settings], prompt: Callable[..., list[int]]
+) -> None:
+    made = settings(ssd=512, disk={"path": str(small_disk)})  # A capacity of 10 MiB.
+    async with TieredCache.open(made, plugins=BUILT_IN) as cache:
+        keys = []
+        for seed in range(16):  # 5 MiB
+            keys.append(store(cache, prompt(4096, seed)))
+            assert await cache.drain(30)
+        assert cache.hierarchy.counts["put_full"]
+    async with TieredCache.open(made, plugins=BUILT_IN) as cache:
+        kept = [sum(key in cache.hierarchy.catalog for key in prompt_keys) for prompt_keys in keys]
+    assert kept[-1] > len(keys[-1]) // 2, kept
+    assert kept[0] == 0, kept
