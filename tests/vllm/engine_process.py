@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -58,6 +59,9 @@ class _Host:
                 self._answer(json.loads(self._connection.recv_bytes()))
             else:
                 self._step()
+                if not self._core.scheduler.running:
+                    # As vLLM's own loop where nothing could be computed, EngineCoreProc._process_engine_step.
+                    time.sleep(0.001)
 
     @property
     def _core(self) -> Any:
