@@ -27,7 +27,6 @@ from kvtier.errors import ChannelError
 from kvtier.instance import Instance
 from kvtier.settings import Settings
 from kvtier.tasks import open_tasks
-from kvtier.time_slice import ask_for_short_time_slices
 
 logger = logging.getLogger("kvtier")
 
@@ -43,7 +42,6 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
     another process serves on this socket or on ``metrics.listen``, and what :meth:`Instance.open` raises.
     """
     path = socket or settings.socket or default_address(settings)
-    ask_for_short_time_slices()
     serving, draining = CancelScope(), CancelScope()
     with _claim(path):
         async with Instance.open(settings) as instance, open_tasks() as tasks:
