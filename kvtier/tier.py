@@ -58,7 +58,7 @@ class Tier:
         self._deleting_bytes = 0
         self._refused_bytes = 0
         """What the last batch that was written here found no room for."""
-        self._ended = 0
+        self._batches_returned = 0
         """Batches that have come back from the medium."""
         self._warn = RareWarning(logger)
         self.reading = ReadCost()
@@ -195,7 +195,7 @@ class Tier:
         outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(chunks)
         total = sum(chunk.lease.length for chunk in chunks)
         doing = f"{verb} {format_size(total)} ({len(chunks)} chunks)"
-        begun, queue, ended_before = anyio.Event(), anyio.CancelScope(), self._ended
+        begun, queue, returned_before = anyio.Event(), anyio.CancelScope(), self._batches_returned
 
         async def run() -> None:
             nonlocal outcomes
@@ -204,7 +204,7 @@ class Tier:
                     async with self._slots:
                         begun.set()
                         outcomes = await operation([(chunk.key, chunk.lease.view) for chunk in chunks])
-                        self._ended += 1
+                        self._batches_returned += 1
             finally:
                 begun.set()
                 settle(outcomes)
@@ -217,7 +217,9 @@ class Tier:
             queue.cancel()
             waited = f"no turn within {format_duration(self.settings.deadline)} for {doing}"
             self._warn("tier %s: %s", self.name, waited)
-            if self._ended == ended_before:  # Others have had no result either: the medium hangs.
+            if (
+                self._batches_returned == returned_before
+            ):  # Others have had no result either: the medium hangs.
                 self.backend.record_failure(waited)
             await ended.wait()
             return outcomes

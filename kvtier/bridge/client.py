@@ -347,8 +347,7 @@ class WorkerBridge(Bridge):
         if self._gpu is not None:
             connection.send(AskStaging(self._gpu))
         if self.arena is not None:
-            # In a thread: where this was the last to map it, its memory is freed, up to a second a GiB.
-            Thread(target=self.arena.close, name="kvtier-unmap", daemon=True).start()
+            _close_in_background(self.arena)
         self.arena = connection.map_arena()
         orphans, self._orphans = self._orphans, []
         self.abandon([lease for epoch, lease in orphans if epoch == self.epoch])
@@ -392,6 +391,14 @@ class WorkerBridge(Bridge):
         super().close()
         if self.arena is not None:
             self.arena.close()
+
+
+def _close_in_background(arena: ArenaMap) -> None:
+    """Unmap an arena. Where nobody else maps it its memory is freed, which may take a second a GiB."""
+    try:
+        Thread(target=arena.close, name="kvtier-unmap", daemon=True).start()
+    except RuntimeError:  # The system gives no thread.
+        arena.close()
 
 
 def status(path: Path, seconds: float = GREETING_SECONDS) -> dict[str, Any]:

@@ -186,16 +186,13 @@ class LookUp:
         """Wait for the chunks in flight, then drop those that did not arrive.
 
         Ends early where nothing has arrived for ``seconds``; ``None`` waits for as long as it takes. Calls
-        ``progress`` whenever some have arrived while others are in flight.
+        ``progress`` whenever an answer or some chunks have arrived while others are in flight.
         """
-        if self.unknown:
-            await set_within(self.answered, seconds)
-            if progress is not None and self._chunks:
-                await progress()
+        answer_arrived = self.unknown > 0 and await set_within(self.answered, seconds)
         for chunk in self._chunks:
             if chunk.flight is None or chunk.arrived:
                 continue
-            if progress is not None and chunk is not self._chunks[0]:
+            if progress is not None and (answer_arrived or chunk is not self._chunks[0]):
                 await progress()
             if not await set_within(chunk.flight.landed, seconds) or not chunk.arrived:
                 break

@@ -20,6 +20,7 @@ from kvtier.header import HEADER_BYTES, object_bytes
 from kvtier.testing.backend import blank, make_key, noise
 from tests.backends.chunks import FAILED, FULL, MISS, OK, blanks, chunks, disk, engines, opened
 from tests.backends.writer import KEYS
+from tests.small_disk import mounted
 
 pytestmark = pytest.mark.anyio
 
@@ -136,14 +137,8 @@ async def test_a_file_under_another_name(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "kvtier-test", str(mount)]
-    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
-    yield mount
-    subprocess.run(["umount", str(mount)], check=True)
+    with mounted(tmp_path / "small", 8) as path:
+        yield path
 
 
 async def test_a_disk_that_is_full(small_disk: Path, io: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtier import Settings, TieredCache
+from tests.small_disk import mounted
 
 from .house import BUILT_IN
 from .test_sealing import store
@@ -19,14 +19,8 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB below the disk tier."""
-    mount = tmp_path / "ssd"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "kvtier-test", str(mount)]
-    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
-    yield mount
-    subprocess.run(["umount", str(mount)], check=True)
+    with mounted(tmp_path / "ssd", 2) as path:
+        yield path
 
 
 async def test_what_is_cold_makes_room_for_what_is_new(

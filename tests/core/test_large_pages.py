@@ -176,6 +176,17 @@ def test_closing_waits_for_nothing(memfd: Callable[[int], int]) -> None:
     until(lambda: not Path(f"/proc/{pid}").exists())
 
 
+def test_waiting_ends_where_no_more_pages_are_prepared(
+    memfd: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(large_pages, "STALL_SECONDS", 0.1)
+    pages = LargePages(memfd(AHEAD_BYTES), AHEAD_BYTES, ahead=AHEAD_BYTES)
+    os.kill(process_of(pages), signal.SIGSTOP)
+    pages.settle()
+    assert pages.large_bytes < AHEAD_BYTES
+    pages.close()
+
+
 def test_it_ends_with_its_parent() -> None:
     program = (
         "import os, signal; from kvtier.arena import Arena; arena = Arena.create(1 << 28)\n"

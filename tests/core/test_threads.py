@@ -174,3 +174,20 @@ async def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_what_a_thread_raises_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         await WorkerThreads(1)(lambda: 1 // 0)
+
+
+async def test_where_no_thread_can_be_started_work_fails_and_later_work_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hop = WorkerThreads(2)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await hop(lambda: None)
+    done: list[int] = []
+    await hop(lambda: done.append(1))
+    assert done == [1]

@@ -16,7 +16,7 @@ from kvtier.integrations.vllm.worker import WorkerSide
 from kvtier.layout import ChunkLayout, GroupLayout
 
 LAYOUT = ChunkLayout(64, (GroupLayout(16, (4096,)),))
-PATIENCE = 3.5
+CONFIRM_TIMEOUT = 3.5
 """Seconds after which a load that nobody confirms has failed."""
 
 
@@ -105,7 +105,7 @@ def copies() -> Copies:
 def side(bridge: Bridge, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> WorkerSide:
     monkeypatch.setattr(worker, "page_copies", lambda *_: copies)
     there: Any = bridge
-    return WorkerSide(ModelLayout(LAYOUT, b"n" * 32, (), 40), there, 0, patience=PATIENCE)
+    return WorkerSide(ModelLayout(LAYOUT, b"n" * 32, (), 40), there, 0, confirm_timeout=CONFIRM_TIMEOUT)
 
 
 class Buffer:
@@ -178,9 +178,9 @@ def test_a_confirmation_that_never_comes_fails_the_load(
     bridge.answers = False
     copies.finished.add(1)
     side.load([job("a", 1)])
-    now += PATIENCE / 2
+    now += CONFIRM_TIMEOUT / 2
     assert side.take_results() == (set(), set(), set())
-    now += PATIENCE
+    now += CONFIRM_TIMEOUT
     assert side.take_results() == (set(), {"a"}, {"a"})
     (warning,) = warnings
     assert warning.startswith("request a: loading 64 tokens (16KiB) failed after ")

@@ -99,8 +99,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             rank = get_tensor_model_parallel_rank()
             worker_bridge = _open(WorkerBridge, settings, hello("worker", rank))
             stages = settings.hand_over.device == "cuda"
-            patience = SILENCE_SECONDS if settings.prefetch.policy == "wait" else CONFIRM_SECONDS
-            self._worker = WorkerSide(model, worker_bridge, rank, stages=stages, patience=patience)
+            timeout = SILENCE_SECONDS if settings.prefetch.policy == "wait" else CONFIRM_SECONDS
+            self._worker = WorkerSide(model, worker_bridge, rank, stages=stages, confirm_timeout=timeout)
 
     @property
     def requires_kv_delivery(self) -> bool:

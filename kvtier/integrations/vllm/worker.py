@@ -74,17 +74,17 @@ class WorkerSide:
         rank: int,
         *,
         stages: bool = False,
-        patience: float = CONFIRM_SECONDS,
+        confirm_timeout: float = CONFIRM_SECONDS,
     ) -> None:
         """``stages``: whether hand-overs are to go through a buffer beside the engine's KV.
 
-        ``patience``: seconds without a confirmation after which a load has failed.
+        ``confirm_timeout``: seconds without a confirmation after which a load has failed.
         """
         self._model = model
         self._layout = model.layout
         self._bridge = bridge
         self._rank = rank
-        self._patience = patience
+        self._confirm_timeout = confirm_timeout
         self._stats = TransferStats()
         self._warn = RareWarning(logger)
         self._copies = self._copies_of([])
@@ -196,9 +196,9 @@ class WorkerSide:
         wait = CONFIRM_WAIT_SECONDS - (self._bridge.waited - self._waited_before)
         held = self._bridge.await_answer(batch.question, wait)
         if held is None and batch.question is not None and batch.question.open:
-            if time.monotonic() < batch.asked_at + self._patience:
+            if time.monotonic() < batch.asked_at + self._confirm_timeout:
                 return False
-            batch.fail(f"the cache process has not confirmed it within {self._patience:g} s")
+            batch.fail(f"the cache process has not confirmed it within {self._confirm_timeout:g} s")
         elif not held:
             batch.fail("the cache process is gone" if held is None else "its leases have ended")
         return True
