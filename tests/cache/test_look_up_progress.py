@@ -38,9 +38,7 @@ async def settled(found: LookUp) -> list[int]:
                 chunk.flight.arrived = True
                 chunk.flight.landed.set()
 
-    found.unknown = 0
     found.answered.set()
-    found.unknown = 1  # Until it is settled.
     await found.settle(1.0, progress)
     return told
 
