@@ -217,9 +217,7 @@ class Tier:
             queue.cancel()
             waited = f"no turn within {format_duration(self.settings.deadline)} for {doing}"
             self._warn("tier %s: %s", self.name, waited)
-            if (
-                self._batches_returned == returned_before
-            ):  # Others have had no result either: the medium hangs.
+            if self._batches_returned == returned_before:  # No other batch has come back: the medium hangs.
                 self.backend.record_failure(waited)
             await ended.wait()
             return outcomes
