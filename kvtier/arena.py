@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from kvtier import large_pages
 from kvtier.errors import ArenaError
 from kvtier.large_pages import LARGE_PAGE_BYTES, LargePages
-from kvtier.large_pages_process import map_shared, reserve_addresses, unmap
+from kvtier.large_pages_process import fill, map_shared, reserve_addresses, unmap
 from kvtier.slices import PAGE_BYTES, Lease, Leases, Slices, round_up
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ logger = logging.getLogger("kvtier")
 
 HUGE_PAGE_BYTES = LARGE_PAGE_BYTES
 MIN_PREPARED_BYTES = 64 << 20
-"""A smaller arena is not worth a process that prepares its memory."""
+"""A smaller arena is not worth a process that prepares its memory: it takes all of it at once."""
 
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -86,6 +86,8 @@ class Arena(_Mapping, Slices):
         self._large_pages: LargePages | None = None
         if page_bytes == PAGE_BYTES and capacity >= MIN_PREPARED_BYTES:
             self._large_pages = LargePages(fd, capacity)
+        elif page_bytes == PAGE_BYTES:
+            fill(fd, 0, capacity)
         self._strict = has_strict_overcommit()
         self._peak = 0
 

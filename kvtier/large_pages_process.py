@@ -4,6 +4,9 @@ Run as ``python -I -S large_pages_process.py FD STATE WAKE BYTES AHEAD``, three 
 It imports the standard library alone, so that it is up within some 30 ms, and runs at a low priority. It ends
 when the other end of the pipe ``WAKE`` is closed: with its parent at the latest.
 
+Where the system has no large pages to give, it gets ordinary ones: searching for memory that is short is then
+this process's wait, not that of an engine which writes there first.
+
 madvise(2) MADV_COLLAPSE, Linux 6.1. In each call the kernel waits until a worker has run on every CPU
 (``lru_add_drain_all`` in mm/khugepaged.c), which takes 20 ms and more where CPUs are saturated. Hence few
 calls, each for a large range.
@@ -11,6 +14,7 @@ calls, each for a large range.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -53,11 +57,21 @@ def main(fd: int, state: int, wake: int, length: int, ahead: int) -> None:
     os.nice(NICE)
     words = memoryview(mmap.mmap(state, PAGE_BYTES)).cast("Q")
     length -= length % LARGE_PAGE_BYTES
+    can_collapse, scarce, filled = True, False, 0
     pause, idle_until = FIRST_PAUSE_SECONDS, 0.0
     while True:
         # What is in use is left alone: preparing it would make its users wait.
         start = max(words[PREPARED], -(-words[USED] // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES)
         stop = min(length, (words[USED] + ahead) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES)
+        unfilled = max(start, filled)
+        if scarce and unfilled < stop:
+            filled = min(stop, unfilled + CALL_BYTES)
+            fill(fd, unfilled, filled)
+            if not can_collapse:
+                words[PREPARED] = filled
+            if _closed(wake, 0):
+                return
+            continue
         left = idle_until - time.monotonic()
         if start >= stop or left > 0:
             words[PREPARED] = max(words[PREPARED], min(start, stop))
@@ -68,9 +82,9 @@ def main(fd: int, state: int, wake: int, length: int, ahead: int) -> None:
         began = time.monotonic()
         error = prepare(fd, start, stop)
         seconds = time.monotonic() - began
-        if error == errno.EINVAL:
-            return  # This kernel has no MADV_COLLAPSE, or none for this file.
+        scarce, can_collapse = error != 0, error != errno.EINVAL  # EINVAL: a kernel without MADV_COLLAPSE.
         if error:
+            fill(fd, start, stop)
             idle_until, pause = time.monotonic() + pause, min(2 * pause, MAX_PAUSE_SECONDS)
         else:
             words[LARGE] += stop - start
@@ -106,6 +120,12 @@ def prepare(fd: int, start: int, stop: int) -> int:
         return error.errno or errno.ENOMEM
     finally:
         unmap(reserved, length + LARGE_PAGE_BYTES)
+
+
+def fill(fd: int, start: int, stop: int) -> None:
+    """Have ``[start, stop)`` of a memfd in pages of whatever size, as far as the system has any left."""
+    with contextlib.suppress(OSError):
+        os.posix_fallocate(fd, start, stop - start)
 
 
 def reserve_addresses(length: int) -> int:

@@ -217,45 +217,38 @@ def test_no_process_costs_large_pages_and_nothing_else(monkeypatch: pytest.Monke
         assert arena.allocate(MIB) is not None
 
 
-def test_a_system_that_cannot_is_asked_once(
-    memfd: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kernel older than 6.1 answers EINVAL."""
-    asked = []
-    monkeypatch.setattr(large_pages_process, "prepare", lambda *range_: asked.append(range_) or errno.EINVAL)
-    monkeypatch.setattr(large_pages_process.os, "nice", lambda _: 0)
-    state = memfd(4096)
-    parent_end, wake = os.pipe()
-    old = signal.getsignal(signal.SIGINT)
-    try:
-        large_pages_process.main(memfd(AHEAD_BYTES), state, parent_end, AHEAD_BYTES, AHEAD_BYTES)
-    finally:
-        signal.signal(signal.SIGINT, old)
-        os.close(parent_end)
-        os.close(wake)
-    assert len(asked) == 1
-
-
-def test_where_no_large_page_is_free_it_pauses(
-    memfd: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "pause"),
+    [(errno.EINVAL, None), (errno.ENOMEM, large_pages_process.FIRST_PAUSE_SECONDS)],
+    ids=["a kernel before 6.1", "no large page is free"],
+)
+def test_where_there_are_no_large_pages_it_takes_others_and_asks_rarely(
+    error: int, pause: float | None, memfd: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request is a long search, which takes processors away from others."""
     asked, waits = [], []
-    monkeypatch.setattr(large_pages_process, "prepare", lambda *range_: asked.append(range_) or errno.ENOMEM)
+    monkeypatch.setattr(large_pages_process, "prepare", lambda *range_: asked.append(range_) or error)
     monkeypatch.setattr(large_pages_process.os, "nice", lambda _: 0)
 
     def closed(_wake: int, seconds: float | None) -> bool:
         waits.append(seconds)
-        return bool(seconds)  # The parent closes the pipe during the first real wait.
+        return seconds != 0  # The parent closes the pipe during the first real wait.
 
     monkeypatch.setattr(large_pages_process, "_closed", closed)
-    old = signal.getsignal(signal.SIGINT)
+    old, memory = signal.getsignal(signal.SIGINT), memfd(AHEAD_BYTES)
     try:
-        large_pages_process.main(memfd(AHEAD_BYTES), memfd(4096), -1, AHEAD_BYTES, AHEAD_BYTES)
+        large_pages_process.main(memory, memfd(4096), -1, AHEAD_BYTES, AHEAD_BYTES)
     finally:
         signal.signal(signal.SIGINT, old)
     assert len(asked) == 1
-    assert 0 < waits[-1] <= large_pages_process.FIRST_PAUSE_SECONDS
+    assert (waits[-1] is None) if pause is None else (0 < waits[-1] <= pause)
+    assert held_bytes(memory) == AHEAD_BYTES
+
+
+def test_a_small_arena_has_its_memory_from_the_start() -> None:
+    """An engine that writes there first would wait for the system to find some."""
+    with closing(Arena.create(MIB)) as arena:
+        assert held_bytes(arena.fd) == MIB
 
 
 def test_descriptors_above_1023() -> None:
