@@ -134,6 +134,7 @@ class Engine:
         output = SimpleNamespace(
             preempted_req_ids=None,
             num_scheduled_tokens=dict.fromkeys(known, tokens),
+            total_num_scheduled_tokens=tokens * len(known),
             kv_connector_block_state=SimpleNamespace(
                 get_block_ids=lambda name: self.table(known[name]) if name in known else None
             ),

@@ -32,15 +32,19 @@ class Bridge:
         self.here = True
         self.held = True
         self.waits: list[float] = []
+        self.polls: list[float] = []
         self.confirmed: list[list[int]] = []
         self.committed: list[list[int]] = []
         self.abandoned: list[list[int]] = []
         self.closed = False
 
-    def poll(self) -> None:
+    def poll(self, wait: float = 0.0) -> None:
+        self.polls.append(wait)
+
+    def update(self) -> None:
         pass
 
-    update = retry_now = poll
+    retry_now = update
 
     def confirm(self, leases: list[int]) -> Question[bool] | None:
         self.confirmed.append(leases)
@@ -187,6 +191,17 @@ def test_a_confirmation_that_never_comes_fails_the_load(
     assert warning.endswith(" s, so they are computed: the cache process has not confirmed it within 3.5 s")
     bridge.asked[0].answer = True
     assert side.take_results() == (set(), set(), set())
+
+
+@pytest.mark.parametrize("confirms", [True, False])
+def test_a_step_that_computes_nothing_rests_until_there_are_results(
+    side: WorkerSide, bridge: Bridge, copies: Copies, confirms: bool
+) -> None:
+    bridge.answers = confirms
+    copies.finished.add(1)
+    side.load([job("a", 1)])
+    side.rest()
+    assert [wait for wait in bridge.polls if wait] == ([] if confirms else [worker.REST_SECONDS])
 
 
 @pytest.mark.parametrize("gone", [False, True])

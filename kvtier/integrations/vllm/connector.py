@@ -169,7 +169,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load what this step is to load."""
-        self._working.load(self._step().loads)
+        step = self._step()
+        self._working.load(step.loads)
+        if not step.computes:
+            self._working.rest()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: requests that load are not in the forward pass."""

@@ -31,3 +31,5 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     loads: list[Job] = field(default_factory=list)
     saves: list[Job] = field(default_factory=list)
+    computes: bool = True
+    """Whether any token is computed in this step."""

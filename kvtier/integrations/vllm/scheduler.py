@@ -243,7 +243,7 @@ class SchedulerSide:
             self._handing.end_finished()
         self._bridge.probe()
         self._waited_before = self._bridge.waited
-        metadata = StepMetadata(self._loads, saves)
+        metadata = StepMetadata(self._loads, saves, computes=output.total_num_scheduled_tokens > 0)
         self._loads = []
         return metadata
 
