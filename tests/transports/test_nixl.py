@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from kvtier.transports.base import Access, Link, RemoteSpan
 from kvtier.transports.nixl import NixlSettings, NixlTransport
 from kvtier.transports.nixl.carrier import LARGE_PAGE_BYTES, map_shared
 from kvtier.transports.nixl.endpoint import Endpoint
+from kvtier.transports.nixl.process import MAX_STARTS
 
 pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.anyio
@@ -375,6 +376,26 @@ async def test_without_the_library_it_is_said_what_to_install(
     with pytest.raises(PeerError, match=r"pip install 'kvtier\[nixl\]'"):
         async with Side.open(NixlTransport, OVER_TCP, MIB):
             pass
+
+
+@pytest.mark.parametrize(("deaths", "starts"), [(MAX_STARTS - 1, True), (MAX_STARTS, False)])
+async def test_a_process_that_is_killed_before_it_is_up_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int, starts: bool
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, pathlib, signal\n"
+        "lives = pathlib.Path(__file__).with_name('lives')\n"
+        "if left := int(lives.read_text()):\n"
+        "    lives.write_text(str(left - 1))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    (tmp_path / "lives").write_text(str(deaths))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ends = pytest.raises(PeerError, match=r"ended with signal 9, 3 times before it was up: see `ucx`")
+    with nullcontext() if starts else ends:
+        async with Side.open(NixlTransport, OVER_TCP, MIB) as side:
+            assert side.transport.endpoint
+    assert (tmp_path / "lives").read_text() == "0"
 
 
 async def test_a_backend_that_is_not_there() -> None:

@@ -40,6 +40,8 @@ _decode: Callable[[bytes], FromCarrier] = decoder(FromCarrier, "a message of a c
 
 START_SECONDS = 30.0
 """A carrier that has not come up by then never will. It takes a second."""
+MAX_STARTS = 3
+"""A process that ends by itself before it is up is replaced so often: someone, or UCX, may have killed it."""
 GRACE_SECONDS = 1.0
 """So long a call that is over waits for transfers that have begun before it ends their process."""
 
@@ -86,6 +88,10 @@ class Batch:
             self.ended.set()
 
 
+class CarrierEnded(PeerError):
+    """The process has ended by itself."""
+
+
 class CarrierProcess(asyncio.Protocol):
     """One process with NIXL in it. Used in one event loop; made with :meth:`start`."""
 
@@ -109,21 +115,25 @@ class CarrierProcess(asyncio.Protocol):
     async def start(
         cls, region: Region, settings: NixlSettings, name: str, hop: WorkerThreads, *, serves: bool
     ) -> CarrierProcess:
-        """A carrier that has made an agent and registered its memory. Raises :class:`PeerError`.
+        """Start a process that makes an agent and registers the memory. Raises :class:`PeerError`.
 
         ``serves``: whether others are to reach it. :meth:`reach` comes before :meth:`carry`.
         """
-        started = cls(region, settings, name, hop)
-        try:
-            await started._begin()
-            options = {key: str(value) for key, value in settings.options.items()}
-            opened = await started._ask(Open(name, serves, list(settings.backends), options, region.kind))
-            assert isinstance(opened, Opened)
-            started.opened = opened
-        except BaseException:
-            await started.end()
-            raise
-        return started
+        for attempt in itertools.count(1):
+            started = cls(region, settings, name, hop)
+            try:
+                await started._open(serves=serves)
+            except CarrierEnded as error:
+                await started.end()
+                if attempt == MAX_STARTS:
+                    raise PeerError(f"{error}, {attempt} times before it was up: see `ucx`") from error
+                logger.warning("%s before it was up: starting another", error)
+            except BaseException:
+                await started.end()
+                raise
+            else:
+                return started
+        raise AssertionError("unreachable")
 
     async def reach(self, name: str, address: int, metadata: bytes) -> None:
         """Be ready for transfers with another host's agent. Raises :class:`PeerError`."""
@@ -181,6 +191,14 @@ class CarrierProcess(asyncio.Protocol):
             self._reaping = asyncio.get_running_loop().create_task(self._reap())
         await _uncancelled(self.gone)
 
+    async def _open(self, *, serves: bool) -> None:
+        await self._begin()
+        backends, options = list(self._settings.backends), self._settings.options
+        texts = {key: str(value) for key, value in options.items()}
+        opened = await self._ask(Open(self.name, serves, backends, texts, self._region.kind))
+        assert isinstance(opened, Opened)
+        self.opened = opened
+
     async def _begin(self) -> None:
         ours, theirs = socket.socketpair()
         try:
@@ -221,7 +239,7 @@ class CarrierProcess(asyncio.Protocol):
         assert self._transport is not None
         answer = asyncio.get_running_loop().create_future()
         if self._transport.is_closing():
-            raise PeerError("NIXL's process has ended")
+            raise CarrierEnded(self._how_ended())
         self._answers.append(answer)
         self._transport.write(encode(message))
         try:
@@ -274,7 +292,12 @@ class CarrierProcess(asyncio.Protocol):
         answers, self._answers = self._answers, []
         for answer in answers:
             if not answer.done():
-                answer.set_exception(PeerError("NIXL's process has ended"))
+                answer.set_exception(CarrierEnded(self._how_ended()))
+
+    def _how_ended(self) -> str:
+        code = self._process.returncode if self._process is not None else None
+        how = "" if code is None else f" with code {code}" if code >= 0 else f" with signal {-code}"
+        return f"NIXL's process has ended{how}"
 
 
 async def in_thread(hop: WorkerThreads, function: Callable[[], object]) -> None:
