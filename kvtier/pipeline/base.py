@@ -208,8 +208,12 @@ class Hierarchy:
     async def lift(
         self, event: Event, source: int, keys: Sequence[ChunkKey], allocate: Callable[[int], Lease | None]
     ) -> list[ChunkBytes]:
-        """Leases on copies of chunks of a lower tier, outside the catalog; fewer where something failed."""
-        room = ((key, allocate(self.catalog.length(key))) for key in keys)
+        """Leases on copies of chunks of a lower tier, outside the catalog; fewer where something failed.
+
+        Keys that the tier does not hold are left out: since they were chosen, other work may have removed them.
+        """
+        held = [key for key in keys if source in self.catalog.tiers(key)]
+        room = ((key, allocate(self.catalog.length(key))) for key in held)
         chunks = [ChunkBytes(key, lease) for key, lease in room if lease is not None]
         mine = [ChunkBytes(chunk.key, chunk.lease.share()) for chunk in chunks]
         transfer = Transfer(source, FIRST, [chunk.key for chunk in chunks])

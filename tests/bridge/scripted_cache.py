@@ -72,6 +72,11 @@ class ScriptedCache:
         poll.register(self._connection, select.POLLIN)  # type: ignore[arg-type]
         return not self._heard and not poll.poll(0)
 
+    def is_left(self) -> bool:
+        """Whether the other side closes, without another message; waits for it."""
+        assert self._connection is not None
+        return not self._heard and not self._connection.recv(1)
+
     def say(self, *messages: Message) -> None:
         assert self._connection is not None
         self._connection.sendall(b"".join(map(encode, messages)))

@@ -17,6 +17,7 @@ import pytest
 from kvtier.bridge import bridge
 from kvtier.bridge.bridge import FIRST_RETRY_SECONDS
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.connection import Connection
 from kvtier.bridge.protocol import (
     Abandon,
     Cancel,
@@ -316,6 +317,17 @@ def test_each_run_gets_its_slots(path: Path) -> None:
         there.say(Reserved(question.ticket, [4, 5, 0, 7], [0, 64, 0, 128], staging=3))
         assert answer(scheduler, question) == [[(4, 0, 3)], [(5, 64, 0)], [None, (7, 128, 0)]]
         assert not scheduler._reserving
+
+
+def test_waiting_for_a_greeting_ends_and_leaves_no_connection(path: Path) -> None:
+    there = ScriptedCache(path)
+    connection = Connection(path, hello("scheduler"))
+    with pytest.raises(ChannelError, match=r"no cache process answers on .*: no welcome within 0.05 s"):
+        connection.await_welcome(0.05)
+    there.accept()
+    assert there.hear(Hello)
+    assert there.is_left()
+    there.close()
 
 
 def test_a_listener_that_never_greets_costs_no_time_and_is_left(

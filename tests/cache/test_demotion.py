@@ -1,0 +1,34 @@
+"""Chunks on their way from one tier to a lower one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvtier import Settings
+from kvtier.events import Evict
+from kvtier.router import Transfer
+from kvtier.pipeline.base import FIRST
+
+from .test_sealing import opened, store
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_chunk_that_has_gone_since_it_was_chosen_costs_itself_alone(
+    settings: Callable[..., Settings], prompt: Callable[..., list[int]]
+) -> None:
+    async with opened(settings()) as cache:
+        keys = store(cache, prompt(1024))
+        assert await cache.drain(10)
+        hierarchy, ssd = cache.hierarchy, cache._index("ssd")
+        event = Evict(keys=keys, tier=ssd)
+        hierarchy.drop([keys[1]])
+        for tier in hierarchy.catalog.tiers(keys[1]):
+            await cache._evicting.delete(event, Transfer(tier, None, [keys[1]]))
+        assert keys[1] not in hierarchy.catalog
+        lifted = await hierarchy.lift(event, ssd, keys, cache._evicting.allocate)
+        assert [chunk.key for chunk in lifted] == [keys[0], *keys[2:]]
+        for chunk in lifted:
+            chunk.lease.release()
