@@ -210,7 +210,7 @@ class Hierarchy:
     ) -> list[ChunkBytes]:
         """Leases on copies of chunks of a lower tier, outside the catalog; fewer where something failed.
 
-        Keys that the tier does not hold are left out: since they were chosen, other work may have removed them.
+        Keys that the tier does not hold are left out: they may have gone since they were chosen.
         """
         held = [key for key in keys if source in self.catalog.tiers(key)]
         room = ((key, allocate(self.catalog.length(key))) for key in held)

@@ -9,7 +9,6 @@ import pytest
 from kvtier import Settings
 from kvtier.events import Evict
 from kvtier.router import Transfer
-from kvtier.pipeline.base import FIRST
 
 from .test_sealing import opened, store
 
