@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import vllm
@@ -10,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.vllm import connector, metrics, register
+from kvtier.integrations.vllm.metadata import Job, StepMetadata
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "vllm.md"
 
@@ -18,6 +21,30 @@ def test_another_minor_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
     with pytest.raises(UnsupportedEngine, match=r'0\.99\.1.*pip install "vllm==0\.32\.\*"'):
         connector._check_version()
+
+
+class Worker:
+    """Counts how often it may rest."""
+
+    def __init__(self) -> None:
+        self.rests = 0
+
+    def load(self, jobs: Sequence[Job]) -> None:
+        pass
+
+    def rest(self) -> None:
+        self.rests += 1
+
+
+@pytest.mark.parametrize(
+    ("spins", "computes", "rests"), [(True, False, 1), (True, True, 0), (False, False, 0)]
+)
+def test_ranks_that_spin_rest_in_steps_that_compute_nothing(spins: bool, computes: bool, rests: int) -> None:
+    made, worker, nothing = object.__new__(connector.KVTierConnector), Worker(), cast("Any", None)
+    made._worker, made._spins = cast("Any", worker), spins
+    made.bind_connector_metadata(StepMetadata(computes=computes))
+    made.start_load_kv(nothing)
+    assert worker.rests == rests
 
 
 def test_the_plugin_makes_the_short_name_known() -> None:

@@ -71,6 +71,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         wants_events = events is not None and events.enable_kv_cache_events
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._spins = vllm_config.parallel_config.world_size > 1
+        """Whether vLLM's workers have processes of their own, which spin between steps."""
 
         def hello(name: Role, rank: int) -> Hello:
             return Hello(
@@ -171,7 +173,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Load what this step is to load."""
         step = self._step()
         self._working.load(step.loads)
-        if not step.computes:
+        if self._spins and not step.computes:
             self._working.rest()
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -123,8 +123,8 @@ class WorkerSide:
     def rest(self) -> None:
         """Block up to :data:`REST_SECONDS` in a step that computes nothing, unless it has results to report.
 
-        Such steps follow one another while the cache process is waited for, and vLLM's ranks yield between
-        them but never sleep: on a busy machine they kept it from running for 13 s (Linux 6.18).
+        Such steps follow one another while the cache process is waited for. Ranks in processes of their own
+        yield between them but never sleep: on a busy machine they kept it from running for 13 s (Linux 6.18).
         """
         if not self._loaded and not self._saved:
             self._bridge.poll(REST_SECONDS)
