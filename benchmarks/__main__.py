@@ -5,7 +5,7 @@ With ``--small`` each is run as briefly as it can be, to see that it runs: the f
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 from benchmarks import (
     busy,
@@ -45,7 +45,9 @@ SMALL = {
 
 
 def main() -> None:
-    small = "--small" in sys.argv[1:]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run every benchmark.")
+    parser.add_argument("--small", action="store_true", help="as briefly as it can be, to see that it runs")
+    small = parser.parse_args().small
     for benchmark, arguments in SMALL.items():
         print(f"\n── {benchmark.__name__.removeprefix('benchmarks.')} ──\n", flush=True)
         benchmark.main(arguments if small else [])
