@@ -52,48 +52,70 @@ unmap = _libc.munmap
 
 
 def main(fd: int, state: int, wake: int, length: int, ahead: int) -> None:
-    """Prepare memory until the parent closes the pipe, or the system proves unable to."""
+    """Prepare memory until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is meant for the parent.
     os.nice(NICE)
     words = memoryview(mmap.mmap(state, PAGE_BYTES)).cast("Q")
-    length -= length % LARGE_PAGE_BYTES
-    can_collapse, scarce, filled = True, False, 0
-    pause, idle_until = FIRST_PAUSE_SECONDS, 0.0
-    while True:
+    preparation = Preparation(fd, words, length - length % LARGE_PAGE_BYTES, ahead)
+    while not _closed(wake, preparation.step()):
+        pass
+
+
+class Preparation:
+    """Memory that is made ready ahead of its use, range after range."""
+
+    def __init__(self, fd: int, words: memoryview, length: int, ahead: int) -> None:
+        self._fd = fd
+        self._words = words
+        self._length = length
+        self._ahead = ahead
+        self._can_collapse = True
+        self._scarce = False
+        """Whether the system had no large page when it was last asked."""
+        self._filled = 0
+        """Up to where there are ordinary pages at least."""
+        self._pause = FIRST_PAUSE_SECONDS
+        self._idle_until = 0.0
+
+    def step(self) -> float | None:
+        """Prepare one range; how many seconds to wait after it, ``None`` for as long as nothing is used."""
         # What is in use is left alone: preparing it would make its users wait.
-        start = max(words[PREPARED], -(-words[USED] // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES)
-        stop = min(length, (words[USED] + ahead) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES)
-        unfilled = max(start, filled)
-        if scarce and unfilled < stop:
-            filled = min(stop, unfilled + CALL_BYTES)
-            fill(fd, unfilled, filled)
-            if not can_collapse:
-                words[PREPARED] = filled
-            if _closed(wake, 0):
-                return
-            continue
-        left = idle_until - time.monotonic()
+        used = self._words[USED]
+        start = max(self._words[PREPARED], -(-used // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES)
+        stop = min(self._length, (used + self._ahead) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES)
+        unfilled = max(start, self._filled)
+        if self._scarce and unfilled < stop:
+            self._fill(unfilled, min(stop, unfilled + CALL_BYTES))
+            return 0
+        left = self._idle_until - time.monotonic()
         if start >= stop or left > 0:
-            words[PREPARED] = max(words[PREPARED], min(start, stop))
-            if _closed(wake, left if start < stop else None):
-                return
-            continue
-        stop = min(stop, start + CALL_BYTES)
+            self._words[PREPARED] = max(self._words[PREPARED], min(start, stop))
+            return left if start < stop else None
+        self._collapse(start, min(stop, start + CALL_BYTES))
+        return 0
+
+    def _fill(self, start: int, stop: int) -> None:
+        self._filled = stop
+        fill(self._fd, start, stop)
+        if not self._can_collapse:
+            self._words[PREPARED] = stop
+
+    def _collapse(self, start: int, stop: int) -> None:
         began = time.monotonic()
-        error = prepare(fd, start, stop)
+        error = prepare(self._fd, start, stop)
         seconds = time.monotonic() - began
-        scarce, can_collapse = error != 0, error != errno.EINVAL  # EINVAL: a kernel without MADV_COLLAPSE.
+        # EINVAL: a kernel without MADV_COLLAPSE.
+        self._scarce, self._can_collapse = error != 0, error != errno.EINVAL
         if error:
-            fill(fd, start, stop)
-            idle_until, pause = time.monotonic() + pause, min(2 * pause, MAX_PAUSE_SECONDS)
+            fill(self._fd, start, stop)
+            self._idle_until = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, MAX_PAUSE_SECONDS)
         else:
-            words[LARGE] += stop - start
-            pause = FIRST_PAUSE_SECONDS
+            self._words[LARGE] += stop - start
+            self._pause = FIRST_PAUSE_SECONDS
             if seconds > SLOW_CALL_SECONDS:
-                idle_until = time.monotonic() + seconds
-        words[PREPARED] = stop
-        if _closed(wake, 0):
-            return
+                self._idle_until = time.monotonic() + seconds
+        self._words[PREPARED] = stop
 
 
 def prepare(fd: int, start: int, stop: int) -> int:

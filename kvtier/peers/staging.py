@@ -97,7 +97,7 @@ class Staging(Place):
         super().__init__(grants, slices.capacity)
         self.number = 1 + secrets.randbits(NUMBER_BITS - 1)
         self.ranks = layout.ranks
-        self.closed = False
+        self._closed = False
         self._carriers = carriers
         self._slices = slices
         self._cache = cache
@@ -120,9 +120,9 @@ class Staging(Place):
         return found
 
     @property
-    def lost(self) -> bool:
-        """Whether some rank's memory is gone."""
-        return any(carrier.gone.is_set() for carrier in self._carriers)
+    def closed(self) -> bool:
+        """Whether some rank's memory is gone, and with it what was in them."""
+        return self._closed or any(carrier.gone.is_set() for carrier in self._carriers)
 
     # What peers push here.
 
@@ -169,7 +169,7 @@ class Staging(Place):
 
     async def verify(self, told: Sequence[Told]) -> Sequence[bool]:
         """All, as long as the memory is there: see the module."""
-        return [not self.closed and not self.lost] * len(told)
+        return [not self.closed] * len(told)
 
     async def cut_off(self) -> None:
         """Have nobody write here any longer. With that ends what the buffers hold."""
@@ -238,7 +238,7 @@ class Staging(Place):
 
     def close(self) -> None:
         """The memory is gone, and what was in it. Harmless when repeated."""
-        self.closed = True
+        self._closed = True
         for key in list(self._ready):
             self.drop(key)
         self.grants.close()
@@ -335,7 +335,7 @@ class EngineStaging:
             for rank, (worker, carrier) in enumerate(zip(workers, carriers, strict=True)):
                 handle = b"" if carrier.opened is None else carrier.opened.handle
                 await worker.tell(Offer(staging.number, handle or _path(shared[rank]), capacity, ""))
-            while not staging.lost:
+            while not staging.closed:
                 if self.current is None and self._all_opened(staging.number):
                     self.current = staging
                     logger.info("staging buffers of %d bytes are open on %d ranks", capacity, len(carriers))

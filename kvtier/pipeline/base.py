@@ -212,7 +212,7 @@ class Hierarchy:
 
         Keys that the tier does not hold are left out: they may have gone since they were chosen.
         """
-        held = [key for key in keys if source in self.catalog.tiers(key)]
+        held = [key for key in keys if self.catalog.state(key, source) is State.READY]
         room = ((key, allocate(self.catalog.length(key))) for key in held)
         chunks = [ChunkBytes(key, lease) for key, lease in room if lease is not None]
         mine = [ChunkBytes(chunk.key, chunk.lease.share()) for chunk in chunks]

@@ -20,8 +20,9 @@ from kvtier.tasks import set_within
 class Staged(Protocol):
     """Chunks that were pushed past the tiers, into memory of the engine that looks them up."""
 
-    closed: bool
-    """Whether that memory is gone."""
+    @property
+    def closed(self) -> bool:
+        """Whether that memory is gone."""
 
     def find(self, key: ChunkKey) -> Lease | None:
         """A lease on a chunk that is there whole."""

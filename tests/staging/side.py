@@ -75,12 +75,12 @@ class _Side:
     def _hello(self, role: Role, rank: int) -> Hello:
         return Hello(protocol.VERSION, "engine", role, rank, self._layout, NAMESPACE)
 
-    def refresh(self) -> bool:
-        """What a worker does in every step; whether all buffers are open."""
+    def refresh(self) -> list[int]:
+        """What a worker does in every step; the number of each rank's buffer, 0 where none is open."""
         for worker, buffer in zip(self._workers, self._buffers, strict=True):
             worker.poll()
             buffer.refresh()
-        return all(buffer.number for buffer in self._buffers)
+        return [buffer.number for buffer in self._buffers]
 
     def _pages(self, prompt: int, rank: int) -> list[list[Any]]:
         """The KV of a prompt, as an engine has it: block 0 is nobody's."""
@@ -189,7 +189,7 @@ class _Side:
 def _serve(connection: Connection, path: str, device: str, ranks: int) -> None:
     try:
         side = _Side(path, device, ranks)
-        connection.send((None, side.refresh()))
+        connection.send((None, all(side.refresh())))
         while True:
             call, arguments = connection.recv()
             connection.send((None, getattr(side, call)(*arguments)))

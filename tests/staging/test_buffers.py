@@ -5,12 +5,13 @@ The same tests on either: only the kind of the memory differs. vLLM's engines ar
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ DEVICES = [
         ],
     ),
 ]
+PROMPTS = itertools.count(100)
+"""Each is new to caches that are shared by tests, also in a test that is run again."""
 STAGED = Result(["staging"] * ALL, True, True)
 
 
@@ -60,11 +63,11 @@ class Pair(NamedTuple):
         self.prefiller.end(prompt, True)
         return Result(*self.decoder.load(prompt, ticket))
 
-    def open(self) -> None:
-        """Wait until both sides have buffers that can be used, as engines do in every step."""
+    def open(self, lost: Sequence[int] = ()) -> None:
+        """Wait until both sides have buffers that can be used, other than the lost ones, as engines do."""
         for engine, cache in ((self.prefiller, self.here), (self.decoder, self.there)):
             deadline = time.monotonic() + ENOUGH_SECONDS
-            while not (engine.refresh() and cache.status()["staging"]):
+            while {0, *lost} & set(engine.refresh()) or not cache.status()["staging"]:
                 assert time.monotonic() < deadline, cache.tail()
                 time.sleep(0.05)
 
@@ -145,15 +148,15 @@ def test_all_goes_from_buffer_to_buffer_and_the_memory_goes_back(both: Pair) -> 
     rounds = 3 * 8 * MIB // (ALL * SLOT)
     assert rounds > 5
     before = both.here.status()["hand_overs"]["counts"].get("staged", 0)
-    for prompt in range(100, 100 + rounds):
-        assert both.serve(prompt) == STAGED, both.here.tail() + both.there.tail()
+    for _ in range(rounds):
+        assert both.serve(next(PROMPTS)) == STAGED, both.here.tail() + both.there.tail()
     both.rest()
     assert both.here.status()["hand_overs"]["counts"]["staged"] == before + rounds * ALL
     assert both.there.status()["tiers"][0]["chunks"] == 0, "nothing went through the decoder's first tier"
 
 
 def test_a_prefill_that_is_aborted(both: Pair) -> None:
-    prompt = 200
+    prompt = next(PROMPTS)
     both.prefiller.hand_over(prompt, both.to)
     ticket = both.decoder.look_up(prompt, ENOUGH_SECONDS)
     both.prefiller.store(prompt, 0, 3)
@@ -166,7 +169,7 @@ def test_a_prefill_that_is_aborted(both: Pair) -> None:
 
 
 def test_a_look_up_that_is_given_up_leaves_nothing(both: Pair) -> None:
-    prompt = 300
+    prompt = next(PROMPTS)
     both.prefiller.hand_over(prompt, both.to)
     ticket = both.decoder.look_up(prompt, ENOUGH_SECONDS)
     both.prefiller.store(prompt, 0, 2)
@@ -180,12 +183,13 @@ def test_a_look_up_that_is_given_up_leaves_nothing(both: Pair) -> None:
 @pytest.mark.parametrize("whose", ["here", "there"])
 def test_buffers_that_are_lost_are_made_anew(both: Pair, whose: str) -> None:
     """What was in them is pushed through the first tier, or computed; and nothing that is wrong is loaded."""
-    prompt = 400 + len(whose)
+    prompt = next(PROMPTS)
     both.prefiller.hand_over(prompt, both.to)
     ticket = both.decoder.look_up(prompt, ENOUGH_SECONDS)
     both.prefiller.store(prompt, 0, 2)
     both.there.wait_until(lambda status: status["staging"][0]["chunks"] == 2)
     victim: CacheProcess = getattr(both, whose)
+    lost = (both.prefiller if whose == "here" else both.decoder).refresh()
     for pid in carriers(victim):
         os.kill(pid, signal.SIGKILL)
     both.prefiller.store(prompt, 2, ALL)
@@ -193,9 +197,9 @@ def test_buffers_that_are_lost_are_made_anew(both: Pair, whose: str) -> None:
     sources, confirmed, whole = both.decoder.load(prompt, ticket)
     assert whole or not confirmed, "what does not count need not be right"
     assert confirmed == (whose == "here"), sources
-    both.open()
+    both.open(lost)
     both.rest()
-    assert both.serve(prompt + 10) == STAGED
+    assert both.serve(next(PROMPTS)) == STAGED
 
 
 @pytest.mark.slow
@@ -226,6 +230,7 @@ def test_what_finds_no_room_goes_through_the_first_tier() -> None:
 def test_a_side_without_buffers_is_handed_over_to_through_the_first_tier() -> None:
     with pair("cpu", device="cpu") as both:
         assert not both.decoder.staged
+        both.here.wait_until(lambda status: bool(status["staging"]))
         for prompt in (1, 2):
             assert both.serve(prompt) == Result(["ram"] * ALL, True, True)
         both.rest()

@@ -119,21 +119,22 @@ class CarrierProcess(asyncio.Protocol):
 
         ``serves``: whether others are to reach it. :meth:`reach` comes before :meth:`carry`.
         """
-        for attempt in itertools.count(1):
+        attempts = 0
+        while True:
+            attempts += 1
             started = cls(region, settings, name, hop)
             try:
                 await started._open(serves=serves)
             except CarrierEnded as error:
                 await started.end()
-                if attempt == MAX_STARTS:
-                    raise PeerError(f"{error}, {attempt} times before it was up: see `ucx`") from error
+                if attempts == MAX_STARTS:
+                    raise PeerError(f"{error}, {attempts} times before it was up: see `ucx`") from error
                 logger.warning("%s before it was up: starting another", error)
             except BaseException:
                 await started.end()
                 raise
             else:
                 return started
-        raise AssertionError("unreachable")
 
     async def reach(self, name: str, address: int, metadata: bytes) -> None:
         """Be ready for transfers with another host's agent. Raises :class:`PeerError`."""
