@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from kvtier.header import ChunkHeader
 from kvtier.keys import ChunkKey
 from kvtier.peers.grants import GrantBook
 from kvtier.peers.holdings import Holdings
-from kvtier.peers.protocol import Granted, Reserved, decode_from_server
+from kvtier.peers.protocol import Granted, LookUp, Reserve, Reserved, decode_from_server
 from kvtier.peers.reservations import Reservations
 from kvtier.peers.session import Session
 from kvtier.settings_peer import PeerSettings
@@ -82,11 +82,9 @@ class Conversing:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(serve)
                 tasks.start_soon(self._hear, channel, answers)
-                for one in said:
+                for at, one in enumerate(said):
                     if callable(one):
-                        await anyio.sleep(
-                            0.001
-                        )  # For the answer to come; where it does not, the number is 0.
+                        await self._answered(said[:at], answers, ends)
                         grants = [
                             answer.grant for answer in answers if isinstance(answer, Granted | Reserved)
                         ]
@@ -97,6 +95,15 @@ class Conversing:
         await self._at_rest()
         (end,) = ends
         return answers, end
+
+    async def _answered(self, said: Sequence[Said], answers: list[Any], ends: list[Exception]) -> None:
+        """Wait for the grants that were asked for; briefly where garbage may have swallowed some."""
+        await anyio.sleep(0.001)
+        if any(isinstance(one, bytes) for one in said):
+            return
+        asked = sum(isinstance(one, LookUp | Reserve) for one in said)
+        while not ends and sum(isinstance(one, Granted | Reserved) for one in answers) < asked:
+            await anyio.sleep(0.001)
 
     async def _say(self, channel: Channel, message: Message | bytes) -> bool:
         try:
