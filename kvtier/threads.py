@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import threading
 import weakref
@@ -23,6 +24,15 @@ IDLE_SECONDS = 5.0
 
 Hop = Callable[[Callable[[], None]], Awaitable[None]]
 """Runs a function in some worker thread at once, and is done when that has returned."""
+
+
+def run_in_background(function: Callable[[], None]) -> None:
+    """Run a function in a thread of its own, which keeps no process from ending, and return at once.
+
+    ``threading.Thread.start`` waits until the thread runs: 60 and 196 ms of an engine's step were lost to
+    that on a saturated machine. Raises ``RuntimeError`` where the system gives no thread.
+    """
+    _thread.start_new_thread(function, ())
 
 
 class _Work(NamedTuple):

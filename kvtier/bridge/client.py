@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from logging import Logger
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple
 
 from kvtier.arena import ArenaMap
@@ -50,6 +49,7 @@ from kvtier.bridge.protocol import (
 from kvtier.errors import ChannelClosed, ProtocolError
 from kvtier.keys import KEY_BYTES, ChunkKey, join_keys
 from kvtier.layout import ChunkLayout
+from kvtier.threads import run_in_background
 
 PROBE_SECONDS = 0.25
 MAX_ORPHANS = 100_000
@@ -346,9 +346,10 @@ class WorkerBridge(Bridge):
     def _connected(self, connection: Connection) -> None:
         if self._gpu is not None:
             connection.send(AskStaging(self._gpu))
-        if self.arena is not None:
-            _close_in_background(self.arena)
-        self.arena = connection.map_arena()
+        # Mapped before the old one is unmapped: that holds the lock which mapping waits for.
+        old, self.arena = self.arena, connection.map_arena()
+        if old is not None:
+            _close_in_background(old)
         orphans, self._orphans = self._orphans, []
         self.abandon([lease for epoch, lease in orphans if epoch == self.epoch])
 
@@ -394,9 +395,9 @@ class WorkerBridge(Bridge):
 
 
 def _close_in_background(arena: ArenaMap) -> None:
-    """Unmap an arena. Where nobody else maps it its memory is freed, which may take a second a GiB."""
+    """Unmap an arena. The last mapping frees its memory, which may take 1 s per GiB."""
     try:
-        Thread(target=arena.close, name="kvtier-unmap", daemon=True).start()
+        run_in_background(arena.close)
     except RuntimeError:  # The system gives no thread.
         arena.close()
 

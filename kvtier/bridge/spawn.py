@@ -17,13 +17,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 
 from blake3 import blake3
 
 from kvtier.errors import ChannelError
 from kvtier.settings import Settings
 from kvtier.settings_secret import REVEALED
+from kvtier.threads import run_in_background
 
 logger = logging.getLogger("kvtier")
 
@@ -61,7 +61,7 @@ class CacheProcess:
         self._settings = settings
         self._path = path
         self._child: subprocess.Popen[bytes] | None = None
-        self._starting: Thread | None = None
+        self._starting = False
 
     @property
     def log(self) -> Path:
@@ -98,11 +98,12 @@ class CacheProcess:
 
     def start_in_background(self) -> None:
         """:meth:`start` in a thread, as creating a process takes milliseconds; for an engine that runs."""
-        if self._starting is None or not self._starting.is_alive():
-            self._starting = Thread(target=self._try_to_start, name="kvtier-start", daemon=True)
+        if not self._starting:
+            self._starting = True
             try:
-                self._starting.start()
+                run_in_background(self._try_to_start)
             except RuntimeError as error:  # The system gives no thread.
+                self._starting = False
                 logger.warning("no cache process could be started: %s", error)
 
     def _try_to_start(self) -> None:
@@ -110,6 +111,8 @@ class CacheProcess:
             self.start()
         except OSError as error:
             logger.warning("no cache process could be started: %s", error)
+        finally:
+            self._starting = False
 
     def start_and_wait(self, connect: Callable[[], None]) -> None:
         """Call ``connect`` until it stops raising, starting a child where none answers.

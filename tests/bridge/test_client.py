@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bridge import bridge
+from kvtier.bridge import bridge, client
 from kvtier.bridge.bridge import FIRST_RETRY_SECONDS
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.connection import Connection
@@ -283,14 +283,25 @@ def test_clear_and_changes(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("running")
-def test_a_worker_that_reconnects_maps_the_new_arena(path: Path) -> None:
+def test_a_worker_that_reconnects_maps_the_new_arena_and_does_not_wait_for_the_old_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread may get no processor for 0.2 s, and unmapping holds a lock that mapping waits for."""
+    threads: list[Callable[[], None]] = []
+    monkeypatch.setattr(client, "run_in_background", threads.append)
     worker = WorkerBridge(hello("worker"), path)
     worker.connect()
     first = worker.arena
+    assert first is not None
     worker._give_up(ChannelError("cut"))  # A cut that the cache process does not see cannot be had otherwise.
     wait_until(worker.ready)
     assert worker.arena is not None
     assert worker.arena is not first
+    assert len(first.view(0, 1)) == 1, "still mapped"
+    (unmap,) = threads
+    unmap()
+    with pytest.raises(ValueError, match="released"):
+        first.view(0, 1)
     worker.close()
 
 

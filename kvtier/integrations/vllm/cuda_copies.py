@@ -17,6 +17,7 @@ from kvtier import native
 from kvtier.arena import ArenaMap
 from kvtier.integrations.vllm.copies import ChunkCopy, Memory, Pages, TorchCopies, placed, regions
 from kvtier.layout import ChunkLayout
+from kvtier.threads import run_in_background
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -27,8 +28,12 @@ class Pinning:
     def __init__(self, arena: ArenaMap) -> None:
         self.arena = arena
         self.memory: native.cuda.PinnedMemory | None = None
-        self._thread = threading.Thread(target=self._pin, name="kvtier-pin", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        try:
+            run_in_background(self._pin)
+        except RuntimeError as error:  # The system gives no thread.
+            logger.warning("the arena cannot be registered with CUDA, so torch copies, slower: %s", error)
+            self._ended.set()
 
     def _pin(self) -> None:
         try:
@@ -36,17 +41,22 @@ class Pinning:
             self.memory = native.cuda.PinnedMemory(self.arena.view(0, self.arena.capacity))
         except (native.cuda.CudaError, OSError, ValueError) as error:
             logger.warning("the arena cannot be registered with CUDA, so torch copies, slower: %s", error)
+        finally:
+            self._ended.set()
 
     def wait(self) -> None:
         """Block until it is registered, or has failed to be."""
-        self._thread.join()
+        self._ended.wait()
 
     def release(self) -> None:
         """Unregister it, in a thread, as that takes as long as registering. No copy may use it."""
-        threading.Thread(target=self._unpin, name="kvtier-unpin", daemon=True).start()
+        try:
+            run_in_background(self._unpin)
+        except RuntimeError:  # The system gives no thread.
+            self._unpin()
 
     def _unpin(self) -> None:
-        self._thread.join()
+        self._ended.wait()
         self.memory = None
 
 
