@@ -82,17 +82,20 @@ class Catalog:
         were there, and ``parent`` may be left out. ``parent`` is the chunk before it, and need not be held.
         """
         row = self._rows[key[0]].get(key)
+        parent_row = _NO_PARENT if parent is None else self._rows[parent[0]].get(parent, _NO_PARENT)
         if row is None:
-            row = self._new_row(key, length, self._row_of(parent), namespace)
-        elif parent is not None:
-            self._parents[row] = self._row_of(parent)
+            row = self._new_row(key, length, parent_row, namespace)
+        elif parent is None:
+            parent_row = self._parents[row]
+        else:
+            self._parents[row] = parent_row
         bit = 1 << tier
         if (self._ready[row] | self._pending[row]) & bit:
             raise ValueError(f"chunk {key.hex()[:16]} is in tier {tier} already")
         (self._ready if state is State.READY else self._pending)[row] |= bit
         self._used[tier] += self._lengths[row]
         self._count[tier] += 1
-        self._policies[tier].added(row, self._parents[row])
+        self._policies[tier].added(row, parent_row)
 
     def add_chain(
         self,
@@ -115,7 +118,7 @@ class Catalog:
                 raise ValueError(f"chunk {key.hex()[:16]} is in tier {tier} already")
         if len(set(keys)) < len(keys):
             raise ValueError("a chunk cannot come into a tier twice")
-        parent_row = self._row_of(parent)
+        parent_row = _NO_PARENT if parent is None else self._rows[parent[0]].get(parent, _NO_PARENT)
         if known.count(None) == len(known):
             rows = self._new_rows(keys, lengths, parent_row, namespace)
         else:
@@ -181,9 +184,6 @@ class Catalog:
         self._parents[row] = parent
         self._lengths[row] = length
         self._spaces[row] = space
-
-    def _row_of(self, key: ChunkKey | None) -> int:
-        return _NO_PARENT if key is None else self._rows[key[0]].get(key, _NO_PARENT)
 
     def set_ready(self, key: ChunkKey, tier: int) -> None:
         """What was PENDING has arrived. ``KeyError`` where it was not PENDING."""
