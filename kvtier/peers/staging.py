@@ -265,13 +265,18 @@ class EngineStaging:
     def __init__(self, stagings: Stagings, namespace: bytes, layout: ChunkLayout) -> None:
         self.namespace = namespace
         self.layout = layout
-        self.current: Staging | None = None
-        """While every worker has opened them."""
+        self._current: Staging | None = None
         self._stagings = stagings
         self._workers: dict[int, _Worker] = {}
         self._opened: dict[int, int] = {}
         """By rank, the number of the buffers that its worker has open."""
         self._scope: CancelScope | None = None
+
+    @property
+    def current(self) -> Staging | None:
+        """The buffers, while every worker has opened them and none of them is lost."""
+        current = self._current
+        return None if current is None or current.closed else current
 
     def join(self, rank: int, gpu: str, tell: Tell) -> None:
         """A worker wants a buffer: in memory of a GPU, or of the host where ``gpu`` is empty."""
@@ -299,9 +304,9 @@ class EngineStaging:
         scope, self._scope = self._scope, None
         if scope is not None:
             scope.cancel()
-        if self.current is not None:
-            self.current.close()
-            self.current = None
+        if self._current is not None:
+            self._current.close()
+            self._current = None
 
     async def _run(self, scope: CancelScope, workers: Sequence[_Worker]) -> None:
         pause = FIRST_PAUSE_SECONDS
@@ -336,8 +341,8 @@ class EngineStaging:
                 handle = b"" if carrier.opened is None else carrier.opened.handle
                 await worker.tell(Offer(staging.number, handle or _path(shared[rank]), capacity, ""))
             while not staging.closed:
-                if self.current is None and self._all_opened(staging.number):
-                    self.current = staging
+                if self._current is None and self._all_opened(staging.number):
+                    self._current = staging
                     logger.info("staging buffers of %d bytes are open on %d ranks", capacity, len(carriers))
                 staging.expire()
                 await anyio.sleep(TICK_SECONDS)
@@ -348,8 +353,8 @@ class EngineStaging:
                     await carrier.end()
             if staging is not None:
                 staging.close()
-                if self.current is staging:
-                    self.current = None
+                if self._current is staging:
+                    self._current = None
             for arena in shared:
                 arena.close()
 
