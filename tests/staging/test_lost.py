@@ -1,0 +1,40 @@
+"""What counts as lost, before any loop has noticed: with real processes that is a race of 0.25 s."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvtier.header import ChunkHeader
+from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.peers.grants import GrantBook
+from kvtier.peers.staging import EngineStaging, Staging
+from kvtier.settings_peer import PeerSettings
+from kvtier.slices import Slices
+from kvtier.testing.backend import make_key
+
+pytestmark = pytest.mark.anyio
+
+LAYOUT = ChunkLayout(64, (GroupLayout(16, (4096,)),))
+
+
+async def test_buffers_are_lost_from_the_moment_that_a_process_has_ended() -> None:
+    carrier = SimpleNamespace(gone=asyncio.Event())
+    slices = Slices(1 << 20)
+    grants = GrantBook(slices, PeerSettings(lease=5, share=1.0))
+    staging = Staging(LAYOUT, cast("Any", [carrier]), grants, slices, cast("Any", None), 1.0)
+    engine = EngineStaging(cast("Any", None), bytes(32), LAYOUT)
+    engine._current = staging
+    header = ChunkHeader(make_key(1), make_key(0), bytes(32), 16384)
+    assert engine.current is staging
+    assert await staging.verify(cast("Any", [None])) == [True]
+
+    carrier.gone.set()
+
+    assert staging.closed, "what was loaded from it is not confirmed"
+    assert engine.current is None, "nothing is looked up in it, and no peer is sent to it"
+    assert staging.take(header) is None
+    assert await staging.verify(cast("Any", [None])) == [False]
