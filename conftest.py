@@ -1,10 +1,11 @@
-"""Two workers share the tests: one runs the real vLLM engines, the other what is left, and both what remains.
+"""Distribution of the tests over two workers, and a report of tests that needed a rerun.
 
-Files stay whole, so that what a module's tests share is made once. Engines stay together and come first: they
-take the longest, and two at once would take each other's processors.
+All tests of a file run on one worker, so that module fixtures are created once. Tests with real vLLM engines
+run on one worker and first: they take the longest, and two engines at once would compete for CPUs. The other
+worker runs the remaining tests; in the end both do.
 
-With ``--reruns`` a failed test is run again, and listed at the end with its first failure: a test that needs
-a second attempt has a defect, or the software has, even if that attempt passes.
+With ``--reruns``, a failed test is repeated, and the summary lists it with its first failure: a test that
+passes only on its second attempt still shows a defect, of the test or of the software.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from xdist.scheduler import LoadScopeScheduling
 
 ENGINES = ("tests/vllm/", "tests/integrations/", "tests/demo/")
 SHOWN_LINES = 60
-"""Of each first failure, its end: it may not come again."""
+"""Last lines shown of each first failure, which may not be reproducible."""
 
 
-class _Sharing(LoadScopeScheduling):
+class _FileScheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        """What stays together with this test."""
+        """Return the scope of a test; tests of the same scope run on the same worker."""
         path = nodeid.partition("::")[0]
         return "engines" if path.startswith(ENGINES) else path
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Sharing:  # noqa: ANN401 - as xdist has it
-    """How the tests are shared, where there are several workers."""
-    return _Sharing(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _FileScheduling:  # noqa: ANN401 - as xdist has it
+    """Return the scheduler that distributes the tests over workers."""
+    return _FileScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put first those that take longest."""
+    """Move the slowest tests to the front."""
     items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
-    """List the tests that were run again, below everything else."""
+    """List the tests that were run again, at the end of the summary."""
     yield
     stats = terminalreporter.stats
     first = {report.nodeid: report for report in reversed(stats.get("rerun", []))}
@@ -56,7 +57,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
 
 
 def _first_line(report: pytest.TestReport) -> str:
-    """Where a test failed, and the first line of what was raised."""
+    """Return where a test failed, and the first line of its error."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is None:
         lines = report.longreprtext.strip().splitlines()

@@ -1,6 +1,6 @@
-"""Every benchmark, one after the other: ``make bench``, or ``python -m benchmarks``; half an hour.
+"""Run all benchmarks in sequence: ``make bench`` or ``python -m benchmarks``. Takes half an hour.
 
-With ``--small`` each is run as briefly as it can be, to see that it runs: the figures mean nothing then.
+With ``--small``, each is a smoke test that runs as briefly as possible: its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks import (
     transports,
 )
 
-SMALL = {
+SMALL_ARGUMENTS = {
     catalog: ["--entries", "100000"],
     controller: ["--quick"],
     look_up: ["--runs", "5"],
@@ -45,10 +45,10 @@ SMALL = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run every benchmark.")
-    parser.add_argument("--small", action="store_true", help="as briefly as it can be, to see that it runs")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run all benchmarks.")
+    parser.add_argument("--small", action="store_true", help="run each briefly, as a smoke test")
     small = parser.parse_args().small
-    for benchmark, arguments in SMALL.items():
+    for benchmark, arguments in SMALL_ARGUMENTS.items():
         print(f"\n── {benchmark.__name__.removeprefix('benchmarks.')} ──\n", flush=True)
         benchmark.main(arguments if small else [])
 

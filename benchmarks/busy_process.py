@@ -1,7 +1,7 @@
-"""A cache process that measures how long its event loop is blocked: for benchmarks/busy.py.
+"""Cache process for benchmarks/busy.py that measures how long its event loop is blocked.
 
-``python -m benchmarks.busy_process PARENT SETTINGS REPORT`` serves as ``kvtier serve`` does.
-SIGUSR1 discards what was measured so far; at the end it writes the figures to REPORT.
+``python -m benchmarks.busy_process PARENT SETTINGS REPORT`` serves like ``kvtier serve``. SIGUSR1 discards
+the measurements so far. The figures are written to REPORT at exit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BEAT_SECONDS = 0.001
 
 
 class LoopProbe:
-    """How late a timer on the loop is, with and without the time that its thread waited for a core."""
+    """Measures the delay of a timer on the loop, with and without the time its thread waited for a core."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -37,17 +37,17 @@ class LoopProbe:
         self._timer = self._loop.call_later(BEAT_SECONDS, self._beat)
 
     def clear(self) -> None:
-        """Discard what was measured."""
+        """Discard the measurements so far."""
         self.late.clear()
         self.late_on_a_core.clear()
 
     def report(self) -> dict[str, float]:
-        """The longest and the 99th percentile of both, in milliseconds."""
-        found = {}
+        """Return the maximum and the 99th percentile of both delays, in milliseconds."""
+        figures = {}
         for name, seconds in (("wall", sorted(self.late)), ("on a core", sorted(self.late_on_a_core))):
-            found[f"{name}, maximum"] = seconds[-1] * 1e3
-            found[f"{name}, 99 %"] = seconds[int(0.99 * (len(seconds) - 1))] * 1e3
-        return found
+            figures[f"{name}, maximum"] = seconds[-1] * 1e3
+            figures[f"{name}, p99"] = seconds[int(0.99 * (len(seconds) - 1))] * 1e3
+        return figures
 
     def _beat(self) -> None:
         now, delay = time.perf_counter(), self._run_delay()
@@ -58,11 +58,11 @@ class LoopProbe:
         self._timer = self._loop.call_later(BEAT_SECONDS, self._beat)
 
     def _run_delay(self) -> float:
-        """For how many seconds this thread has waited for a core while it was ready to run."""
+        """Return the seconds that this thread was runnable but waited for a core."""
         return int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
 
 
-async def measured(settings: Settings, report: Path) -> None:
+async def serve_measured(settings: Settings, report: Path) -> None:
     probe = LoopProbe()
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, probe.clear)
     await serve(settings)
@@ -71,4 +71,4 @@ async def measured(settings: Settings, report: Path) -> None:
 
 if __name__ == "__main__":
     end_with(int(sys.argv[1]))
-    anyio.run(partial(measured, load_settings({}, file=Path(sys.argv[2])), Path(sys.argv[3])))
+    anyio.run(partial(serve_measured, load_settings({}, file=Path(sys.argv[2])), Path(sys.argv[3])))

@@ -1,14 +1,14 @@
-"""The catalog at full size: bytes an entry, times of what it is asked, and the longest pauses.
+"""Measure the catalog at full size: bytes per entry, call times, and the longest pauses.
 
 ::
 
     python benchmarks/catalog.py                     # ten million entries: 2 GiB and a minute
     python benchmarks/catalog.py --entries 100000
 
-Prompts of 128 chunks, all in the second tier and every tenth in the first too. Look-ups are of prompts
-picked at random, with keys that were made anew, as they come from the socket: neither the processor's
-caches nor a remembered hash helps. Bytes are what the process grew by, the keys included. Times are the
-thread's own, so that the longest is a pause of the catalog and not of a busy machine.
+Prompts of 128 chunks, all in the second tier and every tenth also in the first. Lookups use randomly chosen
+prompts, with new key objects as they arrive from the socket, so that neither the CPU caches nor a cached hash
+helps. Bytes are the growth of the process, including the keys. Times are CPU times of the thread, so that the
+longest one is a pause of the catalog and not of a busy machine.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import TypeVar
 
 from blake3 import blake3
 
-from kvtier.catalog import Catalog, State
-from kvtier.eviction.lru import LruPolicy
-from kvtier.keys import KEY_BYTES, ChunkKey, split_keys
+from kvtier.catalog.catalog import Catalog, State
+from kvtier.catalog.lru import LruPolicy
+from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
 
 PROMPT_CHUNKS = 128
 CHUNK_BYTES = 4 << 20
@@ -42,7 +42,7 @@ ArgumentT = TypeVar("ArgumentT")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="The catalog at full size.")
+    parser = argparse.ArgumentParser(description="Measure the catalog at full size.")
     parser.add_argument("--entries", type=int, default=10_000_000, help="default: %(default)s")
     prompts = max(1, parser.parse_args(arguments).entries // PROMPT_CHUNKS)
 
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     grown = resident_bytes() - before
 
     print(f"{'entries':<28}{len(catalog):>12,}")
-    print(f"{'bytes an entry':<28}{grown / len(catalog):>12.0f}")
-    print(f"{'microseconds':<28}{'median':>12}{'99 %':>12}{'worst':>12}")
+    print(f"{'bytes per entry':<28}{grown / len(catalog):>12.0f}")
+    print(f"{'microseconds':<28}{'median':>12}{'p99':>12}{'worst':>12}")
     report("add a chunk", seconds)
     picked = random.Random(0).choices(range(prompts), k=CALLS)
     report(f"prefix of {PROMPT_CHUNKS} chunks", timed(catalog.prefix, map(prompt_keys, picked)))
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def fill(catalog: Catalog, prompts: int, seconds: array[float]) -> None:
-    """Enter every prompt's chunks into the second tier, noting what each took, and some into the first."""
+    """Add all chunks to the second tier, and some to the first. ``seconds``: receives the former's times."""
     for prompt in range(prompts):
         keys = prompt_keys(prompt)
         for index, (parent, key) in enumerate(zip([None, *keys], keys, strict=False)):
@@ -78,12 +78,12 @@ def fill(catalog: Catalog, prompts: int, seconds: array[float]) -> None:
 
 
 def prompt_keys(prompt: int) -> list[ChunkKey]:
-    """The keys of a prompt, as new objects each time."""
+    """Return the keys of a prompt, as new objects."""
     return split_keys(blake3(prompt.to_bytes(8, "little")).digest(KEY_BYTES * PROMPT_CHUNKS))
 
 
 def newcomers(count: int) -> Iterator[ChunkKey]:
-    """Keys of no prompt."""
+    """Yield keys that belong to no prompt."""
     return (ChunkKey(blake3(b"newcomer" + bytes([*divmod(index, 256)])).digest()) for index in range(count))
 
 
@@ -97,7 +97,7 @@ def replace_coldest(catalog: Catalog, key: ChunkKey) -> None:
 
 
 def timed(call: Callable[[ArgumentT], object], arguments: Iterable[ArgumentT]) -> list[float]:
-    """Seconds of each call; the arguments are made outside of them."""
+    """Return the seconds of each call, without the time to produce its argument."""
     seconds = []
     for argument in arguments:
         started = time.thread_time()
@@ -114,7 +114,7 @@ def report(name: str, seconds: Sequence[float]) -> None:
 
 
 def resident_bytes() -> int:
-    """Physical memory of this process."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

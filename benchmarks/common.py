@@ -1,4 +1,4 @@
-"""What the benchmarks share: contestants that take turns, and a table of what came out."""
+"""Shared by the benchmarks: interleaved measurements, a table of results, and blocking bridge calls."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.bench.timing import filled, ratio, speed, take_turns
+from kvtier.bench.timing import filled, interleave, ratio, speed
 from kvtier.bridge.bridge import Bridge, Question
 from kvtier.bridge.client import SchedulerBridge, Slots, WorkerBridge
 from kvtier.bridge.protocol import Run
-from kvtier.keys import ChunkKey, join_keys
+from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.units import MIB
 
-__all__ = ["MIB", "confirm", "filled", "ratio", "reserve", "show", "speed", "take_turns"]
+__all__ = ["MIB", "confirm", "filled", "interleave", "ratio", "reserve", "show", "speed"]
 
 ANSWER_SECONDS = 60.0
 
@@ -24,7 +24,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table: text to the left, figures to the right."""
+    """Print a table, with text left-aligned and figures right-aligned."""
     table = Table(title=title, title_justify="left")
     for column, example in zip(columns, rows[0], strict=True):
         text = isinstance(example, str)
@@ -37,20 +37,20 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -
 def reserve(
     scheduler: SchedulerBridge, parent: ChunkKey, keys: Sequence[ChunkKey], last_tokens: int
 ) -> Slots:
-    """Room for consecutive chunks. Blocks until there is an answer."""
+    """Reserve room for consecutive chunks. Blocks until the cache process answers."""
     answer = _answer(scheduler, scheduler.reserve([Run(parent, join_keys(keys), last_tokens)]))
     return answer[0]
 
 
 def confirm(worker: WorkerBridge, leases: Sequence[int]) -> bool:
-    """Whether the leases have held until now. Blocks until there is an answer."""
+    """Whether the leases are still valid. Blocks until the cache process answers."""
     return _answer(worker, worker.confirm(leases))
 
 
 def _answer(bridge: Bridge, question: Question[AnswerT] | None) -> AnswerT:
-    assert question is not None, "the cache process cannot be asked"
+    assert question is not None, "the cache process is not connected"
     deadline = time.monotonic() + ANSWER_SECONDS
     while question.open and time.monotonic() < deadline:
         bridge.poll(1.0)
-    assert question.answer is not None, "the cache process has not answered"
+    assert question.answer is not None, "the cache process did not answer"
     return question.answer

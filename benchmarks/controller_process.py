@@ -1,7 +1,7 @@
-"""kvtier's controller, full of keys, as a process that a benchmark asks.
+"""Process with kvtier's controller, for :mod:`benchmarks.controller`.
 
-One line of JSON in, ``[what, number]``, and one out: seconds, bytes, or a port. LMCache's answers the same
-questions (:mod:`benchmarks.peer.controller`).
+Reads commands as lines of JSON, ``[name, number]``, and answers each with a line: seconds, bytes, or a port.
+:mod:`benchmarks.peer.controller` runs the same commands with LMCache's controller.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from blake3 import blake3
 from benchmarks.catalog import resident_bytes
 from kvtier.agent.protocol import VERSION, Changed, Hello, Model, TierDescription, decode_from_instance
 from kvtier.controller.registry import Registry
-from kvtier.controller.serve import controlling
+from kvtier.controller.serve import run_controller
 from kvtier.controller.settings import service_settings
-from kvtier.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
-from kvtier.layout import ChunkLayout, GroupLayout, namespace
+from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
+from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.sockets.frames import encode_body
 
 INSTANCES = 8
@@ -38,7 +38,7 @@ MODEL = Model(["benchmark"], namespace("benchmark", LAYOUT), LAYOUT, False)
 
 
 def prompt_keys(prompt: int) -> list[ChunkKey]:
-    """The keys of a prompt, as new objects each time: neither caches nor a remembered hash help."""
+    """Return the keys of a prompt, as new objects, so that neither CPU caches nor a cached hash helps."""
     return split_keys(blake3(prompt.to_bytes(8, "little")).digest(KEY_BYTES * PROMPT_CHUNKS))
 
 
@@ -49,14 +49,14 @@ def hello(number: int) -> Hello:
     )
 
 
-def changes(batch: int) -> bytes:
-    """A message that tells of keys that nobody holds."""
+def update_message(batch: int) -> bytes:
+    """Return a message that adds keys without another holder."""
     joined = join_keys(list(itertools.chain(*(prompt_keys((1 << 40) + batch * 8 + n) for n in range(8)))))
     return encode_body(Changed(0, joined, b""))
 
 
-class Answers:
-    """What can be asked. Each method takes a number, and answers with one."""
+class Commands:
+    """Commands of the benchmark. Each method takes a number and returns one."""
 
     def __init__(self, registry: Registry, port: int) -> None:
         self._registry = registry
@@ -64,7 +64,7 @@ class Answers:
         self._prompts = 0
 
     async def fill(self, keys: int) -> float:
-        """The bytes that so many keys have taken, each held by one instance."""
+        """Add that many keys, each held by one instance; return the memory used in bytes."""
         members = [await self._registry.admit(hello(number), lambda: None) for number in range(INSTANCES)]
         self._registry.serves(members[0], [MODEL])
         self._prompts = keys // PROMPT_CHUNKS
@@ -73,13 +73,13 @@ class Answers:
             self._registry.stored(members[prompt % INSTANCES], 0, prompt_keys(prompt))
         gc.collect()
         grown = resident_bytes() - before
-        # One prompt of real tokens, for the look-ups that hash.
+        # One prompt of real tokens, for look_up_tokens.
         held = self._registry.models.prompt(MODEL, PROMPT_TOKENS)
         self._registry.stored(members[1], 0, held.keys)
         return grown
 
-    async def hold_again(self, _: int) -> float:
-        """The bytes that a second holder of each key takes."""
+    async def add_holder(self, _: int) -> float:
+        """Add a second holder of each key; return the memory used in bytes."""
         members = list(self._registry.members.values())
         before = resident_bytes()
         for prompt in range(self._prompts):
@@ -88,7 +88,7 @@ class Answers:
         return resident_bytes() - before
 
     async def look_up(self, count: int) -> float:
-        """Seconds of so many look-ups of prompts spread over all, whose keys are there."""
+        """Return the seconds for that many lookups of prompts from all over the index, by key."""
         prompts = [prompt_keys(number * self._prompts // count) for number in range(count)]
         started = time.thread_time()
         for keys in prompts:
@@ -96,7 +96,7 @@ class Answers:
         return time.thread_time() - started
 
     async def look_up_tokens(self, count: int) -> float:
-        """Seconds of so many look-ups of one prompt from its tokens."""
+        """Return the seconds for that many lookups of one prompt, by its tokens."""
         started = time.thread_time()
         for _ in range(count):
             prompt = self._registry.models.prompt(MODEL, PROMPT_TOKENS)
@@ -104,8 +104,8 @@ class Answers:
         return time.thread_time() - started
 
     async def update(self, batches: int) -> float:
-        """Seconds of so many messages with new keys, from bytes to the index."""
-        bodies = [changes(batch) for batch in range(batches)]
+        """Return the seconds to decode and index that many messages with new keys."""
+        bodies = [update_message(batch) for batch in range(batches)]
         member = self._registry.find("instance-0")
         started = time.thread_time()
         for body in bodies:
@@ -114,30 +114,30 @@ class Answers:
             self._registry.stored(member, changed.tier, split_keys(changed.stored))
         seconds = time.thread_time() - started
         for batch in range(batches):
-            changed = decode_from_instance(changes(batch))
+            changed = decode_from_instance(update_message(batch))
             assert isinstance(changed, Changed)
             self._registry.removed(member, 0, split_keys(changed.stored))
         return seconds
 
     async def settle(self, _: int) -> float:
-        """Until nothing is left to be done of what was measured before."""
-        while self._registry.holders.untidy:
+        """Finish the background work of earlier commands."""
+        while self._registry.holders.needs_sweep:
             self._registry.holders.sweep()
         return 0
 
     async def leave(self, number: int) -> float:
-        """Seconds that forgetting an instance and all that it holds blocks the loop at a time, at most."""
+        """Remove an instance and its keys; return the longest time that this blocks the loop, in seconds."""
         started = time.thread_time()
-        self._registry.leave(self._registry.find(f"instance-{number}"), "the benchmark says so")
+        self._registry.leave(self._registry.find(f"instance-{number}"), "removed by the benchmark")
         longest = time.thread_time() - started
-        while self._registry.holders.untidy:
+        while self._registry.holders.needs_sweep:
             started = time.thread_time()
             self._registry.holders.sweep()
             longest = max(longest, time.thread_time() - started)
         return longest
 
     async def port(self, _: int) -> float:
-        """Where it serves."""
+        """Return the port of the controller."""
         return self._port
 
 
@@ -145,18 +145,18 @@ async def main() -> None:
     logging.disable()
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
         settings = service_settings(
-            listen="127.0.0.1:0", state=Path(folder, "state.sqlite"), heartbeat=600, silence=3600
+            listen="127.0.0.1:0", state=Path(folder, "state.sqlite"), heartbeat=600, instance_timeout=3600
         )
-        async with controlling(settings) as controller:
-            answers = Answers(controller.registry, controller.address[1])
+        async with run_controller(settings) as controller:
+            commands = Commands(controller.registry, controller.address[1])
             print(json.dumps(0), flush=True)
             while line := await anyio.to_thread.run_sync(sys.stdin.readline):
-                what, number = json.loads(line)
-                print(json.dumps(await getattr(answers, what)(number)), flush=True)
+                command_name, number = json.loads(line)
+                print(json.dumps(await getattr(commands, command_name)(number)), flush=True)
 
 
 def command() -> Sequence[str]:
-    """How this process is started."""
+    """Return the command line of this process."""
     return [sys.executable, "-m", "benchmarks.controller_process"]
 
 

@@ -1,14 +1,14 @@
-"""The connector's copies of pages, natively and by torch, beside one memcpy of as many bytes.
+"""Compare the connector's page copies, native and by torch, with one memcpy of as many bytes.
 
 ::
 
     python -m benchmarks.copies                   # needs 9 GiB of memory
-    python -m benchmarks.copies --small           # some megabytes, to see that it runs
+    python -m benchmarks.copies --small           # smoke test with some megabytes
 
-A load copies the pages of a prompt from the arena into the engine's KV memory, a save the other way. The
-engine's blocks are in random order, as after hours of serving. memcpy goes from one place to another in one
-thread, in the same run, over memory of 4 KiB pages that has been touched before. Prompts have 32,768 tokens,
-or fewer where these need more than `--gib`, and the table says so.
+A load copies the pages of a prompt from the arena into the engine's KV memory; a save copies them back. The
+engine's blocks are in random order, as after hours of serving. memcpy copies one buffer in one thread, in the
+same run, between pages of 4 KiB that have been touched before. Prompts have 32,768 tokens, or fewer if these
+need more than `--gib`; the table shows how many.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from collections.abc import Callable, Sequence
 import anyio
 import torch
 
-from benchmarks.common import ratio, show, speed, take_turns
+from benchmarks.common import interleave, ratio, show, speed
 from kvtier import native
-from kvtier.arena import Arena, ArenaMap, address_of
-from kvtier.header import object_bytes
 from kvtier.integrations.vllm.copies import ChunkCopy, NativeCopies, PageCopies, TorchCopies
-from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.memory.arena import Arena, ArenaMap, address_of
+from kvtier.memory.header import object_bytes
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 
 TOKENS = 32_768
 CHUNK_TOKENS = 256
@@ -36,7 +36,7 @@ NULL = 0
 
 
 LAYOUTS = {
-    # What `kvtier demo` serves: float32, K and V of a block in one page.
+    # The model of `kvtier demo`: float32, K and V of a block in one page.
     "Llama 100M, f32": GroupLayout(32, (2 * 4 * 64 * 4 * 32,) * 12),
     "Llama 3.1 8B, bf16": GroupLayout(16, (2 * 8 * 128 * 2 * 16,) * 32),
     "70B, TP=4, bf16": GroupLayout(16, (2 * 2 * 128 * 2 * 16,) * 80),
@@ -45,22 +45,23 @@ LAYOUTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="The connector's copies beside memcpy.")
+    parser = argparse.ArgumentParser(description="Compare the connector's copies with memcpy.")
     parser.add_argument("--runs", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--gib", type=float, default=4, help="the most that is copied; default: %(default)s")
-    parser.add_argument("--small", action="store_true", help="a few megabytes, to see that it runs")
-    given = parser.parse_args(arguments)
-    most = 16 << 20 if given.small else int(given.gib * (1 << 30))
-    rows = [row for name, group in LAYOUTS.items() for row in measure(name, group, most, given.runs)]
+    parser.add_argument("--gib", type=float, default=4, help="maximum amount to copy; default: %(default)s")
+    parser.add_argument("--small", action="store_true", help="smoke test with a few megabytes")
+    options = parser.parse_args(arguments)
+    max_bytes = 16 << 20 if options.small else int(options.gib * (1 << 30))
+    runs = options.runs
+    rows = [row for name, group in LAYOUTS.items() for row in measure(name, group, max_bytes, runs)]
     columns = ("", "page", "tokens", "memcpy GB/s", "torch", "native", "native, one thread", "native ms")
-    show("copies of pages as ratios to memcpy", columns, rows)
+    show("page copies: speed relative to memcpy", columns, rows)
 
 
-def measure(name: str, group: GroupLayout, most: int, runs: int) -> list[tuple[object, ...]]:
-    """A row for loads and one for saves."""
+def measure(name: str, group: GroupLayout, max_bytes: int, runs: int) -> list[tuple[object, ...]]:
+    """Return a row for loads and one for saves."""
     layout = ChunkLayout(CHUNK_TOKENS, (group,))
     chunk_bytes = object_bytes(layout.payload_bytes(CHUNK_TOKENS))
-    count = max(1, min(TOKENS // CHUNK_TOKENS, most // chunk_bytes))
+    count = max(1, min(TOKENS // CHUNK_TOKENS, max_bytes // chunk_bytes))
     per_chunk = len(group.blocks(CHUNK_TOKENS))
     arena = Arena.create(count * chunk_bytes)
     mapped = ArenaMap(os.dup(arena.fd), arena.capacity)
@@ -74,19 +75,19 @@ def measure(name: str, group: GroupLayout, most: int, runs: int) -> list[tuple[o
         for index in range(count)
     ]
     length = count * layout.payload_bytes(CHUNK_TOKENS)
-    elsewhere = torch.ones(length, dtype=torch.uint8)
+    buffer = torch.ones(length, dtype=torch.uint8)
     contestants: dict[str, PageCopies] = {"torch": TorchCopies(layout, 0, pages, NULL)}
     if native.available():
         contestants["native"] = NativeCopies(layout, 0, pages, NULL)
         contestants["one"] = NativeCopies(layout, 0, pages, NULL, threads=1)
     rows = []
     for verb in ("load", "save"):
-        places = elsewhere.data_ptr(), address_of(memory)
-        target, source = places if verb == "save" else places[::-1]
-        turns = {"memcpy": sync(lambda: ctypes.memmove(target, source, length))}  # noqa: B023 - called at once
+        addresses = buffer.data_ptr(), address_of(memory)
+        target, source = addresses if verb == "save" else addresses[::-1]
+        calls = {"memcpy": sync(lambda: ctypes.memmove(target, source, length))}  # noqa: B023 - called at once
         for title, copies in contestants.items():
-            turns[title] = sync(lambda copies=copies: getattr(copies, verb)(mapped, chunks))  # noqa: B023
-        seconds = anyio.run(take_turns, turns, runs)
+            calls[title] = sync(lambda copies=copies: getattr(copies, verb)(mapped, chunks))  # noqa: B023
+        seconds = anyio.run(interleave, calls, runs)
         limit = seconds["memcpy"]
         figures = [
             ratio(seconds[title], limit) if title in seconds else "" for title in ("torch", "native", "one")

@@ -1,4 +1,4 @@
-"""What handing KV over costs: how much of it is hidden, and what it adds to the time to the first token.
+"""Measure the cost of a KV transfer: how much of it is hidden, and what it adds to the time to first token.
 
 ::
 
@@ -6,13 +6,13 @@
     python -m benchmarks.disaggregated --transport nixl
     python -m benchmarks.disaggregated --quick
 
-A prefiller, a decoder and a proxy, as ``kvtier demo --disaggregated`` starts them. *Hidden*: a prompt is sent
-to the prefiller as the proxy does it; of its bytes those count as hidden that are at the decoder when the
-prefiller answers, and the rest takes *late* milliseconds. *Added*: the same prompt through the proxy and,
-with a salt, to one engine alone, in turns.
+Runs a prefill instance, a decode instance and a proxy, as ``kvtier demo --disaggregated`` does. *Hidden*: a
+prompt is sent to the prefill instance, as by the proxy. The bytes that have reached the decode instance when
+the prefill instance answers are hidden; the remaining ones take *late* milliseconds. *Added*: the same prompt
+is sent through the proxy and, with a salt, to a single engine, interleaved.
 
-Memory is small, and all of it has been used before anything is measured: taking new pages costs a virtual
-machine up to 2 ms a MiB, which engines and caches that have run for a while do not pay.
+Memory is small, and all of it is touched before the measurements: a new page costs a virtual machine up to
+2 ms per MiB, which engines and caches that have run for a while do not pay.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ ANSWER_SECONDS = 600.0
 END_SECONDS = 60.0
 POLL_SECONDS = 0.001
 WARM_UPS = 4
-"""Prompts that have all memory used once."""
+"""Number of prompts that touch all memory once."""
 MEMORY = "320MiB"
 KV_MEMORY = ("--kv-cache-memory-bytes", "256M")
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """One hand-over, as it was seen from the prefiller's side."""
+class Transfer:
+    """Measurements of one KV transfer, from the prefill instance."""
 
     prefill_seconds: float
-    """From the request to the prefiller's answer."""
+    """From the request to the answer of the prefill instance."""
     late_seconds: float
-    """From there to the last byte's being served by the decoder."""
+    """From that answer until the decode instance serves the last byte."""
     bytes: int
     early_bytes: int
-    """Of these, those that were there when the prefiller answered."""
+    """The bytes that had arrived when the prefill instance answered."""
     pushing_seconds: float
 
     @property
@@ -62,11 +62,11 @@ class Hidden:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="What handing KV over to a decoder costs.")
-    parser.add_argument("--tokens", type=int, default=4096, help="of each prompt; default: %(default)s")
+    parser = argparse.ArgumentParser(description="Measure the cost of KV transfers to a decode instance.")
+    parser.add_argument("--tokens", type=int, default=4096, help="per prompt; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=6, help="default: %(default)s")
     parser.add_argument("--transport", default="tcp", choices=["tcp", "nixl"])
-    parser.add_argument("--quick", action="store_true", help="see that it runs")
+    parser.add_argument("--quick", action="store_true", help="smoke test")
     options = parser.parse_args(arguments)
     tokens, rounds, warm_ups = (1100, 1, 1) if options.quick else (options.tokens, options.rounds, WARM_UPS)
     chosen = Options(tokens=tokens, vllm_arguments=KV_MEMORY)
@@ -80,95 +80,94 @@ def main(arguments: Sequence[str] | None = None) -> None:
             new_tokens=NEW_TOKENS,
             transport=options.transport,
             memory=MEMORY,
-        ) as running,
+        ) as stack,
     ):
-        for prompt in running.prompts[2 * rounds :]:
-            running.proxy.complete(prompt, NEW_TOKENS)
-            running.decoder.complete(prompt, NEW_TOKENS, salt=SALT)
-        hidden(running, running.prompts[:rounds])
-        added(running, running.prompts[rounds : 2 * rounds])
+        for prompt in stack.prompts[2 * rounds :]:
+            stack.proxy.complete(prompt, NEW_TOKENS)
+            stack.decoder.complete(prompt, NEW_TOKENS, salt=SALT)
+        measure_hidden(stack, stack.prompts[:rounds])
+        measure_added(stack, stack.prompts[rounds : 2 * rounds])
 
 
-def hidden(running: Serving, prompts: Sequence[Sequence[int]]) -> None:
-    """How much of a push is over when the prompt has been computed."""
-    (to,) = [engine["peer"] for engine in running.proxy.get("/engines") if engine["role"] == "decode"]
-    seen = [hand_over(running, prompt, to) for prompt in prompts]
-    megabytes = statistics.median(one.bytes for one in seen) / 1e6
+def measure_hidden(stack: Serving, prompts: Sequence[Sequence[int]]) -> None:
+    """Measure how much of a KV transfer is complete when the prompt has been computed."""
+    (to,) = [engine["peer"] for engine in stack.proxy.get("/engines") if engine["role"] == "decode"]
+    transfers = [transfer_kv(stack, prompt, to) for prompt in prompts]
+    megabytes = statistics.median(transfer.bytes for transfer in transfers) / 1e6
     show(
-        f"hidden: {len(seen)} prompts of {len(prompts[0]):,} tokens, {megabytes:.0f} MB each",
+        f"hidden: {len(transfers)} prompts of {len(prompts[0]):,} tokens, {megabytes:.0f} MB each",
         ("what", "median", "lowest", "highest"),
         [
-            _row("prefill, ms", [one.prefill_seconds * 1e3 for one in seen]),
-            _row("pushing, ms", [one.pushing_seconds * 1e3 for one in seen]),
-            _row("GB/s", [one.bytes / one.pushing_seconds / 1e9 for one in seen]),
-            _row("share hidden behind the computation, %", [one.share * 100 for one in seen]),
-            _row("late, ms", [one.late_seconds * 1e3 for one in seen]),
+            _row("prefill, ms", [transfer.prefill_seconds * 1e3 for transfer in transfers]),
+            _row("transfer, ms", [transfer.pushing_seconds * 1e3 for transfer in transfers]),
+            _row("GB/s", [transfer.bytes / transfer.pushing_seconds / 1e9 for transfer in transfers]),
+            _row("hidden behind computation, %", [transfer.share * 100 for transfer in transfers]),
+            _row("late, ms", [transfer.late_seconds * 1e3 for transfer in transfers]),
         ],
     )
 
 
-def hand_over(running: Serving, prompt: Sequence[int], to: str) -> Hidden:
-    """Have a prompt computed and pushed."""
-    before = _pushed(running)
-    model = running.prefiller.get("/v1/models")["data"][0]["id"]
+def transfer_kv(stack: Serving, prompt: Sequence[int], to: str) -> Transfer:
+    """Have a prompt computed by the prefill instance and transferred to ``to``."""
+    before = _kv_transfers(stack)
+    model = stack.prefiller.get("/v1/models")["data"][0]["id"]
     request = {
         "model": model,
         "prompt": list(prompt),
         "max_tokens": 1,
-        "kv_transfer_params": {"kvtier": {"hand_over": {"to": to}}},
+        "kv_transfer_params": {"kvtier": {"kv_transfer": {"to": to}}},
     }
     started = time.perf_counter()
     answer = httpx.post(
-        f"{running.prefiller.url}/v1/completions", json=request, timeout=ANSWER_SECONDS, trust_env=False
+        f"{stack.prefiller.url}/v1/completions", json=request, timeout=ANSWER_SECONDS, trust_env=False
     )
     answered = time.perf_counter()
-    early = _pushed(running)
+    at_answer = _kv_transfers(stack)
     answer.raise_for_status()
-    assert answer.json()["kv_transfer_params"]["kvtier"]["handed_over"]["tokens"] == len(prompt)
-    while (after := _pushed(running))["open"]:
-        assert time.perf_counter() - answered < END_SECONDS, "the hand-over does not end"
+    assert answer.json()["kv_transfer_params"]["kvtier"]["transferred"]["tokens"] == len(prompt)
+    while (after := _kv_transfers(stack))["open"]:
+        assert time.perf_counter() - answered < END_SECONDS, "the KV transfer did not end"
         time.sleep(POLL_SECONDS)
     ended = time.perf_counter()
-    assert after["pushed_bytes"] > before["pushed_bytes"], "nothing was pushed"
-    return Hidden(
+    assert after["pushed_bytes"] > before["pushed_bytes"], "nothing was transferred"
+    return Transfer(
         prefill_seconds=answered - started,
         late_seconds=ended - answered,
         bytes=after["pushed_bytes"] - before["pushed_bytes"],
-        early_bytes=early["pushed_bytes"] - before["pushed_bytes"],
+        early_bytes=at_answer["pushed_bytes"] - before["pushed_bytes"],
         pushing_seconds=after["pushing_seconds"] - before["pushing_seconds"],
     )
 
 
-def added(running: Serving, prompts: Sequence[Sequence[int]]) -> None:
-    """The time to the first token, through the proxy against one engine."""
-    alone, together = [], []
+def measure_added(stack: Serving, prompts: Sequence[Sequence[int]]) -> None:
+    """Compare the time to first token through the proxy with that of a single engine."""
+    single, disaggregated = [], []
     for turn, prompt in enumerate(prompts):
-        # Each goes first every other time.
-        for both in (turn % 2 == 0, turn % 2 == 1):
-            if both:
-                together.append(running.proxy.complete(prompt, NEW_TOKENS))
+        # Alternate which one goes first.
+        for use_proxy in (turn % 2 == 0, turn % 2 == 1):
+            if use_proxy:
+                disaggregated.append(stack.proxy.complete(prompt, NEW_TOKENS))
             else:
-                alone.append(running.decoder.complete(prompt, NEW_TOKENS, salt=SALT))
-    for one, two in zip(alone, together, strict=True):
-        assert one.tokens == two.tokens, "tokens differ"
-        assert not one.cached_tokens, "one engine found what it should have computed"
-        assert two.cached_tokens >= two.prompt_tokens - 1, "not all was hit at the decoder"
+                single.append(stack.decoder.complete(prompt, NEW_TOKENS, salt=SALT))
+    pairs = list(zip(single, disaggregated, strict=True))
+    for base, split in pairs:
+        assert base.tokens == split.tokens, "tokens differ"
+        assert not base.cached_tokens, "the single engine had a hit"
+        assert split.cached_tokens >= split.prompt_tokens - 1, "the decode instance had no full hit"
     show(
-        f"time to the first token: {len(prompts)} prompts of {len(prompts[0]):,} tokens",
+        f"time to first token: {len(prompts)} prompts of {len(prompts[0]):,} tokens",
         ("what", "median", "lowest", "highest"),
         [
-            _row("one engine, ms", [one.ttft * 1e3 for one in alone]),
-            _row("prefiller and decoder, ms", [one.ttft * 1e3 for one in together]),
-            _row(
-                "added, ms", [(two.ttft - one.ttft) * 1e3 for one, two in zip(alone, together, strict=True)]
-            ),
-            _row("ratio", [two.ttft / one.ttft for one, two in zip(alone, together, strict=True)]),
+            _row("single engine, ms", [answer.ttft * 1e3 for answer in single]),
+            _row("disaggregated, ms", [answer.ttft * 1e3 for answer in disaggregated]),
+            _row("added, ms", [(split.ttft - base.ttft) * 1e3 for base, split in pairs]),
+            _row("ratio", [split.ttft / base.ttft for base, split in pairs]),
         ],
     )
 
 
-def _pushed(running: Serving) -> dict[str, Any]:
-    status: dict[str, Any] = running.status("prefiller")["hand_overs"]
+def _kv_transfers(stack: Serving) -> dict[str, Any]:
+    status: dict[str, Any] = stack.status("prefiller")["kv_transfers"]
     return status
 
 

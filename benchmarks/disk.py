@@ -1,18 +1,18 @@
-"""The disk backend, through io_uring and by threads, beside raw O_DIRECT I/O of the same bytes in one run.
+"""Compare the disk backend, with io_uring and with threads, with raw O_DIRECT I/O of the same bytes.
 
 ::
 
-    python -m benchmarks.disk                     # in the current folder: needs 5 GiB there, 2 GiB of memory
+    python -m benchmarks.disk                     # needs 5 GiB in the current folder, 2 GiB of memory
     python -m benchmarks.disk --folder /mnt/ssd --small
 
-All move bytes between files and one arena. Raw: as many threads as the depth says; each opens a file, moves
-the whole of it in one call and closes it. ``uring`` and ``threads`` are the backend with either setting of
-``io``; ``sealed`` is it with header and checksum around it and ``io: auto``, as a cache runs it. Each write
-makes new files; reads are cold, since nothing that goes past the page cache is in it. With ``--buffered`` the
-backend goes through the page cache, which is emptied of these files before each run.
+All sides move bytes between files and one arena, in the same run. ``raw``: as many threads as the depth; each
+opens a file, reads or writes it in one call, and closes it. ``uring`` and ``threads``: the backend with that
+setting of ``io``. ``sealed``: the backend with header, checksum and ``io: auto``, as in a cache. Each write
+creates new files. Reads are cold, because O_DIRECT leaves nothing in the page cache. With ``--buffered``, the
+backend uses the page cache, and these files are dropped from it before each run.
 
-``CPU`` counts the whole process's processor seconds for each GB. ``loop`` is the longest that the event
-loop's thread computed at a stretch while the backend was at work, in milliseconds.
+``CPU`` is the CPU time of the whole process per GB, in seconds. ``loop`` is the longest time that the event
+loop's thread computed without a pause while the backend was working, in milliseconds.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from typing import Literal, NamedTuple
 import anyio
 
 from benchmarks.common import MIB, filled, ratio, show, speed
-from kvtier.arena import Arena
 from kvtier.backends.base import Backend, Outcome, SupportsRegistration
-from kvtier.backends.disk import DiskBackend, DiskSettings, walk
-from kvtier.backends.sealed import SealedBackend
+from kvtier.backends.disk.backend import DiskBackend, DiskSettings, walk
 from kvtier.bench.raw_files import in_threads, read_file, write_file
 from kvtier.bench.sides import unseal
 from kvtier.bench.timing import rotated
-from kvtier.header import HEADER_BYTES, ChunkHeader
-from kvtier.keys import KEY_BYTES, ChunkKey
+from kvtier.memory.arena import Arena
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader
+from kvtier.memory.keys import KEY_BYTES, ChunkKey
+from kvtier.tiers.sealed import SealedBackend
 from kvtier.units import format_size
 
 KIB = 1 << 10
-BEAT_SECONDS = 0.001
+TIMER_SECONDS = 0.001
 SIDES: dict[str, Literal["auto", "uring", "threads"]] = {
     "uring": "uring",
     "threads": "threads",
@@ -55,7 +55,7 @@ Chunks = Sequence[tuple[ChunkKey, memoryview]]
 
 
 class Run(NamedTuple):
-    """What one turn of one side took."""
+    """Duration of one turn of one side."""
 
     seconds: float
     cpu_seconds: float
@@ -63,32 +63,32 @@ class Run(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="The disk backend beside raw O_DIRECT I/O.")
-    parser.add_argument("--folder", type=Path, default=Path(), help="where to write; default: here")
-    parser.add_argument("--buffered", action="store_true", help="the backend without O_DIRECT")
+    parser = argparse.ArgumentParser(description="Compare the disk backend with raw O_DIRECT I/O.")
+    parser.add_argument("--folder", type=Path, default=Path(), help="where to write; default: current folder")
+    parser.add_argument("--buffered", action="store_true", help="run the backend without O_DIRECT")
     parser.add_argument("--runs", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--small", action="store_true", help="a few megabytes, to see that it runs")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--small", action="store_true", help="smoke test with a few megabytes")
+    options = parser.parse_args(arguments)
     loads, depths = [(64 * KIB, 512), (4 * MIB, 32), (32 * MIB, 32)], [1, 4, 16]
-    if given.small:
+    if options.small:
         loads, depths = [(64 * KIB, 8), (MIB, 4)], [1, 2]
-    found: list[tuple[str, int, int, dict[str, list[Run]]]] = []
-    with tempfile.TemporaryDirectory(dir=given.folder, prefix="kvtier-bench-") as folder:
+    measured: list[tuple[str, int, int, dict[str, list[Run]]]] = []
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="kvtier-bench-") as folder:
         for size, count in loads:
             arena = filled_arena(size * count)
             chunks = chunk_objects(arena.view(0, size * count), size)
             for depth in depths:
-                bench = Bench(Path(folder), arena, chunks, depth, direct=not given.buffered)
-                for name, runs in anyio.run(bench.measure, given.runs).items():
-                    found.append((f"{name} {count} x {format_size(size)}", depth, size * count, runs))
-    kind = "buffered" if given.buffered else "O_DIRECT"
+                bench = Bench(Path(folder), arena, chunks, depth, direct=not options.buffered)
+                for name, runs in anyio.run(bench.measure, options.runs).items():
+                    measured.append((f"{name} {count} x {format_size(size)}", depth, size * count, runs))
+    kind = "buffered" if options.buffered else "O_DIRECT"
     columns = ("", "depth", "raw GB/s", *(f"{side} : raw" for side in SIDES))
-    show(f"disk backend ({kind}) and raw O_DIRECT", columns, [speeds(*one) for one in found])
+    show(f"disk backend ({kind}) and raw O_DIRECT", columns, [speeds(*row) for row in measured])
     columns = ("", "depth", "raw CPU", *(f"{side} {what}" for side in SIDES for what in ("CPU", "loop")))
     show(
-        "processor seconds for each GB, and the longest the loop was held up, ms",
+        "CPU seconds per GB, and the longest time the loop was blocked, ms",
         columns,
-        [costs(*one) for one in found],
+        [costs(*row) for row in measured],
     )
 
 
@@ -112,7 +112,7 @@ def costs(name: str, depth: int, length: int, runs: dict[str, list[Run]]) -> tup
 
 
 class Bench:
-    """The same chunks through every side, in turns."""
+    """Moves the same chunks through every side, interleaved."""
 
     def __init__(self, folder: Path, arena: Arena, chunks: Chunks, depth: int, *, direct: bool) -> None:
         self._raw = folder / "raw"
@@ -123,7 +123,7 @@ class Bench:
         self._direct = direct
 
     async def measure(self, runs: int) -> dict[str, dict[str, list[Run]]]:
-        """Every run of every side, writing and reading."""
+        """Return every run of every side, for writes and reads."""
         self._raw.mkdir(exist_ok=True)
         async with AsyncExitStack() as stack:
             backends: dict[str, Backend] = {}
@@ -143,8 +143,8 @@ class Bench:
             }
             try:
                 return {
-                    "write": await take_turns(writes, runs, lambda side: self._remove([side])),
-                    "cold read": await take_turns(reads, runs, lambda _: self._forget()),
+                    "write": await interleave_runs(writes, runs, lambda side: self._remove([side])),
+                    "cold read": await interleave_runs(reads, runs, lambda _: self._drop_cache()),
                 }
             finally:
                 self._remove(list(writes))
@@ -173,8 +173,8 @@ class Bench:
             for path in self._raw.iterdir() if side == "raw" else walk(self._folders[side]):
                 path.unlink()
 
-    def _forget(self) -> None:
-        """Take the backends' files out of the page cache, where they are in it."""
+    def _drop_cache(self) -> None:
+        """Drop the backends' files from the page cache."""
         for path in (path for folder in self._folders.values() for path in walk(folder)):
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
@@ -182,32 +182,32 @@ class Bench:
             os.close(descriptor)
 
 
-async def take_turns(
+async def interleave_runs(
     sides: dict[str, Callable[[], Awaitable[None]]], runs: int, before_each: Callable[[str], None]
 ) -> dict[str, list[Run]]:
-    """Every run of every side, after one of each that is not counted; another side begins each turn."""
-    found: dict[str, list[Run]] = {name: [] for name in sides}
+    """Return every run of every side, without a first warm-up run. Each turn starts with another side."""
+    measured: dict[str, list[Run]] = {name: [] for name in sides}
     for turn in range(-1, runs):
         for name in rotated(list(sides), turn):
             before_each(name)
             run = await timed(sides[name])
             if turn >= 0:
-                found[name].append(run)
-    return found
+                measured[name].append(run)
+    return measured
 
 
 async def timed(side: Callable[[], Awaitable[None]]) -> Run:
-    """One run, with a timer beside it that tells how long the loop computed between two beats."""
+    """Time one run. A timer on the loop measures how long its thread computed between two ticks."""
     loop = asyncio.get_running_loop()
     longest, last = 0.0, time.thread_time()
 
-    def beat() -> None:
+    def tick() -> None:
         nonlocal longest, last, timer
         now = time.thread_time()
         longest, last = max(longest, now - last), now
-        timer = loop.call_later(BEAT_SECONDS, beat)
+        timer = loop.call_later(TIMER_SECONDS, tick)
 
-    timer = loop.call_soon(beat)
+    timer = loop.call_soon(tick)
     started, cpu = time.perf_counter(), time.process_time()
     await side()
     run = Run(
@@ -218,7 +218,7 @@ async def timed(side: Callable[[], Awaitable[None]]) -> Run:
 
 
 def filled_arena(length: int) -> Arena:
-    """An arena full of bytes, in the pages that a cache's is in."""
+    """Return a filled arena, with the same page sizes as in a cache."""
     arena = Arena.create(length)
     lease = arena.allocate(length)
     assert lease is not None
@@ -228,7 +228,7 @@ def filled_arena(length: int) -> Arena:
 
 
 def chunk_objects(memory: memoryview, size: int) -> Chunks:
-    """Sealed chunk objects of one size each, one after another in memory."""
+    """Return sealed chunk objects of ``size`` bytes each, consecutive in memory."""
     chunks = []
     for index in range(len(memory) // size):
         key = ChunkKey(index.to_bytes(2, "big") * (KEY_BYTES // 2))
@@ -250,7 +250,7 @@ async def get(backend: Backend, chunks: Chunks) -> None:
 
 def expect_ok(outcomes: Sequence[Outcome]) -> None:
     if set(outcomes) != {Outcome.OK}:
-        raise SystemExit(f"the disk did not do it: {outcomes}")
+        raise SystemExit(f"the disk failed: {outcomes}")
 
 
 if __name__ == "__main__":

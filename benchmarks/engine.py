@@ -1,13 +1,13 @@
-"""What a real vLLM gains, and what it costs requests that never hit.
+"""Measure what kvtier gains in a real vLLM, and what it costs requests that never hit.
 
 ::
 
     python benchmarks/engine.py                      # both, ten minutes
     python benchmarks/engine.py --rounds 3
 
-Two servers with the same model, one with kvtier and one without, take turns. *Cost*: eight requests at
-once with prompts that were never seen, so that every look-up misses and every chunk is stored. *Gain*: the
-time to the first token of a long prompt, cold, from memory, and from disk.
+Two servers with the same model, one with kvtier and one without, are measured alternately. *Cost*: eight
+concurrent requests with new prompts, so that every lookup misses and every chunk is stored. *Gain*: the time
+to first token of a long prompt, cold, from memory, and from disk.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ READY_SECONDS = 600
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="A real vLLM with and without kvtier.")
+    parser = argparse.ArgumentParser(description="Compare a real vLLM with and without kvtier.")
     parser.add_argument("--rounds", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--cost-only", action="store_true", help="leave out the gain")
+    parser.add_argument("--cost-only", action="store_true", help="do not measure the gain")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder, servers(Path(folder)) as (plain, kvtier):
         cost(plain, kvtier, options.rounds)
@@ -51,12 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def cost(plain: Client, kvtier: Client, rounds: int) -> None:
-    """Requests that never hit: the server with kvtier against the one without, in pairs."""
+    """Compare the server with kvtier with the one without, with requests that never hit."""
     seconds: dict[str, list[float]] = {"plain": [], "kvtier": []}
     clients = {"plain": plain, "kvtier": kvtier}
     seeds = random.Random(1)
     for turn in range(-1, rounds):
-        # Each goes first every other time.
+        # Alternate which one goes first.
         for name in sorted(clients, reverse=turn % 2 == 0):
             prompts = [fresh_prompt(seeds.random(), PROMPT_TOKENS) for _ in range(AT_ONCE)]
             started = time.perf_counter()
@@ -65,7 +65,7 @@ def cost(plain: Client, kvtier: Client, rounds: int) -> None:
             if turn >= 0:
                 seconds[name].append(time.perf_counter() - started)
     tokens = AT_ONCE * (PROMPT_TOKENS + NEW_TOKENS)
-    ratios = [there / here for there, here in zip(seconds["plain"], seconds["kvtier"], strict=True)]
+    ratios = [base / own for base, own in zip(seconds["plain"], seconds["kvtier"], strict=True)]
     show(
         f"never hit: {AT_ONCE} at once, {PROMPT_TOKENS} tokens in, {NEW_TOKENS} out, {rounds} pairs",
         ("server", "tokens/s", "ratio to plain", "lowest", "highest"),
@@ -83,21 +83,21 @@ def cost(plain: Client, kvtier: Client, rounds: int) -> None:
 
 
 def gain(client: Client, folder: Path, rounds: int) -> None:
-    """The time to the first token of a long prompt."""
+    """Measure the time to first token of a long prompt."""
     ttft: dict[str, list[float]] = {"cold": [], "memory": [], "disk": []}
     for turn in range(rounds):
         prompt = fresh_prompt(1000 + turn, LONG_TOKENS)
         cold = client.complete(prompt, 4)
-        settle(folder)
+        wait_until_stored(folder)
         client.reset_prefix_cache()
         memory = client.complete(prompt, 4)
-        push_out_of_memory(client, folder, turn)
+        evict_from_memory(client, folder, turn)
         client.reset_prefix_cache()
         disk = client.complete(prompt, 4)
         assert cold.tokens == memory.tokens == disk.tokens, "tokens differ"
         assert cold.cached_tokens == 0
-        assert memory.sources.get("host"), "nothing came from memory"
-        assert disk.sources.get("disk"), "nothing came from disk"
+        assert memory.sources.get("host"), "no hit in memory"
+        assert disk.sources.get("disk"), "no hit on disk"
         for name, answer in (("cold", cold), ("memory", memory), ("disk", disk)):
             ttft[name].append(answer.ttft)
     cold_seconds = statistics.median(ttft["cold"])
@@ -111,15 +111,15 @@ def gain(client: Client, folder: Path, rounds: int) -> None:
     )
 
 
-def push_out_of_memory(client: Client, folder: Path, turn: int) -> None:
-    """Store other prompts until the first tier has had to let the measured one go."""
+def evict_from_memory(client: Client, folder: Path, turn: int) -> None:
+    """Store other prompts until the first tier has evicted the measured one."""
     for number in range(3):
         client.complete(fresh_prompt(5000 + 10 * turn + number, LONG_TOKENS), 1)
-        settle(folder)
+        wait_until_stored(folder)
 
 
-def settle(folder: Path) -> None:
-    """Wait until nothing is on its way to disk."""
+def wait_until_stored(folder: Path) -> None:
+    """Wait until no writes to disk are pending."""
     while status(folder / "socket")["pending_bytes"]:
         time.sleep(0.02)
     time.sleep(0.1)
@@ -131,8 +131,8 @@ def fresh_prompt(seed: float, tokens: int) -> list[int]:
 
 @contextmanager
 def servers(folder: Path) -> Iterator[tuple[Client, Client]]:
-    """A plain vLLM and one with kvtier, whose first tier holds two long prompts."""
-    # Left to itself, the second of two servers gets other cores than the first.
+    """Start a plain vLLM and one with kvtier, whose first tier holds two long prompts."""
+    # By default, the second of two servers is bound to other cores than the first.
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(os.cpu_count()))
     model = folder / "model"
     make_model(model)

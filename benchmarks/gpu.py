@@ -1,14 +1,14 @@
-"""Copies between a GPU and the arena beside one large pinned copy, and what they cost the engine.
+"""Compare copies between a GPU and the arena with one large pinned copy, and measure what they cost engines.
 
 ::
 
     make bench-gpu                       # needs a GPU, torch for it, and 6 GiB of memory on both sides
-    python -m benchmarks.gpu --small     # some megabytes, to see that it runs
+    python -m benchmarks.gpu --small     # smoke test with some megabytes
 
 Host to device is a load, device to host a save. The limit is one ``cudaMemcpyAsync`` of as many bytes between
-pinned memory and the device, in the same run. Blocks are in random order. ``copy_engines`` are the GPU's,
-``kernel`` is one launch; ``best`` is what the connector does. Under the table of speeds: how much longer a
-matrix product takes, again and again on the engine's stream, while pages are copied all the time.
+pinned memory and the device, in the same run. Blocks are in random order. ``copy_engines`` uses those of the
+GPU, ``kernel`` is one launch, and ``best`` is what the connector uses. A second table shows how much longer
+repeated matrix products on the engine's stream take while pages are copied continuously.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import torch
 
 from benchmarks.common import show
 from kvtier import native
-from kvtier.arena import Arena, ArenaMap
-from kvtier.header import HEADER_BYTES, object_bytes
-from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.memory.arena import Arena, ArenaMap
+from kvtier.memory.header import HEADER_BYTES, object_bytes
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 
 CHUNK_TOKENS = 256
 NULL = 0
 KIB, GIB = 1 << 10, 1 << 30
-CARRIERS = ("BEST", "KERNEL", "COPY_ENGINES")
+METHODS = ("BEST", "KERNEL", "COPY_ENGINES")
 
 PAGES = {
     f"pages of {size // KIB} KiB": GroupLayout(16, (size,) * 8)
@@ -47,7 +47,7 @@ MODELS = {
 
 @dataclass
 class Work:
-    """Chunks in a pinned arena and pages on the device for them."""
+    """Chunks in a pinned arena, and pages for them on the device."""
 
     arena: native.cuda.PinnedMemory
     pages: native.cuda.DevicePages
@@ -55,45 +55,45 @@ class Work:
     length: int
     host: torch.Tensor
     device: torch.Tensor
-    keep: list[torch.Tensor]
+    layers: list[torch.Tensor]
 
-    def begin(self, verb: str, carrier: str) -> int:
-        call = self.pages.load if verb == "load" else self.pages.save
+    def begin(self, direction: str, method: str) -> int:
+        call = self.pages.load if direction == "load" else self.pages.save
         stream = torch.cuda.current_stream().cuda_stream
-        return call(self.arena, self.chunks, stream, carrier=native.cuda.Carrier[carrier])
+        return call(self.arena, self.chunks, stream, carrier=native.cuda.Carrier[method])
 
-    def large(self, verb: str) -> None:
-        """The limit: one copy of as many bytes."""
-        target, source = (self.device, self.host) if verb == "load" else (self.host, self.device)
+    def large(self, direction: str) -> None:
+        """Start one copy of as many bytes: the limit."""
+        target, source = (self.device, self.host) if direction == "load" else (self.host, self.device)
         target.copy_(source, non_blocking=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Copies between a GPU and the arena.")
+    parser = argparse.ArgumentParser(description="Measure copies between a GPU and the arena.")
     parser.add_argument("--runs", type=int, default=9, help="default: %(default)s")
-    parser.add_argument("--gib", type=float, default=1.0, help="what a batch copies; default: %(default)s")
-    parser.add_argument("--small", action="store_true", help="a few megabytes, to see that it runs")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--gib", type=float, default=1.0, help="size of a batch; default: %(default)s")
+    parser.add_argument("--small", action="store_true", help="smoke test with a few megabytes")
+    options = parser.parse_args(arguments)
     if problem := native.cuda_problem():
         raise SystemExit(f"nothing to measure: {problem}")
     print(torch.cuda.get_device_name(), torch.version.cuda, native.summary(), sep="\n")
-    length = 16 << 20 if given.small else int(given.gib * GIB)
+    length = 16 << 20 if options.small else int(options.gib * GIB)
     with MappedArena(length + (64 << 20)) as arena:
-        rows, slowed = [], []
+        rows, slowdowns = [], []
         for name, group in (PAGES | MODELS).items():
             work = prepare(group, arena, length)
-            rows += [speeds(name, group, work, verb, given.runs) for verb in ("load", "save")]
+            rows += [speeds(name, group, work, direction, options.runs) for direction in ("load", "save")]
             if name in MODELS:
-                slowed += [slow_down(name, work, verb, given.runs) for verb in ("load", "save")]
+                slowdowns += [slowdown(name, work, direction, options.runs) for direction in ("load", "save")]
             del work
-    columns = ("", "page KiB", "limit GB/s", *(carrier.lower() for carrier in CARRIERS), "begin us")
-    show("copies as ratios to one large pinned copy", columns, rows)
-    columns = ("", "product alone ms", *(carrier.lower() for carrier in CARRIERS))
-    show("a matrix product while pages are copied: how many times as long it takes", columns, slowed)
+    columns = ("", "page KiB", "limit GB/s", *(method.lower() for method in METHODS), "begin us")
+    show("copies: speed relative to one large pinned copy", columns, rows)
+    columns = ("", "product alone ms", *(method.lower() for method in METHODS))
+    show("slowdown of a matrix product while pages are copied", columns, slowdowns)
 
 
 class MappedArena:
-    """An arena of 2 MiB pages where there are any, mapped and registered as the connector does it."""
+    """An arena, in 2 MiB pages if available, mapped and registered as by the connector."""
 
     def __init__(self, capacity: int) -> None:
         self._arena = Arena.create(capacity, huge=True)
@@ -111,10 +111,10 @@ class MappedArena:
         self._arena.close()
 
 
-def prepare(group: GroupLayout, arena: MappedArena, most: int) -> Work:
+def prepare(group: GroupLayout, arena: MappedArena, max_bytes: int) -> Work:
     layout = ChunkLayout(CHUNK_TOKENS, (group,))
     chunk_bytes = object_bytes(layout.payload_bytes(CHUNK_TOKENS))
-    count = max(1, min(len(arena.view), most) // chunk_bytes)
+    count = max(1, min(len(arena.view), max_bytes) // chunk_bytes)
     per_chunk = len(group.blocks(CHUNK_TOKENS))
     num_blocks = count * per_chunk + 1
     layers = [
@@ -139,19 +139,19 @@ def prepare(group: GroupLayout, arena: MappedArena, most: int) -> Work:
     )
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds on the engine's stream, which waits for what is begun."""
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+def timed_on_stream(work: Callable[[], object]) -> float:
+    """Return the seconds on the engine's stream, which waits for the copies that ``work`` starts."""
+    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    first.record()
+    started.record()
     work()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 1e3
+    ended.record()
+    ended.synchronize()
+    return started.elapsed_time(ended) / 1e3
 
 
-def wall(work: Callable[[], int], pages: native.cuda.DevicePages) -> tuple[float, float]:
-    """Seconds from the call until the copy is done, and seconds until the call returned."""
+def timed_copy(work: Callable[[], int], pages: native.cuda.DevicePages) -> tuple[float, float]:
+    """Return the seconds from the call until the copy is complete, and until the call returned."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     ticket = work()
@@ -160,63 +160,63 @@ def wall(work: Callable[[], int], pages: native.cuda.DevicePages) -> tuple[float
     return time.perf_counter() - started, returned - started
 
 
-def speeds(name: str, group: GroupLayout, work: Work, verb: str, runs: int) -> tuple[object, ...]:
+def speeds(name: str, group: GroupLayout, work: Work, direction: str, runs: int) -> tuple[object, ...]:
     limits: list[float] = []
-    ratios: dict[str, list[float]] = {carrier: [] for carrier in CARRIERS}
-    begins: list[float] = []
+    ratios: dict[str, list[float]] = {method: [] for method in METHODS}
+    begin_us: list[float] = []
     for turn in range(-1, runs):
-        limit = timed(lambda: work.large(verb))
-        for carrier in CARRIERS:
-            took, begin = wall(lambda carrier=carrier: work.begin(verb, carrier), work.pages)
+        limit = timed_on_stream(lambda: work.large(direction))
+        for method in METHODS:
+            took, begin = timed_copy(lambda method=method: work.begin(direction, method), work.pages)
             if turn >= 0:
-                ratios[carrier].append(limit / took)
-                if carrier == "BEST":
-                    begins.append(begin * 1e6)
+                ratios[method].append(limit / took)
+                if method == "BEST":
+                    begin_us.append(begin * 1e6)
         if turn >= 0:
             limits.append(limit)
     return (
-        f"{name}, {'host to device' if verb == 'load' else 'device to host'}",
+        f"{name}, {'host to device' if direction == 'load' else 'device to host'}",
         group.page_bytes[0] // KIB,
         work.length / statistics.median(limits) / 1e9,
-        *(statistics.median(ratios[carrier]) for carrier in CARRIERS),
-        statistics.median(begins),
+        *(statistics.median(ratios[method]) for method in METHODS),
+        statistics.median(begin_us),
     )
 
 
-def slow_down(name: str, work: Work, verb: str, runs: int) -> tuple[object, ...]:
-    """The engine's stream does one product after the other; the copies wait for another stream."""
+def slowdown(name: str, work: Work, direction: str, runs: int) -> tuple[object, ...]:
+    """Time matrix products on the engine's stream, alone and with copies that wait for another stream."""
     size = 8192 if work.length >= GIB // 2 else 1024
-    one = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty_like(one)
-    other = torch.cuda.Stream()
+    matrix = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(matrix)
+    copy_stream = torch.cuda.Stream()
 
     def products() -> None:
         for _ in range(20):
-            torch.matmul(one, one, out=out)
+            torch.matmul(matrix, matrix, out=out)
 
-    alone: list[float] = []
-    ratios: dict[str, list[float]] = {carrier: [] for carrier in CARRIERS}
+    products_ms: list[float] = []
+    ratios: dict[str, list[float]] = {method: [] for method in METHODS}
     for turn in range(-1, runs):
-        without = timed(products)
-        for carrier in CARRIERS:
+        alone = timed_on_stream(products)
+        for method in METHODS:
             tickets: list[int] = []
 
-            def beside(carrier: str = carrier, tickets: list[int] = tickets) -> None:
-                with torch.cuda.stream(other):
-                    tickets += [work.begin(verb, carrier) for _ in range(4)]
+            def with_copies(method: str = method, tickets: list[int] = tickets) -> None:
+                with torch.cuda.stream(copy_stream):
+                    tickets += [work.begin(direction, method) for _ in range(4)]
                 products()
 
-            took = timed(beside)
+            took = timed_on_stream(with_copies)
             for ticket in tickets:
                 work.pages.wait(ticket)
             if turn >= 0:
-                ratios[carrier].append(took / without)
+                ratios[method].append(took / alone)
         if turn >= 0:
-            alone.append(without * 1e3 / 20)
+            products_ms.append(alone * 1e3 / 20)
     return (
-        f"{name}, {'host to device' if verb == 'load' else 'device to host'}",
-        statistics.median(alone),
-        *(statistics.median(ratios[carrier]) for carrier in CARRIERS),
+        f"{name}, {'host to device' if direction == 'load' else 'device to host'}",
+        statistics.median(products_ms),
+        *(statistics.median(ratios[method]) for method in METHODS),
     )
 
 

@@ -1,17 +1,17 @@
-"""What grows faster than its work: the same calls with more held, more entries, more requests in flight.
+"""Find costs that grow faster than the work: the same calls with more held, more entries, more in flight.
 
 ::
 
     python -m benchmarks.growth                  # up to 100 GB held, sparse, and 10^7 entries: 4 GiB, minutes
     python -m benchmarks.growth --entries 6      # up to 10^6
 
-*Held*: a tier of memory and a folder of a disk that hold so many bytes in chunks of 32 MiB. All but the
-measured chunks are sparse, so that it runs on machines that have not so much: memory that is leased and never
-touched, files without blocks. *Entries*: of the catalog. *In flight*: look-ups of 128 chunks, asked for at
-once of a real cache process, and reads of one chunk each from a disk.
+*Held*: a memory tier and a disk folder that hold that many bytes in chunks of 32 MiB. All chunks but the
+measured ones are sparse (memory that is leased but never touched, files without blocks), so that smaller
+machines can run it. *Entries*: of the catalog. *In flight*: concurrent lookups of 128 chunks at a real cache
+process, and concurrent reads of one chunk each from a disk.
 
-Every row is the cost of one unit of work; ``growth`` is how many times the first column's the last one's is.
-What has more than :data:`ALLOWED` is named below the table.
+Each row is the cost of one unit of work. ``growth`` is the ratio of the last column to the first one; rows
+above :data:`MAX_GROWTH` are listed below the table.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ from typing import NamedTuple
 
 import anyio
 
-from benchmarks import catalog as full
+from benchmarks import catalog as catalog_bench
 from benchmarks.common import show
-from benchmarks.look_up import CHUNK_TOKENS, ROOT, cache_process, hello, hold
-from kvtier.arena import Arena
+from benchmarks.look_up import CHUNK_TOKENS, ROOT, cache_process, hello, store_all
 from kvtier.backends.base import Backend, Outcome
 from kvtier.backends.cpu import CpuBackend
-from kvtier.backends.disk import DiskBackend, DiskSettings, object_path
+from kvtier.backends.disk.backend import DiskBackend, DiskSettings, object_path
 from kvtier.bench.timing import filled
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
-from kvtier.catalog import Catalog
-from kvtier.eviction.lru import LruPolicy
-from kvtier.keys import KEY_BYTES, ChunkKey, chunk_keys
+from kvtier.catalog.catalog import Catalog
+from kvtier.catalog.lru import LruPolicy
+from kvtier.memory.arena import Arena
+from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys
 from kvtier.settings import LocalTierSettings
 from kvtier.units import MIB
 
-ALLOWED = 2.0
-"""Caches of the processor alone make a row grow by as much."""
+MAX_GROWTH = 2.0
+"""CPU caches alone can make a cost grow by this factor."""
 SIZE = 32 * MIB
 HELD = {"1 GB": 10**9, "10 GB": 10**10, "100 GB": 10**11}
 IN_FLIGHT = (1, 4, 16, 64)
 RUNS = 9
-LOOK_UP_KEYS = 128
-PATIENCE_SECONDS = 60
+LOOKUP_KEYS = 128
+TIMEOUT_SECONDS = 60
 
 Costs = dict[str, list[float]]
-"""Microseconds of one unit, a value for each column."""
+"""Microseconds per unit, one value for each column."""
 
 
-class Held(NamedTuple):
-    """What a backend that holds so much already takes for one chunk, in seconds."""
+class ChunkCosts(NamedTuple):
+    """Seconds per chunk of one backend; ``look_up``: per key."""
 
     put: float
     get: float
@@ -69,40 +69,43 @@ class Held(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="What grows faster than its work.")
-    parser.add_argument("--entries", type=int, default=7, help="10 to the power of it; default: %(default)s")
-    parser.add_argument("--folder", type=Path, default=Path(), help="for the disk; default: here")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
-    parser.add_argument("--quick", action="store_true", help="the smallest columns, to see that it runs")
-    given = parser.parse_args(arguments)
-    held = dict(list(HELD.items())[: 2 if given.quick else None])
-    powers = range(4, (5 if given.quick else given.entries) + 1)
-    flights = IN_FLIGHT[: 2 if given.quick else None]
+    parser = argparse.ArgumentParser(description="Find costs that grow faster than the work.")
+    parser.add_argument("--entries", type=int, default=7, help="exponent of 10; default: %(default)s")
+    parser.add_argument("--folder", type=Path, default=Path(), help="for the disk; default: current folder")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to a file")
+    parser.add_argument("--quick", action="store_true", help="smoke test with the smallest columns")
+    options = parser.parse_args(arguments)
+    held = dict(list(HELD.items())[: 2 if options.quick else None])
+    exponents = range(4, (5 if options.quick else options.entries) + 1)
+    concurrency = IN_FLIGHT[: 2 if options.quick else None]
     tables = {
-        "held, all but the measured chunks sparse": (list(held), anyio.run(by_held, held, given.folder)),
-        "entries of the catalog": ([f"10^{power}" for power in powers], by_entries(powers)),
+        "bytes held, sparse except for the measured chunks": (
+            list(held),
+            anyio.run(by_held, held, options.folder),
+        ),
+        "catalog entries": ([f"10^{exponent}" for exponent in exponents], by_entries(exponents)),
         "in flight": (
-            [str(count) for count in flights],
-            by_look_ups(flights) | anyio.run(by_reads, flights, given.folder),
+            [str(count) for count in concurrency],
+            by_lookups(concurrency) | anyio.run(by_reads, concurrency, options.folder),
         ),
     }
     for title, (columns, costs) in tables.items():
         report(title, columns, costs)
-    if given.json:
-        given.json.write_text(json.dumps(tables, indent=2) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(tables, indent=2) + "\n")
 
 
 def report(title: str, columns: Sequence[str], costs: Costs) -> None:
     growth = {name: values[-1] / values[0] for name, values in costs.items()}
     rows = [[name, *(f"{value:,.2f}" for value in values), growth[name]] for name, values in costs.items()]
-    show(f"{title}: µs a unit", ["", *columns, "growth"], rows)
+    show(f"{title}: µs per unit", ["", *columns, "growth"], rows)
     for name, factor in growth.items():
-        if factor > ALLOWED:
-            print(f"grows faster than its work: {name}, {factor:.1f} times")
+        if factor > MAX_GROWTH:
+            print(f"grows faster than the work: {name}, by a factor of {factor:.1f}")
 
 
 async def by_held(held: dict[str, int], folder: Path) -> Costs:
-    """A chunk into a tier that holds so much already and out again, and a key that is asked for."""
+    """Measure put, get and lookup in tiers that already hold that many bytes."""
     costs: Costs = {}
     view = filled(SIZE)
     for capacity in held.values():
@@ -110,16 +113,16 @@ async def by_held(held: dict[str, int], folder: Path) -> Costs:
         memory = CpuBackend(LocalTierSettings(name="ram", type="cpu", capacity=(count + 2) * SIZE))
         await memory.open()
         keys = [ChunkKey(os.urandom(KEY_BYTES)) for _ in range(count)]
-        room = memory.arena.allocate_all(SIZE, 2)
+        reserved = memory.arena.allocate_all(SIZE, 2)
         memory.arena.settle()
         leave_sparse(memory.arena)
         for key in keys:
             lease = memory.arena.allocate(SIZE)
             assert lease is not None
             memory.adopt(key, lease)
-        for lease in room:
+        for lease in reserved:
             lease.release()
-        note(costs, "memory", await chunk_costs(memory, keys, view))
+        add_costs(costs, "memory", await chunk_costs(memory, keys, view))
         await memory.close()
         with tempfile.TemporaryDirectory(dir=folder, prefix="kvtier-bench-") as name:
             settings = {"name": "ssd", "type": "disk", "path": name, "capacity": "1TiB"}
@@ -130,31 +133,31 @@ async def by_held(held: dict[str, int], folder: Path) -> Costs:
                 path.touch()
                 os.truncate(path, SIZE)
             await disk.open()
-            note(costs, "disk", await chunk_costs(disk, keys, view))
+            add_costs(costs, "disk", await chunk_costs(disk, keys, view))
             started = time.perf_counter()
-            found = sum([len(batch) async for batch in disk.scan()])
-            costs.setdefault("disk: taken in at the start", []).append(
-                (time.perf_counter() - started) / found * 1e6
+            indexed = sum([len(batch) async for batch in disk.scan()])
+            costs.setdefault("disk: index a chunk at startup", []).append(
+                (time.perf_counter() - started) / indexed * 1e6
             )
             await disk.close()
     return costs
 
 
 def leave_sparse(arena: Arena) -> None:
-    """Have no memory taken for what is leased from now on: it is never used, and there may not be so much."""
+    """Stop preparing memory ahead of its use: it is never used, and may exceed that of the machine."""
     if arena._large_pages is not None:
         arena._large_pages.close()
 
 
-def note(costs: Costs, tier: str, measured: Held) -> None:
+def add_costs(costs: Costs, tier: str, measured: ChunkCosts) -> None:
     costs.setdefault(f"{tier}: put a chunk", []).append(measured.put * 1e6)
     costs.setdefault(f"{tier}: get a chunk", []).append(measured.get * 1e6)
-    costs.setdefault(f"{tier}: look a key up", []).append(measured.look_up * 1e6)
+    costs.setdefault(f"{tier}: look up a key", []).append(measured.look_up * 1e6)
 
 
-async def chunk_costs(backend: Backend, keys: Sequence[ChunkKey], view: memoryview) -> Held:
-    """Medians, of chunks that are not sparse."""
-    puts, gets, look_ups = [], [], []
+async def chunk_costs(backend: Backend, keys: Sequence[ChunkKey], view: memoryview) -> ChunkCosts:
+    """Return the medians, for chunks that are not sparse."""
+    puts, gets, lookups = [], [], []
     for _ in range(RUNS):
         key = ChunkKey(os.urandom(KEY_BYTES))
         started = time.perf_counter()
@@ -164,34 +167,40 @@ async def chunk_costs(backend: Backend, keys: Sequence[ChunkKey], view: memoryvi
         fetched = await backend.get([(key, view)])
         gets.append(time.perf_counter() - started)
         if [*stored, *fetched] != [Outcome.OK, Outcome.OK]:
-            raise SystemExit(f"the tier did not do it: {stored} {fetched}")
-        asked = random.choices(keys, k=LOOK_UP_KEYS)
+            raise SystemExit(f"the tier failed: {stored} {fetched}")
+        sampled = random.choices(keys, k=LOOKUP_KEYS)
         started = time.perf_counter()
-        if not all(await backend.contains(asked)):
-            raise SystemExit("the tier has lost a chunk")
-        look_ups.append((time.perf_counter() - started) / len(asked))
+        if not all(await backend.contains(sampled)):
+            raise SystemExit("the tier lost a chunk")
+        lookups.append((time.perf_counter() - started) / len(sampled))
         await backend.delete([key])
-    return Held(statistics.median(puts), statistics.median(gets), statistics.median(look_ups))
+    return ChunkCosts(statistics.median(puts), statistics.median(gets), statistics.median(lookups))
 
 
-def by_entries(powers: Sequence[int]) -> Costs:
-    """The catalog with so many entries, as :mod:`benchmarks.catalog` fills it. Processor time."""
+def by_entries(exponents: Sequence[int]) -> Costs:
+    """Measure the catalog, filled as by :mod:`benchmarks.catalog`, in CPU time."""
     costs: Costs = {}
-    for power in powers:
-        prompts = 10**power // full.PROMPT_CHUNKS
+    for exponent in exponents:
+        prompts = 10**exponent // catalog_bench.PROMPT_CHUNKS
         catalog = Catalog([LruPolicy(), LruPolicy()])
-        adding = array("f", bytes(4 * prompts * full.PROMPT_CHUNKS))
-        full.fill(catalog, prompts, adding)
+        adding = array("f", bytes(4 * prompts * catalog_bench.PROMPT_CHUNKS))
+        catalog_bench.fill(catalog, prompts, adding)
         picked = random.Random(0).choices(range(prompts), k=500)
         measured = {
             "add a chunk": (adding, 1),
-            "prefix, a chunk": (
-                full.timed(catalog.prefix, map(full.prompt_keys, picked)),
-                full.PROMPT_CHUNKS,
+            "prefix, per chunk": (
+                catalog_bench.timed(catalog.prefix, map(catalog_bench.prompt_keys, picked)),
+                catalog_bench.PROMPT_CHUNKS,
             ),
-            "touch, a chunk": (full.timed(catalog.touch, map(full.prompt_keys, picked)), full.PROMPT_CHUNKS),
+            "touch, per chunk": (
+                catalog_bench.timed(catalog.touch, map(catalog_bench.prompt_keys, picked)),
+                catalog_bench.PROMPT_CHUNKS,
+            ),
             "replace the coldest": (
-                full.timed(lambda key, held=catalog: full.replace_coldest(held, key), full.newcomers(500)),
+                catalog_bench.timed(
+                    lambda key, held=catalog: catalog_bench.replace_coldest(held, key),
+                    catalog_bench.newcomers(500),
+                ),
                 1,
             ),
         }
@@ -202,33 +211,33 @@ def by_entries(powers: Sequence[int]) -> Costs:
     return costs
 
 
-def by_look_ups(flights: Sequence[int]) -> Costs:
-    """So many look-ups of a prompt of 128 chunks at once, on one connection of a real cache process."""
-    costs: Costs = {"a look-up of 32,768 tokens": []}
+def by_lookups(concurrency: Sequence[int]) -> Costs:
+    """Measure concurrent lookups of a prompt of 128 chunks, on one connection to a real cache process."""
+    costs: Costs = {"lookup of 32,768 tokens": []}
     with cache_process([]) as path, bridges(path) as (scheduler, worker):
-        keys = chunk_keys(ROOT, list(range(LOOK_UP_KEYS * CHUNK_TOKENS)), CHUNK_TOKENS)
-        hold(scheduler, worker, keys)
-        for count in flights:
-            seconds = [at_once(scheduler, keys, count) for _ in range(30)]
-            costs["a look-up of 32,768 tokens"].append(statistics.median(seconds) / count * 1e6)
+        keys = chunk_keys(ROOT, list(range(LOOKUP_KEYS * CHUNK_TOKENS)), CHUNK_TOKENS)
+        store_all(scheduler, worker, keys)
+        for count in concurrency:
+            seconds = [time_lookups(scheduler, keys, count) for _ in range(30)]
+            costs["lookup of 32,768 tokens"].append(statistics.median(seconds) / count * 1e6)
     return costs
 
 
-def asked(scheduler: SchedulerBridge, keys: Sequence[ChunkKey]) -> int:
-    """A look-up, as soon as the cache process has taken in what it was asked before."""
+def start_lookup(scheduler: SchedulerBridge, keys: Sequence[ChunkKey]) -> int:
+    """Start a lookup, as soon as the bridge accepts it."""
     while (ticket := scheduler.look_up(keys, len(keys) * CHUNK_TOKENS)) is None:
         scheduler.poll()
     return ticket
 
 
-def at_once(scheduler: SchedulerBridge, keys: Sequence[ChunkKey], count: int) -> float:
+def time_lookups(scheduler: SchedulerBridge, keys: Sequence[ChunkKey], count: int) -> float:
     started = time.perf_counter()
-    for ticket in [asked(scheduler, keys) for _ in range(count)]:
-        finding = scheduler.found(ticket, wait=PATIENCE_SECONDS)
-        if finding is None or len(finding.leases) != len(keys):
-            raise SystemExit("a look-up has not found all chunks")
+    for ticket in [start_lookup(scheduler, keys) for _ in range(count)]:
+        lookup = scheduler.found(ticket, wait=TIMEOUT_SECONDS)
+        if lookup is None or len(lookup.leases) != len(keys):
+            raise SystemExit("a lookup did not find all chunks")
         scheduler.take(ticket)
-        scheduler.release(finding.leases)
+        scheduler.release(lookup.leases)
     return time.perf_counter() - started
 
 
@@ -242,20 +251,20 @@ def bridges(path: Path) -> Iterator[tuple[SchedulerBridge, WorkerBridge]]:
     worker.close()
 
 
-async def by_reads(flights: Sequence[int], folder: Path) -> Costs:
-    """So many batches of one chunk of 1 MiB each at once, from a disk."""
-    costs: Costs = {"a chunk of 1 MiB from disk": []}
+async def by_reads(concurrency: Sequence[int], folder: Path) -> Costs:
+    """Measure concurrent reads of one 1 MiB chunk each from a disk."""
+    costs: Costs = {"read a chunk of 1 MiB from disk": []}
     with tempfile.TemporaryDirectory(dir=folder, prefix="kvtier-bench-") as name:
         settings = {"name": "ssd", "type": "disk", "path": name, "capacity": "1TiB"}
         disk = DiskBackend(DiskSettings.model_validate(settings))
         await disk.open()
-        memory = filled(max(flights) * MIB)
+        memory = filled(max(concurrency) * MIB)
         chunks = [
             (ChunkKey(os.urandom(KEY_BYTES)), memory[index * MIB : (index + 1) * MIB])
-            for index in range(max(flights))
+            for index in range(max(concurrency))
         ]
         await disk.put(chunks)
-        for count in flights:
+        for count in concurrency:
             seconds = []
             for _ in range(RUNS):
                 started = time.perf_counter()
@@ -263,7 +272,7 @@ async def by_reads(flights: Sequence[int], folder: Path) -> Costs:
                     for chunk in chunks[:count]:
                         tasks.start_soon(disk.get, [chunk])
                 seconds.append((time.perf_counter() - started) / count)
-            costs["a chunk of 1 MiB from disk"].append(statistics.median(seconds) * 1e6)
+            costs["read a chunk of 1 MiB from disk"].append(statistics.median(seconds) * 1e6)
         await disk.close()
     return costs
 

@@ -1,7 +1,7 @@
-"""Loads that make a machine busy, each in processes of its own that end with the benchmark.
+"""Loads that make a machine busy, in separate processes that end with the benchmark.
 
-Each leads a process group, which is killed at the end; and the kernel kills each process whose benchmark is
-killed. Nothing but the standard library is imported, so that a load starts quickly on a saturated machine.
+Each load leads a process group, which is killed at the end. If the benchmark is killed, the kernel kills its
+loads. Imports only the standard library, so that a load starts quickly on a saturated machine.
 """
 
 from __future__ import annotations
@@ -23,47 +23,50 @@ PAGE_BYTES = mmap.PAGESIZE
 WRITE_BYTES, FILE_BYTES = 4 * MIB, 256 * MIB
 READ_BYTES, FREE_BYTES = 16 * MIB, 256 * MIB
 LEAVE_BYTES = 4 * GIB
-"""So much memory stays available, whatever a load takes."""
+"""Memory that every load leaves available."""
 PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
-def saturated(processes_a_core: int = 3) -> Iterator[None]:
-    """Every core is wanted by so many processes that never sleep."""
+def saturated(processes_per_core: int = 3) -> Iterator[None]:
+    """Run that many CPU-bound processes per core."""
     with ExitStack() as stack:
-        for _ in range(processes_a_core * len(os.sched_getaffinity(0))):
+        for _ in range(processes_per_core * len(os.sched_getaffinity(0))):
             stack.enter_context(_running("spin"))
         yield
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Another process overwrites one file of 256 MiB there, again and again, past the page cache."""
-    with tempfile.TemporaryDirectory(dir=folder) as own, _running("write", str(Path(own, "written"))):
-        yield
-
-
-@contextmanager
-def fragmented(folder: Path, most_bytes: int) -> Iterator[None]:
-    """Another process holds every other page of at most ``most_bytes``, and the page cache takes the rest.
-
-    Raises :class:`MemoryError` where there is not enough memory to do so.
-    """
+    """Run a process that overwrites one file of 256 MiB in ``folder`` repeatedly, with O_DIRECT."""
     with (
-        tempfile.TemporaryDirectory(dir=folder) as own,
-        _running("fragment", str(Path(own, "sparse")), str(most_bytes)),
+        tempfile.TemporaryDirectory(dir=folder) as subfolder,
+        _running("write", str(Path(subfolder, "written"))),
     ):
         yield
 
 
 @contextmanager
-def _running(*words: str) -> Iterator[None]:
-    command = [sys.executable, "-S", __file__, str(os.getpid()), *words]
+def fragmented(folder: Path, max_bytes: int) -> Iterator[None]:
+    """Run a process that holds every other page of at most ``max_bytes``, and fills the page cache.
+
+    Raises :class:`MemoryError` if there is too little memory.
+    """
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as subfolder,
+        _running("fragment", str(Path(subfolder, "sparse")), str(max_bytes)),
+    ):
+        yield
+
+
+@contextmanager
+def _running(*arguments: str) -> Iterator[None]:
+    command = [sys.executable, "-S", __file__, str(os.getpid()), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     try:
         if process.stdout.readline() != b"ready\n":
-            raise MemoryError(f"the load {words[0]} did not start")
+            raise MemoryError(f"the load {arguments[0]} did not start")
         yield
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -72,13 +75,13 @@ def _running(*words: str) -> Iterator[None]:
 
 
 def spin() -> None:
-    """Compute for ever."""
+    """Use a core forever."""
     while True:
         pass
 
 
 def write(path: str) -> None:
-    """Overwrite one file for ever, with O_DIRECT."""
+    """Overwrite one file forever, with O_DIRECT."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
     with mmap.mmap(-1, WRITE_BYTES) as data:
         data[:] = os.urandom(WRITE_BYTES)
@@ -87,24 +90,24 @@ def write(path: str) -> None:
                 os.pwrite(fd, data, offset)
 
 
-def fragment(path: str, most_bytes: str) -> None:
-    """Hold every other page of some memory, and let the page cache take what is free.
+def fragment(path: str, max_bytes: str) -> None:
+    """Hold every other page of a range of memory, and fill the remaining memory with page cache.
 
-    The file is sparse, so that nothing is written; read at random, its pages come one by one. Ends as soon as
-    so little memory is available that others need it.
+    The file is sparse, so that nothing is written, and advised as random, so that its pages are read one by
+    one. Ends when available memory runs low.
     """
-    taken = min(int(most_bytes), available_bytes() - LEAVE_BYTES) // PAGE_BYTES * PAGE_BYTES
-    if taken <= 0:
-        sys.exit("there is too little memory to fragment")
+    length = min(int(max_bytes), available_bytes() - LEAVE_BYTES) // PAGE_BYTES * PAGE_BYTES
+    if length <= 0:
+        sys.exit("too little memory to fragment")
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    os.ftruncate(fd, min(int(most_bytes), memory_bytes("MemFree")))
+    os.ftruncate(fd, min(int(max_bytes), memory_bytes("MemFree")))
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     fill_page_cache(fd)
-    memory = mmap.mmap(-1, taken)
+    memory = mmap.mmap(-1, length)
     memory.madvise(mmap.MADV_NOHUGEPAGE)
-    for offset in range(0, taken, PAGE_BYTES):
+    for offset in range(0, length, PAGE_BYTES):
         memory[offset] = 1
-    for offset in range(0, taken, 2 * PAGE_BYTES):
+    for offset in range(0, length, 2 * PAGE_BYTES):
         memory.madvise(mmap.MADV_DONTNEED, offset, PAGE_BYTES)
     fill_page_cache(fd)
     print("ready", flush=True)
@@ -113,7 +116,7 @@ def fragment(path: str, most_bytes: str) -> None:
 
 
 def fill_page_cache(fd: int) -> None:
-    """Read a file until all of it is in the page cache, or no memory is free."""
+    """Read a file until it is in the page cache or memory is full."""
     with mmap.mmap(-1, READ_BYTES) as buffer:
         for offset in range(0, os.fstat(fd).st_size, READ_BYTES):
             if memory_bytes("MemFree") < FREE_BYTES:
@@ -122,19 +125,19 @@ def fill_page_cache(fd: int) -> None:
 
 
 def available_bytes() -> int:
-    """How much memory a process may still take before others lose theirs."""
+    """Return the memory that can be allocated without reclaiming it from other processes."""
     return memory_bytes("MemAvailable")
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when that one, its parent, ends."""
+    """Have the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("the benchmark has ended")
+        sys.exit("the benchmark exited")
 
 
 def memory_bytes(field: str) -> int:
-    """A line of /proc/meminfo."""
+    """Return a field of /proc/meminfo in bytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 

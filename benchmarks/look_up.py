@@ -1,15 +1,15 @@
-"""A look-up as vLLM's scheduler makes it: hash a prompt, ask the cache process, have the leases.
+"""Measure a lookup as in vLLM's scheduler: hash a prompt, ask the cache process, receive the leases.
 
 ::
 
     python benchmarks/look_up.py                # a prompt of 32,768 tokens
     python benchmarks/look_up.py --runs 20
-    python benchmarks/look_up.py --pool redis   # what a prompt that nobody holds waits for a real Redis
+    python benchmarks/look_up.py --pool redis   # an unknown prompt is also looked up in a real Redis
 
-All chunks are READY in the first tier of a real cache process. The limit is a bare round trip of as many
+All chunks are READY in the first tier of a real cache process. The limit is a plain round trip of as many
 bytes over a Unix socket to a process that does nothing else. Reserving, confirming and committing as many
-chunks are measured beside it: they are what a store and a load cost the engine besides the copy. With a pool,
-a prompt of which this host knows nothing is asked for there before the answer is final.
+chunks is measured as well: besides the copy, that is the cost of a store and a load for the engine. With a
+pool, a prompt unknown to this host is looked up there before the answer is final.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello
 from kvtier.errors import ChannelError
-from kvtier.keys import KEY_BYTES, ChunkKey, chunk_keys, root_key
-from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys, root_key
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.testing.servers import SERVERS
 
 AnswerT = TypeVar("AnswerT")
 
 CHUNK_TOKENS = 256
 PAYLOAD_BYTES = 16 << 10
-ANSWER_BYTES_A_CHUNK = 10
+ANSWER_BYTES_PER_CHUNK = 10
 NAMESPACE = bytes(32)
 LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(32, (PAYLOAD_BYTES // 8,)),))
 ROOT = root_key(NAMESPACE)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="A look-up, hashing and the socket included.")
+    parser = argparse.ArgumentParser(description="Measure a lookup, including hashing and the socket.")
     parser.add_argument("--tokens", type=int, default=32_768, help="default: %(default)s")
     parser.add_argument("--runs", type=int, default=200, help="default: %(default)s")
-    parser.add_argument("--pool", choices=SERVERS, help="a tier on a real server of this kind, below memory")
+    parser.add_argument("--pool", choices=SERVERS, help="add a tier on a real server of this kind")
     options = parser.parse_args(arguments)
     tokens = random.Random(0).choices(range(100_000), k=options.tokens)
     with pool_tiers(options.pool) as pools, cache_process(pools) as path:
@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         scheduler.close()
         worker.close()
     show(
-        f"a prompt of {options.tokens:,} tokens, {len(rows)} kinds of calls, {options.runs} runs each",
-        ("call", "median µs", "99 % µs"),
+        f"a prompt of {options.tokens:,} tokens, {options.runs} runs of each call",
+        ("call", "median µs", "p99 µs"),
         rows,
     )
 
@@ -73,57 +73,57 @@ def measure(
     scheduler: SchedulerBridge, worker: WorkerBridge, tokens: list[int], runs: int
 ) -> list[tuple[str, float, float]]:
     keys = chunk_keys(ROOT, tokens, CHUNK_TOKENS)
-    hold(scheduler, worker, keys)
+    store_all(scheduler, worker, keys)
 
-    def whole() -> list[int]:
+    def hash_and_look_up() -> list[int]:
         return look_up(scheduler, chunk_keys(ROOT, tokens, CHUNK_TOKENS))
 
     def socket_only() -> list[int]:
         return look_up(scheduler, keys)
 
-    def give_back(leases: list[int]) -> None:
+    def release(leases: list[int]) -> None:
         assert len(leases) == len(keys)
         scheduler.release(leases)
 
-    def store_and_forget() -> None:
+    def reserve_and_abandon() -> None:
         fresh = [ChunkKey(os.urandom(KEY_BYTES)) for _ in keys]
         granted = reserve(scheduler, ROOT, fresh, CHUNK_TOKENS)
         scheduler.abandon([slot.lease for slot in granted if slot is not None])
 
     ticket = scheduler.look_up(keys, len(tokens))
     assert ticket is not None
-    finding = scheduler.found(ticket, wait=5)
-    assert finding is not None
+    lookup = scheduler.found(ticket, wait=5)
+    assert lookup is not None
 
     def confirm_all() -> None:
-        assert confirm(worker, finding.leases)
+        assert confirm(worker, lookup.leases)
 
-    def unknown() -> None:
+    def look_up_unknown() -> None:
         fresh = [ChunkKey(os.urandom(KEY_BYTES)) for _ in keys]
-        asked = scheduler.look_up(fresh, len(tokens))
-        assert asked is not None
-        found = scheduler.found(asked, wait=5)
-        while found is not None and not found.final:
-            found = scheduler.found(asked)
-        assert found is not None
-        assert not found.leases
-        scheduler.take(asked)
+        ticket = scheduler.look_up(fresh, len(tokens))
+        assert ticket is not None
+        unknown = scheduler.found(ticket, wait=5)
+        while unknown is not None and not unknown.final:
+            unknown = scheduler.found(ticket)
+        assert unknown is not None
+        assert not unknown.leases
+        scheduler.take(ticket)
 
-    with echo(len(keys) * ANSWER_BYTES_A_CHUNK) as ask:
+    with echo_process(len(keys) * ANSWER_BYTES_PER_CHUNK) as round_trip:
         question = bytes(len(keys) * KEY_BYTES)
         return [
-            timed("look-up: hashing and the socket", whole, runs, give_back),
-            timed("  hashing alone", lambda: chunk_keys(ROOT, tokens, CHUNK_TOKENS), runs),
-            timed("  the socket alone", socket_only, runs, give_back),
-            timed("limit: a bare round trip of as many bytes", lambda: ask(question), runs),
-            timed("look-up of a prompt that nobody holds", unknown, runs),
-            timed("reserve all chunks, and abandon them", store_and_forget, runs),
+            timed("lookup: hashing and the socket", hash_and_look_up, runs, release),
+            timed("  hashing only", lambda: chunk_keys(ROOT, tokens, CHUNK_TOKENS), runs),
+            timed("  socket only", socket_only, runs, release),
+            timed("limit: plain round trip of as many bytes", lambda: round_trip(question), runs),
+            timed("lookup of an unknown prompt", look_up_unknown, runs),
+            timed("reserve and abandon all chunks", reserve_and_abandon, runs),
             timed("confirm all chunks", confirm_all, runs),
         ]
 
 
-def hold(scheduler: SchedulerBridge, worker: WorkerBridge, keys: Sequence[ChunkKey]) -> None:
-    """Have all chunks READY, whichever connection asks next."""
+def store_all(scheduler: SchedulerBridge, worker: WorkerBridge, keys: Sequence[ChunkKey]) -> None:
+    """Store all chunks, and wait until they are READY for all connections."""
     slots = reserve(scheduler, ROOT, keys, CHUNK_TOKENS)
     worker.commit([slot.lease for slot in slots if slot is not None])
     while len(leases := look_up(scheduler, keys)) < len(keys):
@@ -133,21 +133,21 @@ def hold(scheduler: SchedulerBridge, worker: WorkerBridge, keys: Sequence[ChunkK
 
 
 def look_up(scheduler: SchedulerBridge, keys: Sequence[ChunkKey]) -> list[int]:
-    """Leases of the chunks that are READY."""
+    """Look up the keys; return the leases of the READY chunks."""
     ticket = scheduler.look_up(keys, len(keys) * CHUNK_TOKENS)
     assert ticket is not None
-    finding = scheduler.found(ticket, wait=5)
-    assert finding is not None
+    lookup = scheduler.found(ticket, wait=5)
+    assert lookup is not None
     scheduler.take(ticket)
-    return finding.leases
+    return lookup.leases
 
 
 def timed(
-    name: str, call: Callable[[], AnswerT], runs: int, end: Callable[[AnswerT], None] = lambda _: None
+    name: str, call: Callable[[], AnswerT], runs: int, cleanup: Callable[[AnswerT], None] = lambda _: None
 ) -> tuple[str, float, float]:
-    """Median and 99th percentile in microseconds, after a tenth of the runs that are not counted.
+    """Return the name, median and 99th percentile in microseconds, without 10 % warm-up runs.
 
-    ``end`` is not counted, as an engine releases what it was granted only after it has loaded it.
+    ``cleanup`` is not timed, because an engine releases leases only after the load.
     """
     seconds = []
     for run in range(-(runs // 10) - 1, runs):
@@ -155,7 +155,7 @@ def timed(
         answer = call()
         if run >= 0:
             seconds.append(time.perf_counter() - started)
-        end(answer)
+        cleanup(answer)
     seconds.sort()
     return name, statistics.median(seconds) * 1e6, seconds[int(0.99 * (runs - 1))] * 1e6
 
@@ -166,7 +166,7 @@ def hello(role: protocol.Role) -> Hello:
 
 @contextmanager
 def pool_tiers(kind: str | None) -> Iterator[list[dict[str, Any]]]:
-    """The tier of a real server that runs meanwhile, or none."""
+    """Run a real server; yield its tier. Yields no tier if ``kind`` is ``None``."""
     if kind is None:
         yield []
         return
@@ -176,7 +176,7 @@ def pool_tiers(kind: str | None) -> Iterator[list[dict[str, Any]]]:
 
 @contextmanager
 def cache_process(pools: Sequence[dict[str, Any]]) -> Iterator[Path]:
-    """A `kvtier serve` with memory, and the pools below it."""
+    """Run `kvtier serve` with a memory tier and the pools below it; yield its socket."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "socket")
         tiers = json.dumps([{"name": "ram", "type": "cpu", "capacity": "256MiB"}, *pools])
@@ -184,7 +184,7 @@ def cache_process(pools: Sequence[dict[str, Any]]) -> Iterator[Path]:
         command = [sys.executable, "-m", "kvtier", "serve", "--log-level", "WARNING"]
         process = subprocess.Popen(command, env=environment)
         try:
-            while not answers(path):
+            while not is_ready(path):
                 assert process.poll() is None, "the cache process did not start"
                 time.sleep(0.05)
             yield path
@@ -193,7 +193,7 @@ def cache_process(pools: Sequence[dict[str, Any]]) -> Iterator[Path]:
             process.wait()
 
 
-def answers(path: Path) -> bool:
+def is_ready(path: Path) -> bool:
     try:
         return bool(status(path))
     except ChannelError:
@@ -201,8 +201,8 @@ def answers(path: Path) -> bool:
 
 
 @contextmanager
-def echo(answer_bytes: int) -> Iterator[Callable[[bytes], None]]:
-    """A process that answers each question at once; and a call that asks it."""
+def echo_process(answer_bytes: int) -> Iterator[Callable[[bytes], None]]:
+    """Run a process that answers each request at once; yield a function for one round trip."""
     ours, theirs = socket.socketpair()
     process = os.fork()
     if process == 0:
@@ -214,14 +214,14 @@ def echo(answer_bytes: int) -> Iterator[Callable[[bytes], None]]:
         os._exit(0)
     theirs.close()
 
-    def ask(question: bytes) -> None:
+    def round_trip(question: bytes) -> None:
         ours.sendall(question)
         received = 0
         while received < answer_bytes:
             received += len(ours.recv(1 << 18))
 
     try:
-        yield ask
+        yield round_trip
     finally:
         ours.close()
         os.waitpid(process, 0)

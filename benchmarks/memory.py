@@ -1,14 +1,13 @@
-"""The memory backends beside memmove of the same bytes, in the same run.
+"""Compare the memory backends with memmove of the same bytes, in the same run.
 
 ::
 
     python -m benchmarks.memory                   # needs 2 GiB of memory
-    sysctl -w vm.nr_hugepages=600                 # before it, for huge pages of 2 MiB
+    sysctl -w vm.nr_hugepages=600                 # first, for huge pages of 2 MiB
 
-``put`` and ``get`` are what a tier below the first does: they copy. ``adopt`` is what a commit in the first
-tier does: it takes over the memory that the engine has filled, and copies nothing, so that its speed is
-that of the bookkeeping. memmove goes from one place to another in one thread, over memory of 4 KiB pages
-that has been touched before.
+Tiers below the first one use ``put`` and ``get``, which copy. A commit in the first tier uses ``adopt``,
+which takes over the memory that the engine has filled, without a copy: its time is that of the bookkeeping.
+memmove copies one buffer in one thread, between pages of 4 KiB that have been touched before.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ from collections.abc import Sequence
 
 import anyio
 
-from benchmarks.common import MIB, filled, ratio, show, speed, take_turns
+from benchmarks.common import MIB, filled, interleave, ratio, show, speed
 from kvtier.backends.base import Outcome
 from kvtier.backends.cpu import CpuBackend, MemoryBackend
 from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
-from kvtier.keys import KEY_BYTES, ChunkKey
+from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.settings import LocalTierSettings
 
 Chunks = Sequence[tuple[ChunkKey, memoryview]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="The memory backends beside memmove.")
+    parser = argparse.ArgumentParser(description="Compare the memory backends with memmove.")
     parser.add_argument("--runs", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--small", action="store_true", help="a few megabytes, to see that it runs")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--small", action="store_true", help="smoke test with a few megabytes")
+    options = parser.parse_args(arguments)
     sizes, total = ([256 * 1024, 4 * MIB, 32 * MIB], 512 * MIB)
-    if given.small:
+    if options.small:
         sizes, total = ([256 * 1024, MIB], 8 * MIB)
-    memory, elsewhere = filled(total), filled(total)
+    memory, buffer = filled(total), filled(total)
     rows = []
     for kind in ("cpu", "hugepage"):
         for size in sizes:
-            rows += anyio.run(measure, kind, memory, elsewhere, size, given.runs)
-    show("memory backends and memmove", ("", "page", "memmove GB/s", "GB/s", "ratio", "us a chunk"), rows)
+            rows += anyio.run(measure, kind, memory, buffer, size, options.runs)
+    show("memory backends and memmove", ("", "page", "memmove GB/s", "GB/s", "ratio", "µs per chunk"), rows)
 
 
 def make(kind: str, capacity: int) -> MemoryBackend:
@@ -53,9 +52,9 @@ def make(kind: str, capacity: int) -> MemoryBackend:
 
 
 async def measure(
-    kind: str, memory: memoryview, elsewhere: memoryview, size: int, runs: int
+    kind: str, memory: memoryview, buffer: memoryview, size: int, runs: int
 ) -> list[tuple[object, ...]]:
-    """A row each for put, get and adopt."""
+    """Return one row each for put, get and adopt."""
     backend = make(kind, len(memory))
     await backend.open()
     chunks = [
@@ -63,7 +62,7 @@ async def measure(
         for index in range(len(memory) // size)
     ]
     keys = [key for key, _ in chunks]
-    targets = [elsewhere[index * size : (index + 1) * size] for index in range(len(chunks))]
+    targets = [buffer[index * size : (index + 1) * size] for index in range(len(chunks))]
     addresses = [
         (ctypes.addressof(ctypes.c_char.from_buffer(to)), ctypes.addressof(ctypes.c_char.from_buffer(view)))
         for to, (_, view) in zip(targets, chunks, strict=True)
@@ -90,10 +89,10 @@ async def measure(
         for key in keys:
             backend.discard(key)
 
-    stored = await take_turns({"memmove": copy, "put": put, "adopt": adopt}, runs, empty)
+    stored = await interleave({"memmove": copy, "put": put, "adopt": adopt}, runs, empty)
     empty()
     await put()
-    fetched = await take_turns({"memmove": copy, "get": get}, runs)
+    fetched = await interleave({"memmove": copy, "get": get}, runs)
     page = f"{backend.arena.page_bytes // 1024} KiB"
     await backend.close()
     return [
@@ -119,7 +118,7 @@ def row(
 
 def expect_ok(outcomes: Sequence[Outcome]) -> None:
     if set(outcomes) != {Outcome.OK}:
-        raise SystemExit(f"the memory did not take it: {outcomes}")
+        raise SystemExit(f"the memory backend failed: {outcomes}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What metrics cost: the report of a batch on the data path, and a scrape in the event loop.
+"""Measure the cost of metrics: reporting a batch on the data path, and a scrape in the event loop.
 
 ::
 
     python benchmarks/metrics.py
     python benchmarks/metrics.py --chunks 10000
 
-A batch is what one transfer between two tiers carries. For comparison: what making such a report costs, which
-is done for every observer together. A scrape is answered over HTTP by a real server in the loop of a real
-cache, so its time includes a client in the same process.
+A batch consists of the chunks of one transfer between two tiers. For comparison, the cost of creating the
+report is measured, which is shared by all observers. Scrapes are served over HTTP in the event loop of a real
+cache; the time includes the client, which is in the same process.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import httpx
 from benchmarks.common import show
 from kvtier import Settings, TieredCache
 from kvtier.backends.base import Outcome
-from kvtier.catalog import State
+from kvtier.catalog.catalog import State
 from kvtier.events import Prefetch, Report
 from kvtier.http import serving
 from kvtier.metrics import CacheMetrics, application
-from kvtier.router import FIRST, Transfer
 from kvtier.testing.backend import make_key
+from kvtier.tiers.router import FIRST, Transfer
 
 CHUNK_BYTES = 4096
-SOME = 1000
+FEW_CHUNKS = 1000
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="What metrics cost.")
+    parser = argparse.ArgumentParser(description="Measure the cost of metrics.")
     parser.add_argument(
-        "--chunks", type=int, default=1_000_000, help="held while scraped, default: %(default)s"
+        "--chunks", type=int, default=1_000_000, help="held during scrapes; default: %(default)s"
     )
     parser.add_argument("--runs", type=int, default=200, help="default: %(default)s")
     options = parser.parse_args(arguments)
@@ -53,12 +53,12 @@ async def measure(folder: Path, chunks: int, runs: int) -> None:
     async with TieredCache.open(settings) as cache:
         with CacheMetrics.of(cache) as metrics:
             rows = [row for size in (1, 16, 128) for row in batches(cache, metrics, size, runs)]
-            show("a batch, µs", ("call", "median", "99 %"), rows)
-            rows = [(f"scrape, {SOME:,} chunks held", *await scrapes(cache, metrics, SOME, runs))]
+            show("batch, µs", ("call", "median", "p99"), rows)
+            rows = [(f"scrape, {FEW_CHUNKS:,} chunks held", *await scrapes(cache, metrics, FEW_CHUNKS, runs))]
             rows.append((f"scrape, {chunks:,} chunks held", *await scrapes(cache, metrics, chunks, runs)))
             generate = timed(lambda: list(metrics.registry.collect()), runs)
-            rows.append(("  of that reading the values", *(seconds / 1000 for seconds in generate)))
-            show("a scrape, ms", ("call", "median", "99 %"), rows)
+            rows.append(("  of which reading the values", *(seconds / 1000 for seconds in generate)))
+            show("scrape, ms", ("call", "median", "p99"), rows)
 
 
 def batches(
@@ -75,14 +75,14 @@ def batches(
 
     rows = [
         (f"count a batch of {size} chunks", *timed(lambda: metrics.observe(report), runs)),
-        ("  for comparison: report it", *timed(make_report, runs)),
+        ("  for comparison: report the batch", *timed(make_report, runs)),
     ]
     cache.add_observer(metrics)
     return rows
 
 
 def timed(call: Callable[[], object], runs: int, repeats: int = 50) -> tuple[float, float]:
-    """Microseconds of one call, the median and the 99th percentile."""
+    """Return the median and the 99th percentile of the microseconds per call."""
     seconds = []
     for _ in range(runs):
         started = time.perf_counter()

@@ -1,13 +1,13 @@
-"""A move by order of the controller, from ``POST /move`` until its event is done, beside the bare transport.
+"""Compare a move by the controller, from ``POST /move`` until its event is done, with the transport alone.
 
 ::
 
     python -m benchmarks.move                      # tcp and nixl, 1.5 GiB of memory, a minute
     python -m benchmarks.move --transport tcp
 
-A controller and two instances, a process each, on loopback. A prompt goes to and fro; each time it is looked
-up, fetched, verified, told of, and deleted where it came from. The limit is what the transport alone takes to
-read the same bytes from the same memory in the same run.
+A controller and two instances, one process each, on loopback. A prompt is moved back and forth; each time it
+is looked up, fetched, verified, reported to the controller, and deleted at its source. The limit is the time
+of the transport alone to read the same bytes from the same memory in the same run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from benchmarks.common import MIB, ratio, show, speed
-from benchmarks.move_process import CHUNK_TOKENS, MODEL, Ask, instance_process, prompt
+from benchmarks.move_process import CHUNK_TOKENS, MODEL, Call, instance_process, prompt
 from benchmarks.peers_process import address, free_ports, settings_of
 
 TRANSPORTS = ("tcp", "nixl") if find_spec("nixl") else ("tcp",)
@@ -38,10 +38,10 @@ MOVE_SECONDS = 60
 
 
 class Extent(NamedTuple):
-    """How much is measured."""
+    """Amount of work to measure."""
 
     rows: Sequence[tuple[int, int]]
-    """Chunks, and the bytes of each."""
+    """Number of chunks, and the bytes of each."""
     turns: int
 
 
@@ -50,34 +50,32 @@ QUICK = Extent([(4, MIB)], 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description="Moves by order of the controller beside the bare transport."
-    )
+    parser = argparse.ArgumentParser(description="Compare moves by the controller with the transport alone.")
     parser.add_argument("--transport", action="append", choices=TRANSPORTS, help="default: all")
-    parser.add_argument("--quick", action="store_true", help="a few megabytes, to see that it runs")
-    given = parser.parse_args(arguments)
-    extent = QUICK if given.quick else FULL
-    for transport in given.transport or TRANSPORTS:
-        rows = [measured(transport, chunks, length, extent.turns) for chunks, length in extent.rows]
+    parser.add_argument("--quick", action="store_true", help="smoke test with a few megabytes")
+    options = parser.parse_args(arguments)
+    extent = QUICK if options.quick else FULL
+    for transport in options.transport or TRANSPORTS:
+        rows = [make_row(transport, chunks, length, extent.turns) for chunks, length in extent.rows]
         columns = ("", "move ms", "limit ms", "move GB/s", "limit GB/s", "move : limit")
         show(f"{transport}: moves between two instances", columns, rows)
 
 
-def measured(transport: str, chunks: int, length: int, turns: int) -> tuple[object, ...]:
-    """One row: the move to and fro, and the same bytes by the transport alone."""
-    with controller() as url, instances(transport, url, chunks * length, length // CHUNK_TOKENS) as told:
-        one, other = (told[name] for name in NAMES)
+def make_row(transport: str, chunks: int, length: int, turns: int) -> tuple[object, ...]:
+    """Return the row for one size: moves in both directions, and reads by the transport alone."""
+    with controller() as url, instances(transport, url, chunks * length, length // CHUNK_TOKENS) as calls:
+        first, second = (calls[name] for name in NAMES)
         mover = Mover(url, prompt(chunks))
-        one("store", chunks)
-        other("linked", 0)
+        first("store", chunks)
+        second("wait_for_link", 0)
         mover.wait_until_held(NAMES[0])
         moves, limit = [], []
         for turn in range(-1, turns):
-            bare = other("bare", chunks)
-            there, back = mover.move(*NAMES), mover.move(*reversed(NAMES))
+            direct = second("read_directly", chunks)
+            forth, back = mover.move(*NAMES), mover.move(*reversed(NAMES))
             if turn >= 0:
-                limit.append(bare)
-                moves.append((there + back) / 2)
+                limit.append(direct)
+                moves.append((forth + back) / 2)
         mover.close()
     print(f"{transport}: {chunks} x {length} bytes measured", file=sys.stderr)
     total = chunks * length
@@ -93,7 +91,7 @@ def measured(transport: str, chunks: int, length: int, turns: int) -> tuple[obje
 
 @contextmanager
 def controller() -> Iterator[str]:
-    """A controller runs meanwhile; its URL."""
+    """Run a controller; yield its URL."""
     (port,) = free_ports(1)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     with tempfile.TemporaryDirectory() as folder:
@@ -108,61 +106,65 @@ def controller() -> Iterator[str]:
 
 
 @contextmanager
-def instances(transport: str, url: str, total: int, token_bytes: int) -> Iterator[dict[str, Ask]]:
-    """Both run meanwhile, each other's peers and registered."""
+def instances(transport: str, url: str, total: int, token_bytes: int) -> Iterator[dict[str, Call]]:
+    """Run both instances, which are each other's peers and registered; yield a command function for each."""
     ports = free_ports(2)
     capacity = 2 * total + 64 * MIB
-    made: list[dict[str, Any]] = [
+    settings: list[dict[str, Any]] = [
         {
-            **settings_of(transport, port, [another], capacity, checksum=True),
+            **settings_of(transport, port, [peer_port], capacity, checksum=True),
             "chunk_tokens": CHUNK_TOKENS,
             "controller": {"url": url, "instance_id": name},
         }
-        for name, port, another in zip(NAMES, ports, reversed(ports), strict=True)
+        for name, port, peer_port in zip(NAMES, ports, reversed(ports), strict=True)
     ]
-    with instance_process(made[0], token_bytes) as one, instance_process(made[1], token_bytes) as other:
-        yield dict(zip(NAMES, (one, other), strict=True))
+    with (
+        instance_process(settings[0], token_bytes) as first,
+        instance_process(settings[1], token_bytes) as second,
+    ):
+        yield dict(zip(NAMES, (first, second), strict=True))
 
 
 class Mover:
-    """Has a prompt moved, as a client of the controller."""
+    """Client of the controller that moves a prompt."""
 
     def __init__(self, url: str, tokens: list[int]) -> None:
         self._http = httpx.Client(base_url=url, timeout=MOVE_SECONDS, trust_env=False)
         self._tokens = tokens
 
     def wait_until_held(self, name: str) -> None:
-        """The controller knows that both are there, and that this one holds all of it."""
+        """Wait until the controller knows both instances, and that ``name`` holds the whole prompt."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             try:
                 answer = self._http.post("/lookup", json={"tokens": self._tokens, "model": MODEL}).json()
-                there = self._http.get("/instances").json()["instances"]
+                registered = self._http.get("/instances").json()["instances"]
             except httpx.TransportError:
-                answer, there = {}, []
-            if answer.get("instances") == {name: {"ram": len(self._tokens)}} and len(there) == len(NAMES):
+                answer, registered = {}, []
+            complete = answer.get("instances") == {name: {"ram": len(self._tokens)}}
+            if complete and len(registered) == len(NAMES):
                 return
             time.sleep(0.05)
-        raise SystemExit("the instances have not registered")
+        raise SystemExit("the instances did not register")
 
     def move(self, source: str, target: str) -> float:
-        """The seconds until it is done."""
-        question = {
+        """Move the prompt; return the seconds until the event is done."""
+        request = {
             "old_position": [source, "ram"],
             "new_position": [target, "ram"],
             "tokens": self._tokens,
             "model": MODEL,
         }
         started = time.perf_counter()
-        event = self._http.post("/move", json=question).json()["event_id"]
+        event = self._http.post("/move", json=request).json()["event_id"]
         ended = self._http.get(f"/events/{event}", params={"wait": MOVE_SECONDS}).json()
         seconds = time.perf_counter() - started
         if ended["state"] != "done" or ended["result"]["tokens"] != len(self._tokens):
-            raise SystemExit(f"it was not moved: {ended}")
+            raise SystemExit(f"the move failed: {ended}")
         return seconds
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._http.close()
 
 

@@ -1,7 +1,7 @@
-"""An instance that is registered with a controller, and does what it is told until its input ends.
+"""An instance that is registered with a controller, and runs commands until its standard input ends.
 
-The first line of JSON is its settings and the bytes of a token; each further one is ``[what, number]``. Each
-is answered with a number.
+The first line of JSON contains its settings and the bytes per token, each further line a command:
+``[name, number]``. The answer to each line is a number.
 """
 
 from __future__ import annotations
@@ -27,64 +27,64 @@ from kvtier.peers.source import Source
 
 MODEL = "benchmark"
 CHUNK_TOKENS = 256
-Ask = Callable[[str, int], float]
+Call = Callable[[str, int], float]
 
 
 def prompt(chunks: int) -> list[int]:
-    """Tokens of so many whole chunks."""
+    """Return the tokens of that many whole chunks."""
     return list(range(chunks * CHUNK_TOKENS))
 
 
 @contextmanager
-def instance_process(settings: dict[str, Any], token_bytes: int) -> Iterator[Ask]:
-    """It runs meanwhile; the way to tell it what to do."""
+def instance_process(settings: dict[str, Any], token_bytes: int) -> Iterator[Call]:
+    """Run an instance; yield a function that runs a command in it."""
     command = [sys.executable, "-m", __name__]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
-    writing, reading = process.stdin, process.stdout
+    stdin, stdout = process.stdin, process.stdout
 
-    def ask(*question: object) -> float:
-        writing.write(json.dumps(question) + "\n")
-        writing.flush()
-        line = reading.readline()
+    def call(*request: object) -> float:
+        stdin.write(json.dumps(request) + "\n")
+        stdin.flush()
+        line = stdout.readline()
         if not line:
-            raise SystemExit(f"an instance has ended: {process.wait()}")
+            raise SystemExit(f"an instance exited with code {process.wait()}")
         return float(line)
 
     try:
-        ask(settings, token_bytes)
-        yield ask
+        call(settings, token_bytes)
+        yield call
     finally:
         process.communicate()
 
 
-class Told:
-    """What an instance can be told. Each method takes a number of chunks."""
+class Commands:
+    """Commands of the benchmark. Each method takes a number of chunks and returns a number."""
 
     def __init__(self, instance: Instance, token_bytes: int) -> None:
         self._instance = instance
         self._token_bytes = token_bytes
         self._model = instance.cache.model(MODEL, token_bytes=token_bytes)
-        instance.served.came("engine", self._model._namespace, self._model._layout, EngineModel([MODEL]))
+        instance.served.add("engine", self._model._namespace, self._model._layout, EngineModel([MODEL]))
 
     async def store(self, chunks: int) -> float:
-        """Hold a prompt; how many of its tokens are held then."""
+        """Store a prompt; return how many of its tokens are held."""
         tokens = prompt(chunks)
         return await self._model.store(tokens, filled(len(tokens) * self._token_bytes))
 
     async def clear(self, _: int) -> float:
-        """Hold nothing; how many chunks were removed."""
+        """Clear the cache; return the number of removed chunks."""
         return await self._instance.cache.clear()
 
-    async def linked(self, _: int) -> float:
-        """Wait until there is a link with the peer."""
-        while not (sources := self._sources()) or not sources[0].linked:  # noqa: ASYNC110 - nothing tells of it
+    async def wait_for_link(self, _: int) -> float:
+        """Wait for the link to the peer."""
+        while not (sources := self._sources()) or not sources[0].linked:  # noqa: ASYNC110 - no event
             await anyio.sleep(0.01)
         return 1
 
-    async def bare(self, chunks: int) -> float:
-        """Read a prompt from the peer with the transport alone, into memory of no tier: the seconds."""
+    async def read_directly(self, chunks: int) -> float:
+        """Read a prompt from the peer with the transport alone, outside any tier; return the seconds."""
         (source,) = self._sources()
         keys = self._model.keys(prompt(chunks))
         await source.look_up(keys, prefix=False)
@@ -100,7 +100,7 @@ class Told:
         outcomes = await source.read(reads)
         seconds = perf_counter() - started
         if list(outcomes) != [Outcome.OK] * chunks:
-            raise SystemExit(f"the transport has not read {chunks} chunks: {outcomes}")
+            raise SystemExit(f"the transport did not read {chunks} chunks: {outcomes}")
         source.release(promises)
         reads.clear()
         for lease in leases:
@@ -115,20 +115,20 @@ class Told:
 
 
 async def main() -> None:
-    # What a library prints must not be taken for an answer.
+    # Output of libraries goes to standard error, so that it is not read as an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     settings, token_bytes = json.loads(sys.stdin.readline())
     async with opened(settings) as instance:
-        told = Told(instance, token_bytes)
+        commands = Commands(instance, token_bytes)
         answer = 0.0
         while True:
             print(answer, file=answers, flush=True)
             line = await anyio.to_thread.run_sync(sys.stdin.readline)
             if not line:
                 return
-            what, number = json.loads(line)
-            answer = await getattr(told, what)(number)
+            command_name, number = json.loads(line)
+            answer = await getattr(commands, command_name)(number)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""An instance with chunks in its memory, which it serves to peers until its input ends.
+"""An instance that serves chunks in its memory to peers until its standard input ends.
 
-One line of JSON in: ``[its settings, sets of chunks]``. One out: the port of an echo, for bare round trips.
-Its peers may come and go.
+Reads one line of JSON: ``[settings, chunk sets]``. Writes one line: the port of an echo server for plain
+round trips. Peers may connect and disconnect at any time.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ import anyio.to_thread
 from benchmarks.common import MIB, filled
 from kvtier.bench.raw_sockets import serving
 from kvtier.cache import TieredCache
-from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.instance import Instance
-from kvtier.keys import ChunkKey
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader
+from kvtier.memory.keys import ChunkKey
 from kvtier.settings import Settings
 from kvtier.testing.backend import make_key
 
-SECRET = "what the processes of this benchmark know"
+SECRET = "shared by the processes of this benchmark"
 NAMESPACE = bytes(32)
 NUMBER_BYTES = 8
 PATTERN_BYTES = 8 * MIB
 
 
 class ChunkSet(NamedTuple):
-    """Chunks that are a prompt together."""
+    """The chunks of one prompt."""
 
     first: int
     amount: int
     length: int
-    """Of a chunk object."""
+    """Length of a chunk object."""
 
     @property
     def keys(self) -> list[ChunkKey]:
@@ -52,17 +52,17 @@ class ChunkSet(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes of all of them."""
+        """Total bytes of all chunks."""
         return self.amount * self.length
 
 
 def number_in(view: memoryview) -> int:
-    """Which chunk it is, by its payload."""
+    """Return the number of a chunk, which is in its payload."""
     return int.from_bytes(view[HEADER_BYTES : HEADER_BYTES + NUMBER_BYTES], "little")
 
 
 def store(cache: TieredCache, chunks: ChunkSet) -> None:
-    """As an engine leaves them in memory: without a checksum."""
+    """Store chunks without a checksum, as engines do."""
     payload = chunks.length - HEADER_BYTES
     pattern = filled(min(payload, PATTERN_BYTES))
     for number in chunks.numbers:
@@ -78,7 +78,7 @@ def store(cache: TieredCache, chunks: ChunkSet) -> None:
 def settings_of(
     transport: str, port: int, others: Sequence[int], capacity: int, *, checksum: bool
 ) -> dict[str, Any]:
-    """Of one of several instances on this host that are each other's peers, by their ports."""
+    """Return the settings of one of several instances on this host. ``others``: ports of its peers."""
     return {
         "tiers": [{"name": "ram", "type": "cpu", "capacity": capacity}],
         "checksum": checksum,
@@ -89,8 +89,8 @@ def settings_of(
             "transport": {"type": transport, "deadline": 30},
             "lease": 60,
             "share": 1,
-            # A machine that is busy for a moment is to be measured, not to end the benchmark.
-            "patience": 5,
+            # High enough that a short load peak does not end the benchmark.
+            "timeout": 5,
         },
     }
 
@@ -100,7 +100,7 @@ def address(port: int) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports at which nobody listens now."""
+    """Return ports that are currently free."""
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [listener.getsockname()[1] for listener in listeners]
@@ -113,7 +113,7 @@ class PeerProcess(NamedTuple):
 
 @contextmanager
 def peer_process(settings: dict[str, Any], sets: Sequence[ChunkSet]) -> Iterator[PeerProcess]:
-    """It runs meanwhile, and holds these chunks."""
+    """Run an instance that holds these chunks."""
     command = [sys.executable, "-m", __name__]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
@@ -121,17 +121,17 @@ def peer_process(settings: dict[str, Any], sets: Sequence[ChunkSet]) -> Iterator
     try:
         process.stdin.write(json.dumps([settings, sets]).encode() + b"\n")
         process.stdin.flush()
-        said = process.stdout.readline()
-        if not said:
-            raise SystemExit(f"a peer has ended: {process.wait()}")
-        yield PeerProcess(process.pid, int(said))
+        line = process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a peer exited with code {process.wait()}")
+        yield PeerProcess(process.pid, int(line))
     finally:
-        process.communicate()  # Its input ends, and so does it.
+        process.communicate()  # Closes its input, which ends it.
 
 
 @asynccontextmanager
 async def opened(settings: dict[str, Any]) -> AsyncIterator[Instance]:
-    """An instance. Nothing of the environment is in its settings, and no peer that goes is worth a word."""
+    """Run an instance that ignores the environment, and does not log warnings about lost peers."""
     logging.getLogger("kvtier").setLevel(logging.ERROR)
     for name in [name for name in os.environ if name.startswith("KVTIER_")]:
         del os.environ[name]
@@ -140,7 +140,7 @@ async def opened(settings: dict[str, Any]) -> AsyncIterator[Instance]:
 
 
 async def main() -> None:
-    # What a library prints must not be taken for an answer.
+    # Output of libraries goes to standard error, so that it is not read as an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     settings, sets = json.loads(sys.stdin.readline())

@@ -1,6 +1,6 @@
-"""A server that holds nothing: it takes bytes in, or gives as many as it is asked for.
+"""A server that stores nothing: it receives bytes, or sends as many as requested.
 
-Prints its port, and ends when its standard input does: with whoever has started it, however that ended.
+Prints its port. Exits when its standard input ends, and so together with its parent process.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import sys
 import threading
 
 BUFFER_BYTES = 1 << 20
-QUESTION_BYTES = 20
+REQUEST_BYTES = 20
 ANSWER_SHARE = 22
-"""A question of so many bytes is answered with one: that of RESP's EXISTS."""
+"""Bytes of a lookup request per byte of the answer, as for EXISTS in RESP."""
 
 
 def main() -> None:
@@ -23,34 +23,34 @@ def main() -> None:
 
 
 def accept(listener: socket.socket) -> None:
-    """A thread for each connection."""
+    """Start a thread for each connection."""
     while True:
         connection, _ = listener.accept()
         threading.Thread(target=serve, args=(connection,), daemon=True).start()
 
 
 def serve(connection: socket.socket) -> None:
-    """Until the other end closes the connection."""
+    """Serve a connection until the client closes it."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     buffer = memoryview(bytearray(BUFFER_BYTES))
-    while question := connection.recv(QUESTION_BYTES, socket.MSG_WAITALL):
-        kind, length = question[:1], int(question[1:])
+    while request := connection.recv(REQUEST_BYTES, socket.MSG_WAITALL):
+        kind, length = request[:1], int(request[1:])
         if kind == b"G":
-            give(connection, buffer, length)
+            send_bytes(connection, buffer, length)
             continue
-        take(connection, buffer, length)
+        receive_bytes(connection, buffer, length)
         connection.sendall(bytes(length // ANSWER_SHARE) if kind == b"A" else b"!")
     connection.close()
 
 
-def give(connection: socket.socket, buffer: memoryview, length: int) -> None:
+def send_bytes(connection: socket.socket, buffer: memoryview, length: int) -> None:
     while length:
         part = buffer[:length]
         connection.sendall(part)
         length -= len(part)
 
 
-def take(connection: socket.socket, buffer: memoryview, length: int) -> None:
+def receive_bytes(connection: socket.socket, buffer: memoryview, length: int) -> None:
     while length:
         received = connection.recv_into(buffer, min(length, len(buffer)))
         if not received:

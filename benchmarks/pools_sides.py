@@ -1,7 +1,7 @@
-"""Who takes part in the benchmark of the pools, beside those that kvtier.bench has.
+"""Sides of the pools benchmark, in addition to those of kvtier.bench.
 
-All sides move the same chunk objects, between the same arena and the same server. Each stores them under
-names of its own, and lets go of them after its turn.
+All sides move the same chunk objects, between the same arena and the same server. Each stores them under its
+own names, and deletes them after its turn.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import sys
 import time
 from collections.abc import Sequence
 
-from kvtier.arena import Arena
 from kvtier.bench import raw_resp
 from kvtier.bench.chunks import make_chunks
 from kvtier.bench.raw_resp import connected, exactly, fill, line
 from kvtier.bench.sides import Chunk, InThreads, expect
-from kvtier.keys import KEY_BYTES, ChunkKey
+from kvtier.memory.arena import Arena
+from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 
 def chunk_key(index: int) -> ChunkKey:
-    """The key of the chunk of that number."""
+    """Return the key of the chunk with that number."""
     return ChunkKey(index.to_bytes(2, "big") * (KEY_BYTES // 2))
 
 
 class RawRESP(raw_resp.RawRESP):
-    """GET, SET and EXISTS by hand, on a server that nobody else uses."""
+    """GET, SET and EXISTS on raw sockets, with exclusive use of the server."""
 
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove everything, from whichever side, and wait until its memory is free.
+        """Delete all keys, of all sides, and wait until their memory is free.
 
-        Not with FLUSHALL, which would give that back to the system: a pool that is full has it at hand.
+        Does not use FLUSHALL, which returns memory to the system: a full pool reuses the memory that it has.
         """
         connection = self._connections[0]
         connection.sendall(b"KEYS *\r\n")
@@ -42,7 +42,7 @@ class RawRESP(raw_resp.RawRESP):
 
 
 class Pump(InThreads):
-    """As many bytes over loopback, from and to a process that does nothing else: what no server can beat."""
+    """Moves as many bytes over loopback, from and to a process that does nothing else: an upper bound."""
 
     fills = False
 
@@ -59,29 +59,29 @@ class Pump(InThreads):
         exactly(connection, 1)
 
     def get_one(self, connection: socket.socket, key: ChunkKey, view: memoryview) -> None:
-        # What comes is no chunk: elsewhere with it.
+        # The bytes are no chunk, so they must not overwrite the view.
         connection.sendall(b"G%19d" % len(view))
         fill(connection, memoryview(self._scratch[connection])[: len(view)])
 
     async def look_up(self, keys: Sequence[ChunkKey]) -> float:
-        """As many bytes as a look-up with RESP has, there and back."""
+        """Send and receive as many bytes as a lookup with RESP."""
         started = time.perf_counter()
-        question = bytes(len(keys) * 88)
-        self._connections[0].sendmsg([b"A%19d" % len(question), question])
+        request = bytes(len(keys) * 88)
+        self._connections[0].sendmsg([b"A%19d" % len(request), request])
         exactly(self._connections[0], 4 * len(keys))
         return time.perf_counter() - started
 
     async def hold(self, chunks: Sequence[Chunk]) -> None:
-        """It holds nothing."""
+        """Do nothing: the server stores nothing."""
 
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
-        """It holds nothing."""
+        """Do nothing: the server stores nothing."""
 
     async def close(self) -> None:
         await super().close()
-        self._process.communicate()  # Its input ends, and so does it.
+        self._process.communicate()  # Closes its input, which ends it.
 
 
 def fill_arena(arena: Arena, count: int, size: int) -> list[Chunk]:
-    """Chunk objects under the keys of the first numbers."""
+    """Return ``count`` chunk objects in the arena, with the keys of the numbers from 0."""
     return make_chunks(arena, [chunk_key(index) for index in range(count)], size)

@@ -1,4 +1,4 @@
-"""What the proxy costs, against the same requests sent to the engine directly.
+"""Measure the cost of the proxy: the same requests through it and directly to the engine.
 
 ::
 
@@ -6,8 +6,8 @@
     python -m benchmarks.proxy --quick
 
 The engine is a stub that answers at once (:mod:`benchmarks.proxy_engine`). Engine, proxy (``kvtier proxy``)
-and client are processes of their own that share the machine's cores: with two of them, at full load, the
-proxy has less than one.
+and client are separate processes that share the cores of the machine: with two cores, the proxy has less than
+one at full load.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import NamedTuple
 import anyio
 from anyio.abc import SocketStream
 
-from benchmarks.common import show, take_turns
+from benchmarks.common import interleave, show
 
 TOKENS = 50
-"""In each of many streams."""
+"""Tokens per stream, for many concurrent streams."""
 CONCURRENT = (100, 500, 1000)
 PAUSE_SECONDS = 0.005
 FILES = 16_384
@@ -40,18 +40,18 @@ WRITTEN = re.compile(rb'"time":([\d.]+)}')
 SHORT, LONG = "short", "word " * 2000
 
 
-class Load(NamedTuple):
-    """What came of many streams at once."""
+class LoadResult(NamedTuple):
+    """Measurements of many concurrent streams."""
 
     seconds: float
-    first: Sequence[float]
-    """Seconds until the first byte, of each."""
+    first_byte: Sequence[float]
+    """Seconds until the first byte of each stream."""
     failed: int
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="What the proxy costs.")
-    parser.add_argument("--quick", action="store_true", help="see that it runs: the figures mean nothing")
+    parser = argparse.ArgumentParser(description="Measure the cost of the proxy.")
+    parser.add_argument("--quick", action="store_true", help="smoke test: the figures mean nothing")
     options = parser.parse_args(arguments)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def engine_process() -> Iterator[int]:
-    """A stub engine, and its port."""
+    """Run a stub engine; yield its port."""
     process = subprocess.Popen([sys.executable, "-m", "benchmarks.proxy_engine"], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -76,8 +76,8 @@ def engine_process() -> Iterator[int]:
 
 @contextmanager
 def proxy_process(engine: int, prefiller: int) -> Iterator[int]:
-    """A proxy before both, and its port."""
-    command = [sys.executable, "-m", "kvtier", "proxy", "--listen", "127.0.0.1:0", "--most-requests", "2000"]
+    """Run a proxy for both engines; yield its port."""
+    command = [sys.executable, "-m", "kvtier", "proxy", "--listen", "127.0.0.1:0", "--max-requests", "2000"]
     command += ["--decode", f"http://127.0.0.1:{engine}", "--prefill", f"http://127.0.0.1:{prefiller}"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
@@ -85,8 +85,8 @@ def proxy_process(engine: int, prefiller: int) -> Iterator[int]:
         port, up = 0, 0
         while not (port and up == 2):
             line = process.stderr.readline()
-            assert line, "the proxy has not started"
-            found = re.search(r"the proxy is at http://127.0.0.1:(\d+)", line)
+            assert line, "the proxy did not start"
+            found = re.search(r"proxy listening on http://127.0.0.1:(\d+)", line)
             port = int(found[1]) if found else port
             up += " is up" in line
         yield port
@@ -104,114 +104,121 @@ async def measure(engine: int, proxy: int, quick: bool) -> None:
 
 
 async def each_request(engine: int, proxy: int, runs: int, number: int) -> None:
-    """One after the other on one connection, the answers no streams."""
+    """Measure sequential requests on one connection, without streaming."""
     direct = partial(requests, engine, number, SHORT)
     through = partial(requests, proxy, number, SHORT)
     prefilled = partial(requests, proxy, number, LONG)
-    seconds = await take_turns({"direct": direct, "proxy": through, "prefilled": prefilled}, runs)
+    seconds = await interleave({"direct": direct, "proxy": through, "prefilled": prefilled}, runs)
     each = {name: statistics.median(values) / number * 1e6 for name, values in seconds.items()}
-    more = {name: value - each["direct"] for name, value in each.items()}
+    overhead = {name: value - each["direct"] for name, value in each.items()}
     show(
-        "a request, µs",
+        "time per request, µs",
         ("way", "median", "over direct"),
         (
             ("direct", each["direct"], 0.0),
-            ("through the proxy, to the decoder alone", each["proxy"], more["proxy"]),
-            ("through the proxy, prefilled at another engine", each["prefilled"], more["prefilled"]),
+            ("through the proxy, decode instance only", each["proxy"], overhead["proxy"]),
+            ("through the proxy, prefilled by another engine", each["prefilled"], overhead["prefilled"]),
         ),
     )
 
 
 async def each_token(engine: int, proxy: int, runs: int, tokens: int) -> None:
-    """One stream whose tokens come as fast as they can."""
+    """Measure one stream of tokens without pauses."""
     direct, through = partial(stream, engine, tokens), partial(stream, proxy, tokens)
-    seconds = await take_turns({"direct": direct, "proxy": through}, runs)
+    seconds = await interleave({"direct": direct, "proxy": through}, runs)
     each = {name: statistics.median(values) / tokens * 1e6 for name, values in seconds.items()}
     rows = [
         ("direct", each["direct"], 0.0),
         ("through the proxy", each["proxy"], each["proxy"] - each["direct"]),
     ]
-    show(f"a token of a stream of {tokens}, µs", ("way", "median", "over direct"), rows)
+    show(f"time per token of a stream of {tokens}, µs", ("way", "median", "over direct"), rows)
 
 
 async def latency(engine: int, proxy: int, tokens: int) -> None:
-    """How long a token is on its way, from the engine's write to the client's read, in a calm stream."""
+    """Measure the delay from the engine's write of a token to the client's read, in a slow stream."""
     rows = []
     for way, port in (("direct", engine), ("through the proxy", proxy)):
-        late = sorted(await stream(port, tokens, PAUSE_SECONDS))
-        rows.append((way, statistics.median(late) * 1e6, late[int(len(late) * 0.99)] * 1e6))
+        delays = sorted(await stream(port, tokens, PAUSE_SECONDS))
+        rows.append((way, statistics.median(delays) * 1e6, delays[int(len(delays) * 0.99)] * 1e6))
     pause = f"{PAUSE_SECONDS * 1000:g}"
-    show(f"a token's way, one each {pause} ms, µs", ("way", "median", "99 %"), rows)
+    show(f"delay of a token, one every {pause} ms, µs", ("way", "median", "p99"), rows)
 
 
 async def throughput(engine: int, proxy: int, concurrent: Sequence[int], rounds: int) -> None:
-    """So many streams at once, each on a connection of its own, again and again."""
+    """Measure concurrent streams, each on its own connection."""
     rows = []
     for count in concurrent:
         for way, port in (("direct", engine), ("through the proxy", proxy)):
-            loads = [await load(port, count) for _ in range(rounds)]
-            seconds = statistics.median(one.seconds for one in loads)
-            first = statistics.median(value for one in loads for value in one.first)
-            failed = sum(one.failed for one in loads)
+            results = [await run_load(port, count) for _ in range(rounds)]
+            seconds = statistics.median(result.seconds for result in results)
+            first_byte = statistics.median(value for result in results for value in result.first_byte)
+            failed = sum(result.failed for result in results)
             rows.append(
-                (way, count, round(count / seconds), round(count * TOKENS / seconds), first * 1000, failed)
+                (
+                    way,
+                    count,
+                    round(count / seconds),
+                    round(count * TOKENS / seconds),
+                    first_byte * 1000,
+                    failed,
+                )
             )
     columns = ("way", "streams", "requests/s", "tokens/s", "first byte, ms", "failed")
-    show(f"many streams at once, {TOKENS} tokens each", columns, rows)
+    show(f"concurrent streams of {TOKENS} tokens each", columns, rows)
 
 
 async def requests(port: int, number: int, prompt: str) -> None:
-    """One after the other. Each prompt is another, so that none is held already."""
+    """Send requests sequentially. All prompts differ, so that none is held already."""
     async with await anyio.connect_tcp("127.0.0.1", port) as connection:
         for _ in range(number):
-            await connection.send(asked(prompt=f"{time.monotonic_ns()} {prompt}", max_tokens=1))
+            await connection.send(request_bytes(prompt=f"{time.monotonic_ns()} {prompt}", max_tokens=1))
             received = b""
             while b"choices" not in received or not received.endswith(b"}"):
                 received += await connection.receive()
 
 
 async def stream(port: int, tokens: int, pause: float = 0) -> list[float]:
-    """One stream; how many seconds each of its tokens was on its way."""
-    late, rest = [], b""
+    """Run one stream; return the delay of each token in seconds, if the stream has pauses."""
+    delays, tail = [], b""
     async with await anyio.connect_tcp("127.0.0.1", port) as connection:
-        await connection.send(asked(prompt=SHORT, max_tokens=tokens, stream=True, pause=pause))
-        while not rest.endswith(END):
+        await connection.send(request_bytes(prompt=SHORT, max_tokens=tokens, stream=True, pause=pause))
+        while not tail.endswith(END):
             piece = await connection.receive()
-            rest = rest[-len(END) :] + piece
+            tail = tail[-len(END) :] + piece
             if pause:
-                late += [time.monotonic() - float(written) for written in WRITTEN.findall(piece)]
-    return late
+                delays += [time.monotonic() - float(written) for written in WRITTEN.findall(piece)]
+    return delays
 
 
-async def load(port: int, count: int) -> Load:
-    """Streams that all begin at once, on connections that are there already."""
+async def run_load(port: int, count: int) -> LoadResult:
+    """Start all streams at once, on connections that are already open."""
     async with AsyncExitStack() as stack:
         connections = []
         for _ in range(count):
             connection = await anyio.connect_tcp("127.0.0.1", port)
             connections.append(await stack.enter_async_context(connection))
-        first: list[float] = []
+        first_byte: list[float] = []
         complete: list[bool] = []
         started = time.monotonic()
         async with anyio.create_task_group() as tasks:
             for connection in connections:
-                tasks.start_soon(_one_of_many, connection, first, complete)
-        return Load(time.monotonic() - started, first, count - sum(complete))
+                tasks.start_soon(_run_stream, connection, first_byte, complete)
+        return LoadResult(time.monotonic() - started, first_byte, count - sum(complete))
 
 
-async def _one_of_many(connection: SocketStream, first: list[float], complete: list[bool]) -> None:
-    begun = time.monotonic()
-    await connection.send(asked(prompt=SHORT, max_tokens=TOKENS, stream=True))
+async def _run_stream(connection: SocketStream, first_byte: list[float], complete: list[bool]) -> None:
+    started = time.monotonic()
+    await connection.send(request_bytes(prompt=SHORT, max_tokens=TOKENS, stream=True))
     received = bytearray(await connection.receive())
-    first.append(time.monotonic() - begun)
+    first_byte.append(time.monotonic() - started)
     with suppress(anyio.EndOfStream):
         while not received.endswith(END):
             received += await connection.receive()
     complete.append(received.count(b"data: ") == TOKENS + 1)
 
 
-def asked(**fields: object) -> bytes:
-    """A request."""
+def request_bytes(**fields: object) -> bytes:
+    """Return an HTTP request for a completion."""
     content = json.dumps({"model": "stub", **fields}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
     return head.encode() + content

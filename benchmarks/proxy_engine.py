@@ -1,8 +1,7 @@
-"""A stub engine for :mod:`benchmarks.proxy`: ``python -m benchmarks.proxy_engine``, in a process of its own.
+"""Stub engine for :mod:`benchmarks.proxy`, run as ``python -m benchmarks.proxy_engine``. Prints its port.
 
-It answers as soon as it has read, with as little work as can be: what is measured is what is before it. The
-port is printed. A stream has ``max_tokens`` events, each with the time at which it was written; ``pause``
-seconds pass between two of them.
+It answers at once with minimal work, because the proxy in front of it is measured. A stream has
+``max_tokens`` events, each with the time at which it was written, and ``pause`` seconds between events.
 """
 
 from __future__ import annotations
@@ -39,25 +38,25 @@ class Engine(asyncio.Protocol):
             self._received = self._received[end + 4 + length :]
             self._answer(json.loads(body) if body else {})
 
-    def _answer(self, asked: dict[str, object]) -> None:
-        if asked.get("stream"):
+    def _answer(self, request: dict[str, object]) -> None:
+        if request.get("stream"):
             self._transport.write(STREAM)
-            self._stream(int(str(asked["max_tokens"])), float(str(asked.get("pause", 0))))
+            self._stream(int(str(request["max_tokens"])), float(str(request.get("pause", 0))))
             return
         answer: dict[str, object] = {"data": [{"id": "stub"}], "choices": [{"index": 0, "text": " hello"}]}
-        params = asked.get("kv_transfer_params")
+        params = request.get("kv_transfer_params")
         if isinstance(params, dict):
-            said = {"peer": "127.0.0.1:1", "handed_over": {"tokens": 2000, "from": "127.0.0.1:2"}}
-            answer["kv_transfer_params"] = {"kvtier": said}
+            result = {"peer": "127.0.0.1:1", "transferred": {"tokens": 2000, "from": "127.0.0.1:2"}}
+            answer["kv_transfer_params"] = {"kvtier": result}
         content = json.dumps(answer).encode()
         self._transport.write(PLAIN + b"content-length: %d\r\n\r\n" % len(content) + content)
 
-    def _stream(self, left: int, pause: float) -> None:
-        while left:
+    def _stream(self, remaining: int, pause: float) -> None:
+        while remaining:
             self._write(b"data: " + (EVENT % time.monotonic()).encode() + b"\n\n")
-            left -= 1
+            remaining -= 1
             if pause:
-                asyncio.get_running_loop().call_later(pause, self._stream, left, pause)
+                asyncio.get_running_loop().call_later(pause, self._stream, remaining, pause)
                 return
         self._write(b"data: [DONE]\n\n")
         self._transport.write(b"0\r\n\r\n")

@@ -1,14 +1,14 @@
-"""Handing chunks over to a peer, beside the transport's own write of the same bytes.
+"""Compare KV transfers to a peer with the transport's own write of the same bytes.
 
 ::
 
     python -m benchmarks.push                     # tcp and nixl, 3 GiB of memory, a minute each
     python -m benchmarks.push --transport tcp --quick
 
-Another instance, in a process of its own on loopback, is pushed to, with mutual authentication. Chunks lie in
-this one's memory as engines leave them, without a checksum: a hand-over announces them, computes checksums,
-reserves room, writes, and has them verified and served there. The limit is one batch of the same bytes, from
-the same memory into room that was reserved before, by the same link.
+The peer is another instance in a separate process on loopback, with mutual authentication. Chunks are in the
+memory of this instance without a checksum, as engines store them. A KV transfer announces them, computes
+checksums, reserves room, writes, and waits until the peer has verified them and serves them. The limit is one
+batch of the same bytes over the same link, from the same memory into room that was reserved before.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from benchmarks.peers_process import (
 )
 from benchmarks.transports import TRANSPORTS
 from kvtier.backends.base import Outcome
-from kvtier.header import HEADER_BYTES, ChunkHeader
 from kvtier.instance import Instance
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.peers.promises import Promise
-from kvtier.peers.protocol import MOST_RESERVED
+from kvtier.peers.protocol import MAX_RESERVED
 from kvtier.peers.push import Target
 from kvtier.peers.source import Source
-from kvtier.pipeline.found import LookUp
+from kvtier.pipeline.found import Lookup
 
 FINISH_SECONDS = 60.0
 
 
 class Extent(NamedTuple):
-    """How much is measured."""
+    """Amount of work to measure."""
 
     pushed_bytes: int
     chunk_bytes: Sequence[int]
@@ -60,74 +60,74 @@ QUICK = Extent(8 * MIB, [2 * MIB], 1, 2)
 
 
 class Pushed(NamedTuple):
-    """What was measured of one length of chunks, in seconds."""
+    """Measurements for one chunk length, in seconds."""
 
     chunks: ChunkSet
     first: float
-    """The first time, with the link to be made."""
+    """First transfer, which also establishes the link."""
     limit: list[float]
     seconds: list[float]
     single_limit: list[float]
-    """Of one chunk alone."""
+    """For a single chunk."""
     single: list[float]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Hand-overs beside the limit of what carries them.")
+    parser = argparse.ArgumentParser(description="Compare KV transfers with the limit of the transport.")
     parser.add_argument("--transport", action="append", choices=TRANSPORTS, help="default: all")
-    parser.add_argument("--quick", action="store_true", help="a few megabytes, to see that it runs")
-    given = parser.parse_args(arguments)
-    for transport in given.transport or TRANSPORTS:
-        anyio.run(measure, transport, QUICK if given.quick else FULL)
+    parser.add_argument("--quick", action="store_true", help="smoke test with a few megabytes")
+    options = parser.parse_args(arguments)
+    for transport in options.transport or TRANSPORTS:
+        anyio.run(measure, transport, QUICK if options.quick else FULL)
 
 
 async def measure(transport: str, extent: Extent) -> None:
     """Print two tables."""
-    here, there = free_ports(2)
-    # Twice over: what was pushed before is evicted while more comes.
+    own_port, peer_port = free_ports(2)
+    # Twice the amount: earlier chunks are evicted while new ones arrive.
     capacity = 2 * extent.pushed_bytes + 64 * MIB
-    target = settings_of(transport, there, [], capacity, checksum=True)
+    target = settings_of(transport, peer_port, [], capacity, checksum=True)
     measured: list[Pushed] = []
     with peer_process(target, []):
-        async with opened(settings_of(transport, here, [], capacity, checksum=True)) as instance:
-            firsts = itertools.count(1, 1 << 24)
+        async with opened(settings_of(transport, own_port, [], capacity, checksum=True)) as instance:
+            first_numbers = itertools.count(1, 1 << 24)
             for length in extent.chunk_bytes:
 
                 def fresh(count: int, length: int = length) -> ChunkSet:
-                    return ChunkSet(next(firsts), count, length)
+                    return ChunkSet(next(first_numbers), count, length)
 
-                measured.append(await Pushing(instance, address(there), fresh).measure(extent, length))
+                measured.append(await Pusher(instance, address(peer_port), fresh).measure(extent, length))
     show(
-        f"{transport}: pushing {extent.pushed_bytes // MIB} MiB to a peer, GB/s",
-        ("", "the first time", "limit", "kvtier", "kvtier : limit"),
+        f"{transport}: transferring {extent.pushed_bytes // MIB} MiB to a peer, GB/s",
+        ("", "first time", "limit", "kvtier", "kvtier : limit"),
         [
             (
-                f"{one.chunks.amount} x {one.chunks.length // MIB} MiB",
-                speed(one.chunks.total, [one.first]),
-                speed(one.chunks.total, one.limit),
-                speed(one.chunks.total, one.seconds),
-                ratio(one.seconds, one.limit),
+                f"{pushed.chunks.amount} x {pushed.chunks.length // MIB} MiB",
+                speed(pushed.chunks.total, [pushed.first]),
+                speed(pushed.chunks.total, pushed.limit),
+                speed(pushed.chunks.total, pushed.seconds),
+                ratio(pushed.seconds, pushed.limit),
             )
-            for one in measured
+            for pushed in measured
         ],
     )
     show(
-        f"{transport}: one chunk, from READY here to READY there, median ms",
-        ("", "limit", "kvtier", "more"),
+        f"{transport}: one chunk, from READY locally to READY at the peer, median ms",
+        ("", "limit", "kvtier", "overhead"),
         [
             (
-                f"{one.chunks.length // MIB} MiB",
-                (limit := statistics.median(one.single_limit) * 1e3),
-                (median := statistics.median(one.single) * 1e3),
+                f"{pushed.chunks.length // MIB} MiB",
+                (limit := statistics.median(pushed.single_limit) * 1e3),
+                (median := statistics.median(pushed.single) * 1e3),
                 median - limit,
             )
-            for one in measured
+            for pushed in measured
         ],
     )
 
 
-class Pushing:
-    """Pushes chunks of one length, fresh ones each time: the peer has none of them yet."""
+class Pusher:
+    """Pushes chunks of one length; new ones each time, so that the peer does not hold them yet."""
 
     def __init__(self, instance: Instance, to: str, fresh: Callable[[int], ChunkSet]) -> None:
         self._instance = instance
@@ -135,44 +135,44 @@ class Pushing:
         self._fresh = fresh
 
     async def measure(self, extent: Extent, length: int) -> Pushed:
-        """Take turns."""
+        """Measure transfers and writes alternately."""
         count = extent.pushed_bytes // length
-        first = await self.hand_over(count)
+        first = await self.transfer_kv(count)
         await self.write(count)
-        limit, seconds = await self._alternate(extent.turns, count)
-        single_limit, single = await self._alternate(extent.single_turns, 1)
+        limit, seconds = await self._interleave(extent.turns, count)
+        single_limit, single = await self._interleave(extent.single_turns, 1)
         return Pushed(ChunkSet(0, count, length), first, limit, seconds, single_limit, single)
 
-    async def _alternate(self, turns: int, count: int) -> tuple[list[float], list[float]]:
+    async def _interleave(self, turns: int, count: int) -> tuple[list[float], list[float]]:
         limit, seconds = [], []
         for turn in range(turns):
             if turn % 2:
                 limit.append(await self.write(count))
-            seconds.append(await self.hand_over(count))
+            seconds.append(await self.transfer_kv(count))
             if not turn % 2:
                 limit.append(await self.write(count))
         return limit, seconds
 
-    async def hand_over(self, count: int) -> float:
-        """By all of kvtier; the seconds."""
+    async def transfer_kv(self, count: int) -> float:
+        """Transfer chunks through the whole stack; return the seconds."""
         chunks = self._fresh(count)
         store(self._instance.cache, chunks)
         started = perf_counter()
-        handed = await self._instance.hand_over(self._to, chunks.keys).finish(FINISH_SECONDS)
+        result = await self._instance.transfer_kv(self._to, chunks.keys).finish(FINISH_SECONDS)
         seconds = perf_counter() - started
-        expect(handed.leading == count, f"{handed.leading} of {count} chunks are there: {handed.trouble}")
-        expect(handed.pushed_bytes == chunks.total, "some were there before")
+        expect(result.leading == count, f"{result.leading} of {count} chunks arrived: {result.last_error}")
+        expect(result.pushed_bytes == chunks.total, "the peer held some chunks before")
         await self._instance.cache.clear(chunks.keys)
         return seconds
 
     async def write(self, count: int) -> float:
-        """By the link alone; the seconds."""
+        """Write chunks over the link alone; return the seconds."""
         chunks = self._fresh(count)
         store(self._instance.cache, chunks)
         found = self._instance.cache.look_up(chunks.keys)
-        handing = self._instance._handing
-        assert handing is not None
-        async with handing.peers.lend(self._to) as source:
+        transfer = self._instance._kv_transfers
+        assert transfer is not None
+        async with transfer.peers.checkout(self._to) as source:
             promises = await self._reserve(source, found)
             views = [
                 chunk.lease.view[HEADER_BYTES : HEADER_BYTES + promise.length]
@@ -182,21 +182,23 @@ class Pushing:
             outcomes = await source.write(list(zip(promises, views, strict=True)))
             seconds = perf_counter() - started
             views.clear()
-            expect(all(outcome is Outcome.OK for outcome in outcomes), f"not all was written: {outcomes}")
+            expect(
+                all(outcome is Outcome.OK for outcome in outcomes), f"not all chunks were written: {outcomes}"
+            )
             source.release(promises)
-            await source.contains([])  # An answer: the room has gone back.
+            await source.contains([])  # The answer means that the room has been released.
         found.release()
         await self._instance.cache.clear(chunks.keys)
         return seconds
 
-    async def _reserve(self, source: Source, found: LookUp) -> list[Promise]:
+    async def _reserve(self, source: Source, found: Lookup) -> list[Promise]:
         target = Target(source, self._instance.cache.hierarchy.sealer)
         headers = [ChunkHeader.parse(chunk.lease.view) for chunk in found.chunks]
         promises: list[Promise] = []
-        for start in range(0, len(headers), MOST_RESERVED):
-            room = await target.reserve(headers[start : start + MOST_RESERVED])
+        for start in range(0, len(headers), MAX_RESERVED):
+            room = await target.reserve(headers[start : start + MAX_RESERVED])
             promises += room.promises.values()
-        expect(len(promises) == len(headers), f"there is room for {len(promises)} of {len(headers)} chunks")
+        expect(len(promises) == len(headers), f"room for {len(promises)} of {len(headers)} chunks only")
         return promises
 
 

@@ -1,6 +1,7 @@
-"""The connector's two sides, driven hook by hook as vLLM drives them, around a step that computes nothing.
+"""Drives both sides of the connector hook by hook, like vLLM, around a step that computes nothing.
 
-For ``steps.py`` and the tests. Needs vLLM, which :mod:`kvtier.integrations.vllm` imports, and no engine.
+For ``steps.py``, ``busy.py`` and the tests. Needs vLLM, which :mod:`kvtier.integrations.vllm` imports, but no
+engine.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from kvtier.bridge.protocol import Hello, Role
 from kvtier.integrations.vllm.layout import ModelLayout, Region
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.worker import WorkerSide
-from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 
 CHUNK_TOKENS, BLOCK_TOKENS = 32, 16
 CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
 PAGE_BYTES, LAYERS = 1024, 2
 TABLE_CHUNKS = 4
-"""How many chunks of a request have blocks of their own; then the same blocks serve again."""
+"""Number of chunks of a request with separate blocks; later chunks reuse these blocks."""
 
-_names = itertools.count()
+_numbers = itertools.count()
 
 
 Request = SimpleNamespace
 
 
-def make_request(tokens: int, **more: object) -> Request:
-    """What the connector reads of vLLM's ``Request``. No two have a token in common at one place."""
-    number = next(_names)
+def make_request(tokens: int, **fields: object) -> Request:
+    """Return a stand-in for vLLM's ``Request``. No two requests have the same token at the same position."""
+    number = next(_numbers)
     ids = range(number << 15, (number << 15) + tokens)
-    known = {
+    defaults = {
         "request_id": f"request-{number}",
         "prompt_token_ids": ids,
         "all_token_ids": ids,
@@ -56,11 +57,11 @@ def make_request(tokens: int, **more: object) -> Request:
         "skip_reading_prefix_cache": False,
         "status": RequestStatus.RUNNING,
     }
-    return SimpleNamespace(**{**known, **more})
+    return SimpleNamespace(**{**defaults, **fields})
 
 
-class Taken(NamedTuple):
-    """What the hooks of one step took, in seconds: by the clock, and of a CPU."""
+class StepTime(NamedTuple):
+    """Seconds spent in the hooks of one step: wall-clock time and CPU time."""
 
     elapsed: float
     cpu: float
@@ -68,7 +69,7 @@ class Taken(NamedTuple):
 
 @dataclass
 class Engine:
-    """Requests that run, a chunk of each in every step, and those that wait for a look-up."""
+    """Running requests, which compute a chunk in each step, and requests that wait for a lookup."""
 
     scheduler: SchedulerSide
     worker: WorkerSide
@@ -77,11 +78,11 @@ class Engine:
     waiting: list[Request] = field(default_factory=list)
     tables: dict[str, list[int]] = field(default_factory=dict)
     freed: set[str] = field(default_factory=set)
-    """Finished requests whose blocks were kept until they were saved."""
+    """Finished requests whose blocks were kept until they were saved, and are free now."""
 
     @classmethod
     def open(cls, socket: Path, requests: int, **settings: object) -> Engine:
-        """Connected to the cache process that serves ``socket``."""
+        """Connect to the cache process that serves ``socket``."""
         layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(BLOCK_TOKENS, (PAGE_BYTES,) * LAYERS),))
         names = [f"layer {layer}" for layer in range(LAYERS)]
         blocks = 1 + requests * TABLE_CHUNKS * CHUNK_BLOCKS
@@ -91,83 +92,83 @@ class Engine:
         def hello(role: Role) -> Hello:
             return Hello(protocol.VERSION, "engine", role, 0, layout, model.namespace)
 
-        made = Settings(chunk_tokens=CHUNK_TOKENS, **settings)  # type: ignore[arg-type]
+        parsed = Settings(chunk_tokens=CHUNK_TOKENS, **settings)  # type: ignore[arg-type]
         bridges = SchedulerBridge(hello("scheduler"), socket), WorkerBridge(hello("worker"), socket)
         bridges[1].connect()
         bridges[0].connect()
-        scheduler = SchedulerSide(made, model, bridges[0], speculative=False, events=False)
+        scheduler = SchedulerSide(parsed, model, bridges[0], speculative=False, events=False)
         worker = WorkerSide(model, bridges[1], 0)
         worker.register({name: torch.zeros((blocks, PAGE_BYTES), dtype=torch.uint8) for name in names})
         return cls(scheduler, worker, bridges)
 
     def run(self, request: Request) -> None:
-        """Have a request computed from its first token on."""
+        """Start a request that is computed from its first token on."""
         self.scheduler.on_new_request(request)
         self.scheduler.matched_tokens(request, 0)
         self.scheduler.allocated(request, self._blocks([]), 0)
         self.admit(request)
 
     def admit(self, request: Request) -> None:
-        """Give a request blocks, and have its chunks computed."""
+        """Allocate blocks for a request, and start computing it."""
         first = 1 + len(self.tables) * TABLE_CHUNKS * CHUNK_BLOCKS
         self.tables[request.request_id] = list(range(first, first + TABLE_CHUNKS * CHUNK_BLOCKS))
         self.running.append(request)
 
     def arrive(self, request: Request) -> None:
-        """Have a request wait until it is known what can be loaded of it."""
+        """Add a request that waits for the result of its lookup."""
         self.scheduler.on_new_request(request)
         self.waiting.append(request)
 
     def table(self, request: Request) -> tuple[list[int], ...]:
-        """The blocks of a request, with room for one chunk more. vLLM makes this list anew each time."""
+        """Return the blocks of a request, with room for one more chunk. vLLM rebuilds this list each time."""
         table = self.tables[request.request_id]
         blocks = -(-request.num_computed_tokens // BLOCK_TOKENS) + CHUNK_BLOCKS
         while len(table) < blocks:
             table += table[: TABLE_CHUNKS * CHUNK_BLOCKS]
         return (table,)
 
-    def step(self, tokens: int = CHUNK_TOKENS) -> Taken:
-        """One step, in which each running request computes so many tokens."""
-        hooks = [_now()]
+    def step(self, tokens: int = CHUNK_TOKENS) -> StepTime:
+        """Run one step, in which each running request computes ``tokens`` tokens."""
+        timestamps = [_now()]
         self._look_up()
-        known = {request.request_id: request for request in self.running}
+        requests = {request.request_id: request for request in self.running}
         output = SimpleNamespace(
             preempted_req_ids=None,
-            num_scheduled_tokens=dict.fromkeys(known, tokens),
-            total_num_scheduled_tokens=tokens * len(known),
+            num_scheduled_tokens=dict.fromkeys(requests, tokens),
+            total_num_scheduled_tokens=tokens * len(requests),
             kv_connector_block_state=SimpleNamespace(
-                get_block_ids=lambda name: self.table(known[name]) if name in known else None
+                get_block_ids=lambda name: self.table(requests[name]) if name in requests else None
             ),
         )
         metadata = self.scheduler.build_metadata(output)
-        hooks.append(_now())
+        timestamps.append(_now())
         for request in self.running:
             request.num_computed_tokens += tokens
-        hooks.append(_now())
+        timestamps.append(_now())
         self.worker.load(metadata.loads)
         self.worker.save(metadata.saves)
         saved, loaded, failed = self.worker.take_results()
         self.freed |= saved
         results = SimpleNamespace(finished_recving=loaded, failed_recving=failed)
-        self.scheduler.worked(results)
-        hooks.append(_now())
-        return Taken(*(one - two + three - four for four, three, two, one in zip(*hooks, strict=True)))
+        self.scheduler.update_from_output(results)
+        timestamps.append(_now())
+        return StepTime(*(end - b + a - start for start, a, b, end in zip(*timestamps, strict=True)))
 
     def _look_up(self) -> None:
-        """What vLLM does with requests that wait: asks again in each step, and computes what is not found."""
-        still = []
+        """Query waiting requests again in each step, like vLLM, and finish those whose lookup is complete."""
+        waiting = []
         for request in self.waiting:
             tokens, _ = self.scheduler.matched_tokens(request, 0)
             if tokens is None:
-                still.append(request)
+                waiting.append(request)
             else:
                 self.scheduler.allocated(request, self._blocks([]), 0)
                 request.status = RequestStatus.FINISHED_ABORTED
                 self.scheduler.finished(request, ([],))
-        self.waiting = still
+        self.waiting = waiting
 
     def finish(self, request: Request) -> bool:
-        """End a request; whether its blocks are kept until they are saved."""
+        """Finish a request; return whether its blocks are kept until they are saved."""
         self.running.remove(request)
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return self.scheduler.finished(request, self.table(request))[0]

@@ -1,14 +1,14 @@
-"""What the connector adds to a step of the engine, whatever the state of the cache process.
+"""Measure what the connector adds to a step of the engine, for each state of the cache process.
 
 ::
 
-    python benchmarks/steps.py              # 64 requests that complete a chunk each in every step
+    python benchmarks/steps.py              # 64 requests, each of which completes a chunk per step
     python benchmarks/steps.py --small
 
-The hooks of scheduler and worker are called as vLLM does, against a real cache process: healthy, stopped
-(SIGSTOP), at the lowest priority beside processes that spin, and killed (SIGKILL). In each step all requests
+The hooks of scheduler and worker are called as by vLLM, with a real cache process: healthy, stopped
+(SIGSTOP), at the lowest priority with spinning processes, and killed (SIGKILL). In each step, all requests
 complete a chunk, which is reserved, copied and committed, and some requests arrive and are looked up. The
-first step in a new state counts by itself. The bytes are few, as it is the waiting that counts.
+first step in a new state is reported separately. The chunks are small, because only the waits matter.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.common import show
-from benchmarks.look_up import answers
-from benchmarks.stepping import CHUNK_TOKENS, Engine, Taken, make_request
+from benchmarks.look_up import is_ready
+from benchmarks.stepping import CHUNK_TOKENS, Engine, StepTime, make_request
 from kvtier.bridge.client import status
 
 REQUESTS, ARRIVALS = 64, 8
 SPINNERS = 6
 STEP_SECONDS = 0.005
-"""What the model takes for a step, in which this process sleeps."""
-BACK_SECONDS = 300.0
+"""Time of the model per step, during which this process sleeps."""
+RECOVERY_SECONDS = 300.0
 STARVED_SECONDS = 300.0
-"""How long an answer may take at nice 19 beside processes that spin."""
+"""Timeout for an answer at nice 19 with spinning processes."""
 
 Row = tuple[str, int, float, float, float, float]
 
 
 class CacheProcess:
-    """A `kvtier serve` with memory alone."""
+    """A `kvtier serve` process with a memory tier only."""
 
     def __init__(self, folder: Path) -> None:
         self.socket = folder / "socket"
@@ -54,13 +54,13 @@ class CacheProcess:
         environment = {**os.environ, "KVTIER_TIERS": tiers, "KVTIER_SOCKET": str(self.socket)}
         command = [sys.executable, "-m", "kvtier", "serve", "--log-level", "WARNING"]
         self._process = subprocess.Popen(command, env=environment)
-        while not answers(self.socket):
+        while not is_ready(self.socket):
             time.sleep(0.02)
 
-    def signal(self, sent: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
-        self._process.send_signal(sent)
-        if sent is signal.SIGKILL:
+        self._process.send_signal(number)
+        if number is signal.SIGKILL:
             self._process.wait()
 
     def nice(self) -> None:
@@ -74,8 +74,8 @@ class CacheProcess:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="What the connector adds to a step of the engine.")
-    parser.add_argument("--small", action="store_true", help="few steps, to see that it runs")
+    parser = argparse.ArgumentParser(description="Measure what the connector adds to a step of the engine.")
+    parser.add_argument("--small", action="store_true", help="smoke test with few steps")
     options = parser.parse_args(arguments)
     count = 10 if options.small else 400
     with tempfile.TemporaryDirectory() as folder:
@@ -86,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             cache.signal(signal.SIGKILL)
     show(
-        f"{REQUESTS} chunks completed and {ARRIVALS} look-ups a step: what all hooks of a step take",
-        ("cache process", "steps", "median ms", "99 % ms", "longest ms", "median CPU ms"),
+        f"all hooks of a step, with {REQUESTS} completed chunks and {ARRIVALS} lookups per step",
+        ("cache process", "steps", "median ms", "p99 ms", "max ms", "median CPU ms"),
         rows,
     )
 
@@ -98,28 +98,28 @@ def measure(cache: CacheProcess, count: int) -> list[Row]:
         engine.run(make_request(1 << 19))
     rows: list[Row] = []
     try:
-        steps(engine, max(5, count // 10))
-        rows.append(row("healthy", steps(engine, count)))
+        run_steps(engine, max(5, count // 10))
+        rows.append(make_row("healthy", run_steps(engine, count)))
         cache.signal(signal.SIGSTOP)
-        rows.append(row("stopped: first step", steps(engine, 1)))
-        rows.append(row("  later steps", steps(engine, count // 2)))
+        rows.append(make_row("stopped: first step", run_steps(engine, 1)))
+        rows.append(make_row("  later steps", run_steps(engine, count // 2)))
         cache.signal(signal.SIGCONT)
-        rows.append(row("  until it stores again", until_stored(engine, cache)))
+        rows.append(make_row("  until it stores again", run_until_stored(engine, cache)))
         cache.signal(signal.SIGKILL)
-        rows.append(row("killed: first step", steps(engine, 1)))
-        rows.append(row("  later steps", steps(engine, count // 2)))
+        rows.append(make_row("killed: first step", run_steps(engine, 1)))
+        rows.append(make_row("  later steps", run_steps(engine, count // 2)))
         cache.start()
-        rows.append(row("  until it stores again", until_stored(engine, cache)))
-        rows.append(row("healthy", steps(engine, count)))
-        with spinning():
+        rows.append(make_row("  until it stores again", run_until_stored(engine, cache)))
+        rows.append(make_row("healthy", run_steps(engine, count)))
+        with spinning_processes():
             cache.signal(signal.SIGSTOP)
-            steps(engine, 200)
-            rows.append(row(f"stopped, beside {SPINNERS} that spin", steps(engine, count)))
+            run_steps(engine, 200)
+            rows.append(make_row(f"stopped, {SPINNERS} spinning processes", run_steps(engine, count)))
             cache.signal(signal.SIGCONT)
             cache.nice()
-            until_stored(engine, cache)
+            run_until_stored(engine, cache)
             before = cache.stored()
-            rows.append(row("nice 19, beside them", steps(engine, count)))
+            rows.append(make_row("nice 19, spinning processes", run_steps(engine, count)))
             share = (cache.stored() - before) / (count * REQUESTS)
     finally:
         engine.close()
@@ -127,37 +127,37 @@ def measure(cache: CacheProcess, count: int) -> list[Row]:
     return rows
 
 
-def steps(engine: Engine, count: int) -> list[Taken]:
-    taken = []
+def run_steps(engine: Engine, count: int) -> list[StepTime]:
+    times = []
     for _ in range(count):
         for _ in range(ARRIVALS - len(engine.waiting)):
             engine.arrive(make_request(4 * CHUNK_TOKENS))
-        taken.append(engine.step())
+        times.append(engine.step())
         time.sleep(STEP_SECONDS)
-    return taken
+    return times
 
 
-def until_stored(engine: Engine, cache: CacheProcess) -> list[Taken]:
-    """The steps until chunks are stored again."""
-    taken, deadline = [], time.monotonic() + BACK_SECONDS
+def run_until_stored(engine: Engine, cache: CacheProcess) -> list[StepTime]:
+    """Run steps until chunks are stored again."""
+    times, deadline = [], time.monotonic() + RECOVERY_SECONDS
     before = cache.stored()
     while cache.stored() < before + REQUESTS:
         if time.monotonic() > deadline:
-            raise SystemExit("the engine has not come back to its cache process")
-        taken += steps(engine, 1)
-    return taken
+            raise SystemExit("the engine did not reconnect to its cache process")
+        times += run_steps(engine, 1)
+    return times
 
 
-def row(name: str, taken: Sequence[Taken]) -> Row:
-    elapsed = sorted(one.elapsed * 1e3 for one in taken)
+def make_row(name: str, times: Sequence[StepTime]) -> Row:
+    elapsed = sorted(step_time.elapsed * 1e3 for step_time in times)
     p99 = elapsed[int(0.99 * (len(elapsed) - 1))]
-    cpu = statistics.median(one.cpu for one in taken) * 1e3
+    cpu = statistics.median(step_time.cpu for step_time in times) * 1e3
     return name, len(elapsed), statistics.median(elapsed), p99, elapsed[-1], cpu
 
 
 @contextmanager
-def spinning() -> Iterator[None]:
-    """Processes that want every CPU."""
+def spinning_processes() -> Iterator[None]:
+    """Run processes that keep all CPUs busy."""
     command = [sys.executable, "-c", "while True: pass"]
     spinners = [subprocess.Popen(command) for _ in range(SPINNERS)]
     try:

@@ -1,12 +1,12 @@
-# kvtier._native_cuda, where there is a CUDA compiler that works. It needs no GPU to build, and no driver to load.
+# kvtier._native_cuda, built if there is a working CUDA compiler. Building needs no GPU, loading needs no driver.
 
 include(CheckLanguage)
 find_program(KVTIER_NVCC nvcc HINTS ENV CUDA_PATH ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES bin)
 if(KVTIER_NVCC AND NOT DEFINED ENV{CUDACXX})
-  set(ENV{CUDACXX} ${KVTIER_NVCC})  # Where check_language looks, which bears one that does not work.
+  set(ENV{CUDACXX} ${KVTIER_NVCC})  # Used by check_language, which tolerates a broken compiler.
 endif()
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-  # Machine code for Hopper, where it was meant to be measured, and PTX that newer and older ones make theirs of.
+  # Machine code for Hopper, and PTX for other GPUs from compute capability 7.5 on.
   set(CMAKE_CUDA_ARCHITECTURES 75-virtual 90-real)
 endif()
 if(KVTIER_NVCC)
@@ -17,8 +17,8 @@ if(CMAKE_CUDA_COMPILER)
   find_package(CUDAToolkit)
 endif()
 if(CMAKE_CUDA_COMPILER AND CUDAToolkit_FOUND)
-  message(STATUS "CUDA ${CUDAToolkit_VERSION}: copies from and to GPUs are built")
-  set(CMAKE_CUDA_STANDARD 17)  # All that CMake 3.25 knows of CUDA 13, and enough for the one file.
+  message(STATUS "CUDA ${CUDAToolkit_VERSION}: building GPU copies")
+  set(CMAKE_CUDA_STANDARD 17)  # The newest standard that CMake 3.25 supports for CUDA 13; sufficient for kernel.cu.
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
   add_library(kvtier_cuda STATIC
     src/cuda/device_pages.cpp
@@ -31,5 +31,5 @@ if(CMAKE_CUDA_COMPILER AND CUDAToolkit_FOUND)
   target_link_libraries(_native_cuda PRIVATE kvtier_cuda)
   kvtier_install(_native_cuda)
 else()
-  message(STATUS "no CUDA compiler: copies from and to GPUs are left to torch")
+  message(STATUS "no CUDA compiler: torch copies from and to GPUs")
 endif()

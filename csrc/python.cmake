@@ -1,4 +1,4 @@
-# The extension kvtier._native: the bindings, linked with the core. Where there is CUDA, one more beside it.
+# The extension kvtier._native: the bindings, linked with the core. With CUDA, also kvtier._native_cuda.
 
 find_package(Python 3.11 REQUIRED COMPONENTS Interpreter Development.Module)
 find_package(nanobind CONFIG REQUIRED)

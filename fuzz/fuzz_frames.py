@@ -13,7 +13,7 @@ with atheris.instrument_imports(include=["kvtier.sockets", "kvtier.peers"]):
         Contains,
         Granted,
         Hello,
-        LookUp,
+        Lookup,
         Ping,
         Readable,
         Refused,
@@ -26,7 +26,7 @@ with atheris.instrument_imports(include=["kvtier.sockets", "kvtier.peers"]):
 
 EXAMPLES = [
     Hello(1, "here", "control"),
-    LookUp(1, bytes(64), True),
+    Lookup(1, bytes(64), True),
     Await(2, 1 << 62, [0, 1]),
     Release(3, 1 << 62, [0, 1]),
     Contains(4, bytes(32)),

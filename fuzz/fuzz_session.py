@@ -12,15 +12,15 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["kvtier.sockets", "kvtier.peers"]):
-    from kvtier.keys import join_keys
-    from kvtier.peers.protocol import Await, Contains, Hello, LookUp, Ping, Release
+    from kvtier.memory.keys import join_keys
+    from kvtier.peers.protocol import Await, Contains, Hello, Lookup, Ping, Release
     from kvtier.sockets.frames import encode
-    from tests.peers.conversing import HELD, Conversing, Said
+    from tests.peers.conversing import HELD, ClientMessage, SessionHarness
 
-MOST_MESSAGES = 12
+MAX_MESSAGES = 12
 
 
-def _message(provider: atheris.FuzzedDataProvider) -> Said:
+def _message(provider: atheris.FuzzedDataProvider) -> ClientMessage:
     kind = provider.ConsumeIntInRange(0, 8)
     ticket = provider.ConsumeIntInRange(-(1 << 63), (1 << 64) - 1)
     if kind in (0, 1):
@@ -29,7 +29,7 @@ def _message(provider: atheris.FuzzedDataProvider) -> Said:
             for _ in range(provider.ConsumeIntInRange(0, 6))
         ]
         joined = join_keys(keys) + provider.ConsumeBytes(provider.ConsumeIntInRange(0, 40))
-        return LookUp(ticket, joined, provider.ConsumeBool()) if kind else Contains(ticket, joined)
+        return Lookup(ticket, joined, provider.ConsumeBool()) if kind else Contains(ticket, joined)
     if kind in (2, 3):
         type_ = Await if kind == 2 else Release
         chunks = [provider.ConsumeIntInRange(-2, 8) for _ in range(provider.ConsumeIntInRange(0, 5))]
@@ -45,7 +45,7 @@ def _message(provider: atheris.FuzzedDataProvider) -> Said:
         return raw
     if kind == 7:
         return len(raw).to_bytes(4, "little") + raw
-    damaged = bytearray(encode(LookUp(ticket, HELD[0], True)))
+    damaged = bytearray(encode(Lookup(ticket, HELD[0], True)))
     for byte in raw:
         damaged[4 + byte % (len(damaged) - 4)] ^= byte
     return bytes(damaged)
@@ -54,13 +54,13 @@ def _message(provider: atheris.FuzzedDataProvider) -> Said:
 def main() -> None:
     logging.getLogger("kvtier").setLevel(logging.CRITICAL)
     loop = asyncio.new_event_loop()
-    opened = Conversing.open()
-    conversing = loop.run_until_complete(opened.__aenter__())
+    opened = SessionHarness.open()
+    harness = loop.run_until_complete(opened.__aenter__())
 
     def one_input(data: bytes) -> None:
         provider = atheris.FuzzedDataProvider(data)
-        said = [_message(provider) for _ in range(provider.ConsumeIntInRange(1, MOST_MESSAGES))]
-        loop.run_until_complete(conversing.lead(*said))
+        messages = [_message(provider) for _ in range(provider.ConsumeIntInRange(1, MAX_MESSAGES))]
+        loop.run_until_complete(harness.run(*messages))
 
     atheris.Setup(sys.argv, one_input)
     atheris.Fuzz()

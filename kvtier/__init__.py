@@ -1,7 +1,7 @@
-"""kvtier keeps the KV cache of LLM prompts in tiers outside the GPU, so that no prompt is prefilled twice.
+"""kvtier keeps the KV cache of LLM prompts in storage tiers outside the GPU, to avoid repeated prefill.
 
-The names below are the public API, and so is what docs/extending tells plugins to import; everything else
-may change between minor versions.
+The names below and those that docs/extending documents for plugins are the public API. Everything else may
+change between minor versions.
 """
 
 from kvtier.cache import TieredCache
@@ -19,11 +19,11 @@ from kvtier.errors import (
     TierError,
     UnsupportedEngine,
 )
-from kvtier.hookspecs import hookimpl
+from kvtier.hookmarkers import hookimpl
 from kvtier.model import ModelCache
 from kvtier.settings import Settings, load_settings
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ArenaError",

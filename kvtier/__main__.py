@@ -1,4 +1,4 @@
-"""``python -m kvtier`` is ``kvtier``, of just this interpreter."""
+"""Run the ``kvtier`` command with this interpreter: ``python -m kvtier``."""
 
 from kvtier.cli import main
 

@@ -15,7 +15,7 @@ def blake3(data: bytes) -> bytes:
 def chunk_keys(
     parent: bytes, tokens: object, chunk_tokens: int, tail: bool, extras: list[bytes]
 ) -> list[bytes]:
-    """The keys of consecutive chunks, in prefix order: see :func:`kvtier.keys.chunk_keys`.
+    """The keys of consecutive chunks, in prefix order: see :func:`kvtier.memory.keys.chunk_keys`.
 
     ``parent`` is the key before the first. ``tokens`` are a sequence or an array of integers, or ``bytes``
     that are little-endian u32 already. ``extras`` are what each chunk depends on besides its tokens; chunks
@@ -118,7 +118,7 @@ def xxh3_128(data: bytes | memoryview) -> bytes:
     """
 
 def lru_touch(warmer: array[int], colder: array[int], rows: Sequence[int]) -> None:
-    """Make a prefix the warmest of a ring: see :meth:`kvtier.eviction.lru.LruPolicy.used`.
+    """Make a prefix the warmest of a ring: see :meth:`kvtier.catalog.lru.LruPolicy.used`.
 
     ``warmer`` and ``colder`` are the ring's arrays of C ints, equally long. Keeps the GIL: some 2 µs for 128
     rows. Raises ``ValueError`` for other arrays and ``IndexError`` for a ring that leads out of them, as do

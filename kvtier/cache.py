@@ -1,9 +1,9 @@
-"""The façade over all tiers of one host.
+"""Facade over all tiers of one host.
 
-Deciding is synchronous: :meth:`TieredCache.look_up`, :meth:`~TieredCache.reserve` and
-:meth:`~TieredCache.commit` answer in microseconds and never wait. Only bytes move asynchronously, in
-tasks that belong to the open cache. All of it runs in one event loop and none of it is thread-safe:
-from other threads and processes use the bridge (:mod:`kvtier.bridge`).
+The control path is synchronous: :meth:`TieredCache.look_up`, :meth:`~TieredCache.reserve` and
+:meth:`~TieredCache.commit` return within microseconds and never block. Data moves asynchronously, in tasks
+owned by the open cache. Everything runs in one event loop and is not thread-safe; other threads and processes
+use the bridge (:mod:`kvtier.bridge`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from functools import partial
 import anyio
 from anyio.abc import TaskGroup
 
-from kvtier.arena import Arena
 from kvtier.backends.base import Backend, SupportsArena, SupportsRegistration, SupportsScan
-from kvtier.backends.guarded import GuardedBackend
-from kvtier.backends.sealer import Sealer
-from kvtier.backends.wrapped import open_wrapped
-from kvtier.catalog import ALL_TIERS, Catalog, State
+from kvtier.catalog.catalog import ALL_TIERS, Catalog, State
+from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import SettingsError
 from kvtier.events import Move, Observer, Prefetch, Priority
-from kvtier.header import ChunkHeader
-from kvtier.keys import ChunkKey
+from kvtier.memory.arena import Arena
+from kvtier.memory.header import ChunkHeader
+from kvtier.memory.keys import ChunkKey
 from kvtier.model import ModelCache
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.clear import Cleared, ClearStage
@@ -35,28 +33,30 @@ from kvtier.pipeline.discover import DiscoverStage, Expected
 from kvtier.pipeline.evict import EvictStage
 from kvtier.pipeline.expect import Expectation, ExpectStage
 from kvtier.pipeline.forget import ForgetStage
-from kvtier.pipeline.found import FoundChunk, LookUp, ReportProgress, Staged
+from kvtier.pipeline.found import FoundChunk, Lookup, ReportProgress, Staged
 from kvtier.pipeline.gather import Gathering, GatherStage
 from kvtier.pipeline.held import HeldChunk, eviction_of, parents_first
 from kvtier.pipeline.move import MoveStage
 from kvtier.pipeline.prefetch import PrefetchStage
 from kvtier.pipeline.store import Reservation, StoreStage
 from kvtier.plugins import Plugins
-from kvtier.router import FIRST, Router
 from kvtier.settings import Settings, TierSettings, load_settings
-from kvtier.tasks import open_tasks
-from kvtier.tier import Tier
+from kvtier.tiers.breaker import GuardedBackend
+from kvtier.tiers.router import FIRST, Router
+from kvtier.tiers.sealer import Sealer
+from kvtier.tiers.tier import Tier
+from kvtier.tiers.wrapped import open_wrapped
 
 logger = logging.getLogger("kvtier")
 
 DRAIN_POLL_SECONDS = 0.02
 
 Progress = Callable[[int], None]
-"""Told how many bytes are left."""
+"""Callback that receives the number of remaining bytes."""
 
 
 class TieredCache:
-    """Chunks in tiers. Made with :meth:`open`."""
+    """A cache of chunks over several tiers. Created with :meth:`open`."""
 
     def __init__(self, settings: Settings, hierarchy: Hierarchy) -> None:
         self.settings = settings
@@ -68,7 +68,7 @@ class TieredCache:
         self._prefetching = PrefetchStage(hierarchy, self._evicting)
         self._discovering = DiscoverStage(hierarchy)
         self.expecting = ExpectStage(hierarchy)
-        """What peers push into the first tier: whoever takes that in tells it."""
+        """Chunks that peers push into the first tier, reported by the code that receives them."""
         self._forgetting = ForgetStage(hierarchy)
         self._clearing = ClearStage(hierarchy, self._evicting)
         self._moving = MoveStage(hierarchy, self._evicting, self._prefetching)
@@ -85,12 +85,12 @@ class TieredCache:
         plugins: Plugins | None = None,
         pools: Sequence[tuple[TierSettings, Backend]] = (),
     ) -> AsyncIterator[TieredCache]:
-        """Open every tier, take in what they held, and serve until the block is left.
+        """Open every tier, load the existing chunks into the catalog, and serve until the context exits.
 
-        Settings that are not given are read from the environment and the file that it names; plugins
-        that are not given are those that the settings let in. ``pools`` come after the tiers of the settings.
+        ``settings`` defaults to :func:`~kvtier.settings.load_settings`, ``plugins`` to those selected by the
+        settings. ``pools`` are appended to the tiers of the settings.
 
-        On the way out, what is still to be written is written, for ``drain_timeout`` at most. Raises
+        On exit, pending writes are completed for up to ``drain_timeout``. Raises
         :class:`kvtier.errors.SettingsError` and :class:`kvtier.errors.TierError`.
         """
         settings = settings or load_settings()
@@ -116,7 +116,7 @@ class TieredCache:
             router, observers = Router(catalog, tiers), list(plugins.observers(settings))
             hierarchy = Hierarchy(tiers, catalog, router, memory, tasks, observers, sealer)
             cache = cls(settings, hierarchy)
-            await cache._take_in(backends)
+            await cache._load_held(backends)
             cache._start(tasks)
             try:
                 yield cache
@@ -125,8 +125,8 @@ class TieredCache:
                     await cache.finish()
                 tasks.cancel_scope.cancel()
 
-    async def _take_in(self, backends: Sequence[GuardedBackend]) -> None:
-        """Enter what the tiers held when they were opened, the longest unused first."""
+    async def _load_held(self, backends: Sequence[GuardedBackend]) -> None:
+        """Add the chunks that the tiers held when opened to the catalog, least recently used first."""
         catalog = self.hierarchy.catalog
         for index, backend in enumerate(backends):
             if index > FIRST and isinstance(backend, SupportsRegistration):
@@ -143,7 +143,7 @@ class TieredCache:
             await self._evicting.make_room(index, 0)
             if catalog.count(index):
                 logger.info(
-                    "tier %s: %d chunks (%.2f GiB) held from before",
+                    "tier %s: found %d existing chunks (%.2f GiB)",
                     self.hierarchy.name(index),
                     catalog.count(index),
                     catalog.used(index) / 2**30,
@@ -161,18 +161,18 @@ class TieredCache:
         return self.hierarchy.memory.arena
 
     def model(self, name: str, *, token_bytes: int, salt: str = "") -> ModelCache:
-        """One model's chunks by token ids, for programs that hold ``token_bytes`` of KV for each token."""
+        """Return access to one model's chunks by token IDs, with ``token_bytes`` bytes of KV per token."""
         return ModelCache(self, name, token_bytes=token_bytes, salt=salt)
 
     def add_observer(self, observer: Observer) -> None:
-        """Tell ``observer`` of every transfer and change from now on."""
+        """Notify ``observer`` of every transfer and change from now on."""
         self.hierarchy.observers.append(observer)
 
     def remove_observer(self, observer: Observer) -> None:
-        """The inverse of :meth:`add_observer`."""
+        """Undo :meth:`add_observer`."""
         self.hierarchy.observers.remove(observer)
 
-    # Deciding: synchronous.
+    # Control path: synchronous.
 
     def look_up(
         self,
@@ -183,38 +183,38 @@ class TieredCache:
         expect: float = 0.0,
         expect_chunks: int | None = None,
         staged: Staged | None = None,
-    ) -> LookUp:
-        """Lease the longest prefix of ``keys`` that some tier holds, and start fetching what is below.
+    ) -> Lookup:
+        """Lease the longest held prefix of ``keys``, and start to prefetch chunks of lower tiers.
 
-        With ``local``, only what tiers of this host alone hold counts. Where it is told what to expect, the
-        shared pools are asked for the rest. What can be read now and what is on its way are told by the
-        answer; nothing is waited for.
+        With ``local``, only tiers that belong to this host are considered. With ``expected``, the shared
+        pools are queried for the rest. Does not block: the result has ready chunks and chunks in flight.
 
-        ``expect``: for so many seconds chunks that a peer pushes here count as under way, of the first
-        ``expect_chunks`` or of all. They join the answer, leased, as they become READY, until the push of the
-        next one ends, or was never announced and does not begin soon; only then are the pools asked.
+        ``expect``: for this many seconds, chunks that a peer pushes here count as in flight, limited to the
+        first ``expect_chunks`` if given. They are added to the result, leased, as they become READY, until
+        the push of the next one ends, or was not announced and does not begin soon. Only then are the pools
+        queried.
 
-        ``staged`` has what was pushed past the tiers.
+        ``staged`` holds chunks that were pushed into staging buffers instead of tiers.
         """
-        if not local:  # What peers ask for tells nothing of how well this host's engines are served.
+        if not local:  # Lookups by peers say nothing about the hit rate of this host's engines.
             self.hierarchy.counts["looked_up"] += len(keys)
-        found = LookUp(staged=staged)
+        found = Lookup(staged=staged)
         reached = self._extend(found, keys, self._local if local else ALL_TIERS)
         rest = keys[found.count :]
         if not rest or not reached:
             return found
         pushed = keys[found.count : expect_chunks]
-        if expect > 0 and pushed and not self.expecting.is_hopeless(pushed[0]):
+        if expect > 0 and pushed and not self.expecting.is_abandoned(pushed[0]):
             found.unknown = len(rest)
-            found.pushed = self.expecting.begin(pushed, partial(self._take_pushed, found))
+            found.pushed = self.expecting.begin(pushed, partial(self._add_pushed, found))
             self.hierarchy.tasks.start_soon(self._await_pushed, found.pushed, found, keys, expected, expect)
         elif expected is not None and self._discovering.pools(expected.namespace):
             found.unknown = len(rest)
-            self.hierarchy.tasks.start_soon(self._ask_pools, found, keys, expected)
+            self.hierarchy.tasks.start_soon(self._query_pools, found, keys, expected)
         return found
 
-    def _take_pushed(self, found: LookUp, key: ChunkKey) -> bool:
-        lease = self.hierarchy.share(key)
+    def _add_pushed(self, found: Lookup, key: ChunkKey) -> bool:
+        lease = self.hierarchy.lease(key)
         if lease is not None:
             self.hierarchy.catalog.touch([key])
             found.add([FoundChunk(key, lease)])
@@ -227,29 +227,29 @@ class TieredCache:
     async def _await_pushed(
         self,
         pushed: Expectation,
-        found: LookUp,
+        found: Lookup,
         keys: Sequence[ChunkKey],
         expected: Expected | None,
         seconds: float,
     ) -> None:
-        """Add to a look-up what is pushed here, then what only shared pools hold, while it is wanted."""
+        """Add pushed chunks to a lookup, then chunks that only shared pools hold, until it is released."""
 
-        def find_below() -> int:
+        def extend() -> int:
             before = found.count
             self._extend(found, keys[len(keys) - found.unknown :])
             found.unknown -= found.count - before
             return found.count - before
 
         try:
-            await pushed.wait(seconds, find_below)
+            await pushed.wait(seconds, extend)
             if found.unknown and expected is not None and self._discovering.pools(expected.namespace):
-                await self._ask_pools(found, keys, expected)
+                await self._query_pools(found, keys, expected)
         finally:
             found.unknown = 0
             found.answered.set()
 
-    def _extend(self, found: LookUp, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> bool:
-        """Add the chunks at the head of ``keys`` that are held; whether that are all that are known."""
+    def _extend(self, found: Lookup, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> bool:
+        """Add the held prefix of ``keys``. Return ``False`` if a known chunk could not be leased."""
         before = found.count
         while self._extend_from_tiers(found, keys[found.count - before :], among):
             rest = keys[found.count - before :]
@@ -257,13 +257,13 @@ class TieredCache:
                 return True
         return False
 
-    def _extend_from_tiers(self, found: LookUp, keys: Sequence[ChunkKey], among: int) -> bool:
+    def _extend_from_tiers(self, found: Lookup, keys: Sequence[ChunkKey], among: int) -> bool:
         hierarchy = self.hierarchy
         sources = hierarchy.catalog.prefix(keys, among)
         held = keys[: len(sources)]
         hierarchy.catalog.touch(held)
         if not found.count and sources.count(FIRST) == len(sources):
-            return self._lead(found, held, among)
+            return self._extend_from_memory(found, held, among)
         if any(source != FIRST for source in sources):
             self._prefetching.start(Prefetch(keys=held, priority=Priority.REQUESTED, among=among))
         chunks: list[FoundChunk] = []
@@ -278,16 +278,16 @@ class TieredCache:
                 hierarchy.counts[f"found_{hierarchy.tiers[source].name}"] += count
         return len(chunks) == len(held)
 
-    def _lead(self, found: LookUp, held: Sequence[ChunkKey], among: int) -> bool:
-        """As :meth:`_extend_from_tiers`, of a prompt that memory holds as far as it is held: all at once."""
+    def _extend_from_memory(self, found: Lookup, held: Sequence[ChunkKey], among: int) -> bool:
+        """Lease a prefix that is entirely in the first tier, in one batch."""
         leases = self.hierarchy.lease_all(held)
-        found.lead(held, leases)
+        found.set_head(held, leases)
         if among == ALL_TIERS and len(leases):
             self.hierarchy.counts[f"found_{self.hierarchy.tiers[FIRST].name}"] += len(leases)
         return len(leases) == len(held)
 
-    async def _ask_pools(self, found: LookUp, keys: Sequence[ChunkKey], expected: Expected) -> None:
-        """Add to a look-up what only shared pools hold, if it is wanted by the time that they answer."""
+    async def _query_pools(self, found: Lookup, keys: Sequence[ChunkKey], expected: Expected) -> None:
+        """Add chunks that only shared pools hold to a lookup, if it is still open when they answer."""
         try:
             known = await self._discovering.ask(keys, expected)
             if found.unknown:
@@ -303,15 +303,15 @@ class TieredCache:
             lease = self.hierarchy.memory.lease(key)
             return None if lease is None else FoundChunk(key, lease)
         flight = self._prefetching.flights.get(key)
-        # Two hosts that fetch one chunk from each other must not each wait for the other's flight.
+        # Avoid a deadlock of two hosts that fetch the same chunk from each other.
         if flight is None or not among >> flight.source & 1:
             return None
         return FoundChunk(key, flight.lease.share(), flight)
 
-    async def settle(self, found: LookUp, progress: ReportProgress | None = None) -> None:
-        """Wait for what is pushed, then for what is fetched as ``prefetch.policy`` says; keep that.
+    async def settle(self, found: Lookup, progress: ReportProgress | None = None) -> None:
+        """Wait for pushed chunks, then for fetched chunks according to ``prefetch.policy``; drop the rest.
 
-        Calls ``progress`` whenever some of it has arrived and more is in flight.
+        Calls ``progress`` when chunks have arrived and more are in flight.
         """
         prefetch = self.settings.prefetch
         if found.pushed is not None:
@@ -320,45 +320,45 @@ class TieredCache:
             found.keep(found.ready)
             return
         deadline = prefetch.deadline if prefetch.policy == "timeout" else None
-        wanted, started = found.count, time.monotonic()
+        total, started = found.count, time.monotonic()
         await found.settle(deadline, progress)
-        if deadline is not None and time.monotonic() - started >= deadline and found.ready < wanted:
-            message = "prefetch.deadline of %g s exceeded: %d of %d chunks are not there; they are computed"
-            self.hierarchy.warn("deadline", message, deadline, wanted - found.ready, wanted)
+        if deadline is not None and time.monotonic() - started >= deadline and found.ready < total:
+            message = "prefetch.deadline of %g s exceeded: %d of %d chunks did not arrive and are recomputed"
+            self.hierarchy.warn("deadline", message, deadline, total - found.ready, total)
 
     def reserve(self, header: ChunkHeader) -> Reservation | None:
-        """Room in the arena for one chunk; ``None`` where it is held already or there is none to be had."""
+        """Reserve arena memory for one chunk. Return ``None`` if it is already held or memory is full."""
         return self._storing.reserve(header)
 
     def reserve_all(self, headers: Sequence[ChunkHeader]) -> list[Reservation | None]:
-        """As :meth:`reserve` of each, for chunks of one namespace, in a fifth of the time.
+        """Call :meth:`reserve` for each chunk of one namespace, in a fifth of the time.
 
-        Where there is no room for one, there is none for those after it.
+        Once one reservation fails for lack of memory, so do all after it.
         """
         return self._storing.reserve_all(headers)
 
     def commit(self, reservations: Sequence[Reservation]) -> None:
-        """The chunks have been filled: serve them, and write them on to the tiers below."""
+        """Publish filled chunks, and write them to the tiers below."""
         self._storing.commit(reservations)
 
     def abandon(self, reservations: Sequence[Reservation]) -> None:
-        """The chunks will not be filled."""
+        """Give up reservations whose chunks will not be filled."""
         self._storing.abandon(reservations)
 
     def pin(self, keys: Sequence[ChunkKey], seconds: float | None = None) -> int:
-        """Keep the leading chunks that are held from being evicted; how many there are."""
+        """Protect the held prefix of ``keys`` from eviction. Return its length in chunks."""
         held = keys[: len(self.hierarchy.catalog.prefix(keys))]
         self.hierarchy.catalog.pin(held, None if seconds is None else time.monotonic() + seconds)
         return len(held)
 
     def unpin(self, keys: Sequence[ChunkKey]) -> None:
-        """The inverse of :meth:`pin`."""
+        """Undo :meth:`pin`."""
         self.hierarchy.catalog.unpin(keys)
 
-    # Moving: asynchronous.
+    # Data path: asynchronous.
 
     async def prefetch(self, keys: Sequence[ChunkKey], expected: Expected | None = None) -> int:
-        """Bring the leading chunks up into the first tier; how many are there when it is done."""
+        """Prefetch the held prefix into the first tier. Return its length there in chunks."""
         found = self.look_up(keys, expected)
         try:
             await found.settle(None)
@@ -367,14 +367,14 @@ class TieredCache:
             found.release()
 
     async def move(self, keys: Sequence[ChunkKey], source: str, target: str, *, copy: bool = False) -> int:
-        """Bring chunks from one tier to another; how many ``target`` holds afterwards."""
+        """Move chunks between tiers. Return how many of them ``target`` holds afterwards."""
         move = Move(keys=keys, source=self._index(source), target=self._index(target), copy=copy)
-        return await self._moving.carry_out(move)
+        return await self._moving.execute(move)
 
     def gather(self, keys: Sequence[ChunkKey], expected: Expected, target: str) -> Gathering:
-        """What brings chunks of one prompt, in prefix order, into a tier, from wherever they are.
+        """Return an operation that copies a prompt's chunks, in prefix order, from any tier to ``target``.
 
-        Nothing happens before :meth:`Gathering.run`. All other tiers keep theirs.
+        It starts with :meth:`Gathering.run`. The other tiers keep their chunks.
         """
         return self._gathering.begin(keys, expected, self._index(target))
 
@@ -385,28 +385,28 @@ class TieredCache:
         namespace: bytes | None = None,
         tiers: Sequence[str] | None = None,
     ) -> Cleared:
-        """Remove chunks from every tier, or from some: those named, those of a namespace, or all. What went.
+        """Remove ``keys``, the chunks of a namespace, or all chunks, from ``tiers`` or all tiers.
 
-        A chunk that is on its way into a tier is not kept when it arrives; the bytes of one that is leased
-        are freed with its last lease. From a shared pool goes what is known of it here. What others have left
-        there stays, since they may need it. Where every tier is cleared of a namespace, or of all, that is
-        not asked for any more while this cache is open.
+        Chunks in flight into a tier are dropped on arrival; the memory of leased chunks is freed with the
+        last lease. From a shared pool, only chunks in this host's catalog are removed: other hosts may need
+        the rest. After clearing a namespace, or everything, in all tiers, pools are not queried for it while
+        this cache is open. Returns what was removed.
         """
         every = self.hierarchy.tiers
         chosen = [tier.index for tier in every] if tiers is None else [self._index(name) for name in tiers]
         if keys is not None:
             return await self._clearing.clear(keys, chosen)
         if tiers is None:
-            self.hierarchy.distrusted.add(namespace)
+            self.hierarchy.invalidated.add(namespace)
         return await self._clearing.clear_all(namespace, chosen)
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes that a lower tier has still to write."""
+        """Bytes still to be written to lower tiers."""
         return self._storing.pending_bytes + self._evicting.demoting_bytes
 
     async def drain(self, seconds: float, progress: Progress | None = None) -> bool:
-        """Wait until everything that is queued is written, ``seconds`` at most; whether it is."""
+        """Wait up to ``seconds`` until all queued chunks are written. Return whether they are."""
         with anyio.move_on_after(seconds):
             while pending := self.pending_bytes:
                 if progress is not None:
@@ -415,9 +415,9 @@ class TieredCache:
         return not self.pending_bytes
 
     async def finish(self, progress: Progress | None = None) -> None:
-        """Write what would be lost with the arena, for ``drain_timeout`` at most; a second call does nothing.
+        """Write chunks that only the arena holds, for up to ``drain_timeout``. Idempotent.
 
-        For the end, when no one stores any longer. ``progress`` is told the bytes that are left.
+        Call it on shutdown, after the last store. ``progress`` receives the number of remaining bytes.
         """
         if self._finished:
             return
@@ -425,7 +425,7 @@ class TieredCache:
         self._storing.flush()
         if not await self.drain(self.settings.drain_timeout, progress):
             logger.warning(
-                "%d bytes could not be written within drain_timeout (%g s) and are lost",
+                "lost %d bytes that were not written within drain_timeout (%g s)",
                 self.pending_bytes,
                 self.settings.drain_timeout,
             )
@@ -435,10 +435,10 @@ class TieredCache:
             if tier.name == name:
                 return tier.index
         names = ", ".join(tier.name for tier in self.hierarchy.tiers)
-        raise SettingsError(f"there is no tier {name!r}: there are {names}")
+        raise SettingsError(f"unknown tier {name!r}: use one of {names}")
 
     def status(self) -> dict[str, object]:
-        """What is held and what has happened, for people and tests."""
+        """Return the state of all tiers and the counters, for display and tests."""
         hierarchy = self.hierarchy
         return {
             "tiers": [

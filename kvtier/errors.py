@@ -1,32 +1,32 @@
-"""Everything that kvtier raises on purpose.
+"""The exceptions of kvtier.
 
 ::
 
     KVTierError
-    ├── SettingsError        a setting is unknown, malformed or contradicts another; names the key
-    ├── PluginError          a plugin cannot be loaded, or two claim one name
-    ├── LayoutError          a model's KV cache has a form that cannot be stored (Mamba, a wrong chunk size)
-    ├── ArenaError           the shared memory cannot be made or mapped
-    ├── TierError            a tier cannot be opened: an unwritable path, a directory that is taken
-    ├── CorruptChunk         bytes that do not match their header
-    ├── ChannelError         two processes cannot talk: engine and cache process, or two instances
-    │   ├── ProtocolError    the other side sent what the protocol does not allow
-    │   ├── ChannelClosed    the other side is gone
-    │   └── PeerError        a peer cannot be reached, is not who it should be, or will not serve us
-    ├── ControllerError      the controller cannot do what it was asked for (kvtier.controller.errors)
-    └── UnsupportedEngine    this vLLM, or this way of running it, is not one that kvtier was built for
+    ├── SettingsError        a setting is unknown, malformed or conflicts with another; names the key
+    ├── PluginError          a plugin cannot be loaded, or two plugins claim one name
+    ├── LayoutError          a model's KV cache layout is not supported (Mamba, a wrong chunk size)
+    ├── ArenaError           the shared memory cannot be created or mapped
+    ├── TierError            a tier cannot be opened: an unwritable path, a directory in use
+    ├── CorruptChunk         a chunk does not match its header
+    ├── ChannelError         communication between engine and cache process, or two instances, failed
+    │   ├── ProtocolError    the other side violated the protocol
+    │   ├── ChannelClosed    the other side closed the connection
+    │   └── PeerError        a peer is unreachable, fails authentication or refuses to serve
+    ├── ControllerError      the controller cannot execute a request (kvtier.controller.errors)
+    └── UnsupportedEngine    the vLLM version or configuration is not supported
 
-Losing a chunk, a tier that is down, a file that is torn: none of these raises. They are outcomes
-(:class:`kvtier.backends.base.Outcome`) and cost a miss.
+A lost chunk, an unavailable tier or a torn file does not raise. These are outcomes
+(:class:`kvtier.backends.base.Outcome`) and count as a miss.
 """
 
 
 class KVTierError(Exception):
-    """Root of every exception that kvtier raises on purpose."""
+    """Base class of all exceptions that kvtier raises."""
 
 
 class SettingsError(KVTierError):
-    """A setting is unknown, malformed or contradicts another. The message names the key and the remedy."""
+    """A setting is unknown, malformed or conflicts with another. The message names the key and the remedy."""
 
 
 class PluginError(KVTierError):
@@ -34,11 +34,11 @@ class PluginError(KVTierError):
 
 
 class LayoutError(KVTierError):
-    """A model's KV cache has a form that cannot be stored."""
+    """A model's KV cache layout is not supported."""
 
 
 class ArenaError(KVTierError):
-    """The shared memory cannot be made or mapped."""
+    """The shared memory cannot be created or mapped."""
 
 
 class TierError(KVTierError):
@@ -46,28 +46,28 @@ class TierError(KVTierError):
 
 
 class CorruptChunk(KVTierError):
-    """Bytes that do not match the header they came with."""
+    """A chunk does not match its header."""
 
 
 class ChannelError(KVTierError):
-    """Two processes cannot talk to each other: engine and cache process, or two instances."""
+    """Communication between an engine and the cache process, or between two instances, failed."""
 
 
 class ProtocolError(ChannelError):
-    """The other side of a channel sent something that the protocol does not allow."""
+    """The other side of a channel violated the protocol."""
 
 
 class ChannelClosed(ChannelError):
-    """The other side of a channel is gone."""
+    """The other side closed the channel."""
 
 
 class PeerError(ChannelError):
-    """A peer cannot be reached, is not who it should be, or will not serve us; says what mends it."""
+    """A peer is unreachable, fails authentication or refuses to serve. The message names the remedy."""
 
 
 class ControllerError(KVTierError):
-    """The controller cannot do what it was asked for; kinds of it are in :mod:`kvtier.controller.errors`."""
+    """The controller cannot execute a request. Subclasses are in :mod:`kvtier.controller.errors`."""
 
 
 class UnsupportedEngine(KVTierError):
-    """This vLLM, or this way of running it, is not one that kvtier was built for."""
+    """The vLLM version or configuration is not supported."""

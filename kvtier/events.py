@@ -1,8 +1,7 @@
-"""The four events that move chunks, and what is told of them.
+"""The four events that move chunks, and the reports that observers receive.
 
-An event is one batch of keys with an id, a priority and a deadline. It is handed to the
-:class:`~kvtier.router.Router` to be planned and to a stage of the pipeline to be carried out. What
-became of each transfer goes to the observers as one :class:`Report`, never one per chunk.
+An event is a batch of keys with an ID, a priority and a deadline. The :class:`~kvtier.tiers.router.Router`
+plans it and a pipeline stage executes it. Observers receive one :class:`Report` per transfer, not per chunk.
 """
 
 from __future__ import annotations
@@ -14,56 +13,56 @@ from enum import IntEnum
 from typing import Protocol
 
 from kvtier.backends.base import Outcome
-from kvtier.catalog import ALL_TIERS
-from kvtier.keys import ChunkKey
+from kvtier.catalog.catalog import ALL_TIERS
+from kvtier.memory.keys import ChunkKey
 
 _ids = itertools.count(1)
 
 
 class Priority(IntEnum):
-    """Which of two events goes first."""
+    """Priority of an event; lower values run first."""
 
     REQUESTED = 0
-    """A request waits for it."""
+    """A request is waiting for it."""
     AHEAD = 1
-    """Somebody will ask for it."""
+    """A request is expected to need it."""
     BACKGROUND = 2
-    """Housekeeping."""
+    """Maintenance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One batch of keys to be moved; in prefix order where they belong to one prompt."""
+    """A batch of keys to move, in prefix order if they belong to one prompt."""
 
     keys: Sequence[ChunkKey]
     priority: Priority = Priority.BACKGROUND
     deadline: float | None = None
-    """Seconds that whoever asked will wait; the transfer itself may take longer."""
+    """Seconds that the caller waits. The transfer itself may take longer."""
     id: int = field(default_factory=lambda: next(_ids))
 
 
 class Store(Event):
-    """Chunks have become READY in the first tier: write them on to the tiers below."""
+    """Write chunks that became READY in the first tier to the tiers below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch(Event):
-    """Bring chunks that only lower tiers hold into the first."""
+    """Promote chunks that only lower tiers hold into the first tier."""
 
     among: int = ALL_TIERS
-    """A bit for each tier that they may be read from."""
+    """Bit mask of the tiers to read from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evict(Event):
-    """Take chunks out of tier number ``tier``, demoting those that would otherwise be lost."""
+    """Evict chunks from tier number ``tier``, demoting those that no other tier holds."""
 
     tier: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move(Event):
-    """Bring chunks from tier ``source`` to tier ``target``; with ``copy`` the source keeps them."""
+    """Move chunks from tier ``source`` to tier ``target``; with ``copy`` the source keeps them."""
 
     source: int
     target: int
@@ -72,10 +71,10 @@ class Move(Event):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of one transfer of an event: one batch between two tiers.
+    """The result of one transfer of an event: one batch between two tiers.
 
-    ``source`` is ``None`` for bytes that came from an engine, ``target`` is ``None`` for bytes that
-    were dropped. ``seconds`` is the time from the start of the transfer until its outcome was known.
+    ``source`` is ``None`` for chunks from an engine, ``target`` is ``None`` for dropped chunks. ``seconds``
+    is the time from the start of the transfer until its outcomes were known.
     """
 
     event: Event
@@ -88,12 +87,12 @@ class Report:
 
 
 class Observer(Protocol):
-    """Sees every transfer and every change of what is held. Called in the event loop: it must not block."""
+    """Receives every transfer and every change of the catalog. Called in the event loop; must not block."""
 
     def observe(self, report: Report) -> None:
-        """One batch has been carried out, whatever its outcomes."""
+        """Called after each batch, whatever its outcomes."""
         ...
 
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
-        """Chunks became READY in a tier or left it."""
+        """Called when chunks became READY in a tier or were removed from it."""
         ...

@@ -1,8 +1,8 @@
-"""The hooks by which backends, transports, eviction policies, observers and commands are added.
+"""Plugin hooks for backends, transports, eviction policies, observers and commands.
 
-A plugin is a module, or an object, whose functions of these names are marked with :data:`hookimpl`, named
-by an entry point of the group ``kvtier``. Hooks are called when a cache process or a command starts, from
-its main thread and outside any event loop; they may import, and should open nothing.
+A plugin is a module or object that implements these functions, marks them with :data:`kvtier.hookimpl`, and
+is named by an entry point of the group ``kvtier``. Hooks run when a cache process or a command starts, in its
+main thread and outside any event loop. They may import modules, and should not open files or connections.
 """
 
 from __future__ import annotations
@@ -10,37 +10,31 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import pluggy
+from kvtier.hookmarkers import hookspec
 
 if TYPE_CHECKING:
     import typer
 
     from kvtier.backends.base import Backend
+    from kvtier.catalog.eviction import EvictionPolicy
     from kvtier.events import Observer
-    from kvtier.eviction.base import EvictionPolicy
     from kvtier.settings import Settings
     from kvtier.transports.base import Transport
-
-PROJECT = "kvtier"
-
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
-"""Marks a function as an implementation of the hook whose name it has."""
 
 
 @hookspec
 def kvtier_backends() -> dict[str, type[Backend]]:
-    """Backends by the name that a tier's ``type`` calls them by.
+    """Return backends, keyed by the ``type`` of a tier.
 
     A class is constructed with one argument, the tier's settings, already validated by its
-    ``settings_type``. Names that another plugin has taken stop start-up.
+    ``settings_type``. A name that another plugin provides as well is an error at startup.
     """
     raise NotImplementedError
 
 
 @hookspec
 def kvtier_transports() -> dict[str, type[Transport]]:
-    """Transports between hosts by the name that ``peer.transport`` calls them by.
+    """Return transports between hosts, keyed by their name in ``peer.transport``.
 
     A class is constructed with one argument, its settings, already validated by its ``settings_type``.
     """
@@ -49,20 +43,20 @@ def kvtier_transports() -> dict[str, type[Transport]]:
 
 @hookspec
 def kvtier_eviction_policies() -> dict[str, type[EvictionPolicy]]:
-    """Eviction policies by the name that a tier's ``eviction`` calls them by.
+    """Return eviction policies, keyed by their name in a tier's ``eviction``.
 
-    A class is constructed without arguments, once for each tier that names it.
+    A class is constructed without arguments, once for each tier that uses it.
     """
     raise NotImplementedError
 
 
 @hookspec
 def kvtier_observers(settings: Settings) -> Iterable[Observer]:
-    """Observers that are told of every batch and phase. Called once for each cache that is opened."""
+    """Return observers, which receive every transfer and change. Called once for each opened cache."""
     raise NotImplementedError
 
 
 @hookspec
 def kvtier_commands(app: typer.Typer) -> None:
-    """Add commands to ``kvtier``'s command line. Called before the command line is parsed."""
+    """Add commands to the ``kvtier`` command line. Called before the command line is parsed."""
     raise NotImplementedError

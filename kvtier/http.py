@@ -1,7 +1,7 @@
-"""An HTTP server within the running event loop: uvicorn, as one part of a process that has others.
+"""An HTTP server (uvicorn) embedded in the running event loop.
 
-The process keeps its signals, its log and its exit status. What a client may hold on to is bounded, whether
-it sends nothing, sends without end or never reads: the process has files and memory to look after.
+The process keeps control of its signals, log and exit status. Resources held by a client are bounded, whether
+it sends nothing, sends forever or never reads.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from anyio.abc import TaskStatus
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import Server
 
+from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelError
-from kvtier.settings_peer import split_address
-from kvtier.tasks import open_tasks
+from kvtier.settings.peer import split_address
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
-"""What ASGI calls an application."""
+"""An ASGI application."""
 
-MOST_REQUESTS = 256
-MOST_HEAD_BYTES = 16 * 1024
-"""The address, the method and the headers of a request, where they do not come at once."""
-MOST_MESSAGE_BYTES = 1024 * 1024
+MAX_REQUESTS = 256
+MAX_HEAD_BYTES = 16 * 1024
+"""Maximum size of a request's method, path and headers if they arrive in several reads."""
+MAX_MESSAGE_BYTES = 1024 * 1024
 REQUEST_SECONDS = 10.0
-"""How long a connection may stay without the head of a request."""
+"""How long a connection may stay open without complete request headers."""
 FINISH_SECONDS = 1.5
-"""What is under way when the server ends has so long before its connection is cut off."""
+"""On shutdown, requests in flight may finish for this long before their connections are aborted."""
 CANCEL_SECONDS = 2
-"""What goes on without a connection is cancelled so long after the end."""
+"""On shutdown, tasks without a connection are cancelled after this long."""
 UNREAD_SECONDS = 30.0
-"""A connection whose other side takes nothing in for so long is cut off, even while it is being closed."""
+"""A connection whose peer accepts no data for this long is aborted, even while it is closing."""
 BACKLOG = 256
 
 
@@ -54,26 +54,25 @@ async def serving(
     *,
     setting: str = "listen",
     ssl: SSLContext | None = None,
-    limit_concurrency: int = MOST_REQUESTS,
-    ws_max_size: int = MOST_MESSAGE_BYTES,
+    limit_concurrency: int = MAX_REQUESTS,
+    ws_max_size: int = MAX_MESSAGE_BYTES,
     backlog: int = BACKLOG,
 ) -> AsyncIterator[tuple[str, int]]:
-    """Serve ``app`` until the block is left, and tell the address: port 0 takes any that is free.
+    """Serve ``app`` until the context exits. Yields the bound address; port 0 selects a free port.
 
-    From ``limit_concurrency`` connections on a request is answered with 503, from twice as many on a
-    connection is closed at once; WebSockets count as connections. A WebSocket message has ``ws_max_size``
-    bytes at most, and is not compressed: it is mostly keys, which are random. ``backlog`` is how many
-    connections may be made while the loop is busy; who comes later tries again after a second.
+    Above ``limit_concurrency`` connections, requests get a 503; above twice that, new connections are closed
+    at once. WebSockets count as connections. A WebSocket message has at most ``ws_max_size`` bytes and is
+    not compressed, because it consists mostly of random keys. ``backlog`` is the length of the accept queue;
+    a client that finds it full retries its SYN after a second.
 
-    On the way out requests under way may finish, for two seconds at most. The start and the end of the
-    application itself (its "lifespan", where it has one) are waited for, however long they take, and what
-    fails in its start is raised as it is. Raises :class:`kvtier.errors.ChannelError` where this cannot be
-    listened on; ``setting`` is what the message calls the setting to change.
+    On exit, requests in flight may finish for up to two seconds. Startup and shutdown of the application (its
+    ASGI lifespan, if any) are awaited without a timeout, and an exception during startup propagates. Raises
+    :class:`kvtier.errors.ChannelError` if the address cannot be bound; its message names ``setting``.
     """
-    _be_quiet()
-    watched = _WatchedStart(app)
+    _limit_uvicorn_log()
+    lifespan = _LifespanErrors(app)
     config = uvicorn.Config(
-        watched,
+        lifespan,
         interface="asgi3",
         http=_Connection,
         ws="websockets-sansio",
@@ -86,67 +85,67 @@ async def serving(
         limit_concurrency=limit_concurrency,
         backlog=backlog,
         timeout_graceful_shutdown=CANCEL_SECONDS,
-        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         workers=1,
     )
     config.load()
     config.ssl = ssl
     server = _Server(config)
-    with await _bound(listen, setting, backlog) as listener:
+    with await _bind(listen, setting, backlog) as listener:
         host, port = listener.getsockname()[:2]
         async with open_tasks() as tasks:
-            await tasks.start(_run, server, watched, listener)
+            await tasks.start(_run, server, lifespan, listener)
             try:
                 yield host, port
             finally:
                 server.should_exit = True
 
 
-def _be_quiet() -> None:
-    """Have uvicorn tell of errors only, unless this process has said how much it wants to hear."""
+def _limit_uvicorn_log() -> None:
+    """Limit uvicorn's log to errors, unless its level is configured."""
     logger = logging.getLogger("uvicorn.error")
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.ERROR)
 
 
-async def _bound(listen: str | tuple[str, int], setting: str, backlog: int) -> socket.socket:
+async def _bind(listen: str | tuple[str, int], setting: str, backlog: int) -> socket.socket:
     try:
         host, port = split_address(listen) if isinstance(listen, str) else listen
     except ValueError as error:
         raise ChannelError(f"{setting}: {error}") from error
-    if not 0 <= port <= 65535:  # A resolver would shorten it to 16 bits.
-        raise ChannelError(f"there is no port {port}: write another in {setting}")
+    if not 0 <= port <= 65535:  # A resolver would truncate it to 16 bits.
+        raise ChannelError(f"{port} is not a port number: set another in {setting}")
     try:
         found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
         listener = socket.create_server(address, family=family, backlog=backlog)
     except (OSError, UnicodeError) as error:
         code = error.errno if isinstance(error, OSError) else None
-        why = os.strerror(code) if code and code > 0 else getattr(error, "strerror", None) or error
+        reason = os.strerror(code) if code and code > 0 else getattr(error, "strerror", None) or error
         raise ChannelError(
-            f"cannot listen on {host}:{port}: {why}: write another address or port in {setting}"
+            f"cannot listen on {host}:{port}: {reason}: set another address or port in {setting}"
         ) from error
-    # Or the body of an answer waits 40 ms until its head is acknowledged. What is accepted inherits it.
+    # Without it, a response body waits 40 ms for the ACK of the headers. Accepted sockets inherit it.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # So is this. What waits for a reader that never reads would keep its connection for good.
+    # Inherited as well. Without it, a response to a client that never reads holds its connection forever.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_SECONDS * 1000))
     return listener
 
 
 async def _run(
-    server: _Server, watched: _WatchedStart, listener: socket.socket, *, task_status: TaskStatus[None]
+    server: _Server, lifespan: _LifespanErrors, listener: socket.socket, *, task_status: TaskStatus[None]
 ) -> None:
-    # Shielded: uvicorn would leave connections and tasks behind where it is cancelled. It is told to end.
+    # Shielded: uvicorn leaks connections and tasks when cancelled. should_exit stops it.
     with CancelScope(shield=True):
         server.when_started = task_status.started
-        with suppress(SystemExit):  # Some versions say so that it has not started.
+        with suppress(SystemExit):  # Some versions of uvicorn raise it if startup failed.
             await server.serve([listener])
         if not server.started:
-            raise watched.error or ChannelError("the application could not start: its log says why")
+            raise lifespan.error or ChannelError("the application failed to start: see its log")
 
 
-class _WatchedStart:
-    """An application of whose failed start the exception is kept, which uvicorn would only log."""
+class _LifespanErrors:
+    """Wraps an application and keeps the exception of a failed startup, which uvicorn would only log."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -157,13 +156,13 @@ class _WatchedStart:
             await self._app(scope, receive, send)
             return
 
-        async def send_quietly(message: Message) -> None:
+        async def send_without_traceback(message: Message) -> None:
             if message["type"] == "lifespan.startup.failed":
-                message = {"type": message["type"]}  # Without the traceback.
+                message = {"type": message["type"]}
             await send(message)
 
         try:
-            await self._app(scope, receive, send_quietly)
+            await self._app(scope, receive, send_without_traceback)
         except BaseException as error:
             self.error = error
             raise
@@ -174,7 +173,7 @@ class _Server(Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are for whoever runs this process."""
+        """Do nothing: the process handles its signals."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -183,28 +182,28 @@ class _Server(Server):
             self.when_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        cut = asyncio.get_running_loop().call_later(FINISH_SECONDS, self._cut_off)
+        timer = asyncio.get_running_loop().call_later(FINISH_SECONDS, self._abort_connections)
         try:
             await super().shutdown(sockets)
         finally:
-            cut.cancel()
-            self._cut_off()
-            if self.server_state.tasks:  # Cancelled by now.
+            timer.cancel()
+            self._abort_connections()
+            if self.server_state.tasks:  # Already cancelled.
                 await asyncio.wait(self.server_state.tasks, timeout=CANCEL_SECONDS)
 
-    def _cut_off(self) -> None:
-        """End streams that have no end, and connections that nobody reads: their requests are told."""
+    def _abort_connections(self) -> None:
+        """Abort endless streams and connections with a stalled reader. Their requests see a disconnect."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
 
 class _Connection(H11Protocol):
-    """One that is closed where no request comes, be it never or bit by bit, and where there are too many."""
+    """Connection with a request timeout, also against slow senders, and a limit on their number."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:  # noqa: ANN401 - uvicorn's own
         super().__init__(*arguments, **named)
         self.access_log = False
-        self._patience: asyncio.TimerHandle | None = None
+        self._timeout: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -214,19 +213,19 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._patience is not None:
-            self._patience.cancel()
+        if self._timeout is not None:
+            self._timeout.cancel()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._expect_request()
 
     def _expect_request(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-        self._patience = self.loop.call_later(REQUEST_SECONDS, self._close_if_idle, self.cycle)
+        if self._timeout is not None:
+            self._timeout.cancel()
+        self._timeout = self.loop.call_later(REQUEST_SECONDS, self._close_if_idle, self.cycle)
 
     def _close_if_idle(self, last: object) -> None:
-        """A WebSocket is not among the connections under this protocol, nor is one that is closed."""
+        """Abort the connection if idle. A WebSocket or a closed connection is not in ``self.connections``."""
         if self.cycle is last and self in self.connections:
             self.transport.abort()

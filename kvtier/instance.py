@@ -1,7 +1,7 @@
-"""One instance: the tiers of a host, their way to those of its peers, and its controller.
+"""One instance: the tiers of a host, its peers and its controller.
 
-What a cache process serves its engines from, and what a program opens that wants peers or a controller, too;
-:class:`~kvtier.cache.TieredCache` alone has none.
+Used by the cache process, and by programs that need peers or a controller; :class:`~kvtier.cache.TieredCache`
+alone has neither.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from anyio import CancelScope
 from kvtier.agent.served import Served
 from kvtier.backends.base import Backend
 from kvtier.cache import TieredCache
-from kvtier.catalog import MAX_TIERS
+from kvtier.catalog.catalog import MAX_TIERS
+from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import PeerError, SettingsError
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, TierSettings, load_settings
-from kvtier.tasks import open_tasks
 
 if TYPE_CHECKING:
     from kvtier.agent.agent import Agent
     from kvtier.peers.backend import PeersBackend
-    from kvtier.peers.handing import HandOver, HandOvers
+    from kvtier.peers.kv_transfer import KVTransfer, KVTransfers
     from kvtier.peers.server import PeerServer
-    from kvtier.peers.staging import Stagings
+    from kvtier.peers.staging.buffers import Stagings
     from kvtier.transports.base import Transport
 
 PEERS = "peers"
-"""The name and the type of the tier that stands for all that peers hold."""
-CALLS_UNDER_WAY = 16
-"""Batches that are fetched from peers at once, whichever they are."""
+"""Name and type of the tier that represents all peers."""
+CALLS_IN_FLIGHT = 16
+"""Maximum number of batches in flight from all peers together."""
 
 
 class Instance:
-    """A host's tiers, its peers and its controller. Made with :meth:`open`."""
+    """A host's tiers, its peers and its controller. Created with :meth:`open`."""
 
     def __init__(
         self,
@@ -48,22 +48,22 @@ class Instance:
         cache: TieredCache,
         server: PeerServer | None = None,
         peers: PeersBackend | None = None,
-        handing: HandOvers | None = None,
+        transfer: KVTransfers | None = None,
         served: Served | None = None,
         stagings: Stagings | None = None,
     ) -> None:
         self.name = name
-        """Of this process alone, for peers and people."""
+        """Unique name of this process, for peers and logs."""
         self.cache = cache
         self.server = server
-        """What serves the peers, where ``peer.listen`` is set."""
+        """The server for peers, if ``peer.listen`` is set."""
         self.peers = peers
-        """What fetches from peers, where ``peer.others`` names some or a controller may."""
-        self._handing = handing
+        """The backend that fetches from peers, if ``peer.others`` or a controller is set."""
+        self._kv_transfers = transfer
         self.served = served or Served()
-        """The models of the engines: whoever lets engines in tells it."""
+        """The models of the connected engines, maintained by the bridge server."""
         self.stagings = stagings
-        """The engines' staging buffers, where ``hand_over.device`` is ``cuda``."""
+        """The engines' staging buffers, if ``kv_transfer.device`` is ``cuda``."""
         self._agent: Agent | None = None
 
     @classmethod
@@ -71,17 +71,17 @@ class Instance:
     async def open(
         cls, settings: Settings | None = None, *, plugins: Plugins | None = None
     ) -> AsyncIterator[Instance]:
-        """Open every tier, serve peers and register with the controller until the block is left.
+        """Open every tier, serve peers and register with the controller until the context exits.
 
-        Arguments are as of :meth:`TieredCache.open`. A peer or a controller that does not answer is no error.
-        Raises :class:`kvtier.errors.PeerError` where this host cannot serve, be it for its port or its
-        transport, and what :meth:`TieredCache.open` raises.
+        Arguments as for :meth:`TieredCache.open`. An unreachable peer or controller is not an error. Raises
+        :class:`kvtier.errors.PeerError` if this host cannot serve peers because of its port or transport, and
+        the errors of :meth:`TieredCache.open`.
         """
         settings = settings or load_settings()
         plugins = plugins or Plugins.load(settings.plugins)
         name = f"{_base_name(settings)}:{secrets.token_hex(4)}"
         async with AsyncExitStack() as stack:
-            if settings.peer.can_prove:
+            if settings.peer.has_credentials:
                 instance = await stack.enter_async_context(cls._with_peers(name, settings, plugins))
             else:
                 cache = await stack.enter_async_context(TieredCache.open(settings, plugins=plugins))
@@ -93,66 +93,66 @@ class Instance:
     @classmethod
     @asynccontextmanager
     async def _with_peers(cls, name: str, settings: Settings, plugins: Plugins) -> AsyncIterator[Instance]:
-        # Here, so that who has no peers does not wait for what serves them to be imported.
+        # Imported here, so that an instance without peers does not pay for the import.
         from kvtier.peers.authentication import Credentials
         from kvtier.peers.backend import PeersBackend
         from kvtier.peers.grants import GrantBook
-        from kvtier.peers.handing import HandOvers
+        from kvtier.peers.kv_transfer import KVTransfers
         from kvtier.peers.server import PeerServer
-        from kvtier.peers.staging import Stagings
+        from kvtier.peers.staging.buffers import Stagings
         from kvtier.transports.nixl.settings import NixlSettings
 
         transport_settings = plugins.transport_settings(settings)
         transport = plugins.transport(transport_settings.type)(transport_settings)
-        credentials = Credentials.of(settings.peer)
+        credentials = Credentials.from_settings(settings.peer)
         tier = TierSettings(
             name=PEERS,
             type=PEERS,
             write="never",
             deadline=transport_settings.deadline,
-            concurrency=CALLS_UNDER_WAY,
+            concurrency=CALLS_IN_FLIGHT,
         )
-        # To push to a peer needs none that is configured, and no tier for what they hold.
+        # KV transfers to a peer need neither peer.others nor a tier for the peers.
         peers = PeersBackend(tier, settings.peer, credentials, transport, name)
         pools: list[tuple[TierSettings, Backend]] = []
-        if fetches := bool(settings.peer.others) or _borrows(settings):
-            _check_place(settings)
+        if fetches := bool(settings.peer.others) or _uses_directory(settings):
+            _check_peers_tier(settings)
             pools.append((tier, peers))
         async with (
             TieredCache.open(settings, plugins=plugins, pools=pools) as cache,
             AsyncExitStack() as stack,
         ):
-            handing, served = settings.hand_over, Served()
+            transfer, served = settings.kv_transfer, Served()
             grants = GrantBook(
-                cache.arena, settings.peer, one_sided=transport.one_sided, reserve=handing.reserve
+                cache.arena, settings.peer, one_sided=transport.one_sided, reserve=transfer.reserve
             )
             await transport.open(cache.arena, grants)
             stack.push_async_callback(_close, transport, peers)
             peers.connect()
             stagings = server = None
-            if handing.device == "cuda":
+            if transfer.device == "cuda":
                 if not isinstance(transport_settings, NixlSettings):
                     raise SettingsError(
-                        "hand_over.device is cuda, which goes over NIXL: write nixl as peer.transport"
+                        "kv_transfer.device is cuda, which requires NIXL: set peer.transport to nixl"
                     )
                 stagings = Stagings(settings, transport_settings, cache)
                 await stack.enter_async_context(stagings.serving())
             if settings.peer.listen is not None:
                 server = PeerServer(
-                    cache, settings.peer, transport, grants, name, handing.buffer, served.refusal, stagings
+                    cache, settings.peer, transport, grants, name, transfer.buffer, served.refusal, stagings
                 )
                 await stack.enter_async_context(server.serving())
             tasks = await stack.enter_async_context(open_tasks())
-            hand_overs = HandOvers(cache, peers, tasks, grants.limit)
-            stack.callback(hand_overs.close)
+            kv_transfers = KVTransfers(cache, peers, tasks, grants.limit)
+            stack.callback(kv_transfers.close)
             try:
-                yield cls(name, cache, server, peers if fetches else None, hand_overs, served, stagings)
+                yield cls(name, cache, server, peers if fetches else None, kv_transfers, served, stagings)
             finally:
                 tasks.cancel_scope.cancel()
 
     @asynccontextmanager
     async def _registered(self, settings: Settings) -> AsyncIterator[None]:
-        # Here, so that who has no controller does not wait for WebSockets to be imported.
+        # Imported here, so that an instance without a controller does not pay for importing WebSockets.
         from kvtier.agent.agent import Agent, Serving
         from kvtier.agent.commands import Commands, Peers
         from kvtier.agent.tokenizing import Tokenizers
@@ -170,35 +170,35 @@ class Instance:
         async with tokenizers.open(), open_tasks() as tasks:
             self._agent = agent
             if self.peers is not None and settings.controller.ask:
-                self.peers.ask_directory(agent)
+                self.peers.set_directory(agent)
             tasks.start_soon(agent.run)
             try:
                 yield
             finally:
                 if self.peers is not None:
-                    self.peers.ask_directory(None)
+                    self.peers.set_directory(None)
                 tasks.cancel_scope.cancel()
 
-    def hand_over(self, to: str, keys: Sequence[ChunkKey]) -> HandOver:
-        """Push the chunks of a prompt, in prefix order, to the peer at ``HOST:PORT``, each when it is READY.
+    def transfer_kv(self, to: str, keys: Sequence[ChunkKey]) -> KVTransfer:
+        """Transfer the chunks of a prompt, in prefix order, to the peer at ``HOST:PORT``, each when READY.
 
-        At once, and nothing is waited for: see :class:`~kvtier.peers.handing.HandOver`. The peer need not be
-        one of ``peer.others``. Raises :class:`kvtier.errors.PeerError` where this instance has no way to
-        peers, ``to`` is no address, or too much is handed over already.
+        Returns immediately, see :class:`~kvtier.peers.kv_transfer.KVTransfer`. The peer need not be in
+        ``peer.others``. Raises :class:`kvtier.errors.PeerError` if this instance has no credentials for
+        peers, ``to`` is not an address, or too many transfers are in flight.
         """
-        if self._handing is None:
-            raise PeerError("cannot hand over: write peer.secret or peer.tls, by which peers know each other")
-        return self._handing.begin(to, keys)
+        if self._kv_transfers is None:
+            raise PeerError("cannot transfer KV: set peer.secret or peer.tls to authenticate to peers")
+        return self._kv_transfers.begin(to, keys)
 
     def status(self) -> dict[str, object]:
-        """What is held, what has happened, how the peers are and the controller, for people and tests."""
+        """Return the state of the cache, its peers and the controller connection, for display and tests."""
         status = self.cache.status()
         if self.server is not None:
             status["serving"] = self.server.status()
         if self.peers is not None:
             status["peers"] = self.peers.status()
-        if self._handing is not None:
-            status["hand_overs"] = self._handing.status()
+        if self._kv_transfers is not None:
+            status["kv_transfers"] = self._kv_transfers.status()
         if self.stagings is not None:
             status["staging"] = self.stagings.status()
         if self._agent is not None:
@@ -212,24 +212,20 @@ def _base_name(settings: Settings) -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-def _borrows(settings: Settings) -> bool:
-    """Whether a controller may have chunks fetched from peers that the settings do not name."""
-    return settings.controller.url is not None and settings.peer.can_prove
+def _uses_directory(settings: Settings) -> bool:
+    """Whether the controller may direct this instance to peers that are not in the settings."""
+    return settings.controller.url is not None and settings.peer.has_credentials
 
 
-def _check_place(settings: Settings) -> None:
+def _check_peers_tier(settings: Settings) -> None:
     if any(tier.get("name") == PEERS for tier in settings.tiers):
-        raise SettingsError(
-            f"a tier is called {PEERS!r}, which is what all peers together are called: write another name"
-        )
+        raise SettingsError(f"the tier name {PEERS!r} is reserved for peers: choose another name")
     if len(settings.tiers) == MAX_TIERS:
-        raise SettingsError(
-            f"peers take the place of a tier, and there are {MAX_TIERS} tiers already: leave one out"
-        )
+        raise SettingsError(f"peers count as a tier, and there are already {MAX_TIERS} tiers: remove one")
 
 
 async def _close(transport: Transport, peers: PeersBackend) -> None:
-    """Links first: nothing of a transport may be in use when it is closed, nor the arena unmapped before."""
+    """Disconnect the peers, then close the transport: it must be unused, and the arena still mapped."""
     with CancelScope(shield=True):
         await peers.disconnect()
         await transport.close()

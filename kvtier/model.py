@@ -1,4 +1,4 @@
-"""One model's chunks by token ids: the way in for programs that are not vLLM."""
+"""Access to one model's chunks by token IDs, for programs other than vLLM."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 from anyio import to_thread
 
 from kvtier.errors import LayoutError
-from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
-from kvtier.keys import ChunkKey, chunk_keys, root_key
-from kvtier.layout import ChunkLayout, GroupLayout, namespace
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
+from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.pipeline.discover import Expected
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class HostTensor(Protocol):
-    """What is used of a tensor: enough to find its bytes without importing torch."""
+    """The part of the tensor interface needed to access its bytes without importing torch."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Size of all elements in bytes."""
         ...
 
     def data_ptr(self) -> int:
@@ -31,19 +31,19 @@ class HostTensor(Protocol):
         ...
 
     def is_contiguous(self) -> bool:
-        """Whether the elements follow one another in C order."""
+        """Whether the elements are contiguous in C order."""
         ...
 
 
 Rows = bytes | bytearray | memoryview | HostTensor
-"""KV of consecutive tokens: a C-contiguous buffer or CPU tensor whose first dimension is the token."""
+"""KV of consecutive tokens: a C-contiguous buffer or CPU tensor, tokens in the first dimension."""
 
 
 class ModelCache:
-    """A :class:`~kvtier.cache.TieredCache` as one model and one tenant see it.
+    """View of a :class:`~kvtier.cache.TieredCache` for one model and one tenant.
 
-    The KV of a token is ``token_bytes`` opaque bytes. Chunks are whole: what is left over at the end of
-    a prompt is not stored, unless ``partial_chunks`` is set.
+    The KV of a token is ``token_bytes`` opaque bytes. Only full chunks are stored, unless ``partial_chunks``
+    is set.
     """
 
     def __init__(self, cache: TieredCache, name: str, *, token_bytes: int, salt: str = "") -> None:
@@ -56,18 +56,18 @@ class ModelCache:
         self._partial = settings.partial_chunks
 
     def keys(self, tokens: Sequence[int]) -> list[ChunkKey]:
-        """The keys of a prompt's chunks in prefix order."""
+        """Return the keys of a prompt's chunks in prefix order."""
         return chunk_keys(self._root, tokens, self._layout.chunk_tokens, tail=self._partial)
 
     async def store(self, tokens: Sequence[int], rows: Rows) -> int:
-        """Store the KV of a prompt; how many tokens are held afterwards, those known before included.
+        """Store the KV of a prompt. Return the number of tokens held afterwards, including those held before.
 
-        Copies in a worker thread. Chunks for which there is no room are left out.
+        Copies in a worker thread. Skips chunks for which there is no memory.
         """
         view = _bytes_of(rows)
         if len(view) < len(tokens) * self._token_bytes:
             raise LayoutError(
-                f"{len(tokens)} tokens of {self._token_bytes} bytes of KV each are not {len(view)} bytes"
+                f"{len(tokens)} tokens with {self._token_bytes} bytes of KV each do not fit {len(view)} bytes"
             )
         keys = self.keys(tokens)
         parents = [self._root, *keys]
@@ -88,7 +88,7 @@ class ModelCache:
         return self._tokens(len(self._cache.hierarchy.catalog.prefix(keys)), len(tokens))
 
     async def retrieve(self, tokens: Sequence[int], rows: Rows) -> int:
-        """Fill ``rows`` with the KV of the longest prefix that is held; how many tokens that are."""
+        """Fill ``rows`` with the KV of the longest held prefix. Return its length in tokens."""
         view = _bytes_of(rows)
         found = self._cache.look_up(self.keys(tokens), self._expected(len(tokens)))
         try:
@@ -106,28 +106,28 @@ class ModelCache:
             found.release()
 
     def held_tokens(self, tokens: Sequence[int]) -> int:
-        """How many leading tokens some tier is known to hold; moves nothing and asks no pool."""
+        """Return the number of leading tokens in the catalog. Moves no data and queries no pool."""
         return self._tokens(len(self._cache.hierarchy.catalog.prefix(self.keys(tokens))), len(tokens))
 
     async def prefetch(self, tokens: Sequence[int]) -> int:
-        """Bring a prompt's chunks up into memory; how many leading tokens are there afterwards."""
-        there = await self._cache.prefetch(self.keys(tokens), self._expected(len(tokens)))
-        return self._tokens(there, len(tokens))
+        """Prefetch a prompt's chunks. Return the number of leading tokens in memory afterwards."""
+        ready = await self._cache.prefetch(self.keys(tokens), self._expected(len(tokens)))
+        return self._tokens(ready, len(tokens))
 
     async def move(self, tokens: Sequence[int], source: str, target: str, *, copy: bool = False) -> int:
-        """Bring a prompt's chunks from one tier to another; how many tokens ``target`` holds afterwards."""
+        """Move a prompt's chunks between tiers. Return the number of tokens in ``target`` afterwards."""
         return self._tokens(await self._cache.move(self.keys(tokens), source, target, copy=copy), len(tokens))
 
     def pin(self, tokens: Sequence[int], seconds: float | None = None) -> int:
-        """Keep a prompt's chunks from being evicted; how many leading tokens are pinned."""
+        """Protect a prompt's chunks from eviction. Return the number of leading tokens pinned."""
         return self._tokens(self._cache.pin(self.keys(tokens), seconds), len(tokens))
 
     def unpin(self, tokens: Sequence[int]) -> None:
-        """The inverse of :meth:`pin`."""
+        """Undo :meth:`pin`."""
         self._cache.unpin(self.keys(tokens))
 
     async def clear(self, tokens: Sequence[int] | None = None) -> int:
-        """Remove a prompt's chunks, or all of this model's; how many chunks went."""
+        """Remove a prompt's chunks, or all chunks of this model. Return the number of chunks removed."""
         if tokens is None:
             return (await self._cache.clear(namespace=self._namespace)).chunks
         return (await self._cache.clear(self.keys(tokens))).chunks

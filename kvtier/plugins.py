@@ -1,6 +1,7 @@
-"""What plugins provide, found by name; built-ins come by the same hooks as third parties.
+"""Plugin registry: backends, transports, eviction policies and observers by name.
 
-Third parties are found by the entry-point group ``kvtier``. All of this runs once, at start-up.
+Built-in components use the same hooks as third-party plugins, which are discovered through the entry point
+group ``kvtier``. All of this runs once, at startup.
 """
 
 from __future__ import annotations
@@ -15,120 +16,121 @@ from pydantic import ValidationError
 
 from kvtier import hookspecs
 from kvtier.errors import PluginError, SettingsError
+from kvtier.hookmarkers import PROJECT
 from kvtier.settings import LocalTierSettings, Settings, TierSettings, describe
-from kvtier.settings_errors import explain
-from kvtier.settings_sources import nearest
+from kvtier.settings.errors import explain
+from kvtier.settings.sources import suggestion
 
 if TYPE_CHECKING:
     import typer
 
     from kvtier.backends.base import Backend
+    from kvtier.catalog.eviction import EvictionPolicy
     from kvtier.events import Observer
-    from kvtier.eviction.base import EvictionPolicy
     from kvtier.transports.base import Transport, TransportSettings
 
 GROUP = "kvtier"
 BUILT_IN = "built in"
-BUILT_IN_MODULES = ("kvtier.backends", "kvtier.eviction", "kvtier.transports")
+BUILT_IN_MODULES = ("kvtier.backends", "kvtier.catalog", "kvtier.transports")
 
 _PROVIDING_HOOKS = ("kvtier_backends", "kvtier_transports", "kvtier_eviction_policies")
-_MEMORY_POWERS = ("arena", "adopt", "lease", "idle", "discard")
+_MEMORY_CAPABILITIES = ("arena", "adopt", "lease", "idle", "discard")
 
 Found = TypeVar("Found")
 
 
 class LoadedPlugin(NamedTuple):
-    """One plugin, for people."""
+    """Description of one loaded plugin, for display."""
 
     name: str
     source: str
-    """``"built in"``, or the distribution and its version."""
+    """``"built in"``, or distribution and version."""
     hooks: tuple[str, ...]
     provides: tuple[str, ...]
-    """The names that tiers may use, such as ``"disk"``."""
+    """Names that settings may use, such as ``"disk"``."""
 
 
 class Plugins:
-    """The plugins of one process. Made with :meth:`load`; synchronous, never used per batch."""
+    """The plugins of one process. Created with :meth:`load`. Synchronous; not used on the data path."""
 
     def __init__(self) -> None:
-        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._sources: dict[str, str] = {}
         self._provided: dict[str, dict[str, tuple[type, str]]] = {hook: {} for hook in _PROVIDING_HOOKS}
 
     @classmethod
     def load(cls, only: Sequence[str] | None = None) -> Plugins:
-        """Load what is built in, and the installed plugins: all, or those that ``only`` names.
+        """Load the built-in components and the installed plugins: all, or those named in ``only``.
 
-        A name is a distribution's or an entry point's. Imports them; blocks as long as that takes. Raises
-        :class:`PluginError` for a plugin that cannot be loaded and for two that claim one name, and
-        :class:`SettingsError` for a name that is not installed.
+        A name is that of a distribution or an entry point. Blocks while it imports them. Raises
+        :class:`PluginError` if a plugin cannot be loaded or two plugins claim one name, and
+        :class:`SettingsError` if a named plugin is not installed.
         """
         plugins = cls()
         for module in BUILT_IN_MODULES:
             plugins.register(importlib.import_module(module), module, BUILT_IN)
-        for entry in _chosen(installed(), only):
+        for entry in _select(installed(), only):
             plugins.register(_import(entry), entry.name, source_of(entry))
         return plugins
 
     def register(self, plugin: object, name: str, source: str) -> None:
-        """Add one plugin. Raises :class:`PluginError` where it does not keep to the hooks."""
+        """Add one plugin. Raises :class:`PluginError` if it does not implement the hooks correctly."""
         if name in self._sources:
             raise PluginError(
-                f"two plugins are called {name!r}: {self._sources[name]} and {source}; uninstall one, "
-                "or name the distributions to load in the setting plugins"
+                f"two plugins are named {name!r}: {self._sources[name]} and {source}; uninstall one, "
+                "or list the distributions to load in the setting plugins"
             )
         try:
             self._manager.register(plugin, name)
             self._manager.check_pending()
         except pluggy.PluginValidationError as error:
             raise PluginError(
-                f"plugin {_label(name, source)} does not fit kvtier's hooks: {error}"
+                f"plugin {_label(name, source)} does not match kvtier's hooks: {error}"
             ) from error
         self._sources[name] = source
         for hook in _PROVIDING_HOOKS:
-            for answer in self._answers(hook, name):
-                self._take(hook, answer, name)
+            for result in self._call(hook, name):
+                self._add(hook, result, name)
 
-    def _answers(self, hook: str, name: str, **arguments: object) -> list[Any]:
-        """What one plugin answers to one hook."""
+    def _call(self, hook: str, name: str, **arguments: object) -> list[Any]:
+        """Call a hook of one plugin. Return its results."""
         others = [plugin for other, plugin in self._manager.list_name_plugin() if other != name]
         label = _label(name, self._sources[name])
         try:
-            answers: list[Any] = self._manager.subset_hook_caller(hook, others)(**arguments)
+            results: list[Any] = self._manager.subset_hook_caller(hook, others)(**arguments)
         except Exception as error:
             raise PluginError(f"plugin {label} failed in {hook}: {type(error).__name__}: {error}") from error
-        return answers
+        return results
 
-    def _take(self, hook: str, answer: object, name: str) -> None:
+    def _add(self, hook: str, result: object, name: str) -> None:
         label = _label(name, self._sources[name])
-        if not isinstance(answer, Mapping) or not all(isinstance(value, type) for value in answer.values()):
+        if not isinstance(result, Mapping) or not all(isinstance(value, type) for value in result.values()):
             raise PluginError(f"plugin {label}: {hook} must return a dict from names to classes")
         provided = self._provided[hook]
-        for key, value in answer.items():
+        for key, value in result.items():
             if key in provided:
                 first = _label(provided[key][1], self._sources[provided[key][1]])
                 raise PluginError(
-                    f"{first} and {label} both provide {key!r} in {hook}: uninstall one, or leave it out of "
+                    f"{first} and {label} both provide {key!r} in {hook}: uninstall one, or remove it from "
                     "the setting plugins"
                 )
             provided[key] = (value, name)
 
     def names(self, hook: str) -> list[str]:
-        """The names that a hook's implementations provide, in the order in which they were loaded."""
+        """Return the names that a hook's implementations provide, in load order."""
         return list(self._provided[hook])
 
     def backend(self, type_name: str) -> type[Backend]:
-        """The backend that a tier's ``type`` names. Raises :class:`SettingsError` listing those there are."""
+        """Return the backend of a tier type. Raises :class:`SettingsError`, which lists the known ones."""
         return self._find("kvtier_backends", type_name, "tier type")
 
     def transport(self, name: str) -> type[Transport]:
-        """A transport by name. Raises :class:`SettingsError` listing those that exist."""
+        """Return a transport by name. Raises :class:`SettingsError`, which lists the known ones."""
         return self._find("kvtier_transports", name, "transport")
 
     def eviction(self, name: str) -> type[EvictionPolicy]:
-        """An eviction policy by name. Raises :class:`SettingsError` listing those that exist."""
+        """Return an eviction policy by name. Raises :class:`SettingsError`, which lists the known ones."""
         return self._find("kvtier_eviction_policies", name, "eviction policy")
 
     def _find(self, hook: str, name: str, what: str) -> type:
@@ -136,30 +138,30 @@ class Plugins:
         if name not in provided:
             known = ", ".join(provided) or "none"
             raise SettingsError(
-                f"there is no {what} {name!r}: write one of those there are ({known}), or install and load "
-                "the plugin that provides it (`kvtier plugins` lists those loaded)"
+                f"unknown {what} {name!r}: use one of {known}, or install and load the plugin that provides "
+                "it (`kvtier plugins` lists the loaded ones)"
             )
         return provided[name][0]
 
     def observers(self, settings: Settings) -> list[Observer]:
-        """The observers of all plugins, made for one cache. Raises :class:`PluginError`."""
+        """Create the observers of all plugins for one cache. Raises :class:`PluginError`."""
         observers: list[Observer] = []
         for name, source in self._sources.items():
-            for answer in self._answers("kvtier_observers", name, settings=settings):
-                if not isinstance(answer, Iterable):
+            for result in self._call("kvtier_observers", name, settings=settings):
+                if not isinstance(result, Iterable):
                     raise PluginError(
-                        f"plugin {_label(name, source)}: kvtier_observers must return observers in a list"
+                        f"plugin {_label(name, source)}: kvtier_observers must return a list of observers"
                     )
-                observers.extend(answer)
+                observers.extend(result)
         return observers
 
     def add_commands(self, app: typer.Typer) -> None:
-        """Let all plugins add their commands to the command line. Raises :class:`PluginError`."""
+        """Add the commands of all plugins to the command line. Raises :class:`PluginError`."""
         for name in self._sources:
-            self._answers("kvtier_commands", name, app=app)
+            self._call("kvtier_commands", name, app=app)
 
     def loaded(self) -> list[LoadedPlugin]:
-        """What is loaded, built-ins first."""
+        """Return the loaded plugins, built-in ones first."""
         return [
             LoadedPlugin(
                 name,
@@ -179,9 +181,9 @@ class Plugins:
         return self._manager.get_plugin(name)
 
     def tier_settings(self, settings: Settings) -> list[TierSettings]:
-        """The tiers, each validated by its own backend's ``settings_type``, with ``queue`` filled in.
+        """Return the tiers, each validated by its backend's ``settings_type``, with ``queue`` filled in.
 
-        Raises :class:`SettingsError` naming the tier's key, for a contradiction between tiers too.
+        Raises :class:`SettingsError`, which names the key, also for a conflict between tiers.
         """
         place = describe(settings.origin("tiers"))
         tiers = [self._tier(index, raw, place) for index, raw in enumerate(settings.tiers)]
@@ -191,14 +193,14 @@ class Plugins:
             )
             raise SettingsError(
                 f"tiers[0].type{place} is {tiers[0].type}, which engines cannot copy to: the first tier must "
-                f"be memory, write one of {memory} and the {tiers[0].type} tier after it"
+                f"be memory; put one of {memory} before the {tiers[0].type} tier"
             )
         seen: dict[str, int] = {}
         for index, tier in enumerate(tiers):
             if tier.name in seen:
                 raise SettingsError(
-                    f"tiers[{index}].name{place} is {tier.name!r}, which tiers[{seen[tier.name]}] has "
-                    "already: write another name"
+                    f"tiers[{index}].name{place} is {tier.name!r}, which tiers[{seen[tier.name]}] already "
+                    "uses: choose another name"
                 )
             seen[tier.name] = index
         first = tiers[0]
@@ -207,13 +209,13 @@ class Plugins:
         return [tier if tier.queue else tier.model_copy(update={"queue": quarter}) for tier in tiers]
 
     def transport_settings(self, settings: Settings) -> TransportSettings:
-        """The settings of the transport between peers, validated by its own ``settings_type``.
+        """Return the settings of the transport between peers, validated by its ``settings_type``.
 
-        Raises :class:`SettingsError` naming the key.
+        Raises :class:`SettingsError`, which names the key.
         """
         place = describe(settings.origin("peer.transport"))
         raw = settings.peer.transport
-        transport = _named(f"peer.transport{place}", self.transport, raw["type"])
+        transport = _resolve(f"peer.transport{place}", self.transport, raw["type"])
         try:
             return transport.settings_type.model_validate(dict(raw))
         except ValidationError as error:
@@ -226,47 +228,49 @@ class Plugins:
         if not isinstance(type_name, str):
             known = ", ".join(self.names("kvtier_backends"))
             problem = "is missing" if type_name is None else f"is {type_name!r}"
-            raise SettingsError(f"{key}.type{place} {problem}: write one of {known}")
-        backend = _named(f"{key}.type{place}", self.backend, type_name)
+            raise SettingsError(f"{key}.type{place} {problem}: use one of {known}")
+        backend = _resolve(f"{key}.type{place}", self.backend, type_name)
         settings_type = backend.settings_type
         try:
             tier = settings_type.model_validate(dict(raw))
         except ValidationError as error:
             raise SettingsError(explain(error, settings_type, lambda _: place, f"{key}.")) from error
         if isinstance(tier, LocalTierSettings):
-            _named(f"{key}.eviction{place}", self.eviction, tier.eviction)
+            _resolve(f"{key}.eviction{place}", self.eviction, tier.eviction)
         return tier
 
 
 def installed() -> list[EntryPoint]:
-    """Entry points of the group ``kvtier``, by distribution. Reads the metadata of what is installed."""
+    """Return the entry points of the group ``kvtier``, sorted by distribution. Reads package metadata."""
     return sorted(entry_points(group=GROUP), key=lambda entry: (source_of(entry), entry.name))
 
 
 def source_of(entry: EntryPoint) -> str:
-    """The distribution that an entry point belongs to, and its version."""
+    """Return distribution and version of an entry point."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value
 
 
 def is_memory(backend: type[Backend]) -> bool:
-    """Whether it has the powers of ``SupportsArena``, for which ``issubclass`` cannot be used."""
-    return all(hasattr(backend, power) for power in _MEMORY_POWERS)
+    """Whether a backend implements ``SupportsArena``. ``issubclass`` rejects protocols with properties."""
+    return all(hasattr(backend, capability) for capability in _MEMORY_CAPABILITIES)
 
 
-def _chosen(entries: Sequence[EntryPoint], only: Sequence[str] | None) -> list[EntryPoint]:
+def _select(entries: Sequence[EntryPoint], only: Sequence[str] | None) -> list[EntryPoint]:
     if only is None:
         return list(entries)
-    names = [_plain(name) for name in only]
-    known = [{_plain(entry.name), _plain(entry.dist.name if entry.dist else "")} for entry in entries]
+    names = [_normalize(name) for name in only]
+    known = [{_normalize(entry.name), _normalize(entry.dist.name if entry.dist else "")} for entry in entries]
     for given, name in zip(only, names, strict=True):
         if not any(name in both for both in known):
-            there = sorted({entry.dist.name if entry.dist else entry.name for entry in entries})
-            remedy = nearest(given, there) if there else "no plugin is installed, write [] or leave it out"
-            raise SettingsError(f"plugins names {given!r}, which is not installed: {remedy}")
+            available = sorted({entry.dist.name if entry.dist else entry.name for entry in entries})
+            remedy = (
+                suggestion(given, available) if available else "no plugin is installed, use [] or omit it"
+            )
+            raise SettingsError(f"plugins lists {given!r}, which is not installed: {remedy}")
     return [entry for entry, both in zip(entries, known, strict=True) if both.intersection(names)]
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
 
 
@@ -276,7 +280,7 @@ def _import(entry: EntryPoint) -> object:
     except Exception as error:
         raise PluginError(
             f"plugin {_label(entry.name, source_of(entry))} cannot be imported "
-            f"({type(error).__name__}: {error}): mend or uninstall it, or leave it out of the setting plugins"
+            f"({type(error).__name__}: {error}): fix or uninstall it, or remove it from the setting plugins"
         ) from error
 
 
@@ -284,7 +288,7 @@ def _label(name: str, source: str) -> str:
     return f"{name} ({source})"
 
 
-def _named(key: str, find: Callable[[str], Found], name: str) -> Found:
+def _resolve(key: str, find: Callable[[str], Found], name: str) -> Found:
     try:
         return find(name)
     except SettingsError as error:

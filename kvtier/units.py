@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them."""
+"""Parse and format sizes and durations such as ``5GiB`` and ``250ms``."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_size(value: object) -> int:
-    """Bytes from ``"5GiB"``, ``"500MB"``, ``"4096"`` or ``4096``. Raises ``ValueError`` with the remedy."""
+    """Parse a size such as ``"5GiB"``, ``"4096"`` or ``4096``. Raises ``ValueError`` with the remedy."""
     amount = _quantity(value, SIZE_UNITS)
     if amount is None:
-        raise ValueError(f"{value!r} is no size: write a number of bytes, or a size such as 5GiB or 500MB")
+        raise ValueError(f"{value!r} is not a size: use a number of bytes, or for example 5GiB or 500MB")
     return int(amount)
 
 
 def parse_duration(value: object) -> float:
-    """Seconds from ``"250ms"``, ``"2s"``, ``"1m"`` or ``0.5``. Raises ``ValueError`` with the remedy."""
+    """Parse a duration such as ``"250ms"``, ``"2s"`` or ``0.5`` as seconds. Raises ``ValueError``."""
     amount = _quantity(value, DURATION_UNITS)
     if amount is None:
         raise ValueError(
-            f"{value!r} is no duration: write a number of seconds, or one such as 250ms, 2s or 1m"
+            f"{value!r} is not a duration: use a number of seconds, or for example 250ms, 2s or 1m"
         )
     return amount
 
 
 def format_size(count: float) -> str:
-    """Bytes in the largest binary unit that leaves a number of at least one: ``"1.5GiB"``."""
+    """Format bytes in the largest binary unit not above the value: ``"1.5GiB"``."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if count >= SIZE_UNITS[unit]:
             return f"{_short(count / SIZE_UNITS[unit])}{unit}"
@@ -55,7 +55,7 @@ def format_size(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as ``"250ms"``, ``"2s"``, ``"1m"`` or ``"1h"``."""
+    """Format seconds as ``"250ms"``, ``"2s"``, ``"1m"`` or ``"1h"``."""
     for unit in ("h", "m", "s", "ms"):
         if seconds >= DURATION_UNITS[unit]:
             return f"{_short(seconds / DURATION_UNITS[unit])}{unit}"
@@ -74,7 +74,7 @@ def _quantity(value: object, units: Mapping[str, float]) -> float | None:
     scale = units.get(unit) if unit else 1
     if scale is None:
         return None
-    # Whole numbers are kept exact: a float would round sizes beyond 2**53.
+    # Integers stay exact: a float would round sizes beyond 2**53.
     return (int(number) if number.isdecimal() else float(number)) * scale
 
 
@@ -92,7 +92,7 @@ Size = Annotated[
         {"anyOf": [{"type": "string", "pattern": _SIZE_PATTERN}, {"type": "integer", "minimum": 0}]}
     ),
 ]
-"""Bytes, in a setting."""
+"""A setting in bytes."""
 
 Duration = Annotated[
     float,
@@ -101,4 +101,4 @@ Duration = Annotated[
         {"anyOf": [{"type": "string", "pattern": _DURATION_PATTERN}, {"type": "number", "minimum": 0}]}
     ),
 ]
-"""Seconds, in a setting."""
+"""A setting in seconds."""

@@ -20,13 +20,13 @@ from soak import schedule
 from soak.findings import Record
 
 SHOWN = 5
-"""Findings of a kind that are printed."""
+"""Maximum number of findings of a kind to print."""
 LOG_SECONDS = 30.0
-"""Without a terminal, how often a line says how far it is."""
+"""Interval of progress lines without a terminal."""
 
 
 class Transports(StrEnum):
-    """What ``--transport`` takes."""
+    """Values of ``--transport``."""
 
     tcp = "tcp"
     nixl = "nixl"
@@ -34,7 +34,7 @@ class Transports(StrEnum):
 
     @property
     def names(self) -> list[str]:
-        """The transports, in the order of their phases."""
+        """The transports, in order of their phases."""
         return ["tcp", "nixl"] if self is Transports.both else [self.value]
 
 
@@ -42,43 +42,41 @@ def main(
     seconds: Annotated[
         float,
         typer.Option(
-            min=10.0, help="How long faults and requests last; starting and ending take minutes more."
+            min=10.0, help="Duration of faults and requests. Startup and shutdown take some minutes more."
         ),
     ] = 600.0,
-    seed: Annotated[int, typer.Option(help="What the timeline derives from.")] = 1,
+    seed: Annotated[int, typer.Option(help="Random seed of the timeline.")] = 1,
     transport: Annotated[
         Transports,
-        typer.Option(help="How the instances fetch from each other; half of the time each for both."),
+        typer.Option(help="Transport between the instances. With both, each gets half of the time."),
     ] = Transports.both,
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write everything that was found and counted, as JSON."),
+        typer.Option(metavar="FILE", help="Write all findings and counts as JSON."),
     ] = None,
     work_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where logs go. Left out: a temporary folder.")
+        Path | None, typer.Option(metavar="DIR", help="Folder for logs. Default: a temporary folder.")
     ] = None,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Leave the logs also where nothing was found.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the timeline and do nothing.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the logs even without findings.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the timeline and exit.")] = False,
 ) -> None:
-    """Run two instances with real vLLM engines through a storm of faults, and check every token.
+    """Run two instances with real vLLM engines under fault injection, and check every token.
 
-    kill -9 and SIGSTOP of every process, damaged and full disks, cut and delayed connections between peers,
-    saturated CPUs, memory pressure, clock jumps, an emptied Redis: while chats run, and every answer is
-    compared with that of an engine without a connector. In the end everything must have recovered and
-    nothing may be held: leases, reservations, tickets, descriptors, tasks, processes.
+    Faults: kill -9 and SIGSTOP of every process, damaged and full disks, broken and stalled connections
+    between peers, saturated CPUs, memory pressure, clock jumps, FLUSHALL in Redis. Meanwhile simulated users
+    chat, and every answer is compared with that of an engine without a connector. At the end everything must
+    have recovered, and there must be no leaks: leases, reservations, tickets, descriptors, tasks, processes.
 
-    Ends with status 1 where anything was found, and prints the seed and the timeline that reproduce it.
-    Everything runs on loopback. Disks are filled and mounted as root only; clocks jump where libfaketime is
-    installed (Debian: apt-get install faketime); redis-server must be there.
+    The exit status is 1 if there are findings; the seed and the timeline to reproduce them are printed.
+    Everything runs on loopback. Filling disks needs root, and clock jumps need libfaketime (Debian: apt-get
+    install faketime). redis-server is required.
     """
     console = Console()
     timeline = schedule.make(seed, seconds, transport.names)
     if dry_run:
         _print_timeline(console, timeline)
         return
-    from soak.run import Run  # It takes seconds to import.
+    from soak.run import Run  # Takes seconds to import.
 
     folder = Path(tempfile.mkdtemp(prefix="kvtier-soak-", dir=work_dir))
     record = Record()
@@ -86,7 +84,7 @@ def main(
         with _progress(console, record) as show:
             Run(timeline, folder, show, record).run()
     except Exception:
-        record.find("run cut short", traceback.format_exc())
+        record.find("run aborted", traceback.format_exc())
     except KeyboardInterrupt:
         console.print(f"interrupted; logs are in {folder}")
         raise typer.Exit(130) from None
@@ -98,8 +96,8 @@ def main(
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
         return
-    again = f"python -m soak --seconds {seconds:g} --seed {seed} --transport {transport.value}"
-    console.print(f"\nseed {seed}; again: {again}\nlogs: {folder}", highlight=False)
+    command = f"python -m soak --seconds {seconds:g} --seed {seed} --transport {transport.value}"
+    console.print(f"\nseed {seed}; to reproduce: {command}\nlogs: {folder}", highlight=False)
     raise typer.Exit(1)
 
 
@@ -149,16 +147,16 @@ def _print_result(console: Console, record: Record) -> None:
     counts = ", ".join(f"{count} {what}" for what, count in sorted(record.counts.items()))
     console.print(f"{counts}, {len(record.applied)} faults", highlight=False)
     if not record.found:
-        console.print("[green]nothing was found[/green]")
+        console.print("[green]no findings[/green]")
         return
-    _print_lines(console, "\nfaults, in seconds since their phase began:", *record.timeline())
+    _print_lines(console, "\nfaults, in seconds since the start of their phase:", *record.timeline())
     for kind, count in record.found.items():
         shown = [finding for finding in record.findings if finding.kind == kind][:SHOWN]
         for finding in shown:
             when = f"\n{kind} ({finding.phase}, {finding.at:.2f} s)"
-            _print_lines(console, when, finding.what, *(f"  beside: {fault}" for fault in finding.faults))
+            _print_lines(console, when, finding.what, *(f"  during: {fault}" for fault in finding.faults))
         if count > len(shown):
-            _print_lines(console, f"\n{kind}: {count - len(shown)} more; --report has them")
+            _print_lines(console, f"\n{kind}: {count - len(shown)} more, see --report")
 
 
 def _print_lines(console: Console, title: str, *lines: str) -> None:

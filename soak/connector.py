@@ -1,4 +1,4 @@
-"""kvtier's connector with every hook timed: what the engines of a run load in its place."""
+"""The connector of the engines in a run: kvtier's, with every hook timed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _stalls: Stalls | None = None
 
 
 def _of_this_process() -> Stalls:
-    """Return the one of this process: scheduler and worker may share it, and then share its steps."""
+    """Return this process's instance. Scheduler and worker in one process share it, and its steps."""
     global _stalls
     if _stalls is None:
         _stalls = Stalls(Path(os.environ[FOLDER]) / f"hooks-{os.getpid()}.jsonl")
@@ -52,10 +52,10 @@ def _timed(name: str) -> Any:  # noqa: ANN401 - as vLLM has it
 
 
 class TimedConnector(KVTierConnector):
-    """See the module."""
+    """kvtier's connector with timed hooks."""
 
     def shutdown(self) -> None:
-        """Judge the last step, and end."""
+        """Finish the last step, and shut down."""
         _of_this_process().end_step()
         super().shutdown()
 

@@ -1,4 +1,4 @@
-"""A small disk for a tier, so that it can be filled without filling the machine's."""
+"""A small disk for a tier, which can be filled without filling the machine's disk."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ PAGE_BYTES = 4096
 
 
 class Disk:
-    """The folder of a disk tier, and what may happen to it behind the tier's back."""
+    """The folder of a disk tier, with methods that damage it without the tier's knowledge."""
 
     def __init__(self, mount: Path, medium: str | None) -> None:
         self.tier = mount / "ssd"
         self.medium = medium
-        """What is mounted there; ``None`` for a folder of the machine's disk, which is never filled."""
+        """The type of the mounted file system; ``None`` for a folder on the machine's disk, never filled."""
         self._filler = mount / "filler"
 
     def fill(self) -> None:
-        """Leave no room for another chunk."""
+        """Fill the disk until it has no space for another chunk."""
         if self.medium is None:
             return
         descriptor = os.open(self._filler, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -49,7 +49,7 @@ class Disk:
         return sorted(self.tier.rglob("*.kv"))
 
     def damage(self, kind: str, count: int, generator: random.Random) -> int:
-        """Damage up to ``count`` files; return how many there were."""
+        """Damage up to ``count`` files. Return the number of chosen files."""
         files = self.files()
         chosen = generator.sample(files, min(count, len(files)))
         for file in chosen:
@@ -67,10 +67,10 @@ def _damage(file: Path, kind: str, generator: random.Random) -> None:
     if kind == "truncate-files":
         os.truncate(file, where)
         return
-    # Not with "wb": a file that is replaced at this moment must not come into being.
+    # Not "wb", which would create a file that was just deleted.
     with file.open("r+b") as opened:
         if kind == "garble-files":
-            # All but the header, so that nothing but the checksum tells.
+            # Not the header, so that only the checksum detects the damage.
             opened.seek(PAGE_BYTES)
             opened.write(generator.randbytes(max(size - PAGE_BYTES, 0)))
             return
@@ -82,9 +82,9 @@ def _damage(file: Path, kind: str, generator: random.Random) -> None:
 
 @contextmanager
 def small_disk(folder: Path, mib: int) -> Iterator[Disk]:
-    """Mount a disk of ``mib`` MiB in ``folder``: ext4 on a loop device or, without one, a tmpfs.
+    """Mount a disk of ``mib`` MiB in ``folder``: ext4 on a loop device or, if that fails, a tmpfs.
 
-    Without the right to mount, use the folder itself.
+    Without permission to mount, use the folder itself.
     """
     mount = folder / "disk"
     mount.mkdir()
@@ -94,7 +94,7 @@ def small_disk(folder: Path, mib: int) -> Iterator[Disk]:
         yield Disk(mount, medium)
     finally:
         if medium is not None:
-            # Lazily where a process that is about to end still has a file open there.
+            # Lazily if an exiting process still has a file open there.
             if subprocess.run(["umount", str(mount)], check=False, capture_output=True).returncode:
                 subprocess.run(["umount", "-l", str(mount)], check=False, capture_output=True)
             image.unlink(missing_ok=True)
@@ -103,14 +103,14 @@ def small_disk(folder: Path, mib: int) -> Iterator[Disk]:
 def _mount(mount: Path, image: Path, mib: int) -> str | None:
     with image.open("wb") as opened:
         opened.truncate(mib << 20)
-    ways = {
+    mounts = {
         "ext4": [
             ["mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", str(image)],
             ["mount", "-o", "loop", str(image), str(mount)],
         ],
         "tmpfs": [["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(mount)]],
     }
-    for medium, commands in ways.items():
+    for medium, commands in mounts.items():
         try:
             for command in commands:
                 subprocess.run(command, check=True, capture_output=True)

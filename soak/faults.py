@@ -1,4 +1,4 @@
-"""Applies the faults of a schedule, each in a thread of its own, and undoes them."""
+"""Inject the faults of a schedule, each in its own thread, and revert them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ with open(path, "wb") as file:
 time.sleep(3600)
 """
 MEMORY_SHARE = 4
-"""One part in so many of the memory that is available is filled, at most."""
+"""At most this fraction (1/n) of the available memory is filled."""
 
 
 class _Pausable(Protocol):
@@ -45,7 +45,7 @@ class _Pausable(Protocol):
 
 
 class Faults:
-    """Applies faults until it is stopped."""
+    """The fault injector of a phase."""
 
     def __init__(
         self, seed: int, stack: Stack, lanes: Sequence[Lane], oracle: Oracle, record: Record
@@ -58,7 +58,7 @@ class Faults:
         self._stopped = threading.Event()
         self._locks: dict[str, threading.Lock] = {}
         self._threads: list[threading.Thread] = []
-        self._ways: dict[str, Callable[[Fault], str | None]] = {
+        self._handlers: dict[str, Callable[[Fault], str | None]] = {
             "kill-cache": self._kill_cache,
             "stop-cache": lambda fault: self._pause(fault, self._host(fault).cache),
             "kill-engine": lambda fault: self._lane(fault).kill_and_restart(fault.seconds),
@@ -68,8 +68,8 @@ class Faults:
             "flush-redis": self._flush_redis,
             "kill-controller": self._kill_controller,
             "stop-controller": lambda fault: self._pause(fault, stack.controller),
-            "kill-carrier": self._kill_carriers,
-            "stop-carrier": self._stop_carriers,
+            "kill-nixl": self._kill_nixl,
+            "stop-nixl": self._stop_nixl,
             "flip-bits": self._damage,
             "truncate-files": self._damage,
             "garble-files": self._damage,
@@ -84,7 +84,7 @@ class Faults:
         }
 
     def run(self, phase: Phase) -> None:
-        """Apply the phase's faults at their times, and wait until all are undone. Blocks."""
+        """Inject the phase's faults at their times, and wait until all are reverted. Blocks."""
         for fault in phase.faults:
             if self._stopped.wait(max(fault.at - self._record.now, 0.0)):
                 break
@@ -95,7 +95,7 @@ class Faults:
             thread.join()
 
     def stop(self) -> None:
-        """Undo what is in force, now, and apply no further faults."""
+        """Revert the active faults now, and inject no further ones."""
         self._stopped.set()
 
     def _apply(self, fault: Fault) -> None:
@@ -104,7 +104,7 @@ class Faults:
                 return
             applied = self._record.apply(fault)
             try:
-                applied.note = self._ways[fault.kind](fault) or ""
+                applied.note = self._handlers[fault.kind](fault) or ""
             except Exception as error:
                 if not self._stopped.is_set():
                     self._record.find("failed recovery", f"{fault}: {error!r}")
@@ -128,9 +128,9 @@ class Faults:
             process.resume()
 
     def _check_running(self, name: str, pid: int | None) -> None:
-        """Report a process that has ended before it is killed."""
+        """Report a process that exited before the soak kills it."""
         if pid is None or not is_running(pid):
-            self._record.find("dead process", f"{name}, process {pid}, ended by itself")
+            self._record.find("dead process", f"{name}, process {pid}, exited unexpectedly")
 
     def _kill_cache(self, fault: Fault) -> None:
         cache = self._host(fault).cache
@@ -147,7 +147,7 @@ class Faults:
         self._stack.redis.start()
 
     def _flush_redis(self, fault: Fault) -> None:
-        self._stack.redis.tell("FLUSHALL")
+        self._stack.redis.command("FLUSHALL")
 
     def _kill_controller(self, fault: Fault) -> None:
         self._check_running(fault.target, self._stack.controller.pid)
@@ -155,22 +155,22 @@ class Faults:
         self._wait(fault)
         self._stack.controller.start()
 
-    def _carriers(self, fault: Fault) -> list[int]:
-        return sorted(self._host(fault).carriers())[: fault.amount]
+    def _nixl_processes(self, fault: Fault) -> list[int]:
+        return sorted(self._host(fault).nixl_processes())[: fault.amount]
 
-    def _kill_carriers(self, fault: Fault) -> str:
-        carriers = self._carriers(fault)
-        _signal(carriers, signal.SIGKILL)
-        return f"{len(carriers)} killed"
+    def _kill_nixl(self, fault: Fault) -> str:
+        nixl_processes = self._nixl_processes(fault)
+        _signal(nixl_processes, signal.SIGKILL)
+        return f"{len(nixl_processes)} killed"
 
-    def _stop_carriers(self, fault: Fault) -> str:
-        carriers = self._carriers(fault)
-        _signal(carriers, signal.SIGSTOP)
+    def _stop_nixl(self, fault: Fault) -> str:
+        nixl_processes = self._nixl_processes(fault)
+        _signal(nixl_processes, signal.SIGSTOP)
         try:
             self._wait(fault)
         finally:
-            _signal(carriers, signal.SIGCONT)
-        return f"{len(carriers)} stopped"
+            _signal(nixl_processes, signal.SIGCONT)
+        return f"{len(nixl_processes)} stopped"
 
     def _damage(self, fault: Fault) -> str:
         generator = random.Random(f"{fault} {self._seed}")  # noqa: S311 - not for secrets
@@ -179,7 +179,7 @@ class Faults:
     def _fill_disk(self, fault: Fault) -> str | None:
         disk = self._host(fault).disk
         if disk.medium is None:
-            return "left out: no right to mount a small disk"
+            return "skipped: not allowed to mount a small disk"
         disk.fill()
         try:
             self._wait(fault)
@@ -201,22 +201,22 @@ class Faults:
         try:
             self._wait(fault)
         finally:
-            link.let_go()
+            link.release()
 
     def _saturate_cpus(self, fault: Fault) -> None:
         command = [sys.executable, "-S", "-c", SPIN]
-        self._run_beside([command] * fault.amount, fault)
+        self._run_during([command] * fault.amount, fault)
 
     def _fill_memory(self, fault: Fault) -> str:
         mib = min(fault.amount, _available_mib() // MEMORY_SHARE)
         path = self._stack.hosts[0].folder / "cached"
         try:
-            self._run_beside([[sys.executable, "-S", "-c", FILL, str(mib), str(path)]], fault)
+            self._run_during([[sys.executable, "-S", "-c", FILL, str(mib), str(path)]], fault)
         finally:
             path.unlink(missing_ok=True)
         return f"{mib} MiB"
 
-    def _run_beside(self, commands: Sequence[Sequence[str]], fault: Fault) -> None:
+    def _run_during(self, commands: Sequence[Sequence[str]], fault: Fault) -> None:
         processes = [subprocess.Popen(command, stdin=subprocess.DEVNULL) for command in commands]
         try:
             self._wait(fault)
@@ -228,7 +228,7 @@ class Faults:
     def _jump_clock(self, fault: Fault) -> str | None:
         host = self._host(fault)
         if not host.cache.environment:
-            return "left out: libfaketime is not installed"
+            return "skipped: libfaketime is not installed"
         host.set_clock(fault.amount)
         try:
             self._wait(fault)
@@ -237,7 +237,7 @@ class Faults:
         return None
 
     def _move_chunks(self, fault: Fault) -> str:
-        """Have the controller copy a conversation's chunks from one instance to the other, or clear them."""
+        """Have the controller copy or move a conversation's chunks from one instance to the other."""
         conversation = fault.amount % self._oracle.conversations
         tokens = self._oracle.question(conversation, 0).tokens
         source = fault.amount // 1000 % 2

@@ -1,4 +1,4 @@
-"""What a run has found, and what it counts."""
+"""The findings and counts of a run."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tests.vllm.cache_process import CacheProcess
 
 @dataclass(frozen=True)
 class Finding:
-    """One defect that was seen."""
+    """A detected defect."""
 
     kind: str
     what: str
     phase: str
     at: float
-    """Seconds after the phase began."""
+    """Seconds since the start of the phase."""
     faults: list[str] = field(default_factory=list)
-    """What was in force, or had just ended."""
+    """The faults that were active, or had just ended."""
 
 
 @dataclass
 class Applied:
-    """A fault that was applied, with its real times."""
+    """An injected fault, with its actual times."""
 
     fault: Fault
     phase: str
@@ -46,9 +46,9 @@ class Applied:
 
 
 RECENT_SECONDS = 5.0
-"""So long after its end a fault may still be why something goes wrong."""
+"""How long after its end a fault counts as a possible cause."""
 MAX_OF_A_KIND = 50
-"""Findings of one kind that are kept in full; all are counted."""
+"""Maximum number of findings of a kind that are kept; all are counted."""
 
 
 class Record:
@@ -56,35 +56,35 @@ class Record:
 
     def __init__(self) -> None:
         self.log: Path | None = None
-        """Where each finding is appended as it is made, as a line of JSON."""
+        """The file to append each finding to, as a line of JSON."""
         self.findings: list[Finding] = []
         self.found: Counter[str] = Counter()
         self.applied: list[Applied] = []
         self.counts: Counter[str] = Counter()
         self.instances: Counter[str] = Counter()
-        """What the cache processes have counted, all together."""
+        """The counts of all cache processes, summed."""
         self.notes: dict[str, Any] = {}
-        """What else is worth to be in the report, by name."""
+        """Further entries of the report, by name."""
         self._phase = ""
         self._began = time.monotonic()
         self._lock = threading.Lock()
 
     def begin(self, phase: str) -> None:
-        """Begin a phase: times count from here."""
+        """Start a phase. Times count from here."""
         self._phase = phase
         self._began = time.monotonic()
 
     @property
     def now(self) -> float:
-        """Seconds since the phase began."""
+        """Seconds since the start of the phase."""
         return time.monotonic() - self._began
 
     def seconds(self, monotonic: float) -> float:
-        """Return a time of ``time.monotonic`` as seconds since the phase began."""
+        """Convert a time of ``time.monotonic`` to seconds since the start of the phase."""
         return monotonic - self._began
 
     def find(self, kind: str, what: str, at: float | None = None) -> None:
-        """Note a defect."""
+        """Record a finding."""
         when = self.now if at is None else at
         with self._lock:
             finding = Finding(kind, what, self._phase, round(when, 3), self._in_force(when))
@@ -105,7 +105,7 @@ class Record:
         ]
 
     def apply(self, fault: Fault) -> Applied:
-        """Note that a fault begins."""
+        """Record the start of a fault."""
         applied = Applied(fault, self._phase, self.now)
         with self._lock:
             self.applied.append(applied)
@@ -117,12 +117,12 @@ class Record:
             self.counts[what] += number
 
     def add_instance(self, cache: CacheProcess) -> None:
-        """Add what a cache process has counted, before its end; nothing where it does not answer."""
+        """Add the counts of a cache process before it is stopped, unless it does not answer."""
         with suppress(ChannelError):
             self.instances.update(cache.status()["counts"])
 
     def timeline(self) -> list[str]:
-        """Return all faults in the order of their beginnings."""
+        """Return all faults, in order of their start."""
         ordered = sorted(self.applied, key=lambda applied: applied.started)
         return [
             f"{phase}: {applied}"

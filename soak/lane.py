@@ -1,4 +1,4 @@
-"""One engine and its users: the requests of the schedule, and a check of every answer."""
+"""An engine and its simulated users: send the scheduled requests, and check every answer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.vllm.engine import Answer, Engine, EngineDied
 
 POLL_SECONDS = 0.005
 STUCK_SECONDS = 60.0
-"""A request may take as long on a busy machine, the engine's stops not counted; none takes longer."""
+"""A request that takes longer, without the time in which the engine was stopped, counts as stuck."""
 
 
 @dataclass
-class Asked:
-    """A request that was sent."""
+class Request:
+    """A pending request."""
 
     turn: Turn
     number: int
-    """The engine's for it."""
+    """The engine's number of the request."""
     sent: float
     abort_at: float | None
     aborted: bool = False
@@ -36,7 +36,7 @@ class Asked:
 
 @dataclass
 class Suspect:
-    """An answer that is not the right one."""
+    """A wrong answer."""
 
     question: Question
     mismatch: Mismatch
@@ -46,7 +46,7 @@ class Suspect:
 
 
 class Lane:
-    """Runs an engine and sends it the turns of its users. The engine belongs to the lane's thread."""
+    """An engine and the requests of its users. Only the lane's thread uses the engine."""
 
     def __init__(
         self,
@@ -63,43 +63,43 @@ class Lane:
         self._waiting: dict[int, deque[Turn]] = {}
         for turn in turns:
             self._waiting.setdefault(turn.user, deque()).append(turn)
-        self._asked: dict[int, Asked] = {}
+        self._pending: dict[int, Request] = {}
         """By user."""
         self._stack = ExitStack()
         self.suspects: list[Suspect] = []
-        """Wrong answers, which may be ties: :meth:`judge` tells."""
+        """Wrong answers, which may be ties; see :meth:`judge`."""
         self.pauses: list[tuple[float, float]] = []
-        """When the engine was stopped, in times of ``time.monotonic``."""
+        """When the engine was stopped: start and end in ``time.monotonic``."""
         self._kill_seconds: float | None = None
         self._killed = threading.Event()
         self.is_running = False
         self.pids: list[int] = []
-        """Of the engine, and of those before it."""
+        """The process ids of the current engine and the previous ones."""
         self.engine: Engine
 
     def open(self) -> None:
-        """Start the engine. Blocks; seconds."""
+        """Start the engine. Blocks for seconds."""
         self.engine = self._stack.enter_context(self._start())
         self.pids.append(self.engine.pid)
 
     def close(self) -> None:
-        """End the engine in good order."""
+        """Shut the engine down cleanly."""
         self._stack.close()
 
     def kill(self) -> None:
-        """End it at once; harmless when repeated."""
+        """Kill the engine. Idempotent."""
         if hasattr(self, "engine"):
             self.engine.kill()
 
     def kill_and_restart(self, seconds: float) -> None:
-        """Have the engine killed, and started again ``seconds`` later; wait for that. From another thread."""
+        """Kill the engine, and wait until it is restarted ``seconds`` later. Call from another thread."""
         self._killed.clear()
         self._kill_seconds = seconds
         while self.is_running and not self._killed.wait(0.1):
             pass
 
     def stop_for(self, wait: Callable[[], object]) -> None:
-        """SIGSTOP the engine while ``wait`` runs. From another thread."""
+        """Stop the engine with SIGSTOP while ``wait`` runs. Call from another thread."""
         began, pid = time.monotonic(), self.engine.pid
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -107,30 +107,30 @@ class Lane:
         finally:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-            # What it was in the middle of ends a moment later.
+            # The interrupted hook returns a moment later.
             self.pauses.append((began, time.monotonic() + 0.1))
 
     def run(self, stopped: threading.Event, until: float) -> None:
-        """Send what is due and check what comes, until all is answered that was sent before ``until``."""
+        """Send requests and check answers until all requests sent before ``until`` are answered."""
         self.is_running = True
         try:
-            while not stopped.is_set() and (self._asked or self._record.now < until):
+            while not stopped.is_set() and (self._pending or self._record.now < until):
                 try:
-                    self._turn_over(until)
+                    self._step(until)
                 except EngineDied as error:
-                    self._record.find("dead engine", f"engine {self.number} has ended:\n{error}")
+                    self._record.find("dead engine", f"engine {self.number} exited:\n{error}")
                     self._restart()
         except Exception as error:
-            self._record.find("dead engine", f"engine {self.number} cannot be used any more: {error!r}")
+            self._record.find("dead engine", f"engine {self.number} failed: {error!r}")
         finally:
             self.is_running = False
 
-    def _turn_over(self, until: float) -> None:
+    def _step(self, until: float) -> None:
         if self._kill_seconds is not None:
             self._restart(self._kill_seconds)
             self._kill_seconds = None
             self._killed.set()
-        self._take_answers()
+        self._collect_answers()
         now = self._record.now
         self._abort_due(now)
         if now < until:
@@ -143,12 +143,12 @@ class Lane:
         time.sleep(seconds)
         self.open()
         self._record.count("engines restarted")
-        for asked in list(self._asked.values()):
-            self._send(asked.turn._replace(abort_after=None))
+        for request in list(self._pending.values()):
+            self._send(request.turn._replace(abort_after=None))
 
     def _send_due(self, now: float) -> None:
         for user, waiting in self._waiting.items():
-            if user not in self._asked and waiting and waiting[0].at <= now:
+            if user not in self._pending and waiting and waiting[0].at <= now:
                 self._send(waiting.popleft())
 
     def _send(self, turn: Turn) -> None:
@@ -156,33 +156,33 @@ class Lane:
         number = self.engine.submit(question.tokens, len(question.answer))
         now = time.monotonic()
         abort_at = None if turn.abort_after is None else now + turn.abort_after
-        self._asked[turn.user] = Asked(turn, number, now, abort_at)
+        self._pending[turn.user] = Request(turn, number, now, abort_at)
         self._record.count("requests")
 
     def _abort_due(self, now: float) -> None:
-        for asked in list(self._asked.values()):
-            if asked.abort_at is not None and not asked.aborted and time.monotonic() >= asked.abort_at:
-                asked.aborted = True
-                self.engine.abort(asked.number)
+        for request in list(self._pending.values()):
+            if request.abort_at is not None and not request.aborted and time.monotonic() >= request.abort_at:
+                request.aborted = True
+                self.engine.abort(request.number)
                 self._record.count("aborted")
 
-    def _take_answers(self) -> None:
-        for user, asked in list(self._asked.items()):
-            if self.engine.finished(asked.number):
-                del self._asked[user]
-                self._check(asked)
-            elif not asked.is_stuck and self._running_seconds(asked) > STUCK_SECONDS:
-                asked.is_stuck = True
-                self._record.find("stuck request", f"engine {self.number} does not answer {asked.turn}")
+    def _collect_answers(self) -> None:
+        for user, request in list(self._pending.items()):
+            if self.engine.finished(request.number):
+                del self._pending[user]
+                self._check(request)
+            elif not request.is_stuck and self._running_seconds(request) > STUCK_SECONDS:
+                request.is_stuck = True
+                self._record.find("stuck request", f"engine {self.number} does not answer {request.turn}")
 
-    def _running_seconds(self, asked: Asked) -> float:
-        stopped = sum(end - start for start, end in self.pauses if start > asked.sent)
-        return time.monotonic() - asked.sent - stopped
+    def _running_seconds(self, request: Request) -> float:
+        stopped = sum(end - start for start, end in self.pauses if start > request.sent)
+        return time.monotonic() - request.sent - stopped
 
-    def _check(self, asked: Asked) -> None:
-        turn = asked.turn
+    def _check(self, request: Request) -> None:
+        turn = request.turn
         try:
-            answer = self.engine.answer(asked.number)
+            answer = self.engine.answer(request.number)
         except RuntimeError as error:
             self._record.find("failed request", f"engine {self.number}, {turn}: {error}")
             return
@@ -193,7 +193,7 @@ class Lane:
         self.check(question, answer, str(turn))
 
     def check(self, question: Question, answer: Answer, what: str) -> None:
-        """Compare an answer with the right one, and count it."""
+        """Compare an answer with the expected one, and count it."""
         self._record.count("answers")
         self._record.count("cached tokens", answer.cached)
         self._record.count("prompt tokens", len(question.tokens))
@@ -201,26 +201,26 @@ class Lane:
         if mismatch is not None:
             cached = f"{answer.cached} of {len(question.tokens)} tokens cached"
             what = f"engine {self.number}, {what}: {mismatch}; {cached}"
-            notes = [f"answered {answer.tokens}", f"right is {question.answer}"]
+            notes = [f"answer {answer.tokens}", f"expected {question.answer}"]
             self.suspects.append(Suspect(question, mismatch, what, self._record.now, notes))
 
-    def ask_again(self, suspect: Suspect) -> None:
-        """Note whether a prompt that was answered wrongly still is, with what is cached of it now."""
+    def retry(self, suspect: Suspect) -> None:
+        """Send the prompt of a wrong answer again, and add the result to its notes."""
         question = suspect.question
         self.engine.reset_prefix_cache()
         answer = self.engine.generate(question.tokens, len(question.answer))
         mismatch = compare(question.answer, answer.tokens)
         suspect.notes.append(
-            f"asked again, engine {self.number}: {mismatch or 'right'}, {answer.cached} tokens cached"
+            f"retried on engine {self.number}: {mismatch or 'correct'}, {answer.cached} tokens cached"
         )
 
     def judge(self) -> None:
-        """Report wrong answers, but for ties of two equally likely tokens. Starts an engine."""
+        """Report wrong answers, except ties of two equally likely tokens. Starts an engine."""
         suspects, self.suspects = self.suspects, []
         gaps = self._oracle.gaps([(suspect.question, suspect.mismatch) for suspect in suspects])
         for suspect, gap in zip(suspects, gaps, strict=True):
             if abs(gap) < TIE_LOG_PROBABILITY:
                 self._record.count("ties")
             else:
-                lines = [suspect.what, f"its log-probability is {gap:.4f} less", *suspect.notes]
+                lines = [suspect.what, f"its log-probability is {gap:.4f} lower", *suspect.notes]
                 self._record.find("wrong token", "\n".join(lines), suspect.at)

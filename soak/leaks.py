@@ -1,4 +1,4 @@
-"""What must not be held when nothing is done any longer: by a cache process, or by the machine."""
+"""Leak checks: resources that an idle cache process, or the machine, must not hold."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import Any
 from soak.stack import command_line
 
 IDLE_SECONDS = 60.0
-"""How long what is in flight may take to end; nothing is judged by it."""
+"""How long to wait for pending work to finish. No finding depends on it."""
 POLL_SECONDS = 0.1
 SOCKETS_ALLOWED = 12
-"""Connections to a peer, from it and to a pool are opened when needed, up to four of each, and kept."""
+"""Connections to a peer, from a peer and to a pool are opened on demand, up to four of each, and kept."""
 OTHERS_ALLOWED = 2
 TASKS_ALLOWED = 2
 SERVED = "PeerServer._serve"
 SERVED_ALLOWED = 5
-"""A task for each connection from the peer: four that carry bytes, and one that may be for a while."""
+"""One task per connection from the peer: four for data, and temporarily one more."""
 _LOGGED = re.compile(r"Traceback \(most recent call last\)|\bERROR\b|\bCRITICAL\b")
 
 
 def held(status: Mapping[str, Any]) -> dict[str, int]:
-    """Return what a cache process still holds of what it must not hold when idle, by name."""
+    """Return the resources that a cache process holds although it should be idle, by name."""
     engines = status["engines"]
-    serving, hand_overs = status.get("serving", {}), status.get("hand_overs", {})
+    serving, kv_transfers = status.get("serving", {}), status.get("kv_transfers", {})
     peers, controller = status.get("peers", ()), status.get("controller", {})
     found = {
         "leases": sum(engine["leases"] for engine in engines),
@@ -37,21 +37,21 @@ def held(status: Mapping[str, Any]) -> dict[str, int]:
         "tickets": sum(engine["tickets"] for engine in engines),
         "arena leases": status["arena"]["leases"] - status["tiers"][0]["chunks"],
         "flights": status["flights"],
-        "bytes to be written": status["pending_bytes"],
-        "pushes awaited": status["pushed"]["coming"] + status["pushed"]["waiting"],
+        "pending bytes": status["pending_bytes"],
+        "pending pushes": status["pushed"]["coming"] + status["pushed"]["waiting"],
         "grants": serving.get("grants", 0),
         "promised bytes": serving.get("promised_bytes", 0),
-        "unauthenticated connections": serving.get("strangers", 0),
+        "unauthenticated connections": serving.get("unauthenticated", 0),
         "promises of peers": sum(peer["promises"] for peer in peers),
         "bytes from peers": sum(peer["under_way_bytes"] for peer in peers),
-        "KV transfers": hand_overs.get("open", 0),
+        "KV transfers": kv_transfers.get("open", 0),
         "commands": controller.get("commands", 0),
     }
     return {name: count for name, count in found.items() if count}
 
 
 def wait_until_idle(status: Callable[[], Mapping[str, Any]], seconds: float = IDLE_SECONDS) -> dict[str, int]:
-    """Wait until nothing is held; return what is after ``seconds``."""
+    """Wait until nothing is held. Return what is still held after ``seconds``."""
     deadline = time.monotonic() + seconds
     while (found := held(status())) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
@@ -59,7 +59,7 @@ def wait_until_idle(status: Callable[[], Mapping[str, Any]], seconds: float = ID
 
 
 def descriptors(pid: int) -> Counter[str]:
-    """Return the open descriptors of a process, by what they are: socket, pipe, file, anonymous inodes."""
+    """Count the open descriptors of a process by type: socket, pipe, file, anonymous inodes."""
     found: Counter[str] = Counter()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
@@ -75,7 +75,7 @@ def descriptors(pid: int) -> Counter[str]:
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str]:
-    """Return the kinds of descriptors of which there are more than may be, with the numbers."""
+    """Return the types of descriptors that have increased by more than allowed, with their numbers."""
     allowed = {"socket": SOCKETS_ALLOWED, "chunk file": 0}
     return {
         kind: f"{before.get(kind, 0)} before, {count} after"
@@ -85,7 +85,7 @@ def grown(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str]
 
 
 def more_tasks(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str]:
-    """Return the tasks of which there are more than may be, by the names of their functions."""
+    """Return the tasks that have increased by more than allowed, by function name."""
     return {
         name: f"{before.get(name, 0)} before, {count} after"
         for name, count in after.items()
@@ -94,12 +94,12 @@ def more_tasks(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str,
 
 
 def describe(pids: list[int]) -> str:
-    """Return processes with their commands."""
+    """Return process ids with their commands, as text."""
     return ", ".join(f"{pid} ({command_line(pid)[:100] or 'zombie'})" for pid in pids)
 
 
 def errors_in(log: Path, limit: int = 5) -> list[str]:
-    """Return the first lines of a log that speak of an error, each with what follows."""
+    """Return the first errors in a log, each with up to 40 lines."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     where = [number for number, line in enumerate(lines) if _LOGGED.search(line)]
     return ["\n".join(lines[number : number + 40]) for number in where[:limit]]

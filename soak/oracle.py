@@ -1,4 +1,4 @@
-"""The right answers: those of the same vLLM without a connector, prompt by prompt."""
+"""The expected answers: those of the same vLLM without a connector, one prompt at a time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tests.vllm.engine import Engine, Engines
 from tests.vllm.models import prompt
 
 TIE_LOG_PROBABILITY = 1e-3
-"""Two tokens closer than this are a tie: which of them wins may depend on the shape of the batch."""
+"""Two tokens closer than this are a tie: the winner may depend on the shape of the batch."""
 LIKELIEST = 20
-"""Of so many tokens the log-probabilities are asked for."""
+"""Number of log-probabilities to request."""
 
 
 class Question(NamedTuple):
-    """A prompt and what is right to answer."""
+    """A prompt and its expected answer."""
 
     tokens: list[int]
     answer: list[int]
 
 
 class Mismatch(NamedTuple):
-    """Where an answer leaves the right one."""
+    """The first difference between an answer and the expected one."""
 
     position: int
     expected: int | None
@@ -36,17 +36,17 @@ class Mismatch(NamedTuple):
 
 
 def compare(expected: Sequence[int], got: Sequence[int]) -> Mismatch | None:
-    """Return the first difference, ``None`` where the two are equal."""
+    """Return the first difference; ``None`` if there is no difference."""
     for position in range(max(len(expected), len(got))):
         right = expected[position] if position < len(expected) else None
-        answered = got[position] if position < len(got) else None
-        if right != answered:
-            return Mismatch(position, right, answered)
+        actual = got[position] if position < len(got) else None
+        if right != actual:
+            return Mismatch(position, right, actual)
     return None
 
 
 class Oracle:
-    """Starts its engine when it is asked, and ends it: none runs beside those under test."""
+    """The expected answers. It runs an engine only when needed, so that it competes with no other."""
 
     def __init__(self, engines: Engines, model: Path) -> None:
         self._engines = engines
@@ -54,7 +54,7 @@ class Oracle:
         self._questions: dict[tuple[int, int], Question] = {}
 
     def prepare(self, conversations: Sequence[Conversation], progress: Callable[[], None]) -> None:
-        """Answer every exchange of every conversation, one after the other. Blocks; a second each."""
+        """Compute the answers to all exchanges of all conversations in sequence. Blocks; 1 s each."""
         with self._engines.engine(self._model, None, enable_prefix_caching=False) as engine:
             for number, conversation in enumerate(conversations):
                 tokens = text(conversation.system)
@@ -67,17 +67,17 @@ class Oracle:
 
     @property
     def conversations(self) -> int:
-        """How many were prepared."""
+        """Number of prepared conversations."""
         return len({conversation for conversation, _ in self._questions})
 
     def question(self, conversation: int, exchange: int) -> Question:
-        """Return a prompt that was prepared, with its answer."""
+        """Return a prepared prompt with its answer."""
         return self._questions[conversation, exchange]
 
     def gaps(self, mismatches: Sequence[tuple[Question, Mismatch]]) -> list[float]:
-        """Return by how much less likely each wrong token is than the right one, in log-probability.
+        """Return how much lower each wrong token's log-probability is than the expected one's.
 
-        Infinite where it is not among the likeliest, or an answer has another length. Starts an engine.
+        Infinite if it is not among the ``LIKELIEST``, or if the answer's length is wrong. Starts an engine.
         """
         if not mismatches:
             return []
@@ -97,5 +97,5 @@ def _gap(engine: Engine, question: Question, mismatch: Mismatch) -> float:
 
 
 def text(piece: Piece) -> list[int]:
-    """Return the tokens of a stretch of the text."""
+    """Return the tokens of a range of the text."""
     return prompt(piece.length, start=piece.start)

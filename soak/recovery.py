@@ -1,4 +1,4 @@
-"""The end of a phase: is everything back, are chunks hit again, and is nothing held?"""
+"""Checks at the end of a phase: all processes have recovered, chunks are hit, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from soak.oracle import Oracle
 from soak.stack import Host, Stack, children, is_running
 
 RECOVERY_SECONDS = 60.0
-"""How long anything may take to be back; nothing is judged by it."""
+"""How long a recovery may take."""
 POLL_SECONDS = 0.2
 STOP_SECONDS = 60.0
 
 
-class Held(NamedTuple):
-    """What one cache process has open."""
+class Open(NamedTuple):
+    """The open descriptors and tasks of a cache process."""
 
     descriptors: Counter[str]
     tasks: Mapping[str, int]
 
 
 class Recovery:
-    """Judges the processes of a phase, while no faults are applied. Blocks."""
+    """Checks of the processes of a phase while no faults are injected. Methods block."""
 
     def __init__(self, stack: Stack, lanes: Sequence[Lane], oracle: Oracle, record: Record) -> None:
         self._stack = stack
         self._lanes = lanes
         self._oracle = oracle
         self._record = record
-        self._before: list[Held] = []
+        self._before: list[Open] = []
 
     def prepare(self, probes: Sequence[int]) -> None:
-        """Make use of everything once, and remember what is open then."""
+        """Use everything once, and record the open descriptors and tasks."""
         self._wait_for(self._is_back, "start")
         self._probe(probes)
         self._check_idle()
         self._before = [self._open(host) for host in self._stack.hosts]
 
     def check(self, probes: Sequence[int]) -> None:
-        """Report what has ended, does not answer, hits nothing, or is held."""
+        """Report processes that have exited or do not answer, missing hits, and leaks."""
         for name, pid in self._stack.pids().items():
             if pid is None or not is_running(pid):
-                self._record.find("dead process", f"{name} does not run any more")
+                self._record.find("dead process", f"{name} is not running")
         self._wait_for(self._is_back, "recover")
         self._probe(probes)
         self._wait_for(self._tiers, "be available")
         for suspect in [suspect for lane in self._lanes for suspect in lane.suspects]:
             for lane in (*self._lanes, *self._lanes):
-                lane.ask_again(suspect)
+                lane.retry(suspect)
         self._check_idle()
         for host, before in zip(self._stack.hosts, self._before, strict=True):
             after = self._open(host)
@@ -68,7 +68,7 @@ class Recovery:
                 self._record.find("leaked tasks", f"cache-{host.number}, {name}: {how}")
             dead = [pid for pid in children(host.cache.pid or 0) if not is_running(pid)]
             if dead:
-                self._record.find("zombies", f"cache-{host.number} has not waited for {leaks.describe(dead)}")
+                self._record.find("zombies", f"cache-{host.number} has not reaped {leaks.describe(dead)}")
         self._record.notes.setdefault("open", []).append(
             [
                 {"before": before, "after": self._open(host)}
@@ -77,12 +77,12 @@ class Recovery:
         )
 
     def stop(self) -> None:
-        """End engines and cache processes in good order; report those that do not end so."""
+        """Shut down engines and cache processes cleanly, and report failures."""
         for lane in self._lanes:
             try:
                 lane.close()
             except Exception as error:
-                self._record.find("dead engine", f"engine {lane.number} does not end: {error!r}")
+                self._record.find("dead engine", f"engine {lane.number} does not shut down: {error!r}")
         for host in self._stack.hosts:
             below = children(host.cache.pid or 0)
             self._record.add_instance(host.cache)
@@ -91,12 +91,12 @@ class Recovery:
             except Exception as error:
                 self._record.find("failed recovery", f"cache-{host.number} does not stop: {error!r}")
             if left := [pid for pid in below if is_running(pid)]:
-                what = f"cache-{host.number} has left behind {leaks.describe(left)}"
+                what = f"cache-{host.number} left child processes behind: {leaks.describe(left)}"
                 self._record.find("process left behind", what)
 
-    def _open(self, host: Host) -> Held:
+    def _open(self, host: Host) -> Open:
         status = host.cache.status()
-        return Held(leaks.descriptors(status["pid"]), status["tasks"])
+        return Open(leaks.descriptors(status["pid"]), status["tasks"])
 
     def _wait_for(self, missing: Callable[[], str], what: str) -> None:
         deadline = time.monotonic() + RECOVERY_SECONDS
@@ -107,7 +107,7 @@ class Recovery:
             time.sleep(POLL_SECONDS)
 
     def _is_back(self) -> str:
-        """Return what does not answer yet."""
+        """Return which process does not answer yet, and why; empty if all do."""
         for host in self._stack.hosts:
             try:
                 status = host.cache.status()
@@ -121,13 +121,13 @@ class Recovery:
                 return f"cache-{host.number}'s peer: {peer}"
         try:
             httpx.get(f"{self._stack.controller.url}/healthz", timeout=5.0, trust_env=False)
-            self._stack.redis.tell("PING")
+            self._stack.redis.command("PING")
         except (httpx.HTTPError, OSError) as error:
             return repr(error)
         return ""
 
     def _tiers(self) -> str:
-        """Return which tiers are not available."""
+        """Return the first tier that is not available; empty if all are."""
         for host in self._stack.hosts:
             for tier in host.cache.status()["tiers"]:
                 if not tier["available"]:
@@ -135,7 +135,7 @@ class Recovery:
         return ""
 
     def _probe(self, probes: Sequence[int]) -> None:
-        """Have each engine hit what it has stored, and what the other has."""
+        """Check that each engine hits the chunks stored by itself and by the other."""
         for number, conversation in enumerate(probes):
             own = self._lanes[number % len(self._lanes)]
             other = self._lanes[1 - number % len(self._lanes)]
@@ -167,7 +167,7 @@ class Recovery:
 
 
 def log_errors(logs: Sequence[Path], record: Record) -> None:
-    """Report what the logs say of errors."""
+    """Report errors in the logs."""
     for log in logs:
         for lines in leaks.errors_in(log):
             record.find("error in a log", f"{log}:\n{lines}")

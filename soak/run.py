@@ -1,4 +1,4 @@
-"""A run: prepare the right answers, then for each phase start, disturb, recover and judge."""
+"""A run: compute the expected answers; for each phase start everything, inject faults, check recovery."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from soak.stack import CONNECTOR, ENGINE, MARK, Stack, make_model, marked, runni
 from tests.vllm.engine import Engines
 
 LEFT_SECONDS = 15.0
-"""How long a process may take to notice that its parent has ended."""
+"""How long a process may take to exit after its parent."""
 POLL_SECONDS = 0.2
 TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
-"""It warns of semaphores of engines that were killed, and removes them."""
+"""It warns of the semaphores of killed engines, and removes them."""
 
 
 @dataclass
 class Run:
-    """One run. ``show(what, done, total)`` is called as it proceeds, a few times a second."""
+    """One run. ``show(what, done, total)`` reports progress, a few times per second."""
 
     schedule: Schedule
     folder: Path
@@ -41,7 +41,7 @@ class Run:
     record: Record = field(default_factory=Record)
 
     def run(self) -> None:
-        """Do all of it; findings are in :attr:`record`. Leaves no process behind, also when interrupted."""
+        """Execute the run; findings are in :attr:`record`. Kills all its processes, even if interrupted."""
         mark = secrets.token_hex(8)
         hooks = self.folder / "hooks"
         hooks.mkdir(parents=True)
@@ -51,12 +51,12 @@ class Run:
             with _terminable():
                 self._run(hooks)
         finally:
-            self.show("ending", 0, 0)
+            self.show("shutting down", 0, 0)
             multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
-            self._end_what_is_left(mark)
+            self._kill_leftovers(mark)
 
     def _run(self, hooks: Path) -> None:
-        self.show("making a model", 0, 0)
+        self.show("creating the model", 0, 0)
         model = make_model(self.folder / "model")
         logs = self.folder / "engines"
         logs.mkdir()
@@ -66,14 +66,15 @@ class Run:
         done = iter(range(total + 1))
         self.show("starting the engine without a connector", 0, 0)
         oracle.prepare(
-            self.schedule.conversations, lambda: self.show("computing the right answers", next(done), total)
+            self.schedule.conversations,
+            lambda: self.show("computing the expected answers", next(done), total),
         )
         for phase in self.schedule.phases:
             folder = self.folder / phase.transport
             with running(folder, phase.transport) as stack:
                 self._phase(phase, stack, engines, model, oracle)
             log_errors([*sorted(folder.glob("cache-*.log")), folder / "controller.log"], self.record)
-        self._judge_hooks(hooks)
+        self._record_hooks(hooks)
 
     def _phase(self, phase: Phase, stack: Stack, engines: Engines, model: Path, oracle: Oracle) -> None:
         record = self.record
@@ -96,16 +97,16 @@ class Run:
             recovery = Recovery(stack, lanes, oracle, record)
             recovery.prepare(phase.probes[0])
             record.begin(phase.transport)
-            self._disturb(phase, stack, lanes, oracle)
-            self._judge_stalls(lanes)
+            self._inject_faults(phase, stack, lanes, oracle)
+            self._report_stalls(lanes)
             self.show(f"{phase.transport}: recovering", 0, 0)
             recovery.check(phase.probes[1])
             recovery.stop()
             for lane in lanes:
                 lane.judge()
 
-    def _disturb(self, phase: Phase, stack: Stack, lanes: Sequence[Lane], oracle: Oracle) -> None:
-        """Send requests and apply faults, for as long as the phase takes."""
+    def _inject_faults(self, phase: Phase, stack: Stack, lanes: Sequence[Lane], oracle: Oracle) -> None:
+        """Send requests and inject faults for the duration of the phase."""
         stopped = threading.Event()
         faults = Faults(self.schedule.seed, stack, lanes, oracle, self.record)
         threads = [
@@ -125,14 +126,14 @@ class Run:
             for thread in threads:
                 thread.join()
 
-    def _judge_stalls(self, lanes: Sequence[Lane]) -> None:
+    def _report_stalls(self, lanes: Sequence[Lane]) -> None:
         for lane in lanes:
             for pid in lane.pids:
                 file = self.folder / "hooks" / f"hooks-{pid}.jsonl"
                 if not file.exists():
                     continue
                 found, _ = stalls.read_file(file)
-                for stall in stalls.blamed(found, lane.pauses):
+                for stall in stalls.outside_pauses(found, lane.pauses):
                     worst = max(stall.hooks, key=stall.hooks.__getitem__)
                     self.record.count(f"steps stalled in {worst}")
                     hooks = ", ".join(
@@ -146,8 +147,8 @@ class Run:
                         self.record.seconds(stall.end),
                     )
 
-    def _judge_hooks(self, hooks: Path) -> None:
-        """Note the times of each hook over all engines."""
+    def _record_hooks(self, hooks: Path) -> None:
+        """Record the times of each hook, over all engines."""
         merged: dict[str, stalls.HookTimes] = {}
         for file in hooks.glob("*.jsonl"):
             for name, times in stalls.read_file(file)[1].items():
@@ -155,11 +156,11 @@ class Run:
                 merged[name] = stalls.HookTimes(before.calls + times.calls, *map(max, before[1:], times[1:]))
         self.record.notes["hooks"] = {name: times._asdict() for name, times in sorted(merged.items())}
 
-    def _end_what_is_left(self, mark: str) -> None:
+    def _kill_leftovers(self, mark: str) -> None:
         deadline = time.monotonic() + LEFT_SECONDS
         while (left := marked(mark)) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        # This one belongs to this process, and ends with it.
+        # The resource tracker belongs to this process, and exits with it.
         left = [pid for pid in left if "resource_tracker" not in leaks.describe([pid])]
         if left:
             self.record.find("process left behind", leaks.describe(left))
@@ -169,7 +170,7 @@ class Run:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Take SIGTERM for a Ctrl-C."""
+    """Handle SIGTERM like Ctrl-C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

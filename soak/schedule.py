@@ -1,4 +1,4 @@
-"""The timeline of a run: which faults and which requests, when. It derives from the seed alone."""
+"""The timeline of a run: faults and requests, determined by the seed."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 HOSTS = 2
-"""Instances, each with an engine, a cache process and a disk."""
+"""Number of instances, each with an engine, a cache process and a disk."""
 USERS = 3
-"""Simulated users of each engine; each waits for an answer before it sends the next turn."""
+"""Number of simulated users per engine. Each waits for an answer before sending the next turn."""
 FIRST_FAULT_SECONDS = 3.0
 FAULT_INTERVAL_SECONDS = 2.5
-"""Mean time from one fault to the next."""
+"""Mean time between faults."""
 CALM_SHARE = 0.2
 MAX_CALM_SECONDS = 20.0
-"""At the end of a phase requests run for a while without faults."""
+"""The last part of a phase, up to this long, has requests but no faults."""
 GAP_SECONDS = 1.0
-"""Between two faults of the same target."""
+"""Minimum time between two faults of the same target."""
 
 SYSTEM_PROMPTS = 6
 PROBE_TOKENS = 600
 PROBES = 2
-"""Prompts of each host that are asked before the faults, and as many others after them."""
+"""Number of probe prompts per host before the faults, and of others after them."""
 TEXT_BYTES = 460_000
-"""Of the text that prompts are made of; a token is a byte."""
+"""Size of the text for prompts; a token is a byte."""
 
 
 class Kind(NamedTuple):
@@ -34,11 +34,11 @@ class Kind(NamedTuple):
     target: str
     """``cache`` stands for ``cache-0`` and ``cache-1``."""
     seconds: tuple[float, float] = (0.0, 0.0)
-    """The range of how long it lasts."""
+    """Range of the duration."""
     amount: tuple[int, int] = (0, 0)
-    """The range of how much: files, processes, MiB or seconds, whatever the kind counts."""
+    """Range of the amount: files, processes, MiB or seconds, depending on the kind."""
     transport: str | None = None
-    """The only transport with which there is such a target."""
+    """The only transport with such a target; ``None`` for all."""
 
 
 KINDS: dict[str, Kind] = {
@@ -51,8 +51,8 @@ KINDS: dict[str, Kind] = {
     "flush-redis": Kind("redis"),
     "kill-controller": Kind("controller", (0.2, 3.0)),
     "stop-controller": Kind("controller", (0.5, 12.0)),
-    "kill-carrier": Kind("carrier", amount=(1, 2), transport="nixl"),
-    "stop-carrier": Kind("carrier", (0.5, 6.0), (1, 2), transport="nixl"),
+    "kill-nixl": Kind("nixl", amount=(1, 2), transport="nixl"),
+    "stop-nixl": Kind("nixl", (0.5, 6.0), (1, 2), transport="nixl"),
     "flip-bits": Kind("disk", amount=(1, 8)),
     "truncate-files": Kind("disk", amount=(1, 8)),
     "garble-files": Kind("disk", amount=(1, 8)),
@@ -65,16 +65,16 @@ KINDS: dict[str, Kind] = {
     "jump-clock": Kind("clock", (2.0, 8.0), (-40_000_000, 40_000_000)),
     "move-chunks": Kind("controller", amount=(0, 1 << 20)),
 }
-"""``move-chunks`` is no fault but what an operator has the controller do: copy a prompt's chunks."""
+"""``move-chunks`` is not a fault but a command to the controller: copy or move a prompt's chunks."""
 SINGLE = ("redis", "controller", "host", "memory")
-"""Targets of which there is one."""
+"""Targets that exist once."""
 
 
 class Fault(NamedTuple):
     """One fault."""
 
     at: float
-    """Seconds after the phase began."""
+    """Seconds since the start of the phase."""
     kind: str
     target: str
     seconds: float
@@ -87,21 +87,21 @@ class Fault(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A stretch of the text."""
+    """A range of the text."""
 
     start: int
     length: int
 
 
 class Exchange(NamedTuple):
-    """What a user adds to a conversation, and how many tokens are answered."""
+    """A user's addition to a conversation, and the number of tokens of the answer."""
 
     text: Piece
     new_tokens: int
 
 
 class Conversation(NamedTuple):
-    """A system prompt and what follows."""
+    """A system prompt and the exchanges that follow."""
 
     system: Piece
     exchanges: tuple[Exchange, ...]
@@ -111,31 +111,31 @@ class Turn(NamedTuple):
     """One request: a conversation up to one of its exchanges."""
 
     at: float
-    """Not sent before; later where the answer to the user's last request was late."""
+    """Earliest time to send it. Later if the answer to the user's previous request was late."""
     host: int
     user: int
     conversation: int
     exchange: int
     abort_after: float | None
-    """Seconds after which it is aborted, and then sent again; ``None`` for most."""
+    """Seconds after which the request is aborted and sent again; ``None`` for most."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the run with processes of its own, over one transport."""
+    """A part of the run with its own processes, over one transport."""
 
     transport: str
     seconds: float
     faults: tuple[Fault, ...]
     turns: tuple[Turn, ...]
-    """In the order of their times."""
+    """In order of time."""
     probes: tuple[tuple[int, ...], tuple[int, ...]]
-    """Conversations that no user has: to be asked before the faults, and after them."""
+    """Conversations that no user has, to send before and after the faults."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """All of a run."""
+    """The timeline of a run."""
 
     seed: int
     conversations: tuple[Conversation, ...]
@@ -143,9 +143,9 @@ class Schedule:
 
 
 def make(seed: int, seconds: float, transports: Sequence[str]) -> Schedule:
-    """Return the schedule of a run of ``seconds``, shared by ``transports`` equally."""
+    """Return the schedule of a run of ``seconds``, divided equally among ``transports``."""
     generator = random.Random(f"conversations {seed}")  # noqa: S311 - not for secrets
-    # Few enough to be met again, and enough not to fit into memory, however long the run.
+    # Few enough that they recur, and too many for memory, regardless of the duration.
     count = min(max(24, round(seconds / 30)), 240)
     systems = [_piece(generator, 200, 640) for _ in range(SYSTEM_PROMPTS)]
     conversations = tuple(_conversation(generator, systems) for _ in range(count))
@@ -157,17 +157,17 @@ def make(seed: int, seconds: float, transports: Sequence[str]) -> Schedule:
         probes = (tuple(numbers[: PROBES * HOSTS]), tuple(numbers[PROBES * HOSTS :]))
         phases.append(_phase(seed, transport, share, conversations, probes))
     pieces = [_piece(generator, PROBE_TOKENS, PROBE_TOKENS) for _ in range(count - len(conversations))]
-    asked = tuple(Conversation(Piece(0, 0), (Exchange(piece, 8),)) for piece in pieces)
-    return Schedule(seed, conversations + asked, tuple(phases))
+    probed = tuple(Conversation(Piece(0, 0), (Exchange(piece, 8),)) for piece in pieces)
+    return Schedule(seed, conversations + probed, tuple(phases))
 
 
 def last_fault_seconds(seconds: float) -> float:
-    """Return when the faults of a phase of ``seconds`` cease."""
+    """Return when the faults of a phase of ``seconds`` end."""
     return seconds - min(MAX_CALM_SECONDS, CALM_SHARE * seconds)
 
 
-def _piece(generator: random.Random, least: int, most: int) -> Piece:
-    length = generator.randint(least, most)
+def _piece(generator: random.Random, minimum: int, maximum: int) -> Piece:
+    length = generator.randint(minimum, maximum)
     return Piece(generator.randrange(TEXT_BYTES - length), length)
 
 
@@ -214,7 +214,7 @@ def _turns(
 
 
 def _faults(generator: random.Random, transport: str, seconds: float) -> Iterator[Fault]:
-    """Deal the kinds like cards of a pack, so that each comes as often as any other."""
+    """Draw the kinds like cards from a pack, so that all are equally frequent."""
     pack: list[str] = []
     free_at: dict[str, float] = {}
     at = FIRST_FAULT_SECONDS

@@ -1,4 +1,4 @@
-"""What a phase runs on: two instances, each with a disk, a Redis, a controller, and relays between peers."""
+"""The processes of a phase: two instances with a disk each, Redis, a controller, and relays between peers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ DISK_SPACE_MIB = 80
 REDIS_MEMORY = "96mb"
 CONNECTOR = {"kv_connector": "TimedConnector", "kv_connector_module_path": "soak.connector"}
 ENGINE: dict[str, Any] = {"kv_cache_memory_bytes": 32 * MIB, "max_num_batched_tokens": 1024}
-"""Of 8192 tokens: fewer than the conversations have, so that they come from kvtier again and again."""
+"""KV cache for 8192 tokens: less than the conversations need, so that kvtier loads them repeatedly."""
 MARK = "SOAK_RUN"
-"""The variable by which every process of a run is known."""
+"""The environment variable that identifies the processes of a run."""
 
 FAKETIME = ("/usr/lib/x86_64-linux-gnu/faketime", "/usr/lib/aarch64-linux-gnu/faketime", "/usr/lib/faketime")
 
@@ -45,23 +45,24 @@ class Host:
     cache: CacheProcess
     disk: Disk
     link: Relay
-    """On the way from here to the other instance."""
+    """The relay from this instance to the other."""
     clock: Path
-    """What the cache process reads its wall clock's offset from, in libfaketime's words."""
+    """The file with the offset of the cache process's wall clock, in libfaketime's format."""
 
     def set_clock(self, seconds: int) -> None:
-        """Make the cache process's wall clock differ by ``seconds``, within a second."""
+        """Set the offset of the cache process's wall clock. It takes effect within 1 s."""
         self.clock.write_text(f"{seconds:+d}")
 
-    def carriers(self) -> list[int]:
-        """Return the process ids of the NIXL carriers."""
+    def nixl_processes(self) -> list[int]:
+        """Return the process ids of the NIXL processes."""
         pid = self.cache.pid
-        return [] if pid is None else [child for child in children(pid) if "carrier" in command_line(child)]
+        below = [] if pid is None else children(pid)
+        return [child for child in below if "nixl/worker.py" in command_line(child)]
 
 
 @dataclass
 class Stack:
-    """All of it."""
+    """All processes except the engines."""
 
     hosts: list[Host]
     redis: RedisServer
@@ -69,7 +70,7 @@ class Stack:
     logs: Path
 
     def pids(self) -> dict[str, int | None]:
-        """Return the process ids of what should be running; ``None`` for what does not."""
+        """Return the ids of the processes that should be running; ``None`` if one is not."""
         return {
             **{f"cache-{host.number}": host.cache.pid for host in self.hosts},
             "redis": next(iter(self.redis.pids), None),
@@ -78,14 +79,14 @@ class Stack:
 
 
 def fake_time_library() -> Path | None:
-    """Return libfaketime, ``None`` where it is not installed (Debian: ``apt-get install faketime``)."""
+    """Return libfaketime; ``None`` if it is not installed (Debian: ``apt-get install faketime``)."""
     found = (Path(folder) / "libfaketimeMT.so.1" for folder in FAKETIME)
     return next((library for library in found if library.exists()), None)
 
 
 @contextmanager
 def running(logs: Path, transport: str) -> Iterator[Stack]:
-    """Start everything but the engines, until the block is left. Logs are left in ``logs``."""
+    """Run everything but the engines within the block. Logs remain in ``logs``."""
     logs.mkdir(parents=True)
     with ExitStack() as stack:
         redis = RedisServer(
@@ -149,7 +150,7 @@ def _clock_variables(clock: Path) -> dict[str, str]:
         "LD_PRELOAD": str(library),
         "FAKETIME_TIMESTAMP_FILE": str(clock),
         "FAKETIME_CACHE_DURATION": "1",
-        # A clock that is set changes the wall clock alone, and no file's times.
+        # Setting a system's clock changes neither the monotonic clock nor file times.
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
         "NO_FAKE_STAT": "1",
         "FAKETIME_DISABLE_SHM": "1",
@@ -157,21 +158,21 @@ def _clock_variables(clock: Path) -> dict[str, str]:
 
 
 def _folder(stack: ExitStack) -> Path:
-    """Return a new folder with a name short enough for sockets."""
+    """Create a folder whose path is short enough for Unix sockets."""
     folder = Path(tempfile.mkdtemp(prefix="kvs-"))
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def make_model(folder: Path) -> Path:
-    """Make the model that every engine runs, in a process of its own: its libraries are large."""
+    """Create the model for all engines, in a separate process, because it imports large libraries."""
     code = "import sys, pathlib; from tests.vllm import models; models.make_llama(pathlib.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True)
     return folder
 
 
 def children(pid: int) -> list[int]:
-    """Return all processes below ``pid``."""
+    """Return all descendants of a process."""
     found: list[int] = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -183,7 +184,7 @@ def children(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -191,7 +192,7 @@ def is_running(pid: int) -> bool:
 
 
 def command_line(pid: int) -> str:
-    """Return the words of a process's command; empty where it is gone or a zombie."""
+    """Return a process's command line; empty if it has exited or is a zombie."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -199,7 +200,7 @@ def command_line(pid: int) -> str:
 
 
 def marked(mark: str) -> list[int]:
-    """Return every process but this one whose environment has ``MARK=mark``."""
+    """Return all other processes with ``MARK=mark`` in their environment."""
     entry = f"{MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").iterdir():

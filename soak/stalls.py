@@ -1,8 +1,8 @@
-"""How long the hooks of a connector held up the engine's step, without blame for a busy machine.
+"""Measure how long the connector's hooks block an engine's step, independent of the machine's load.
 
-Of the time that a hook takes, what its thread computed and what it waited for a processor do not count
-(``schedstat``: the second number of ``/proc/thread-self/schedstat``, in nanoseconds). What is left it was
-blocked: in a socket, a lock, a page that had to be read.
+The blocked time of a hook is its wall time minus the CPU time of its thread and minus the time in which the
+thread waited for a CPU (the second number of ``/proc/thread-self/schedstat``, in nanoseconds). What remains
+is time blocked on a socket, a lock or a major page fault.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 LIMIT_SECONDS = 0.05
-"""A step that was blocked for longer counts as stalled."""
+"""A step that is blocked for longer counts as stalled."""
 SUMMARY_SECONDS = 1.0
 FOLDER = "SOAK_HOOKS"
-"""The variable that names the folder for the files of :class:`Stalls`."""
+"""The environment variable with the folder for the files of :class:`Stalls`."""
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
@@ -29,16 +29,16 @@ class Reading(NamedTuple):
     wall: float
     cpu: float
     queued: float
-    """Spent waiting for a processor."""
+    """Time spent waiting for a CPU."""
     faults: int = 0
-    """Page faults that had to read from a disk."""
+    """Number of major page faults."""
 
 
 def read_clocks(*, ended: bool) -> Reading:
-    """Read the clocks of the calling thread, before what is timed or when it has ``ended``.
+    """Read the clocks of the calling thread, before the timed block or when it has ``ended``.
 
-    In such an order that a wait for a processor between two clocks makes the blocked time shorter, never
-    longer. Without ``schedstat`` such waits read as 0.
+    The order of the clocks ensures that a wait for a CPU between two of them makes the blocked time shorter,
+    never longer. Without ``schedstat`` these waits read as 0.
     """
     if ended:
         wall, cpu = time.monotonic(), time.thread_time()
@@ -59,14 +59,14 @@ def _faults() -> int:
 
 
 class ReadClocks(Protocol):
-    """:func:`read_clocks`, or what stands in for it."""
+    """The signature of :func:`read_clocks`."""
 
     def __call__(self, *, ended: bool) -> Reading:
-        """Return the clocks now."""
+        """Read the clocks."""
 
 
 class HookTimes(NamedTuple):
-    """One hook's calls so far, in seconds."""
+    """Statistics of one hook's calls, in seconds."""
 
     calls: int = 0
     max_wall: float = 0.0
@@ -74,7 +74,7 @@ class HookTimes(NamedTuple):
     max_blocked: float = 0.0
 
     def add(self, wall: float, cpu: float, blocked: float) -> HookTimes:
-        """Return these with one more call."""
+        """Return the statistics with one more call."""
         return HookTimes(
             self.calls + 1,
             max(self.max_wall, wall),
@@ -84,10 +84,10 @@ class HookTimes(NamedTuple):
 
 
 class Stalls:
-    """Times the hooks of one process and appends to a file of JSON lines.
+    """Timers for the hooks of one process, whose results are appended to a file of JSON lines.
 
-    ``{"stall": step, "start", "end", "blocked", "wall", "faults", "hooks": {name: blocked}}`` for a step that
-    was blocked for more than :data:`LIMIT_SECONDS` in all its hooks together, and about once a second
+    ``{"stall": step, "start", "end", "blocked", "wall", "faults", "hooks": {name: blocked}}`` for a step
+    whose hooks were blocked for more than :data:`LIMIT_SECONDS` in total, and about once per second
     ``{"hooks": {name: HookTimes}}``. Times are those of ``time.monotonic``, which all processes share.
     """
 
@@ -109,9 +109,9 @@ class Stalls:
 
     @contextmanager
     def timed(self, hook: str, *, schedules: bool = False, scheduled: bool = False) -> Iterator[None]:
-        """Time one call. ``schedules``: it prepares a step; ``scheduled``: it is the last to do so.
+        """Time one call. ``schedules``: it prepares a step; ``scheduled``: it is the last one to do so.
 
-        A hook that is called by another counts as part of that.
+        A hook called by another hook counts as part of that.
         """
         if self._depth:
             yield
@@ -141,7 +141,7 @@ class Stalls:
             self._write({"hooks": {name: times._asdict() for name, times in self._hooks.items()}})
 
     def end_step(self) -> None:
-        """Judge the step that ends, and begin the next."""
+        """Write the current step if it has stalled, and start the next."""
         blocked = sum(self._blocked.values())
         if blocked > LIMIT_SECONDS:
             self._write(
@@ -165,7 +165,7 @@ class Stalls:
 
 
 class Stall(NamedTuple):
-    """A step of an engine that was held up."""
+    """A stalled step of an engine."""
 
     engine: int
     """Its process id."""
@@ -179,7 +179,7 @@ class Stall(NamedTuple):
 
 
 def read_file(path: Path) -> tuple[list[Stall], dict[str, HookTimes]]:
-    """Read what one engine's :class:`Stalls` has written: stalled steps, and the times of each hook."""
+    """Read the file of one engine's :class:`Stalls`: stalled steps, and the times of each hook."""
     stalls: list[Stall] = []
     hooks: dict[str, HookTimes] = {}
     engine = int(path.stem.rpartition("-")[2])
@@ -187,7 +187,7 @@ def read_file(path: Path) -> tuple[list[Stall], dict[str, HookTimes]]:
         try:
             entry = json.loads(line)
         except ValueError:
-            continue  # The last line of an engine that was killed.
+            continue  # The last line of a killed engine.
         if "stall" in entry:
             stalls.append(Stall(engine, entry.pop("stall"), **entry))
         else:
@@ -195,8 +195,8 @@ def read_file(path: Path) -> tuple[list[Stall], dict[str, HookTimes]]:
     return stalls, hooks
 
 
-def blamed(stalls: list[Stall], pauses: list[tuple[float, float]]) -> list[Stall]:
-    """Return the stalls that do not overlap with one of ``pauses``: times in which the engine was stopped."""
+def outside_pauses(stalls: list[Stall], pauses: list[tuple[float, float]]) -> list[Stall]:
+    """Return the stalls that do not overlap with ``pauses``, in which the engine was stopped."""
     return [
         stall
         for stall in stalls

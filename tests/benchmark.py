@@ -1,4 +1,4 @@
-"""Benchmarks in small, each in a process of its own: they stop processes, and change what is logged."""
+"""Small benchmark runs, each in its own process: benchmarks stop processes and change logging."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ LIMIT_SECONDS = 280
 
 
 def run_benchmark(name: str, *options: str) -> str:
-    """What ``python -m benchmarks.NAME`` prints. Fails where it does."""
+    """Run ``python -m benchmarks.NAME`` and return its output. Fails the test if the benchmark fails."""
     command = [sys.executable, "-m", f"benchmarks.{name}", *options]
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout

@@ -1,8 +1,9 @@
-"""What holds for every test: one event loop library, and nothing blocks the loop or is left on it."""
+"""Fixtures and checks for every test: asyncio only, and nothing may block the event loop or stay on it."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +13,7 @@ from kvtier.testing.plugin import enable_checks
 
 def pytest_configure(config: pytest.Config) -> None:
     enable_checks(config)
-    # A shell starts what runs in the background with SIGINT ignored, and so would every process of a test.
+    # A shell starts background jobs with SIGINT ignored, which every child process would inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -23,11 +24,24 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(params=["native", "python"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the native core and without it, where there are both."""
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test once with the native core and once with the Python fallback."""
     if request.param == "python":
         monkeypatch.setattr(native, "available", lambda: False)
     elif not native.available():
         pytest.skip(native.summary())
-    way: str = request.param
-    return way
+    implementation: str = request.param
+    return implementation
+
+
+@pytest.fixture(scope="module", params=["native", "python"])
+def either_core(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the module's tests with the native core, then without it."""
+    if request.param == "native":
+        if not native.available():
+            pytest.skip(native.summary())
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "available", lambda: False)
+        yield

@@ -1,4 +1,4 @@
-"""A hook around the checksum of payloads: counts, and holds back on demand."""
+"""A hook around the checksum of payloads: it counts the calls, and blocks them on demand."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import threading
 import anyio
 import pytest
 
-from kvtier import header
+from kvtier.memory import header
 
 
 class Hashing:
-    """Counts hashes of payloads. While :attr:`may_go_on` is cleared they wait, each in its thread."""
+    """Count payload hashes. While :attr:`resume` is cleared, each hash blocks in its thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        self.may_go_on = threading.Event()
-        self.may_go_on.set()
+        self.resume = threading.Event()
+        self.resume.set()
         self._lock = threading.Lock()
         real = header._checksum
 
         def checksum(payload: memoryview) -> bytes:
             with self._lock:
                 self.count += 1
-            assert self.may_go_on.wait(30)
+            assert self.resume.wait(30)
             return real(payload)
 
         monkeypatch.setattr(header, "_checksum", checksum)
 
-    async def until_begun(self, count: int) -> None:
-        """Wait until so many have begun."""
+    async def wait_until_started(self, count: int) -> None:
+        """Wait until ``count`` hashes have started."""
         with anyio.fail_after(10):
             while self.count < count:
                 await anyio.sleep(0.005)

@@ -1,7 +1,7 @@
-"""A program on a host of a test's network, told what to do line by line.
+"""Run a program on a host of a test network, and call its methods over stdin and stdout.
 
-The test's side is :class:`HostProcess`. The program's module ends with ``obey(commands)``: a line of JSON,
-``[name, arguments]``, has the method of that name carried out, and what it returns is the answer.
+The test uses :class:`HostProcess`. The program's module ends with ``serve_commands(commands)``: for each line
+on stdin, a JSON list ``[name, arguments]``, it calls the method of that name and writes the result to stdout.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import anyio.to_thread
 from kvtier.testing.network import Host
 
 ROOT = Path(__file__).parents[1]
-PATIENCE_SECONDS = 60.0
-LEAK_PATIENCE_SECONDS = 30.0
+TIMEOUT_SECONDS = 60.0
+LEAK_TIMEOUT_SECONDS = 30.0
 
 
 class HostProcess:
-    """Starts a module's program on a host. Calls block; the network's end kills it at the latest."""
+    """A Python module that runs on a host. Calls block; closing the network kills the process."""
 
     def __init__(self, host: Host, module: str) -> None:
         self.host = host
@@ -43,32 +43,32 @@ class HostProcess:
             cwd=ROOT,
         )
 
-    def do(self, name: str, **arguments: object) -> Any:
-        """Have it carry out a command, and its answer."""
-        self.begin(name, **arguments)
-        return self.answer()
+    def call(self, name: str, **arguments: object) -> Any:
+        """Call a method and return its result."""
+        self.send(name, **arguments)
+        return self.result()
 
-    def begin(self, name: str, **arguments: object) -> None:
-        """Have it begin; its :meth:`answer` is due before the next command."""
+    def send(self, name: str, **arguments: object) -> None:
+        """Start a call. Read its :meth:`result` before sending the next one."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([name, arguments]) + "\n")
         self._process.stdin.flush()
 
-    def answer(self) -> Any:
+    def result(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, "the process on the host has ended"
-        answer = json.loads(line)
-        assert "failed" not in answer, f"on the host {self.host.address}: {answer['failed']}"
-        return answer["answer"]
+        assert line, "the process on the host exited"
+        reply = json.loads(line)
+        assert "error" not in reply, f"on the host {self.host.address}: {reply['error']}"
+        return reply["result"]
 
     @property
-    def has_answered(self) -> bool:
-        """Whether :meth:`answer` need not wait."""
+    def has_result(self) -> bool:
+        """Whether :meth:`result` returns without blocking."""
         return bool(select.select([self._process.stdout], [], [], 0)[0])
 
     def kill(self) -> None:
-        """``kill -9``, and gone. Harmless when repeated."""
+        """Send SIGKILL and reap the process. May be called repeatedly."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -77,54 +77,54 @@ class HostProcess:
 
 
 class LeakCheck:
-    """Commands by which a program is asked whether anything is left."""
+    """Commands that check a program for leaked descriptors, threads and tasks."""
 
     async def resources(self) -> list[int]:
-        """How many descriptors, threads and tasks there are, without what is only to be collected."""
+        """Return the number of open descriptors, threads and tasks after a garbage collection."""
         gc.collect()
         descriptors = len(list(Path("/proc/self/fd").iterdir()))
         return [descriptors, len(self._threads()), len(asyncio.all_tasks())]
 
     @staticmethod
     def _threads() -> list[str]:
-        # Those in which asyncio looks names up are few, and stay.
+        # asyncio keeps a few threads for name resolution.
         names = [thread.name for thread in threading.enumerate()]
         return [name for name in names if not name.startswith("asyncio_")]
 
-    async def comes_back_to(self, before: list[int]) -> str | None:
-        """Wait until there are no more than before; what there is where that does not come about."""
-        with anyio.move_on_after(LEAK_PATIENCE_SECONDS):
-            while any(now > then for now, then in zip(await self.resources(), before, strict=True)):
+    async def wait_for_baseline(self, before: list[int]) -> str | None:
+        """Wait until no count exceeds ``before``. After a timeout, return a description of the leak."""
+        with anyio.move_on_after(LEAK_TIMEOUT_SECONDS):
+            while any(now > limit for now, limit in zip(await self.resources(), before, strict=True)):
                 await anyio.sleep(0.02)
             return None
         links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.exists()]
-        there = await self.resources()
-        return f"{there} where there were {before}: {links}, {self._threads()}, {asyncio.all_tasks()}"
+        current = await self.resources()
+        return f"{current}, expected {before}: {links}, {self._threads()}, {asyncio.all_tasks()}"
 
 
-def obey(commands: object) -> None:
-    """Carry out what comes, one after the other, until there is no more."""
-    asyncio.run(_obey(commands))
+def serve_commands(commands: object) -> None:
+    """Run commands from stdin one at a time, until stdin is closed."""
+    asyncio.run(_serve_commands(commands))
 
 
-async def _obey(commands: object) -> None:
-    # Whatever a library prints must not be taken for an answer.
-    with os.fdopen(os.dup(1), "w") as answers:
+async def _serve_commands(commands: object) -> None:
+    # Redirect stdout to stderr, so that the output of a library is not taken for a reply.
+    with os.fdopen(os.dup(1), "w") as replies:
         os.dup2(2, 1)
         while line := await anyio.to_thread.run_sync(sys.stdin.readline):
             name, arguments = json.loads(line)
             try:
-                answer = {"answer": await getattr(commands, name)(**arguments)}
+                reply = {"result": await getattr(commands, name)(**arguments)}
             except Exception as error:
                 traceback.print_exc()
-                answer = {"failed": f"{type(error).__name__}: {error}"}
-            answers.write(json.dumps(answer, default=str) + "\n")
-            answers.flush()
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            replies.write(json.dumps(reply, default=str) + "\n")
+            replies.flush()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Ask again and again."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    """Poll until the condition holds."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
+        assert time.monotonic() < deadline, "timed out waiting for the condition"
         time.sleep(0.01)

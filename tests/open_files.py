@@ -1,4 +1,4 @@
-"""What this process has open, for tests that nothing is left open."""
+"""List the open files of this process, for leak tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def open_files() -> list[str]:
-    """Number and target of each descriptor, those on /proc left out: the watch of the loop opens some."""
+    """Return the number and target of each descriptor, except those on /proc, which the loop watch opens."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A file system that is soon full."""
+"""A small file system, to test a full disk."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 
 @contextmanager
 def mounted(path: Path, mib: int) -> Iterator[Path]:
-    """Mount a file system of ``mib`` MiB at ``path``. Skips the test where that is not allowed."""
+    """Mount a file system of ``mib`` MiB at ``path``. Skips the test without permission to mount."""
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "kvtier-test", str(path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    if result.returncode:
+        pytest.skip(f"cannot mount a small file system here: {result.stderr.strip()}")
     try:
         yield path
     finally:

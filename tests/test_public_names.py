@@ -1,4 +1,4 @@
-"""The public API is a short list, and grows on purpose only."""
+"""The public API is a short, fixed list."""
 
 from __future__ import annotations
 

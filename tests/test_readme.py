@@ -1,4 +1,4 @@
-"""The README's example runs as it stands."""
+"""The example in the README runs unchanged."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="the example stores a torch tensor")
-def test_the_library_example_runs() -> None:
+def test_library_example_runs() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     environment["KVTIER_TIERS"] = '[{"name": "ram", "type": "cpu", "capacity": "64MiB"}]'
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", example], env=environment, capture_output=True, text=True, check=False
     )
-    assert (ran.returncode, ran.stdout) == (0, "768 tokens came back\n"), ran.stderr
+    assert (result.returncode, result.stdout) == (0, "768 tokens came back\n"), result.stderr

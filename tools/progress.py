@@ -1,4 +1,4 @@
-"""What a person sees while something is installed: one line on a terminal that is rewritten."""
+"""Progress of an installation: one line that is rewritten on a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LINE = 78
 
 
 class Progress:
-    """A line that is rewritten on a terminal; elsewhere a line for what takes long."""
+    """Shows progress in one line on a terminal; otherwise prints only the permanent lines."""
 
     def __init__(self, title: str) -> None:
         self._started = time.monotonic()
@@ -17,15 +17,15 @@ class Progress:
         print(f"installing {title}", flush=True)
 
     def rewrite(self, text: str) -> None:
-        """Show what it is at, in the place of what was shown before; nothing where that cannot be."""
+        """Replace the current line. Prints nothing if standard output is not a terminal."""
         if self._terminal:
             print(f"\r  {text}"[:LINE].ljust(LINE), end="", flush=True)
 
-    def say(self, text: str) -> None:
-        """Show what is to stay."""
+    def print_line(self, text: str) -> None:
+        """Print a permanent line."""
         start = "\r" if self._terminal else ""
         print(f"{start}  {text}".ljust(LINE if self._terminal else 0), flush=True)
 
-    def end(self, how: str) -> None:
-        """Show how it has ended, and how long it took."""
-        self.say(f"{how} in {time.monotonic() - self._started:.0f} s")
+    def end(self, result: str) -> None:
+        """Print the result and the elapsed time."""
+        self.print_line(f"{result} in {time.monotonic() - self._started:.0f} s")

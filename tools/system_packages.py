@@ -1,11 +1,11 @@
-"""Install the system's packages that the tests need, or say what to type.
+"""Install the system packages that the tests need, or print the command for it.
 
     python tools/system_packages.py            all of them
-    python tools/system_packages.py g++ gcc    these alone
+    python tools/system_packages.py g++ gcc    only these
 
-Their names are in ``system_packages.txt``. As root on Debian or its like what is missing is installed;
-elsewhere, or where that fails, the command to type is printed. The exit status is 0 all the same: a test
-that misses a package is skipped and says so. Where nothing is missing, nothing is said.
+``system_packages.txt`` lists them. As root on Debian and its derivatives, this installs missing packages;
+otherwise, or if that fails, it prints the command to run. The exit status is always 0: tests that need a
+missing package are skipped with a reason. Prints nothing if no package is missing.
 """
 
 from __future__ import annotations
@@ -32,56 +32,56 @@ APT_GET = [
     "apt-get",
     "--quiet",
     "--option=Acquire::Retries=2",
-    # Another apt-get, such as the nightly upgrade, is waited for.
+    # Wait for another apt-get, such as the nightly upgrade.
     "--option=DPkg::Lock::Timeout=120",
-    # An index that could not be fetched is an error, not a remark.
+    # Fail if an index cannot be fetched; the default is a warning.
     "--option=APT::Update::Error-Mode=any",
-    # apt's own user cannot write to a temporary folder that belongs to one user.
+    # apt's sandbox user cannot write to a private temporary folder.
     "--option=APT::Sandbox::User=root",
 ]
 _FETCHING = re.compile(r"Get:\d+ \S+ \S+ \S+ (\S+)")
 _CHANGING = re.compile(r"(Unpacking|Setting up) (\S+)")
 
 
-def wanted(file: Path = LIST) -> dict[str, str]:
-    """Each package's name and why it is needed."""
+def required(file: Path = LIST) -> dict[str, str]:
+    """Return the name of each package and the reason for it."""
     lines = (line.partition("#") for line in file.read_text().splitlines())
-    return {name.strip(): why.strip() for name, _, why in lines if name.strip()}
+    return {name.strip(): reason.strip() for name, _, reason in lines if name.strip()}
 
 
 def installed() -> set[str]:
-    """What dpkg says is installed: names of packages, and those that they provide. Raises ``OSError``."""
+    """Return the names of installed packages, and the names that they provide. Raises ``OSError``."""
     form = "${db:Status-Status}\t${Package}, ${Provides}\n"
     listed = subprocess.run(["dpkg-query", "--show", f"--showformat={form}"], capture_output=True, text=True)
     names: set[str] = set()
     for line in listed.stdout.splitlines():
         status, _, provided = line.partition("\t")
         if status == "installed":
-            # A name that is provided may have a version behind it: `libgcc1 (= 1:12.2.0)`.
+            # A provided name can be followed by a version: `libgcc1 (= 1:12.2.0)`.
             names.update(name.split()[0] for name in provided.split(",") if name.strip())
     return names
 
 
 def install(names: Sequence[str]) -> str | None:
-    """Install with apt-get, once more where that failed; its last words where it failed again."""
-    progress = Progress(f"the system's packages {', '.join(names)}")
-    told: deque[str] = deque(maxlen=30)
-    with no_service_is_started():
+    """Install with apt-get, with one retry. Return the end of its output if that fails, else ``None``."""
+    progress = Progress(f"system packages {', '.join(names)}")
+    last_lines: deque[str] = deque(maxlen=30)
+    with services_disabled():
         for attempt in range(ATTEMPTS):
             if attempt:
-                progress.say(f"failed; again in {PAUSE_SECONDS:.0f} s, since networks hiccup")
+                progress.print_line(f"failed; retrying in {PAUSE_SECONDS:.0f} s, in case of a network error")
                 time.sleep(PAUSE_SECONDS)
-            told.clear()
-            if _apt_get(["update"], progress, told) and _apt_get(
-                ["install", "--yes", "--no-install-recommends", *names], progress, told
+            last_lines.clear()
+            if _apt_get(["update"], progress, last_lines) and _apt_get(
+                ["install", "--yes", "--no-install-recommends", *names], progress, last_lines
             ):
                 progress.end("done")
                 return None
     progress.end("failed")
-    return "".join(told)
+    return "".join(last_lines)
 
 
-def _apt_get(arguments: Sequence[str], progress: Progress, told: deque[str]) -> bool:
+def _apt_get(arguments: Sequence[str], progress: Progress, last_lines: deque[str]) -> bool:
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"}
     with subprocess.Popen(
         [*APT_GET, *arguments],
@@ -94,7 +94,7 @@ def _apt_get(arguments: Sequence[str], progress: Progress, told: deque[str]) -> 
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            told.append(line)
+            last_lines.append(line)
             if match := _FETCHING.match(line):
                 progress.rewrite(f"fetching {match[1]}")
             elif match := _CHANGING.match(line):
@@ -103,12 +103,12 @@ def _apt_get(arguments: Sequence[str], progress: Progress, told: deque[str]) -> 
 
 
 @contextmanager
-def no_service_is_started() -> Iterator[None]:
-    """Keep Debian from starting what it installs, such as a Redis on its usual port, as long as this runs.
+def services_disabled() -> Iterator[None]:
+    """Prevent Debian from starting services that it installs, such as a Redis on its default port.
 
-    Each package asks the file of this name, and nothing else, whether it may. One that is there already
-    belongs to the machine and stays. Ours says no only while this process lives, so that it does no harm
-    where a ``kill -9`` leaves it behind.
+    Packages run ``policy-rc.d`` to find out if they may start services. An existing file stays unchanged.
+    The one written here forbids it only while this process lives, so that it does no harm if a ``kill -9``
+    leaves it behind.
     """
     script = f"#!/bin/sh\nkill -0 {os.getpid()} 2>/dev/null && exit 101\nexit 0\n"
     try:
@@ -117,42 +117,42 @@ def no_service_is_started() -> Iterator[None]:
     except OSError:
         yield
         return
-    ended = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         POLICY.chmod(0o755)
         yield
     finally:
         POLICY.unlink(missing_ok=True)
-        signal.signal(signal.SIGTERM, ended)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def main(names: Sequence[str] = ()) -> None:
-    """Install what is missing, of these where there are names, or say loudly what to type."""
-    needed = {name: why for name, why in wanted().items() if not names or name in names}
+    """Install missing packages, only those in ``names`` if given; otherwise print the command to run."""
+    needed = {name: reason for name, reason in required().items() if not names or name in names}
     try:
-        there = installed()
+        present = installed()
     except OSError:
-        _say_what_to_do(needed, "this system has no dpkg: install what corresponds to these packages")
+        _print_instructions(needed, "this system has no dpkg: install the corresponding packages")
         return
-    missing = [name for name in needed if name not in there]
+    missing = [name for name in needed if name not in present]
     if not missing:
         return
-    problem = "to install them, type"
+    problem = "to install them, run"
     if os.geteuid() == 0 and shutil.which("apt-get"):
-        last_words = install(missing)
-        if last_words is None:
+        output = install(missing)
+        if output is None:
             return
-        sys.stderr.write(last_words)
-        problem = "apt-get could not install them: mend what it says above, then type"
+        sys.stderr.write(output)
+        problem = "apt-get could not install them: fix the error above, then run"
     command = f"sudo apt-get install -y --no-install-recommends {' '.join(missing)}"
-    _say_what_to_do({name: needed[name] for name in missing}, problem, command)
+    _print_instructions({name: needed[name] for name in missing}, problem, command)
 
 
-def _say_what_to_do(missing: dict[str, str], problem: str, command: str = "") -> None:
+def _print_instructions(missing: dict[str, str], problem: str, command: str = "") -> None:
     rule = "-" * 78
-    print(rule, "Packages of the system are missing; tests that need one will be skipped.", "", sep="\n")
-    for name, why in missing.items():
-        print(f"  {name:<20}{why}")
+    print(rule, "System packages are missing; tests that need one will be skipped.", "", sep="\n")
+    for name, reason in missing.items():
+        print(f"  {name:<20}{reason}")
     print("", problem, *([f"  {command}"] if command else []), rule, sep="\n", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The same work on kvtier and LMCache 0.5.6, alternating, with ratios pair by pair.
+"""Compare kvtier and LMCache 0.5.6: the same work, interleaved, with a ratio per pair of runs.
 
 ::
 
@@ -7,9 +7,9 @@
     python -m benchmarks.compare --engines plain kvtier     # end to end, in a real vLLM
     python -m benchmarks.compare --json compare.json
 
-LMCache runs in an environment of its own, which is made when it is first wanted (benchmarks/peer). A ratio is
-how many times as fast kvtier is; ``sealed`` is with its header and checksum, as a cache runs it, ``plain``
-without, which is like for like: LMCache computes none.
+LMCache runs in a separate environment, which is created on first use (benchmarks/peer). A ratio above 1
+means that kvtier is faster. ``sealed`` includes header and checksum, as in a cache; ``plain`` does not, which
+is the like-for-like comparison, because LMCache computes no checksum.
 """
 
 from __future__ import annotations
@@ -30,53 +30,55 @@ ENGINES = ("plain", "kvtier", "kvtier-partial", "lmcache", "offload")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="The same work on kvtier and LMCache.")
+    parser = argparse.ArgumentParser(description="Compare kvtier and LMCache.")
     parser.add_argument("--rows", nargs="+", choices=ROWS, help="default: all")
     parser.add_argument("--pairs", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--chunks", type=int, default=32, help="default: %(default)s")
     parser.add_argument(
-        "--size", type=int, default=32, metavar="MIB", help="of a chunk; default: %(default)s"
+        "--size", type=int, default=32, metavar="MIB", help="chunk size; default: %(default)s"
     )
-    parser.add_argument("--layers", type=int, default=8, help="of the prompt's model; default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=32_768, help="of the prompt; default: %(default)s")
-    parser.add_argument("--folder", type=Path, default=Path(), help="for the disk tiers; default: here")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model; default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=32_768, help="prompt length; default: %(default)s")
     parser.add_argument(
-        "--engines", nargs="*", choices=ENGINES, help="a real vLLM instead; default: all of them"
+        "--folder", type=Path, default=Path(), help="for the disk tiers; default: current folder"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all seconds there, too")
-    given = parser.parse_args(arguments)
-    if given.engines is not None:
+    parser.add_argument(
+        "--engines", nargs="*", choices=ENGINES, help="measure in a real vLLM instead; default: all"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all seconds to a file")
+    args = parser.parse_args(arguments)
+    if args.engines is not None:
         from benchmarks.compare import engines
 
-        engines.compare(given.engines or ENGINES, given.pairs, given.json)
+        engines.compare(args.engines or ENGINES, args.pairs, args.json)
         return
     pairs: list[Pair] = []
-    for row in given.rows or ROWS:
-        measured = ROWS[row](given)
+    for row in args.rows or ROWS:
+        measured = ROWS[row](args)
         show_pairs(row, measured)
         pairs += measured
-    if given.json:
-        given.json.write_text(json.dumps([pair.as_json() for pair in pairs], indent=2) + "\n")
+    if args.json:
+        args.json.write_text(json.dumps([pair.as_json() for pair in pairs], indent=2) + "\n")
 
 
-def in_loop(measure: Callable[..., object], given: argparse.Namespace, **options: object) -> list[Pair]:
-    extent = tiers.Extent(given.size * MIB, given.chunks, given.pairs)
-    found: list[Pair] = anyio.run(partial(measure, extent, **options))
-    return found
+def in_loop(measure: Callable[..., object], args: argparse.Namespace, **options: object) -> list[Pair]:
+    extent = tiers.Extent(args.size * MIB, args.chunks, args.pairs)
+    pairs: list[Pair] = anyio.run(partial(measure, extent, **options))
+    return pairs
 
 
-def tokens(given: argparse.Namespace) -> list[Pair]:
+def tokens(args: argparse.Namespace) -> list[Pair]:
     from benchmarks.compare.tokens import compare
 
-    return compare(given.layers, given.tokens, given.pairs)
+    return compare(args.layers, args.tokens, args.pairs)
 
 
 ROWS: dict[str, Callable[[argparse.Namespace], list[Pair]]] = {
-    "cpu": lambda given: in_loop(tiers.cpu, given),
-    "disk": lambda given: in_loop(tiers.disk, given, folder=given.folder, direct=False),
-    "direct": lambda given: in_loop(tiers.disk, given, folder=given.folder, direct=True),
-    "redis": lambda given: in_loop(tiers.redis, given, kinds=["redis"]),
-    "resp": lambda given: in_loop(tiers.redis, given, kinds=["resp"]),
+    "cpu": lambda args: in_loop(tiers.cpu, args),
+    "disk": lambda args: in_loop(tiers.disk, args, folder=args.folder, direct=False),
+    "direct": lambda args: in_loop(tiers.disk, args, folder=args.folder, direct=True),
+    "redis": lambda args: in_loop(tiers.redis, args, kinds=["redis"]),
+    "resp": lambda args: in_loop(tiers.redis, args, kinds=["resp"]),
     "tokens": tokens,
 }
 

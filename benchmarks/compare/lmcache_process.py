@@ -1,13 +1,13 @@
-"""LMCache at work: run by the Python that it is installed for, without anything of kvtier.
+"""Process that runs LMCache, with the Python of LMCache's environment. Imports nothing of kvtier.
 
 ::
 
     python lmcache_process.py --folder /tmp/x --chunk-bytes 33554432 --chunks 32 --layers 8 --tokens 32768
 
-Reads one question a line and answers each with one, in JSON: ``["cpu", "put"]`` with the seconds that all
-chunks took. Its tiers are its own classes, called as its storage manager calls them; ``engine`` is its
-``LMCacheEngine``, with a connector over CPU tensors that does what those that LMCache ships for other devices
-than CUDA do: ``index_select`` and ``index_copy_`` by slot (LMCache has none for a CPU).
+Reads one request per line of JSON, such as ``["cpu", "put"]``, and answers with a line: the seconds for all
+chunks. The tiers are LMCache's own classes, called as by its storage manager. ``engine`` is its
+``LMCacheEngine``. LMCache has no connector for CPU tensors: the one here does the same as those that LMCache
+ships for devices other than CUDA, ``index_select`` and ``index_copy_`` by slot.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GIB = 1 << 30
 TOKENS, BLOCK = 256, 16
 HEADS, HEAD = 8, 128
 TOKEN_LAYER_BYTES = 2 * HEADS * HEAD * 2
-"""K and V in two bytes each."""
+"""K and V, with two bytes per element."""
 LOOK_UP_KEYS = 128
 STAMP = 8
 
@@ -45,11 +45,11 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     parser.add_argument("--chunk-bytes", type=int, required=True, help="whole MiB")
     parser.add_argument("--chunks", type=int, required=True)
-    parser.add_argument("--threads", type=int, default=4, help="of its disk tier")
-    parser.add_argument("--layers", type=int, default=8, help="of the model whose tokens are stored")
+    parser.add_argument("--threads", type=int, default=4, help="threads of the disk tier")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model")
     parser.add_argument("--tokens", type=int, default=32_768)
-    given = parser.parse_args()
-    # What LMCache prints is not for the asker.
+    options = parser.parse_args()
+    # Output of LMCache goes to standard error, so that it is not read as an answer.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     sides: dict[str, Any] = {}
@@ -61,9 +61,9 @@ def main() -> None:
             print(json.dumps(0.0), file=answers)
             continue
         if kind not in sides:
-            sides[kind] = MAKERS[kind](given)
+            sides[kind] = SIDES[kind](options)
         print(json.dumps(getattr(sides[kind], call)()), file=answers)
-    # Ways to end wait for threads that wait for them.
+    # A regular exit would deadlock with LMCache's threads.
     os._exit(0)
 
 
@@ -86,22 +86,22 @@ def chunk_keys(kind: str, count: int) -> list[CacheEngineKey]:
 
 
 class Tier:
-    """Chunks between memory that is an engine's and one tier."""
+    """Moves chunks between the memory of an engine and one tier."""
 
-    def __init__(self, given: argparse.Namespace, **settings: object) -> None:
-        layers, rest = divmod(given.chunk_bytes, TOKENS * TOKEN_LAYER_BYTES)
+    def __init__(self, options: argparse.Namespace, **settings: object) -> None:
+        layers, rest = divmod(options.chunk_bytes, TOKENS * TOKEN_LAYER_BYTES)
         if rest:
-            raise SystemExit(f"chunks are whole MiB, not {given.chunk_bytes} bytes")
-        self.count = given.chunks
+            raise SystemExit(f"chunks are whole MiB, not {options.chunk_bytes} bytes")
+        self.count = options.chunks
         self.config = LMCacheEngineConfig.from_defaults(
             chunk_size=TOKENS,
-            max_local_cpu_size=(given.chunks + 1) * given.chunk_bytes / GIB,
+            max_local_cpu_size=(options.chunks + 1) * options.chunk_bytes / GIB,
             save_unfull_chunk=False,
             **settings,
         )
         self.metadata = metadata_of(layers)
         self.memory = LocalCPUBackend(self.config, self.metadata, dst_device="cpu")
-        self.keys = chunk_keys("chunk", given.chunks)
+        self.keys = chunk_keys("chunk", options.chunks)
 
     def allocate(self) -> list[MemoryObj]:
         shapes, dtypes = self.metadata.get_shapes(), self.metadata.get_dtypes()
@@ -111,16 +111,16 @@ class Tier:
         return chunks
 
     def close(self) -> None:
-        """All that it takes is given back with the process."""
+        """Do nothing: everything is released with the process."""
 
 
 class Cpu(Tier):
-    """Its memory tier: chunks are copied from an engine's tensors and to them, as its connectors do."""
+    """LMCache's memory tier. Copies chunks from and to an engine's tensors, as its connectors do."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        super().__init__(given, local_cpu=True)
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options, local_cpu=True)
         self.engine = [
-            torch.randint(0, 250, (given.chunk_bytes,), dtype=torch.uint8) for _ in range(self.count)
+            torch.randint(0, 250, (options.chunk_bytes,), dtype=torch.uint8) for _ in range(self.count)
         ]
 
     def put(self) -> float:
@@ -144,7 +144,7 @@ class Cpu(Tier):
             chunk.ref_count_down()
         seconds = time.perf_counter() - started
         if stamps != [bytes(source[:STAMP].tolist()) for source in self.engine]:
-            raise SystemExit("LMCache has not brought the bytes that it was given")
+            raise SystemExit("LMCache returned wrong contents")
         return seconds
 
     def look_up(self) -> float:
@@ -153,7 +153,7 @@ class Cpu(Tier):
         held = sum(self.memory.contains(key) for key in keys)
         seconds = time.perf_counter() - started
         if held != len(keys):
-            raise SystemExit(f"LMCache has found {held} of {len(keys)} keys")
+            raise SystemExit(f"LMCache found {held} of {len(keys)} keys")
         return seconds
 
     def forget(self) -> float:
@@ -163,13 +163,13 @@ class Cpu(Tier):
 
 
 class Disk(Tier):
-    """Its disk tier. What is read lies in its memory, as what is written did."""
+    """LMCache's disk tier. Reads into and writes from LMCache's own memory."""
 
-    def __init__(self, given: argparse.Namespace, direct: bool) -> None:
-        folder = os.path.join(given.folder, f"lmcache-{direct}")  # noqa: PTH118 - as LMCache has it
-        extra = {"use_odirect": direct, "disk_io_threads": given.threads}
+    def __init__(self, options: argparse.Namespace, direct: bool) -> None:
+        folder = os.path.join(options.folder, f"lmcache-{direct}")  # noqa: PTH118 - LMCache takes a string
+        extra = {"use_odirect": direct, "disk_io_threads": options.threads}
         super().__init__(
-            given, local_cpu=False, local_disk=folder, max_local_disk_size=1000, extra_config=extra
+            options, local_cpu=False, local_disk=folder, max_local_disk_size=1000, extra_config=extra
         )
         self.disk = LocalDiskBackend(self.config, loop(), self.memory, dst_device="cpu")
         self.disk.keys_in_request = []
@@ -194,7 +194,7 @@ class Disk(Tier):
         return seconds
 
     def get(self) -> float:
-        self.cool()
+        self.drop_cache()
         for chunk in (cleared := self.allocate()):
             stamp(chunk, -1)
         for chunk in cleared:
@@ -202,8 +202,8 @@ class Disk(Tier):
         started = time.perf_counter()
         chunks = self.disk.batched_get_blocking(self.keys)
         seconds = time.perf_counter() - started
-        if [stamped(chunk) for chunk in chunks] != list(range(self.count)):
-            raise SystemExit("LMCache has not brought the bytes that it was given")
+        if [read_stamp(chunk) for chunk in chunks] != list(range(self.count)):
+            raise SystemExit("LMCache returned wrong contents")
         for chunk in chunks:
             chunk.ref_count_down()
         return seconds
@@ -214,7 +214,7 @@ class Disk(Tier):
         held = sum(self.disk.contains(key) for key in keys)
         seconds = time.perf_counter() - started
         if held != len(keys):
-            raise SystemExit(f"LMCache has found {held} of {len(keys)} keys")
+            raise SystemExit(f"LMCache found {held} of {len(keys)} keys")
         return seconds
 
     def forget(self) -> float:
@@ -222,8 +222,8 @@ class Disk(Tier):
             self.disk.remove(key)
         return 0.0
 
-    def cool(self) -> None:
-        """Take its files out of the page cache."""
+    def drop_cache(self) -> None:
+        """Drop its files from the page cache."""
         for name in os.listdir(self.disk.path):  # noqa: PTH208
             descriptor = os.open(os.path.join(self.disk.path, name), os.O_RDONLY)  # noqa: PTH118
             os.fsync(descriptor)
@@ -232,20 +232,20 @@ class Disk(Tier):
 
 
 class CpuConnector(GPUConnectorInterface):
-    """Between an engine's paged CPU tensors, ``[2, slots, width]`` a layer, and LMCache's memory."""
+    """Copies between an engine's paged CPU tensors, ``[2, slots, width]`` per layer, and LMCache's memory."""
 
     def __init__(self, caches: list[torch.Tensor]) -> None:
         self.caches = caches
 
-    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **given: Any) -> None:  # noqa: ANN401
-        slots = given["slot_mapping"][start:end]
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
+        slots = kwargs["slot_mapping"][start:end]
         target = memory_obj.tensor
         for layer, (keys, values) in enumerate(self.caches):
             torch.index_select(keys, 0, slots, out=target[0, layer])
             torch.index_select(values, 0, slots, out=target[1, layer])
 
-    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **given: Any) -> None:  # noqa: ANN401
-        slots = given["slot_mapping"][start:end]
+    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
+        slots = kwargs["slot_mapping"][start:end]
         source = memory_obj.tensor
         for layer, (keys, values) in enumerate(self.caches):
             keys.index_copy_(0, slots, source[0, layer])
@@ -256,45 +256,51 @@ class CpuConnector(GPUConnectorInterface):
         memory_objs: list[MemoryObj],
         starts: list[int],
         ends: list[int],
-        **given: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
     ) -> None:
         for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
-            self.from_gpu(memory_obj, start, end, **given)
+            self.from_gpu(memory_obj, start, end, **kwargs)
 
     def batched_to_gpu(
         self,
         memory_objs: list[MemoryObj],
         starts: list[int],
         ends: list[int],
-        **given: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
     ) -> None:
         for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
-            self.to_gpu(memory_obj, start, end, **given)
+            self.to_gpu(memory_obj, start, end, **kwargs)
 
     def get_shape(self, num_tokens: int) -> torch.Size:
         return torch.Size([2, len(self.caches), num_tokens, HEADS * HEAD])
 
 
 class Engine:
-    """Its cache engine with the memory tier, and one prompt in an engine's KV memory."""
+    """LMCache's cache engine with the memory tier, and one prompt in an engine's KV memory."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        size = given.layers * given.tokens * TOKEN_LAYER_BYTES
+    def __init__(self, options: argparse.Namespace) -> None:
+        size = options.layers * options.tokens * TOKEN_LAYER_BYTES
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=TOKENS, local_cpu=True, max_local_cpu_size=size * 1.25 / GIB, save_unfull_chunk=False
         )
-        shape = (2, given.tokens + BLOCK, HEADS * HEAD)
+        shape = (2, options.tokens + BLOCK, HEADS * HEAD)
         self.caches = [
-            torch.randint(0, 999, shape, dtype=torch.int16).view(torch.bfloat16) for _ in range(given.layers)
+            torch.randint(0, 999, shape, dtype=torch.int16).view(torch.bfloat16)
+            for _ in range(options.layers)
         ]
         self.engine = LMCacheEngineBuilder.get_or_create(
-            "benchmark", config, metadata_of(given.layers), CpuConnector(self.caches), no_one, no_one
+            "benchmark",
+            config,
+            metadata_of(options.layers),
+            CpuConnector(self.caches),
+            no_broadcast,
+            no_broadcast,
         )
         self.engine.post_init()
         generator = torch.Generator().manual_seed(0)
-        blocks = 1 + torch.randperm(given.tokens // BLOCK, generator=generator)
+        blocks = 1 + torch.randperm(options.tokens // BLOCK, generator=generator)
         self.slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
-        self.tokens = torch.randint(0, 100_000, (given.tokens,), generator=generator).tolist()
+        self.tokens = torch.randint(0, 100_000, (options.tokens,), generator=generator).tolist()
 
     def store(self) -> float:
         started = time.perf_counter()
@@ -306,7 +312,7 @@ class Engine:
         held = self.engine.lookup(tokens=self.tokens)
         seconds = time.perf_counter() - started
         if held != len(self.tokens):
-            raise SystemExit(f"LMCache has found {held} of {len(self.tokens)} tokens")
+            raise SystemExit(f"LMCache found {held} of {len(self.tokens)} tokens")
         return seconds
 
     def retrieve(self) -> float:
@@ -318,7 +324,7 @@ class Engine:
         seconds = time.perf_counter() - started
         after = [layer[0, self.slots[0]] for layer in self.caches]
         if not mask.all() or not all(map(torch.equal, before, after)):
-            raise SystemExit("LMCache has not brought the tokens that it was given")
+            raise SystemExit("LMCache returned wrong contents")
         return seconds
 
     def forget(self) -> float:
@@ -326,11 +332,11 @@ class Engine:
         return 0.0
 
     def close(self) -> None:
-        """All that it takes is given back with the process."""
+        """Do nothing: everything is released with the process."""
 
 
-def no_one(*_: object) -> None:
-    """There is one worker: nobody to tell."""
+def no_broadcast(*_: object) -> None:
+    """Do nothing: there is only one worker."""
 
 
 def raw(chunk: MemoryObj) -> torch.Tensor:
@@ -342,7 +348,7 @@ def stamp(chunk: MemoryObj, number: int) -> None:
     view[:STAMP] = view[-STAMP:] = (number + 1).to_bytes(STAMP, "little")
 
 
-def stamped(chunk: MemoryObj | None) -> int:
+def read_stamp(chunk: MemoryObj | None) -> int:
     if chunk is None:
         return -1
     view = chunk.byte_array.cast("B")
@@ -351,7 +357,7 @@ def stamped(chunk: MemoryObj | None) -> int:
 
 
 def loop() -> asyncio.AbstractEventLoop:
-    """An event loop in a thread, as its storage manager has one."""
+    """Return an event loop that runs in a thread, as in LMCache's storage manager."""
     global _loop
     if _loop is None:
         _loop = asyncio.new_event_loop()
@@ -360,10 +366,10 @@ def loop() -> asyncio.AbstractEventLoop:
 
 
 _loop: asyncio.AbstractEventLoop | None = None
-MAKERS = {
+SIDES = {
     "cpu": Cpu,
-    "disk": lambda given: Disk(given, direct=False),
-    "disk O_DIRECT": lambda given: Disk(given, direct=True),
+    "disk": lambda options: Disk(options, direct=False),
+    "disk O_DIRECT": lambda options: Disk(options, direct=True),
     "engine": Engine,
 }
 

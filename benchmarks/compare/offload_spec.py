@@ -1,7 +1,7 @@
-"""vLLM's own offloading on a processor: its connector, its manager and its policy, with a worker that copies.
+"""vLLM's own offloading on a CPU: its connector, manager and policy, with a replacement worker.
 
-vLLM's own worker refuses to run without a GPU (``CPUOffloadingSpec.get_worker``), so this one stands in for
-it: each transfer is done when it is submitted, by two torch operators a layer.
+vLLM's own worker requires a GPU (``CPUOffloadingSpec.get_worker``). This one completes each transfer
+synchronously on submission, with two torch operators per layer.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
-class ProcessorOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
-    """Named by ``spec_name`` and ``spec_module_path`` in ``kv_connector_extra_config``."""
+class CopyingOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
+    """Loaded through ``spec_name`` and ``spec_module_path`` in ``kv_connector_extra_config``."""
 
-    _copying: CopyingWorker | None = None
+    _copying_worker: CopyingWorker | None = None
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        if self._copying is None:
-            self._copying = CopyingWorker(kv_caches, self.num_chunks)
-        return self._copying
+        if self._copying_worker is None:
+            self._copying_worker = CopyingWorker(kv_caches, self.num_chunks)
+        return self._copying_worker
 
 
 class CopyingWorker(OffloadingWorker):  # type: ignore[misc]
-    """One KV-cache group, chunks of one block."""
+    """Worker for one KV-cache group, with chunks of one block."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, chunks: int) -> None:
-        assert len(kv_caches.group_data_refs) == 1, "models with several KV-cache groups are not covered"
+        assert len(kv_caches.group_data_refs) == 1, "models with several KV-cache groups are not supported"
         self._engine = [
             cache.tensor.view(torch.int8).view(-1, cache.page_size_bytes) for cache in kv_caches.tensors
         ]
@@ -54,7 +54,7 @@ class CopyingWorker(OffloadingWorker):  # type: ignore[misc]
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: no transfer is ever in flight."""
 
     def _copy(
         self,
@@ -67,8 +67,8 @@ class CopyingWorker(OffloadingWorker):  # type: ignore[misc]
         started = time.perf_counter()
         from_pages = torch.from_numpy(source.block_ids.astype(np.int64))
         to_pages = torch.from_numpy(target.block_ids.astype(np.int64))
-        for pages, others in zip(sources, targets, strict=True):
-            others.index_copy_(0, to_pages, pages.index_select(0, from_pages))
+        for pages, target_pages in zip(sources, targets, strict=True):
+            target_pages.index_copy_(0, to_pages, pages.index_select(0, from_pages))
         length = len(to_pages) * sum(pages.shape[1] for pages in sources)
         self._finished.append(TransferResult(job_id, True, length, time.perf_counter() - started))
         return True

@@ -1,4 +1,4 @@
-"""What came of alternating runs: ratios pair by pair."""
+"""Results of interleaved runs, with a ratio per pair."""
 
 from __future__ import annotations
 
@@ -11,40 +11,44 @@ from kvtier.bench.timing import ratios
 
 
 class Pair(NamedTuple):
-    """The same work on both, turn by turn, in seconds."""
+    """Seconds of the same work on both sides, per turn."""
 
     row: str
     what: str
     ours: Sequence[float]
     theirs: Sequence[float]
     length: int = 0
-    """Bytes that were moved; 0 where none were."""
+    """Bytes moved, or 0."""
 
     def cells(self) -> list[object]:
-        beside = ratios(self.ours, self.theirs)
+        speedups = ratios(self.ours, self.theirs)
         return [
             self.row,
             self.what,
-            self._figure(self.ours),
-            self._figure(self.theirs),
-            statistics.median(beside),
-            min(beside),
-            max(beside),
+            self._format(self.ours),
+            self._format(self.theirs),
+            statistics.median(speedups),
+            min(speedups),
+            max(speedups),
         ]
 
     def as_json(self) -> dict[str, Any]:
-        beside = ratios(self.ours, self.theirs)
+        speedups = ratios(self.ours, self.theirs)
         return {
             **self._asdict(),
-            "ratio": {"median": statistics.median(beside), "lowest": min(beside), "highest": max(beside)},
+            "ratio": {
+                "median": statistics.median(speedups),
+                "lowest": min(speedups),
+                "highest": max(speedups),
+            },
         }
 
-    def _figure(self, seconds: Sequence[float]) -> str:
+    def _format(self, seconds: Sequence[float]) -> str:
         median = statistics.median(seconds)
         return f"{self.length / median / 1e9:.2f} GB/s" if self.length else f"{median * 1e3:.2f} ms"
 
 
 def show_pairs(title: str, pairs: Sequence[Pair]) -> None:
-    """Print them; a ratio above 1 says how many times as fast kvtier is."""
+    """Print a table of pairs. A ratio above 1 means that kvtier is faster."""
     columns = ("", "", "kvtier", "LMCache", "ratio", "lowest", "highest")
     show(title, columns, [pair.cells() for pair in pairs])

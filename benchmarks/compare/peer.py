@@ -1,4 +1,4 @@
-"""The process in which LMCache is at work."""
+"""Client of the process that runs LMCache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("lmcache_process.py")
 
 
 class LMCacheProcess:
-    """Runs while the block lasts, and is killed then."""
+    """Context manager that starts ``lmcache_process.py``, and kills it at the end."""
 
     def __init__(self, options: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -27,7 +27,7 @@ class LMCacheProcess:
             text=True,
             bufsize=1,
         )
-        self._answer()
+        self._receive()
 
     def __enter__(self) -> Self:
         return self
@@ -39,14 +39,14 @@ class LMCacheProcess:
         self._process.communicate()
 
     def ask(self, kind: str, call: str) -> float:
-        """The seconds that one call took."""
+        """Run a call; return its seconds."""
         assert self._process.stdin is not None
         print(json.dumps([kind, call]), file=self._process.stdin)
-        return float(self._answer())
+        return float(self._receive())
 
-    def _answer(self) -> str:
+    def _receive(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit("LMCache has ended; what it said is above")
+            raise SystemExit("LMCache exited; see its output above")
         return str(json.loads(line))

@@ -1,4 +1,4 @@
-"""Memory, disk and Redis: chunks into a tier and out again, and look-ups of 128 keys."""
+"""Memory, disk and Redis tiers: puts and gets of chunks, and lookups of 128 keys."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from benchmarks.compare.pairs import Pair
 from benchmarks.compare.peer import LMCacheProcess
 from benchmarks.peer import LMCache
 from benchmarks.pools_sides import RawRESP
-from kvtier.arena import Arena
 from kvtier.backends.base import Backend
 from kvtier.backends.cpu import CpuBackend
-from kvtier.backends.disk import DiskBackend, DiskSettings, walk
+from kvtier.backends.disk.backend import DiskBackend, DiskSettings, walk
 from kvtier.backends.redis import RedisBackend
 from kvtier.backends.redis.settings import RedisSettings
-from kvtier.backends.sealed import SealedBackend
-from kvtier.bench.chunks import clear_stamps, have_stamps, make_chunks, own_keys
+from kvtier.bench.chunks import clear_stamps, have_stamps, make_chunks, random_keys
 from kvtier.bench.sides import BackendSide, Chunk
-from kvtier.catalog import Catalog, State
-from kvtier.eviction.lru import LruPolicy
+from kvtier.catalog.catalog import Catalog, State
+from kvtier.catalog.lru import LruPolicy
+from kvtier.memory.arena import Arena
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.servers.redis import RedisServer
+from kvtier.tiers.sealed import SealedBackend
 from kvtier.units import MIB
 
-LOOK_UP_KEYS = 128
-LOOK_UPS = 20
+LOOKUP_KEYS = 128
+LOOKUPS = 20
 THREADS = 4
-"""Of either disk tier, and connections of either pool."""
+"""Threads of each disk tier, and connections of each pool client."""
 DEADLINE_SECONDS = 120
-CALLS = ("put", "get", "look-up", "forget")
+CALLS = ("put", "get", "lookup", "forget")
 
-Ask = Callable[[str], Awaitable[float]]
-"""One side: does what a call of :data:`CALLS` names with all its chunks, and tells the seconds."""
+RunCall = Callable[[str], Awaitable[float]]
+"""One side: runs a call of :data:`CALLS` for all its chunks, and returns the seconds."""
 
 
 class Extent(NamedTuple):
-    """How much is moved, and how often."""
+    """Amount of work to measure."""
 
     size: int
     chunks: int
@@ -54,80 +54,82 @@ class Extent(NamedTuple):
         return self.size * self.chunks
 
 
-def of_kvtier(
+def kvtier_side(
     backend: Backend,
     chunks: Sequence[Chunk],
-    cool: Callable[[], None] = lambda: None,
+    prepare_read: Callable[[], None] = lambda: None,
     server: RawRESP | None = None,
-) -> Ask:
-    """A tier of kvtier. ``cool`` is called before each reading and is not counted.
+) -> RunCall:
+    """Return a side for a tier of kvtier. ``prepare_read`` is called before each get and is not timed.
 
-    What a tier of this host holds the catalog knows: a look-up asks that alone, as a cache does. A pool's
-    ``server`` is asked itself, and emptied by hand: UNLINK would leave it at work in the next one's turn.
+    Lookups in a local tier use only the catalog, as in a cache. With a pool, lookups query the ``server``,
+    which is emptied over a raw socket: with UNLINK, it would still be busy during the next side's turn.
     """
     side, keys = BackendSide(backend), [key for key, _ in chunks]
-    asked = [keys[index % len(keys)] for index in range(LOOK_UP_KEYS)]
+    lookup_keys = [keys[index % len(keys)] for index in range(LOOKUP_KEYS)]
     catalog = Catalog([LruPolicy()])
     for key, view in chunks:
         catalog.add(key, 0, len(view), State.READY)
 
     def look_up() -> float:
         started = time.perf_counter()
-        held = catalog.prefix(asked)
-        catalog.touch(asked)
+        held = catalog.prefix(lookup_keys)
+        catalog.touch(lookup_keys)
         seconds = time.perf_counter() - started
-        if len(held) != len(asked):
-            raise SystemExit("kvtier has not found all chunks")
+        if len(held) != len(lookup_keys):
+            raise SystemExit("kvtier did not find all chunks")
         return seconds
 
-    async def ask(call: str) -> float:
+    async def run(call: str) -> float:
         if call == "put":
             return await side.put(chunks)
         if call == "forget":
             await (server.forget([]) if server else side.forget(keys))
             return 0.0
-        if call == "look-up":
+        if call == "lookup":
             if server is None:
-                return statistics.median(look_up() for _ in range(LOOK_UPS))
-            seconds = [await side.prefix(asked) or await side.look_up(asked) for _ in range(LOOK_UPS)]
+                return statistics.median(look_up() for _ in range(LOOKUPS))
+            seconds = [
+                await side.prefix(lookup_keys) or await side.look_up(lookup_keys) for _ in range(LOOKUPS)
+            ]
             return statistics.median(seconds)
-        cool()
+        prepare_read()
         stamps = clear_stamps(chunks)
         took = await side.get(chunks)
         if not have_stamps(chunks, stamps):
-            raise SystemExit("kvtier has not brought the bytes that it was given")
+            raise SystemExit("kvtier returned wrong contents")
         return took
 
-    return ask
+    return run
 
 
-def of_lmcache(process: LMCacheProcess, kind: str) -> Ask:
-    """A tier of LMCache's."""
+def lmcache_side(process: LMCacheProcess, kind: str) -> RunCall:
+    """Return a side for a tier of LMCache."""
 
-    async def ask(call: str) -> float:
-        if call == "look-up":
-            return statistics.median(process.ask(kind, "look_up") for _ in range(LOOK_UPS))
+    async def run(call: str) -> float:
+        if call == "lookup":
+            return statistics.median(process.ask(kind, "look_up") for _ in range(LOOKUPS))
         return process.ask(kind, call)
 
-    return ask
+    return run
 
 
-def of_connector(process: LMCache, kind: str, count: int, server: RawRESP) -> Ask:
-    """One of its connectors to a Redis, which ``server`` empties."""
+def connector_side(process: LMCache, kind: str, count: int, server: RawRESP) -> RunCall:
+    """Return a side for one of LMCache's connectors to Redis. ``server``: empties the Redis."""
 
-    async def ask(call: str) -> float:
+    async def run(call: str) -> float:
         if call == "forget":
             await server.forget([])
             return 0.0
-        if call == "look-up":
-            return statistics.median(process.ask(kind, "look_up", LOOK_UP_KEYS) for _ in range(LOOK_UPS))
+        if call == "lookup":
+            return statistics.median(process.ask(kind, "look_up", LOOKUP_KEYS) for _ in range(LOOKUPS))
         return process.ask(kind, call, count)
 
-    return ask
+    return run
 
 
-async def alternate(sides: Mapping[str, Ask], pairs: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds by call and side, after a turn of each that is not counted. The order is drawn each time."""
+async def interleave(sides: Mapping[str, RunCall], pairs: int) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds by call and side, without a first warm-up turn. The order is random each turn."""
     seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for turn in range(pairs + 1):
         for name in random.Random(turn).sample(list(sides), len(sides)):
@@ -141,31 +143,31 @@ async def alternate(sides: Mapping[str, Ask], pairs: int) -> dict[str, dict[str,
 def pairs_of(
     row: str, seconds: Mapping[str, Mapping[str, list[float]]], ours: str, theirs: str, length: int
 ) -> list[Pair]:
-    """A pair for each call."""
+    """Return a pair for each call."""
     return [
-        Pair(row, call, by_side[ours], by_side[theirs], 0 if call == "look-up" else length)
+        Pair(row, call, by_side[ours], by_side[theirs], 0 if call == "lookup" else length)
         for call, by_side in seconds.items()
     ]
 
 
 async def cpu(extent: Extent) -> list[Pair]:
-    """A tier of memory, which copies."""
+    """Measure a memory tier that copies."""
     tier = LocalTierSettings(name="ram", type="cpu", capacity=extent.length + MIB)
     backend = CpuBackend(tier)
     await backend.open()
     arena = Arena.create(extent.length + MIB)
-    chunks = make_chunks(arena, own_keys(extent.chunks), extent.size)
+    chunks = make_chunks(arena, random_keys(extent.chunks), extent.size)
     with tempfile.TemporaryDirectory() as folder, lmcache(folder, extent) as process:
-        sides = {"kvtier": of_kvtier(backend, chunks), "LMCache": of_lmcache(process, "cpu")}
-        seconds = await alternate(sides, extent.pairs)
+        sides = {"kvtier": kvtier_side(backend, chunks), "LMCache": lmcache_side(process, "cpu")}
+        seconds = await interleave(sides, extent.pairs)
     await backend.close()
     return pairs_of("cpu", seconds, "kvtier", "LMCache", extent.length)
 
 
 async def disk(extent: Extent, folder: Path, *, direct: bool) -> list[Pair]:
-    """A disk, read cold. LMCache computes no checksum: ``plain`` is without one, too."""
+    """Measure a disk tier with cold reads. ``plain`` has no checksum, like LMCache."""
     arena = Arena.create(extent.length + MIB)
-    chunks = make_chunks(arena, own_keys(extent.chunks), extent.size)
+    chunks = make_chunks(arena, random_keys(extent.chunks), extent.size)
     with tempfile.TemporaryDirectory(dir=folder, prefix="kvtier-bench-") as name:
         tier = DiskSettings(
             name="ssd",
@@ -178,7 +180,7 @@ async def disk(extent: Extent, folder: Path, *, direct: bool) -> list[Pair]:
         backend = DiskBackend(tier)
         await backend.open()
 
-        def cool() -> None:
+        def drop_cache() -> None:
             for path in walk(tier.path):
                 descriptor = os.open(path, os.O_RDONLY)
                 os.fsync(descriptor)
@@ -187,11 +189,11 @@ async def disk(extent: Extent, folder: Path, *, direct: bool) -> list[Pair]:
 
         with lmcache(name, extent) as process:
             sides = {
-                "plain": of_kvtier(backend, chunks, cool),
-                "sealed": of_kvtier(SealedBackend(backend), chunks, cool),
-                "LMCache": of_lmcache(process, "disk O_DIRECT" if direct else "disk"),
+                "plain": kvtier_side(backend, chunks, drop_cache),
+                "sealed": kvtier_side(SealedBackend(backend), chunks, drop_cache),
+                "LMCache": lmcache_side(process, "disk O_DIRECT" if direct else "disk"),
             }
-            seconds = await alternate(sides, extent.pairs)
+            seconds = await interleave(sides, extent.pairs)
         await backend.close()
     row = "disk O_DIRECT" if direct else "disk buffered"
     return [
@@ -201,11 +203,11 @@ async def disk(extent: Extent, folder: Path, *, direct: bool) -> list[Pair]:
 
 
 async def redis(extent: Extent, kinds: Sequence[str]) -> list[Pair]:
-    """A Redis on loopback, beside LMCache's ``redis://`` and ``resp://``."""
+    """Measure a Redis on loopback, with LMCache's ``redis://`` and ``resp://``."""
     if missing := RedisServer.missing():
         raise SystemExit(missing)
     arena = Arena.create(extent.length + MIB)
-    chunks = make_chunks(arena, own_keys(extent.chunks), extent.size)
+    chunks = make_chunks(arena, random_keys(extent.chunks), extent.size)
     pairs = []
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)) as server:
         tier = RedisSettings.model_validate(
@@ -216,11 +218,11 @@ async def redis(extent: Extent, kinds: Sequence[str]) -> list[Pair]:
         raw = RawRESP(("127.0.0.1", server.port), 1)
         process = LMCache(tier.url, extent.size, extent.chunks)
         sides = {
-            "plain": of_kvtier(backend, chunks, server=raw),
-            "sealed": of_kvtier(SealedBackend(backend), chunks, server=raw),
-            **{kind: of_connector(process, kind, extent.chunks, raw) for kind in kinds},
+            "plain": kvtier_side(backend, chunks, server=raw),
+            "sealed": kvtier_side(SealedBackend(backend), chunks, server=raw),
+            **{kind: connector_side(process, kind, extent.chunks, raw) for kind in kinds},
         }
-        seconds = await alternate(sides, extent.pairs)
+        seconds = await interleave(sides, extent.pairs)
         process.close()
         await raw.close()
         await backend.close()
@@ -237,4 +239,4 @@ def lmcache(folder: str, extent: Extent) -> LMCacheProcess:
         "--chunks": extent.chunks,
         "--threads": THREADS,
     }
-    return LMCacheProcess([str(word) for option in options.items() for word in option])
+    return LMCacheProcess([str(value) for option in options.items() for value in option])

@@ -1,8 +1,8 @@
-"""Store, look up and retrieve a prompt through each one's engine-side API, over paged CPU tensors.
+"""Store, look up and retrieve a prompt through the engine-side API of both, over paged CPU tensors.
 
-kvtier: what its connector's two sides do for a request. The prompt is hashed, the scheduler's bridge reserves
-or looks up, the worker copies between the blocks and the arena of a real cache process, and commits or
-confirms. Stored is what a look-up finds. LMCache: its cache engine, which is in the engine's own process.
+kvtier: the work of both sides of its connector for a request. The prompt is hashed, the scheduler's bridge
+reserves or looks up, the worker copies between the blocks and the arena of a real cache process, and commits
+or confirms. A store ends when a lookup finds the prompt. LMCache: its cache engine, in the engine's process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from benchmarks.common import reserve
 from benchmarks.compare.pairs import Pair
 from benchmarks.compare.peer import LMCacheProcess
-from benchmarks.look_up import answers
+from benchmarks.look_up import is_ready
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.bridge.protocol import Hello
@@ -27,18 +27,18 @@ from kvtier.demo.server import start_cache
 from kvtier.integrations.vllm.layout import ModelLayout, Region
 from kvtier.integrations.vllm.metadata import ChunkCopy, Job
 from kvtier.integrations.vllm.worker import WorkerSide
-from kvtier.keys import chunk_keys, root_key
-from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.memory.keys import chunk_keys, root_key
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
 TOKEN_LAYER_BYTES = 4096
-"""K and V of 8 heads of 128, two bytes each."""
+"""K and V of 8 heads with 128 elements of two bytes."""
 CALLS = ("store", "look_up", "retrieve")
-PATIENCE_SECONDS = 60
+TIMEOUT_SECONDS = 60
 
 
 class Engine:
-    """An engine's KV memory with one prompt in it, and kvtier's connector as far as it moves bytes."""
+    """An engine's KV memory with one prompt, and the parts of kvtier's connector that move bytes."""
 
     def __init__(self, socket: Path, layers: int, tokens: int) -> None:
         page = BLOCK_TOKENS * TOKEN_LAYER_BYTES
@@ -68,20 +68,20 @@ class Engine:
         started = time.perf_counter()
         keys = chunk_keys(self._root, self._tokens, CHUNK_TOKENS)
         slots = reserve(self._scheduler, self._root, keys, CHUNK_TOKENS)
-        granted = [(slot.lease, slot.offset) for slot in slots if slot is not None]
-        if len(granted) < len(keys):
+        reserved = [(slot.lease, slot.offset) for slot in slots if slot is not None]
+        if len(reserved) < len(keys):
             raise SystemExit("kvtier has no room for the prompt")
-        self._worker.save([self._job(granted)])
+        self._worker.save([self._job(reserved)])
         while self._found(keys) < len(keys):
-            if time.perf_counter() > started + PATIENCE_SECONDS:
-                raise SystemExit("kvtier has not stored the prompt")
+            if time.perf_counter() > started + TIMEOUT_SECONDS:
+                raise SystemExit("kvtier did not store the prompt")
         return time.perf_counter() - started
 
     def look_up(self) -> float:
         started = time.perf_counter()
         keys = chunk_keys(self._root, self._tokens, CHUNK_TOKENS)
         if self._found(keys) < len(keys):
-            raise SystemExit("kvtier has not found the prompt")
+            raise SystemExit("kvtier did not find the prompt")
         return time.perf_counter() - started
 
     def retrieve(self) -> float:
@@ -92,23 +92,23 @@ class Engine:
         started = time.perf_counter()
         keys = chunk_keys(self._root, self._tokens, CHUNK_TOKENS)
         ticket = self._scheduler.look_up(keys, len(self._tokens))
-        finding = None if ticket is None else self._scheduler.found(ticket, wait=PATIENCE_SECONDS)
-        if ticket is None or finding is None or len(finding.leases) < len(keys):
-            raise SystemExit("kvtier has not found the prompt")
+        lookup = None if ticket is None else self._scheduler.found(ticket, wait=TIMEOUT_SECONDS)
+        if ticket is None or lookup is None or len(lookup.leases) < len(keys):
+            raise SystemExit("kvtier did not find the prompt")
         self._scheduler.take(ticket)
-        self._worker.load([self._job(list(zip(finding.leases, finding.offsets, strict=True)))])
+        self._worker.load([self._job(list(zip(lookup.leases, lookup.offsets, strict=True)))])
         loaded: set[str] = set()
         while not loaded:
             _, loaded, failed = self._worker.take_results()
-        self._scheduler.release(finding.leases)
+        self._scheduler.release(lookup.leases)
         seconds = time.perf_counter() - started
         if failed or not all(map(torch.equal, before, self._stamps())):
-            raise SystemExit("kvtier has not brought the tokens that it was given")
+            raise SystemExit("kvtier returned wrong contents")
         return seconds
 
     def forget(self) -> None:
-        if self._scheduler.clear(PATIENCE_SECONDS) is None:
-            raise SystemExit("kvtier has not cleared its memory")
+        if self._scheduler.clear(TIMEOUT_SECONDS) is None:
+            raise SystemExit("kvtier did not clear its memory")
 
     def close(self) -> None:
         self._scheduler.close()
@@ -116,17 +116,22 @@ class Engine:
 
     def _found(self, keys: Sequence[bytes]) -> int:
         ticket = self._scheduler.look_up(keys, len(self._tokens))
-        finding = None if ticket is None else self._scheduler.found(ticket, wait=PATIENCE_SECONDS)
-        if ticket is None or finding is None:
-            raise SystemExit("kvtier does not answer")
+        lookup = None if ticket is None else self._scheduler.found(ticket, wait=TIMEOUT_SECONDS)
+        if ticket is None or lookup is None:
+            raise SystemExit("the cache process did not answer")
         self._scheduler.take(ticket)
-        self._scheduler.release(finding.leases)
-        return len(finding.leases)
+        self._scheduler.release(lookup.leases)
+        return len(lookup.leases)
 
     def _job(self, slots: Sequence[tuple[int, int]]) -> Job:
-        a_chunk = CHUNK_TOKENS // BLOCK_TOKENS
+        chunk_blocks = CHUNK_TOKENS // BLOCK_TOKENS
         chunks = [
-            ChunkCopy(lease, offset, CHUNK_TOKENS, (self._blocks[index * a_chunk : (index + 1) * a_chunk],))
+            ChunkCopy(
+                lease,
+                offset,
+                CHUNK_TOKENS,
+                (self._blocks[index * chunk_blocks : (index + 1) * chunk_blocks],),
+            )
             for index, (lease, offset) in enumerate(slots)
         ]
         assert self._bridge.epoch is not None
@@ -142,7 +147,7 @@ class Engine:
 
 @contextmanager
 def engine(layers: int, tokens: int) -> Iterator[Engine]:
-    """A cache process that holds one such prompt, and an engine that uses it."""
+    """Run a cache process with room for one prompt; yield an engine connected to it."""
     capacity = int(layers * tokens * TOKEN_LAYER_BYTES * 1.25)
     with tempfile.TemporaryDirectory() as folder:
         socket, settings = Path(folder, "socket"), Path(folder, "kvtier.yaml")
@@ -151,16 +156,16 @@ def engine(layers: int, tokens: int) -> Iterator[Engine]:
         )
         server = start_cache(settings, Path(folder, "log"))
         try:
-            server.wait_until(lambda: answers(socket), PATIENCE_SECONDS)
-            made = Engine(socket, layers, tokens)
-            yield made
-            made.close()
+            server.wait_until(lambda: is_ready(socket), TIMEOUT_SECONDS)
+            opened = Engine(socket, layers, tokens)
+            yield opened
+            opened.close()
         finally:
             server.stop()
 
 
 def compare(layers: int, tokens: int, pairs: int) -> list[Pair]:
-    """A row for each call."""
+    """Return a pair for each call."""
     seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     options = {
         "--folder": ".",
@@ -169,8 +174,8 @@ def compare(layers: int, tokens: int, pairs: int) -> list[Pair]:
         "--layers": layers,
         "--tokens": tokens,
     }
-    words = [str(word) for option in options.items() for word in option]
-    with engine(layers, tokens) as ours, LMCacheProcess(words) as theirs:
+    arguments = [str(item) for option in options.items() for item in option]
+    with engine(layers, tokens) as ours, LMCacheProcess(arguments) as theirs:
         for turn in range(pairs + 1):
             for name in ("kvtier", "LMCache")[:: 1 if turn % 2 else -1]:
                 for call in CALLS:
@@ -182,7 +187,7 @@ def compare(layers: int, tokens: int, pairs: int) -> list[Pair]:
     return [
         Pair(
             f"{tokens:,} tokens, {layers} layers",
-            call.replace("_", "-"),
+            call.replace("_", ""),
             by_side["kvtier"],
             by_side["LMCache"],
             0 if call == "look_up" else length,

@@ -1,8 +1,9 @@
-"""LMCache beside kvtier: its own connectors, in an environment of their own, on the same server.
+"""LMCache's own connectors, in a separate environment, on the same server as kvtier.
 
-The first run makes the environment, 1.6 GB in ``$XDG_CACHE_HOME/kvtier``, where pip finds torch for
-processors: LMCache itself without what it declares, since that is CUDA, and what its storage layer imports.
-redis-py without hiredis, as LMCache declares it, which for values of this size is the faster.
+The first run creates the environment: 1.6 GB in ``$XDG_CACHE_HOME/kvtier``, with torch for CPUs if pip finds
+it. LMCache is installed without its declared dependencies, because these are for CUDA, but with the packages
+that its storage layer imports. redis-py comes without hiredis, as LMCache declares it, which is faster for
+values of this size.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from pathlib import Path
 from typing import Literal
 
 from kvtier.bench.sides import Chunk, Side
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 
 VERSION = "0.5.6"
 CONNECTORS = Path(__file__).with_name("connectors.py")
 RESP_THREADS = 4
-"""Its default is 8. On two cores 4 are as fast or faster, and as many as kvtier's connections."""
+"""LMCache's default is 8. On two cores, 4 are as fast or faster, and match kvtier's connections."""
 IMPORTED = (
     *(
         "aiofile",
@@ -40,11 +41,11 @@ IMPORTED = (
     *("opentelemetry-api<=1.40.0", "opentelemetry-sdk<=1.40.0", "opentelemetry-exporter-otlp<=1.40.0"),
     *("opentelemetry-exporter-prometheus<=0.61b0", "torch==2.13.0", "transformers>=5.4"),
 )
-"""What LMCache's storage layer and its server import, of what it declares."""
+"""The declared dependencies that LMCache's storage layer and server import."""
 
 
 class LMCache:
-    """A process in which LMCache is at work, with memory for ``chunks`` chunks of one size."""
+    """A process that runs LMCache, with memory for ``chunks`` chunks of one size."""
 
     def __init__(self, url: str, chunk_bytes: int, chunks: int) -> None:
         options = [
@@ -61,30 +62,30 @@ class LMCache:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._questions, self._answers = self._process.stdin, self._process.stdout
-        self._answer()
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._receive()
 
     def ask(self, kind: str, call: str, count: int) -> float:
-        """The seconds that one call took."""
-        print(json.dumps([kind, call, count]), file=self._questions)
-        return float(self._answer())
+        """Run a call; return its seconds."""
+        print(json.dumps([kind, call, count]), file=self._stdin)
+        return float(self._receive())
 
     def close(self) -> None:
         """End the process."""
-        self._questions.close()
+        self._stdin.close()
         self._process.wait()
-        self._answers.close()
+        self._stdout.close()
 
-    def _answer(self) -> str:
-        line = self._answers.readline()
+    def _receive(self) -> str:
+        line = self._stdout.readline()
         if not line:
-            raise SystemExit("LMCache has ended; what it said is above")
+            raise SystemExit("LMCache exited; see its output above")
         answer: object = json.loads(line)
         return str(answer)
 
 
 class LMCacheSide(Side):
-    """One of its connectors. Chunks and keys are its own, as many and as long as those it is asked for."""
+    """One of LMCache's connectors. Uses its own chunks and keys, of the same number and size."""
 
     fills = False
 
@@ -102,23 +103,23 @@ class LMCacheSide(Side):
         return self._process.ask(self._kind, "look_up", len(keys))
 
     async def hold(self, chunks: Sequence[Chunk]) -> None:
-        """It does so when it looks up."""
+        """Do nothing: a lookup stores its keys first."""
 
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
-        """It has no call for that: the server is emptied by others."""
+        """Do nothing: LMCache has no such call. Another side empties the server."""
 
 
 def python() -> Path:
-    """The interpreter that LMCache is installed for; installed now where it is not yet."""
+    """Return the interpreter of LMCache's environment. Installs LMCache if necessary."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "kvtier" / f"lmcache-{VERSION}"
     interpreter, done = folder / "bin" / "python", folder / "installed"
-    wanted = "\n".join(IMPORTED)
-    if not done.exists() or done.read_text() != wanted:
-        print(f"installing LMCache {VERSION} into {folder}: some minutes, once", file=sys.stderr)
+    requirements = "\n".join(IMPORTED)
+    if not done.exists() or done.read_text() != requirements:
+        print(f"installing LMCache {VERSION} into {folder} (once, takes minutes)", file=sys.stderr)
         venv.create(folder, with_pip=True, clear=True)
         install = [str(interpreter), "-m", "pip", "install", "--quiet"]
         subprocess.run([*install, *IMPORTED], check=True)
         subprocess.run([*install, "--no-deps", f"lmcache=={VERSION}"], check=True)
-        done.write_text(wanted)
+        done.write_text(requirements)
     return interpreter

@@ -1,14 +1,13 @@
-"""LMCache's own connectors, driven by a benchmark: run by the Python that LMCache is installed for.
+"""Runs LMCache's own connectors for a benchmark, with the Python of LMCache's environment.
 
 ::
 
     python connectors.py redis://127.0.0.1:6379 --chunk-bytes 4194304 --chunks 16
 
-``redis://`` and ``resp://`` to one server, with memory that LMCache has allocated and that was touched
-before. Reads one question a line and answers each with one, in JSON: ``["redis", "put", 16]`` with the
-seconds that 16 chunks took; so ``"get"``, and ``"look_up"`` with that many keys, all of which are held.
-Memory is allocated within ``get``, as LMCache does; there is always some. A ``get`` that brings other bytes
-than were put ends it.
+``redis://`` and ``resp://`` to one server, with memory that was allocated by LMCache and touched before.
+Reads one request per line of JSON and answers with a line: to ``["redis", "put", 16]`` with the seconds for
+16 chunks; likewise ``"get"``, and ``"look_up"`` of that many keys, which are all held. ``get`` includes the
+allocation of memory, as in LMCache; memory is always available. Wrong contents end the process.
 """
 
 from __future__ import annotations
@@ -34,46 +33,46 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 GIB = 1 << 30
 TOKENS = 256
 TOKEN_LAYER_BYTES = 4096
-"""What a token takes in a layer: K and V of 8 heads of 128, two bytes each."""
+"""Bytes per token and layer: K and V of 8 heads with 128 elements of two bytes."""
 STAMP_BYTES = 8
-PATIENCE_SECONDS = 60
-"""By default redis-py gives 16 chunks of 128 MiB up after 5 seconds."""
+TIMEOUT_SECONDS = 60
+"""With redis-py's default of 5 seconds, 16 chunks of 128 MiB time out."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("--chunk-bytes", type=int, required=True, help="whole MiB")
-    parser.add_argument("--chunks", type=int, required=True, help="the most at once")
-    parser.add_argument("--resp-threads", type=int, default=8, help="the peer's default is %(default)s")
-    # What LMCache prints is not for the asker.
+    parser.add_argument("--chunks", type=int, required=True, help="maximum batch size")
+    parser.add_argument("--resp-threads", type=int, default=8, help="LMCache's default is %(default)s")
+    # Output of LMCache goes to standard error, so that it is not read as an answer.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    asyncio.run(answer(parser.parse_args(), answers))
+    asyncio.run(serve(parser.parse_args(), answers))
 
 
-async def answer(given: argparse.Namespace, answers: TextIO) -> None:
-    """Answer every line of standard input, until its end."""
-    memory = allocator(given.chunk_bytes, given.chunks, given.resp_threads)
+async def serve(options: argparse.Namespace, answers: TextIO) -> None:
+    """Answer every line of standard input until it ends."""
+    memory = allocator(options.chunk_bytes, options.chunks, options.resp_threads)
     redis, resp = (
         CreateConnector(url, asyncio.get_running_loop(), memory, memory.config, memory.metadata)
         for url in (
-            f"{given.url}?socket_timeout={PATIENCE_SECONDS}",
-            given.url.replace("redis://", "resp://"),
+            f"{options.url}?socket_timeout={TIMEOUT_SECONDS}",
+            options.url.replace("redis://", "resp://"),
         )
     )
-    peers = {"redis": Redis(redis, memory), "resp": Resp(resp, memory)}
-    peers["redis"].fill(given.chunks)
+    connectors = {"redis": Redis(redis, memory), "resp": Resp(resp, memory)}
+    connectors["redis"].fill(options.chunks)
     print(json.dumps("ready"), file=answers)
     for line in sys.stdin:
         kind, call, count = json.loads(line)
-        print(json.dumps(await getattr(peers[kind], call)(count)), file=answers)
-    # The connectors' own way to end waits for itself where it is called from their loop.
+        print(json.dumps(await getattr(connectors[kind], call)(count)), file=answers)
+    # Closing the connectors from their own event loop would deadlock.
     os._exit(0)
 
 
 def allocator(chunk_bytes: int, chunks: int, resp_threads: int) -> LocalCPUBackend:
-    """Memory for so many chunks, and one more. Chunks of the shape that a model with MHA has."""
+    """Return memory for one more than ``chunks`` chunks, with the shape of a model with MHA."""
     layers, rest = divmod(chunk_bytes, TOKENS * TOKEN_LAYER_BYTES)
     if rest:
         raise SystemExit(f"chunks are whole MiB, not {chunk_bytes} bytes")
@@ -97,8 +96,8 @@ def allocator(chunk_bytes: int, chunks: int, resp_threads: int) -> LocalCPUBacke
     return LocalCPUBackend(config, metadata, dst_device="cpu")
 
 
-class Peer:
-    """One connector. Seconds are of LMCache's call alone."""
+class Connector:
+    """One connector. Only LMCache's own call is timed."""
 
     def __init__(self, connector: RemoteConnector, memory: LocalCPUBackend) -> None:
         self._connector = connector
@@ -110,11 +109,11 @@ class Peer:
         for index, chunk in enumerate(chunks):
             stamp(chunk, index + 1)
         started = time.perf_counter()
-        await self._connector.batched_put(keys("chunk", count), chunks)  # Lets go of them.
+        await self._connector.batched_put(keys("chunk", count), chunks)  # Releases them.
         return time.perf_counter() - started
 
     async def get(self, count: int) -> float:
-        """Get what :meth:`put` has put, in one batch."""
+        """Get the chunks that :meth:`put` stored, in one batch."""
         cleared = self._allocate(count)
         for chunk in cleared:
             stamp(chunk, 0)
@@ -123,26 +122,26 @@ class Peer:
         chunks = await self._get_batch(keys("chunk", count))
         seconds = time.perf_counter() - started
         for index, chunk in enumerate(chunks):
-            if stamps(chunk) != (index + 1, index + 1):
-                raise SystemExit("LMCache has not brought the bytes that it was given")
+            if read_stamps(chunk) != (index + 1, index + 1):
+                raise SystemExit("LMCache returned wrong contents")
             chunk.ref_count_down()
         if len(chunks) != count:
-            raise SystemExit("LMCache has not brought all chunks")
+            raise SystemExit("LMCache did not return all chunks")
         return seconds
 
     async def look_up(self, count: int) -> float:
-        """Look keys up, all of them held, in one batch."""
-        asked = keys("held", count)
-        await self._hold([key.to_string() for key in asked])
+        """Look up keys, all of which are held, in one batch."""
+        lookup_keys = keys("held", count)
+        await self._hold([key.to_string() for key in lookup_keys])
         started = time.perf_counter()
-        held = await self._connector.batched_async_contains("look-up", asked)
+        held = await self._connector.batched_async_contains("look-up", lookup_keys)
         seconds = time.perf_counter() - started
         if held != count:
-            raise SystemExit(f"LMCache has found {held} of {count} keys")
+            raise SystemExit(f"LMCache found {held} of {count} keys")
         return seconds
 
     def fill(self, count: int) -> None:
-        """Touch all memory, with bytes that are not all the same."""
+        """Touch all memory, with random bytes."""
         for chunk in self._allocate(count):
             view = chunk.byte_array.cast("B")
             view[:] = os.urandom(1 << 20) * (len(view) >> 20)
@@ -162,12 +161,12 @@ class Peer:
         raise NotImplementedError
 
     async def _hold(self, names: Sequence[str]) -> None:
-        """Have the server hold what a look-up asks for, behind LMCache's back: no chunks are needed."""
+        """Create the keys of a lookup on the server, bypassing LMCache: no chunks are needed."""
         raise NotImplementedError
 
 
-class Redis(Peer):
-    """``redis://``: redis-py, and a second key for what the chunk is."""
+class Redis(Connector):
+    """``redis://``: redis-py, with a second key for the metadata of a chunk."""
 
     async def _get_batch(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj]:
         return await self._connector.batched_get_non_blocking("get", list(keys))
@@ -177,8 +176,8 @@ class Redis(Peer):
         await client.mset({f"{name}metadata": b"held" for name in names})
 
 
-class Resp(Peer):
-    """``resp://``: a client in C++ with threads of its own."""
+class Resp(Connector):
+    """``resp://``: a client in C++ with its own threads."""
 
     async def _get_batch(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj]:
         return await self._connector.batched_get(list(keys))
@@ -189,7 +188,7 @@ class Resp(Peer):
 
 
 def keys(kind: str, count: int) -> list[CacheEngineKey]:
-    """As many keys, the same ones for the same kind."""
+    """Return ``count`` keys, the same ones for the same kind."""
     first = int.from_bytes(kind.encode(), "big")
     return [CacheEngineKey("benchmark", 1, 0, first * 1000 + index, torch.bfloat16) for index in range(count)]
 
@@ -200,8 +199,8 @@ def stamp(chunk: MemoryObj, number: int) -> None:
     view[:STAMP_BYTES] = view[-STAMP_BYTES:] = number.to_bytes(STAMP_BYTES, "little")
 
 
-def stamps(chunk: MemoryObj) -> tuple[int, int]:
-    """The numbers at both ends."""
+def read_stamps(chunk: MemoryObj) -> tuple[int, int]:
+    """Return the numbers at both ends."""
     view = chunk.byte_array.cast("B")
     return int.from_bytes(view[:STAMP_BYTES], "little"), int.from_bytes(view[-STAMP_BYTES:], "little")
 

@@ -1,8 +1,8 @@
-"""LMCache's own controller, full of keys, as a process that a benchmark asks.
+"""Process with LMCache's own controller, for :mod:`benchmarks.controller`.
 
-Run by the Python that LMCache is installed for, with fastapi and uvicorn beside it; answers the questions of
-:mod:`benchmarks.controller_process`. ``python controller.py --push URL BATCHES`` tells such a controller of
-keys, as its workers do, when a line comes in.
+Runs with the Python of LMCache's environment, in which fastapi and uvicorn must be installed. Has the same
+commands as :mod:`benchmarks.controller_process`. ``python controller.py --push URL BATCHES`` sends updates to
+such a controller, like LMCache's workers, after it has read a line.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ LOCATION = "LocalCPUBackend"
 
 
 def prompt_keys(prompt: int) -> list[int]:
-    """The keys of a prompt: numbers of 63 bits, as LMCache makes them of tokens."""
-    chosen = random.Random(prompt)
-    return [chosen.getrandbits(63) for _ in range(PROMPT_CHUNKS)]
+    """Return the keys of a prompt: numbers of 63 bits, as LMCache computes them from tokens."""
+    generator = random.Random(prompt)
+    return [generator.getrandbits(63) for _ in range(PROMPT_CHUNKS)]
 
 
-def told(instance: int, keys: list[int], kind: OpType = OpType.ADMIT) -> BatchedKVOperationMsg:
+def operations_message(instance: int, keys: list[int], kind: OpType = OpType.ADMIT) -> BatchedKVOperationMsg:
     operations = [KVOpEvent(op_type=kind, key=key, seq_num=number) for number, key in enumerate(keys)]
     return BatchedKVOperationMsg(
         instance_id=f"instance-{instance}", worker_id=0, location=LOCATION, operations=operations
     )
 
 
-def changes(batch: int) -> bytes:
-    """A message that tells of keys that nobody holds."""
+def update_message(batch: int) -> bytes:
+    """Return a message that adds keys without another holder."""
     keys = [key for number in range(8) for key in prompt_keys((1 << 40) + batch * 8 + number)]
-    return msgspec.msgpack.encode(told(0, keys))
+    return msgspec.msgpack.encode(operations_message(0, keys))
 
 
-class Answers:
-    """What can be asked. Each method takes a number, and answers with one."""
+class Commands:
+    """Commands of the benchmark. Each method takes a number and returns one."""
 
     def __init__(self, manager: object, port: int, pull: str) -> None:
         self._manager = manager
@@ -75,17 +75,21 @@ class Answers:
         self._prompts = keys // PROMPT_CHUNKS
         before = resident_bytes()
         for prompt in range(self._prompts):
-            self._registry.handle_batched_kv_operations(told(prompt % INSTANCES, prompt_keys(prompt)))
+            self._registry.handle_batched_kv_operations(
+                operations_message(prompt % INSTANCES, prompt_keys(prompt))
+            )
         gc.collect()
         grown = resident_bytes() - before
         held = [key for _, _, key in self._kv.token_database.process_tokens(PROMPT_TOKENS, make_key=False)]
-        self._registry.handle_batched_kv_operations(told(1, held))
+        self._registry.handle_batched_kv_operations(operations_message(1, held))
         return grown
 
-    async def hold_again(self, _: int) -> float:
+    async def add_holder(self, _: int) -> float:
         before = resident_bytes()
         for prompt in range(self._prompts):
-            self._registry.handle_batched_kv_operations(told((prompt + 1) % INSTANCES, prompt_keys(prompt)))
+            self._registry.handle_batched_kv_operations(
+                operations_message((prompt + 1) % INSTANCES, prompt_keys(prompt))
+            )
         gc.collect()
         return resident_bytes() - before
 
@@ -93,10 +97,10 @@ class Answers:
         prompts = [prompt_keys(number * self._prompts // count) for number in range(count)]
         started = time.thread_time()
         for keys in prompts:
-            # What its look-up does besides hashing.
+            # The work of its lookup besides hashing.
             for key in keys:
                 if self._registry.find_kv(key) is None:
-                    raise SystemExit("LMCache has not found what it was told")
+                    raise SystemExit("LMCache did not find a stored key")
         return time.thread_time() - started
 
     async def look_up_tokens(self, count: int) -> float:
@@ -104,11 +108,11 @@ class Answers:
         for _ in range(count):
             found = await self._kv.lookup(LookupMsg(event_id="", tokens=PROMPT_TOKENS))
             if not found.layout_info:
-                raise SystemExit("LMCache has not found what it was told")
+                raise SystemExit("LMCache did not find a stored key")
         return time.thread_time() - started
 
     async def update(self, batches: int) -> float:
-        bodies = [changes(batch) for batch in range(batches)]
+        bodies = [update_message(batch) for batch in range(batches)]
         started = time.thread_time()
         for body in bodies:
             message = msgspec.msgpack.decode(body, type=BatchedKVOperationMsg)
@@ -126,14 +130,14 @@ class Answers:
         return time.thread_time() - started
 
     async def push(self, batches: int) -> float:
-        """Seconds until so many messages of another process, with new keys, are in the index."""
+        """Return the seconds until that many messages with new keys from another process are in the index."""
         command = [sys.executable, __file__, "--push", self.pull, str(batches)]
         pusher = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1)
         await pusher.stdout.readline()
-        wanted = self._registry.get_total_kv_count() + batches * BATCH_KEYS
+        expected = self._registry.get_total_kv_count() + batches * BATCH_KEYS
         started = time.perf_counter()
         pusher.stdin.write(b"\n")
-        while self._registry.get_total_kv_count() < wanted:  # noqa: ASYNC110 - there is no event
+        while self._registry.get_total_kv_count() < expected:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.001)
         seconds = time.perf_counter() - started
         await pusher.communicate()
@@ -145,22 +149,22 @@ class Answers:
 
     def _evict(self, batches: int) -> None:
         for batch in range(batches):
-            message = msgspec.msgpack.decode(changes(batch), type=BatchedKVOperationMsg)
+            message = msgspec.msgpack.decode(update_message(batch), type=BatchedKVOperationMsg)
             keys = [operation.key for operation in message.operations]
-            self._registry.handle_batched_kv_operations(told(0, keys, OpType.EVICT))
+            self._registry.handle_batched_kv_operations(operations_message(0, keys, OpType.EVICT))
 
 
 def push(url: str, batches: int) -> None:
-    bodies = [changes(batch) for batch in range(batches)]
+    bodies = [update_message(batch) for batch in range(batches)]
     context = zmq.Context()
-    pushing = context.socket(zmq.PUSH)
-    pushing.set_hwm(0)
-    pushing.connect(url)
+    sender = context.socket(zmq.PUSH)
+    sender.set_hwm(0)
+    sender.connect(url)
     print(flush=True)
     sys.stdin.readline()
     for body in bodies:
-        pushing.send(body)
-    pushing.close()
+        sender.send(body)
+    sender.close()
     context.term()
 
 
@@ -174,23 +178,23 @@ def resident_bytes() -> int:
 
 
 async def main() -> None:
-    # What LMCache prints is not for the asker.
-    answers_to = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    # Output of LMCache goes to standard error, so that it is not read as an answer.
+    stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     urls = {name: f"127.0.0.1:{free_port()}" for name in ("pull", "reply")}
     app = create_app({**urls, "heartbeat": None}, -1, 3600)
     port = free_port()
     server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="error", access_log=False))
     serving = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 - there is no event
+    while not server.started:  # noqa: ASYNC110 - no event
         await asyncio.sleep(0.01)
-    answers = Answers(app.state.lmcache_controller_manager, port, f"tcp://{urls['pull']}")
-    print(json.dumps(0), file=answers_to)
+    commands = Commands(app.state.lmcache_controller_manager, port, f"tcp://{urls['pull']}")
+    print(json.dumps(0), file=stdout)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        what, number = json.loads(line)
-        print(json.dumps(await getattr(answers, what)(number)), file=answers_to)
+        command_name, number = json.loads(line)
+        print(json.dumps(await getattr(commands, command_name)(number)), file=stdout)
     del serving
-    os._exit(0)  # It has threads and sockets of its own, and no way to end them.
+    os._exit(0)  # LMCache has no way to stop its threads and sockets.
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ const std::byte* bytes_of(const ReadOnlyBytes& array) {
 
 template <Direction direction>
 void copy_pages(const KvMemory& memory, const Bytes& arena, std::vector<ChunkTuple> chunks, unsigned threads) {
-    const std::vector<ChunkPages> wanted = chunk_pages(chunks);
+    const std::vector<ChunkPages> pages = chunk_pages(chunks);
     const nb::gil_scoped_release released;
-    memory.copy(span_of(arena), wanted, direction, threads);
+    memory.copy(span_of(arena), pages, direction, threads);
 }
 
 void copy_pairs(const std::vector<std::pair<Bytes, ReadOnlyBytes>>& pairs, unsigned threads) {

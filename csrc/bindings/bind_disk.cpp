@@ -20,7 +20,7 @@ namespace {
 
 using disk::Transfer;
 
-// Memory of a Python object, which stays where it is as long as this lives. Only with the GIL.
+// Buffer of a Python object, locked while this lives. Requires the GIL.
 class Buffer {
 public:
     Buffer(nb::handle object, int flags) {
@@ -80,14 +80,14 @@ public:
     void cancel(std::uint64_t batch) { engine_->cancel(batch); }
 
     nb::list finished() {
-        nb::list told;
-        for (const disk::Finished& one : engine_->take_finished()) {
+        nb::list batches;
+        for (const disk::Finished& batch : engine_->take_finished()) {
             nb::list outcomes;
-            for (const int outcome : one.outcomes) outcomes.append(outcome);
-            told.append(nb::make_tuple(one.batch, outcomes));
-            buffers_.erase(one.batch);
+            for (const int outcome : batch.outcomes) outcomes.append(outcome);
+            batches.append(nb::make_tuple(batch.batch, outcomes));
+            buffers_.erase(batch.batch);
         }
-        return told;
+        return batches;
     }
 
     void close() {
@@ -109,7 +109,7 @@ private:
         return number;
     }
 
-    // Destroyed after the engine, which waits for the kernel to let go of them.
+    // Declared before the engine, so destroyed after it: the engine waits until the kernel no longer uses them.
     std::unique_ptr<Buffer> kept_;
     std::unordered_map<std::uint64_t, std::vector<Buffer>> buffers_;
     std::unique_ptr<disk::Engine> engine_;

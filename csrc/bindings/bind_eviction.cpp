@@ -14,14 +14,14 @@ namespace {
 
 using eviction::LruRing;
 
-// A writable array of C ints, for as long as this lives.
+// A writable array of C ints, locked while this lives.
 class Places {
    public:
     explicit Places(nb::handle array) {
         if (PyObject_GetBuffer(array.ptr(), &buffer_, PyBUF_CONTIG) != 0) throw nb::python_error();
         if (buffer_.itemsize != sizeof(LruRing::Place)) {
             PyBuffer_Release(&buffer_);
-            throw nb::type_error("places are 32-bit integers");
+            throw nb::type_error("places must be 32-bit integers");
         }
     }
     ~Places() { PyBuffer_Release(&buffer_); }
@@ -36,7 +36,7 @@ class Places {
     Py_buffer buffer_{};
 };
 
-// Rows are words as token ids are.
+// Rows are 32-bit words, like token ids.
 template <typename Change>
 void change(nb::handle warmer, nb::handle colder, nb::handle rows, Change apply) {
     const TokenIds ids(rows.ptr());

@@ -17,8 +17,8 @@ namespace {
 
 using keys::Hash;
 
-// Beyond so many the GIL is released: until then hashing takes some 0.2 ms, and to get it back may take five.
-constexpr std::size_t most_tokens_with_gil = 1 << 17;
+// Longer prompts release the GIL. Up to here hashing takes some 0.2 ms, while reacquiring the GIL can take 5 ms.
+constexpr std::size_t max_tokens_with_gil = 1 << 17;
 
 keys::Bytes bytes_of(const nb::bytes& bytes) {
     return {static_cast<const std::uint8_t*>(bytes.data()), bytes.size()};
@@ -26,7 +26,7 @@ keys::Bytes bytes_of(const nb::bytes& bytes) {
 
 Hash hash_of(const nb::bytes& bytes) {
     Hash hash;
-    if (bytes.size() != hash.size()) throw nb::value_error("a key has 32 bytes");
+    if (bytes.size() != hash.size()) throw nb::value_error("a key must have 32 bytes");
     std::memcpy(hash.data(), bytes.data(), hash.size());
     return hash;
 }
@@ -45,7 +45,7 @@ nb::list as_list(const std::vector<Hash>& hashes) {
 
 nb::list chunk_keys(const nb::bytes& parent, nb::handle tokens, std::size_t chunk_tokens, bool tail,
                     const std::vector<nb::bytes>& extras) {
-    if (chunk_tokens == 0) throw nb::value_error("a chunk has no tokens");
+    if (chunk_tokens == 0) throw nb::value_error("chunk_tokens must not be 0");
     const TokenIds ids(tokens.ptr());
     const keys::Words words = ids.all();
     std::vector<Hash> hashes(keys::count_chunks(words.size(), chunk_tokens, tail));
@@ -53,7 +53,7 @@ nb::list chunk_keys(const nb::bytes& parent, nb::handle tokens, std::size_t chun
     for (const nb::bytes& extra : extras) encoded.push_back(bytes_of(extra));
     const Hash before = hash_of(parent);
     std::optional<nb::gil_scoped_release> released;
-    if (words.size() > most_tokens_with_gil) released.emplace();
+    if (words.size() > max_tokens_with_gil) released.emplace();
     keys::chunk_keys(before, words, chunk_tokens, encoded, hashes);
     released.reset();
     return as_list(hashes);

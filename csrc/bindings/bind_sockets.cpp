@@ -19,7 +19,7 @@ using kvtier::sockets::Kind;
 using kvtier::sockets::Operation;
 using kvtier::sockets::Span;
 
-// Memory of Python's, held for as long as this lives.
+// Buffer of a Python object, locked while this lives.
 class Held {
 public:
     Held(nb::handle owner, bool writable) {
@@ -37,13 +37,13 @@ private:
     Py_buffer view_{};
 };
 
-// What Python asks for, and the memory that it is about.
-struct Asked {
+// Operations parsed from Python objects, and the buffers that they use.
+struct Arguments {
     std::vector<Held> held;
     std::vector<Operation> operations;
     std::span<std::byte> unread;
 
-    Asked(const nb::sequence& given, const nb::object& buffer) {
+    Arguments(const nb::sequence& given, const nb::object& buffer) {
         for (const nb::handle operation : given) add(operation);
         held.emplace_back(buffer, true);
         unread = {held.back().span().data, held.back().span().length};
@@ -51,15 +51,15 @@ struct Asked {
 
     void add(nb::handle operation) {
         const auto kind = static_cast<Kind>(nb::cast<int>(operation[0]));
-        Operation one{kind, {}};
+        Operation parsed{kind, {}};
         for (const nb::handle buffer : operation[1]) {
             held.emplace_back(buffer, kind == Kind::receive);
-            one.spans.push_back(held.back().span());
+            parsed.spans.push_back(held.back().span());
         }
-        if (kind != Kind::send && kind != Kind::receive && (kind != Kind::expect || one.spans.size() != 1)) {
+        if (kind != Kind::send && kind != Kind::receive && (kind != Kind::expect || parsed.spans.size() != 1)) {
             throw nb::value_error("no such operation");
         }
-        operations.push_back(std::move(one));
+        operations.push_back(std::move(parsed));
     }
 };
 
@@ -70,23 +70,23 @@ std::chrono::steady_clock::time_point after(double seconds) {
 }
 
 nb::tuple exchange(int socket, const nb::sequence& operations, const nb::object& unread, double seconds) {
-    const Asked asked(operations, unread);
+    const Arguments arguments(operations, unread);
     kvtier::sockets::Progress progress;
     {
         const nb::gil_scoped_release released;
-        progress = kvtier::sockets::exchange(socket, asked.operations, asked.unread, after(seconds));
+        progress = kvtier::sockets::exchange(socket, arguments.operations, arguments.unread, after(seconds));
     }
     return nb::make_tuple(progress.operations, progress.bytes, progress.error);
 }
 
 nb::tuple exchange_now(int socket, const nb::sequence& operations, const nb::object& unread) {
-    const Asked asked(operations, unread);
+    const Arguments arguments(operations, unread);
     const kvtier::sockets::Progress progress =
-        kvtier::sockets::exchange(socket, asked.operations, asked.unread, {}, false);
+        kvtier::sockets::exchange(socket, arguments.operations, arguments.unread, {}, false);
     return nb::make_tuple(progress.operations, progress.bytes, progress.error);
 }
 
-// The pump, and the memory of what is under way.
+// The pump, and the buffers of conversations in flight.
 class Pump {
 public:
     explicit Pump(std::size_t most) : pump_(std::make_unique<kvtier::sockets::Pump>(most)) {}
@@ -95,11 +95,11 @@ public:
     int fileno() const { return open().descriptor(); }
 
     std::uint64_t start(int socket, const nb::sequence& operations, const nb::object& unread, double seconds) {
-        Asked asked(operations, unread);
+        Arguments arguments(operations, unread);
         const std::uint64_t ticket = next_++;
-        held_.emplace(ticket, std::move(asked.held));
+        held_.emplace(ticket, std::move(arguments.held));
         try {
-            open().start({ticket, socket, std::move(asked.operations), asked.unread, after(seconds)});
+            open().start({ticket, socket, std::move(arguments.operations), arguments.unread, after(seconds)});
         } catch (...) {
             held_.erase(ticket);
             throw;
@@ -108,12 +108,12 @@ public:
     }
 
     nb::list collect() {
-        nb::list answer;
+        nb::list ended;
         for (const auto& [ticket, progress] : open().collect()) {
             held_.erase(ticket);
-            answer.append(nb::make_tuple(ticket, progress.operations, progress.bytes, progress.error));
+            ended.append(nb::make_tuple(ticket, progress.operations, progress.bytes, progress.error));
         }
-        return answer;
+        return ended;
     }
 
     void close() {

@@ -1,5 +1,5 @@
-// A module of its own, apart from kvtier._native: a CUDA that does not work takes nothing along with it, and
-// whoever has no GPU does not load it.
+// Separate from kvtier._native, so that a broken CUDA does not affect that module, and machines without a GPU do not
+// load this one.
 
 #include <nanobind/stl/string.h>
 
@@ -20,7 +20,7 @@ using bindings::Bytes;
 using bindings::ChunkTuple;
 using bindings::RegionTuple;
 
-// Pinned memory, and the Python object that keeps it mapped. Unpinning takes as long as pinning: without the GIL.
+// Pinned memory, and the Python object that keeps it mapped. Releases the GIL to pin and unpin, which both take long.
 struct Pinned {
     explicit Pinned(const Bytes& bytes) : bytes(bytes) {
         const nb::gil_scoped_release released;
@@ -45,10 +45,10 @@ DevicePages* device_pages(int device, const std::vector<std::vector<RegionTuple>
 template <Direction direction>
 Ticket begin_copy(DevicePages& pages, const Pinned& arena, std::vector<ChunkTuple> chunks, std::uintptr_t engine,
              Carrier carrier) {
-    const std::vector<ChunkPages> wanted = bindings::chunk_pages(chunks);
+    const std::vector<ChunkPages> chunk_pages = bindings::chunk_pages(chunks);
     const nb::gil_scoped_release released;
     const bool hold_engine = direction == Direction::out_of_engine;
-    return pages.begin(*arena.memory, wanted, direction, reinterpret_cast<cudaStream_t>(engine), hold_engine,
+    return pages.begin(*arena.memory, chunk_pages, direction, reinterpret_cast<cudaStream_t>(engine), hold_engine,
                        carrier);
 }
 
@@ -64,8 +64,8 @@ void wait_for(DevicePages& pages, Ticket ticket) {
 NB_MODULE(_native_cuda, module) {
     using namespace kvtier;
     using namespace kvtier::cuda;
-    bindings::end_in_silence();
-    module.doc() = "Copies between CUDA devices and the arena. Imported by kvtier.native alone.";
+    bindings::disable_leak_warnings();
+    module.doc() = "Copies between CUDA devices and the arena. Import it through kvtier.native only.";
     module.attr("abi") = abi;
     nb::exception<CudaError>(module, "CudaError", PyExc_RuntimeError);
     module.def("device_count", &device_count);

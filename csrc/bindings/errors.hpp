@@ -1,4 +1,4 @@
-// What the core throws, as Python raises it.
+// Conversion of the core's exceptions to Python's.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -8,7 +8,7 @@
 
 namespace kvtier::bindings {
 
-// What `call` returns; a std::system_error is an OSError. Called, and left, with the GIL.
+// Return the result of `call`; convert a std::system_error to an OSError. Requires the GIL at entry and exit.
 template <typename Call>
 auto or_os_error(Call call) {
     try {

@@ -1,13 +1,13 @@
-// What is said of objects that are left when an interpreter ends.
+// nanobind's warnings about objects that are alive when the interpreter exits.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 namespace kvtier::bindings {
 
-// Nothing, but in builds for debugging: a program may end with objects in use, as vLLM does, and its users would be
-// told of a fault that is none.
-inline void end_in_silence() {
+// Disable them, except in debug builds: a program may exit with objects in use, as vLLM does, and the warnings would
+// alarm its users without need.
+inline void disable_leak_warnings() {
 #ifdef NDEBUG
     nanobind::set_leak_warnings(false);
 #endif

@@ -11,20 +11,20 @@ namespace {
 
 nb::dict build_info() {
     const kvtier::BuildInfo info = kvtier::build_info();
-    nb::dict answer;
-    answer["abi"] = kvtier::abi;
-    answer["compiler"] = info.compiler;
-    answer["avx2"] = info.avx2;
-    answer["avx512"] = info.avx512;
-    answer["io_uring"] = info.io_uring;
-    return answer;
+    nb::dict result;
+    result["abi"] = kvtier::abi;
+    result["compiler"] = info.compiler;
+    result["avx2"] = info.avx2;
+    result["avx512"] = info.avx512;
+    result["io_uring"] = info.io_uring;
+    return result;
 }
 
 }  // namespace
 
 NB_MODULE(_native, module) {
-    kvtier::bindings::end_in_silence();
-    module.doc() = "kvtier's native core. Imported by kvtier.native alone.";
+    kvtier::bindings::disable_leak_warnings();
+    module.doc() = "kvtier's native core. Import it through kvtier.native only.";
     module.def("build_info", &build_info);
     kvtier::bindings::bind_copy(module);
     kvtier::bindings::bind_disk(module);

@@ -1,4 +1,4 @@
-// How Python tells of pages: the same for host and device.
+// Python representation of pages, shared by the host and the CUDA module.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -28,19 +28,19 @@ inline std::span<std::byte> span_of(const Bytes& array) {
 inline KvMemory kv_memory(const std::vector<std::vector<RegionTuple>>& groups, std::int64_t skipped) {
     std::vector<std::vector<Region>> regions;
     for (const auto& group : groups) {
-        auto& made = regions.emplace_back();
+        auto& converted = regions.emplace_back();
         for (const auto& [base, page_bytes, pages] : group) {
-            made.push_back({reinterpret_cast<std::byte*>(base), page_bytes, pages});
+            converted.push_back({reinterpret_cast<std::byte*>(base), page_bytes, pages});
         }
     }
     return {std::move(regions), skipped};
 }
 
 inline std::vector<ChunkPages> chunk_pages(std::vector<ChunkTuple>& chunks) {
-    std::vector<ChunkPages> wanted;
-    wanted.reserve(chunks.size());
-    for (auto& [offset, blocks] : chunks) wanted.push_back({offset, std::move(blocks)});
-    return wanted;
+    std::vector<ChunkPages> result;
+    result.reserve(chunks.size());
+    for (auto& [offset, blocks] : chunks) result.push_back({offset, std::move(blocks)});
+    return result;
 }
 
 }  // namespace kvtier::bindings

@@ -1,4 +1,4 @@
-// One function a subject: each adds its own names to the module. Bindings hold no logic.
+// One function per subject, which adds its names to the module. Bindings contain no logic.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -19,7 +19,7 @@ namespace {
     raise(PyExc_OverflowError, "a token id does not fit into 32 bits");
 }
 
-// A small int, without a call; all that a vocabulary has are. False for all else, be it a word or not.
+// Read a small non-negative int without a function call; token ids always are small. False for any other object.
 inline bool read_small(PyObject* object, std::uint32_t& word) {
     if (!PyLong_CheckExact(object)) return false;
     const auto* number = reinterpret_cast<const PyLongObject*>(object);
@@ -87,10 +87,10 @@ bool TokenIds::take_buffer(PyObject* object) {
     return true;
 }
 
-// Whatever they begin at: a copy costs next to nothing beside hashing them.
+// Copies, because the buffer may be unaligned; that is cheap compared with hashing.
 void TokenIds::take_words() {
     const auto length = static_cast<std::size_t>(buffer_.len);
-    if (length % sizeof(std::uint32_t) != 0) raise(PyExc_ValueError, "these bytes are not a whole number of words");
+    if (length % sizeof(std::uint32_t) != 0) raise(PyExc_ValueError, "the length of the bytes is not a multiple of 4");
     std::memcpy(make_words(length / sizeof(std::uint32_t)).data(), buffer_.buf, length);
 }
 
@@ -106,7 +106,7 @@ void TokenIds::take_integers() {
 }
 
 void TokenIds::take_items(PyObject* object) {
-    const nb::object sequence = nb::steal(PySequence_Fast(object, "token ids are a sequence of integers"));
+    const nb::object sequence = nb::steal(PySequence_Fast(object, "token ids must be a sequence of integers"));
     if (!sequence.is_valid()) throw nb::python_error();
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
     std::uint32_t* const words = make_words(static_cast<std::size_t>(count)).data();
@@ -115,7 +115,7 @@ void TokenIds::take_items(PyObject* object) {
         while (at < count && read_small(items[at], words[at])) ++at;
         if (at == count) return;
         words[at] = read_any(nb::borrow(items[at]).ptr());
-        // An __index__ may do anything, to the list too.
+        // __index__ can run any code, and may have changed the list.
         if (PySequence_Fast_GET_SIZE(sequence.ptr()) < count) {
             raise(PyExc_RuntimeError, "the token ids changed while they were read");
         }

@@ -1,4 +1,4 @@
-// Token ids as Python has them, as words.
+// Conversion of Python's token ids to 32-bit words.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,9 +12,9 @@
 
 namespace kvtier::bindings {
 
-// Takes a sequence of integers, an array or a buffer of them, or `bytes` that are little-endian words already;
-// the object must outlive it. Raises TypeError for what is no integer, OverflowError for what does not fit into
-// 32 bits, ValueError for half a word. With the GIL.
+// Accepts a sequence of integers, an array or a buffer of them, or `bytes` with little-endian 32-bit words; the object
+// must outlive it. Raises TypeError for non-integers, OverflowError for integers that do not fit into 32 bits, and
+// ValueError for bytes whose length is not a multiple of 4. Requires the GIL.
 class TokenIds {
    public:
     explicit TokenIds(PyObject* object);
@@ -22,7 +22,7 @@ class TokenIds {
     TokenIds(const TokenIds&) = delete;
     TokenIds& operator=(const TokenIds&) = delete;
 
-    // Without the GIL, too.
+    // Does not require the GIL.
     keys::Words all() const { return {words_, size_}; }
 
    private:

@@ -1,4 +1,4 @@
-// Just enough to test with: a failed CHECK says where and what, and fails the program at its end.
+// A minimal test framework: a failed CHECK prints its location and expression, and the program exits with status 1.
 //
 //   TEST(name) { CHECK(1 + 1 == 2); CHECK_THROWS(std::out_of_range, at(9)); }
 //   int main() { return kvtier::test::run(); }
@@ -34,16 +34,16 @@ struct Register {
     Register(const char* name, void (*body)()) { cases().push_back({name, body}); }
 };
 
-// Every case, in the order in which they stand; the exit status.
+// Run all test cases in order of definition; return the exit status.
 inline int run() {
-    for (const Case& one : cases()) {
+    for (const Case& test : cases()) {
         const int before = failures();
         try {
-            one.body();
+            test.body();
         } catch (const std::exception& error) {
-            fail(one.name, 0, error.what());
+            fail(test.name, 0, error.what());
         }
-        std::printf("%s %s\n", failures() == before ? "ok    " : "FAILED", one.name);
+        std::printf("%s %s\n", failures() == before ? "ok    " : "FAILED", test.name);
     }
     return failures() == 0 ? 0 : 1;
 }

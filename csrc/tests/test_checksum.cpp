@@ -9,7 +9,7 @@
 
 namespace {
 
-// What xxhsum -H2 says of these bytes: byte i is (i * 2654435761) >> 24.
+// Test input: byte i is (i * 2654435761) >> 24. The expected digests are the output of xxhsum -H2.
 std::vector<std::byte> pattern(std::size_t length) {
     std::vector<std::byte> bytes(length);
     for (std::size_t at = 0; at < length; ++at) {
@@ -51,14 +51,14 @@ constexpr Known known[] = {
 
 }  // namespace
 
-TEST(digests_are_those_of_the_reference) {
-    for (const Known& one : known) {
-        CHECK(hex(kvtier::xxh3_128(pattern(one.length))) == one.digest);
-        CHECK(hex(kvtier::xxh3_128(pattern(one.length), false)) == one.digest);
+TEST(digests_equal_the_reference) {
+    for (const Known& expected : known) {
+        CHECK(hex(kvtier::xxh3_128(pattern(expected.length))) == expected.digest);
+        CHECK(hex(kvtier::xxh3_128(pattern(expected.length), false)) == expected.digest);
     }
 }
 
-TEST(memory_that_is_not_aligned_has_the_same) {
+TEST(unaligned_memory_gives_the_same_digest) {
     const std::vector<std::byte> bytes = pattern(5000);
     std::vector<std::byte> moved(bytes.size() + 3);
     for (std::size_t shift = 1; shift < 4; ++shift) {
@@ -67,7 +67,7 @@ TEST(memory_that_is_not_aligned_has_the_same) {
     }
 }
 
-TEST(short_inputs_are_refused) {
+TEST(short_inputs_throw) {
     CHECK_THROWS(std::invalid_argument, kvtier::xxh3_128(pattern(240)));
     CHECK_THROWS(std::invalid_argument, kvtier::xxh3_128({}));
 }

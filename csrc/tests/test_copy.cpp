@@ -21,7 +21,7 @@ Memory noise(std::size_t length, unsigned seed) {
     return memory;
 }
 
-// Two groups: three layers of 640-byte pages, and one of 7.
+// Two groups: three layers with 640-byte pages, and one with 7-byte pages.
 struct Engine {
     std::vector<Memory> layers;
     std::vector<std::vector<Region>> groups;
@@ -39,7 +39,7 @@ Engine engine(unsigned seed) {
     return made;
 }
 
-// The same, a byte at a time.
+// Reference implementation, byte by byte.
 void copy_plainly(Engine& engine, Memory& arena, const std::vector<ChunkPages>& chunks, Direction direction) {
     for (const ChunkPages& chunk : chunks) {
         std::size_t at = chunk.offset;
@@ -61,9 +61,9 @@ void copy_plainly(Engine& engine, Memory& arena, const std::vector<ChunkPages>& 
 
 std::vector<ChunkPages> some_chunks() {
     return {
-        {3, {{1, 2, 3, 9}, {4}}},            // a run, then another block
-        {20'000, {{0, 0, 12, 0}, {0, 5}}},   // some that are nobody's
-        {40'000, {{30, 29, 28}, {}}},        // downwards; a group without pages
+        {3, {{1, 2, 3, 9}, {4}}},            // a run, then a single block
+        {20'000, {{0, 0, 12, 0}, {0, 5}}},   // with skipped blocks
+        {40'000, {{30, 29, 28}, {}}},        // descending; a group without pages
         {60'000, {{48, 49}, {49, 1}}},
     };
 }
@@ -88,7 +88,7 @@ TEST(runs_of_every_length_and_alignment) {
     }
 }
 
-TEST(buffers_on_several_threads) {
+TEST(buffers_on_multiple_threads) {
     for (const std::size_t length : {std::size_t{0}, std::size_t{1}, std::size_t{5'000'001}}) {
         const Memory first = noise(length, 2), second = noise(3'000'000, 3);
         Memory to_first(length), to_second(second.size());
@@ -99,18 +99,18 @@ TEST(buffers_on_several_threads) {
     }
 }
 
-TEST(pages_go_where_a_plain_loop_puts_them) {
+TEST(pages_are_copied_as_by_a_plain_loop) {
     for (const Direction direction : {Direction::into_engine, Direction::out_of_engine}) {
-        Engine ours = engine(10), expected = engine(10);
+        Engine actual = engine(10), expected = engine(10);
         Memory arena = noise(70'000, 20), expected_arena = arena;
-        KvMemory(ours.groups, 0).copy(arena, some_chunks(), direction, 3);
+        KvMemory(actual.groups, 0).copy(arena, some_chunks(), direction, 3);
         copy_plainly(expected, expected_arena, some_chunks(), direction);
-        CHECK(ours.layers == expected.layers);
+        CHECK(actual.layers == expected.layers);
         CHECK(arena == expected_arena);
     }
 }
 
-TEST(many_pages_come_back_as_they_went) {
+TEST(many_pages_round_trip) {
     constexpr std::size_t page_bytes = 16'384, blocks = 512;
     Memory layer = noise(page_bytes * (blocks + 1), 30), arena(page_bytes * blocks);
     const Memory before = layer;
@@ -125,34 +125,34 @@ TEST(many_pages_come_back_as_they_went) {
     CHECK(layer == before);
 }
 
-TEST(nothing_is_touched_where_anything_is_outside) {
+TEST(out_of_range_pages_copy_nothing) {
     const std::vector<std::vector<ChunkPages>> bad = {
-        {{0, {{1}, {1}}}, {0, {{50}, {1}}}},             // a block past the last
-        {{0, {{1}, {1}}}, {0, {{-1}, {1}}}},             // one before the first
-        {{0, {{1}, {1}}}, {69'000, {{1}, {1}}}},         // a chunk that ends past the arena
-        {{0, {{1}, {1}}}, {70'001, {{}, {}}}},           // one that begins past it
-        {{0, {{1}, {1}}}, {SIZE_MAX - 5, {{1}, {1}}}},   // one whose end would wrap around
-        {{0, {{1}, {1}}}, {0, {{1}}}},                   // a group too few
-        {{0, {{1}, {1}}}, {0, {{1}, {1}, {1}}}},         // and too many
+        {{0, {{1}, {1}}}, {0, {{50}, {1}}}},             // a block after the last one
+        {{0, {{1}, {1}}}, {0, {{-1}, {1}}}},             // a block before the first one
+        {{0, {{1}, {1}}}, {69'000, {{1}, {1}}}},         // a chunk that ends after the arena
+        {{0, {{1}, {1}}}, {70'001, {{}, {}}}},           // a chunk that starts after the arena
+        {{0, {{1}, {1}}}, {SIZE_MAX - 5, {{1}, {1}}}},   // a chunk whose end overflows
+        {{0, {{1}, {1}}}, {0, {{1}}}},                   // too few groups
+        {{0, {{1}, {1}}}, {0, {{1}, {1}, {1}}}},         // too many groups
     };
     for (const auto& chunks : bad) {
         for (const Direction direction : {Direction::into_engine, Direction::out_of_engine}) {
-            Engine ours = engine(10);
+            Engine actual = engine(10);
             Memory arena = noise(70'000, 20);
             const Memory arena_before = arena;
-            const std::vector<Memory> before = ours.layers;
-            const KvMemory memory(ours.groups, 0);
+            const std::vector<Memory> before = actual.layers;
+            const KvMemory memory(actual.groups, 0);
             CHECK_THROWS(std::out_of_range, (memory.copy(arena, chunks, direction), 0));
-            CHECK(arena == arena_before && ours.layers == before);
+            CHECK(arena == arena_before && actual.layers == before);
         }
     }
 }
 
-TEST(the_last_page_ends_where_the_arena_does) {
-    Engine ours = engine(10);
+TEST(a_page_may_end_at_the_end_of_the_arena) {
+    Engine actual = engine(10);
     Memory arena = noise(3 * 640 + 7, 20);
-    KvMemory(ours.groups, 0).copy(arena, std::vector<ChunkPages>{{0, {{49}, {49}}}}, Direction::into_engine);
-    CHECK(std::equal(arena.end() - 7, arena.end(), ours.layers[3].end() - 7));
+    KvMemory(actual.groups, 0).copy(arena, std::vector<ChunkPages>{{0, {{49}, {49}}}}, Direction::into_engine);
+    CHECK(std::equal(arena.end() - 7, arena.end(), actual.layers[3].end() - 7));
 }
 
 int main() { return kvtier::test::run(); }

@@ -1,4 +1,4 @@
-// The engine on a real folder. Where this kernel allows no io_uring, that alone is tested.
+// Tests of the engine on a real folder. Without io_uring, only the error of the constructor is tested.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -55,7 +55,7 @@ private:
     fs::path root_;
 };
 
-// A line of /proc/self/status.
+// A value of /proc/self/status, in KiB.
 std::size_t kibibytes(const std::string& name) {
     std::ifstream status("/proc/self/status");
     std::string word;
@@ -66,7 +66,7 @@ std::size_t kibibytes(const std::string& name) {
     return found;
 }
 
-// How many parts of memory the io_uring of this process has pinned: lines "index: address/length".
+// The number of registered io_uring buffers of 256 MiB in this process: lines "index: address/length" of fdinfo.
 std::size_t pinned_parts() {
     std::size_t found = 0;
     for (const auto& entry : fs::directory_iterator("/proc/self/fdinfo")) {
@@ -119,7 +119,7 @@ std::vector<Finished> wait_for(Engine& engine, std::size_t count) {
     return all;
 }
 
-std::vector<int> carry(Engine& engine, std::vector<Transfer> transfers) {
+std::vector<int> run(Engine& engine, std::vector<Transfer> transfers) {
     const std::uint64_t number = engine.submit(std::move(transfers));
     std::vector<Finished> finished = wait_for(engine, 1);
     CHECK(finished.size() == 1 && finished.front().batch == number);
@@ -140,7 +140,7 @@ using Outcomes = std::vector<int>;
 
 }  // namespace
 
-TEST(what_was_written_is_read) {
+TEST(reads_return_what_was_written) {
     const Folder folder;
     constexpr std::size_t kPart = 64 * kPageBytes;
     constexpr int kCount = 20;
@@ -156,79 +156,79 @@ TEST(what_was_written_is_read) {
                 writes.push_back(writing(folder, number, source.at(kPart * number), kPart, direct));
                 reads.push_back(reading(folder, number, target.at(kPart * number), kPart, direct));
             }
-            CHECK(carry(engine, std::move(writes)) == Outcomes(kCount, kOk));
+            CHECK(run(engine, std::move(writes)) == Outcomes(kCount, kOk));
             CHECK(folder.files() == kCount);
-            CHECK(carry(engine, std::move(reads)) == Outcomes(kCount, kOk));
+            CHECK(run(engine, std::move(reads)) == Outcomes(kCount, kOk));
             CHECK(source.same(target));
         }
     }
 }
 
-TEST(memory_that_is_not_aligned) {
+TEST(unaligned_memory) {
     const Folder folder;
     const Memory source(3 * kPageBytes);
     const Memory target(3 * kPageBytes);
     source.fill(2);
     Engine engine(2);
     for (const std::size_t length : {std::size_t{1}, kPageBytes - 1, kPageBytes, 2 * kPageBytes + 5}) {
-        CHECK(carry(engine, {writing(folder, 1, source.at(7), length)}) == Outcomes{kOk});
-        CHECK(carry(engine, {reading(folder, 1, target.at(7), length)}) == Outcomes{kOk});
+        CHECK(run(engine, {writing(folder, 1, source.at(7), length)}) == Outcomes{kOk});
+        CHECK(run(engine, {reading(folder, 1, target.at(7), length)}) == Outcomes{kOk});
         CHECK(std::memcmp(source.at(7), target.at(7), length) == 0);
     }
 }
 
-TEST(memory_that_is_kept) {
+TEST(registered_memory) {
     const Folder folder;
     constexpr std::size_t kLength = 4 * kPageBytes;
-    constexpr std::size_t kBorder = std::size_t{256} << 20;  // between two parts that are pinned
+    constexpr std::size_t kBorder = std::size_t{256} << 20;  // boundary between two registered parts
     const Memory kept(kBorder + kLength);
     const Memory other(kLength);
     Engine engine(2);
     engine.keep(kept.at(0), kBorder + kLength);
     for (std::byte* memory : {kept.at(0), kept.at(kBorder - kLength / 2), kept.at(kBorder), other.at(0)}) {
         for (std::size_t place = 0; place < kLength; ++place) memory[place] = static_cast<std::byte>(place / 7);
-        CHECK(carry(engine, {writing(folder, 1, memory, kLength)}) == Outcomes{kOk});
+        CHECK(run(engine, {writing(folder, 1, memory, kLength)}) == Outcomes{kOk});
         std::memset(memory, 0, kLength);
-        CHECK(carry(engine, {reading(folder, 1, memory, kLength)}) == Outcomes{kOk});
+        CHECK(run(engine, {reading(folder, 1, memory, kLength)}) == Outcomes{kOk});
         for (std::size_t place = 0; place < kLength; ++place) {
             if (memory[place] != static_cast<std::byte>(place / 7)) return CHECK(!"other bytes");
         }
     }
 }
 
-TEST(a_part_is_pinned_once_all_of_it_is_in_memory) {
+TEST(a_part_is_pinned_when_it_is_resident) {
     const Folder folder;
     constexpr std::size_t kPart = std::size_t{256} << 20;
     const Memory kept(2 * kPart);
     Engine engine(2);
     engine.keep(kept.at(0), 2 * kPart);
-    CHECK(carry(engine, {writing(folder, 1, kept.at(0), kPageBytes)}) == Outcomes{kOk});
-    // The kernel was not asked to bring in what nobody has used: the request would have waited for it.
+    CHECK(run(engine, {writing(folder, 1, kept.at(0), kPageBytes)}) == Outcomes{kOk});
+    // Pinning did not fault in unused memory, for which the request would have had to wait.
     CHECK(kibibytes("VmRSS:") < (kPart >> 10));
     CHECK(pinned_parts() == 0);
     for (std::size_t place = 0; place < kPart; place += kPageBytes) *kept.at(place) = std::byte{1};
-    CHECK(carry(engine, {writing(folder, 1, kept.at(0), kPageBytes)}) == Outcomes{kOk});
+    CHECK(run(engine, {writing(folder, 1, kept.at(0), kPageBytes)}) == Outcomes{kOk});
     CHECK(pinned_parts() == 1 || !may_lock(kPart));
 }
 
-TEST(every_file_has_an_outcome_of_its_own) {
+TEST(every_file_has_its_own_outcome) {
     const Folder folder;
     const Memory memory(2 * kPageBytes);
     Engine engine(4);
     std::byte* page = memory.at(0);
     fs::create_directories(folder.path(3));
     const std::vector<int> written =
-        carry(engine, {writing(folder, 1, page, kPageBytes), writing(folder, 3, page, kPageBytes),
+        run(engine, {writing(folder, 1, page, kPageBytes), writing(folder, 3, page, kPageBytes),
                        writing(folder, 2, page, kPageBytes)});
     CHECK(written == Outcomes{kOk, EISDIR, kOk});
     const std::vector<int> read =
-        carry(engine, {reading(folder, 1, page, kPageBytes), reading(folder, 4, page, kPageBytes),
+        run(engine, {reading(folder, 1, page, kPageBytes), reading(folder, 4, page, kPageBytes),
                        reading(folder, 2, page, 2 * kPageBytes), reading(folder, 5, page, kPageBytes)});
     CHECK(read == Outcomes{kOk, kMiss, kMiss, kMiss});
     CHECK(folder.files() == 2);
 }
 
-TEST(a_limit_on_the_size_of_files) {
+TEST(file_size_limit) {
     const Folder folder;
     const Memory memory(8 * kPageBytes);
     Engine engine(2);
@@ -238,14 +238,14 @@ TEST(a_limit_on_the_size_of_files) {
     const rlimit small{2 * kPageBytes, before.rlim_max};
     ::setrlimit(RLIMIT_FSIZE, &small);
     const std::vector<int> outcomes =
-        carry(engine, {writing(folder, 1, memory.at(0), 8 * kPageBytes),
+        run(engine, {writing(folder, 1, memory.at(0), 8 * kPageBytes),
                        writing(folder, 2, memory.at(0), kPageBytes)});
     ::setrlimit(RLIMIT_FSIZE, &before);
     CHECK(outcomes == Outcomes{EFBIG, kOk});
     CHECK(folder.files() == 1);
 }
 
-TEST(batches_finish_each_by_itself) {
+TEST(batches_finish_independently) {
     const Folder folder;
     constexpr int kBatches = 50;
     const Memory memory(kPageBytes);
@@ -268,12 +268,12 @@ TEST(batches_finish_each_by_itself) {
     CHECK(lengths.empty());
 }
 
-TEST(a_cancelled_batch_drops_what_is_not_begun_and_finishes) {
+TEST(a_cancelled_batch_drops_transfers_that_have_not_started) {
     constexpr std::size_t kPart = 64 * kPageBytes;
     constexpr int kCount = 64;
     const Memory memory(kPart);
     std::ptrdiff_t dropped = 0;
-    // Once is enough but where this thread is held up for as long as all of them take.
+    // One attempt is enough unless this thread is preempted until all transfers have finished.
     for (int attempt = 0; attempt < 100 && dropped == 0; ++attempt) {
         const Folder folder;
         Engine engine(1);
@@ -283,20 +283,20 @@ TEST(a_cancelled_batch_drops_what_is_not_begun_and_finishes) {
         }
         const std::uint64_t number = engine.submit(std::move(transfers));
         engine.cancel(number);
-        engine.cancel(number + 1);  // there is no such batch
+        engine.cancel(number + 1);  // unknown batch
         const Finished finished = wait_for(engine, 1).front();
         CHECK(finished.batch == number && finished.outcomes.size() == kCount);
         dropped = std::count(finished.outcomes.begin(), finished.outcomes.end(), ECANCELED);
         const auto written = std::count(finished.outcomes.begin(), finished.outcomes.end(), kOk);
         CHECK(dropped + written == kCount);
         CHECK(folder.files() == static_cast<std::size_t>(written));
-        engine.cancel(number);  // it has finished
-        CHECK(carry(engine, {writing(folder, 1, memory.at(0), kPart)}) == Outcomes{kOk});
+        engine.cancel(number);  // finished batch
+        CHECK(run(engine, {writing(folder, 1, memory.at(0), kPart)}) == Outcomes{kOk});
     }
     CHECK(dropped > 0);
 }
 
-TEST(closing_waits_for_what_is_under_way) {
+TEST(closing_waits_for_transfers_in_flight) {
     const Folder folder;
     constexpr std::size_t kPart = 256 * kPageBytes;
     constexpr int kCount = 16;
@@ -316,7 +316,7 @@ TEST(closing_waits_for_what_is_under_way) {
     engine.reset();
 }
 
-TEST(several_threads_submit) {
+TEST(multiple_threads_submit) {
     const Folder folder;
     const Memory memory(kPageBytes);
     Engine engine(4);
@@ -342,7 +342,7 @@ int main() {
     try {
         const Engine engine(1);
     } catch (const std::system_error& error) {
-        std::printf("no io_uring here: %s\n", error.what());
+        std::printf("io_uring is not available: %s\n", error.what());
         return 0;
     }
     return kvtier::test::run();

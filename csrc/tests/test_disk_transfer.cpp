@@ -1,4 +1,4 @@
-// What a transfer asks of the kernel, with the test in the kernel's place: every answer that may come.
+// Tests of the requests of a transfer, with simulated results of the kernel.
 #include <fcntl.h>
 
 #include <cerrno>
@@ -11,7 +11,7 @@
 using kvtier::disk::kMiss;
 using kvtier::disk::kOk;
 using kvtier::disk::kPageBytes;
-using kvtier::disk::kPatientBytes;
+using kvtier::disk::kOffloadBytes;
 using kvtier::disk::Request;
 using kvtier::disk::Transfer;
 using Kind = Request::Kind;
@@ -31,8 +31,8 @@ Transfer reading(std::size_t shift = 0, bool direct = true) {
     return Transfer::reading("/a/one.kv", memory + shift, kLength, direct);
 }
 
-// Answer one request after another, and return what was asked, `nothing` not among it.
-std::vector<Kind> asked(Transfer& transfer, const std::vector<std::int64_t>& answers) {
+// Answer the next requests with the given results, and return their kinds.
+std::vector<Kind> answer_all(Transfer& transfer, const std::vector<std::int64_t>& answers) {
     std::vector<Kind> kinds;
     for (const std::int64_t answer : answers) {
         kinds.push_back(transfer.request().kind);
@@ -45,7 +45,7 @@ using Kinds = std::vector<Kind>;
 
 }  // namespace
 
-TEST(a_write_gets_its_name_last) {
+TEST(a_write_is_renamed_last) {
     Transfer transfer = writing();
     Request request = transfer.request();
     CHECK(request.kind == Kind::open && std::string(request.path) == "/a/one.1.tmp");
@@ -64,15 +64,15 @@ TEST(a_write_gets_its_name_last) {
     CHECK(transfer.finished() && transfer.outcome() == kOk);
 }
 
-TEST(a_read_looks_at_the_length_first_and_notes_the_use) {
+TEST(a_read_checks_the_length_first_and_updates_the_time_stamp) {
     Transfer transfer = reading();
     CHECK(transfer.request().flags == (O_RDONLY | O_CLOEXEC | O_DIRECT));
-    const Kinds kinds = asked(transfer, {kDescriptor, kLength, kLength, 0, 0});
+    const Kinds kinds = answer_all(transfer, {kDescriptor, kLength, kLength, 0, 0});
     CHECK(kinds == Kinds{Kind::open, Kind::measure, Kind::read, Kind::touch, Kind::close});
     CHECK(transfer.finished() && transfer.outcome() == kOk);
 }
 
-TEST(a_file_that_is_not_there_is_a_miss) {
+TEST(a_missing_file_is_a_miss) {
     Transfer transfer = reading();
     transfer.answer(-ENOENT);
     CHECK(transfer.finished() && transfer.outcome() == kMiss);
@@ -81,36 +81,36 @@ TEST(a_file_that_is_not_there_is_a_miss) {
 TEST(a_file_of_another_length_is_a_miss_and_is_not_read) {
     for (const std::int64_t length : {kLength - 1, kLength + 1, std::size_t{0}}) {
         Transfer transfer = reading();
-        const Kinds kinds = asked(transfer, {kDescriptor, length, 0});
+        const Kinds kinds = answer_all(transfer, {kDescriptor, length, 0});
         CHECK(kinds == Kinds{Kind::open, Kind::measure, Kind::close});
         CHECK(transfer.finished() && transfer.outcome() == kMiss);
     }
 }
 
-TEST(a_file_that_ends_while_it_is_read_is_a_miss) {
+TEST(a_file_truncated_during_the_read_is_a_miss) {
     Transfer transfer = reading();
-    asked(transfer, {kDescriptor, kLength, kPageBytes, 0, 0});
+    answer_all(transfer, {kDescriptor, kLength, kPageBytes, 0, 0});
     CHECK(transfer.finished() && transfer.outcome() == kMiss);
 }
 
-TEST(a_use_that_cannot_be_noted_is_no_failure) {
+TEST(a_failed_time_stamp_update_is_ignored) {
     Transfer transfer = reading();
-    asked(transfer, {kDescriptor, kLength, kLength, -EROFS, 0});
+    answer_all(transfer, {kDescriptor, kLength, kLength, -EROFS, 0});
     CHECK(transfer.finished() && transfer.outcome() == kOk);
 }
 
-TEST(a_read_that_fails_at_any_point) {
+TEST(a_read_can_fail_at_any_point) {
     const std::vector<std::vector<std::int64_t>> ways = {
         {-EACCES}, {kDescriptor, -EACCES, 0}, {kDescriptor, kLength, -EACCES, 0},
         {kDescriptor, kLength, kPageBytes, -EACCES, 0}};
     for (const auto& way : ways) {
         Transfer transfer = reading();
-        asked(transfer, way);
+        answer_all(transfer, way);
         CHECK(transfer.finished() && transfer.outcome() == EACCES);
     }
 }
 
-TEST(what_ends_within_a_page_goes_on_through_the_page_cache) {
+TEST(a_transfer_that_ends_within_a_page_continues_through_the_page_cache) {
     for (const bool writes : {true, false}) {
         Transfer transfer = writes ? writing() : reading();
         transfer.answer(kDescriptor);
@@ -127,86 +127,86 @@ TEST(what_ends_within_a_page_goes_on_through_the_page_cache) {
     }
 }
 
-TEST(what_ends_between_pages_goes_on_as_it_began) {
+TEST(a_transfer_that_ends_at_a_page_boundary_continues_with_direct_io) {
     Transfer transfer = writing();
-    asked(transfer, {kDescriptor, kPageBytes});
+    answer_all(transfer, {kDescriptor, kPageBytes});
     CHECK(transfer.request().kind == Kind::write && transfer.request().offset == kPageBytes);
 }
 
-TEST(a_cache_that_cannot_be_used) {
+TEST(clearing_direct_io_can_fail) {
     Transfer transfer = reading();
-    asked(transfer, {kDescriptor, kLength, 1000, -EBADF, 0});
+    answer_all(transfer, {kDescriptor, kLength, 1000, -EBADF, 0});
     CHECK(transfer.finished() && transfer.outcome() == EBADF);
 }
 
-TEST(memory_or_lengths_that_are_no_pages_go_through_the_page_cache) {
+TEST(unaligned_memory_or_lengths_use_the_page_cache) {
     CHECK((writing(512).request().flags & O_DIRECT) == 0);
     CHECK((reading(512).request().flags & O_DIRECT) == 0);
     CHECK((reading(0, false).request().flags & O_DIRECT) == 0);
     CHECK((Transfer::reading("/a/one.kv", memory, kLength - 1, true).request().flags & O_DIRECT) == 0);
     Transfer transfer = writing(512);
-    asked(transfer, {kDescriptor, 1000});
+    answer_all(transfer, {kDescriptor, 1000});
     CHECK(transfer.request().kind == Kind::write);
 }
 
-TEST(much_that_goes_through_the_page_cache_is_another_threads) {
+TEST(large_buffered_requests_are_offloaded) {
     for (const bool direct : {true, false}) {
-        for (const std::size_t length : {kPatientBytes - 1, kPatientBytes}) {
+        for (const std::size_t length : {kOffloadBytes - 1, kOffloadBytes}) {
             Transfer transfer = Transfer::reading("/a", nullptr, length, direct);
-            asked(transfer, {kDescriptor, static_cast<std::int64_t>(length)});
+            answer_all(transfer, {kDescriptor, static_cast<std::int64_t>(length)});
             const bool is_aligned = length % kPageBytes == 0;
             CHECK(transfer.request().kind == Kind::read);
-            CHECK(transfer.request().patient == (length >= kPatientBytes && !(direct && is_aligned)));
+            CHECK(transfer.request().offload == (length >= kOffloadBytes && !(direct && is_aligned)));
         }
     }
 }
 
-TEST(interrupted_and_impatient_requests_are_asked_again) {
+TEST(interrupted_and_blocking_requests_are_repeated) {
     for (const int error : {EINTR, EAGAIN}) {
         Transfer transfer = writing();
         transfer.answer(-error);
-        CHECK(transfer.request().kind == Kind::open && transfer.request().patient);
+        CHECK(transfer.request().kind == Kind::open && transfer.request().offload);
         transfer.answer(kDescriptor);
-        CHECK(transfer.request().kind == Kind::write && !transfer.request().patient);
-        asked(transfer, {kPageBytes, -error});
-        CHECK(transfer.request().offset == kPageBytes && transfer.request().patient);
-        asked(transfer, {3 * kPageBytes, 0, -error, 0});
+        CHECK(transfer.request().kind == Kind::write && !transfer.request().offload);
+        answer_all(transfer, {kPageBytes, -error});
+        CHECK(transfer.request().offset == kPageBytes && transfer.request().offload);
+        answer_all(transfer, {3 * kPageBytes, 0, -error, 0});
         CHECK(transfer.finished() && transfer.outcome() == kOk);
     }
 }
 
-TEST(a_descriptor_is_closed_once_even_if_that_is_interrupted) {
+TEST(an_interrupted_close_is_not_repeated) {
     Transfer transfer = writing();
-    asked(transfer, {kDescriptor, kLength, -EINTR});
+    answer_all(transfer, {kDescriptor, kLength, -EINTR});
     CHECK(transfer.request().kind == Kind::rename);
 }
 
-TEST(a_folder_is_made_once) {
+TEST(a_folder_is_created_once) {
     Transfer transfer = writing();
     transfer.answer(-ENOENT);
     CHECK(transfer.request().kind == Kind::make_folder && std::string(transfer.request().path) == "/a");
-    transfer.answer(-EEXIST);  // another transfer was faster
+    transfer.answer(-EEXIST);  // another transfer created it first
     CHECK(transfer.request().kind == Kind::open);
     transfer.answer(-ENOENT);
     CHECK(transfer.finished() && transfer.outcome() == ENOENT);
 }
 
-TEST(a_folder_that_cannot_be_made) {
+TEST(creating_the_folder_can_fail) {
     Transfer transfer = writing();
-    asked(transfer, {-ENOENT, -EROFS});
+    answer_all(transfer, {-ENOENT, -EROFS});
     CHECK(transfer.finished() && transfer.outcome() == EROFS);
 }
 
-TEST(a_write_that_fails_leaves_nothing) {
+TEST(a_failed_write_leaves_no_file) {
     const std::vector<std::vector<std::int64_t>> ways = {
-        {kDescriptor, -ENOSPC, 0},             // the first bytes
-        {kDescriptor, kPageBytes, -ENOSPC, 0},  // after some
-        {kDescriptor, kLength, -ENOSPC},        // told when it is closed
-        {kDescriptor, kLength, 0, -ENOSPC},     // when it is renamed
+        {kDescriptor, -ENOSPC, 0},              // first write
+        {kDescriptor, kPageBytes, -ENOSPC, 0},  // second write
+        {kDescriptor, kLength, -ENOSPC},        // close
+        {kDescriptor, kLength, 0, -ENOSPC},     // rename
     };
     for (const auto& way : ways) {
         Transfer transfer = writing();
-        asked(transfer, way);
+        answer_all(transfer, way);
         CHECK(transfer.request().kind == Kind::unlink);
         CHECK(std::string(transfer.request().path) == "/a/one.1.tmp");
         transfer.answer(-EIO);
@@ -214,30 +214,30 @@ TEST(a_write_that_fails_leaves_nothing) {
     }
 }
 
-TEST(a_file_that_takes_no_more_bytes_has_failed) {
+TEST(a_write_of_zero_bytes_is_an_error) {
     Transfer transfer = writing();
-    asked(transfer, {kDescriptor, 0, 0, 0});
+    answer_all(transfer, {kDescriptor, 0, 0, 0});
     CHECK(transfer.finished() && transfer.outcome() == EIO);
 }
 
-TEST(a_file_that_cannot_be_made_leaves_nothing_to_remove) {
+TEST(a_failed_open_leaves_no_file_to_remove) {
     Transfer transfer = writing();
     transfer.answer(-ENOSPC);
     CHECK(transfer.finished() && transfer.outcome() == ENOSPC);
 }
 
-TEST(nothing_moves_more_than_the_kernel_takes) {
-    const std::size_t length = 2 * kvtier::disk::kMostBytesAtOnce + kPageBytes;
+TEST(requests_do_not_exceed_the_kernel_limit) {
+    const std::size_t length = 2 * kvtier::disk::kMaxRequestBytes + kPageBytes;
     Transfer transfer = Transfer::writing("/a/one.kv", "/a/one.1.tmp", memory, length, true);
     transfer.answer(kDescriptor);
-    CHECK(transfer.request().length == kvtier::disk::kMostBytesAtOnce);
+    CHECK(transfer.request().length == kvtier::disk::kMaxRequestBytes);
 }
 
-TEST(nothing_at_all_is_written_and_read_too) {
+TEST(empty_files_are_written_and_read) {
     Transfer written = Transfer::writing("/a/one.kv", "/a/one.1.tmp", memory, 0, true);
-    CHECK(asked(written, {kDescriptor, 0, 0}) == Kinds{Kind::open, Kind::close, Kind::rename});
+    CHECK(answer_all(written, {kDescriptor, 0, 0}) == Kinds{Kind::open, Kind::close, Kind::rename});
     Transfer read = Transfer::reading("/a/one.kv", memory, 0, true);
-    CHECK(asked(read, {kDescriptor, 0, 0, 0}) == Kinds{Kind::open, Kind::measure, Kind::touch, Kind::close});
+    CHECK(answer_all(read, {kDescriptor, 0, 0, 0}) == Kinds{Kind::open, Kind::measure, Kind::touch, Kind::close});
     CHECK(read.outcome() == kOk);
 }
 

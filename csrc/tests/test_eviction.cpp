@@ -10,7 +10,7 @@ using kvtier::eviction::LruRing;
 
 namespace {
 
-// A ring and its arrays, for rows 0 to `rows`.
+// The arrays of a ring with `rows` rows.
 struct Ring {
     std::vector<LruRing::Place> warmer, colder;
 
@@ -18,7 +18,7 @@ struct Ring {
 
     LruRing it() { return {warmer, colder}; }
 
-    // Rows from the coldest on.
+    // Rows from coldest to warmest.
     std::vector<std::uint32_t> order() const {
         std::vector<std::uint32_t> rows;
         for (LruRing::Place place = warmer[0]; place != 0; place = warmer[static_cast<std::size_t>(place)]) {
@@ -32,7 +32,7 @@ using Rows = std::vector<std::uint32_t>;
 
 }  // namespace
 
-TEST(a_chain_is_colder_from_link_to_link) {
+TEST(each_row_of_a_chain_is_colder_than_the_one_before) {
     Ring ring(8);
     ring.it().link_chain(Rows{3, 1, 4}, -1);
     CHECK(ring.order() == Rows{4, 1, 3});
@@ -42,7 +42,7 @@ TEST(a_chain_is_colder_from_link_to_link) {
     CHECK(ring.order() == Rows{4, 6, 5, 1, 3, 0});
 }
 
-TEST(what_is_touched_is_the_warmest_its_root_last) {
+TEST(touched_rows_become_the_warmest_root_last) {
     Ring ring(8);
     ring.it().link_chain(Rows{0, 1, 2}, -1);
     ring.it().link_chain(Rows{3, 4}, -1);
@@ -50,7 +50,7 @@ TEST(what_is_touched_is_the_warmest_its_root_last) {
     CHECK(ring.order() == Rows{4, 3, 2, 1, 0});
 }
 
-TEST(what_is_unlinked_is_gone) {
+TEST(unlinked_rows_leave_the_ring) {
     Ring ring(8);
     ring.it().link_chain(Rows{0, 1, 2, 3}, -1);
     ring.it().unlink(Rows{1, 3, 1, 6, 100});
@@ -59,9 +59,9 @@ TEST(what_is_unlinked_is_gone) {
     CHECK(ring.order().empty());
 }
 
-TEST(it_is_what_one_after_another_gives) {
+TEST(batch_operations_equal_single_ones) {
     std::mt19937 random(1);
-    Ring all(300), one(300);
+    Ring all(300), single(300);
     std::vector<bool> linked(300, false);
     for (int turn = 0; turn < 2000; ++turn) {
         Rows rows;
@@ -79,23 +79,23 @@ TEST(it_is_what_one_after_another_gives) {
             const std::int64_t first = among ? -1 : parent;
             all.it().link_chain(rows, first);
             for (std::size_t at = 0; at < rows.size(); ++at) {
-                one.it().link_chain(Rows{rows[at]}, at == 0 ? first : rows[at - 1]);
+                single.it().link_chain(Rows{rows[at]}, at == 0 ? first : rows[at - 1]);
             }
         } else if (random() % 2 == 0) {
             all.it().touch(rows);
-            for (std::size_t at = rows.size(); at > 0; --at) one.it().touch(Rows{rows[at - 1]});
+            for (std::size_t at = rows.size(); at > 0; --at) single.it().touch(Rows{rows[at - 1]});
         } else {
             all.it().unlink(rows);
             for (const std::uint32_t row : rows) {
-                one.it().unlink(Rows{row});
+                single.it().unlink(Rows{row});
                 linked[row] = false;
             }
         }
-        CHECK(all.warmer == one.warmer && all.colder == one.colder);
+        CHECK(all.warmer == single.warmer && all.colder == single.colder);
     }
 }
 
-TEST(a_ring_that_leads_astray_is_refused) {
+TEST(a_corrupt_ring_throws) {
     Ring ring(4);
     ring.it().link_chain(Rows{0, 1}, -1);
     ring.warmer[1] = 99;

@@ -12,7 +12,7 @@ using namespace kvtier::keys;
 
 namespace {
 
-// The published test vectors, cut to 32 bytes:
+// The official test vectors, truncated to 32 bytes:
 // https://github.com/BLAKE3-team/BLAKE3/blob/master/test_vectors/test_vectors.json
 const std::pair<std::size_t, const char*> vectors[] = {
     {0, "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"},
@@ -58,7 +58,7 @@ std::vector<std::uint32_t> numbers(std::size_t count) {
     return tokens;
 }
 
-// What kvtier/keys.py says a key is, said again.
+// Straightforward implementation of the key definition in kvtier/memory/keys.py.
 Hash key_of(const Hash& before, Words tokens, Bytes extra) {
     const Hash content = blake3({reinterpret_cast<const std::uint8_t*>(tokens.data()), tokens.size_bytes()});
     std::vector<std::uint8_t> message(before.begin(), before.end());
@@ -69,11 +69,11 @@ Hash key_of(const Hash& before, Words tokens, Bytes extra) {
 
 }  // namespace
 
-TEST(hashes_are_those_that_were_published) {
+TEST(hashes_equal_the_test_vectors) {
     for (const auto& [length, expected] : vectors) CHECK(hex(blake3(pattern(length))) == expected);
 }
 
-TEST(side_by_side_they_hash_as_alone) {
+TEST(simd_hashes_equal_scalar_ones) {
     for (const std::size_t length : {4, 60, 64, 68, 1020, 1024, 1028, 2048, 3076, 4096, 5120}) {
         for (const std::size_t count : {0, 1, 2, 3, 4, 7, 8, 15, 16, 17, 33}) {
             const auto input = pattern(length * count);
@@ -88,7 +88,7 @@ TEST(side_by_side_they_hash_as_alone) {
     }
 }
 
-TEST(pieces_hash_as_the_whole_does) {
+TEST(incremental_hashes_equal_one_shot_ones) {
     const auto input = pattern(6000);
     for (const std::size_t piece : {1, 3, 36, 63, 64, 65, 1024, 1025, 4097}) {
         Hasher hasher;
@@ -116,14 +116,14 @@ TEST(keys_chain_over_chunks_of_any_size) {
     }
 }
 
-TEST(a_tail_counts_only_where_it_is_wanted) {
+TEST(a_tail_counts_only_if_requested) {
     CHECK(count_chunks(10, 4, false) == 2);
     CHECK(count_chunks(10, 4, true) == 3);
     CHECK(count_chunks(8, 4, true) == 2);
     CHECK(count_chunks(0, 4, true) == 0);
 }
 
-TEST(extras_concern_their_chunk_and_those_after_it) {
+TEST(extras_affect_their_chunk_and_later_ones) {
     const Hash root = blake3(pattern(5));
     const auto lora = pattern(2000);
     const Bytes extras[] = {{}, lora};

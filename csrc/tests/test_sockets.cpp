@@ -22,7 +22,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr auto patience = 30s;
+constexpr auto timeout = 30s;
 
 struct Pair {
     Pair() {
@@ -38,7 +38,7 @@ struct Pair {
     Pair(const Pair&) = delete;
     Pair& operator=(const Pair&) = delete;
 
-    void say(const std::string& text) const {
+    void send_text(const std::string& text) const {
         CHECK(write(there, text.data(), text.size()) == ssize_t(text.size()));
     }
     void hang_up() {
@@ -55,7 +55,7 @@ Span over(std::string& text) {
 }
 
 Progress converse(const Pair& pair, const std::vector<Operation>& operations, std::string& unread,
-                  Clock::duration time = patience) {
+                  Clock::duration time = timeout) {
     return exchange(pair.here, operations, {over(unread).data, unread.size()}, Clock::now() + time);
 }
 
@@ -71,20 +71,20 @@ std::string noise(std::mt19937& random, std::size_t length) {
 
 }  // namespace
 
-TEST(a_question_and_its_answer) {
+TEST(a_request_and_its_reply) {
     const Pair pair;
-    std::string question = "GET x\r\n", head = "$5\r\n", value(5, '.'), end = "\r\n", unread(16, '.');
-    pair.say("$5\r\nhello\r\n+OK");
+    std::string request = "GET x\r\n", head = "$5\r\n", value(5, '.'), end = "\r\n", unread(16, '.');
+    pair.send_text("$5\r\nhello\r\n+OK");
     CHECK(is(converse(pair,
-                      {{Kind::send, {over(question)}},
+                      {{Kind::send, {over(request)}},
                        {Kind::expect, {over(head)}},
                        {Kind::receive, {over(value)}},
                        {Kind::expect, {over(end)}}},
                       unread),
              4, 0, 0));
     CHECK(value == "hello");
-    std::string asked(question.size(), '.'), rest(3, '.');
-    CHECK(read(pair.there, asked.data(), asked.size()) == ssize_t(asked.size()) && asked == question);
+    std::string asked(request.size(), '.'), rest(3, '.');
+    CHECK(read(pair.there, asked.data(), asked.size()) == ssize_t(asked.size()) && asked == request);
     CHECK(read(pair.here, rest.data(), rest.size()) == 3 && rest == "+OK");
 }
 
@@ -96,10 +96,10 @@ TEST(nothing_to_do) {
     CHECK(is(converse(pair, {{Kind::send, {}}, receive, {Kind::expect, {over(empty)}}}, unread), 3, 0, 0));
 }
 
-TEST(what_was_not_expected_is_handed_back_and_nothing_behind_it) {
+TEST(unexpected_bytes_are_returned_and_nothing_after_them_is_read) {
     const Pair pair;
     std::string head = "$5\r\n", value(5, '.'), unread(16, '.');
-    pair.say("$-1\r\n");
+    pair.send_text("$-1\r\n");
     const Operation receive{Kind::receive, {over(value)}};
     CHECK(is(converse(pair, {{Kind::expect, {over(head)}}, receive}, unread), 0, 4, 0));
     CHECK(unread.substr(0, 4) == "$-1\r" && value == ".....");
@@ -107,34 +107,34 @@ TEST(what_was_not_expected_is_handed_back_and_nothing_behind_it) {
     CHECK(read(pair.here, rest.data(), 1) == 1 && rest == "\n");
 }
 
-TEST(a_short_answer_is_not_waited_on_for_longer) {
+TEST(a_mismatch_does_not_wait_for_the_full_length) {
     const Pair pair;
     std::string head = "$33554432\r\n", unread(16, '.');
-    pair.say("$-1\r\n");
+    pair.send_text("$-1\r\n");
     CHECK(is(converse(pair, {{Kind::expect, {over(head)}}}, unread), 0, 5, 0));
 }
 
-TEST(more_is_expected_than_there_is_room_for) {
+TEST(an_expectation_longer_than_the_buffer_fails) {
     const Pair pair;
     std::string head = "12345", unread(4, '.');
-    pair.say(head);
+    pair.send_text(head);
     CHECK(is(converse(pair, {{Kind::expect, {over(head)}}}, unread), 0, 0, 0));
 }
 
-TEST(an_expected_answer_that_comes_in_pieces) {
+TEST(an_expected_reply_in_pieces) {
     const Pair pair;
     std::string head = "$123\r\n", unread(6, '.');
     std::thread talks([&] {
-        for (const char letter : head) pair.say(std::string(1, letter));
+        for (const char letter : head) pair.send_text(std::string(1, letter));
     });
     CHECK(is(converse(pair, {{Kind::expect, {over(head)}}}, unread), 1, 0, 0));
     talks.join();
 }
 
-TEST(the_other_side_hangs_up) {
+TEST(the_peer_closes) {
     Pair pair;
     std::string value(5, '.'), unread;
-    pair.say("abc");
+    pair.send_text("abc");
     pair.hang_up();
     CHECK(is(converse(pair, {{Kind::receive, {over(value)}}}, unread), 0, 3, ESHUTDOWN));
     CHECK(value == "abc..");
@@ -142,10 +142,10 @@ TEST(the_other_side_hangs_up) {
     CHECK(is(sent, 0, 0, EPIPE));
 }
 
-TEST(nothing_comes_in_time) {
+TEST(timeouts) {
     const Pair pair;
     std::string value(5, '.'), head = "abcd", unread(4, '.');
-    pair.say("ab");
+    pair.send_text("ab");
     CHECK(is(converse(pair, {{Kind::expect, {over(head)}}}, unread, 20ms), 0, 2, ETIMEDOUT));
     CHECK(is(converse(pair, {{Kind::receive, {over(value)}}}, unread, 20ms), 0, 0, ETIMEDOUT));
     CHECK(is(converse(pair, {{Kind::receive, {over(value)}}}, unread, -1s), 0, 0, ETIMEDOUT));
@@ -154,13 +154,13 @@ TEST(nothing_comes_in_time) {
     CHECK(sent.operations == 0 && sent.bytes > 0 && sent.bytes < much.size() && sent.error == ETIMEDOUT);
 }
 
-TEST(a_trickle_does_not_prolong_it) {
+TEST(a_trickle_does_not_extend_the_deadline) {
     const Pair pair;
     std::string value(1 << 20, '.'), unread;
     const auto until = Clock::now() + 100ms;
     std::thread trickles([&] {
         while (Clock::now() < until) {
-            pair.say("x");
+            pair.send_text("x");
             std::this_thread::sleep_for(1ms);
         }
     });
@@ -177,8 +177,8 @@ TEST(shut_down_by_another_thread) {
     cuts.join();
 }
 
-// One that has closed while its window was shut says no more: a call that only sends would wait for nothing.
-TEST(the_other_side_has_closed_and_takes_nothing_in) {
+// A peer that closes while its window is closed sends nothing more, so a blocked send would wait in vain.
+TEST(the_peer_closes_without_reading) {
     Pair pair;
     std::string much(8 << 20, 'x'), unread;
     CHECK(shutdown(pair.there, SHUT_WR) == 0);
@@ -186,16 +186,16 @@ TEST(the_other_side_has_closed_and_takes_nothing_in) {
     CHECK(sent.operations == 0 && sent.bytes > 0 && sent.error == EPIPE);
 }
 
-TEST(a_descriptor_that_is_no_socket) {
+TEST(a_descriptor_that_is_not_a_socket) {
     std::string value(5, '.'), unread;
     const std::vector<Operation> one{{Kind::receive, {over(value)}}};
-    CHECK(exchange(-1, one, {}, Clock::now() + patience).error == EBADF);
+    CHECK(exchange(-1, one, {}, Clock::now() + timeout).error == EBADF);
     const int file = open("/dev/null", O_RDWR);
-    CHECK(exchange(file, one, {}, Clock::now() + patience).error == ENOTSOCK);
+    CHECK(exchange(file, one, {}, Clock::now() + timeout).error == ENOTSOCK);
     close(file);
 }
 
-TEST(more_spans_than_one_call_takes_in_any_pieces) {
+TEST(more_spans_than_one_call_accepts) {
     std::mt19937 random(7);
     for (int turn = 0; turn < 30; ++turn) {
         const Pair pair;
@@ -215,14 +215,14 @@ TEST(more_spans_than_one_call_takes_in_any_pieces) {
             CHECK(is(converse(pair, {send}, none), 1, 0, 0));
         });
         const std::vector<Operation> one{receive};
-        CHECK(is(exchange(pair.there, one, {}, Clock::now() + patience), 1, 0, 0));
+        CHECK(is(exchange(pair.there, one, {}, Clock::now() + timeout), 1, 0, 0));
         sends.join();
         CHECK(in == out);
     }
 }
 
-// Whatever comes: no byte is written outside of what was given, and none is taken that was not asked for.
-TEST(any_answers_to_any_expectations) {
+// Property test: nothing is written outside of the given buffers, and no more bytes are read than requested.
+TEST(random_replies_to_random_expectations) {
     std::mt19937 random(11);
     for (int turn = 0; turn < 3000; ++turn) {
         Pair pair;
@@ -244,7 +244,7 @@ TEST(any_answers_to_any_expectations) {
             operations.push_back({kinds[index], {over(texts[index])}});
             wanted += texts[index].size();
         }
-        pair.say(script);
+        pair.send_text(script);
         pair.hang_up();
         const Progress got = converse(pair, operations, unread);
         std::size_t taken = got.bytes;
@@ -256,13 +256,13 @@ TEST(any_answers_to_any_expectations) {
     }
 }
 
-TEST(nothing_waits_where_that_is_said) {
+TEST(nothing_blocks_without_waits) {
     const Pair pair;
-    std::string question = "?", head = "$4\r\n", value(4, '.'), unread(8, '.');
+    std::string request = "?", head = "$4\r\n", value(4, '.'), unread(8, '.');
     const std::vector<Operation> all{
-        {Kind::send, {over(question)}}, {Kind::expect, {over(head)}}, {Kind::receive, {over(value)}}};
+        {Kind::send, {over(request)}}, {Kind::expect, {over(head)}}, {Kind::receive, {over(value)}}};
     CHECK(is(exchange(pair.here, all, {over(unread).data, 8}, {}, false), 1, 0, EAGAIN));
-    pair.say("$4\r\nab");
+    pair.send_text("$4\r\nab");
     const std::span<const Operation> rest = std::span(all).subspan(1);
     CHECK(is(exchange(pair.here, rest, {over(unread).data, 8}, {}, false), 1, 2, EAGAIN));
     CHECK(value == "ab..");
@@ -274,8 +274,8 @@ TEST(nothing_waits_where_that_is_said) {
 
 namespace {
 
-// Wait until so many conversations have ended.
-std::vector<Ended> ended(Pump& pump, std::size_t count) {
+// Wait until `count` conversations have ended.
+std::vector<Ended> wait_for(Pump& pump, std::size_t count) {
     std::vector<Ended> all;
     while (all.size() < count) {
         pollfd one{pump.descriptor(), POLLIN, 0};
@@ -288,23 +288,23 @@ std::vector<Ended> ended(Pump& pump, std::size_t count) {
 
 }  // namespace
 
-TEST(a_pump_carries_out_more_conversations_than_it_has_threads) {
+TEST(a_pump_runs_more_conversations_than_it_has_threads) {
     constexpr std::size_t count = 40;
     Pump pump(3);
     std::vector<Pair> pairs(count);
-    std::vector<std::string> questions(count), heads(count, "+"), values(count, "...."), unread(count, ".");
+    std::vector<std::string> requests(count), heads(count, "+"), values(count, "...."), unread(count, ".");
     for (std::size_t index = 0; index < count; ++index) {
-        questions[index] = std::to_string(index);
-        pairs[index].say("+" + std::to_string(1000 + index));
+        requests[index] = std::to_string(index);
+        pairs[index].send_text("+" + std::to_string(1000 + index));
         pump.start({index,
                     pairs[index].here,
-                    {{Kind::send, {over(questions[index])}},
+                    {{Kind::send, {over(requests[index])}},
                      {Kind::expect, {over(heads[index])}},
                      {Kind::receive, {over(values[index])}}},
                     {over(unread[index]).data, 1},
-                    Clock::now() + patience});
+                    Clock::now() + timeout});
     }
-    const std::vector<Ended> all = ended(pump, count);
+    const std::vector<Ended> all = wait_for(pump, count);
     for (std::size_t index = 0; index < count; ++index) {
         CHECK(all[index].ticket == index && is(all[index].progress, 3, 0, 0));
         CHECK(values[index] == std::to_string(1000 + index));
@@ -314,32 +314,32 @@ TEST(a_pump_carries_out_more_conversations_than_it_has_threads) {
     CHECK(poll(&one, 1, 0) == 0);
 }
 
-TEST(a_pump_waits_at_its_end_for_what_is_under_way) {
+TEST(destroying_a_pump_waits_for_conversations_in_flight) {
     const Pair pair;
     std::string value(4, '.');
     std::thread cuts;
     {
         Pump pump(1);
-        pump.start({1, pair.here, {{Kind::receive, {over(value)}}}, {}, Clock::now() + patience});
+        pump.start({1, pair.here, {{Kind::receive, {over(value)}}}, {}, Clock::now() + timeout});
         cuts = std::thread([&] { shutdown(pair.here, SHUT_RDWR); });
     }
     value.assign("free");
     cuts.join();
 }
 
-TEST(what_waits_for_a_thread_beyond_its_deadline_is_not_begun) {
+TEST(a_conversation_queued_beyond_its_deadline_does_not_start) {
     const Pair busy, late;
     Pump pump(1);
     std::string value(1, '.'), never(1, '.');
-    late.say("x");
-    pump.start({1, busy.here, {{Kind::receive, {over(value)}}}, {}, Clock::now() + patience});
+    late.send_text("x");
+    pump.start({1, busy.here, {{Kind::receive, {over(value)}}}, {}, Clock::now() + timeout});
     pump.start({2, late.here, {{Kind::receive, {over(never)}}}, {}, Clock::now()});
-    busy.say("x");
-    const std::vector<Ended> all = ended(pump, 2);
+    busy.send_text("x");
+    const std::vector<Ended> all = wait_for(pump, 2);
     CHECK(is(all[0].progress, 1, 0, 0) && is(all[1].progress, 0, 0, ETIMEDOUT) && never == ".");
 }
 
-TEST(a_pump_that_was_never_used) {
+TEST(an_unused_pump) {
     const Pump pump(4);
     CHECK(pump.descriptor() >= 0);
 }

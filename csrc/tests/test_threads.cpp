@@ -25,13 +25,13 @@ bool each_once(std::size_t count, unsigned threads) {
 
 }  // namespace
 
-TEST(each_piece_is_done_once) {
+TEST(each_piece_runs_once) {
     for (const std::size_t count : {0, 1, 2, 7, 1000}) {
         for (const unsigned threads : {0, 1, 2, 4, 16}) CHECK(each_once(count, threads));
     }
 }
 
-TEST(what_helpers_wrote_is_seen_without_a_lock) {
+TEST(writes_of_helpers_are_visible_without_a_lock) {
     for (int round = 0; round < 200; ++round) {
         std::vector<std::size_t> plain(64);
         parallel_for(plain.size(), 4, [&](std::size_t at) { plain[at] = at; });
@@ -39,7 +39,7 @@ TEST(what_helpers_wrote_is_seen_without_a_lock) {
     }
 }
 
-TEST(callers_side_by_side_all_get_done) {
+TEST(concurrent_callers_complete) {
     std::atomic<int> good{0};
     std::vector<std::thread> callers;
     for (int caller = 0; caller < 4; ++caller) {
@@ -51,14 +51,14 @@ TEST(callers_side_by_side_all_get_done) {
     CHECK(good == 200);
 }
 
-TEST(a_call_within_a_call_gets_done) {
+TEST(nested_calls_complete) {
     std::atomic<int> calls{0};
     parallel_for(4, 2, [&](std::size_t) { parallel_for(4, 2, [&](std::size_t) { ++calls; }); });
     CHECK(calls == 16);
 }
 
-#if !defined(__SANITIZE_THREAD__)  // which does not bear a fork with threads
-TEST(a_forked_child_has_helpers_of_its_own) {
+#if !defined(__SANITIZE_THREAD__)  // ThreadSanitizer does not support fork in a multi-threaded process.
+TEST(a_forked_child_starts_its_own_helpers) {
     CHECK(each_once(100, 3));
     const pid_t child = fork();
     if (child == 0) _exit(each_once(100, 3) ? 0 : 1);
@@ -68,12 +68,12 @@ TEST(a_forked_child_has_helpers_of_its_own) {
 }
 #endif
 
-TEST(the_machine_has_use_for_a_few_threads) {
+TEST(useful_threads_are_bounded) {
     CHECK(kvtier::useful_threads() >= 1);
     CHECK(kvtier::useful_threads() <= 8);
 }
 
-TEST(only_processors_that_few_want_are_spare) {
+TEST(spare_threads_depend_on_the_load) {
     using kvtier::spare_threads;
     CHECK(spare_threads("0.10 0.20 0.30 1/345 678\n", 4) == 4);
     CHECK(spare_threads("0.10 0.20 0.30 3/345 678\n", 4) == 4);
@@ -83,7 +83,7 @@ TEST(only_processors_that_few_want_are_spare) {
     CHECK(spare_threads("0.10 0.20 0.30 3/345 678\n", 2) == 1);
     CHECK(spare_threads("0.10 0.20 0.30 1/345 678\n", 1) == 1);
     CHECK(spare_threads("99.0 99.0 99.0 25/345 678\n", 4) == 1);
-    CHECK(spare_threads("0.10 0.20 0.30 0/345 678\n", 4) == 4);  // The caller was not counted.
+    CHECK(spare_threads("0.10 0.20 0.30 0/345 678\n", 4) == 4);  // The caller is not counted.
     for (const char* other : {"", "/", "x/3", "0.10 0.20 0.30", "1 2 3 4x/5"}) {
         CHECK(spare_threads(other, 4) == 4);
     }

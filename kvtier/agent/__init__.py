@@ -1,1 +1,1 @@
-"""What an instance tells its controller, and does for it."""
+"""Instance's end of the controller connection: report chunks, execute commands."""

@@ -1,7 +1,7 @@
-"""The instance's end of the conversation with its controller: found, lost, and found again.
+"""Instance's end of the controller connection, with automatic reconnects.
 
-A controller that is away, refuses or lies costs the cache nothing: nobody waits for it but who asks it, and
-no longer than that has patience.
+An unreachable, rejecting or faulty controller does not affect the cache: only :meth:`Agent.who_holds` waits
+for the controller, with a timeout.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ from kvtier.agent.commands import Commands
 from kvtier.agent.protocol import CONNECT_PATH, VERSION, Hello, TierDescription
 from kvtier.agent.served import Served
 from kvtier.agent.session import RefusedByController, Session
-from kvtier.backends.logs import RareWarning
 from kvtier.cache import TieredCache
 from kvtier.errors import ChannelClosed, ChannelError
-from kvtier.keys import ChunkKey
+from kvtier.logs import RateLimitedWarning
+from kvtier.memory.keys import ChunkKey
 from kvtier.peers.dialling import printable
-from kvtier.peers.pauses import GrowingPause
+from kvtier.peers.pauses import Backoff
 from kvtier.settings import Settings
-from kvtier.settings_peer import split_address
+from kvtier.settings.peer import split_address
 from kvtier.sockets.frames import MAX_FRAME_BYTES
 
 logger = logging.getLogger("kvtier")
 
 CONNECT_SECONDS = 5.0
 CLOSE_SECONDS = 0.5
-"""How long a farewell may take."""
+"""Timeout of the closing handshake."""
 STEADY_SECONDS = 5.0
-"""A connection that lasted longer was a good one: the next one is opened soon."""
+"""A connection that lasted longer than this resets the back-off."""
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - nothing listens there
 
 
 @dataclass(frozen=True)
 class Serving:
-    """How other instances reach this one, where they can."""
+    """Address on which this instance serves peers."""
 
     listen: str
-    """What the settings say."""
+    """The address in the settings."""
     port: int
-    """Where it really listens."""
+    """The bound port."""
 
-    def address(self, seen: str) -> str:
-        """``HOST:PORT``, with the host that the controller sees where the settings name none."""
+    def address(self, local_host: str) -> str:
+        """Return ``HOST:PORT``; the host is ``local_host`` if the settings have a wildcard."""
         host, _ = split_address(self.listen)
-        host = seen if host in WILDCARDS else host
+        host = local_host if host in WILDCARDS else host
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
 
 class Agent:
-    """Registers an instance with ``controller.url`` for as long as :meth:`run` runs. One event loop."""
+    """Keeps an instance registered with ``controller.url`` while :meth:`run` runs. One event loop only."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class Agent:
         serving: Serving | None,
         transport: str | None,
     ) -> None:
-        """``transport`` is how chunks come from other instances; ``None`` where none can come."""
+        """``transport``: name of the transport for peers; ``None`` if fetching from peers is disabled."""
         assert settings.controller.url is not None
         self._settings = settings.controller
-        self._patience = settings.peer.patience
+        self._timeout = settings.peer.timeout
         self._url = settings.controller.url
         self._cache = cache
         self._served = served
@@ -90,75 +90,75 @@ class Agent:
         self._name = settings.controller.instance_name
         self._incarnation = secrets.randbits(63)
         self._session: Session | None = None
-        self._pause = GrowingPause()
-        self._warn = RareWarning(logger)
-        self._trouble = ""
+        self._pause = Backoff()
+        self._warn = RateLimitedWarning(logger)
+        self._last_error = ""
         self._refused: str | None = None
         self._lost = 0
 
     async def run(self) -> None:
-        """Stay registered until cancelled. Raises nothing else."""
+        """Stay registered until cancelled. Does not raise other exceptions."""
         while True:
             began = time.monotonic()
             try:
                 await self._stay_registered()
             except RefusedByController as error:
                 self._refused = printable(str(error))
-                self._note(f"it refuses this instance: {self._refused}")
+                self._note(f"it rejects this instance: {self._refused}")
             except (OSError, ChannelError) as error:
                 self._refused = None
                 self._note(printable(str(error)))
-            except Exception as error:  # A bug, which must not harm the cache.
-                logger.exception("controller %s: the connection ends", self._url)
+            except Exception as error:  # A bug, which must not affect the cache.
+                logger.exception("controller %s: the connection failed", self._url)
                 self._note(repr(error))
             if time.monotonic() - began > STEADY_SECONDS:
                 self._pause.reset()
             await anyio.sleep(self._pause.next())
 
     async def who_holds(self, keys: Sequence[ChunkKey]) -> list[tuple[str, int]]:
-        """Which instances hold leading ones of ``keys``: where peers reach them, and how many; most first.
+        """Return the peer addresses of instances that hold leading ``keys``, and how many; most first.
 
-        Nothing where the controller is away, or does not answer within ``peer.patience``.
+        Empty if the controller is not connected, or does not answer within ``peer.timeout``.
         """
         session = self._session
         holders: list[tuple[str, int]] = []
         if session is not None:
-            with anyio.move_on_after(self._patience):
+            with anyio.move_on_after(self._timeout):
                 try:
                     holders = await session.who_holds(keys)
                 except ChannelError:
-                    logger.debug("the controller was lost with a question")
+                    logger.debug("lost the connection to the controller during a request")
         return holders
 
     def status(self) -> dict[str, object]:
-        """How it stands with the controller, for people and tests."""
+        """Return the state of the connection, for diagnostics and tests."""
         session = self._session
         return {
             "url": self._url,
             "instance": self._name,
             "connected": session is not None,
-            "in_step": session is not None and session.holdings.in_step,
+            "in_step": session is not None and session.holdings.up_to_date,
             "told_anew": session.holdings.lost if session is not None else 0,
             "commands": session.commands_running if session is not None else 0,
             "refused": self._refused,
-            "trouble": self._trouble,
+            "last_error": self._last_error,
             "lost": self._lost,
         }
 
-    def _note(self, trouble: str) -> None:
-        self._trouble = trouble
-        self._warn("controller %s: %s; going on without it", self._url, trouble)
+    def _note(self, last_error: str) -> None:
+        self._last_error = last_error
+        self._warn("controller %s: %s; continuing without it", self._url, last_error)
 
     async def _stay_registered(self) -> None:
-        """Register, and serve the controller until the connection ends. Raises why."""
+        """Register, and serve the controller until the connection ends. Always raises the reason."""
         async with self._connection() as connection:
             session = Session(connection, self._cache, self._served, self._commands)
             welcome = await session.greet(self._hello(connection.local_address[0]))
-            if self._trouble:
+            if self._last_error:
                 logger.info("controller %s: this instance, %s, is registered again", self._url, self._name)
             else:
                 logger.info("controller %s: this instance is registered as %s", self._url, self._name)
-            self._trouble, self._refused = "", None
+            self._last_error, self._refused = "", None
             self._session = session
             try:
                 await session.run(welcome)
@@ -183,9 +183,9 @@ class Agent:
         except InvalidStatus as error:
             raise _refusal(error.response.status_code) from error
         except WebSocketException as error:
-            raise ChannelError(f"what answers there is no controller: {error}") from error
+            raise ChannelError(f"the server at this address is not a controller: {error}") from error
         except TimeoutError as error:
-            raise ChannelClosed(f"it has not answered within {CONNECT_SECONDS:g} s") from error
+            raise ChannelClosed(f"no answer within {CONNECT_SECONDS:g} s") from error
         try:
             yield connection
         finally:
@@ -208,7 +208,7 @@ class Agent:
     def _tls(self) -> ssl.SSLContext | None:
         return ssl.create_default_context() if self._url.startswith("https:") else None
 
-    def _hello(self, seen: str) -> Hello:
+    def _hello(self, local_host: str) -> Hello:
         tiers = [
             TierDescription(tier.name, tier.settings.type, tier.capacity, tier.shared)
             for tier in self._cache.hierarchy.tiers
@@ -220,7 +220,7 @@ class Agent:
             __version__,
             socket.gethostname(),
             os.getpid(),
-            None if self._serving is None else self._serving.address(seen),
+            None if self._serving is None else self._serving.address(local_host),
             self._transport,
             tiers,
         )
@@ -229,6 +229,6 @@ class Agent:
 def _refusal(status: int) -> ChannelError:
     if status in (401, 403):
         return RefusedByController(
-            f"its token is missing or wrong (HTTP {status}): write the controller's in controller.token"
+            f"the token is missing or wrong (HTTP {status}): set controller.token to the controller's token"
         )
-    return ChannelError(f"it answers with HTTP {status} where instances connect: is controller.url right?")
+    return ChannelError(f"HTTP {status} from {CONNECT_PATH}: is controller.url right?")

@@ -1,4 +1,4 @@
-"""Carries out what the controller asks for: each command is one piece of work, which may be cancelled."""
+"""Execute the controller's commands, each as a cancellable unit of work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import anyio
 import anyio.lowlevel
 
 from kvtier.agent.protocol import (
-    MOST_KEYS,
+    MAX_KEYS,
     Command,
     Delete,
     DeleteAll,
@@ -24,45 +24,45 @@ from kvtier.agent.protocol import (
 from kvtier.agent.tokenizing import Tokenizers
 from kvtier.cache import TieredCache
 from kvtier.errors import PeerError, ProtocolError
-from kvtier.keys import ChunkKey, join_keys, split_keys
+from kvtier.memory.keys import ChunkKey, join_keys, split_keys
 from kvtier.peers.backend import PeersBackend
 from kvtier.pipeline.clear import Cleared
 from kvtier.pipeline.discover import Expected
-from kvtier.pipeline.gather import Lender
-from kvtier.tier import Tier
+from kvtier.pipeline.gather import ChunkProvider
+from kvtier.tiers.tier import Tier
 
 KEYS_A_STEP = 4096
-"""Looked at before the loop may do something else."""
+"""Number of keys processed before yielding to the event loop."""
 
 
 class Peers(NamedTuple):
-    """What chunks of other instances come through, and the tier that stands for all of them."""
+    """The backend for chunks of other instances, and the tier that represents all of them."""
 
     backend: PeersBackend
     tier: Tier
 
 
 class Work(ABC):
-    """One command."""
+    """Execution of one command."""
 
     changes = True
-    """Whether it changes what tiers hold."""
+    """Whether it changes the contents of tiers."""
 
     @abstractmethod
     async def run(self) -> None:
-        """Carry it out. Raises :class:`kvtier.errors.KVTierError` where that cannot even begin."""
+        """Execute the command. Raises :class:`kvtier.errors.KVTierError` if it cannot start."""
 
     @abstractmethod
     def answer(self, reason: str | None) -> Done:
-        """What has come of it, be it cancelled; with ``reason`` why it was ended from outside, if it was."""
+        """Return the outcome, also of a cancelled command; ``reason``: why it was cancelled, if it was."""
 
     def progress(self) -> Progress | None:
-        """How far it is, where it may take long."""
+        """Return the progress of a long-running command."""
         return None
 
 
 class Commands:
-    """Makes work of commands. ``peers`` is ``None`` where nothing can come from other instances."""
+    """Creates work from commands. ``peers`` is ``None`` if fetching from other instances is disabled."""
 
     def __init__(self, cache: TieredCache, peers: Peers | None, tokenizers: Tokenizers) -> None:
         self.cache = cache
@@ -70,7 +70,7 @@ class Commands:
         self.tokenizers = tokenizers
 
     def begin(self, command: Command) -> Work:
-        """Nothing happens before :meth:`Work.run`. Raises :class:`ProtocolError` for what makes no sense."""
+        """Create the work of a command without running it. Raises :class:`ProtocolError` if invalid."""
         match command:
             case Fetch():
                 return _Fetching(self, command)
@@ -82,13 +82,13 @@ class Commands:
                 return _Pinning(self, command)
             case Tokenize():
                 return _Tokenizing(self, command)
-        raise ProtocolError(f"{type(command).__name__} is no command to be carried out")
+        raise ProtocolError(f"{type(command).__name__} is not an executable command")
 
     def tier(self, number: int) -> Tier:
-        """A tier by its number. Raises :class:`ProtocolError`."""
+        """Return a tier by its number. Raises :class:`ProtocolError`."""
         tiers = self.cache.hierarchy.tiers
         if not 0 <= number < len(tiers):
-            raise ProtocolError(f"there is no tier {number}: this instance has {len(tiers)}")
+            raise ProtocolError(f"invalid tier number {number}: this instance has {len(tiers)} tiers")
         return tiers[number]
 
 
@@ -97,7 +97,7 @@ class _Fetching(Work):
         keys = _split(command.keys)
         if len(command.lengths) != len(keys) or any(length <= 0 for length in command.lengths):
             raise ProtocolError(
-                f"{len(keys)} different chunks and {len(command.lengths)} lengths, or one of no bytes"
+                f"{len(keys)} distinct chunks with {len(command.lengths)} lengths, or a length below 1"
             )
         self._commands = commands
         self._command = command
@@ -105,39 +105,41 @@ class _Fetching(Work):
         self._tier = commands.tier(command.tier)
         expected = Expected(command.namespace, command.lengths)
         self._gathering = commands.cache.gather(keys, expected, self._tier.name)
-        self._trouble: str | None = None
+        self._last_error: str | None = None
 
     async def run(self) -> None:
         seconds = self._command.seconds
         with anyio.move_on_after(None if seconds is None else max(seconds, 0.0)) as scope:
             await self._run()
         if scope.cancelled_caught:
-            self._trouble = f"the {seconds:g} s that it was given are over"
+            self._last_error = f"its deadline of {seconds:g} s has expired"
 
     async def _run(self) -> None:
         address, gathering, peers = self._command.peer, self._gathering, self._commands.peers
         if peers is not None and self._tier is peers.tier:
-            raise ProtocolError(f"nothing is ever put into tier {self._tier.name}: choose another one")
-        if address is None or not gathering.lacking():
+            raise ProtocolError(f"tier {self._tier.name} cannot be written to: choose another one")
+        if address is None or not gathering.is_incomplete():
             await gathering.run()
             return
         if peers is None:
-            self._trouble = "this instance has no way to fetch from others: give it peer.secret or peer.tls"
+            self._last_error = "this instance cannot fetch from others: set peer.secret or peer.tls"
             await gathering.run()
             return
         try:
-            async with peers.backend.borrow(address) as peer:
-                await gathering.run(Lender(peers.tier, peer.promise, f"peer {address}"))
+            async with peers.backend.temporary_peer(address) as peer:
+                await gathering.run(ChunkProvider(peers.tier, peer.promise, f"peer {address}"))
         except PeerError as error:
-            await gathering.run()  # What is here can still be brought.
-            self._trouble = str(error)
+            await gathering.run()  # Chunks in this instance's other tiers can still be fetched.
+            self._last_error = str(error)
 
     def answer(self, reason: str | None) -> Done:
         held = self._gathering.held()
         if len(held) == len(self._keys):
             reason = None
         else:
-            reason = reason or self._trouble or self._gathering.reason or "some have gone again"
+            reason = (
+                reason or self._last_error or self._gathering.reason or "some were removed in the meantime"
+            )
         return Done(
             self._command.ticket, join_keys(held), len(held), self._gathering.transferred_bytes, reason
         )
@@ -153,18 +155,18 @@ class _Deleting(Work):
         self._cache = commands.cache
         self._keys = _split(command.keys)
         self._tier = commands.tier(command.tier)
-        self._gone: list[ChunkKey] = []
+        self._removed: list[ChunkKey] = []
         self._bytes = 0
 
     async def run(self) -> None:
         for part in _steps(self._keys):
             cleared = await self._cache.clear(part, tiers=[self._tier.name])
-            self._gone += cleared.keys
+            self._removed += cleared.keys
             self._bytes += cleared.bytes
             await anyio.lowlevel.checkpoint()
 
     def answer(self, reason: str | None) -> Done:
-        return Done(self._ticket, join_keys(self._gone), len(self._gone), self._bytes, reason)
+        return Done(self._ticket, join_keys(self._removed), len(self._removed), self._bytes, reason)
 
 
 class _DeletingAll(Work):
@@ -174,9 +176,9 @@ class _DeletingAll(Work):
         if command.tier is not None:
             tiers = [commands.tier(command.tier)]
         else:
-            # What peers hold is theirs.
-            among = None if commands.peers is None else commands.peers.tier
-            tiers = [tier for tier in commands.cache.hierarchy.tiers if tier is not among]
+            # Never delete chunks of peers.
+            peers_tier = None if commands.peers is None else commands.peers.tier
+            tiers = [tier for tier in commands.cache.hierarchy.tiers if tier is not peers_tier]
         self._tiers = [tier.name for tier in tiers]
         self._cleared = Cleared([], 0, 0)
 
@@ -217,7 +219,7 @@ class _Pinning(Work):
 
     def answer(self, reason: str | None) -> Done:
         if len(self._done) < len(self._keys):
-            reason = reason or "the others are in no tier of this instance"
+            reason = reason or "no tier of this instance holds the others"
         return Done(self._command.ticket, join_keys(self._done), len(self._done), self._bytes, reason)
 
 
@@ -241,8 +243,8 @@ def _split(joined: bytes) -> list[ChunkKey]:
         keys = split_keys(joined)
     except ValueError as error:
         raise ProtocolError(str(error)) from error
-    if len(keys) > MOST_KEYS:
-        raise ProtocolError(f"{len(keys)} chunks in one command are over {MOST_KEYS}")
+    if len(keys) > MAX_KEYS:
+        raise ProtocolError(f"{len(keys)} chunks in one command exceed the limit of {MAX_KEYS}")
     return list(dict.fromkeys(keys))
 
 

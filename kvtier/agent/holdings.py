@@ -1,8 +1,8 @@
-"""Tells the controller what each tier of this host holds: all of it first, then what changes.
+"""Report to the controller what each tier of this host holds: first a full snapshot, then changes.
 
-What is told is always what the catalog says at that moment. A change only marks its key, so the order in
-which changes come, and how often a key changes before it is told, are of no account: as long as every change
-marks its key afterwards, what was told last is right or is told again.
+A report always contains the catalog's state at the time of sending. A change only marks its key, so the
+order of changes, and how often a key changes between reports, do not matter: as every change marks its key
+afterwards, the last report of a key is either correct or repeated.
 """
 
 from __future__ import annotations
@@ -12,90 +12,90 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 
-from kvtier.agent.protocol import MOST_KEYS, Changed, InStep, Lost
+from kvtier.agent.protocol import MAX_KEYS, Changed, Lost, UpToDate
 from kvtier.cache import TieredCache
 from kvtier.events import Report
-from kvtier.keys import ChunkKey, join_keys
+from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.sockets.frames import Message
 
 GATHER_SECONDS = 0.05
-"""How long changes are gathered before they are told."""
-MOST_CHANGED = 262_144
-"""Keys that wait to be told. With more it is quicker to tell everything anew."""
-KEYS_A_PART = MOST_KEYS // 4
-"""Told in one message: some milliseconds of work before the loop may do something else."""
+"""How long changes are collected before they are reported."""
+MAX_CHANGED = 262_144
+"""Maximum number of marked keys. With more, a new snapshot is faster."""
+KEYS_A_PART = MAX_KEYS // 4
+"""Keys per message: a few milliseconds of work between two yields to the event loop."""
 ROWS_A_STEP = 4096
-"""Of the catalog, told in one step when everything is told."""
+"""Catalog rows per step of a snapshot."""
 PAUSE_SECONDS = 0.001
-"""After each step: whoever waits for a look-up has half of the loop's time at least."""
+"""Pause after each step, which leaves at least half of the event loop's time to lookups."""
 
 Send = Callable[[Message], Awaitable[None]]
 
 
 class Holdings:
-    """An observer of one cache for one connection. Shared pools are everybody's, and are not told."""
+    """An observer that reports one cache over one connection. Shared pools are not reported."""
 
-    def __init__(self, cache: TieredCache, most_changed: int = MOST_CHANGED) -> None:
+    def __init__(self, cache: TieredCache, max_changed: int = MAX_CHANGED) -> None:
         self._cache = cache
-        self._most_changed = most_changed
+        self._max_changed = max_changed
         self._changed: dict[int, set[ChunkKey]] = {
             tier.index: set() for tier in cache.hierarchy.tiers if not tier.shared
         }
         self._lost = False
-        self._telling = False
+        self._reporting = False
         self._waiting: list[anyio.Event] = []
-        """Those who wait until what is marked now has been told."""
-        self._waiting_for_all: list[anyio.Event] = []
-        """Those whose marks were lost: they wait until everything has been told."""
-        self._woken = anyio.Event()
-        self._hurried = anyio.Event()
-        self.in_step = False
-        """Whether everything has been told, and only what changes has still to be."""
+        """Events to set once all keys that are marked now have been reported."""
+        self._waiting_for_snapshot: list[anyio.Event] = []
+        """Events to set after the next snapshot, because the marks were dropped."""
+        self._changes_marked = anyio.Event()
+        self._flush_requested = anyio.Event()
+        self.up_to_date = False
+        """Whether a snapshot is complete, so that only changes remain to be reported."""
         self.lost = 0
-        """How often it had to be told from the start again."""
+        """How many times a new snapshot was needed because too many keys were marked."""
 
     def observe(self, report: Report) -> None:
-        """Transfers are not of interest here."""
+        """Ignore transfers."""
 
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
-        """Mark what has to be told, unless that has become too much."""
+        """Mark the changed keys for reporting; with too many marks, schedule a new snapshot."""
         marked = self._changed.get(tier)
         if marked is None or self._lost:
             return
         marked.update(stored)
         marked.update(removed)
-        if sum(map(len, self._changed.values())) > self._most_changed:
+        if sum(map(len, self._changed.values())) > self._max_changed:
             self._lost = True
             self._forget()
-        self._woken.set()
+        self._changes_marked.set()
 
-    async def told(self) -> None:
-        """Wait until all that has changed up to now has been told, as :meth:`tell` goes on."""
-        if not (self._lost or self._telling or any(self._changed.values())):
+    async def flush(self) -> None:
+        """Wait until :meth:`report` has reported all changes up to now."""
+        if not (self._lost or self._reporting or any(self._changed.values())):
             return
-        told = anyio.Event()
-        self._waiting.append(told)
-        self._woken.set()
-        self._hurried.set()
-        await told.wait()
+        reported = anyio.Event()
+        self._waiting.append(reported)
+        self._changes_marked.set()
+        self._flush_requested.set()
+        await reported.wait()
 
-    async def tell(self, send: Send) -> None:
-        """Tell everything, then each change, until cancelled. Raises what ``send`` raises."""
+    async def report(self, send: Send) -> None:
+        """Send a snapshot, then changes, until cancelled. Raises the errors of ``send``."""
         self._cache.add_observer(self)
         try:
             while True:
-                await self._tell_all(send)
+                await self._send_snapshot(send)
                 while not self._lost:
                     await self._gather()
-                    await self._tell_changes(send)
+                    await self._send_changes(send)
                 self.lost += 1
-                self.in_step = False
+                self.up_to_date = False
                 await send(Lost())
         finally:
             self._cache.remove_observer(self)
 
-    async def _tell_all(self, send: Send) -> None:
-        self._waiting_for_all += self._waiting
+    async def _send_snapshot(self, send: Send) -> None:
+        self._waiting_for_snapshot += self._waiting
         self._waiting.clear()
         self._forget()
         self._lost = False
@@ -106,37 +106,37 @@ class Holdings:
                 if held:
                     await send(Changed(tier, held, b""))
             if time.monotonic() > due:
-                await self._tell_changes(send)
+                await self._send_changes(send)
                 due = time.monotonic() + GATHER_SECONDS
             if self._lost:
                 return
             await anyio.sleep(PAUSE_SECONDS)
-        await self._tell_changes(send)
+        await self._send_changes(send)
         if not self._lost:
-            await send(InStep())
-            self.in_step = True
-            _wake_up(self._waiting_for_all)
+            await send(UpToDate())
+            self.up_to_date = True
+            _set_all(self._waiting_for_snapshot)
 
     async def _gather(self) -> None:
-        await self._woken.wait()
+        await self._changes_marked.wait()
         with anyio.move_on_after(GATHER_SECONDS):
-            await self._hurried.wait()
+            await self._flush_requested.wait()
 
-    async def _tell_changes(self, send: Send) -> None:
-        """Tell what is marked by now."""
-        self._woken, self._hurried = anyio.Event(), anyio.Event()
+    async def _send_changes(self, send: Send) -> None:
+        """Send the state of all keys that are marked now."""
+        self._changes_marked, self._flush_requested = anyio.Event(), anyio.Event()
         waiting, self._waiting = self._waiting, []
-        self._telling = True
+        self._reporting = True
         for tier, marked in self._changed.items():
             self._changed[tier] = set()
             while marked and not self._lost:
                 part = [marked.pop() for _ in range(min(len(marked), KEYS_A_PART))]
                 await send(self._state_of(tier, part))
-        self._telling = False
+        self._reporting = False
         if self._lost:
             self._waiting += waiting
         else:
-            _wake_up(waiting)
+            _set_all(waiting)
 
     def _state_of(self, tier: int, keys: Sequence[ChunkKey]) -> Changed:
         stored: list[ChunkKey] = []
@@ -150,7 +150,7 @@ class Holdings:
             self._changed[tier] = set()
 
 
-def _wake_up(waiting: list[anyio.Event]) -> None:
-    for told in waiting:
-        told.set()
-    waiting.clear()
+def _set_all(events: list[anyio.Event]) -> None:
+    for event in events:
+        event.set()
+    events.clear()

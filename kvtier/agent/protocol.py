@@ -1,37 +1,37 @@
-"""What an instance and its controller say to each other, over one WebSocket that the instance opens.
+"""Messages between an instance and its controller, over one WebSocket that the instance opens.
 
-A binary WebSocket message is one frame of :mod:`kvtier.sockets.frames`, without the length that a stream
-needs, and no longer than ``MAX_FRAME_BYTES``; it is decoded into the types below and nothing else. Chunk
-bytes never travel here: instances fetch them from each other (:mod:`kvtier.peers`). The controller's token
-is proved by the ``Authorization`` header of the WebSocket's handshake, before any of this.
+A binary WebSocket message is one frame of :mod:`kvtier.sockets.frames` without its length prefix, of at most
+``MAX_FRAME_BYTES``; it is decoded into the types below and nothing else. Chunk bytes are never sent here:
+instances fetch them from each other (:mod:`kvtier.peers`). The instance authenticates with the controller's
+token in the ``Authorization`` header of the WebSocket handshake, before any message.
 
-The order of things::
+Sequence::
 
     instance                              controller
       Hello ──────────────────────────────►
-      ◄──────────────────────────── Welcome      or Refused, which says why
-      Serves(models) ─────────────────────►      again whenever an engine brings another model
-      Changed(stored, removed) ───────────►      first all that it holds, in parts, then what changes
-      InStep ─────────────────────────────►      all that it holds has been told
-      Lost ───────────────────────────────►      forget what I hold: it is told from the start again
+      ◄──────────────────────────── Welcome      or Refused, with the reason
+      Serves(models) ─────────────────────►      again whenever an engine adds a model
+      Changed(stored, removed) ───────────►      first a snapshot in parts, then changes
+      UpToDate ───────────────────────────►      the snapshot is complete
+      Lost ───────────────────────────────►      discard all state: a new snapshot follows
       Heartbeat ──────────────────────────►      every ``Welcome.heartbeat`` seconds
       WhoHolds(keys) ─────────────────────►
       ◄───────────────────────────── HeldBy
       ◄────────── a command with a ticket
-      Progress(ticket) ───────────────────►      as often as it pleases
+      Progress(ticket) ───────────────────►      any number of times
       Done(ticket) or Failed(ticket) ─────►      once for every command
 
 Rules:
 
-- What an instance holds is what it said on this connection. When the connection ends it holds nothing, and
-  commands under way on either side have failed.
-- What a command has changed is told before its Done: who asks then who holds it is told the new state.
-- The controller hears of an instance by its heartbeats, the instance of it by the pongs to its WebSocket
-  pings. ``removed`` may name chunks that were never told as stored.
-- A command that names no chunks is answered like any other: with one the controller asks for a sign of life
-  when another instance of the same id has come.
-- No command both copies and deletes. Whoever moves deletes from the source what the target has confirmed.
-- A tier is its number in ``Hello.tiers``. A key is 32 bytes; keys travel joined.
+- An instance holds what it has reported on this connection. When the connection ends it holds nothing, and
+  pending commands of both sides have failed.
+- The changes of a command are reported before its Done, so that later queries return the new state.
+- The controller detects a dead instance by missed heartbeats, the instance a dead controller by missed pongs
+  to its WebSocket pings. ``removed`` may contain chunks that were never reported as stored.
+- A command without chunks is answered like any other. The controller uses one as a ping when another
+  instance with the same id connects.
+- No command both copies and deletes. A move deletes from the source what the target has confirmed.
+- A tier is identified by its index in ``Hello.tiers``. A key has 32 bytes; keys are sent concatenated.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvtier.layout import ChunkLayout
+from kvtier.memory.layout import ChunkLayout
 from kvtier.sockets.frames import Message, decoder
 
 VERSION = 1
-MOST_KEYS = 32_768
-"""In one message: 1 MiB of them. What names more comes in parts."""
+MAX_KEYS = 32_768
+"""Maximum number of keys per message, which is 1 MiB; longer lists are split."""
 CONNECT_PATH = "/connect"
-"""Where the controller takes WebSockets."""
+"""HTTP path of the controller's WebSocket endpoint."""
 
 JoinedKeys: TypeAlias = bytes
-"""Under a name of its own: within a message with a field ``bytes`` the type is hidden."""
+"""Alias for use in messages whose field ``bytes`` hides the type."""
 
 
 class TierDescription(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +60,7 @@ class TierDescription(msgspec.Struct, frozen=True, array_like=True):
     name: str
     type: str
     capacity: int | None
-    """``None`` for a shared pool, which knows that itself."""
+    """``None`` for a shared pool, which manages its own capacity."""
     shared: bool
 
 
@@ -69,15 +69,15 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
 
     version: int
     instance: str
-    """``controller.instance_id``: no two instances share one."""
+    """``controller.instance_id``, which must be unique."""
     incarnation: int
-    """Random, for the life of the process: tells one that comes back from another of the same name."""
+    """Random and constant for the life of the process: distinguishes a reconnect from another instance."""
     kvtier: str
-    """Its version of kvtier."""
+    """Version of kvtier."""
     host: str
     process: int
     peer: str | None
-    """Where other instances reach it, ``HOST:PORT``, or ``None`` where it serves none."""
+    """Address for other instances, ``HOST:PORT``; ``None`` if it does not serve peers."""
     transport: str | None
     tiers: list[TierDescription]
 
@@ -87,13 +87,13 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
 
     version: int
     heartbeat: float
-    """Seconds between two heartbeats."""
-    silence: float
-    """Seconds of silence after which either side takes the other for dead."""
+    """Heartbeat interval in seconds."""
+    idle_timeout: float
+    """Seconds without a message after which either side considers the other dead."""
 
 
 class Refused(Message, frozen=True, array_like=True, tag=3):
-    """The controller will not go on with this connection; the message says why."""
+    """Rejection of this connection, with the reason."""
 
     reason: str
 
@@ -102,83 +102,83 @@ class Model(msgspec.Struct, frozen=True, array_like=True):
     """A model that engines of this instance serve, in one layout."""
 
     names: list[str]
-    """What clients call it, the engine's own name for it first."""
+    """Names that clients use for it. The engine's own name is the first."""
     namespace: bytes
     layout: ChunkLayout
     tokenizer: bool
-    """Whether this instance can turn a prompt into token ids."""
+    """Whether this instance can tokenize prompts for it."""
 
 
 class Serves(Message, frozen=True, array_like=True, tag=4):
-    """All models that engines of this instance serve or have served since it began."""
+    """All models that engines of this instance serve, or have served since it started."""
 
     models: list[Model]
 
 
 class Changed(Message, frozen=True, array_like=True, tag=5):
-    """Chunks that a tier holds now, and chunks that it does not hold any more; ``removed`` comes first."""
+    """Chunks that a tier now holds, and chunks that it has removed. Apply ``removed`` first."""
 
     tier: int
     stored: bytes
     removed: bytes
 
 
-class InStep(Message, frozen=True, array_like=True, tag=6):
-    """What was told since :class:`Hello` or :class:`Lost` is all that is held; from now on come changes."""
+class UpToDate(Message, frozen=True, array_like=True, tag=6):
+    """End of the snapshot that began with :class:`Hello` or :class:`Lost`. Changes follow."""
 
 
 class Lost(Message, frozen=True, array_like=True, tag=7):
-    """Changes were lost on the way, as there were too many: what was told before counts no more."""
+    """Too many changes were pending and have been dropped: earlier reports are invalid."""
 
 
 class TierState(msgspec.Struct, frozen=True, array_like=True):
-    """How one tier is, in the order of ``Hello.tiers``."""
+    """State of one tier, in the order of ``Hello.tiers``."""
 
     used: int
-    """Bytes."""
+    """In bytes."""
     chunks: int
     available: bool
     """Whether its circuit breaker is closed."""
     found: int
-    """Chunks that look-ups have found in it since the instance began."""
+    """Number of chunks that lookups have hit in it since the instance started."""
 
 
 class Heartbeat(Message, frozen=True, array_like=True, tag=8):
-    """How the instance is. All counts are since it began."""
+    """State of the instance. All counts are since it started."""
 
     tiers: list[TierState]
     looked_up: int
-    """Chunks that engines have asked for."""
+    """Number of chunks that engines have looked up."""
     engines: list[str]
     leases: int
     pending_bytes: int
-    """That a lower tier has still to write."""
+    """Bytes that are still to be written to lower tiers."""
 
 
 class WhoHolds(Message, frozen=True, array_like=True, tag=9):
-    """Which instances hold leading chunks of this prompt, in tiers of their own?"""
+    """Request for the instances that hold leading chunks of this prompt in tiers of their own."""
 
     ticket: int
     keys: bytes
 
 
 class HeldBy(Message, frozen=True, array_like=True, tag=10):
-    """Answer to :class:`WhoHolds`: where to reach them and how many leading chunks each holds, most first."""
+    """Answer to :class:`WhoHolds`: peer addresses, and how many leading chunks each holds, most first."""
 
     ticket: int
     peers: list[str]
     chunks: list[int]
 
 
-# Commands. Each is answered by Done or Failed with its ticket, whatever happens.
+# Commands. Each is always answered by Done or Failed with its ticket.
 
 
 class Fetch(Message, frozen=True, array_like=True, tag=16):
-    """Bring chunks into ``tier``: from this instance's other tiers where they are, from ``peer`` otherwise.
+    """Fetch chunks into ``tier``, from this instance's other tiers if possible, otherwise from ``peer``.
 
-    ``peer`` alone is asked for what is not here, or nobody where it is ``None``. All chunks belong to one
-    prompt of one namespace, in prefix order, and each is ``lengths`` bytes long. What comes after a chunk
-    that is neither here nor there, or that finds no room, is not fetched.
+    No other peer is queried; with ``None``, no peer at all. All chunks belong to one prompt of one namespace,
+    in prefix order; ``lengths`` are their sizes in bytes. The fetch ends at the first chunk that is not found
+    or finds no room.
     """
 
     ticket: int
@@ -188,13 +188,13 @@ class Fetch(Message, frozen=True, array_like=True, tag=16):
     keys: bytes
     lengths: list[int]
     seconds: float | None
-    """After which it is told what has arrived by then. ``None``: as long as it takes."""
+    """Deadline, at which Done reports the chunks that have arrived. ``None``: no deadline."""
 
 
 class Delete(Message, frozen=True, array_like=True, tag=17):
-    """Remove chunks from one tier. Their bytes are freed with the last lease on them.
+    """Remove chunks from one tier. Their memory is freed with the last lease on them.
 
-    Its answer names those that were there. What was not is as it should be, too, and no reason for words.
+    The answer lists the removed chunks. Chunks that the tier does not hold are not an error.
     """
 
     ticket: int
@@ -203,14 +203,14 @@ class Delete(Message, frozen=True, array_like=True, tag=17):
 
 
 class DeleteAll(Message, frozen=True, array_like=True, tag=18):
-    """Remove every chunk from one tier, or from all where it is ``None``."""
+    """Remove every chunk from ``tier``, or from all tiers with ``None``."""
 
     ticket: int
     tier: int | None
 
 
 class Pin(Message, frozen=True, array_like=True, tag=19):
-    """Keep chunks from being evicted, for some seconds or for good."""
+    """Protect chunks from eviction for ``seconds``, or indefinitely with ``None``."""
 
     ticket: int
     keys: bytes
@@ -225,7 +225,7 @@ class Unpin(Message, frozen=True, array_like=True, tag=20):
 
 
 class Tokenize(Message, frozen=True, array_like=True, tag=21):
-    """Turn a prompt into token ids, as the engine that serves the model would."""
+    """Tokenize a prompt as the engine that serves the model does."""
 
     ticket: int
     namespace: bytes
@@ -233,13 +233,13 @@ class Tokenize(Message, frozen=True, array_like=True, tag=21):
 
 
 class Cancel(Message, frozen=True, array_like=True, tag=22):
-    """Stop carrying out a command: nobody waits for it. It is answered all the same."""
+    """Cancel a command. It is still answered."""
 
     ticket: int
 
 
 class Progress(Message, frozen=True, array_like=True, tag=32):
-    """So far so many chunks of a command are done."""
+    """Number of chunks, and their bytes, that a command has completed so far."""
 
     ticket: int
     chunks: int
@@ -247,26 +247,26 @@ class Progress(Message, frozen=True, array_like=True, tag=32):
 
 
 class Done(Message, frozen=True, array_like=True, tag=33):
-    """A command has been carried out, as far as it could be."""
+    """Completion of a command, possibly partial."""
 
     ticket: int
     keys: JoinedKeys
-    """Those of its chunks that are now as they should be: held by the tier, removed, pinned, unpinned.
+    """The chunks for which it succeeded: held by the tier, removed, pinned, or unpinned.
 
     Empty after :class:`DeleteAll` and :class:`Tokenize`.
     """
     chunks: int
-    """How many these are; after :class:`DeleteAll`, how many were removed."""
+    """Their number; after :class:`DeleteAll`, the number of removed chunks."""
     bytes: int
-    """Their bytes; for :class:`Fetch` those that had to be transferred."""
+    """Their size; for :class:`Fetch`, the number of transferred bytes."""
     reason: str | None = None
-    """Where some chunks are not as they should be: why, in words."""
+    """Why it did not succeed for all chunks."""
     tokens: list[int] = msgspec.field(default_factory=list)
-    """After :class:`Tokenize`."""
+    """The result of :class:`Tokenize`."""
 
 
 class Failed(Message, frozen=True, array_like=True, tag=34):
-    """A command could not be carried out at all."""
+    """Failure of a whole command."""
 
     ticket: int
     reason: str
@@ -274,10 +274,10 @@ class Failed(Message, frozen=True, array_like=True, tag=34):
 
 Command = Fetch | Delete | DeleteAll | Pin | Unpin | Tokenize | Cancel
 Answer = Progress | Done | Failed
-FromInstance = Hello | Serves | Changed | InStep | Lost | Heartbeat | WhoHolds | Progress | Done | Failed
+FromInstance = Hello | Serves | Changed | UpToDate | Lost | Heartbeat | WhoHolds | Progress | Done | Failed
 FromController = Welcome | Refused | HeldBy | Fetch | Delete | DeleteAll | Pin | Unpin | Tokenize | Cancel
 
-decode_from_instance: Callable[[bytes], FromInstance] = decoder(FromInstance, "a message of an instance")
+decode_from_instance: Callable[[bytes], FromInstance] = decoder(FromInstance, "a message from an instance")
 decode_from_controller: Callable[[bytes], FromController] = decoder(
-    FromController, "a message of a controller"
+    FromController, "a message from a controller"
 )

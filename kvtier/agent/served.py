@@ -1,4 +1,4 @@
-"""Which models the engines of this instance serve, and where their tokenizers are."""
+"""Registry of this instance's engines, their models and the location of their tokenizers."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ import anyio
 import msgspec
 
 from kvtier.agent.protocol import Model
-from kvtier.layout import ChunkLayout
+from kvtier.memory.layout import ChunkLayout
 
-MOST_MODELS = 64
-MOST_NAMES = 16
-"""Of one model."""
-MOST_CHARACTERS = 256
-"""In one name."""
-MOST_ENGINES = 256
-"""That are told of."""
+MAX_MODELS = 64
+MAX_NAMES = 16
+"""Maximum number of names per model."""
+MAX_CHARACTERS = 256
+"""Maximum length of a name."""
+MAX_ENGINES = 256
+"""Maximum number of engines that are reported."""
 PLAIN_MODES = ("hf", "cohere", "inkling", "kimi_k3")
-"""vLLM's tokenizer modes in which the tokenizer is one of the library transformers."""
+"""vLLM's tokenizer modes that use a tokenizer of the transformers library."""
 
 
 class TokenizerSource(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine loads its tokenizer from."""
+    """Location of an engine's tokenizer."""
 
     path: str
-    """A directory or the name of a repository."""
+    """Directory, or name of a repository."""
     mode: str = "hf"
-    """As vLLM has resolved it: not ``auto``."""
+    """The mode that vLLM has resolved, not ``auto``."""
     revision: str | None = None
     trust_remote_code: bool = False
 
     @property
     def usable(self) -> bool:
-        """Whether a helper process of this one can load it: by its kind, and as transformers is installed."""
+        """Whether a helper process can load it: its mode is supported, and transformers is installed."""
         return self.mode in PLAIN_MODES and find_spec("transformers") is not None
 
 
 class EngineModel(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine says of the model that it serves."""
+    """The model that an engine serves, as reported by the engine."""
 
     names: list[str]
-    """What clients call it, the engine's own name for it first."""
+    """Names that clients use for it. The engine's own name is the first."""
     tokenizer: TokenizerSource | None = None
 
 
@@ -52,24 +52,24 @@ class _Served(msgspec.Struct):
 
 
 class Served:
-    """Engines that are here, and models that they serve or have served. Belongs to one event loop."""
+    """Connected engines, and the models that they serve or have served. Confined to one event loop."""
 
     def __init__(self) -> None:
         self._engines: dict[str, tuple[bytes, ChunkLayout]] = {}
-        """By name, the namespace and the layout of each that is here."""
+        """The namespace and the layout of each connected engine, by name."""
         self._models: dict[bytes, _Served] = {}
         self.version = 0
-        """Another one whenever the models are others."""
+        """Incremented when the models change."""
         self._changed = anyio.Event()
 
     @property
     def engines(self) -> list[str]:
-        """The engines that are here; a bounded number of them."""
-        return [printable for name in list(self._engines)[:MOST_ENGINES] if (printable := _printable(name))]
+        """Names of the connected engines, :data:`MAX_ENGINES` at most."""
+        return [printable for name in list(self._engines)[:MAX_ENGINES] if (printable := _printable(name))]
 
     @property
     def models(self) -> list[Model]:
-        """Every model, as the controller is told of it."""
+        """All models, as reported to the controller."""
         return [
             Model(
                 list(model.names),
@@ -80,8 +80,8 @@ class Served:
             for namespace, model in self._models.items()
         ]
 
-    def came(self, engine: str, namespace: bytes, layout: ChunkLayout, model: EngineModel | None) -> None:
-        """An engine has come, or has said which model it serves. Names that cannot be told are left out."""
+    def add(self, engine: str, namespace: bytes, layout: ChunkLayout, model: EngineModel | None) -> None:
+        """Add an engine, or the model that it serves. Ignores names that are too long or not printable."""
         self._engines[engine] = namespace, layout
         names = [name for name in map(_printable, model.names if model else ()) if name]
         if model is None or not names:
@@ -89,41 +89,41 @@ class Served:
         known = self._models.pop(namespace, None)
         if known is not None:
             names = [*known.names, *names]
-        names = list(dict.fromkeys(names))[:MOST_NAMES]
+        names = list(dict.fromkeys(names))[:MAX_NAMES]
         self._models[namespace] = _Served(names, layout, model.tokenizer)
         self._forget_oldest()
         self.version += 1
         self._changed.set()
         self._changed = anyio.Event()
 
-    def left(self, engine: str) -> None:
-        """An engine has left. Its model is remembered: its chunks are still here."""
+    def remove(self, engine: str) -> None:
+        """Remove a disconnected engine. Keep its model, whose chunks are still cached."""
         self._engines.pop(engine, None)
 
     def refusal(self, namespace: bytes) -> str:
-        """Why chunks of a model are of no use to the engines that are here; empty where they may be."""
-        known = {*self._models, *(mine for mine, _ in self._engines.values())}
+        """Return why the connected engines cannot use chunks of a model; empty if they can."""
+        known = {*self._models, *(used for used, _ in self._engines.values())}
         if not self._engines or namespace in known:
             return ""
-        layouts = sorted({str(layout) for _, layout in self._engines.values()})[:MOST_MODELS]
-        return f"the engines there serve another model, or have another layout: {'; '.join(layouts)}"
+        layouts = sorted({str(layout) for _, layout in self._engines.values()})[:MAX_MODELS]
+        return f"the engines there serve another model, or use another layout: {'; '.join(layouts)}"
 
     def tokenizer(self, namespace: bytes) -> TokenizerSource | None:
-        """Where the tokenizer of a model is; ``None`` where that is not known."""
+        """Return the location of a model's tokenizer; ``None`` if it is unknown."""
         model = self._models.get(namespace)
         return None if model is None else model.tokenizer
 
     async def changed(self, version: int) -> None:
-        """Wait until the models are others than they were in a version."""
+        """Wait until the models differ from those of ``version``."""
         while self.version == version:
             await self._changed.wait()
 
     def _forget_oldest(self) -> None:
-        here = {namespace for namespace, _ in self._engines.values()}
-        idle = [namespace for namespace in self._models if namespace not in here]
-        for namespace in [*idle, *self._models][: max(0, len(self._models) - MOST_MODELS)]:
+        connected = {namespace for namespace, _ in self._engines.values()}
+        idle = [namespace for namespace in self._models if namespace not in connected]
+        for namespace in [*idle, *self._models][: max(0, len(self._models) - MAX_MODELS)]:
             del self._models[namespace]
 
 
 def _printable(name: str) -> str:
-    return name if name.isprintable() and len(name) <= MOST_CHARACTERS else ""
+    return name if name.isprintable() and len(name) <= MAX_CHARACTERS else ""

@@ -16,7 +16,7 @@ from websockets.exceptions import ConnectionClosed
 from kvtier.agent.commands import Commands, Work
 from kvtier.agent.holdings import Holdings
 from kvtier.agent.protocol import (
-    MOST_KEYS,
+    MAX_KEYS,
     VERSION,
     Cancel,
     Command,
@@ -35,21 +35,21 @@ from kvtier.agent.protocol import (
 )
 from kvtier.agent.served import Served
 from kvtier.cache import TieredCache
+from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelClosed, ChannelError, KVTierError, ProtocolError
-from kvtier.keys import ChunkKey, join_keys
-from kvtier.router import FIRST
+from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.sockets.frames import Message, encode_body
-from kvtier.tasks import open_tasks
+from kvtier.tiers.router import FIRST
 
 logger = logging.getLogger("kvtier")
 
 GREETING_SECONDS = 10.0
-LONGEST_SILENCE_SECONDS = 3600.0
+MAX_IDLE_TIMEOUT_SECONDS = 3600.0
 PROGRESS_SECONDS = 0.2
 """Between two reports on one command."""
-MOST_COMMANDS = 1024
-MOST_REASON_CHARACTERS = 1000
-MOST_QUESTIONS = 256
+MAX_COMMANDS = 1024
+MAX_REASON_CHARACTERS = 1000
+MAX_QUESTIONS = 256
 """Under way at once. A further one is not asked."""
 
 
@@ -95,9 +95,9 @@ class Session:
                 f"it speaks version {answer.version} of the protocol and this instance {VERSION}: "
                 "install the same kvtier on both"
             )
-        if not 0 < answer.heartbeat < answer.silence <= LONGEST_SILENCE_SECONDS:
+        if not 0 < answer.heartbeat < answer.idle_timeout <= MAX_IDLE_TIMEOUT_SECONDS:
             raise ProtocolError(
-                f"it wants a heartbeat every {answer.heartbeat} s and takes {answer.silence} s for silence"
+                f"its heartbeat of {answer.heartbeat} s does not fit its timeout of {answer.idle_timeout} s"
             )
         return answer
 
@@ -107,7 +107,7 @@ class Session:
             for part in (
                 self._listen,
                 self._tell_models,
-                partial(self.holdings.tell, self._send),
+                partial(self.holdings.report, self._send),
                 partial(self._beat, welcome.heartbeat),
                 partial(self._watch, welcome),
             ):
@@ -116,12 +116,12 @@ class Session:
 
     async def who_holds(self, keys: Sequence[ChunkKey]) -> list[tuple[str, int]]:
         """Ask who holds leading ones of ``keys``, where few enough others ask; waits for the answer."""
-        if len(self._questions) >= MOST_QUESTIONS:
+        if len(self._questions) >= MAX_QUESTIONS:
             return []
         ticket = next(self._tickets)
         question = self._questions[ticket] = _Question()
         try:
-            await self._send(WhoHolds(ticket, join_keys(keys[:MOST_KEYS])))
+            await self._send(WhoHolds(ticket, join_keys(keys[:MAX_KEYS])))
             await question.answered.wait()
         finally:
             del self._questions[ticket]
@@ -168,10 +168,10 @@ class Session:
     async def _watch(self, welcome: Welcome) -> None:
         """Notice a controller that does not answer any more."""
         while True:
-            with anyio.move_on_after(welcome.silence) as scope:
+            with anyio.move_on_after(welcome.idle_timeout) as scope:
                 await self._ping()
             if scope.cancelled_caught:
-                raise ChannelClosed(f"it has been silent for {welcome.silence:g} s")
+                raise ChannelClosed(f"it has been silent for {welcome.idle_timeout:g} s")
             await anyio.sleep(welcome.heartbeat)
 
     def _heartbeat(self) -> Heartbeat:
@@ -205,18 +205,18 @@ class Session:
     def _begin(self, command: Command) -> None:
         if command.ticket in self._running:
             raise ProtocolError(f"it gives ticket {command.ticket} to two commands at once")
-        if len(self._running) >= MOST_COMMANDS:
-            busy = Failed(command.ticket, f"this instance is busy with {MOST_COMMANDS} commands already")
+        if len(self._running) >= MAX_COMMANDS:
+            busy = Failed(command.ticket, f"this instance is busy with {MAX_COMMANDS} commands already")
             self._tasks.start_soon(self._do, partial(self._send, busy))
             return
         scope = self._running[command.ticket] = CancelScope()
-        self._tasks.start_soon(self._carry_out, command, scope)
+        self._tasks.start_soon(self._execute, command, scope)
 
-    async def _carry_out(self, command: Command, scope: CancelScope) -> None:
+    async def _execute(self, command: Command, scope: CancelScope) -> None:
         try:
             answer = await self._answer(self._commands.begin(command), scope)
         except KVTierError as error:
-            answer = Failed(command.ticket, str(error)[:MOST_REASON_CHARACTERS])
+            answer = Failed(command.ticket, str(error)[:MAX_REASON_CHARACTERS])
         except Exception as error:  # Whatever is wrong with one command must not end the others.
             logger.exception("a command of the controller failed")
             answer = Failed(command.ticket, f"an error of this instance, which has logged it: {error!r:.200}")
@@ -231,7 +231,7 @@ class Session:
                 await work.run()
             tasks.cancel_scope.cancel()
         if work.changes:
-            await self.holdings.told()
+            await self.holdings.flush()
         answer = work.answer("it was cancelled" if scope.cancelled_caught else None)
         encode_body(answer)  # Raises where it is too long to be sent.
         return answer

@@ -1,7 +1,7 @@
-"""The helper process that turns prompts into token ids, so that the cache process imports no tokenizer.
+"""Helper process that tokenizes prompts, so that the cache process need not import a tokenizer.
 
-It is told on its standard input where the tokenizer is, then one prompt after another; what it answers goes
-to its standard output. It ends with its input.
+It reads the tokenizer's location from standard input, then one prompt after another, and writes the answers
+to standard output. It exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from kvtier.agent.served import TokenizerSource
 from kvtier.sockets.frames import FrameReader, Message, decoder, encode
 
 READ_BYTES = 1 << 18
-LONGEST_REASON = 500
+MAX_REASON_CHARACTERS = 500
 
 
 class Load(Message, frozen=True, array_like=True, tag=1):
-    """First message to it."""
+    """First request: load a tokenizer."""
 
     source: TokenizerSource
 
 
 class Prompt(Message, frozen=True, array_like=True, tag=2):
-    """To be turned into token ids."""
+    """Request to tokenize a prompt."""
 
     text: str
 
 
 class Tokens(Message, frozen=True, array_like=True, tag=3):
-    """Answer to :class:`Prompt`; to :class:`Load`, without any."""
+    """Answer to :class:`Prompt`, and to :class:`Load` without ids."""
 
     ids: list[int]
 
 
 class Refused(Message, frozen=True, array_like=True, tag=4):
-    """Answer where that cannot be, in words."""
+    """Error answer."""
 
     reason: str
 
@@ -47,8 +47,8 @@ decode_answer: Callable[[bytes], Tokens | Refused] = decoder(Tokens | Refused, "
 
 
 def main() -> None:
-    """Answer until standard input ends."""
-    # What a library prints must not come between the answers.
+    """Answer requests until the end of standard input."""
+    # Redirect stdout to stderr, so that output of libraries does not mix with the answers.
     answers = os.dup(1)
     os.dup2(2, 1)
     tokenizer: Any = None
@@ -61,16 +61,16 @@ def main() -> None:
             else:
                 answer = Tokens(token_ids(tokenizer, request.text))
             encoded = encode(answer)
-        except Exception as error:  # Whatever a tokenizer that was made by others may raise.
-            encoded = encode(Refused(f"{type(error).__name__}: {error}"[:LONGEST_REASON]))
+        except Exception as error:  # A third-party tokenizer may raise anything.
+            encoded = encode(Refused(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]))
         _write(answers, encoded)
 
 
 def load(source: TokenizerSource) -> Any:  # noqa: ANN401 - a type of transformers
-    """The tokenizer that vLLM uses for a model of this source. Raises what transformers raises."""
+    """Load the tokenizer that vLLM uses for this source. Raises the errors of transformers."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if not source.trust_remote_code:
-        # Which transformers imports where it can: ten seconds and 300 MB that no tokenizer of its own needs.
+        # Keep transformers from importing torch: 10 s and 300 MB that none of its own tokenizers needs.
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from transformers import AutoTokenizer
 
@@ -82,7 +82,7 @@ def load(source: TokenizerSource) -> Any:  # noqa: ANN401 - a type of transforme
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:  # noqa: ANN401 - a type of transformers
-    """What vLLM makes of a prompt, special tokens included."""
+    """Tokenize a prompt as vLLM does, with special tokens."""
     return [int(token) for token in tokenizer(text, add_special_tokens=True, truncation=False).input_ids]
 
 

@@ -1,23 +1,20 @@
-"""The media that hold chunks. Those that come with kvtier register as a plugin's would."""
+"""Storage backends. The built-in ones register through the same hook as plugins."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pluggy
+from kvtier.hookmarkers import hookimpl
 
 if TYPE_CHECKING:
     from kvtier.backends.base import Backend
 
-# Not from kvtier.hookspecs, which imports this package's base module and so would find itself half made.
-hookimpl = pluggy.HookimplMarker("kvtier")
-
 
 @hookimpl
 def kvtier_backends() -> dict[str, type[Backend]]:
-    """The built-in backends, imported when they are asked for."""
+    """Return the built-in backends. Imports them lazily."""
     from kvtier.backends.cpu import CpuBackend
-    from kvtier.backends.disk import DiskBackend
+    from kvtier.backends.disk.backend import DiskBackend
     from kvtier.backends.hugepage import HugePageBackend
     from kvtier.backends.infinistore import InfiniStoreBackend
     from kvtier.backends.mooncake import MooncakeBackend

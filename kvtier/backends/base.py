@@ -1,7 +1,7 @@
-"""The one contract of every medium that holds chunks, and the optional powers beside it.
+"""The interface of a storage backend, and its optional capabilities.
 
 A backend stores opaque bytes under keys. It knows nothing of headers, checksums, deadlines, capacity
-or eviction: those are added around it, the same for all (``sealed.py``, ``guarded.py``, ``tier.py``).
+or eviction: wrappers add those to every backend alike (``sealed.py``, ``guarded.py``, ``tiers/tier.py``).
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import AsyncIterator, Sequence
 from enum import Enum
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from kvtier.arena import Arena
-from kvtier.keys import ChunkKey
+from kvtier.memory.arena import Arena
+from kvtier.memory.keys import ChunkKey
+from kvtier.memory.slices import Lease, Leases
 from kvtier.settings import TierSettings
-from kvtier.slices import Lease, Leases
 
 
 class Outcome(Enum):
-    """What became of one key of a batch."""
+    """The result for one key of a batch."""
 
     OK = "ok"
     MISS = "miss"
-    """Not held, or held but not what was asked for."""
+    """Not held, or held with a different length."""
     FULL = "full"
     """The medium has no room."""
     FAILED = "failed"
-    """The medium did not do it: an error, a time-out, a refusal. Try again or do without."""
+    """An error, a timeout or a rejection. The caller may retry."""
 
 
 PutItem = tuple[ChunkKey, memoryview]
@@ -34,65 +34,67 @@ GetItem = tuple[ChunkKey, memoryview]
 
 
 class Backend(ABC):
-    """One medium that holds chunks under keys. Subclass it and write the six methods below.
+    """A medium that stores chunks under keys. Subclass it and implement the six methods below.
 
-    All are called from the one event loop and must not block it: a blocking client library belongs in
-    a bounded set of worker threads. Batches have no upper size, may be empty, and may run concurrently,
-    also on equal keys. Answers come in the order of the question, one for each item. What fails in ``put``
-    and ``get`` is an outcome, for each key its own. ``contains`` and ``delete`` have none: they raise,
-    whatever it be, where the medium cannot be asked at all, which the breaker around it counts as a failure.
-    A cancelled call must not touch the caller's memory after it has ended.
+    All methods run on the one event loop and must not block it: run a blocking client library in a
+    bounded set of worker threads. Batches have no maximum size, may be empty, and may run concurrently,
+    also on the same keys. Results are in the order of the arguments, one per item. ``put`` and ``get``
+    report failures per key, as an :class:`Outcome`. ``contains`` and ``delete`` have no outcomes: if the
+    medium cannot be reached at all they raise any exception, which the circuit breaker counts as a failure.
+    A cancelled call must not touch the caller's memory after it has returned.
     """
 
     settings_type: ClassVar[type[TierSettings]] = TierSettings
-    """The settings that a tier of this type has.
+    """The settings class of tiers of this type.
 
-    A subclass of ``LocalTierSettings`` says that the medium is this host's alone: its capacity is kept, and
-    the catalog knows all that is in it. Any other makes it a shared pool, which others fill and empty too: it
-    is asked what it holds, and what it has no room for is its own business.
+    A subclass of ``LocalTierSettings`` marks the medium as private to this host: kvtier enforces its
+    capacity, and the catalog lists everything in it. Any other class marks a shared pool, which other hosts
+    also fill and empty: lookups query it, and it manages its own capacity.
     """
 
     def __init__(self, settings: TierSettings) -> None:  # noqa: B027 - has a default on purpose
-        """Called with a ``settings_type``, already validated. Opens nothing and does not block."""
+        """Take validated settings of ``settings_type``. Must not open anything or block."""
 
     @abstractmethod
     async def open(self) -> None:
-        """Make the medium ready. Raises :class:`kvtier.errors.TierError` where that cannot be.
+        """Prepare the medium for use.
 
-        A server that does not answer is no reason: an engine starts without its cache. Connect when first
-        asked, and again whenever the connection was lost; raise only for what waiting does not mend.
+        An unreachable server is not an error, because an engine must start without its cache: connect
+        lazily, and reconnect after a loss.
+
+        Raises :class:`kvtier.errors.TierError` if the configuration is wrong, so that retrying cannot help.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of everything. Called once, after the last other call has ended."""
+        """Release all resources. Called once, after every other call has returned."""
 
     @abstractmethod
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Whether each key is held. Raises where nothing can be said of any of them."""
+        """Return whether each key is held. Raises if the medium cannot be reached."""
 
     @abstractmethod
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        """Store a copy of each view under its key, replacing what was there: all of it or nothing.
+        """Store a copy of each view under its key, atomically replacing any previous value.
 
-        The views stay valid and unchanged until the call has ended. ``OK``, ``FULL`` or ``FAILED``.
+        The views stay valid and unchanged until the call returns. Outcomes: ``OK``, ``FULL`` or ``FAILED``.
         """
 
     @abstractmethod
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        """Fill each view with the bytes of its key. ``OK``, ``MISS`` or ``FAILED``.
+        """Fill each view with the bytes of its key. Outcomes: ``OK``, ``MISS`` or ``FAILED``.
 
-        A value of another length than the view is a ``MISS``. Where the outcome is not ``OK``, what
-        the view holds is undefined.
+        A value whose length differs from the view's is a ``MISS``. Unless the outcome is ``OK``, the
+        contents of the view are undefined.
         """
 
     @abstractmethod
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove each key; one that is not held is no error. Raises where none could be removed."""
+        """Remove each key, ignoring keys that are not held. Raises if the medium cannot be reached."""
 
 
 class StoredObject(NamedTuple):
-    """One object that a medium held when it was opened."""
+    """An object that was in a medium when it was opened."""
 
     key: ChunkKey
     length: int
@@ -100,21 +102,21 @@ class StoredObject(NamedTuple):
     last_used: float
     """Seconds since the epoch."""
     head: bytes
-    """The first bytes of the object, at least ``HEADER_BYTES`` of them where it is that long."""
+    """The first ``HEADER_BYTES`` of the object or more; all of it if it is shorter."""
 
 
 @runtime_checkable
 class SupportsScan(Protocol):
-    """A medium that outlives its process and belongs to it alone: it can tell what it holds."""
+    """A persistent medium, private to its process, that can list its contents."""
 
     def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
-        """Everything held, in batches, in any order. Called once, after ``open``."""
+        """Yield all objects, in batches, in any order. Called once, after ``open``."""
         ...
 
 
 @runtime_checkable
 class SupportsArena(Protocol):
-    """A medium that is memory which an engine may copy to and from directly."""
+    """A medium in shared memory that engines copy to and from directly."""
 
     @property
     def arena(self) -> Arena:
@@ -122,67 +124,67 @@ class SupportsArena(Protocol):
         ...
 
     def adopt(self, key: ChunkKey, lease: Lease) -> None:
-        """Hold under ``key`` what ``lease`` covers, without a copy. The lease is the backend's now."""
+        """Store the memory of ``lease`` under ``key`` without a copy. Takes ownership of the lease."""
         ...
 
     def lease(self, key: ChunkKey) -> Lease | None:
-        """A further lease on what is held under ``key``; the caller releases it."""
+        """Return another lease on the value of ``key``; the caller releases it."""
         ...
 
     def idle(self, key: ChunkKey) -> bool:
-        """Whether ``key`` is held and nobody has a further lease on it."""
+        """Return whether ``key`` is held and has no other lease."""
         ...
 
     def discard(self, key: ChunkKey) -> None:
-        """Let go of ``key``; its bytes are freed with their last lease."""
+        """Remove ``key``; its memory is freed with the last lease."""
         ...
 
 
 @runtime_checkable
 class SupportsLeases(Protocol):
-    """Such memory that leases many chunks in one go, in a tenth of the time that each on its own takes."""
+    """A :class:`SupportsArena` that leases chunks in bulk, at a tenth of the cost per chunk."""
 
     def lease_all(self, keys: Sequence[ChunkKey]) -> Leases:
-        """A further lease on what is held under each key, up to the first that is not held."""
+        """Return another lease on the value of each key, up to the first miss."""
         ...
 
 
 @runtime_checkable
 class SupportsRegistration(Protocol):
-    """A medium that wants to know the arena before bytes move (RDMA, NIXL)."""
+    """A medium that registers the arena before any transfer (RDMA, NIXL)."""
 
     async def register(self, arena: Arena) -> None:
-        """Called once, after ``open`` and before the first ``put`` or ``get``."""
+        """Register ``arena``. Called once, after ``open`` and before the first ``put`` or ``get``."""
         ...
 
 
 @runtime_checkable
 class SupportsPrefix(Protocol):
-    """A medium that can tell how much of a prompt it holds, cheaper than by :meth:`Backend.contains`."""
+    """A medium with a longest-prefix query that is cheaper than :meth:`Backend.contains`."""
 
     async def held_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        """How many of ``keys`` are held before the first that is not. Raises where nothing can be said."""
+        """Return the number of leading ``keys`` that are held. Raises if the medium cannot be reached."""
         ...
 
 
 @runtime_checkable
 class SupportsCheck(Protocol):
-    """A medium that can say in words how it is."""
+    """A medium with a health check."""
 
     async def check(self) -> str:
-        """Reach the medium now, and say in a phrase what it is: ``Redis 7.0.15, 1GiB of 4GiB used``.
+        """Contact the medium and return a short status for operators: ``Redis 7.0.15, 1GiB of 4GiB used``.
 
-        For people, after ``open``. Raises :class:`kvtier.errors.TierError`, whose message says what is wrong
-        and which setting or command mends it, and holds no secret.
+        Called after ``open``. Raises :class:`kvtier.errors.TierError`, whose message names the problem and
+        the setting or command that fixes it, and contains no secret.
         """
         ...
 
 
 @runtime_checkable
 class SupportsTTL(Protocol):
-    """A medium that forgets by itself."""
+    """A medium that expires chunks by itself."""
 
     @property
     def ttl(self) -> float | None:
-        """Seconds after which a chunk is forgotten, or ``None``."""
+        """Seconds until a chunk expires, or ``None``."""
         ...

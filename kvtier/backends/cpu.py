@@ -1,4 +1,4 @@
-"""Host memory: chunks in a shared arena of normal pages, which as first tier engines copy to directly."""
+"""Host memory: chunks in a shared arena of normal pages. As the first tier, engines copy to it directly."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from functools import partial
 from typing import ClassVar, cast
 
 from kvtier import native
-from kvtier.arena import Arena, address_of
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsArena
+from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.errors import ArenaError, TierError
-from kvtier.keys import ChunkKey
+from kvtier.memory.arena import Arena, address_of
+from kvtier.memory.keys import ChunkKey
+from kvtier.memory.slices import Lease, Leases
 from kvtier.settings import LocalTierSettings, TierSettings
-from kvtier.slices import Lease, Leases
-from kvtier.threads import WorkerThreads, spread
 
 INLINE_COPY_BYTES = 256 * 1024
-"""Up to here a copy is done in the event loop: it takes 20 microseconds, a hop into a thread takes 60."""
+"""Copies up to this size run in the event loop: 20 µs, against 60 µs for a worker thread round trip."""
 
 THREAD_COPY_BYTES = 16 * 1024 * 1024
-"""A further thread pays for each so many bytes of a batch, where Python does the copying."""
+"""Bytes of a batch that justify one more thread, when Python does the copying."""
 
 
 class MemoryBackend(Backend, SupportsArena):
-    """Chunks in an :class:`~kvtier.arena.Arena`.
+    """Chunks in an :class:`~kvtier.memory.arena.Arena`.
 
-    As first tier it is the arena: ``adopt`` and ``lease`` hand slices over without a copy. As a lower
-    tier, ``put`` and ``get`` copy; the larger copies run in other threads, without the GIL. A chunk
-    that is replaced or deleted keeps its bytes until the last lease on it is gone. Not thread-safe.
+    As the first tier it owns the arena: ``adopt`` and ``lease`` pass slices without a copy. As a lower
+    tier, ``put`` and ``get`` copy; large copies run in worker threads, without the GIL. A replaced or
+    deleted chunk keeps its memory until its last lease is released. Not thread-safe.
     """
 
     settings_type: ClassVar[type[TierSettings]] = LocalTierSettings
@@ -36,16 +36,16 @@ class MemoryBackend(Backend, SupportsArena):
     def __init__(self, settings: LocalTierSettings) -> None:
         self._settings = settings
         self._held: dict[ChunkKey, Lease] = {}
-        self._hop = WorkerThreads(settings.concurrency)
+        self._executor = WorkerThreads(settings.concurrency)
 
     @property
     def arena(self) -> Arena:
         """The shared region. Valid from ``open`` to ``close``."""
-        # AttributeError before ``open``: the one error that ``isinstance(_, SupportsArena)`` bears.
+        # AttributeError before ``open``: the only error that ``isinstance(_, SupportsArena)`` tolerates.
         return self._arena
 
     async def open(self) -> None:
-        """Make the arena. Raises :class:`TierError` where the system does not give that much memory."""
+        """Create the arena. Raises :class:`TierError` if the system cannot provide that much memory."""
         native.warn_if_missing()
         try:
             self._arena = self._make_arena()
@@ -53,7 +53,7 @@ class MemoryBackend(Backend, SupportsArena):
             raise TierError(f"tier {self._settings.name!r}: {error}") from error
 
     async def close(self) -> None:
-        """Let go of every chunk and of the arena."""
+        """Release every chunk and the arena."""
         for key in list(self._held):
             self.discard(key)
         self._arena.close()
@@ -62,39 +62,39 @@ class MemoryBackend(Backend, SupportsArena):
         return Arena.create(self._settings.capacity)
 
     def adopt(self, key: ChunkKey, lease: Lease) -> None:
-        """Hold under ``key`` what ``lease`` covers, in the place of what was held. Copies nothing."""
+        """Store the memory of ``lease`` under ``key`` without a copy, replacing any previous value."""
         self.discard(key)
         self._held[key] = lease
 
     def lease(self, key: ChunkKey) -> Lease | None:
-        """A further lease on what is held under ``key``; the caller releases it."""
+        """Return another lease on the value of ``key``; the caller releases it."""
         held = self._held.get(key)
         return None if held is None else held.share()
 
     def lease_all(self, keys: Sequence[ChunkKey]) -> Leases:
-        """A further lease on what is held under each key, up to the first that is not held."""
+        """Return another lease on the value of each key, up to the first miss."""
         held = list(map(self._held.get, keys))
         if None in held:
             del held[held.index(None) :]
         return Leases.sharing(cast("list[Lease]", held))
 
     def idle(self, key: ChunkKey) -> bool:
-        """Whether ``key`` is held and nobody has a further lease on it."""
+        """Return whether ``key`` is held and has no other lease."""
         held = self._held.get(key)
         return held is not None and held.sole
 
     def discard(self, key: ChunkKey) -> None:
-        """Let go of ``key``; its bytes are freed with their last lease. One that is not held is no error."""
+        """Remove ``key``, if held; its memory is freed with the last lease."""
         held = self._held.pop(key, None)
         if held is not None:
             held.release()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Whether each key is held."""
+        """Return whether each key is held."""
         return [key in self._held for key in keys]
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        """Store copies. ``FULL`` where the arena has no contiguous room."""
+        """Store copies. ``FULL`` if the arena has no contiguous room."""
         leases = [self._arena.allocate(len(view)) for _, view in items]
         pairs = zip(leases, items, strict=True)
         try:
@@ -131,18 +131,18 @@ class MemoryBackend(Backend, SupportsArena):
         return held.share() if held is not None and held.length == length else None
 
     async def _copy(self, pairs: list[tuple[memoryview, memoryview]]) -> None:
-        """Copy the second of each pair over the first."""
+        """Copy each ``(target, source)`` pair."""
         total_bytes = sum(len(target) for target, _ in pairs)
         if total_bytes <= INLINE_COPY_BYTES:
             for pair in pairs:
                 _copy_one(pair)
             return
-        most = self._settings.concurrency
+        max_threads = self._settings.concurrency
         if native.available():
-            await spread(partial(_copy_all, threads=most), [pairs], parts=1, hop=self._hop)
+            await spread(partial(_copy_all, threads=max_threads), [pairs], parts=1, executor=self._executor)
             return
-        parts = min(most, 1 + total_bytes // THREAD_COPY_BYTES)
-        await spread(_copy_one, pairs, parts=parts, hop=self._hop)
+        parts = min(max_threads, 1 + total_bytes // THREAD_COPY_BYTES)
+        await spread(_copy_one, pairs, parts=parts, executor=self._executor)
 
 
 class CpuBackend(MemoryBackend):
@@ -154,7 +154,7 @@ def _copy_one(pair: tuple[memoryview, memoryview]) -> None:
     if source.readonly:
         target[:] = source
         return
-    # Unlike an assignment of slices, a call through ctypes releases the GIL.
+    # Unlike slice assignment, a ctypes call releases the GIL.
     ctypes.memmove(address_of(target), address_of(source), len(target))
 
 

@@ -1,4 +1,4 @@
-"""Host memory in huge pages: fewer page faults and TLB misses, and faster registration with network cards."""
+"""Host memory in huge pages: fewer page faults and TLB misses, faster registration with network cards."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from kvtier.arena import Arena
 from kvtier.backends.cpu import MemoryBackend
+from kvtier.memory.arena import Arena
 from kvtier.settings import LocalTierSettings, TierSettings
 
 
@@ -17,15 +17,15 @@ class HugePageSettings(LocalTierSettings):
     fallback: bool = Field(
         default=True,
         description=(
-            "Take normal pages, with a warning, where the system has not enough free huge pages. "
-            "`false`: do not start then."
+            "Fall back to normal pages, with a warning, if the system does not have enough free huge pages. "
+            "`false`: refuse to start."
         ),
         examples=[False],
     )
 
 
 class HugePageBackend(MemoryBackend):
-    """Host memory in pages of 2 MiB. The system administrator sets them aside: ``sysctl vm.nr_hugepages``."""
+    """Host memory in pages of 2 MiB, which the administrator reserves with ``sysctl vm.nr_hugepages``."""
 
     settings_type: ClassVar[type[TierSettings]] = HugePageSettings
 

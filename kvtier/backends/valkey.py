@@ -1,4 +1,4 @@
-"""A Valkey: what :mod:`kvtier.backends.redis` does, with Valkey's own client library and names."""
+"""Valkey backend: :mod:`kvtier.backends.redis` with Valkey's own client library and names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ValkeyBackend", "ValkeySettings"]
 
 
 class ValkeySettings(RedisSettings):
-    """Settings of a tier of type ``valkey``: those of ``redis``, but for the URL's scheme."""
+    """Settings of a tier of type ``valkey``: the same as ``redis``, except for the URL scheme."""
 
     scheme: ClassVar[str] = "valkey"
 
@@ -23,8 +23,8 @@ class ValkeySettings(RedisSettings):
 
 
 class ValkeyBackend(RedisBackend):
-    """Chunks as values of a Valkey pool."""
+    """Chunks as values in a Valkey pool."""
 
     settings_type: ClassVar[type[TierSettings]] = ValkeySettings
-    in_parts: ClassVar[bool] = False  # From 9.0 on it sends a value from where it is.
+    in_parts: ClassVar[bool] = False  # Since 9.0, Valkey sends a value without copying it.
     library: ClassVar[ClientLibrary] = ClientLibrary("Valkey", "valkey", "Valkey", "ValkeyError")

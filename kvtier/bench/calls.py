@@ -1,4 +1,4 @@
-"""Calls that are held to a deadline, also those that do not keep it."""
+"""Calls with a deadline, even if they ignore cancellation."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from kvtier.bench.errors import BenchFailed, Stuck
 from kvtier.units import format_duration
 
 GRACE_SECONDS = 1.0
-"""How much longer than its deadline a call is waited for: it gives up by itself then, and can say why."""
+"""Extra time after the deadline, in which the call can time out itself, with a better error message."""
 
 AnswerT = TypeVar("AnswerT")
 
 
 async def within(seconds: float, doing: str, call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
-    """What ``call`` answers. Raises :class:`BenchFailed` where it takes longer.
+    """Return the result of ``call``. Raises :class:`BenchFailed` if it exceeds the deadline of ``seconds``.
 
-    Where the caller is cancelled the call is, too, and waited for as long as for one that is late.
-    :class:`Stuck`: it could not be ended.
+    ``doing`` names the call in error messages. Cancelling the caller cancels the call and waits for its end.
+    Raises :class:`Stuck` if the call does not end when cancelled.
     """
     task = asyncio.ensure_future(_awaited(call))
     try:
@@ -30,12 +30,12 @@ async def within(seconds: float, doing: str, call: Callable[[], Awaitable[Answer
     if task.done():
         return task.result()
     await _end(task, doing)
-    raise BenchFailed(f"{doing} takes longer than {format_duration(seconds)}, the deadline")
+    raise BenchFailed(f"{doing} exceeded the deadline of {format_duration(seconds)}")
 
 
 async def _end(task: asyncio.Future[AnswerT], doing: str) -> None:
     task.cancel()
-    # A level cancellation would come again at each await: nothing is awaited in its scope but this.
+    # anyio's level cancellation raises at every await in the scope: shield the wait, and repeat it.
     waiting = asyncio.ensure_future(asyncio.wait([task], timeout=GRACE_SECONDS))
     while not waiting.done():
         try:
@@ -43,9 +43,9 @@ async def _end(task: asyncio.Future[AnswerT], doing: str) -> None:
         except asyncio.CancelledError:
             continue
     if not task.done():
-        raise Stuck(f"{doing} does not end when it is cancelled")
+        raise Stuck(f"{doing} does not end when cancelled")
     if not task.cancelled():
-        task.exception()  # Looked at, so that nobody is warned of it.
+        task.exception()  # Retrieve it, so that asyncio does not log it.
 
 
 async def _awaited(call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:

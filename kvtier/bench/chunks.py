@@ -1,31 +1,32 @@
-"""Chunk objects to be moved, and a cheap way to see that they were."""
+"""Chunk objects for benchmarks, and a cheap check that they were transferred."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 
-from kvtier.arena import Arena
 from kvtier.bench.errors import BenchFailed
 from kvtier.bench.sides import Chunk
 from kvtier.bench.timing import fill
-from kvtier.header import HEADER_BYTES, ChunkHeader
-from kvtier.keys import KEY_BYTES, ChunkKey
+from kvtier.memory.arena import Arena
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader
+from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 STAMP_BYTES = 8
 
 Stamps = list[tuple[bytes, bytes]]
 
 
-def own_keys(count: int) -> list[ChunkKey]:
-    """Keys that nobody else has: random ones, where others' are hashes of as many bits."""
+def random_keys(count: int) -> list[ChunkKey]:
+    """Return random keys, which do not collide with the hashes that caches use."""
     return [ChunkKey(os.urandom(KEY_BYTES)) for _ in range(count)]
 
 
 def make_chunks(arena: Arena, keys: Sequence[ChunkKey], size: int) -> list[Chunk]:
-    """Sealed chunk objects of ``size`` bytes each, of which no medium has bytes alike: some are slower then.
+    """Return sealed chunk objects of ``size`` bytes each, in the arena until it is closed.
 
-    They lie in the arena until that is closed. Raises :class:`BenchFailed` where it has no room for them.
+    Their contents differ and do not compress, because some media handle equal or compressible data at a
+    different speed. Raises :class:`BenchFailed` if the arena is too small.
     """
     chunks = []
     for key in keys:
@@ -41,7 +42,7 @@ def make_chunks(arena: Arena, keys: Sequence[ChunkKey], size: int) -> list[Chunk
 
 
 def clear_stamps(chunks: Sequence[Chunk]) -> Stamps:
-    """Both ends of each chunk, which are not there any longer."""
+    """Zero the first and last bytes of each chunk; return the original bytes."""
     stamps = [(bytes(view[:STAMP_BYTES]), bytes(view[-STAMP_BYTES:])) for _, view in chunks]
     for _, view in chunks:
         view[:STAMP_BYTES] = view[-STAMP_BYTES:] = bytes(STAMP_BYTES)
@@ -49,11 +50,11 @@ def clear_stamps(chunks: Sequence[Chunk]) -> Stamps:
 
 
 def have_stamps(chunks: Sequence[Chunk], stamps: Stamps) -> bool:
-    """Whether both ends are there again."""
+    """Whether the first and last bytes of each chunk are restored."""
     return stamps == [(bytes(view[:STAMP_BYTES]), bytes(view[-STAMP_BYTES:])) for _, view in chunks]
 
 
 def put_stamps(chunks: Sequence[Chunk], stamps: Stamps) -> None:
-    """The inverse of :func:`clear_stamps`."""
+    """Undo :func:`clear_stamps`."""
     for (_, view), (head, tail) in zip(chunks, stamps, strict=True):
         view[:STAMP_BYTES], view[-STAMP_BYTES:] = head, tail

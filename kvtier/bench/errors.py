@@ -1,4 +1,4 @@
-"""The errors of this package."""
+"""Errors of this package."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from kvtier.errors import KVTierError
 
 
 class BenchFailed(KVTierError):
-    """What is measured, or its limit, did not do what it was asked. The message says so in words."""
+    """A measured tier or transport, or its limit, failed. The message states how."""
 
 
 class Stuck(BenchFailed):
-    """A call has not ended though it was cancelled, and still has the memory that it was given."""
+    """A call does not end although it was cancelled, and may still access the memory passed to it."""

@@ -1,4 +1,4 @@
-"""The clients that InfiniStore and Mooncake ship, called as in their examples: the limits of the two."""
+"""Limits of InfiniStore and Mooncake: their own client libraries, used as in their examples."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from kvtier.arena import Arena, address_of
 from kvtier.bench.sides import Chunk, InThreads, Side, expect
-from kvtier.keys import ChunkKey
+from kvtier.memory.arena import Arena, address_of
+from kvtier.memory.keys import ChunkKey
 
 
 class InfiniStoreLibrary(InThreads):
-    """``tcp_write_cache`` and ``tcp_read_cache``, which copies: over TCP the library has no other call.
+    """``tcp_write_cache`` and ``tcp_read_cache``, which copy: the library has no other calls for TCP.
 
-    Its memory is told where to go by nobody, so that what ``get`` brings stays where the library puts it.
+    ``tcp_read_cache`` has no destination argument, so ``get`` leaves the data in the library's own buffer.
     """
 
     fills: ClassVar[bool] = False
@@ -51,7 +51,7 @@ class InfiniStoreLibrary(InThreads):
 
 
 class MooncakeLibrary(Side):
-    """``batch_put_from`` and ``batch_get_into``, all of a batch in one call, with the arena registered."""
+    """``batch_put_from`` and ``batch_get_into``: one call per batch, with the arena registered."""
 
     def __init__(self, master: str, arena: Arena) -> None:
         from mooncake.store import MooncakeDistributedStore
@@ -65,17 +65,17 @@ class MooncakeLibrary(Side):
 
     async def put(self, chunks: Sequence[Chunk]) -> float:
         """See :meth:`Side.put`."""
-        given = _spans(chunks)
+        spans = _spans(chunks)
         started = time.perf_counter()
-        codes = self._store.batch_put_from(*given)
+        codes = self._store.batch_put_from(*spans)
         return expect(time.perf_counter() - started, set(codes) == {0}, codes)
 
     async def get(self, chunks: Sequence[Chunk]) -> float:
         """See :meth:`Side.get`."""
-        given = _spans(chunks)
+        spans = _spans(chunks)
         started = time.perf_counter()
-        codes = self._store.batch_get_into(*given)
-        return expect(time.perf_counter() - started, list(codes) == given[2], codes)
+        codes = self._store.batch_get_into(*spans)
+        return expect(time.perf_counter() - started, list(codes) == spans[2], codes)
 
     async def look_up(self, keys: Sequence[ChunkKey]) -> float:
         """See :meth:`Side.look_up`."""

@@ -1,13 +1,12 @@
-"""Which limit a tier is held against: the same bytes by hand, over the same medium."""
+"""Choose the limit to compare a tier with: minimal code that moves the same bytes over the same medium."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from kvtier.arena import Arena
 from kvtier.backends.base import Backend, SupportsArena
-from kvtier.backends.disk import DiskSettings
+from kvtier.backends.disk.backend import DiskSettings
 from kvtier.backends.infinistore.settings import InfiniStoreSettings
 from kvtier.backends.mooncake.settings import MooncakeSettings
 from kvtier.backends.redis.settings import RedisSettings
@@ -17,17 +16,18 @@ from kvtier.bench.raw_files import RawFiles
 from kvtier.bench.raw_resp import LogIn, RawRESP
 from kvtier.bench.sides import Side
 from kvtier.bench.timing import filled
+from kvtier.memory.arena import Arena
 from kvtier.settings import TierSettings
 
 RAW_FOLDER = "raw"
 
 
 def limit_of(tier: TierSettings, backend: Backend, arena: Arena, length: int) -> tuple[str, Side] | None:
-    """The limit's name and the limit, with room for ``length`` bytes at once; ``None`` where none is known.
+    """Return the limit's name and the limit, with room for ``length`` bytes at once; ``None`` if unknown.
 
-    A third party's backend has none, and neither has a pool that is reached in another way than the limit can
-    go: over TLS, through sentinels, as a cluster, over RDMA. Blocks; raises ``OSError`` and
-    :class:`kvtier.errors.KVTierError`, and what a client library raises.
+    Third-party backends have no limit, nor do pools over TLS, through sentinels, as a cluster, or over RDMA,
+    which the limits do not support. Blocks. Raises ``OSError``, :class:`kvtier.errors.KVTierError`, and the
+    client library's errors.
     """
     if isinstance(backend, SupportsArena):
         return "memcpy", Memcpy(filled(length))
@@ -60,7 +60,7 @@ def _has_direct(folder: Path) -> bool:
 
 
 def _raw_resp(tier: RedisSettings) -> tuple[str, Side] | None:
-    place = tier.place
+    place = tier.pool_url
     if place.kind != "single" or place.tls:
         return None
     (endpoint,) = place.endpoints

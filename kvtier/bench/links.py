@@ -1,4 +1,4 @@
-"""A transport beside its limit, in turns, between two processes of this host."""
+"""Measure a transport, interleaved with its limit, between two processes on this host."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvtier.bench.transports import (
     LIMIT,
     Check,
     Contestant,
-    alone,
     contestants_of,
     other_process,
+    others_paused,
     spans_between,
 )
 from kvtier.testing.transport_side import Side
@@ -28,7 +28,7 @@ from kvtier.units import MIB
 
 
 def memory_bytes(extent: Extent) -> int:
-    """How much memory :func:`measure_transport` takes, of both processes together."""
+    """Return the memory use of :func:`measure_transport`, both processes together."""
     return 3 * extent.length + 4 * MIB
 
 
@@ -40,24 +40,23 @@ async def measure_transport(
     advance: Advance,
     plugins: Sequence[str] | None,
 ) -> Row:
-    """Measure a transport: chunks are written into the arena of another process (put) and read from it (get).
+    """Measure a transport: write chunks into the arena of another process (put) and read them (get).
 
-    ``raw``: the settings as they were written, for the other process. What it needs is made for it and is
-    gone afterwards, also where it fails or is cancelled. Tells ``advance`` of as many steps as
-    :func:`kvtier.bench.tiers.measure_tier`. Raises :class:`BenchFailed` and
-    :class:`kvtier.errors.PeerError`. Blocks the event loop while the other process starts.
+    ``raw``: unparsed settings of the transport, for the other process, which this function starts and stops.
+    Calls ``advance`` as often as :func:`kvtier.bench.tiers.measure_tier`. Blocks the event loop while that
+    process starts. Raises :class:`BenchFailed` and :class:`kvtier.errors.PeerError`.
     """
     lengths = [extent.size] * extent.chunks
-    with other_process(raw, lengths, plugins=plugins) as there:
+    with other_process(raw, lengths, plugins=plugins) as other:
         async with Side.open(kind, raw, extent.length + MIB) as side:
             leases = [lease for length in lengths if (lease := side.arena.allocate(length)) is not None]
             side.arena.settle()
             try:
-                spans = spans_between(leases, there)
-                async with contestants_of(transport, side, there) as contestants:
-                    check = Check(side, there, spans)
+                spans = spans_between(leases, other)
+                async with contestants_of(transport, side, other) as contestants:
+                    check = Check(side, other, spans)
                     try:
-                        samples = await _in_turns(contestants, check, transport, extent, advance)
+                        samples = await _interleave(contestants, check, transport, extent, advance)
                     finally:
                         check.close()
             finally:
@@ -72,11 +71,11 @@ async def measure_transport(
         name if limit else None,
         samples[Access.WRITE].direction(transport.type, limit, extent.length),
         samples[Access.READ].direction(transport.type, limit, extent.length),
-        remark="between two processes of this host",
+        remark="between two processes on this host",
     )
 
 
-async def _in_turns(
+async def _interleave(
     contestants: Mapping[str, Contestant],
     check: Check,
     transport: TransportSettings,
@@ -86,8 +85,8 @@ async def _in_turns(
     samples = {access: Samples() for access in Access}
     for turn in range(-1, extent.turns):
         for name in rotated(list(contestants), turn + 1):
-            for access, of in samples.items():
-                with alone(contestants, name):
+            for access, direction in samples.items():
+                with others_paused(contestants, name):
                     singles = []
                     if name == transport.type:
                         singles = await _move(contestants[name], check, access, 1, transport.deadline)
@@ -95,8 +94,8 @@ async def _in_turns(
                         contestants[name], check, access, extent.in_flight, transport.deadline
                     )
                 if turn >= 0:
-                    of.singles += singles
-                    of.turns.setdefault(name, []).append(sum(batches))
+                    direction.singles += singles
+                    direction.turns.setdefault(name, []).append(sum(batches))
         advance()
     return samples
 
@@ -104,7 +103,7 @@ async def _in_turns(
 async def _move(
     contestant: Contestant, check: Check, access: Access, in_flight: int, deadline: float
 ) -> list[float]:
-    """The seconds of each batch."""
+    """Move all chunks; return the seconds of each batch."""
     all_spans = check.spans[access]
     seconds = []
     for start in range(0, len(all_spans), in_flight):
@@ -113,5 +112,5 @@ async def _move(
         doing = "writing chunks" if access is Access.WRITE else "reading chunks"
         seconds.append(await within(deadline, doing, partial(contestant.mover.move, access, spans)))
         if not check.arrived(access, spans):
-            raise BenchFailed("it has not moved what it was to move")
+            raise BenchFailed("it did not transfer all bytes")
     return seconds

@@ -1,4 +1,4 @@
-"""The table as a picture. matplotlib is optional: ``pip install kvtier[bench]``."""
+"""Plot the results. matplotlib is optional: ``pip install kvtier[bench]``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ BAR = 0.38
 
 
 def expect_matplotlib() -> None:
-    """Raises :class:`BenchFailed` where it is missing, which says what to install."""
+    """Raise :class:`BenchFailed` with install instructions if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise BenchFailed("a plot needs matplotlib: pip install 'kvtier[bench]'")
 
 
 def save_plot(rows: Sequence[Row], extent: Extent, path: Path) -> None:
-    """Draw bars of GB/s, with the limit of each as a line, into a PNG. Blocks for a second.
+    """Save a PNG with a bar of GB/s per row and direction, and its limit as a line. Blocks for a second.
 
-    Rows that have failed are left out. Raises :class:`BenchFailed` without matplotlib, and ``OSError``.
+    Omits failed rows. Raises :class:`BenchFailed` without matplotlib, and ``OSError``.
     """
     expect_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -35,12 +35,12 @@ def save_plot(rows: Sequence[Row], extent: Extent, path: Path) -> None:
     axes = figure.add_subplot()
     for offset, name in ((-BAR / 2, "put"), (BAR / 2, "get")):
         directions = [row.put if name == "put" else row.get for row in shown]
-        places = [index + offset for index in range(len(shown))]
+        positions = [index + offset for index in range(len(shown))]
         speeds = [direction.gb_s if direction else 0.0 for direction in directions]
-        axes.barh(places, speeds, BAR, label=name, color=COLOURS[name])
-        for place, direction in zip(places, directions, strict=True):
+        axes.barh(positions, speeds, BAR, label=name, color=COLOURS[name])
+        for position, direction in zip(positions, directions, strict=True):
             if direction is not None and direction.limit_gb_s is not None:
-                ends = [place - BAR / 2, place + BAR / 2]
+                ends = [position - BAR / 2, position + BAR / 2]
                 axes.plot([direction.limit_gb_s] * 2, ends, color="black", linewidth=2)
     axes.plot([], [], color="black", linewidth=2, label="limit")
     axes.set_yticks(range(len(shown)), [f"{row.name} ({row.type})" for row in shown])

@@ -1,4 +1,4 @@
-"""Whole files past the page cache, one call each: the limit of a disk."""
+"""Limit of a disk: whole files with O_DIRECT, one system call each."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from kvtier.bench.errors import BenchFailed
 from kvtier.bench.sides import Chunk, Side
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 
 
 class RawFiles(Side):
-    """A file for each chunk in one folder, which exists, written and read with O_DIRECT in some threads."""
+    """One file per chunk in an existing folder, written and read with O_DIRECT by ``threads`` threads."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         self._folder = folder
@@ -34,7 +34,7 @@ class RawFiles(Side):
         started = time.perf_counter()
         held = [self._path(key).is_file() for key in keys]
         if not all(held):
-            raise BenchFailed("a file is lost")
+            raise BenchFailed("a file is missing")
         return time.perf_counter() - started
 
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
@@ -52,20 +52,20 @@ class RawFiles(Side):
 
 
 def in_threads(depth: int, chunks: Sequence[Chunk], work: Callable[[Chunk], object]) -> None:
-    """Work chunks off in so many threads. Blocks; raises what the first of them raises."""
-    waiting = deque(chunks)
+    """Call ``work`` for each chunk, in at most ``depth`` threads. Blocks; raises the first error."""
+    pending = deque(chunks)
     failed: list[BaseException] = []
 
-    def work_off() -> None:
+    def run() -> None:
         try:
-            while waiting and not failed:
-                work(waiting.popleft())
+            while pending and not failed:
+                work(pending.popleft())
         except IndexError:
             return
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=work_off) for _ in range(min(depth, len(chunks)))]
+    threads = [threading.Thread(target=run) for _ in range(min(depth, len(chunks)))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -75,22 +75,22 @@ def in_threads(depth: int, chunks: Sequence[Chunk], work: Callable[[Chunk], obje
 
 
 def write_file(path: Path, view: memoryview) -> None:
-    """Make a file of a view: aligned, whole pages. Raises ``OSError`` and :class:`BenchFailed`."""
+    """Write a view of aligned whole pages to a file. Raises ``OSError`` and :class:`BenchFailed`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     try:
         moved = os.pwrite(descriptor, view, 0)
     finally:
         os.close(descriptor)
     if moved != len(view):
-        raise BenchFailed(f"a short write of {moved} bytes: is the disk full?")
+        raise BenchFailed(f"short write of {moved} bytes: is the disk full?")
 
 
 def read_file(path: Path, view: memoryview) -> None:
-    """Fill a view with a file. Raises ``OSError`` and :class:`BenchFailed`."""
+    """Read a file into a view. Raises ``OSError`` and :class:`BenchFailed`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
         moved = os.preadv(descriptor, [view], 0)
     finally:
         os.close(descriptor)
     if moved != len(view):
-        raise BenchFailed(f"a short read of {moved} bytes")
+        raise BenchFailed(f"short read of {moved} bytes")

@@ -1,4 +1,4 @@
-"""GET, SET and EXISTS of a Redis or Valkey by hand, on blocking sockets: the limit of such a pool."""
+"""Limit of a Redis or Valkey pool: GET, SET and EXISTS on plain blocking sockets."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from kvtier.bench.errors import BenchFailed
 from kvtier.bench.sides import InThreads, expect
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 
 _ACKNOWLEDGED = b"+OK\r\n"
 _TIMEOUT = struct.Struct("ll")
-"""A ``struct timeval``. With a timeout of Python's own, a socket would not block in the kernel."""
+"""A ``struct timeval``. With Python's own timeouts, a socket is non-blocking and needs a poll per call."""
 
 
 class LogIn(NamedTuple):
-    """What a server wants to be told first."""
+    """Credentials and database for a connection."""
 
     user: str | None = None
     password: str | None = None
@@ -27,7 +27,7 @@ class LogIn(NamedTuple):
 
 
 class RawRESP(InThreads):
-    """One server, with as many connections as the tier that is held against it."""
+    """Client of one server, with as many connections as the tier that it is compared with."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class RawRESP(InThreads):
         *,
         timeout: float = 60.0,
     ) -> None:
-        """``address``: host and port, or the path of a Unix socket. Blocks; raises ``OSError``.
+        """``address``: host and port, or the path of a Unix socket. Blocks.
 
-        A server that says nothing for ``timeout`` seconds is an ``OSError``, too.
+        Raises ``OSError``, also if the server does not respond within ``timeout`` seconds.
         """
         with ExitStack() as stack:
             opened = [stack.enter_context(connected(address, timeout)) for _ in range(connections)]
@@ -58,18 +58,18 @@ class RawRESP(InThreads):
         """See :meth:`InThreads.get_one`."""
         connection.sendall(b"*2\r\n$3\r\nGET\r\n$68\r\nraw:%b\r\n" % key.hex().encode())
         head = b"$%d\r\n" % len(view)
-        answer = line(connection)
-        expect(0, answer + b"\r\n" == head, f"the server answers {answer.decode(errors='replace')!r} to GET")
+        reply = line(connection)
+        expect(0, reply + b"\r\n" == head, f"the server replied {reply.decode(errors='replace')!r} to GET")
         fill(connection, view)
         exactly(connection, 2)
 
     async def look_up(self, keys: Sequence[ChunkKey]) -> float:
         """See :meth:`Side.look_up`."""
         started = time.perf_counter()
-        question = b"".join(b"*2\r\n$6\r\nEXISTS\r\n$68\r\nraw:%b\r\n" % key.hex().encode() for key in keys)
-        self._connections[0].sendall(question)
-        answer = exactly(self._connections[0], 4 * len(keys))
-        return expect(time.perf_counter() - started, answer == b":1\r\n" * len(keys), "a chunk is lost")
+        commands = b"".join(b"*2\r\n$6\r\nEXISTS\r\n$68\r\nraw:%b\r\n" % key.hex().encode() for key in keys)
+        self._connections[0].sendall(commands)
+        reply = exactly(self._connections[0], 4 * len(keys))
+        return expect(time.perf_counter() - started, reply == b":1\r\n" * len(keys), "a chunk is missing")
 
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
         """See :meth:`Side.forget`."""
@@ -81,7 +81,7 @@ class RawRESP(InThreads):
 
 
 def connected(address: tuple[str, int] | str, timeout: float = 60.0) -> socket.socket:
-    """A blocking connection. Raises ``OSError``, later also for a side that is silent for so many seconds."""
+    """Open a blocking connection. Raises ``OSError``, as does I/O that stalls for ``timeout`` seconds."""
     if isinstance(address, str):
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(address)
@@ -96,26 +96,26 @@ def connected(address: tuple[str, int] | str, timeout: float = 60.0) -> socket.s
 
 
 def fill(connection: socket.socket, view: memoryview) -> None:
-    """Receive as many bytes as the view has. Raises ``OSError``."""
+    """Receive until the view is full. Raises ``OSError``."""
     while len(view):
         try:
             received = connection.recv_into(view, len(view), socket.MSG_WAITALL)
         except BlockingIOError as error:
-            raise TimeoutError("the server does not answer") from error
+            raise TimeoutError("the server does not respond") from error
         if not received:
-            raise ConnectionResetError("the server has closed the connection")
+            raise ConnectionResetError("the server closed the connection")
         view = view[received:]
 
 
 def exactly(connection: socket.socket, length: int) -> bytes:
-    """Receive that many bytes."""
-    answer = bytearray(length)
-    fill(connection, memoryview(answer))
-    return bytes(answer)
+    """Receive exactly ``length`` bytes."""
+    received = bytearray(length)
+    fill(connection, memoryview(received))
+    return bytes(received)
 
 
 def line(connection: socket.socket) -> bytes:
-    """Receive what comes before the next end of line."""
+    """Receive a line, and return it without CR LF."""
     received = b""
     while not received.endswith(b"\r\n"):
         received += exactly(connection, 1)
@@ -126,8 +126,8 @@ def _send(connection: socket.socket, head: bytes, view: memoryview, tail: bytes)
     try:
         sent = connection.sendmsg([head, view, tail])
     except BlockingIOError as error:
-        raise TimeoutError("the server does not take anything") from error
-    # Only a Unix socket, or one that has timed out, takes less than all of it.
+        raise TimeoutError("the server does not read") from error
+    # A short write happens only on a Unix socket or after a timeout.
     if sent < len(head) + len(view):
         connection.sendall(view[max(0, sent - len(head)) :])
         sent = len(head) + len(view)
@@ -135,21 +135,21 @@ def _send(connection: socket.socket, head: bytes, view: memoryview, tail: bytes)
 
 
 def _expect_ok(connection: socket.socket) -> None:
-    answer = line(connection)
-    if answer != _ACKNOWLEDGED[:-2]:
-        raise BenchFailed(f"the server answers {answer.decode(errors='replace')!r}")
+    reply = line(connection)
+    if reply != _ACKNOWLEDGED[:-2]:
+        raise BenchFailed(f"the server replied {reply.decode(errors='replace')!r}")
 
 
 def _log_in(connection: socket.socket, log_in: LogIn) -> None:
     if log_in.password is not None:
-        words = ["AUTH", *([log_in.user] if log_in.user else []), log_in.password]
-        connection.sendall(_command(words))
+        command = ["AUTH", *([log_in.user] if log_in.user else []), log_in.password]
+        connection.sendall(_command(command))
         _expect_ok(connection)
     if log_in.database:
         connection.sendall(_command(["SELECT", str(log_in.database)]))
         _expect_ok(connection)
 
 
-def _command(words: Sequence[str]) -> bytes:
-    encoded = [word.encode() for word in words]
-    return b"*%d\r\n" % len(encoded) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded)
+def _command(arguments: Sequence[str]) -> bytes:
+    encoded = [argument.encode() for argument in arguments]
+    return b"*%d\r\n" % len(encoded) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in encoded)

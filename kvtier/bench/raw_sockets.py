@@ -1,8 +1,8 @@
-"""Bytes between two arenas by hand, on blocking sockets with a thread each: the limit of a TCP transport.
+"""Limit of a TCP transport: move bytes between two arenas on blocking sockets, with a thread each.
 
-A request is a kind, an offset and a length. ``R`` is answered with so many bytes of the server's arena, ``W``
-is followed by as many for it and answered when they are there, ``E`` is followed by as many to be dropped,
-and answered with as many as its offset says.
+A request is a kind, an offset and a length. ``R``: the server replies with ``length`` bytes of its arena.
+``W``: ``length`` bytes for its arena follow; the server acknowledges them. ``E``: ``length`` bytes follow,
+which the server drops; it replies with ``offset`` bytes.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from kvtier.arena import Arena
-from kvtier.slices import PAGE_BYTES
+from kvtier.memory.arena import Arena
+from kvtier.memory.slices import PAGE_BYTES
 from kvtier.transports.base import Access
 
 _REQUEST = struct.Struct("<c7xQQ40x")
-"""64 bytes: the kernel takes up to twice as long over copies that are not aligned."""
+"""64 bytes, because the kernel takes up to twice as long for unaligned copies."""
 _DONE = bytes(64)
 
 
 class Span(NamedTuple):
-    """Bytes of both arenas."""
+    """A byte range in both arenas: the offset in each, and the length."""
 
-    ours: int
-    theirs: int
+    local: int
+    remote: int
     length: int
 
 
-Viewing = Callable[[int, int], memoryview]
-"""Gives so many bytes of an arena from an offset on."""
+GetView = Callable[[int, int], memoryview]
+"""Returns a view of an arena, given offset and length."""
 
 
 @contextmanager
-def serving(view: Viewing) -> Iterator[int]:
-    """Take connections at the port that is given, a thread for each, until the block is left."""
+def serving(view: GetView) -> Iterator[int]:
+    """Serve connections, with a thread each, until the block exits. Yields the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_accept, args=(listener, view), daemon=True).start()
         try:
@@ -49,14 +49,14 @@ def serving(view: Viewing) -> Iterator[int]:
             listener.shutdown(socket.SHUT_RDWR)
 
 
-def _accept(listener: socket.socket, view: Viewing) -> None:
+def _accept(listener: socket.socket, view: GetView) -> None:
     with suppress(OSError):
         while True:
             connection, _ = listener.accept()
             threading.Thread(target=_serve, args=(connection, view), daemon=True).start()
 
 
-def _serve(connection: socket.socket, view: Viewing) -> None:
+def _serve(connection: socket.socket, view: GetView) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     scratch = memoryview(bytearray(1 << 20))
     with connection, suppress(ConnectionError):
@@ -73,18 +73,18 @@ def _serve(connection: socket.socket, view: Viewing) -> None:
 
 
 class RawSockets:
-    """The side that asks. Each connection moves an equal share of what is to be moved."""
+    """The client. Each connection moves an equal share of the bytes."""
 
     def __init__(self, arena: Arena, port: int, connections: int) -> None:
         self._arena = arena
-        self._connections = [_connected(port) for _ in range(connections)]
+        self._connections = [_connect(port) for _ in range(connections)]
         self._threads = ThreadPoolExecutor(connections)
 
     async def move(self, access: Access, spans: Sequence[Span]) -> float:
-        """Read or write all spans; the seconds that it took."""
+        """Read or write all spans; return the duration in seconds."""
         loop = asyncio.get_running_loop()
         started = time.perf_counter()
-        shares = _shares(spans, len(self._connections))
+        shares = _split(spans, len(self._connections))
         await asyncio.gather(
             *(
                 loop.run_in_executor(self._threads, self._move, connection, access, share)
@@ -93,8 +93,8 @@ class RawSockets:
         )
         return time.perf_counter() - started
 
-    async def one_by_one(self, span: Span, runs: int) -> list[float]:
-        """Read one span so many times; the seconds of each. Blocks the loop, which has nothing else to do."""
+    async def read_repeatedly(self, span: Span, runs: int) -> list[float]:
+        """Read one span ``runs`` times; return the seconds of each. Blocks the event loop, on purpose."""
         seconds = []
         for _ in range(runs):
             started = time.perf_counter()
@@ -102,50 +102,50 @@ class RawSockets:
             seconds.append(time.perf_counter() - started)
         return seconds
 
-    def ask(self, question: memoryview, answer: memoryview) -> None:
-        """Send the one and wait for the other. Blocks."""
+    def ask(self, request: memoryview, reply: memoryview) -> None:
+        """Send ``request`` and fill ``reply``. Blocks."""
         connection = self._connections[0]
-        connection.sendmsg([_REQUEST.pack(b"E", len(answer), len(question)), question])
-        _fill(connection, answer)
+        connection.sendmsg([_REQUEST.pack(b"E", len(reply), len(request)), request])
+        _fill(connection, reply)
 
     def _move(self, connection: socket.socket, access: Access, share: Sequence[Span]) -> None:
         if access is Access.READ:
-            connection.sendall(b"".join(_REQUEST.pack(b"R", theirs, length) for _, theirs, length in share))
-            for ours, _, length in share:
-                _fill(connection, self._arena.view(ours, length))
+            connection.sendall(b"".join(_REQUEST.pack(b"R", remote, length) for _, remote, length in share))
+            for local, _, length in share:
+                _fill(connection, self._arena.view(local, length))
             return
-        for ours, theirs, length in share:
-            connection.sendall(_REQUEST.pack(b"W", theirs, length))
-            connection.sendall(self._arena.view(ours, length))
+        for local, remote, length in share:
+            connection.sendall(_REQUEST.pack(b"W", remote, length))
+            connection.sendall(self._arena.view(local, length))
         _fill(connection, memoryview(bytearray(len(share) * len(_DONE))))
 
     def close(self) -> None:
-        """Let go of connections and threads."""
+        """Close the connections and the thread pool."""
         self._threads.shutdown()
         for connection in self._connections:
             connection.close()
 
 
-def _shares(spans: Sequence[Span], count: int) -> list[list[Span]]:
-    """The same bytes in so many equal shares, each of them in one piece as far as can be."""
+def _split(spans: Sequence[Span], count: int) -> list[list[Span]]:
+    """Split the bytes into ``count`` equal shares, each as contiguous as possible."""
     total = sum(span.length for span in spans)
     share_bytes = -(-total // count // PAGE_BYTES) * PAGE_BYTES
     shares: list[list[Span]] = [[]]
     room = share_bytes
-    for ours, theirs, length in spans:
+    for local, remote, length in spans:
         done = 0
         while done < length:
             if not room:
                 shares.append([])
                 room = share_bytes
             part = min(room, length - done)
-            shares[-1].append(Span(ours + done, theirs + done, part))
+            shares[-1].append(Span(local + done, remote + done, part))
             done += part
             room -= part
     return shares
 
 
-def _connected(port: int) -> socket.socket:
+def _connect(port: int) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", port))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
@@ -155,5 +155,5 @@ def _fill(connection: socket.socket, view: memoryview) -> None:
     while len(view):
         received = connection.recv_into(view, len(view), socket.MSG_WAITALL)
         if not received:
-            raise ConnectionResetError("the other side has closed")
+            raise ConnectionResetError("the peer closed the connection")
         view = view[received:]

@@ -1,4 +1,4 @@
-"""What came of it, as a table for people and as JSON for programs."""
+"""Report results as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvtier.units import format_size
 
 DASH = "—"
 AIM = 0.95
-"""Of the limit. A ratio below is shown in another colour; noise alone can do that."""
+"""Ratio to the limit below which a cell is highlighted. Noise alone can cause that."""
 COLUMNS = ("limit", "put GB/s", "ratio", "p50 / p99 ms", "get GB/s", "ratio", "p50 / p99 ms", "look-ups/s")
 
 
 def table_of(rows: Sequence[Row], extent: Extent) -> Table:
-    """A line for each row; of one that has failed its words."""
+    """Return a table of all rows; a failed row has no figures."""
     chunks = f"{extent.chunks} chunks of {format_size(extent.size)}, {extent.in_flight} in flight"
     table = Table(title=f"{chunks}, {extent.turns} turns", title_justify="left", box=None, pad_edge=False)
     table.add_column("tier", overflow="fold")
@@ -36,14 +36,14 @@ def table_of(rows: Sequence[Row], extent: Extent) -> Table:
 
 
 def remarks_of(rows: Sequence[Row]) -> list[str]:
-    """Lines to stand below the table: why a row has failed, in markup."""
+    """Return lines to print below the table, in markup: errors of failed rows, then remarks."""
     return [
         f"[red]{escape(row.name)}[/red]: {escape(row.error)}" for row in rows if row.error is not None
     ] + [f"[dim]{escape(row.name)}: {escape(row.remark)}[/dim]" for row in rows if row.remark]
 
 
 def json_of(rows: Sequence[Row], extent: Extent) -> dict[str, Any]:
-    """All of it, and on which machine."""
+    """Return all results and a description of the machine, ready for JSON."""
     return {
         "kvtier": kvtier.__version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -1,4 +1,4 @@
-"""What is measured, and what came of it."""
+"""Parameters and results of a benchmark."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from kvtier.units import MIB
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured of each tier and transport."""
+    """Parameters of the benchmark of each tier and transport."""
 
     size: int = 32 * MIB
-    """Bytes of a chunk, whole pages."""
+    """Bytes per chunk, whole pages."""
     chunks: int = 16
     in_flight: int = 4
-    """Chunks of one batch."""
+    """Chunks per batch."""
     turns: int = 5
     look_ups: int = 50
 
     @property
     def length(self) -> int:
-        """Bytes of all chunks together."""
+        """Bytes of all chunks."""
         return self.size * self.chunks
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How fast it was beside its limit, turn by turn: 1 for equally fast."""
+    """Speed relative to the limit, over all turns. 1: equally fast."""
 
     median: float
     lowest: float
@@ -39,12 +39,12 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Direction:
-    """Chunks on their way in, or out."""
+    """Results of puts, or of gets."""
 
     gb_s: float
-    """The median over the turns, with ``in_flight`` chunks in a batch."""
+    """Median over the turns, with ``in_flight`` chunks per batch."""
     p50_ms: float
-    """Of one chunk alone."""
+    """Latency with one chunk in flight."""
     p99_ms: float
     limit_gb_s: float | None = None
     ratio: Ratio | None = None
@@ -52,37 +52,37 @@ class Direction:
 
 @dataclass(frozen=True)
 class Row:
-    """One tier or transport; of one that has failed only why."""
+    """Results of one tier or transport; if it failed, only its error."""
 
     name: str
     type: str
     limit: str | None = None
-    """What it is held against; ``None`` where nothing is known."""
+    """Name of the limit that it is compared with; ``None`` if there is no limit."""
     put: Direction | None = None
     get: Direction | None = None
     look_ups_per_s: float | None = None
-    """Keys, asked for in one batch; ``None`` for a transport."""
+    """Keys per second, looked up in batches; ``None`` for a transport."""
     remark: str = ""
     error: str | None = None
 
 
 class Samples:
-    """Seconds of one direction: of whole turns by contestant, and of single chunks."""
+    """Durations of one direction in seconds: of turns, by contestant, and of single chunks."""
 
     def __init__(self) -> None:
         self.turns: dict[str, list[float]] = {}
         self.singles: list[float] = []
 
     def direction(self, name: str, limit: str | None, length: int) -> Direction:
-        """What came of it, where each turn moved ``length`` bytes."""
-        ours = self.turns[name]
+        """Return the results of ``name``, for turns of ``length`` bytes."""
+        own_turns = self.turns[name]
         of_limit: Mapping[str, Sequence[float]] = self.turns if limit is not None else {}
-        theirs = of_limit.get(limit or "")
-        beside = ratios(ours, theirs) if theirs else None
+        limit_turns = of_limit.get(limit or "")
+        by_turn = ratios(own_turns, limit_turns) if limit_turns else None
         return Direction(
-            gb_s=length / statistics.median(ours) / 1e9,
+            gb_s=length / statistics.median(own_turns) / 1e9,
             p50_ms=percentile(self.singles, 0.5) * 1e3,
             p99_ms=percentile(self.singles, 0.99) * 1e3,
-            limit_gb_s=length / statistics.median(theirs) / 1e9 if theirs else None,
-            ratio=Ratio(statistics.median(beside), min(beside), max(beside)) if beside else None,
+            limit_gb_s=length / statistics.median(limit_turns) / 1e9 if limit_turns else None,
+            ratio=Ratio(statistics.median(by_turn), min(by_turn), max(by_turn)) if by_turn else None,
         )

@@ -1,4 +1,4 @@
-"""Measurements in an event loop of a thread of its own: what hangs there does not take the program along."""
+"""Run measurements on an event loop in a separate thread, so that a hung call does not hang the program."""
 
 from __future__ import annotations
 
@@ -15,60 +15,59 @@ from kvtier.bench.errors import Stuck
 from kvtier.errors import KVTierError
 
 CLEAN_UP_SECONDS = 30.0
-"""How long cleaning up is waited for once somebody has had enough."""
+"""Timeout for the clean-up after Ctrl-C."""
 
 AnswerT = TypeVar("AnswerT")
 
 
 def run(work: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
-    """What ``work`` comes to, in an event loop of its own. Call it from the main thread; blocks.
+    """Run ``work`` on an event loop in a new thread and return its result. Blocks; call from the main thread.
 
-    On Ctrl-C, and on whatever else ends this thread's waiting, the work is cancelled and waited for while it
-    cleans up; a second one ends that, too. Comes back also where a call in it does not end, whose thread goes
-    on.
+    On Ctrl-C, or any other exception in this thread, it cancels the work and waits for its clean-up; a second
+    Ctrl-C ends the wait. It returns even if a call in the work never ends; the thread then keeps running.
     """
-    told: Future[AnswerT] = Future()
-    began: Future[tuple[asyncio.AbstractEventLoop, anyio.CancelScope]] = Future()
+    result: Future[AnswerT] = Future()
+    started: Future[tuple[asyncio.AbstractEventLoop, anyio.CancelScope]] = Future()
 
     async def supervised() -> None:
         with anyio.CancelScope() as scope:
-            began.set_result((asyncio.get_running_loop(), scope))
+            started.set_result((asyncio.get_running_loop(), scope))
             try:
-                # Told from within: a loop with a call that does not end does not end either.
-                told.set_result(await work())
+                # Set here, because anyio.run does not return while a call is stuck.
+                result.set_result(await work())
             except BaseException as error:
-                told.set_exception(error)
+                result.set_exception(error)
                 raise
 
     def thread() -> None:
         try:
             anyio.run(supervised)
         except BaseException as error:
-            if not told.done():
-                told.set_exception(error)
+            if not result.done():
+                result.set_exception(error)
 
     threading.Thread(target=thread, name="kvtier-bench", daemon=True).start()
-    loop, scope = began.result()
+    loop, scope = started.result()
     try:
-        return told.result()
+        return result.result()
     except BaseException:
-        if not told.done():
+        if not result.done():
             loop.call_soon_threadsafe(scope.cancel)
             with suppress(TimeoutError):
-                told.exception(CLEAN_UP_SECONDS)
+                result.exception(CLEAN_UP_SECONDS)
         raise
 
 
-def in_words(error: BaseException) -> str:
-    """What went wrong, for people. Of several errors at once the first."""
+def describe_error(error: BaseException) -> str:
+    """Return a message for the user; for an exception group, that of the first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, Stuck):
-        return f"{error}; what it has stored may be left behind"
+        return f"{error}; stored chunks may be left behind"
     if isinstance(error, KVTierError):
         return str(error)
     if isinstance(error, ImportError):
-        return f"{error}: install what provides it (`kvtier doctor` says more)"
+        return f"{error}: install the package that provides it (`kvtier doctor` shows details)"
     if isinstance(error, OSError):
         return error.strerror or str(error) or type(error).__name__
     return f"{type(error).__name__}: {error}"

@@ -1,6 +1,6 @@
-"""One way to a medium: a kvtier backend, or its limit. All of them move the same chunk objects, in turns.
+"""A side is one way to a medium: a kvtier backend, or its limit. Sides run interleaved, with the same chunks.
 
-Each stores them under names of its own, and lets go of them after its turn.
+Each side stores the chunks under its own names, and deletes them after its turn.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from kvtier.backends.base import Backend, Outcome, SupportsPrefix
-from kvtier.backends.sealed import SealedBackend
 from kvtier.bench.errors import BenchFailed
-from kvtier.header import HEADER_BYTES, ChunkHeader
-from kvtier.keys import ChunkKey
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader
+from kvtier.memory.keys import ChunkKey
+from kvtier.tiers.sealed import SealedBackend
 
 Chunk = tuple[ChunkKey, memoryview]
 
 
 class Side(ABC):
-    """One way to a medium. Each call takes one batch and returns how many seconds that took.
+    """One way to a medium. Each call processes one batch and returns its duration in seconds.
 
-    All are called from the event loop, which has nothing else to do: they may block it. They raise
-    :class:`BenchFailed` or ``OSError`` where the medium does not do what it is asked.
+    All methods may block the event loop, which has nothing else to do. They raise :class:`BenchFailed` or
+    ``OSError`` if the medium fails.
     """
 
     fills: ClassVar[bool] = True
-    """Whether :meth:`get` fills the views that it is given, and not memory of the side's own."""
+    """Whether :meth:`get` fills the views passed to it, not memory of its own."""
 
     @abstractmethod
     async def put(self, chunks: Sequence[Chunk]) -> float:
@@ -37,30 +37,30 @@ class Side(ABC):
 
     @abstractmethod
     async def get(self, chunks: Sequence[Chunk]) -> float:
-        """Fill the views with what :meth:`put` has stored."""
+        """Fill the views with the chunks that :meth:`put` stored."""
 
     @abstractmethod
     async def look_up(self, keys: Sequence[ChunkKey]) -> float:
-        """Ask which keys are held: all are, since :meth:`hold`."""
+        """Look up which keys are held. All are, after :meth:`hold`."""
 
     async def prefix(self, keys: Sequence[ChunkKey]) -> float | None:
-        """Ask how many leading keys are held: all of them. ``None``: there is no such call."""
+        """Look up how many leading keys are held, which is all. ``None`` if the medium has no such call."""
         return None
 
     async def hold(self, chunks: Sequence[Chunk]) -> None:
-        """Have keys held that are to be looked up."""
+        """Store chunks for lookups."""
         await self.put(chunks)
 
     @abstractmethod
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove what this side has stored."""
+        """Delete chunks that this side stored."""
 
     async def close(self) -> None:  # noqa: B027 - has a default on purpose
-        """Let go of connections and threads."""
+        """Release connections and threads."""
 
 
 class BackendSide(Side):
-    """A backend, opened by the caller, as it is or with a header and a checksum around it."""
+    """A backend opened by the caller, plain or wrapped in :class:`SealedBackend`."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -75,12 +75,12 @@ class BackendSide(Side):
     async def get(self, chunks: Sequence[Chunk]) -> float:
         """See :meth:`Side.get`."""
         seconds, outcomes = await timed(lambda: self._backend.get(chunks))
-        return _all_ok("give back", seconds, outcomes, len(chunks))
+        return _all_ok("return", seconds, outcomes, len(chunks))
 
     async def look_up(self, keys: Sequence[ChunkKey]) -> float:
         """See :meth:`Side.look_up`."""
         seconds, held = await timed(lambda: self._backend.contains(keys))
-        return expect(seconds, all(held), f"it holds {sum(held)} of {len(keys)} chunks that it has stored")
+        return expect(seconds, all(held), f"it holds {sum(held)} of {len(keys)} chunks that were stored")
 
     async def prefix(self, keys: Sequence[ChunkKey]) -> float | None:
         """See :meth:`Side.prefix`."""
@@ -88,7 +88,7 @@ class BackendSide(Side):
             return None
         backend = self._backend
         seconds, held = await timed(lambda: backend.held_prefix(keys))
-        return expect(seconds, held == len(keys), f"it holds {held} of {len(keys)} chunks that it has stored")
+        return expect(seconds, held == len(keys), f"it holds {held} of {len(keys)} chunks that were stored")
 
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
         """See :meth:`Side.forget`."""
@@ -96,7 +96,7 @@ class BackendSide(Side):
 
 
 class InThreads(Side):
-    """A side whose calls block: chunks are moved by as many threads as there are connections."""
+    """A side with blocking calls: one thread per connection moves chunks."""
 
     def __init__(self, connections: Sequence[Any]) -> None:
         self._connections = connections
@@ -118,51 +118,51 @@ class InThreads(Side):
 
     @abstractmethod
     def put_one(self, connection: Any, key: ChunkKey, view: memoryview) -> None:  # noqa: ANN401
-        """Store one chunk, in a thread."""
+        """Store one chunk. Runs in a thread."""
 
     @abstractmethod
     def get_one(self, connection: Any, key: ChunkKey, view: memoryview) -> None:  # noqa: ANN401
-        """Fill one view, in a thread."""
+        """Fill one view. Runs in a thread."""
 
-    def _move(self, one: Callable[[Any, ChunkKey, memoryview], None], chunks: Sequence[Chunk]) -> float:
-        waiting = deque(chunks)
+    def _move(self, move_one: Callable[[Any, ChunkKey, memoryview], None], chunks: Sequence[Chunk]) -> float:
+        pending = deque(chunks)
 
-        def work_off(connection: Any) -> None:  # noqa: ANN401
-            while waiting:
+        def run(connection: Any) -> None:  # noqa: ANN401
+            while pending:
                 try:
-                    key, view = waiting.popleft()
+                    key, view = pending.popleft()
                 except IndexError:
                     return
-                one(connection, key, view)
+                move_one(connection, key, view)
 
         started = time.perf_counter()
-        at_once = self._connections[: len(chunks)]
-        for _ in self._threads.map(work_off, at_once):
+        used = self._connections[: len(chunks)]
+        for _ in self._threads.map(run, used):
             pass
         return time.perf_counter() - started
 
 
 def unseal(chunks: Sequence[Chunk]) -> None:
-    """Take the checksums out of the headers, so that storing these costs what storing new chunks does."""
+    """Clear the checksums in the headers, so that storing the chunks costs as much as storing new ones."""
     for _, view in chunks:
         view[:HEADER_BYTES] = ChunkHeader.parse(view).packed()
 
 
 async def timed(call: Callable[[], Awaitable[Any]]) -> tuple[float, Any]:
-    """The seconds that a call took, and what it came to."""
+    """Return the duration of a call in seconds, and its result."""
     started = time.perf_counter()
-    answer = await call()
-    return time.perf_counter() - started, answer
+    result = await call()
+    return time.perf_counter() - started, result
 
 
-def expect(seconds: float, fine: bool, otherwise: object) -> float:
-    """``seconds``, where all is fine. Raises :class:`BenchFailed` with what it is instead."""
-    if not fine:
-        raise BenchFailed(str(otherwise))
+def expect(seconds: float, ok: bool, error: object) -> float:
+    """Return ``seconds`` if ``ok``. Otherwise raise :class:`BenchFailed` with the text of ``error``."""
+    if not ok:
+        raise BenchFailed(str(error))
     return seconds
 
 
-def _all_ok(doing: str, seconds: float, outcomes: Sequence[Outcome], count: int) -> float:
-    expect(0, len(outcomes) == count, f"it gave {len(outcomes)} answers to {count} questions")
-    told = ", ".join(sorted({outcome.value for outcome in outcomes} - {Outcome.OK.value}))
-    return expect(seconds, not told, f"it did not {doing} what it was asked to: {told}")
+def _all_ok(action: str, seconds: float, outcomes: Sequence[Outcome], count: int) -> float:
+    expect(0, len(outcomes) == count, f"it returned {len(outcomes)} outcomes for {count} chunks")
+    failures = ", ".join(sorted({outcome.value for outcome in outcomes} - {Outcome.OK.value}))
+    return expect(seconds, not failures, f"it did not {action} all chunks: {failures}")

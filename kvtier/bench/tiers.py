@@ -1,4 +1,4 @@
-"""A tier beside its limit, in turns, as a cache runs it: with header and checksum, but for memory."""
+"""Measure a tier, interleaved with its limit, as a cache uses it: with header and checksum (not memory)."""
 
 from __future__ import annotations
 
@@ -12,59 +12,59 @@ from functools import partial
 import anyio
 from anyio import CancelScope
 
-from kvtier.arena import Arena
 from kvtier.backends.base import Backend, SupportsCheck, SupportsRegistration
-from kvtier.backends.sealed import SealedBackend
 from kvtier.bench.calls import within
-from kvtier.bench.chunks import clear_stamps, have_stamps, make_chunks, own_keys, put_stamps
+from kvtier.bench.chunks import clear_stamps, have_stamps, make_chunks, put_stamps, random_keys
 from kvtier.bench.errors import BenchFailed, Stuck
 from kvtier.bench.limits import limit_of
 from kvtier.bench.rows import Extent, Row, Samples
 from kvtier.bench.sides import BackendSide, Chunk, Side
 from kvtier.bench.timing import rotated
-from kvtier.keys import ChunkKey
+from kvtier.memory.arena import Arena
+from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import is_memory
 from kvtier.settings import TierSettings
+from kvtier.tiers.sealed import SealedBackend
 from kvtier.units import MIB, format_duration
 
 logger = logging.getLogger("kvtier")
 
 LOOK_UP_KEYS = 128
-"""A prompt of 32,768 tokens in chunks of 256."""
+"""Keys per lookup: a prompt of 32,768 tokens in chunks of 256."""
 LOOK_UP_BYTES = 4096
-"""What is looked up is that long: a look-up does not see it."""
+"""Size of the chunks that are looked up. It does not matter for a lookup."""
 OPENING_SECONDS = 30.0
-"""Opening and registering memory have no deadline in a tier, and may take long once."""
+"""Timeout for opening, closing and registering memory, for which a tier has no deadline."""
 DELETING_PAUSE_SECONDS = 0.1
 KVTIER, LIMIT = "kvtier", "limit"
 
 Advance = Callable[[], None]
-"""Told of each step that is done."""
+"""Called after each completed step."""
 
 
 def steps_of(extent: Extent) -> int:
-    """How many steps :func:`measure_tier` tells of."""
+    """Return how often :func:`measure_tier` calls ``advance``."""
     return extent.turns + 2
 
 
 def tier_bytes(extent: Extent) -> int:
-    """What a tier is to hold at once."""
+    """Return the capacity that a tier needs, in bytes."""
     return extent.length + LOOK_UP_KEYS * LOOK_UP_BYTES
 
 
 def memory_bytes(extent: Extent) -> int:
-    """How much memory :func:`measure_tier` takes at most: for chunks, a tier of memory, and its limit."""
+    """Return the peak memory use of :func:`measure_tier`: chunks, a memory tier, and its limit."""
     return 3 * tier_bytes(extent) + 4 * MIB
 
 
 async def measure_tier(
     backend: Backend, tier: TierSettings, extent: Extent, advance: Advance, *, checksum: bool = True
 ) -> Row:
-    """Measure a tier: open its backend, move chunks under keys of its own, delete them, close it.
+    """Measure a tier: open its backend, store and load chunks under random keys, delete them, close it.
 
-    The keys are deleted also where it fails or is cancelled. Each batch is held to the tier's deadline, as in
-    a cache. ``backend`` is not open yet. Raises :class:`BenchFailed`, :class:`Stuck` where a call did not end
-    at all, and what else the backend raises. Blocks the event loop for as long as the limit moves bytes.
+    ``backend`` must not be open. Each batch has the tier's deadline, as in a cache. The keys are also deleted
+    after an error or cancellation. The limit blocks the event loop while it moves bytes. Raises
+    :class:`BenchFailed`, :class:`Stuck` if a call does not end at all, and what the backend raises.
     """
     wrapped = backend if is_memory(type(backend)) else SealedBackend(backend, checksum)
     arena = Arena.create(tier_bytes(extent) + 2 * MIB)
@@ -73,7 +73,7 @@ async def measure_tier(
         await stack.enter_async_context(_opened(wrapped, arena))
         remark = ""
         if isinstance(wrapped, SupportsCheck):
-            remark = await within(OPENING_SECONDS, "asking what it is", wrapped.check)
+            remark = await within(OPENING_SECONDS, "checking it", wrapped.check)
         sides: dict[str, Side] = {KVTIER: BackendSide(wrapped)}
         limit = limit_of(tier, backend, arena, extent.length)
         if limit is not None:
@@ -95,7 +95,7 @@ async def measure_tier(
 
 def _closing(arena: Arena) -> Callable[..., bool]:
     def close(_kind: object, error: BaseException | None, _trace: object) -> bool:
-        if not isinstance(error, Stuck):  # What did not end may still write there.
+        if not isinstance(error, Stuck):  # The stuck call may still write there.
             arena.close()
         return False
 
@@ -104,7 +104,7 @@ def _closing(arena: Arena) -> Callable[..., bool]:
 
 @asynccontextmanager
 async def _opened(backend: Backend, arena: Arena) -> AsyncIterator[None]:
-    """It is open, and knows the arena, until the block is left; not closed where a call goes on in it."""
+    """Open a backend and register the arena; close it when the block exits, unless a call is stuck in it."""
     await within(OPENING_SECONDS, "opening it", backend.open)
     try:
         if isinstance(backend, SupportsRegistration):
@@ -113,14 +113,14 @@ async def _opened(backend: Backend, arena: Arena) -> AsyncIterator[None]:
     except Stuck:
         raise
     except BaseException:
-        with CancelScope(shield=True), suppress(Exception):  # Something else has failed already.
+        with CancelScope(shield=True), suppress(Exception):  # Keep the first error.
             await within(OPENING_SECONDS, "closing it", backend.close)
         raise
     await within(OPENING_SECONDS, "closing it", backend.close)
 
 
 class _Bench:
-    """The sides of one tier, and the chunks that they move."""
+    """Measures the sides of one tier with the same chunks."""
 
     def __init__(
         self, sides: dict[str, Side], backend: Backend, arena: Arena, tier: TierSettings, extent: Extent
@@ -131,23 +131,23 @@ class _Bench:
         self._deadline = tier.deadline
         self._extent = extent
         self._keys: list[ChunkKey] = []
-        """All keys that may be in use."""
+        """All keys that may be stored."""
         self._samples = {"put": Samples(), "get": Samples()}
 
     async def measure(self, advance: Advance) -> tuple[Samples, Samples, list[float]]:
-        """Seconds of putting, of getting and of looking up, after one turn that is not counted."""
+        """Return the seconds of puts, gets and lookups, after one warm-up turn."""
         extent = self._extent
-        moved, held = own_keys(extent.chunks), own_keys(LOOK_UP_KEYS)
+        moved, held = random_keys(extent.chunks), random_keys(LOOK_UP_KEYS)
         chunks = make_chunks(self._arena, moved, extent.size)
         small = make_chunks(self._arena, held, LOOK_UP_BYTES)
         self._keys = [*moved, *held]
         try:
             for turn in range(-1, extent.turns):
                 for name in rotated(list(self._sides), turn + 1):
-                    await self._take_turn(name, chunks, counted=turn >= 0)
+                    await self._run_turn(name, chunks, counted=turn >= 0)
                 advance()
             look_ups = await self._look_up(small)
-            await self._see_to_it_that_they_are_gone()
+            await self._verify_deleted()
             advance()
         except Stuck:
             raise
@@ -156,7 +156,7 @@ class _Bench:
             raise
         return self._samples["put"], self._samples["get"], look_ups
 
-    async def _take_turn(self, name: str, chunks: Sequence[Chunk], *, counted: bool) -> None:
+    async def _run_turn(self, name: str, chunks: Sequence[Chunk], *, counted: bool) -> None:
         if name == KVTIER:
             singles = await self._move(name, chunks, 1)
             if counted:
@@ -167,48 +167,48 @@ class _Bench:
                 self._samples[direction].turns.setdefault(name, []).append(sum(seconds))
 
     async def _move(self, name: str, chunks: Sequence[Chunk], in_flight: int) -> dict[str, list[float]]:
-        """The seconds of each batch on its way in and out, after which the side holds nothing."""
+        """Put, get and delete all chunks; return the seconds of each batch."""
         side, deadline = self._sides[name], self._deadline
         batches = [chunks[start : start + in_flight] for start in range(0, len(chunks), in_flight)]
-        of = f"{in_flight} chunks" if in_flight > 1 else "one chunk"
-        puts = [await within(deadline, f"storing {of}", partial(side.put, batch)) for batch in batches]
+        count = f"{in_flight} chunks" if in_flight > 1 else "one chunk"
+        puts = [await within(deadline, f"storing {count}", partial(side.put, batch)) for batch in batches]
         gets = []
         for batch in batches:
             stamps = clear_stamps(batch)
-            gets.append(await within(deadline, f"reading {of}", partial(side.get, batch)))
+            gets.append(await within(deadline, f"reading {count}", partial(side.get, batch)))
             if not side.fills:
                 put_stamps(batch, stamps)
             elif not have_stamps(batch, stamps):
-                raise BenchFailed("it gave back other bytes than were stored")
+                raise BenchFailed("it returned other bytes than were stored")
         await within(deadline, "deleting", lambda: side.forget([key for key, _ in chunks]))
         return {"put": puts, "get": gets}
 
     async def _look_up(self, chunks: Sequence[Chunk]) -> list[float]:
-        """Seconds of asking for all of them at once, as a prompt is looked up."""
+        """Return the seconds of lookups of all chunks at once, as for a prompt."""
         side, keys = self._sides[KVTIER], [key for key, _ in chunks]
         await within(self._deadline, "storing", lambda: side.put(chunks))
         seconds = []
         for _ in range(self._extent.look_ups):
-            asked = await within(self._deadline, "looking up", lambda: side.prefix(keys))
-            if asked is None:
-                asked = await within(self._deadline, "looking up", lambda: side.look_up(keys))
-            seconds.append(asked)
+            duration = await within(self._deadline, "looking up", lambda: side.prefix(keys))
+            if duration is None:
+                duration = await within(self._deadline, "looking up", lambda: side.look_up(keys))
+            seconds.append(duration)
         await within(self._deadline, "deleting", lambda: side.forget(keys))
         return seconds
 
-    async def _see_to_it_that_they_are_gone(self) -> None:
-        """Delete for as long as the deadline is: a pool may keep for a while what was just read."""
+    async def _verify_deleted(self) -> None:
+        """Retry the deletion until the deadline, because a pool may keep recently read chunks for a while."""
         until = time.monotonic() + self._deadline
         backend, keys = self._backend, self._keys
         while any(await within(self._deadline, "looking up", lambda: backend.contains(keys))):
             if time.monotonic() > until:
-                longer = format_duration(self._deadline)
-                raise BenchFailed(f"it still holds chunks {longer} after they were deleted")
+                duration = format_duration(self._deadline)
+                raise BenchFailed(f"it still holds chunks {duration} after they were deleted")
             await anyio.sleep(DELETING_PAUSE_SECONDS)
             await within(self._deadline, "deleting", lambda: backend.delete(keys))
 
     async def _clean_up(self) -> None:
-        """Delete what may have been stored, as well as can be: something else has failed already."""
+        """Delete all chunks that may have been stored, best effort: another error is being raised already."""
         with CancelScope(shield=True):
             for side in self._sides.values():
                 try:
@@ -216,4 +216,4 @@ class _Bench:
                 except Stuck:
                     raise
                 except Exception as error:
-                    logger.debug("deleting has failed, too: %r", error)
+                    logger.debug("cleaning up after an error: deleting failed: %r", error)

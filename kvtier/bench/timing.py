@@ -1,4 +1,4 @@
-"""Taking turns, and what comes of it: on a machine that does other things too, only ratios mean something."""
+"""Interleaved measurements and their ratios. On a machine with other load, only ratios are meaningful."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Contestant = Callable[[], Awaitable[object]]
 Step = Callable[[], object]
 
 
-async def take_turns(
+async def interleave(
     contestants: Mapping[str, Contestant], runs: int, before_each: Step = lambda: None
 ) -> dict[str, list[float]]:
-    """The seconds of each run of each contestant, after one run of each that is not counted.
+    """Run the contestants alternately; return the seconds of each run, without a first warm-up run of each.
 
-    They take turns, so that what slows the machine down for a while slows all of them: compare what is
-    of the same turn, with :func:`ratio`. ``before_each`` runs before every run and is not counted.
+    Temporary load on the machine slows all contestants alike: compare runs of the same turn, with
+    :func:`ratio`. ``before_each`` runs before every run and is not timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(-1, runs):
@@ -35,41 +35,41 @@ async def take_turns(
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The names in the order of that turn: who begins changes."""
+    """Return the names in the order of that turn: each turn starts with another one."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
 
 def ratios(seconds: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """How fast the first is beside the second in each turn, 1 for equally fast."""
-    return [there / here for here, there in zip(seconds, reference, strict=True)]
+    """Return the speed relative to the reference, per turn. 1: equally fast."""
+    return [expected / actual for actual, expected in zip(seconds, reference, strict=True)]
 
 
 def ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
-    """The median of :func:`ratios`."""
+    """Return the median of :func:`ratios`."""
     return statistics.median(ratios(seconds, reference))
 
 
 def speed(length: int, seconds: Sequence[float]) -> float:
-    """GB/s, the median over the turns."""
+    """Return the median throughput over the turns, in GB/s."""
     return length / statistics.median(seconds) / 1e9
 
 
 def percentile(seconds: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of them lie; of few values the nearest one that was seen."""
+    """Return the nearest-rank percentile; for a ``share`` of 0.5, the median."""
     ordered = sorted(seconds)
     return statistics.median(ordered) if share == 0.5 else ordered[round(share * (len(ordered) - 1))]
 
 
 def filled(length: int) -> memoryview:
-    """Page-aligned memory with bytes of which no device has others alike."""
+    """Return page-aligned memory with incompressible contents; see :func:`fill`."""
     view = memoryview(mmap.mmap(-1, length))
     fill(view)
     return view
 
 
 def fill(view: memoryview, seed: bytes = b"") -> None:
-    """Write bytes that no device can compress, and that are nowhere else but where the seed is the same."""
+    """Fill a view with bytes that do not compress or deduplicate, except with views of the same seed."""
     for start in range(0, len(view), MIB):
         piece = view[start : start + MIB]
         piece[:] = blake3(seed + start.to_bytes(8, "little")).digest(length=len(piece))

@@ -1,7 +1,7 @@
-"""The other process of a transport that is measured: its arena is read and written until its input ends.
+"""The second process of a transport benchmark: serve an arena to the first one until standard input ends.
 
-One line of JSON in: ``[settings of the transport, lengths, plugins]``. One out: what the first process
-needs to know, or ``{"failed": why}``.
+Reads one line of JSON: ``[settings of the transport, lengths, plugins]``. Writes one line of JSON: an object
+with the addresses and spans that the first process needs, or ``{"failed": reason}``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kvtier.testing.transport_side import Side
 from kvtier.transports.base import Access
 
 CPU_CLOCK = 2
-"""CPUCLOCK_SCHED: how long a process has run, with all its threads. Linux, posix-timers.h."""
+"""``CPUCLOCK_SCHED`` of Linux's ``posix-timers.h``: CPU time of a process, all threads included."""
 
 
 def cpu_seconds(processes: Iterable[int]) -> float:
-    """How long these processes have run so far, in user mode and in the kernel, to the nanosecond.
+    """Return the CPU time of these processes, user and system, with nanosecond resolution.
 
-    One that has ended counts as if it had never run: such are those that prepare memory, and are done.
+    Processes that have exited count as 0: they only prepared memory.
     """
     seconds = 0.0
     for process in processes:
@@ -41,7 +41,7 @@ def cpu_seconds(processes: Iterable[int]) -> float:
 
 
 def family(process: int) -> list[int]:
-    """A process and those that it has started, in which a transport may do its work."""
+    """Return a process and all its descendants, in which a transport may run."""
     found = [process]
     for thread in Path(f"/proc/{process}/task").iterdir():
         with suppress(FileNotFoundError):
@@ -52,25 +52,25 @@ def family(process: int) -> list[int]:
 
 async def main() -> None:
     """Serve until standard input ends."""
-    # What a library prints must not be taken for an answer.
-    answers = os.fdopen(os.dup(1), "w")
+    # Libraries print to stdout: redirect it to stderr, and keep the original for the reply.
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     settings, lengths, plugins = json.loads(sys.stdin.readline())
     try:
-        await _serve(answers, settings, lengths, plugins)
+        await _serve(replies, settings, lengths, plugins)
     except* KVTierError as group:
-        answers.write(json.dumps({"failed": str(group.exceptions[0])}) + "\n")
-        answers.flush()
+        replies.write(json.dumps({"failed": str(group.exceptions[0])}) + "\n")
+        replies.flush()
 
 
 async def _serve(
-    answers: TextIO, settings: Mapping[str, Any], lengths: Sequence[int], plugins: Sequence[str] | None
+    replies: TextIO, settings: Mapping[str, Any], lengths: Sequence[int], plugins: Sequence[str] | None
 ) -> None:
     kind = Plugins.load(plugins).transport(settings["type"])
     async with Side.open(kind, settings, 2 * sum(lengths) + (1 << 20)) as side:
         spans = {access.value: side.grants.grant(lengths, access, 0) for access in Access}
         with serving(side.arena.view) as raw_port:
-            answer = {
+            reply = {
                 "endpoint": side.transport.endpoint.hex(),
                 "port": side.port,
                 "raw_port": raw_port,
@@ -78,8 +78,8 @@ async def _serve(
                 "capacity": side.arena.capacity,
                 "spans": spans,
             }
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
+            replies.write(json.dumps(reply) + "\n")
+            replies.flush()
             await anyio.to_thread.run_sync(sys.stdin.read)
 
 

@@ -1,8 +1,8 @@
-"""A transport and its limit between two processes of this host, each with a real arena.
+"""A transport and its limit between two processes on this host, each with a real arena.
 
-The limit of ``tcp`` is the same bytes by hand on as many blocking sockets, each in a thread; that of ``nixl``
-one NIXL transfer by hand, in a busy loop, between two processes that map the same arenas and have the same
-UCX variables. A third party's transport has none.
+The limit of ``tcp`` is the same bytes on as many plain blocking sockets, with a thread each. The limit of
+``nixl`` is one plain NIXL transfer in a busy loop, between two processes that map the same arenas and have
+the same UCX variables. A third-party transport has no limit.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
-from kvtier.arena import Arena, ArenaMap
 from kvtier.backends.base import Outcome
 from kvtier.bench.bare_nixl import BareNixl
 from kvtier.bench.errors import BenchFailed
 from kvtier.bench.raw_sockets import RawSockets, Span
 from kvtier.bench.transport_process import family
-from kvtier.slices import Lease
+from kvtier.memory.arena import Arena, ArenaMap
+from kvtier.memory.slices import Lease
 from kvtier.testing.transport_side import Side, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan, TransportSettings
 from kvtier.transports.nixl.settings import NixlSettings
 from kvtier.transports.tcp.settings import TcpSettings
 
 LIMIT = "limit"
-"""The name of the contestant that a transport is held against."""
+"""Name of the contestant that a transport is compared with."""
 STAMP_BYTES = 8
 STOP_SECONDS = 10
 
@@ -40,22 +40,22 @@ class Mover(Protocol):
     """One way to move bytes between the two arenas."""
 
     async def move(self, access: Access, spans: Sequence[Span]) -> float:
-        """Read or write all spans at once; the seconds that it took."""
+        """Read or write all spans at once; return the duration in seconds."""
         ...
 
-    async def one_by_one(self, span: Span, runs: int) -> list[float]:
-        """Read one span so many times; the seconds of each."""
+    async def read_repeatedly(self, span: Span, runs: int) -> list[float]:
+        """Read one span ``runs`` times; return the seconds of each."""
         ...
 
 
 class Contestant(NamedTuple):
-    """One of those that take turns."""
+    """A transport or its limit, with the processes that it uses."""
 
     mover: Mover
     processes: Sequence[int]
-    """Who works for it."""
+    """All processes that use CPU time for it."""
     helpers: Sequence[int] = ()
-    """Those of them that are stopped while it is another's turn: NIXL's wait for peers in a busy loop."""
+    """Processes to stop during another contestant's turn, because NIXL polls in a busy loop."""
 
 
 class OverTransport:
@@ -70,8 +70,8 @@ class OverTransport:
         """See :meth:`Mover.move`."""
         grant = self._grants[access]
         items = [
-            (RemoteSpan(grant, theirs, length), self._arena.view(ours, length))
-            for ours, theirs, length in spans
+            (RemoteSpan(grant, remote, length), self._arena.view(local, length))
+            for local, remote, length in spans
         ]
         started = perf_counter()
         if access is Access.READ:
@@ -80,17 +80,17 @@ class OverTransport:
             outcomes = await self._link.write([(view, span) for span, view in items])
         seconds = perf_counter() - started
         if set(outcomes) != {Outcome.OK}:
-            told = ", ".join(sorted({outcome.value for outcome in outcomes} - {Outcome.OK.value}))
-            raise BenchFailed(f"the transport did not move what it was asked to: {told}")
+            failures = ", ".join(sorted({outcome.value for outcome in outcomes} - {Outcome.OK.value}))
+            raise BenchFailed(f"the transport did not transfer all chunks: {failures}")
         return seconds
 
-    async def one_by_one(self, span: Span, runs: int) -> list[float]:
-        """See :meth:`Mover.one_by_one`."""
+    async def read_repeatedly(self, span: Span, runs: int) -> list[float]:
+        """See :meth:`Mover.read_repeatedly`."""
         return [await self.move(Access.READ, [span]) for _ in range(runs)]
 
 
-class There(NamedTuple):
-    """What the other process has said of itself."""
+class OtherProcess(NamedTuple):
+    """Addresses and spans that the other process reported."""
 
     process: int
     endpoint: bytes
@@ -104,10 +104,10 @@ class There(NamedTuple):
 @contextmanager
 def other_process(
     settings: Mapping[str, Any], lengths: Sequence[int], *, plugins: Sequence[str] | None
-) -> Iterator[There]:
-    """The other side of the transport that ``settings`` name, with slices of these lengths.
+) -> Iterator[OtherProcess]:
+    """Run a process with the transport of ``settings`` that grants slices of these lengths.
 
-    It runs meanwhile. ``plugins``: as the setting of that name. Raises :class:`BenchFailed`.
+    ``plugins``: as the setting of that name. Raises :class:`BenchFailed`.
     """
     command = [sys.executable, "-m", "kvtier.bench.transport_process"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -118,21 +118,21 @@ def other_process(
         process.stdin.flush()
         line = process.stdout.readline()
         if not line:
-            raise BenchFailed("the other side of the transport did not start; what it said is above")
-        said = json.loads(line)
-        if "failed" in said:
-            raise BenchFailed(said["failed"])
-        yield There(
+            raise BenchFailed("the other process of the transport did not start; its error output is above")
+        reply = json.loads(line)
+        if "failed" in reply:
+            raise BenchFailed(reply["failed"])
+        yield OtherProcess(
             process.pid,
-            bytes.fromhex(said["endpoint"]),
-            said["port"],
-            said["raw_port"],
-            Path(said["arena"]),
-            said["capacity"],
-            {access: [RemoteSpan(*span) for span in said["spans"][access.value]] for access in Access},
+            bytes.fromhex(reply["endpoint"]),
+            reply["port"],
+            reply["raw_port"],
+            Path(reply["arena"]),
+            reply["capacity"],
+            {access: [RemoteSpan(*span) for span in reply["spans"][access.value]] for access in Access},
         )
     finally:
-        process.stdin.close()  # Its input ends, and so does it.
+        process.stdin.close()  # It exits at the end of its input.
         try:
             process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -141,12 +141,12 @@ def other_process(
         process.stdout.close()
 
 
-def spans_between(leases: Sequence[Lease], there: There) -> dict[Access, list[Span]]:
-    """Each slice here with the one there that it is read from, or written to."""
+def spans_between(leases: Sequence[Lease], other: OtherProcess) -> dict[Access, list[Span]]:
+    """Pair each local slice with the remote slice that it is read from or written to."""
     return {
         access: [
-            Span(lease.offset, theirs.offset, theirs.length)
-            for lease, theirs in zip(leases, there.spans[access], strict=True)
+            Span(lease.offset, remote.offset, remote.length)
+            for lease, remote in zip(leases, other.spans[access], strict=True)
         ]
         for access in Access
     }
@@ -154,24 +154,24 @@ def spans_between(leases: Sequence[Lease], there: There) -> dict[Access, list[Sp
 
 @asynccontextmanager
 async def contestants_of(
-    settings: TransportSettings, side: Side, there: There
+    settings: TransportSettings, side: Side, other: OtherProcess
 ) -> AsyncIterator[dict[str, Contestant]]:
-    """The transport, under its own name, and before it its limit, where one is known."""
-    link = await side.transport.connect(there.endpoint, dial_to(there.port))
-    grants = {access: spans[0].grant for access, spans in there.spans.items()}
+    """Yield the contestants by name: the limit, if any, and then the transport."""
+    link = await side.transport.connect(other.endpoint, dial_to(other.port))
+    grants = {access: spans[0].grant for access, spans in other.spans.items()}
     own = family(os.getpid())
     limit: RawSockets | BareNixl | None = None
     contestants: dict[str, Contestant] = {}
     helpers: list[int] = []
     try:
         if isinstance(settings, TcpSettings):
-            limit = RawSockets(side.arena, there.raw_port, settings.connections)
+            limit = RawSockets(side.arena, other.raw_port, settings.connections)
             contestants[LIMIT] = Contestant(limit, own)
         elif isinstance(settings, NixlSettings):
-            helpers = [number for number in own if number not in (os.getpid(), there.process)]
+            helpers = [number for number in own if number not in (os.getpid(), other.process)]
             here = Path(f"/proc/{os.getpid()}/fd/{side.arena.fd}")
-            capacities = (side.arena.capacity, there.capacity)
-            limit = BareNixl(here, there.arena, capacities, settings.environment())
+            capacities = (side.arena.capacity, other.capacity)
+            limit = BareNixl(here, other.arena, capacities, settings.environment())
             contestants[LIMIT] = Contestant(limit, limit.processes, limit.processes)
         contestants[settings.type] = Contestant(OverTransport(link, grants, side.arena), own, helpers)
         yield contestants
@@ -182,64 +182,64 @@ async def contestants_of(
 
 
 class Check:
-    """Sees to it that bytes arrive: both ends of each chunk are cleared before, and looked at after."""
+    """Verifies transfers: the first and last bytes of each chunk are cleared before and compared after."""
 
-    def __init__(self, side: Side, there: There, spans: Mapping[Access, Sequence[Span]]) -> None:
-        fd = os.open(there.arena, os.O_RDWR)
-        self._arenas = {Access.READ: side.arena, Access.WRITE: ArenaMap(fd, there.capacity)}
+    def __init__(self, side: Side, other: OtherProcess, spans: Mapping[Access, Sequence[Span]]) -> None:
+        fd = os.open(other.arena, os.O_RDWR)
+        self._arenas = {Access.READ: side.arena, Access.WRITE: ArenaMap(fd, other.capacity)}
         self.spans = spans
         length = spans[Access.READ][0].length
         patterns = [pattern(index, length) for index in range(len(spans[Access.READ]))]
         self._stamps = [(whole[:STAMP_BYTES], whole[-STAMP_BYTES:]) for whole in patterns]
         for span, whole in zip(spans[Access.WRITE], patterns, strict=True):
-            side.arena.view(span.ours, span.length)[:] = whole
+            side.arena.view(span.local, span.length)[:] = whole
 
     def clear(self, access: Access, spans: Sequence[Span]) -> None:
-        """Make what a move has to bring differ from what is there."""
+        """Clear the first and last bytes of the chunks at the destination."""
         for view in self._targets(access, spans):
             view[:STAMP_BYTES] = view[-STAMP_BYTES:] = bytes(STAMP_BYTES)
 
     def arrived(self, access: Access, spans: Sequence[Span]) -> bool:
-        """Whether both ends of each chunk are there."""
+        """Whether the first and last bytes of each chunk arrived."""
         return [
             (bytes(view[:STAMP_BYTES]), bytes(view[-STAMP_BYTES:])) for view in self._targets(access, spans)
         ] == [self._stamps[self.spans[access].index(span)] for span in spans]
 
     def _targets(self, access: Access, spans: Sequence[Span]) -> Iterator[memoryview]:
-        for ours, theirs, length in spans:
-            yield self._arenas[access].view(ours if access is Access.READ else theirs, length)
+        for local, remote, length in spans:
+            yield self._arenas[access].view(local if access is Access.READ else remote, length)
 
     def close(self) -> None:
-        """Let go of the other arena."""
+        """Unmap the other process's arena."""
         self._arenas[Access.WRITE].close()
 
 
 @contextmanager
-def alone(contestants: Mapping[str, Contestant], name: str) -> Iterator[None]:
-    """While this lasts, the others' helpers stand still."""
-    others = [number for other in contestants if other != name for number in contestants[other].helpers]
-    for number in others:
+def others_paused(contestants: Mapping[str, Contestant], name: str) -> Iterator[None]:
+    """Stop the helpers of all other contestants (SIGSTOP) while the block runs."""
+    paused = [number for rival in contestants if rival != name for number in contestants[rival].helpers]
+    for number in paused:
         os.kill(number, signal.SIGSTOP)
     try:
-        for number in others:
+        for number in paused:
             wait_until_stopped(number)
         yield
     finally:
-        for number in others:
+        for number in paused:
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGCONT)
 
 
 def wait_until_stopped(process: int) -> None:
-    """Wait for SIGSTOP to have come. Raises :class:`BenchFailed` where the process has ended."""
+    """Wait until SIGSTOP takes effect. Raises :class:`BenchFailed` if the process exits or does not stop."""
     deadline = perf_counter() + STOP_SECONDS
     while (state := state_of(process)) != "T":
         if state in "ZX":
-            raise BenchFailed(f"process {process}, which moves bytes here, has ended")
+            raise BenchFailed(f"process {process} of a contestant has exited")
         if perf_counter() > deadline:
             raise BenchFailed(f"process {process} does not stop: it is in state {state}")
 
 
 def state_of(process: int) -> str:
-    """As in ps(1): T is stopped, Z has ended."""
+    """Return the state of a process as in ps(1): T is stopped, Z a zombie."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from kvtier.backends.logs import RareWarning
 from kvtier.bridge.connection import GREETING_SECONDS, Connection
 from kvtier.bridge.health import Health
 from kvtier.bridge.protocol import FromCache, Hello, Refused, Welcome
 from kvtier.errors import ArenaError, ChannelError
+from kvtier.logs import RateLimitedWarning
 from kvtier.sockets.frames import Message
 
 GLANCE_SECONDS = 0.0001
@@ -60,7 +60,7 @@ class Bridge:
         self._logger = logger or logging.getLogger("kvtier")
         self._tickets = itertools.count(1)
         self._health = Health(self._logger)
-        self._warn = RareWarning(self._logger)
+        self._warn = RateLimitedWarning(self._logger)
         self._questions: dict[int, Question[Any]] = {}
         """The open ones, by ticket."""
         self._connection: Connection | None = None

@@ -1,4 +1,4 @@
-"""The cache process that an engine starts: settings on standard input, the socket's path as argument."""
+"""Entry point of a cache process started by an engine: settings on stdin, socket path as argument."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ logger = logging.getLogger("kvtier")
 
 
 def main() -> None:
-    """Serve until some time after the last engine has left."""
+    """Serve until ``linger`` seconds after the last engine has disconnected."""
     settings = Settings.model_validate_json(sys.stdin.buffer.read())
     sys.stdin.close()
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         anyio.run(partial(serve, settings, socket=Path(sys.argv[1]), exit_when_idle=True))
     except KVTierError as error:
-        logger.error("%s", error)  # noqa: TRY400 - the message says it all, and is shown by the engine
+        logger.error("%s", error)  # noqa: TRY400 - no traceback: the engine shows this line as the reason
         sys.exit(1)
 
 

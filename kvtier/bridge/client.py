@@ -1,6 +1,7 @@
-"""The scheduler's and the workers' ends of the bridge: synchronous, without threads.
+"""Scheduler's and workers' ends of the bridge: synchronous, without threads.
 
-Everything here is called from vLLM's hooks. Nothing blocks but what takes a ``wait``, and :func:`status`.
+Called from vLLM's hooks. Nothing blocks except calls with a ``wait``, :meth:`WorkerBridge.await_staging` and
+:func:`status`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ from logging import Logger
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtier.arena import ArenaMap
 from kvtier.bridge import protocol
 from kvtier.bridge.bridge import Bridge, Question
 from kvtier.bridge.connection import GREETING_SECONDS, Connection
 from kvtier.bridge.notices import MAX_CHARACTERS
 from kvtier.bridge.protocol import (
     Abandon,
-    AskStaging,
     Cancel,
     Changed,
     Clear,
@@ -29,68 +28,70 @@ from kvtier.bridge.protocol import (
     Commit,
     Confirm,
     Confirmed,
-    EndHandOver,
+    EndKVTransfer,
     Found,
     FromCache,
-    HandedOver,
-    HandOver,
     Hello,
-    LookUp,
+    KVTransfer,
+    KVTransferResult,
+    Lookup,
     Notice,
     OfferStaging,
     OpenedStaging,
     Release,
+    RequestStaging,
     Reserve,
     Reserved,
     Run,
     Status,
     StatusReport,
 )
+from kvtier.concurrency.threads import run_in_background
 from kvtier.errors import ChannelClosed, ProtocolError
-from kvtier.keys import KEY_BYTES, ChunkKey, join_keys
-from kvtier.layout import ChunkLayout
-from kvtier.threads import run_in_background
+from kvtier.memory.arena import ArenaMap
+from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys
+from kvtier.memory.layout import ChunkLayout
 
 PROBE_SECONDS = 0.25
 MAX_ORPHANS = 100_000
-"""Limit of the reservations that are remembered until they can be abandoned."""
+"""Maximum number of reservations that are tracked until they can be abandoned."""
 
 
 class Slot(NamedTuple):
-    """Room for a chunk: the number of the reservation, and where its chunk object begins."""
+    """Room for a chunk: the lease number of the reservation, and the offset of the chunk object."""
 
     lease: int
     offset: int
     staging: int = 0
-    """The number of the staging buffer that it is in, without a header; 0 for the arena."""
+    """Number of the staging buffer, in which chunks have no header; 0 for the arena."""
 
 
 Slots = Sequence[Slot | None]
-"""For each chunk of a run its room, or ``None``."""
+"""The room for each chunk of a run, or ``None``."""
 
 
 @dataclass
-class Finding:
-    """All that a look-up has been granted so far, in prefix order."""
+class LookupState:
+    """Everything that a lookup has been granted so far, in prefix order."""
 
     leases: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     fetching: int = 0
     staging: int = 0
-    """The number of the staging buffer that has those whose source is the one after the last tier."""
+    """Number of the staging buffer that holds the chunks whose source is one past the last tier."""
     answered: bool = False
-    heard_at: float = 0.0
-    """When the last answer came, as :func:`time.monotonic` counts; each batch that arrives brings one."""
+    updated_at: float = 0.0
+    """Time of the last answer (:func:`time.monotonic`); each batch that arrives causes one."""
 
     @property
     def final(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the lookup is complete."""
         return self.answered and not self.fetching
 
 
 class SchedulerBridge(Bridge):
-    """The scheduler's side: look up, reserve, release."""
+    """Scheduler's end: look up, reserve, release."""
 
     def __init__(
         self,
@@ -100,12 +101,12 @@ class SchedulerBridge(Bridge):
         logger: Logger | None = None,
     ) -> None:
         super().__init__(hello, path, start, logger)
-        self._findings: dict[int, Finding] = {}
+        self._lookups: dict[int, LookupState] = {}
         self._reserving: dict[int, Sequence[Run]] = {}
-        """The runs of each open reservation."""
+        """The runs of each pending reservation request."""
         self._changes: list[Changed] = []
-        self._handing: dict[int, HandedOver | None] = {}
-        """What is known of each hand-over that has not ended."""
+        self._kv_transfers: dict[int, KVTransferResult | None] = {}
+        """The last result of each running KV transfer."""
         self._in_use: set[int] = set()
 
     def _make_hello(self) -> Hello:
@@ -122,9 +123,9 @@ class SchedulerBridge(Bridge):
         )
 
     def _lost(self) -> None:
-        self._findings.clear()
+        self._lookups.clear()
         self._reserving.clear()
-        self._handing.clear()
+        self._kv_transfers.clear()
         self._in_use.clear()
 
     def _receive(self, message: FromCache) -> None:
@@ -137,9 +138,9 @@ class SchedulerBridge(Bridge):
                 self._answer(message.ticket, message.chunks)
             case Changed():
                 self._changes.append(message)
-            case HandedOver():
-                if message.ticket in self._handing:
-                    self._handing[message.ticket] = message
+            case KVTransferResult():
+                if message.ticket in self._kv_transfers:
+                    self._kv_transfers[message.ticket] = message
             case Notice():
                 self._logger.warning("cache process: %s", message.text[:MAX_CHARACTERS])
             case _:
@@ -147,22 +148,22 @@ class SchedulerBridge(Bridge):
 
     @property
     def staging_source(self) -> int:
-        """What :attr:`Finding.sources` says of chunks in a staging buffer; -1 where there are none."""
+        """Value in :attr:`LookupState.sources` for chunks in a staging buffer; -1 if staging is disabled."""
         tiers = () if self.welcome is None else self.welcome.tiers
         return len(tiers) - 1 if tiers and tiers[-1] == protocol.STAGING else -1
 
     def _take_found(self, found: Found) -> None:
         self._answer(found.ticket, found)
-        finding = self._findings.get(found.ticket)
-        if finding is None:
-            return  # Cancelled: the cache process takes back all that it has granted.
-        finding.leases += found.leases
-        finding.offsets += found.offsets
-        finding.sources += found.sources
-        finding.fetching = found.fetching
-        finding.staging = found.staging
-        finding.answered = True
-        finding.heard_at = time.monotonic()
+        lookup = self._lookups.get(found.ticket)
+        if lookup is None:
+            return  # Cancelled: the cache process releases everything that it has granted.
+        lookup.leases += found.leases
+        lookup.offsets += found.offsets
+        lookup.sources += found.sources
+        lookup.fetching = found.fetching
+        lookup.staging = found.staging
+        lookup.answered = True
+        lookup.updated_at = time.monotonic()
         self._in_use.update(found.leases)
 
     def look_up(
@@ -173,59 +174,59 @@ class SchedulerBridge(Bridge):
         expect_chunks: int = 0,
         expect_seconds: float = 0.0,
     ) -> int | None:
-        """Ask which leading chunks are held. ``None`` where no cache process answers; or it is unresponsive.
+        """Send a lookup of leading chunks; return its ticket, or ``None`` without a responsive cache process.
 
-        The final answer may take ``expect_seconds`` longer: for so long those of the first ``expect_chunks``
-        that a peer pushes here are waited for.
+        The final answer may take up to ``expect_seconds`` longer: the cache process waits that long for
+        chunks among the first ``expect_chunks`` that a peer is pushing.
         """
         if not keys or not self.takes_questions:
             return None
         ticket = next(self._tickets)
-        self._findings[ticket] = Finding()
-        question = LookUp(ticket, join_keys(keys), tokens, expect_chunks, expect_seconds)
-        return ticket if self._ask(ticket, "lookups", question) else None
+        self._lookups[ticket] = LookupState()
+        request = Lookup(ticket, join_keys(keys), tokens, expect_chunks, expect_seconds)
+        return ticket if self._ask(ticket, "lookups", request) else None
 
-    def found(self, ticket: int, wait: float = 0.0) -> Finding | None:
-        """What is known of a look-up; ``None`` where its cache process is gone or it was cancelled.
+    def found(self, ticket: int, wait: float = 0.0) -> LookupState | None:
+        """Return the state of a lookup; ``None`` if it was cancelled or its connection was lost.
 
-        With ``wait``, seconds to wait for the first answer.
+        Blocks up to ``wait`` seconds for the first answer.
         """
-        finding = self._findings.get(ticket)
-        if finding is not None and not finding.final:
+        lookup = self._lookups.get(ticket)
+        if lookup is not None and not lookup.final:
             question = self._questions.get(ticket)
             if wait > 0 and question is not None:
                 self.await_answer(question, wait)
             else:
                 self.glance()
-        return self._findings.get(ticket)
+        return self._lookups.get(ticket)
 
     def cancel(self, ticket: int) -> None:
-        """Forget a look-up and give back all that it was granted."""
-        finding = self._findings.pop(ticket, None)
-        if finding is not None and (finding.leases or not finding.final):
-            self._in_use.difference_update(finding.leases)
+        """Cancel a lookup and release its leases."""
+        lookup = self._lookups.pop(ticket, None)
+        if lookup is not None and (lookup.leases or not lookup.final):
+            self._in_use.difference_update(lookup.leases)
             self._send(Cancel(ticket))
 
     def take(self, ticket: int) -> None:
-        """The leases of a final look-up are the caller's from now on, to be released one by one."""
-        self._findings.pop(ticket, None)
+        """Transfer ownership of a final lookup's leases to the caller, who must release each of them."""
+        self._lookups.pop(ticket, None)
 
     def release(self, leases: Sequence[int]) -> None:
-        """Give leases back."""
+        """Release leases."""
         if leases:
             self._in_use.difference_update(leases)
             self._send(Release(list(leases)))
 
     @property
     def reserves(self) -> bool:
-        """Whether :meth:`reserve` is of use now: no answer is outstanding."""
+        """Whether :meth:`reserve` can be called now: the cache process answers, and no request is pending."""
         return self.takes_questions and not self.late and not self._reserving
 
     def reserve(self, runs: Sequence[Run]) -> Question[list[Slots]] | None:
-        """Ask for room for the chunks of ``runs``, in one message. ``None`` where that is of no use now.
+        """Request room for the chunks of ``runs`` in one message; ``None`` if :attr:`reserves` is false.
 
-        The answer has the slots of each run. What is granted belongs to the caller, however late it comes:
-        see :meth:`abandon`. A question is ``lost`` with its connection.
+        The answer has the slots of each run. The caller owns them even if the answer is late, and must
+        :meth:`abandon` unused ones. The request is ``lost`` with its connection.
         """
         if not self.reserves:
             return None
@@ -237,59 +238,59 @@ class SchedulerBridge(Bridge):
         runs = self._reserving.pop(reserved.ticket, ())
         counts = [len(run.keys) // KEY_BYTES for run in runs]
         if not sum(counts) == len(reserved.leases) == len(reserved.offsets):
-            raise ProtocolError(f"{len(reserved.leases)} reservations are not the {sum(counts)} asked for")
+            raise ProtocolError(f"{len(reserved.leases)} reservations in answer to {sum(counts)} chunks")
         answers = iter(zip(reserved.leases, reserved.offsets, strict=True))
-        found: list[Slots] = []
+        slots: list[Slots] = []
         for run, count in zip(runs, counts, strict=True):
-            staging = reserved.staging if run.hand_over else 0
+            staging = reserved.staging if run.kv_transfer else 0
             pairs = islice(answers, count)
-            found.append([Slot(lease, offset, staging) if lease else None for lease, offset in pairs])
-        return found
+            slots.append([Slot(lease, offset, staging) if lease else None for lease, offset in pairs])
+        return slots
 
     def expect_answers_within(self, seconds: float) -> None:
-        """Ask nothing of a cache process that is silent for longer than that. 1 s by default."""
+        """Set how long the cache process may not answer until it counts as unresponsive. 1 s by default."""
         self._health.limit = seconds
 
     def probe(self) -> None:
-        """Ask a cache process that is silent while it fetches for a sign of life."""
+        """Ping the cache process if it fetches chunks and has sent nothing for :data:`PROBE_SECONDS`."""
         quiet = not self._questions and self._health.quiet_seconds >= PROBE_SECONDS
-        if quiet and any(finding.fetching for finding in self._findings.values()):
+        if quiet and any(lookup.fetching for lookup in self._lookups.values()):
             self.reserve([])
 
     def abandon(self, leases: Sequence[int]) -> None:
-        """Give up reservations."""
+        """Abandon reservations."""
         if leases:
             self._send(Abandon(list(leases)))
 
-    def hand_over(self, to: str, root: ChunkKey, keys: Sequence[ChunkKey], tokens: int) -> int | None:
-        """Have a prompt's chunks pushed to a peer as they are stored; ``None`` where nobody can.
+    def transfer_kv(self, to: str, root: ChunkKey, keys: Sequence[ChunkKey], tokens: int) -> int | None:
+        """Push a prompt's chunks to a peer as they are stored; return a ticket, or ``None`` on failure.
 
-        Never waits, and to be ended with :meth:`end_hand_over`.
+        Does not block. End it with :meth:`end_kv_transfer`.
         """
         if not keys or not self.takes_questions:
             return None
         ticket = next(self._tickets)
-        self._handing[ticket] = None
-        return ticket if self._send(HandOver(ticket, to, root, join_keys(keys), tokens)) else None
+        self._kv_transfers[ticket] = None
+        return ticket if self._send(KVTransfer(ticket, to, root, join_keys(keys), tokens)) else None
 
-    def handed_over(self, ticket: int) -> HandedOver | None:
-        """What the other side has said of a hand-over; ``None`` where nothing is known of it yet.
+    def transferred(self, ticket: int) -> KVTransferResult | None:
+        """Return the last result of a KV transfer; ``None`` if there is no result yet.
 
-        Raises ``KeyError`` where it has ended, be it with its cache process.
+        Raises ``KeyError`` if the transfer has ended or its connection was lost.
         """
         self.poll()
-        return self._handing[ticket]
+        return self._kv_transfers[ticket]
 
-    def end_hand_over(self, ticket: int, *, complete: bool) -> None:
-        """No further chunk will be reserved; unless ``complete``, none is pushed any longer either."""
-        if ticket in self._handing:
-            del self._handing[ticket]
-            self._send(EndHandOver(ticket, complete))
+    def end_kv_transfer(self, ticket: int, *, complete: bool) -> None:
+        """End a transfer: no further chunk will be reserved. Unless ``complete``, also stop pushing."""
+        if ticket in self._kv_transfers:
+            del self._kv_transfers[ticket]
+            self._send(EndKVTransfer(ticket, complete))
 
     def clear(self, wait: float) -> int | None:
-        """Remove every chunk of this engine's model; how many, or ``None`` where no answer came in time.
+        """Remove every chunk of this engine's model; return their number, or ``None`` without an answer.
 
-        Blocks up to ``wait`` seconds, and not at all where the cache process is unresponsive.
+        Blocks up to ``wait`` seconds, or not at all if the cache process is unresponsive.
         """
         self.update()
         if not self.takes_questions:
@@ -302,13 +303,13 @@ class SchedulerBridge(Bridge):
         return question.answer
 
     def changes(self) -> list[Changed]:
-        """What came into the tiers and left them since the last call."""
+        """Return the chunks stored in and removed from the tiers since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
 
 class WorkerBridge(Bridge):
-    """A worker's side: the arena, a staging buffer, confirm and commit."""
+    """Worker's end: the arena, a staging buffer, confirm and commit."""
 
     def __init__(
         self,
@@ -319,34 +320,34 @@ class WorkerBridge(Bridge):
     ) -> None:
         super().__init__(hello, path, start, logger)
         self._orphans: list[tuple[int, int]] = []
-        """The epochs and numbers of reservations that are to be abandoned where this epoch is connected."""
+        """Reservations to abandon: the epoch that granted each, and its number."""
         self.arena: ArenaMap | None = None
-        """The memory of the cache process that is, or was last, connected."""
+        """Arena of the connected, or last connected, cache process."""
         self.staging: OfferStaging | None = None
-        """What was said last of this worker's staging buffer, by the cache process that is connected."""
+        """The last offer of a staging buffer by the connected cache process."""
         self._gpu: str | None = None
 
-    def ask_for_staging(self, gpu: str) -> None:
-        """Want a staging buffer on a GPU, as in ``CUDA_VISIBLE_DEVICES``; empty for the host's memory.
+    def request_staging(self, gpu: str) -> None:
+        """Request a staging buffer on a GPU, as in ``CUDA_VISIBLE_DEVICES``; empty for host memory.
 
-        From every cache process that is connected from now on. The answer comes as :attr:`staging`.
+        The request is repeated after every reconnect. The answer is stored in :attr:`staging`.
         """
         self._gpu = gpu
-        self._send(AskStaging(gpu))
+        self._send(RequestStaging(gpu))
 
     def await_staging(self, seconds: float) -> OfferStaging | None:
-        """Block until there is an answer, up to ``seconds``; ``None`` where none comes. Not for hooks."""
+        """Block up to ``seconds`` until the offer arrives; ``None`` on timeout. Not for hooks."""
         self._wait(lambda: self.staging is not None, seconds)
         return self.staging
 
     def open_staging(self, number: int) -> None:
-        """What was offered under this number is open."""
+        """Report that the offered buffer with this number is open."""
         self._send(OpenedStaging(number))
 
     def _connected(self, connection: Connection) -> None:
         if self._gpu is not None:
-            connection.send(AskStaging(self._gpu))
-        # Mapped before the old one is unmapped: that holds the lock which mapping waits for.
+            connection.send(RequestStaging(self._gpu))
+        # Map the new arena first: unmapping the old one holds the lock that mapping waits for.
         old, self.arena = self.arena, connection.map_arena()
         if old is not None:
             _close_in_background(old)
@@ -366,13 +367,13 @@ class WorkerBridge(Bridge):
                 self._logger.debug("unexpected message: %s", type(message).__name__)
 
     def commit(self, leases: Sequence[int]) -> bool:
-        """These reservations have been filled; whether that could be told."""
+        """Report that these reservations have been filled; return whether the message was sent."""
         return not leases or self._send(Commit(list(leases)))
 
     def abandon(self, leases: Sequence[int], epoch: int = 0) -> None:
-        """Give up reservations, those of another cache process as soon as that is connected.
+        """Abandon reservations; those of another cache process as soon as it is connected.
 
-        ``epoch``: the process that has granted them; 0 for the one that is connected.
+        ``epoch``: the process that granted them; 0 for the connected one.
         """
         if epoch in (0, self.epoch):
             if leases:
@@ -381,29 +382,29 @@ class WorkerBridge(Bridge):
             self._orphans += [(epoch, lease) for lease in leases]
 
     def confirm(self, leases: Sequence[int]) -> Question[bool] | None:
-        """Ask whether these leases have held until now. ``None`` where there is no cache process to ask."""
+        """Check whether these leases are still held. ``None`` if no cache process is connected."""
         if self._connection is None:
             return None
         ticket = next(self._tickets)
         return self._ask(ticket, "confirmations", Confirm(ticket, list(leases)))
 
     def close(self) -> None:
-        """Leave, and let go of the arena."""
+        """Disconnect, and unmap the arena."""
         super().close()
         if self.arena is not None:
             self.arena.close()
 
 
 def _close_in_background(arena: ArenaMap) -> None:
-    """Unmap an arena. The last mapping frees its memory, which may take 1 s per GiB."""
+    """Unmap an arena in a thread: the last mapping frees its memory, which may take 1 s per GiB."""
     try:
         run_in_background(arena.close)
-    except RuntimeError:  # The system gives no thread.
+    except RuntimeError:  # Cannot create a thread.
         arena.close()
 
 
 def status(path: Path, seconds: float = GREETING_SECONDS) -> dict[str, Any]:
-    """What a cache process holds and has done. Blocks up to ``seconds``. Raises :class:`ChannelError`."""
+    """Return the status of a cache process. Blocks up to ``seconds``. Raises :class:`ChannelError`."""
     connection = Connection(path, Hello(protocol.VERSION, "observer", "observer", 0, ChunkLayout(1, ()), b""))
     try:
         deadline = time.monotonic() + seconds

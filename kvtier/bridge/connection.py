@@ -13,10 +13,10 @@ import socket
 import time
 from pathlib import Path
 
-from kvtier.arena import ArenaMap
 from kvtier.bridge import protocol
 from kvtier.bridge.protocol import FromCache, Hello, Refused, Welcome
 from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
+from kvtier.memory.arena import ArenaMap
 from kvtier.sockets.frames import FrameReader, Message, encode
 
 logger = logging.getLogger("kvtier")

@@ -1,4 +1,4 @@
-"""What one engine holds in the cache process, and what it may ask for."""
+"""State of one engine in the cache process: leases, reservations and lookups."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from dataclasses import dataclass, field
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
-from kvtier.bridge.handing import Handing
+from kvtier.bridge.kv_transfer import Transfer
 from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Found, Hello, Reserve, Reserved, Run
-from kvtier.bridge.protocol import LookUp as AskLookUp
+from kvtier.bridge.protocol import Lookup as LookupRequest
 from kvtier.cache import TieredCache
 from kvtier.errors import ProtocolError
-from kvtier.header import ChunkHeader, object_bytes
-from kvtier.keys import KEY_BYTES, ChunkKey, split_keys
+from kvtier.memory.header import ChunkHeader, object_bytes
+from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
 from kvtier.pipeline.discover import Expected
-from kvtier.pipeline.found import LookUp, Ready
+from kvtier.pipeline.found import Lookup, Ready
 from kvtier.pipeline.store import Reservation
 
 if TYPE_CHECKING:
-    from kvtier.peers.staging import EngineStaging, Staging
+    from kvtier.peers.staging.buffers import EngineStaging, Staging
 
 NO_LEASE = 0
 
 
 @dataclass(slots=True)
 class Filling:
-    """A reservation and the ranks that are done with their slices of it."""
+    """A reservation, and the ranks that have finished with their slices of it."""
 
     reservation: Reservation
-    handing: Handing | None = None
-    """What it is to be pushed by, where it is in ``staging``."""
+    transfer: Transfer | None = None
+    """The transfer that pushes it, if it is in ``staging``."""
     staging: Staging | None = None
     ranks: int = 0
-    """A bit for each that writes into it no longer."""
+    """Bit mask of the ranks that have stopped writing to it."""
     void: bool = False
-    """Whether one of them has not filled its slice."""
+    """Whether a rank did not fill its slice."""
 
 
 @dataclass(slots=True, eq=False)
 class Grant:
-    """Leases in one memory that were given out together, under consecutive numbers."""
+    """Leases in one memory that were granted together, under consecutive numbers."""
 
     ticket: Ticket
     numbers: list[int]
@@ -49,60 +49,60 @@ class Grant:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A look-up whose leases the engine has not all given back."""
+    """A lookup with leases that the engine still holds."""
 
     number: int
-    left: int = 0
-    """How many of its leases the engine has."""
+    held: int = 0
+    """Number of its leases that the engine holds."""
     grants: list[Grant] = field(default_factory=list)
-    coming: LookUp | None = None
-    """What it has not been told of yet."""
+    pending: Lookup | None = None
+    """The part that has not been reported to the engine yet."""
     cancelled: bool = False
 
     def cancel(self) -> None:
-        """Nobody waits for the rest any longer."""
+        """Stop waiting for the pending part."""
         self.cancelled = True
-        if self.coming is not None:
-            self.coming.release()
+        if self.pending is not None:
+            self.pending.release()
 
 
-def _no_hand_over(ticket: int) -> Handing | None:
+def _no_kv_transfer(ticket: int) -> Transfer | None:
     return None
 
 
 class Engine:
-    """Leases, reservations and look-ups of one engine. They end with it."""
+    """Leases, reservations and lookups of one engine. They end with it."""
 
     def __init__(self, cache: TieredCache, hello: Hello, numbers: Iterator[int]) -> None:
         self.name = hello.engine
         self.layout = hello.layout
         self.namespace = hello.namespace
         self.staging: EngineStaging | None = None
-        """Where its workers have asked for a buffer."""
+        """``None`` until a worker has requested a staging buffer."""
         self._whole_payload = self.layout.payload_bytes(self.layout.chunk_tokens)
         self._whole_bytes = object_bytes(self._whole_payload)
         self._cache = cache
         self._numbers = numbers
         self._granted: dict[int, Grant] = {}
-        """By the number of each lease that it has."""
+        """By the number of each lease that the engine holds."""
         self._tickets: dict[int, Ticket] = {}
         self._fillings: dict[int, Filling] = {}
 
-    def look_up(self, ask: AskLookUp) -> tuple[Found, LookUp | None]:
-        """The answer to give at once, and what is still being fetched or asked for."""
-        keys = _keys(ask.keys)
+    def look_up(self, request: LookupRequest) -> tuple[Found, Lookup | None]:
+        """Return the immediate answer, and the lookup itself if parts of it are still in flight."""
+        keys = _keys(request.keys)
         found = self._cache.look_up(
             keys,
-            self._expected(len(keys), ask.tokens),
-            expect=ask.expect_seconds,
-            expect_chunks=ask.expect_chunks,
+            self._expected(len(keys), request.tokens),
+            expect=request.expect_seconds,
+            expect_chunks=request.expect_chunks,
             staged=self._buffers,
         )
-        ticket = self._tickets[ask.ticket] = Ticket(ask.ticket)
-        answer = self._grant(ticket, found.take_ready(), fetching=found.under_way)
-        if not found.under_way:
+        ticket = self._tickets[request.ticket] = Ticket(request.ticket)
+        answer = self._grant(ticket, found.take_ready(), fetching=found.in_flight)
+        if not found.in_flight:
             return answer, None
-        ticket.coming = found
+        ticket.pending = found
         return answer, found
 
     @property
@@ -113,25 +113,25 @@ class Engine:
         whole = self.layout.chunk_tokens
         last = tokens - (chunks - 1) * whole
         if chunks and not 0 < last <= whole:
-            raise ProtocolError(f"{tokens} tokens are not {chunks} chunks of {whole}")
+            raise ProtocolError(f"{tokens} tokens do not fit {chunks} chunks of {whole}")
         lengths = [self._whole_bytes] * chunks
         if last != whole:
             lengths[-1:] = [object_bytes(self.layout.payload_bytes(last))] if chunks else []
         return Expected(self.namespace, lengths)
 
-    def fetched(self, number: int, found: LookUp) -> Found | None:
-        """The final answer of a look-up, or ``None`` where it was cancelled meanwhile."""
+    def fetched(self, number: int, found: Lookup) -> Found | None:
+        """Return the final answer of a lookup, or ``None`` if it was cancelled."""
         ticket = self._tickets.get(number)
         if ticket is None or ticket.cancelled:
             found.release()
             self._tickets.pop(number, None)
             return None
-        ticket.coming = None
+        ticket.pending = None
         return self._grant(ticket, found.take_ready(), fetching=0)
 
     def _grant(self, ticket: Ticket, ready: Sequence[Ready], *, fetching: int) -> Found:
         staging = self._buffers
-        behind = len(self._cache.hierarchy.tiers)
+        staging_source = len(self._cache.hierarchy.tiers)
         found = Found(ticket.number, [], [], [], fetching, 0 if staging is None else staging.number)
         for chunks in ready:
             count = len(chunks.leases)
@@ -139,16 +139,16 @@ class Engine:
             grant = Grant(ticket, numbers, chunks)
             self._granted.update(dict.fromkeys(numbers, grant))
             ticket.grants.append(grant)
-            ticket.left += count
+            ticket.held += count
             found.leases.extend(numbers)
             found.offsets.extend(chunks.leases.offsets)
-            found.sources.extend(chunks.sources if chunks.staged is None else repeat(behind, count))
+            found.sources.extend(chunks.sources if chunks.staged is None else repeat(staging_source, count))
         if not fetching:
             self._forget_if_empty(ticket)
         return found
 
     def cancel(self, number: int) -> None:
-        """End a look-up and every lease that it was given."""
+        """End a lookup and every lease that it was granted."""
         ticket = self._tickets.get(number)
         if ticket is not None:
             ticket.cancel()
@@ -156,11 +156,11 @@ class Engine:
                 self.release(grant.numbers)
 
     def release(self, leases: Sequence[int]) -> None:
-        """End leases; numbers that are not the engine's are passed over."""
+        """Release leases; numbers that the engine does not hold are ignored."""
         grants = [self._granted.pop(number, None) for number in leases]
         first = next(iter(grants), None)
         if first is not None and leases == first.numbers and grants.count(first) == len(grants):
-            # As mostly: all that were granted together, at once.
+            # The common case: a whole grant at once.
             first.chunks.release_all()
             self._returned(first, len(grants))
             return
@@ -170,45 +170,45 @@ class Engine:
                 self._returned(grant, 1)
 
     def _returned(self, grant: Grant, count: int) -> None:
-        grant.ticket.left -= count
+        grant.ticket.held -= count
         self._forget_if_empty(grant.ticket)
 
     def _forget_if_empty(self, ticket: Ticket) -> None:
-        if ticket.left:
+        if ticket.held:
             return
-        ticket.grants.clear()  # They refer to it, too: a cycle would wait for the collector.
-        if self._tickets.get(ticket.number) is ticket:  # An engine may have used its number again.
+        ticket.grants.clear()  # Grants refer to the ticket: break the cycle, so that no GC run is needed.
+        if self._tickets.get(ticket.number) is ticket:  # The engine may have reused its number.
             del self._tickets[ticket.number]
 
     def holds(self, leases: Sequence[int]) -> bool:
-        """Whether every one of these leases still stands, and so does the memory that it is on."""
+        """Return whether all of these leases are still held and their memory is still valid."""
         grants = set(map(self._granted.get, leases))
-        return all(grant is not None and grant.chunks.stands for grant in grants)
+        return all(grant is not None and grant.chunks.valid for grant in grants)
 
     def keep_only(self, leases: Sequence[int]) -> None:
-        """A new scheduler took over: end every look-up and every lease that it does not know of."""
+        """End every lookup, and every lease not in ``leases``: a new scheduler has taken over."""
         for ticket in self._tickets.values():
             ticket.cancel()
         self.release(tuple(self._granted.keys() - set(leases)))
 
-    def reserve(self, ask: Reserve, find: Callable[[int], Handing | None] = _no_hand_over) -> Reserved:
-        """Reserve room for the chunks of many requests; lease 0 for those that are refused.
+    def reserve(self, request: Reserve, find: Callable[[int], Transfer | None] = _no_kv_transfer) -> Reserved:
+        """Reserve room for the chunks of many requests; lease 0 for those without room.
 
-        ``find`` finds the hand-over that a run names: room for it is in the staging buffer. Raises
+        ``find`` returns the KV transfer that a run names: its room is in the staging buffer. Raises
         :class:`ProtocolError`.
         """
-        if sum(len(run.keys) for run in ask.runs) > MAX_RESERVED_CHUNKS * KEY_BYTES:
+        if sum(len(run.keys) for run in request.runs) > MAX_RESERVED_CHUNKS * KEY_BYTES:
             raise ProtocolError(f"a reservation of more than {MAX_RESERVED_CHUNKS} chunks")
-        # All of them, before anything is reserved: one that cannot be is refused with the rest.
-        runs = [(run.hand_over, self._headers(run)) for run in ask.runs]
-        in_arena = [header for hand_over, headers in runs if not hand_over for header in headers]
+        # Validate all runs before reserving anything.
+        runs = [(run.kv_transfer, self._headers(run)) for run in request.runs]
+        in_arena = [header for kv_transfer, headers in runs if not kv_transfer for header in headers]
         reserved = iter(self._cache.reserve_all(in_arena))
         staging = self._buffers
         fillings: list[Filling | None] = []
-        for hand_over, headers in runs:
-            if hand_over:
-                handing = find(hand_over)
-                fillings += [_stage(staging, handing, header) for header in headers]
+        for kv_transfer, headers in runs:
+            if kv_transfer:
+                transfer = find(kv_transfer)
+                fillings += [_stage(staging, transfer, header) for header in headers]
             else:
                 chunks = islice(reserved, len(headers))
                 fillings += [None if chunk is None else Filling(chunk) for chunk in chunks]
@@ -218,13 +218,14 @@ class Engine:
                 leases[index] = number = next(self._numbers)
                 offsets[index] = filling.reservation.lease.offset
                 self._fillings[number] = filling
-        return Reserved(ask.ticket, leases, offsets, 0 if staging is None else staging.number)
+        return Reserved(request.ticket, leases, offsets, 0 if staging is None else staging.number)
 
     def _headers(self, run: Run) -> list[ChunkHeader]:
         keys = _keys(run.keys)
         if len(run.parent) != KEY_BYTES or not 0 < run.last_tokens <= self.layout.chunk_tokens:
             raise ProtocolError(
-                f"{len(keys)} chunks of which the last has {run.last_tokens} tokens cannot be"
+                f"invalid run: {len(keys)} chunks, {run.last_tokens} tokens in the last one, "
+                f"parent key of {len(run.parent)} bytes"
             )
         parents = [ChunkKey(run.parent), *keys[:-1]]
         payloads = [self._whole_payload] * len(keys)
@@ -233,31 +234,31 @@ class Engine:
         return list(map(ChunkHeader, keys, parents, repeat(self.namespace), payloads))
 
     def commit(self, leases: Sequence[int], rank: int) -> None:
-        """One rank has filled its slices; chunks that all ranks have filled are READY.
+        """Record that a rank has filled its slices; chunks that all ranks have filled become READY.
 
-        Those in the staging buffer first: a hand-over then knows that they go from there.
+        Staged chunks are reported to their transfer first, so that it pushes them from the staging buffer.
         """
         complete, void = [], []
-        for filling in self._done_with(leases, rank):
+        for filling in self._finish_slices(leases, rank):
             if filling.void:
                 void.append(filling)
-            elif filling.handing is not None and filling.staging is not None:
-                filling.handing.filling -= 1
-                filling.handing.staged(filling.staging, filling.reservation)
+            elif filling.transfer is not None and filling.staging is not None:
+                filling.transfer.filling -= 1
+                filling.transfer.staged(filling.staging, filling.reservation)
             else:
                 complete.append(filling.reservation)
         self._cache.commit(complete)
         self._discard(void)
 
     def give_up(self, leases: Sequence[int], rank: int) -> None:
-        """One rank will not fill its slices. Others may be writing theirs: memory is free after the last."""
+        """Record that a rank will not fill its slices. Memory is freed after the last rank has finished."""
         for number in leases:
             if (filling := self._fillings.get(number)) is not None:
                 filling.void = True
-        self._discard(self._done_with(leases, rank))
+        self._discard(self._finish_slices(leases, rank))
 
-    def _done_with(self, leases: Sequence[int], rank: int) -> list[Filling]:
-        """Note that a rank writes into these no longer; those into which none does any longer."""
+    def _finish_slices(self, leases: Sequence[int], rank: int) -> list[Filling]:
+        """Record that a rank has stopped writing to its slices; return what all ranks have finished."""
         done = []
         for number in leases:
             filling = self._fillings.get(number)
@@ -270,28 +271,28 @@ class Engine:
         return done
 
     def abandon(self, leases: Sequence[int]) -> None:
-        """These reservations will not be filled, and no rank has been told of them."""
+        """Drop reservations that have not been passed to any rank."""
         fillings = [self._fillings.pop(number, None) for number in leases]
         self._discard([filling for filling in fillings if filling is not None])
 
     def _discard(self, fillings: Sequence[Filling]) -> None:
         in_arena = []
         for filling in fillings:
-            if filling.handing is None:
+            if filling.transfer is None:
                 in_arena.append(filling.reservation)
             else:
-                filling.handing.filling -= 1
+                filling.transfer.filling -= 1
                 filling.reservation.lease.release()
         self._cache.abandon(in_arena)
 
     def close(self) -> None:
-        """The engine is gone, and so is all that it held."""
+        """Release everything: the engine has disconnected."""
         self.keep_only(())
         self.abandon(tuple(self._fillings))
         self._tickets.clear()
 
     def status(self) -> dict[str, object]:
-        """What it holds now."""
+        """Return what the engine holds."""
         return {
             "name": self.name,
             "leases": len(self._granted),
@@ -300,15 +301,15 @@ class Engine:
         }
 
 
-def _stage(staging: Staging | None, handing: Handing | None, header: ChunkHeader) -> Filling | None:
-    """Room in the staging buffer, where a chunk is to be pushed from there."""
-    if staging is None or handing is None or not handing.stages(header.key):
+def _stage(staging: Staging | None, transfer: Transfer | None, header: ChunkHeader) -> Filling | None:
+    """Reserve room in the staging buffer if a chunk is to be pushed from there."""
+    if staging is None or transfer is None or not transfer.stages(header.key):
         return None
     reservation = staging.take(header)
     if reservation is None:
         return None
-    handing.filling += 1
-    return Filling(reservation, handing, staging)
+    transfer.filling += 1
+    return Filling(reservation, transfer, staging)
 
 
 def _keys(joined: bytes) -> list[ChunkKey]:

@@ -1,4 +1,4 @@
-"""Decide whether the cache process answers, for an engine that must not wait for it."""
+"""Detect an unresponsive cache process, for an engine that must not wait for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from kvtier.backends.logs import RareWarning
+from kvtier.logs import RateLimitedWarning
 
 UNRESPONSIVE_SECONDS = 1.0
 """Default of :attr:`Health.limit`. On a saturated machine a healthy process may wait 0.1 s for a CPU."""
@@ -23,16 +23,16 @@ class Health:
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
         self._clock = clock
-        self._warn = RareWarning(logger)
+        self._warn = RateLimitedWarning(logger)
         self._warned = False
         self.limit = UNRESPONSIVE_SECONDS
-        """For how many seconds nothing may arrive while an answer is outstanding."""
+        """Seconds without any message, while an answer is outstanding, until the process is unresponsive."""
         self.quiet_since = 0.0
-        """When the last message arrived or, where that is later, the first open question was sent."""
+        """When the last message arrived or the first open request was sent, whichever is later."""
         self.late = False
         """Whether the last wait ended without an answer: waiting again is pointless."""
         self.unresponsive = False
-        """Whether nothing is to be asked."""
+        """Whether no request should be sent."""
 
     @property
     def quiet_seconds(self) -> float:
@@ -40,22 +40,22 @@ class Health:
         return self._clock() - self.quiet_since
 
     def asked(self, *, first: bool) -> None:
-        """Note that a question was sent; ``first``: no other one was open."""
+        """Record that a request was sent; ``first``: no other one is open."""
         if first:
             self.quiet_since = self._clock()
 
     def missed(self) -> None:
-        """Note that a wait has ended without an answer."""
+        """Record that a wait has ended without an answer."""
         self.late = True
 
     def heard(self) -> None:
-        """Note that a message has arrived."""
+        """Record that a message has arrived."""
         if self.unresponsive and self._warned:
             self._logger.info("the cache process answers again, after %.1f s", self.quiet_seconds)
         self.reset()
 
     def check(self, outstanding: Iterable[str]) -> None:
-        """Look at the clock; ``outstanding`` are the open questions. Read what has arrived before."""
+        """Update the state by the clock; ``outstanding``: names of the open requests. Receive first."""
         if self.unresponsive or self.quiet_seconds < self.limit:
             return
         if open_questions := Counter(outstanding):
@@ -68,6 +68,6 @@ class Health:
             )
 
     def reset(self) -> None:
-        """Begin anew: a message has arrived, or there is another connection."""
+        """Reset the state: a message has arrived, or a new connection is established."""
         self.quiet_since = self._clock()
         self.late = self.unresponsive = self._warned = False

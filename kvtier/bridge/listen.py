@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from kvtier.concurrency.tasks import open_tasks
 from kvtier.sockets.channel import Channel, accept_all
-from kvtier.tasks import open_tasks
 
 BACKLOG = 64
 
@@ -18,7 +18,7 @@ BACKLOG = 64
 async def listening(path: Path, handle: Callable[[Channel], Awaitable[None]]) -> AsyncIterator[None]:
     """Serve every connection to ``path`` in a task of its own; only this user may connect.
 
-    On the way out no further connection is taken, those that are open are ended, and the path is removed.
+    On exit, stop accepting, close the open connections, and remove ``path``.
     """
     with socket.socket(socket.AF_UNIX) as listener:
         listener.setblocking(False)

@@ -1,4 +1,4 @@
-"""Warnings of the cache process for the engines that it serves: they appear in vLLM's log as well."""
+"""Forward warnings of the cache process to its engines, so that they appear in vLLM's log as well."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from contextlib import contextmanager, suppress
 import anyio
 
 MAX_NOTICES = 16
-"""Kept for each engine, and sent to it at once."""
+"""Maximum number of notices queued for an engine, and sent to it in one batch."""
 MAX_CHARACTERS = 500
-"""Of one notice."""
+"""Maximum length of a notice."""
 INTERVAL_SECONDS = 1.0
-"""Between two sendings."""
+"""Interval between batches."""
 
 
 class _Queue:
-    """The notices of one engine that are not sent yet."""
+    """Unsent notices of one engine."""
 
     def __init__(self) -> None:
         self.texts: deque[str] = deque()
@@ -41,9 +41,9 @@ class _Queue:
 
 
 class Notices(logging.Handler):
-    """A logging handler that forwards warnings, as they are in the log, to every subscriber.
+    """A logging handler that forwards warnings, as formatted in the log, to every subscriber.
 
-    Records may come from any thread. Nothing blocks: what an engine does not take in is dropped and counted.
+    Thread-safe and non-blocking: notices that an engine does not read in time are dropped and counted.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Notices(logging.Handler):
 
     @contextmanager
     def listening(self, logger: logging.Logger) -> Iterator[None]:
-        """Forward what ``logger`` logs. Called in the event loop."""
+        """Forward the records of ``logger``. Call from the event loop."""
         self._loop = asyncio.get_running_loop()
         logger.addHandler(self)
         try:
@@ -72,11 +72,11 @@ class Notices(logging.Handler):
         except Exception:
             self.handleError(record)
             return
-        with suppress(RuntimeError):  # The loop is closed.
+        with suppress(RuntimeError):  # The event loop is closed.
             loop.call_soon_threadsafe(self._put, text)
 
     async def forward(self, send: Callable[[list[str]], Awaitable[None]]) -> None:
-        """Send notices until cancelled, a few at a time, each within some seconds."""
+        """Send notices in batches until cancelled. Each is sent within a few seconds."""
         queue = _Queue()
         self._queues.add(queue)
         try:

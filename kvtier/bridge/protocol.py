@@ -1,39 +1,39 @@
-"""What engine and cache process say to each other over the Unix socket.
+"""Messages between an engine and its cache process over the Unix socket.
 
 Frames are those of :mod:`kvtier.sockets.frames`, decoded into the types below and nothing else. Chunk bytes
-never travel here: they lie in the arena, whose file descriptor comes with :class:`Welcome` (SCM_RIGHTS).
+are never sent over this socket: they are in the arena, whose file descriptor comes with :class:`Welcome`
+(SCM_RIGHTS).
 
-The order of things::
+Sequence::
 
     engine                                cache process
       Hello ──────────────────────────────►
       ◄───────────────────────────── Welcome + arena fd
     scheduler
-      LookUp(keys) ───────────────────────►
-      ◄──────── Found(leases, fetching=n)       at once
-      ◄──────── Found(more leases, fetching=0)  when what was fetched has arrived, or the deadline has passed
-      Reserve(runs) ──────────────────────►     at most once a step, for all requests that it computes
+      Lookup(keys) ───────────────────────►
+      ◄──────── Found(leases, fetching=n)       immediately
+      ◄──────── Found(more leases, fetching=0)  when the fetched chunks have arrived, or at the deadline
+      Reserve(runs) ──────────────────────►     at most once per step, for all scheduled requests
       ◄──────────────────── Reserved(leases)
       Release(leases) ────────────────────►     after the workers have loaded
-      HandOver(to, keys) ─────────────────►     before the first of them is reserved
-      ◄─────────────────── HandedOver(tokens)   when the other side has made room, or has not; for information
-      EndHandOver(complete) ──────────────►     when the last of them is reserved, or none will be any longer
+      KVTransfer(to, keys) ───────────────►     before the first of its chunks is reserved
+      ◄──────────── KVTransferResult(tokens)    when the peer has made room, or on failure; informational
+      EndKVTransfer(complete) ────────────►     after the last of its chunks is reserved, or on cancellation
     worker
-      Confirm(leases) ────────────────────►     after copying out of the arena, before anyone relies on it
+      Confirm(leases) ────────────────────►     after copying out of the arena, before the data is used
       ◄────────────────────── Confirmed(held)
-      Commit(leases) ─────────────────────►     after copying into the arena; READY when every rank has
-      AskStaging(gpu) ────────────────────►     once, where hand-overs go past the host's memory
-      ◄───────────────── OfferStaging(handle)   when there is a buffer, and again when that was lost
-      OpenedStaging(number) ──────────────►     it may be used when every rank has opened it
+      Commit(leases) ─────────────────────►     after copying into the arena; READY once all ranks commit
+      RequestStaging(gpu) ────────────────►     once, if KV transfers bypass host memory
+      ◄───────────────── OfferStaging(handle)   when a buffer is allocated, and after every reallocation
+      OpenedStaging(number) ──────────────►     the buffer is in use once every rank has opened it
 
-Rules that keep bytes right:
+Consistency rules:
 
-- A lease number is never used twice in the life of a cache process, whose ``epoch`` is random.
+- Lease numbers are unique within the lifetime of a cache process, which its random ``epoch`` identifies.
 - Leases belong to the engine. They end with ``Release``, ``Abandon`` or ``Cancel``, with a new
-  scheduler ``Hello`` of the same engine that does not list them, or when its last connection is gone.
-- The cache process never ends an engine's leases on its own initiative: an engine that is merely slow
-  may still be copying.
-- A load counts only when ``Confirmed`` came back true after the copy.
+  scheduler ``Hello`` of the same engine that does not list them, or with the engine's last connection.
+- The cache process never revokes a lease: a slow engine may still be copying.
+- A load is valid only if ``Confirmed(held=True)`` arrives after the copy.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from typing import Literal
 import msgspec
 
 from kvtier.agent.served import EngineModel
-from kvtier.layout import ChunkLayout
+from kvtier.memory.layout import ChunkLayout
 from kvtier.sockets.frames import Message, decoder
 
 VERSION = 5
 
 MAX_RESERVED_CHUNKS = 32_768
-"""Limit of the chunks in one :class:`Reserve`; a scheduler asks for the rest in its next step."""
+"""Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
 
 STAGING = "staging"
-"""The name and the type of what is told as one more tier, after the others: the engine's staging buffer."""
+"""Name and type of the engine's staging buffer, which :class:`Welcome` lists as a tier after the others."""
 
 Role = Literal["scheduler", "worker", "observer"]
 
@@ -62,7 +62,7 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
     """First frame of every connection.
 
     ``engine`` is the same for the scheduler and the workers of one engine on this host. ``holding``
-    are the leases that a reconnecting scheduler still relies on. An ``observer`` may only ask for
+    lists the leases that a reconnecting scheduler still uses. An ``observer`` may only send
     :class:`Status` and owns nothing; its layout is empty.
     """
 
@@ -73,10 +73,10 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
     layout: ChunkLayout
     namespace: bytes
     changes: bool = False
-    """Whether this connection wants :class:`Changed`."""
+    """Whether this connection subscribes to :class:`Changed`."""
     holding: list[int] = msgspec.field(default_factory=list)
     model: EngineModel | None = None
-    """What the engine calls its model, and where its tokenizer is: for the controller. From schedulers."""
+    """Model name and tokenizer location, for the controller. Sent by schedulers only."""
 
 
 class Welcome(Message, frozen=True, array_like=True, tag=2):
@@ -89,19 +89,20 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     media: list[str]
     """The type of each tier: ``cpu``, ``disk``, …"""
     peer: str | None
-    """Where this instance listens for peers, ``HOST:PORT``; the host may be one that stands for all."""
+    """Address on which this instance listens for peers, ``HOST:PORT``; the host may be a wildcard."""
 
 
 class Refused(Message, frozen=True, array_like=True, tag=3):
-    """The cache process will not go on with this connection; the message says why."""
+    """Rejection of this connection, with the reason."""
 
     reason: str
 
 
-class LookUp(Message, frozen=True, array_like=True, tag=4):
-    """Which leading chunks of a prompt are held? ``tokens`` are covered by ``keys`` altogether.
+class Lookup(Message, frozen=True, array_like=True, tag=4):
+    """Request for the held leading chunks of a prompt. ``keys`` cover ``tokens`` tokens in total.
 
-    Of the first ``expect_chunks``, those that a peer is pushing here count as fetched for so many seconds.
+    Chunks among the first ``expect_chunks`` that a peer is pushing here count as being fetched for
+    ``expect_seconds``.
     """
 
     ticket: int
@@ -114,8 +115,8 @@ class LookUp(Message, frozen=True, array_like=True, tag=4):
 class Found(Message, frozen=True, array_like=True, tag=5):
     """Further leading chunks: a lease, an arena offset and a source tier each, in prefix order.
 
-    ``fetching`` more are on their way, or being asked for; when it is 0 this ticket gets no further answer.
-    Without leases, and with ``fetching``, it reports that some of them have arrived.
+    ``fetching``: number of chunks still in flight or being located; with 0 this is the final answer.
+    An answer without leases and with ``fetching`` reports progress: some chunks have arrived.
     """
 
     ticket: int
@@ -124,20 +125,20 @@ class Found(Message, frozen=True, array_like=True, tag=5):
     sources: list[int]
     fetching: int
     staging: int = 0
-    """Of chunks whose source is the one after the last tier: the number of the buffer that has them.
+    """Number of the staging buffer that holds the chunks whose source is one past the last tier.
 
-    Their offsets are within each rank's memory, and there is no header.
+    Their offsets are relative to each rank's buffer, and they have no header.
     """
 
 
 class Cancel(Message, frozen=True, array_like=True, tag=6):
-    """Forget a look-up: stop waiting, release every lease it was given."""
+    """Cancel a lookup, and release every lease granted for it."""
 
     ticket: int
 
 
 class Release(Message, frozen=True, array_like=True, tag=7):
-    """The engine no longer needs these leases."""
+    """Release these leases."""
 
     leases: list[int]
 
@@ -145,20 +146,20 @@ class Release(Message, frozen=True, array_like=True, tag=7):
 class Run(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive chunks of one prompt. ``parent`` is the key before the first.
 
-    All are full chunks but the last, which has ``last_tokens`` tokens.
+    All chunks are full except the last, which has ``last_tokens`` tokens.
     """
 
     parent: bytes
     keys: bytes
     last_tokens: int
-    hand_over: int = 0
-    """The ticket of a :class:`HandOver`: reserve in the staging buffer, what is transferred from there."""
+    kv_transfer: int = 0
+    """Ticket of a :class:`KVTransfer`: reserve in the staging buffer what is pushed from there."""
 
 
 class Reserve(Message, frozen=True, array_like=True, tag=8):
     """Reserve room for the chunks of many requests, :data:`MAX_RESERVED_CHUNKS` at most.
 
-    Without runs it reserves nothing: an answer is an answer.
+    Without runs it reserves nothing and serves as a ping.
     """
 
     ticket: int
@@ -168,14 +169,14 @@ class Reserve(Message, frozen=True, array_like=True, tag=8):
 class Reserved(Message, frozen=True, array_like=True, tag=9):
     """A lease and an offset for each key of each run, in order.
 
-    Lease 0 where there is no room, or the chunk is held or reserved already.
+    Lease 0 if there is no room, or if the chunk is already held or reserved.
     """
 
     ticket: int
     leases: list[int]
     offsets: list[int]
     staging: int = 0
-    """The buffer that the offsets of runs with ``hand_over`` are in, on each rank."""
+    """Number of the buffer that the offsets of runs with ``kv_transfer`` refer to, on each rank."""
 
 
 class Commit(Message, frozen=True, array_like=True, tag=10):
@@ -191,14 +192,14 @@ class Abandon(Message, frozen=True, array_like=True, tag=11):
 
 
 class Confirm(Message, frozen=True, array_like=True, tag=12):
-    """Were these leases held all along?"""
+    """Check whether these leases have been held without interruption."""
 
     ticket: int
     leases: list[int]
 
 
 class Confirmed(Message, frozen=True, array_like=True, tag=13):
-    """Whether all of the leases asked about still stand."""
+    """Answer to :class:`Confirm`: whether all of its leases are still held."""
 
     ticket: int
     held: bool
@@ -211,18 +212,18 @@ class Clear(Message, frozen=True, array_like=True, tag=14):
 
 
 class Cleared(Message, frozen=True, array_like=True, tag=15):
-    """How many chunks were removed."""
+    """Answer to :class:`Clear`: the number of removed chunks."""
 
     ticket: int
     chunks: int
 
 
-class HandOver(Message, frozen=True, array_like=True, tag=19):
+class KVTransfer(Message, frozen=True, array_like=True, tag=19):
     """Push these consecutive chunks of one prompt to the peer at ``to``, each as soon as it is READY here.
 
-    All are full chunks but the last; ``tokens`` are covered by ``keys`` altogether, and ``root`` is the key
-    before the first. What was held before is pushed, too. It ends with :class:`EndHandOver`, or with this
-    connection.
+    Chunks that are already held are pushed as well. All chunks are full except the last. ``keys`` cover
+    ``tokens`` tokens in total; ``root`` is the key before the first. The transfer ends with
+    :class:`EndKVTransfer` or with this connection.
     """
 
     ticket: int
@@ -232,64 +233,64 @@ class HandOver(Message, frozen=True, array_like=True, tag=19):
     tokens: int
 
 
-class HandedOver(Message, frozen=True, array_like=True, tag=20):
-    """How many leading tokens the other side holds, or has made room for, and why they are not all."""
+class KVTransferResult(Message, frozen=True, array_like=True, tag=20):
+    """Number of leading tokens that the peer holds or has made room for, and why it is not all of them."""
 
     ticket: int
     tokens: int
     reason: str
 
 
-class EndHandOver(Message, frozen=True, array_like=True, tag=21):
-    """No further chunk of this prompt is going to be reserved.
+class EndKVTransfer(Message, frozen=True, array_like=True, tag=21):
+    """End of a transfer: no further chunk of this prompt will be reserved.
 
-    Where it is ``complete``, those that are reserved are still pushed once they are READY; otherwise, and for
-    all others, nothing more is, and the room on the other side goes back.
+    With ``complete``, reserved chunks are still pushed once they are READY. All other chunks are not pushed,
+    and the peer releases the room for them.
     """
 
     ticket: int
     complete: bool
 
 
-class AskStaging(Message, frozen=True, array_like=True, tag=22):
-    """A worker wants a staging buffer, beside its KV."""
+class RequestStaging(Message, frozen=True, array_like=True, tag=22):
+    """Request of a worker for a staging buffer on the device of its KV cache."""
 
     gpu: str
-    """As in ``CUDA_VISIBLE_DEVICES``; empty where the engine's KV is in memory of the host."""
+    """As in ``CUDA_VISIBLE_DEVICES``; empty if the engine's KV cache is in host memory."""
 
 
 class OfferStaging(Message, frozen=True, array_like=True, tag=23):
-    """The buffer of this worker, in the place of any before it, or why there is none."""
+    """The staging buffer of this worker, which replaces any earlier one, or the reason for its absence."""
 
     number: int
-    """0 where there is none."""
+    """0 if no buffer is available."""
     handle: bytes
-    """CUDA's handle for memory of a GPU, the path of a file for memory of the host."""
+    """CUDA IPC handle for GPU memory, or a file path for host memory."""
     length: int
     reason: str
 
 
 class OpenedStaging(Message, frozen=True, array_like=True, tag=24):
-    """This worker has opened the buffer that it was offered last."""
+    """Confirmation that this worker has opened the last offered buffer."""
 
     number: int
 
 
 class Status(Message, frozen=True, array_like=True, tag=16):
-    """What is held, leased and on its way?"""
+    """Request for a :class:`StatusReport`."""
 
     ticket: int
 
 
 class StatusReport(Message, frozen=True, array_like=True, tag=17):
-    """Answer to :class:`Status`: JSON for people and tests."""
+    """Answer to :class:`Status`: JSON, for diagnostics and tests."""
 
     ticket: int
     report: bytes
 
 
 class Changed(Message, frozen=True, array_like=True, tag=18):
-    """Chunks of this connection's namespace that became READY in a tier, or left it."""
+    """Chunks of this connection's namespace that became READY in a tier or were removed from it."""
 
     tier: int
     stored: bytes
@@ -297,14 +298,14 @@ class Changed(Message, frozen=True, array_like=True, tag=18):
 
 
 class Notice(Message, frozen=True, array_like=True, tag=25):
-    """A warning of the cache process, for the engine's log. To schedulers, a few a second at most."""
+    """A warning of the cache process, for the engine's log. Sent to schedulers, a few per second at most."""
 
     text: str
 
 
 FromEngine = (
     Hello
-    | LookUp
+    | Lookup
     | Cancel
     | Release
     | Reserve
@@ -313,9 +314,9 @@ FromEngine = (
     | Confirm
     | Clear
     | Status
-    | HandOver
-    | EndHandOver
-    | AskStaging
+    | KVTransfer
+    | EndKVTransfer
+    | RequestStaging
     | OpenedStaging
 )
 FromCache = (
@@ -327,10 +328,10 @@ FromCache = (
     | Cleared
     | StatusReport
     | Changed
-    | HandedOver
+    | KVTransferResult
     | OfferStaging
     | Notice
 )
 
-decode_from_engine: Callable[[bytes], FromEngine] = decoder(FromEngine, "a message of an engine")
-decode_from_cache: Callable[[bytes], FromCache] = decoder(FromCache, "a message of a cache process")
+decode_from_engine: Callable[[bytes], FromEngine] = decoder(FromEngine, "a message from an engine")
+decode_from_cache: Callable[[bytes], FromCache] = decoder(FromCache, "a message from a cache process")

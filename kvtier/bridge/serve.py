@@ -1,4 +1,4 @@
-"""The life of a cache process: claim the socket, serve, and on the way out lose nothing."""
+"""Lifecycle of a cache process: claim the socket, serve, and drain before exit."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from kvtier.bridge.listen import listening
 from kvtier.bridge.server import BridgeServer
 from kvtier.bridge.spawn import default_address
 from kvtier.cache import TieredCache
+from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelError
 from kvtier.instance import Instance
 from kvtier.settings import Settings
-from kvtier.tasks import open_tasks
 
 logger = logging.getLogger("kvtier")
 
 FIRST_ENGINE_SECONDS = 60.0
-"""How long a cache process that an engine started waits for that engine."""
+"""How long a cache process that an engine started waits for that engine to connect."""
 
 
 async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idle: bool = False) -> None:
-    """Serve engines on a Unix socket until SIGTERM or SIGINT, or until the last has left.
+    """Serve engines on a Unix socket until SIGTERM or SIGINT, or until the last engine has disconnected.
 
-    Then no engine is served any longer, and what is on its way to a lower tier is written, for
-    ``drain_timeout`` at most; a second signal ends that at once. Raises :class:`ChannelError` where
-    another process serves on this socket or on ``metrics.listen``, and what :meth:`Instance.open` raises.
+    Then stop serving, and finish pending writes to lower tiers for up to ``drain_timeout``; a second signal
+    cancels them. With ``exit_when_idle``, exit ``linger`` seconds after the last engine has disconnected.
+    Raises :class:`ChannelError` if another process serves on this socket or on ``metrics.listen``, and the
+    errors of :meth:`Instance.open`.
     """
     path = socket or settings.socket or default_address(settings)
     serving, draining = CancelScope(), CancelScope()
@@ -57,7 +58,7 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """What is there by now stays: full collections need not look at it meanwhile."""
+    """Exclude the objects allocated so far, which live until exit, from garbage collection."""
     gc.freeze()
     try:
         yield
@@ -67,16 +68,16 @@ def _frozen() -> Iterator[None]:
 
 @asynccontextmanager
 async def _serving_metrics(listen: str | None, server: BridgeServer) -> AsyncIterator[None]:
-    """Let Prometheus ask, also while the last chunks are written. Nothing is imported where nobody does."""
+    """Serve Prometheus metrics, also while draining. Import nothing if ``metrics.listen`` is not set."""
     if listen is None:
         yield
         return
     from kvtier.http import serving
-    from kvtier.metrics import MOST_REQUESTS, CacheMetrics, application
+    from kvtier.metrics import MAX_REQUESTS, CacheMetrics, application
 
     with CacheMetrics.of(server.cache, server.status) as metrics:
         async with serving(
-            application(metrics), listen, setting="metrics.listen", limit_concurrency=MOST_REQUESTS
+            application(metrics), listen, setting="metrics.listen", limit_concurrency=MAX_REQUESTS
         ) as (host, port):
             logger.info("metrics on http://%s:%d/metrics", f"[{host}]" if ":" in host else host, port)
             yield
@@ -94,13 +95,13 @@ async def _serve_engines(server: BridgeServer, path: Path, linger: float | None)
 
 async def _until_idle(server: BridgeServer, linger: float) -> None:
     with anyio.move_on_after(FIRST_ENGINE_SECONDS):
-        await server.came.wait()
+        await server.engine_connected.wait()
     while True:
         if server.engines:
-            await server.left.wait()
+            await server.idle.wait()
         await anyio.sleep(linger)
         if not server.engines:
-            logger.info("no engine for %g s: leaving", linger)
+            logger.info("no engine for %g s: shutting down", linger)
             return
 
 
@@ -111,34 +112,34 @@ async def _stop_on_signals(
         task_status.started()
         async for number in signals:
             if serving.cancel_called:
-                logger.warning("%s again: leaving at once", signal.Signals(number).name)
+                logger.warning("%s again: exiting without draining", signal.Signals(number).name)
                 draining.cancel()
             else:
-                logger.info("%s: leaving", signal.Signals(number).name)
+                logger.info("%s: shutting down", signal.Signals(number).name)
                 serving.cancel()
 
 
 async def _finish(cache: TieredCache) -> None:
-    """Write what is still to be written, with a progress bar on a terminal."""
+    """Finish pending writes, with a progress bar on a terminal."""
     console = Console(file=sys.stderr)
     columns = (TextColumn("writing to the lower tiers"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
-        most = 0
+        total = 0
 
         def show(left: int) -> None:
-            nonlocal most
-            if not most:
+            nonlocal total
+            if not total:
                 logger.info("writing %.1f MiB to the lower tiers", left / 2**20)
-            most = max(most, left)
-            bar.update(task, total=most, completed=most - left)
+            total = max(total, left)
+            bar.update(task, total=total, completed=total - left)
 
         await cache.finish(show)
 
 
 @contextmanager
 def _claim(path: Path) -> Iterator[None]:
-    """Hold the right to serve on ``path``; the kernel takes it back however this process ends."""
+    """Hold an exclusive lock for serving on ``path``; the kernel releases it when this process exits."""
     with _lock_of(path) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -146,7 +147,7 @@ def _claim(path: Path) -> Iterator[None]:
             lock.seek(0)
             raise ChannelError(
                 f"process {lock.read().strip() or 'unknown'} already serves on {path}: "
-                "stop it, or choose another `socket`"
+                "stop it, or set another `socket`"
             ) from error
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -156,11 +157,11 @@ def _claim(path: Path) -> Iterator[None]:
 
 
 def _lock_of(path: Path) -> TextIO:
-    """Open the file whose lock is the right to serve on ``path``. Raises :class:`ChannelError`."""
+    """Open the lock file for ``path``. Raises :class:`ChannelError`."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.exists() and not path.is_socket():
-            raise ChannelError(f"socket {path} is there already, and is no socket: choose another `socket`")
+            raise ChannelError(f"{path} exists and is not a socket: set another `socket`")
         return path.with_name(path.name + ".lock").open("a+")
     except (OSError, ValueError) as error:
-        raise ChannelError(f"socket {path} cannot be made: {error}: choose another `socket`") from error
+        raise ChannelError(f"cannot create socket {path}: {error}: set another `socket`") from error

@@ -1,7 +1,7 @@
-"""The cache process's end of the bridge: connections come and go, nothing of an engine outlives them.
+"""Cache process's end of the bridge. The state of an engine ends with its last connection.
 
-One task per connection reads frames and answers them in order. Answers are decided synchronously by
-:class:`~kvtier.cache.TieredCache`; only the wait for a fetch is a task of its own.
+One task per connection reads frames and answers them in order. :class:`~kvtier.cache.TieredCache` decides
+answers synchronously; only waiting for a fetch is a separate task.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
-from kvtier.backends.logs import Troubles
 from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
-from kvtier.bridge.handing import EngineHandOvers
+from kvtier.bridge.kv_transfer import EngineKVTransfers
 from kvtier.bridge.notices import Notices
 from kvtier.bridge.protocol import (
     Abandon,
-    AskStaging,
     Cancel,
     Changed,
     Clear,
@@ -36,17 +34,18 @@ from kvtier.bridge.protocol import (
     Commit,
     Confirm,
     Confirmed,
-    EndHandOver,
+    EndKVTransfer,
     Found,
     FromEngine,
-    HandOver,
     Hello,
-    LookUp,
+    KVTransfer,
+    Lookup,
     Notice,
     OfferStaging,
     OpenedStaging,
     Refused,
     Release,
+    RequestStaging,
     Reserve,
     Status,
     StatusReport,
@@ -55,21 +54,22 @@ from kvtier.bridge.protocol import (
 from kvtier.errors import ChannelClosed, ProtocolError
 from kvtier.events import Report
 from kvtier.instance import Instance
-from kvtier.keys import ChunkKey, join_keys
-from kvtier.pipeline.found import LookUp as CacheLookUp
+from kvtier.logs import ChangedWarnings
+from kvtier.memory.keys import ChunkKey, join_keys
+from kvtier.pipeline.found import Lookup as CacheLookup
 from kvtier.sockets.channel import Channel
 from kvtier.sockets.frames import FrameReader, Message, encode
 
 if TYPE_CHECKING:
-    from kvtier.peers.staging import Offer
+    from kvtier.peers.staging.buffers import Offer
 
 logger = logging.getLogger("kvtier")
 
 HELLO_SECONDS = 10.0
 CHANGES_SECONDS = 0.05
-"""How long changes are gathered before they are told."""
+"""Interval at which changes are sent."""
 CHANGES_LIMIT = 50_000
-"""Changed keys in one telling. What an engine that does not read misses beyond that is not told."""
+"""Maximum number of changed keys per batch, in case an engine does not read. Further ones are dropped."""
 
 
 class BridgeServer:
@@ -82,33 +82,33 @@ class BridgeServer:
         self._numbers = itertools.count(1)
         self._engines: dict[str, Engine] = {}
         self._connections: dict[str, set[Connection]] = {}
-        self._troubles = Troubles("cannot hand over to %s: %s")
+        self._warnings = ChangedWarnings("KV transfer to %s failed: %s")
         self.notices = Notices()
-        """Warnings that schedulers are sent. Whoever serves has it listen."""
-        self.came = anyio.Event()
-        """Set when the first engine has come."""
-        self.left = anyio.Event()
-        """Set when the last engine has left; a new event once one has come."""
+        """Warnings for schedulers. The owner of the server enables them with :meth:`Notices.listening`."""
+        self.engine_connected = anyio.Event()
+        """Set when the first engine connects."""
+        self.idle = anyio.Event()
+        """Set when the last engine disconnects; replaced when an engine connects."""
 
     async def handle(self, channel: Channel) -> None:
         """Serve one connection until the engine closes it."""
         if channel.peer_uid not in (0, os.getuid()):
-            logger.warning("refused a connection of user %d", channel.peer_uid)
+            logger.warning("rejected a connection of user %d", channel.peer_uid)
             return
         async with anyio.create_task_group() as tasks:
             try:
                 await Connection(self, channel, tasks).serve()
             except (ChannelClosed, TimeoutError) as error:
-                logger.debug("a connection has ended: %s", error)
+                logger.debug("connection closed: %s", error)
             except Exception:
-                # The last resort: whatever is wrong with one engine must not end the others.
-                logger.exception("a connection failed")
+                # Last resort: an error in one connection must not end the others.
+                logger.exception("connection failed")
             finally:
                 tasks.cancel_scope.cancel()
 
     @property
     def peer(self) -> str | None:
-        """Where this instance listens for peers, with the port that it has; ``None`` where it does not."""
+        """Address on which this instance listens for peers, with the bound port; ``None`` if it does not."""
         listen, serving = self.cache.settings.peer.listen, self._instance.server
         if listen is None or serving is None:
             return None
@@ -121,68 +121,70 @@ class BridgeServer:
 
     @property
     def engines(self) -> int:
-        """How many engines are connected."""
+        """Number of connected engines."""
         return len(self._engines)
 
     def join(self, connection: Connection, hello: Hello) -> Engine:
-        """Let a connection into its engine, which begins with its first."""
+        """Add a connection to its engine. The first connection creates the engine."""
         engine = self._engines.get(hello.engine)
         if engine is None:
             engine = self._engines[hello.engine] = Engine(self.cache, hello, self._numbers)
             self._connections[hello.engine] = set()
-            self.came.set()
-            self.left = anyio.Event()
-            logger.info("engine %s has come", hello.engine)
+            self.engine_connected.set()
+            self.idle = anyio.Event()
+            logger.info("engine %s connected", hello.engine)
         elif engine.layout != hello.layout or engine.namespace != hello.namespace:
-            raise ProtocolError(f"engine {hello.engine} is here with another layout")
+            raise ProtocolError(f"engine {hello.engine} is already connected with another layout")
         if not 0 <= hello.rank < engine.layout.ranks:
-            raise ProtocolError(f"rank {hello.rank} of a layout with {engine.layout.ranks}")
+            raise ProtocolError(
+                f"rank {hello.rank} is out of range: the layout has {engine.layout.ranks} ranks"
+            )
         if hello.role == "scheduler":
             engine.keep_only(hello.holding)
-        self._instance.served.came(engine.name, engine.namespace, engine.layout, hello.model)
+        self._instance.served.add(engine.name, engine.namespace, engine.layout, hello.model)
         self._connections[hello.engine].add(connection)
         return engine
 
-    def hand_overs(self, connection: Connection, engine: Engine, tasks: TaskGroup) -> EngineHandOvers:
-        """Those that a scheduler may ask for, over its connection."""
-        return EngineHandOvers(
-            self._instance.hand_over,
+    def kv_transfers(self, connection: Connection, engine: Engine, tasks: TaskGroup) -> EngineKVTransfers:
+        """Return the KV transfers of a scheduler's connection."""
+        return EngineKVTransfers(
+            self._instance.transfer_kv,
             self.cache.hierarchy.catalog,
             engine.layout,
-            self._troubles,
-            self.cache.settings.hand_over.reserve,
+            self._warnings,
+            self.cache.settings.kv_transfer.reserve,
             tasks,
-            connection.tell,
+            connection.notify,
         )
 
-    async def stage(self, connection: Connection, engine: Engine, rank: int, ask: AskStaging) -> None:
-        """See to a buffer for a worker, or tell it that there is none."""
+    async def stage(self, connection: Connection, engine: Engine, rank: int, request: RequestStaging) -> None:
+        """Provide a staging buffer for a worker, or report why none is available."""
         stagings = self._instance.stagings
         if stagings is None:
-            await connection.tell(OfferStaging(0, b"", 0, "hand_over.device is cpu in the cache process"))
+            await connection.notify(OfferStaging(0, b"", 0, "kv_transfer.device is cpu in the cache process"))
             return
         if engine.staging is None:
-            engine.staging = stagings.of(engine.name, engine.namespace, engine.layout)
-        engine.staging.join(rank, ask.gpu, connection.offer)
+            engine.staging = stagings.of_engine(engine.name, engine.namespace, engine.layout)
+        engine.staging.join(rank, request.gpu, connection.offer)
 
     def leave(self, connection: Connection, engine: Engine) -> None:
-        """Take a connection out of its engine, which ends with its last."""
+        """Remove a connection from its engine. The last connection closes the engine."""
         connections = self._connections[engine.name]
         connections.discard(connection)
         if not connections:
             del self._connections[engine.name], self._engines[engine.name]
             if engine.staging is not None and self._instance.stagings is not None:
-                self._instance.stagings.left(engine.name)
+                self._instance.stagings.remove(engine.name)
             engine.close()
-            self._instance.served.left(engine.name)
-            logger.info("engine %s has left", engine.name)
+            self._instance.served.remove(engine.name)
+            logger.info("engine %s disconnected", engine.name)
             if not self._engines:
-                self.left.set()
+                self.idle.set()
 
     def status(self) -> dict[str, object]:
-        """What is held, by whom, and what has happened since the start."""
+        """Return what each engine holds, and the counters since the start."""
         engines = [engine.status() for engine in self._engines.values()]
-        # By the names of their functions: a leak shows as a count that only grows.
+        # By function name: a leak shows as a count that only grows.
         tasks = Counter(task.get_name() for task in asyncio.all_tasks())
         process = {"pid": os.getpid(), "epoch": self.epoch, "tasks": tasks}
         return {**process, "engines": engines, **self._instance.status()}
@@ -196,10 +198,10 @@ class Connection:
         self._channel = channel
         self._tasks = tasks
         self._reader = FrameReader()
-        self._handing: EngineHandOvers | None = None
+        self._kv_transfers: EngineKVTransfers | None = None
 
     async def serve(self) -> None:
-        """Answer until the other side closes. Raises :class:`ChannelClosed` then."""
+        """Answer until the client closes the connection, then raise :class:`ChannelClosed`."""
         try:
             hello, more = await self._greeting()
         except ProtocolError as error:
@@ -217,14 +219,14 @@ class Connection:
         try:
             await self._welcome()
             if hello.changes:
-                self._tasks.start_soon(self._tell_changes)
+                self._tasks.start_soon(self._send_changes)
             if hello.role == "scheduler":
-                self._handing = self._server.hand_overs(self, engine, self._tasks)
-                self._tasks.start_soon(self._server.notices.forward, self._notify)
+                self._kv_transfers = self._server.kv_transfers(self, engine, self._tasks)
+                self._tasks.start_soon(self._server.notices.forward, self._send_notices)
             await self._answer_all(engine, hello.rank, more)
         finally:
-            if self._handing is not None:
-                self._handing.close()
+            if self._kv_transfers is not None:
+                self._kv_transfers.close()
             if hello.role == "worker" and engine.staging is not None:
                 engine.staging.leave(hello.rank, self.offer)
             self._server.leave(self, engine)
@@ -266,7 +268,7 @@ class Connection:
             while True:
                 answers = [await self._answer(engine, rank, message) for message in messages]
                 await self._send([answer for answer in answers if answer is not None])
-                # Now, not before the answer: whoever else has something to do gets a turn.
+                # Yield to other tasks after the answer, not before it.
                 await anyio.lowlevel.checkpoint()
                 messages = await self._read()
         except ProtocolError as error:
@@ -276,17 +278,17 @@ class Connection:
         if isinstance(message, Status):
             return StatusReport(message.ticket, json.dumps(self._server.status()).encode())
         if engine is None or isinstance(message, Hello):
-            raise ProtocolError(f"{type(message).__name__} is not for an observer, nor Hello twice")
+            raise ProtocolError(f"unexpected {type(message).__name__}: from an observer, or a second Hello")
         match message:
-            case LookUp():
+            case Lookup():
                 answer, fetched = engine.look_up(message)
                 if fetched is not None:
-                    self._tasks.start_soon(self._tell_fetched, engine, message.ticket, fetched)
+                    self._tasks.start_soon(self._send_fetched, engine, message.ticket, fetched)
                 return answer
             case Reserve():
-                if self._handing is None:
+                if self._kv_transfers is None:
                     return engine.reserve(message)
-                return engine.reserve(message, self._handing.find)
+                return engine.reserve(message, self._kv_transfers.find)
             case Confirm():
                 return Confirmed(message.ticket, engine.holds(message.leases))
             case Clear():
@@ -297,44 +299,44 @@ class Connection:
             case Release():
                 engine.release(message.leases)
             case Abandon():
-                if self._handing is None:
+                if self._kv_transfers is None:
                     engine.give_up(message.leases, rank)
                 else:
                     engine.abandon(message.leases)
             case Cancel():
                 engine.cancel(message.ticket)
-            case AskStaging():
+            case RequestStaging():
                 await self._server.stage(self, engine, rank, message)
             case OpenedStaging():
                 if engine.staging is not None:
                     engine.staging.opened(rank, message.number)
-            case HandOver() | EndHandOver():
-                return self._hand_over(message)
+            case KVTransfer() | EndKVTransfer():
+                return self._kv_transfer(message)
         return None
 
-    def _hand_over(self, message: HandOver | EndHandOver) -> Message | None:
-        if self._handing is None:
-            raise ProtocolError(f"{type(message).__name__} is for schedulers")
-        if isinstance(message, HandOver):
-            return self._handing.begin(message)
-        self._handing.end(message)
+    def _kv_transfer(self, message: KVTransfer | EndKVTransfer) -> Message | None:
+        if self._kv_transfers is None:
+            raise ProtocolError(f"unexpected {type(message).__name__}: only schedulers send it")
+        if isinstance(message, KVTransfer):
+            return self._kv_transfers.begin(message)
+        self._kv_transfers.end(message)
         return None
 
-    async def tell(self, message: Message) -> None:
-        """Send what the engine has not just asked for."""
+    async def notify(self, message: Message) -> None:
+        """Send an unsolicited message."""
         await self._send([message])
 
     async def offer(self, offer: Offer) -> None:
-        """Tell a worker of its staging buffer."""
-        await self.tell(OfferStaging(*offer))
+        """Notify a worker of its staging buffer."""
+        await self.notify(OfferStaging(*offer))
 
-    async def _notify(self, texts: Sequence[str]) -> None:
+    async def _send_notices(self, texts: Sequence[str]) -> None:
         await self._send([Notice(text) for text in texts])
 
-    async def _tell_fetched(self, engine: Engine, ticket: int, found: CacheLookUp) -> None:
+    async def _send_fetched(self, engine: Engine, ticket: int, found: CacheLookup) -> None:
         async def report_progress() -> None:
-            """Let the engine know that waiting is worthwhile."""
-            await self._send([Found(ticket, [], [], [], found.under_way)])
+            """Show the engine that the lookup makes progress, so that it keeps waiting."""
+            await self._send([Found(ticket, [], [], [], found.in_flight)])
 
         try:
             await self._server.cache.settle(found, report_progress)
@@ -345,7 +347,7 @@ class Connection:
         if answer is not None:
             await self._send([answer])
 
-    async def _tell_changes(self) -> None:
+    async def _send_changes(self) -> None:
         gathered = _Changes()
         self._server.cache.add_observer(gathered)
         try:
@@ -357,8 +359,8 @@ class Connection:
             self._server.cache.remove_observer(gathered)
 
     async def _refuse(self, reason: str) -> None:
-        """Say why, then wait for the engine to close: until it does, it may still be copying."""
-        logger.warning("refused an engine: %s", reason)
+        """Send the reason, then wait for the engine to close: until then it may still be copying."""
+        logger.warning("rejected an engine: %s", reason)
         await self._send([Refused(reason)])
         while True:
             await self._channel.receive()
@@ -367,29 +369,32 @@ class Connection:
         if not messages:
             return
         data = b"".join(map(encode, messages))
-        with suppress(ChannelClosed):  # The task that reads sees it too, and ends the connection.
+        with suppress(ChannelClosed):  # The reading task also gets this error, and ends the connection.
             await self._channel.send(data)
 
 
 class _Changes:
-    """An observer that gathers what came into each tier and what left it."""
+    """An observer that collects the chunks stored in and removed from each tier."""
 
     def __init__(self) -> None:
         self._gathered: dict[int, tuple[list[ChunkKey], list[ChunkKey]]] = {}
         self._room = CHANGES_LIMIT
 
     def observe(self, report: Report) -> None:
-        """Transfers are not of interest here."""
+        """Ignore transfers."""
 
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
-        """Remember for the next telling."""
+        """Add to the changes that :meth:`take` returns."""
         self._room -= len(stored) + len(removed)
         if self._room >= 0:
-            came, went = self._gathered.setdefault(tier, ([], []))
-            came += stored
-            went += removed
+            all_stored, all_removed = self._gathered.setdefault(tier, ([], []))
+            all_stored += stored
+            all_removed += removed
 
     def take(self) -> list[Changed]:
-        """Everything since the last call."""
+        """Return the changes since the last call."""
         gathered, self._gathered, self._room = self._gathered, {}, CHANGES_LIMIT
-        return [Changed(tier, join_keys(came), join_keys(went)) for tier, (came, went) in gathered.items()]
+        return [
+            Changed(tier, join_keys(stored), join_keys(removed))
+            for tier, (stored, removed) in gathered.items()
+        ]

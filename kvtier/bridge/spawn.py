@@ -1,8 +1,7 @@
-"""Where a cache process is found that no setting names, and how an engine starts one.
+"""Default socket path of a cache process, and how an engine starts one.
 
-The address follows from the settings alone: an engine that is restarted meets the process that its
-predecessor started and that still lingers, with its memory warm, and engines of one host with equal
-settings share one.
+The path is derived from the settings alone: a restarted engine finds the lingering process of its
+predecessor, with a warm cache, and engines of one host with equal settings share one process.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from kvtier.concurrency.threads import run_in_background
 from kvtier.errors import ChannelError
 from kvtier.settings import Settings
-from kvtier.settings_secret import REVEALED
-from kvtier.threads import run_in_background
+from kvtier.settings.secret import REVEALED
 
 logger = logging.getLogger("kvtier")
 
@@ -32,13 +31,13 @@ POLL_SECONDS = 0.02
 MESSAGE_BYTES = 4096
 
 _started: list[subprocess.Popen[bytes]] = []
-"""Children outlive what started them, and are meant to: kept, so that none is reported as forgotten."""
+"""Children deliberately outlive the engine: referenced here to avoid a ``ResourceWarning``."""
 
 
 def default_address(settings: Settings) -> Path:
-    """The socket of the cache process that these settings make, in a folder that only this user can enter.
+    """Return the socket path for these settings, in a directory that only this user can access.
 
-    Raises :class:`ChannelError` where that folder is somebody else's.
+    Raises :class:`ChannelError` if that directory cannot be created or is accessible to other users.
     """
     canonical = json.dumps(settings.model_dump(mode="json", context=REVEALED), sort_keys=True).encode()
     name = blake3(canonical, derive_key_context="kvtier socket v1").hexdigest(length=8)
@@ -48,14 +47,18 @@ def default_address(settings: Settings) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = folder.stat()
     except OSError as error:
-        raise ChannelError(f"no folder for a socket: {error}: name a `socket` in the settings") from error
+        raise ChannelError(
+            f"cannot create the socket directory: {error}: set `socket` in the settings"
+        ) from error
     if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
-        raise ChannelError(f"{folder} is open to others: remove it, or name a `socket` in the settings")
+        raise ChannelError(
+            f"{folder} is accessible to other users: remove it, or set `socket` in the settings"
+        )
     return folder / f"{name}.sock"
 
 
 class CacheProcess:
-    """A cache process that this engine starts when none answers."""
+    """A cache process that this engine starts if none is running."""
 
     def __init__(self, settings: Settings, path: Path) -> None:
         self._settings = settings
@@ -65,14 +68,14 @@ class CacheProcess:
 
     @property
     def log(self) -> Path:
-        """Where the child writes what it has to say."""
+        """The child's log file."""
         return self._path.with_suffix(".log")
 
     def start(self) -> None:
-        """Start a child unless one is starting already, here or in another rank; does not wait for it.
+        """Start a child unless this or another rank is already starting one; do not wait for it.
 
-        The settings go through its standard input, never the command line. It is in a session of its
-        own, so that what ends the engine does not end it.
+        The settings are passed on standard input, never on the command line. The child gets its own
+        session, so that signals to the engine's process group do not reach it.
         """
         if self._child is not None and self._child.poll() is None:
             return
@@ -94,30 +97,31 @@ class CacheProcess:
             assert self._child.stdin is not None
             with self._child.stdin as settings:
                 settings.write(self._settings.model_dump_json(context=REVEALED).encode())
-        logger.info("started a cache process: %d, log in %s", self._child.pid, self.log)
+        logger.info("started cache process %d, log: %s", self._child.pid, self.log)
 
     def start_in_background(self) -> None:
-        """:meth:`start` in a thread, as creating a process takes milliseconds; for an engine that runs."""
+        """Call :meth:`start` in a thread, as creating a process takes milliseconds; for a running engine."""
         if not self._starting:
             self._starting = True
             try:
                 run_in_background(self._try_to_start)
-            except RuntimeError as error:  # The system gives no thread.
+            except RuntimeError as error:  # Cannot create a thread.
                 self._starting = False
-                logger.warning("no cache process could be started: %s", error)
+                logger.warning("cannot start a cache process: %s", error)
 
     def _try_to_start(self) -> None:
         try:
             self.start()
         except OSError as error:
-            logger.warning("no cache process could be started: %s", error)
+            logger.warning("cannot start a cache process: %s", error)
         finally:
             self._starting = False
 
     def start_and_wait(self, connect: Callable[[], None]) -> None:
-        """Call ``connect`` until it stops raising, starting a child where none answers.
+        """Call ``connect`` until it succeeds, starting a child if no cache process answers.
 
-        Raises :class:`ChannelError` with what the child said where it ended, or after :data:`START_SECONDS`.
+        Raises :class:`ChannelError` with the child's last log line if it exits with an error, or after
+        :data:`START_SECONDS`.
         """
         deadline = time.monotonic() + START_SECONDS
         while True:
@@ -126,14 +130,16 @@ class CacheProcess:
                 return
             except ChannelError as error:
                 if self._child is not None and self._child.poll() not in (None, 0):
-                    raise ChannelError(f"the cache process could not start: {self._last_words()}") from error
+                    raise ChannelError(
+                        f"the cache process failed to start: {self._last_log_line()}"
+                    ) from error
                 self.start()
                 if time.monotonic() > deadline:
                     raise ChannelError(
-                        f"the cache process did not come up in {START_SECONDS:g} s, see {self.log}: {error}"
+                        f"the cache process did not start within {START_SECONDS:g} s, see {self.log}: {error}"
                     ) from error
             time.sleep(POLL_SECONDS)
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         lines = self.log.read_bytes()[-MESSAGE_BYTES:].decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"see {self.log}"

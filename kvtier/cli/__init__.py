@@ -1,4 +1,4 @@
-"""The command line. Each command is a file here; what is slow to import is imported where it is used."""
+"""The command line, with one module per command. Slow imports are deferred until they are used."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from kvtier.cli.terminal import messages
 from kvtier.errors import KVTierError, SettingsError
 
 DEMO_MODULE = "kvtier.cli.demo"
-OF_A_CONTROLLER = "Commands that ask a controller"
+CONTROLLER_PANEL = "Controller commands"
 
 
 def make_app() -> typer.Typer:
-    """The command line without the commands of plugins."""
+    """Return the command line, without the commands of plugins."""
     app = typer.Typer(
         name="kvtier",
         no_args_is_help=True,
@@ -57,11 +57,11 @@ def make_app() -> typer.Typer:
     app.add_typer(config.app)
     app.add_typer(inspect.app)
     app.command("plugins")(plugins.plugins)
-    _add_commands_of_a_controller(app)
+    _add_controller_commands(app)
     return app
 
 
-def _add_commands_of_a_controller(app: typer.Typer) -> None:
+def _add_controller_commands(app: typer.Typer) -> None:
     for command, examples in (
         (lookup.lookup, lookup.EXAMPLES),
         (move.move, move.EXAMPLES),
@@ -72,11 +72,11 @@ def _add_commands_of_a_controller(app: typer.Typer) -> None:
         (instances.instances, instances.EXAMPLES),
         (events.events, events.EXAMPLES),
     ):
-        app.command(epilog=examples, rich_help_panel=OF_A_CONTROLLER)(command)
+        app.command(epilog=examples, rich_help_panel=CONTROLLER_PANEL)(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. An error that kvtier raises on purpose is one message and exit status 1."""
+    """Run the command line. A :class:`KVTierError` is printed as one message, with exit status 1."""
     app = make_app()
     _add_plugin_commands(app)
     errors: list[KVTierError] = []
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         errors = _leaves(group)
     if errors:
         for error in errors:
-            _say("error", "red", error)
+            _print_error("error", "red", error)
         sys.exit(1)
 
 
@@ -106,7 +106,7 @@ def _root(
 
 
 def _add_plugin_commands(app: typer.Typer) -> None:
-    """Add them, or say why not: `kvtier doctor` must run where a plugin is broken."""
+    """Add the commands of plugins. Only warn about a broken plugin, so that `kvtier doctor` can run."""
     if not entry_points(group="kvtier"):
         return
     from kvtier.plugins import Plugins
@@ -115,9 +115,9 @@ def _add_plugin_commands(app: typer.Typer) -> None:
     try:
         Plugins.load(load_settings().plugins).add_commands(app)
     except SettingsError:
-        return  # Whatever command it is says so: once is enough.
+        return  # The command itself reports it.
     except KVTierError as error:
-        _say("warning: no commands of plugins", "yellow", error)
+        _print_error("warning: plugin commands are not available", "yellow", error)
 
 
 def _leaves(group: ExceptionGroup[KVTierError]) -> list[KVTierError]:
@@ -127,5 +127,5 @@ def _leaves(group: ExceptionGroup[KVTierError]) -> list[KVTierError]:
     return errors
 
 
-def _say(what: str, colour: str, error: KVTierError) -> None:
+def _print_error(what: str, colour: str, error: KVTierError) -> None:
     messages().print(f"[{colour}]{what}:[/{colour}] {escape(str(error))}")

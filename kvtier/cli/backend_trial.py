@@ -1,4 +1,4 @@
-"""One chunk's way into a backend and out again, each step timed and held to the tier's deadline."""
+"""A test of a backend with one chunk. Each step is timed and limited by the tier's deadline."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
-from kvtier.arena import Arena
 from kvtier.backends.base import Backend, Outcome, SupportsArena, SupportsCheck, SupportsRegistration
-from kvtier.backends.sealed import SealedBackend
 from kvtier.errors import KVTierError
-from kvtier.header import HEADER_BYTES, ChunkHeader
-from kvtier.keys import KEY_BYTES, ChunkKey
+from kvtier.memory.arena import Arena
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader
+from kvtier.memory.keys import KEY_BYTES, ChunkKey
+from kvtier.memory.slices import Lease
 from kvtier.settings import TierSettings
-from kvtier.slices import Lease
+from kvtier.tiers.sealed import SealedBackend
 from kvtier.units import format_duration, format_size
 
 GRACE_SECONDS = 1.0
-"""How much longer than its deadline a call is waited for: it gives up by itself then, and can say why."""
+"""Extra time to wait for a call beyond its deadline, so that it can time out itself and report the reason."""
 OPENING_SECONDS = 30.0
-"""Opening and registering memory have no deadline in a tier, and may take long once."""
+"""Deadline for opening and for registering memory, which have none in a tier and happen once."""
 DELETING_PAUSE_SECONDS = 0.1
 
 AnswerT = TypeVar("AnswerT")
 
-REMEDY_FAILED = "see that it runs and can be reached from here, and `kvtier config show` for its settings"
-_REMEDY_SLOW = "see whether it hangs; where it is only slow, raise the tier's `deadline`"
-_REMEDY_LIES = "do not use it until that is mended: it costs a miss for every chunk"
+REMEDY_FAILED = "check that it runs and is reachable, and its settings with `kvtier config show`"
+_REMEDY_SLOW = "check whether it hangs; if it is only slow, raise the tier's `deadline`"
+_REMEDY_INCORRECT = "do not use it until this is fixed: every chunk would be a miss"
 
 
 class Problem(KVTierError):
-    """What is wrong with a backend, in words."""
+    """A problem found in a backend, with its remedy."""
 
     def __init__(self, found: str, remedy: str = "") -> None:
         super().__init__(found)
@@ -41,7 +41,7 @@ class Problem(KVTierError):
 
 
 class _Chunk(NamedTuple):
-    """What is written, and where it is to be read into."""
+    """A test chunk: the buffer to write from and the buffer to read into."""
 
     key: ChunkKey
     written: Lease
@@ -49,28 +49,30 @@ class _Chunk(NamedTuple):
 
 
 async def run_trial(backend: Backend, tier: TierSettings, size: int, *, checksum: bool) -> str:
-    """Carry a chunk object of ``size`` bytes, whole pages, through ``backend``; how that went, in words.
+    """Write, read and delete one chunk object, and return a description of the result.
 
-    Opens the backend and closes it. Raises :class:`Problem`, and what else the backend raises.
+    Opens and closes the backend. ``size`` is in bytes, a multiple of the page size.
+
+    Raises: Problem, and any error of the backend.
     """
     arena = Arena.create(2 * size)
     trial = _Trial(SealedBackend(backend, checksum), tier)
     try:
         await trial.open()
         try:
-            told = [await trial.about(), await trial.carry(arena, size)]
+            results = [await trial.description(), await trial.round_trip(arena, size)]
         except BaseException:
-            await trial.close_anyhow()
+            await trial.try_close()
             raise
         await trial.close()
     finally:
         if not trial.stuck:
             arena.close()
-    return "; ".join(part for part in told if part)
+    return "; ".join(part for part in results if part)
 
 
 def _make_chunk(arena: Arena, size: int) -> _Chunk:
-    """A chunk under a key that nobody else has. Both leases' memory is touched, so as not to time that."""
+    """Return a chunk with a random key. Its memory is touched, to exclude page faults from timing."""
     written, read = arena.allocate(size), arena.allocate(size)
     assert written is not None
     assert read is not None
@@ -83,133 +85,135 @@ def _make_chunk(arena: Arena, size: int) -> _Chunk:
 
 
 class _Trial:
-    """A backend and how long each call to it may take."""
+    """A backend under test, and the deadline of its calls."""
 
     def __init__(self, backend: SealedBackend, tier: TierSettings) -> None:
         self._backend = backend
         self._deadline = tier.deadline
         self.stuck = False
-        """A call has not ended though it was cancelled, and still has the memory."""
+        """Whether a call has ignored its cancellation, and still uses the memory."""
 
     async def open(self) -> None:
-        """Make it ready."""
+        """Open the backend."""
         await self._timed("opening it", self._backend.open, OPENING_SECONDS)
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Close the backend."""
         await self._timed("closing it", self._backend.close, OPENING_SECONDS)
 
-    async def close_anyhow(self) -> None:
-        """Let go of it as well as can be: what is wrong is known already."""
+    async def try_close(self) -> None:
+        """Close the backend after an error, ignoring further errors."""
         if not self.stuck:
             with suppress(Exception):
                 await self.close()
 
-    async def about(self) -> str:
-        """What it says of itself, nothing where it cannot."""
+    async def description(self) -> str:
+        """Return the backend's description of itself, or "" if it has none."""
         backend = self._backend
         if not isinstance(backend, SupportsCheck):
             return ""
-        about, _ = await self._timed("asking what it is", backend.check)
-        return about
+        description, _ = await self._timed("checking the backend", backend.check)
+        return description
 
-    async def carry(self, arena: Arena, size: int) -> str:
+    async def round_trip(self, arena: Arena, size: int) -> str:
         """Write, look up, read, compare and delete a chunk."""
         backend = self._backend
         if isinstance(backend, SupportsRegistration):
             await self._timed("registering memory", lambda: backend.register(arena), OPENING_SECONDS)
         chunk = _make_chunk(arena, size)
-        if await self._holds(chunk.key):
-            raise Problem("it says that it holds a chunk which nobody has stored", _REMEDY_LIES)
+        if await self._is_held(chunk.key):
+            raise Problem("it reports a chunk as held that was never stored", _REMEDY_INCORRECT)
         try:
             if isinstance(backend, SupportsArena):
-                # Its pages are given to it when they are touched, which a cache process pays for once.
+                # Warm up: fault in its pages, which a cache process does once.
                 await self._write(chunk)
                 await self._delete(chunk.key)
-            writing = await self._write(chunk)
-            looking_up = await self._look_up(chunk.key)
-            reading = await self._read(chunk)
+            write_seconds = await self._write(chunk)
+            lookup_seconds = await self._look_up(chunk.key)
+            read_seconds = await self._read(chunk)
         except BaseException:
             await self._clean_up(chunk.key)
             raise
         await self._delete(chunk.key)
         return (
-            f"{format_size(size)} written in {_speed(size, writing)}, read in {_speed(size, reading)}, "
-            f"looked up in {_shown(looking_up)}"
+            f"{format_size(size)} written in {_speed(size, write_seconds)}, "
+            f"read in {_speed(size, read_seconds)}, looked up in {_format_seconds(lookup_seconds)}"
         )
 
-    async def _holds(self, key: ChunkKey) -> bool:
-        held, _ = await self._asked_for(key)
+    async def _is_held(self, key: ChunkKey) -> bool:
+        held, _ = await self._contains(key)
         return held
 
     async def _look_up(self, key: ChunkKey) -> float:
-        held, seconds = await self._asked_for(key)
+        held, seconds = await self._contains(key)
         if not held:
-            raise Problem("it does not hold a chunk that it said it had stored", _REMEDY_LIES)
+            raise Problem("it does not hold a chunk whose write it confirmed", _REMEDY_INCORRECT)
         return seconds
 
-    async def _asked_for(self, key: ChunkKey) -> tuple[bool, float]:
+    async def _contains(self, key: ChunkKey) -> tuple[bool, float]:
         try:
-            return await self._ask("looking a chunk up", lambda: self._backend.contains([key]))
+            return await self._call_single("looking a chunk up", lambda: self._backend.contains([key]))
         except OSError as error:
-            raise Problem(f"it could not be asked for a chunk: {error}", REMEDY_FAILED) from error
+            raise Problem(f"the lookup of a chunk failed: {error}", REMEDY_FAILED) from error
 
     async def _write(self, chunk: _Chunk) -> float:
         item = (chunk.key, chunk.written.view)
-        outcome, seconds = await self._ask("writing a chunk", lambda: self._backend.put([item]))
+        outcome, seconds = await self._call_single("writing a chunk", lambda: self._backend.put([item]))
         if outcome is Outcome.FULL:
             size = format_size(chunk.written.length)
-            raise Problem(f"it has no room for a chunk of {size}", "give it more, or let it evict")
+            raise Problem(
+                f"it has no room for a chunk of {size}", "give it more capacity, or enable eviction"
+            )
         if outcome is not Outcome.OK:
             raise Problem("it did not store a chunk", REMEDY_FAILED)
         return seconds
 
     async def _read(self, chunk: _Chunk) -> float:
         item = (chunk.key, chunk.read.view)
-        outcome, seconds = await self._ask("reading a chunk", lambda: self._backend.get([item]))
+        outcome, seconds = await self._call_single("reading a chunk", lambda: self._backend.get([item]))
         if self._backend.corrupt or (outcome is Outcome.OK and chunk.read.view != chunk.written.view):
-            raise Problem("it gave back other bytes than were written", _REMEDY_LIES)
+            raise Problem("it returned other bytes than were written", _REMEDY_INCORRECT)
         if outcome is Outcome.MISS:
-            raise Problem("it did not give back a chunk that it said it held", _REMEDY_LIES)
+            raise Problem("it did not return a chunk that it reported as held", _REMEDY_INCORRECT)
         if outcome is not Outcome.OK:
-            raise Problem("it stored a chunk and could not read it", REMEDY_FAILED)
+            raise Problem("it stored a chunk but could not read it", REMEDY_FAILED)
         return seconds
 
     async def _delete(self, key: ChunkKey) -> None:
-        """Delete for as long as the deadline is: a pool may keep for a while what was just read."""
+        """Delete a chunk. Retry until the deadline: a pool may keep a chunk for a while after a read."""
         until = time.monotonic() + self._deadline
         while True:
-            # One that lets nobody delete raises, too; it can still be asked for the chunk.
+            # A backend that forbids deletion raises as well. The lookup below decides.
             with suppress(OSError):
                 await self._timed("deleting a chunk", lambda: self._backend.delete([key]))
-            if not await self._holds(key):
+            if not await self._is_held(key):
                 return
             if time.monotonic() > until:
                 raise Problem(
                     f"it still holds a chunk {format_duration(self._deadline)} after it was deleted",
-                    "let this user delete",
+                    "allow this user to delete",
                 )
             await asyncio.sleep(DELETING_PAUSE_SECONDS)
 
     async def _clean_up(self, key: ChunkKey) -> None:
-        """Delete what may have been written, as well as can be: what is wrong is known already."""
+        """Delete what may have been written after an error, ignoring further errors."""
         if not self.stuck:
             with suppress(Exception):
                 await self._timed("deleting a chunk", lambda: self._backend.delete([key]))
 
-    async def _ask(
-        self, doing: str, call: Callable[[], Awaitable[Sequence[AnswerT]]]
+    async def _call_single(
+        self, operation: str, call: Callable[[], Awaitable[Sequence[AnswerT]]]
     ) -> tuple[AnswerT, float]:
-        """The one answer to one question, and how long it took."""
-        answers, seconds = await self._timed(doing, call)
+        """Call a batch method with one item. Return its only result, and the time in seconds."""
+        answers, seconds = await self._timed(operation, call)
         if len(answers) != 1:
-            raise Problem(f"{doing} it gave {len(answers)} answers to one question", _REMEDY_LIES)
+            raise Problem(f"{operation}: it returned {len(answers)} results for one item", _REMEDY_INCORRECT)
         return answers[0], seconds
 
     async def _timed(
-        self, doing: str, call: Callable[[], Awaitable[AnswerT]], seconds: float | None = None
+        self, operation: str, call: Callable[[], Awaitable[AnswerT]], seconds: float | None = None
     ) -> tuple[AnswerT, float]:
-        """What ``call`` answers and how long it took. Raises :class:`Problem` where that was too long."""
+        """Return the result of ``call`` and its duration in seconds. Raises: Problem: timeout."""
         limit = seconds or self._deadline
         started = time.perf_counter()
         task = asyncio.ensure_future(_awaited(call))
@@ -220,11 +224,11 @@ class _Trial:
             await asyncio.wait([task], timeout=GRACE_SECONDS)
             self.stuck = not task.done()
         elif took <= limit or task.exception():
-            # What it raises says more than that it took long.
+            # An exception is more informative than the timeout.
             return task.result(), took
         still = ", and does not end when it is cancelled" if self.stuck else ""
         whose = "" if seconds else ", the tier's `deadline`"
-        raise Problem(f"{doing} takes longer than {format_duration(limit)}{whose}{still}", _REMEDY_SLOW)
+        raise Problem(f"{operation} takes longer than {format_duration(limit)}{whose}{still}", _REMEDY_SLOW)
 
 
 async def _awaited(call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
@@ -234,9 +238,9 @@ async def _awaited(call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
 def _speed(size: int, seconds: float) -> str:
     rate = size / max(seconds, 1e-9)
     shown = f"{rate / 1e9:.1f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.1f} MB/s"
-    return f"{_shown(seconds)} ({shown})"
+    return f"{_format_seconds(seconds)} ({shown})"
 
 
-def _shown(seconds: float) -> str:
-    """In two digits: one measurement is worth no more."""
+def _format_seconds(seconds: float) -> str:
+    """Format with two significant digits: a single measurement is no more precise."""
     return format_duration(float(f"{seconds:.2g}"))

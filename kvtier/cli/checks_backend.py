@@ -1,7 +1,7 @@
-"""What ``kvtier doctor --backend`` does: one chunk written to a tier, read back, compared and deleted.
+"""Checks of ``kvtier doctor --backend``: write one chunk to a tier, read, compare and delete it.
 
-Everything happens as a cache process does it, but on nothing that one holds: a tier of memory is made small,
-and a disk's chunk goes into a folder of its own that is removed again.
+The checks work like a cache process, but do not touch its data: a memory tier is created with minimal
+capacity, and a disk tier in a temporary folder.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import anyio
 from pydantic import BaseModel, SecretStr
 
 from kvtier.backends.base import Backend
-from kvtier.backends.disk import DiskSettings, lock_holder
+from kvtier.backends.disk.backend import DiskSettings, lock_holder
 from kvtier.cli.backend_trial import GRACE_SECONDS, REMEDY_FAILED, Problem, run_trial
 from kvtier.cli.checks import Check, nearest_folder, writable_remedy
+from kvtier.concurrency.threads import WORKER_NAME
 from kvtier.errors import KVTierError, SettingsError
-from kvtier.header import OBJECT_ALIGNMENT
+from kvtier.memory.header import OBJECT_ALIGNMENT
 from kvtier.plugins import Plugins, is_memory
 from kvtier.settings import LocalTierSettings, TierSettings
-from kvtier.threads import WORKER_NAME
 from kvtier.units import MIB
 
 DEFAULT_SIZE = 4 * MIB
-LARGEST_SIZE = 1024 * MIB
+MAX_SIZE = 1024 * MIB
 ALL = "all"
 
 _SPARE_BYTES = 2 * MIB
-"""What memory is given beside the chunk: a huge page more than may be needed."""
+"""Additional capacity of a memory tier: one huge page, for rounding."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _MASK = "**********"
 
 
-def chosen(tiers: Sequence[TierSettings], names: Sequence[str]) -> list[TierSettings]:
-    """The tiers that ``names`` names, by their names or else their types, in the order of the settings.
+def select_tiers(tiers: Sequence[TierSettings], names: Sequence[str]) -> list[TierSettings]:
+    """Return the tiers with these names or, if none matches a name, types. In the order of the settings.
 
-    Raises :class:`SettingsError` listing what there is for a name that is neither.
+    Raises: SettingsError: a name matches no tier. The message lists the tiers.
     """
     found: list[TierSettings] = []
     for name in names:
@@ -52,40 +52,40 @@ def chosen(tiers: Sequence[TierSettings], names: Sequence[str]) -> list[TierSett
             tier for tier in tiers if name in (tier.type, ALL)
         ]
         if not matching:
-            there = ", ".join(f"{tier.name} ({tier.type})" for tier in tiers)
-            raise SettingsError(f"no tier has the name or the type {name!r}: write one of {there}, or {ALL}")
+            known = ", ".join(f"{tier.name} ({tier.type})" for tier in tiers)
+            raise SettingsError(f"no tier has the name or type {name!r}: use one of {known}, or {ALL}")
         found += matching
     return [tier for tier in tiers if tier in found]
 
 
 def check_backend(plugins: Plugins, tier: TierSettings, size: int, *, checksum: bool) -> Check:
-    """Write, read, compare and delete one chunk of ``size`` bytes on ``tier``. Blocks meanwhile.
+    """Write, read, compare and delete one chunk of ``size`` bytes on a tier. Blocking.
 
-    Comes back soon after the tier's deadline also where a call does not, whose threads then go on:
-    :func:`end_threads` tells.
+    Returns soon after the tier's deadline even if a call of the backend hangs. The threads of that call then
+    continue to run: see :func:`join_threads`.
     """
-    told: Future[Check] = Future()
+    future: Future[Check] = Future()
 
     async def check() -> None:
-        # Told from within: a loop with a call that does not end does not end either.
-        told.set_result(await _checked(plugins.backend(tier.type), tier, size, checksum))
+        # Set the result from within: a hanging call keeps the event loop from ending.
+        future.set_result(await _run_check(plugins.backend(tier.type), tier, size, checksum))
 
     def work() -> None:
         try:
             anyio.run(check)
         except BaseException as error:
-            if told.done():
+            if future.done():
                 raise
-            told.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=work, name="kvtier-doctor", daemon=True).start()
-    return told.result()
+    return future.result()
 
 
-def end_threads(before: Sequence[threading.Thread]) -> bool:
-    """Wait a moment for all threads that Python would wait for, but those of ``before``; whether they ended.
+def join_threads(before: Sequence[threading.Thread]) -> bool:
+    """Wait up to ``GRACE_SECONDS`` for threads that block the exit of Python, except those in ``before``.
 
-    Where they have not, the interpreter cannot end either.
+    Return whether they have ended. If not, a normal exit would hang.
     """
     until = time.monotonic() + GRACE_SECONDS
     threads = [
@@ -96,7 +96,7 @@ def end_threads(before: Sequence[threading.Thread]) -> bool:
     return not any(thread.is_alive() for thread in threads)
 
 
-async def _checked(backend_type: type[Backend], tier: TierSettings, size: int, checksum: bool) -> Check:
+async def _run_check(backend_type: type[Backend], tier: TierSettings, size: int, checksum: bool) -> Check:
     name = f"backend {tier.name} ({tier.type})"
     pages = -(-size // OBJECT_ALIGNMENT)
     if isinstance(tier, LocalTierSettings):
@@ -104,31 +104,33 @@ async def _checked(backend_type: type[Backend], tier: TierSettings, size: int, c
     size = pages * OBJECT_ALIGNMENT
     with _warnings() as warnings:
         try:
-            with harmless(backend_type, tier, size) as (settings, remark):
-                told = [await run_trial(backend_type(settings), settings, size, checksum=checksum), remark]
-            check = Check(name, "warn" if warnings else "ok", _sentence([*told, *warnings[:1]]))
+            with isolated_settings(backend_type, tier, size) as (settings, remark):
+                parts = [await run_trial(backend_type(settings), settings, size, checksum=checksum), remark]
+            check = Check(name, "warn" if warnings else "ok", _join_parts([*parts, *warnings[:1]]))
         except Problem as problem:
-            check = Check(name, "fail", _sentence([str(problem), *warnings[:1]]), problem.remedy)
+            check = Check(name, "fail", _join_parts([str(problem), *warnings[:1]]), problem.remedy)
         except KVTierError as error:
-            # What a folder or memory lacks is said with the error.
+            # The errors of local tiers include a remedy.
             remedy = "" if isinstance(tier, LocalTierSettings) else REMEDY_FAILED
-            check = Check(name, "fail", _sentence([str(error), *warnings[:1]]), remedy)
+            check = Check(name, "fail", _join_parts([str(error), *warnings[:1]]), remedy)
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
-            check = Check(name, "fail", _sentence([found, *warnings[:1]]), "tell those who wrote the backend")
+            check = Check(
+                name, "fail", _join_parts([found, *warnings[:1]]), "report it to the authors of the backend"
+            )
     return check._replace(found=without_secrets(check.found, tier))
 
 
 @contextmanager
-def harmless(
+def isolated_settings(
     backend_type: type[Backend], tier: TierSettings, size: int
 ) -> Iterator[tuple[TierSettings, str]]:
-    """Settings of a tier that is like this one and takes nothing of it; what there is to remark about it.
+    """Yield settings of an equivalent tier that does not affect this one, and a remark to print or "".
 
-    Memory has room for ``size`` bytes. What is made for it is gone afterwards.
+    Memory has room for ``size`` bytes. Temporary files are removed afterwards.
 
-    A disk is used beside what it holds, not through its lock: a cache process may have it, or be about to
-    start as another user, to whom what was made here would be closed.
+    A disk tier uses a temporary folder instead of the tier's folder and its lock: a cache process may hold
+    the lock, or may start later as another user, who could not access files created here.
     """
     if is_memory(backend_type):
         yield tier.model_copy(update={"capacity": size + _SPARE_BYTES}), ""
@@ -153,34 +155,34 @@ def _in_use(path: Path) -> str:
     holder = None
     with suppress(OSError):
         holder = lock_holder(path)
-    return f"{path} is in use by {holder}, which was not disturbed" if holder else ""
+    return f"{path} is in use by {holder}, which is not affected" if holder else ""
 
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """What kvtier warns of meanwhile, instead of where it would be printed."""
-    heard: list[str] = []
+    """Collect kvtier's warnings within the block instead of printing them."""
+    messages: list[str] = []
 
-    class Listening(logging.Handler):
+    class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
+            messages.append(record.getMessage())
 
-    handler = Listening(logging.WARNING)
+    handler = Collector(logging.WARNING)
     logger = logging.getLogger("kvtier")
     logger.addHandler(handler)
     try:
-        yield heard
+        yield messages
     finally:
         logger.removeHandler(handler)
 
 
-def _sentence(parts: Sequence[str]) -> str:
-    """The parts that say something, each once."""
+def _join_parts(parts: Sequence[str]) -> str:
+    """Join the parts, without empty ones and duplicates."""
     return "; ".join(dict.fromkeys(part for part in parts if part))
 
 
 def without_secrets(text: str, tier: TierSettings) -> str:
-    """``text`` with every secret of the tier's settings masked, and whatever a URL has before its host."""
+    """Return ``text`` with all secrets of the tier's settings and all credentials in URLs masked."""
     for secret in _secrets(tier):
         text = text.replace(secret, _MASK)
     return _CREDENTIALS.sub(_MASK, text)

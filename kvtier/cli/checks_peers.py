@@ -1,7 +1,7 @@
-"""What ``kvtier doctor`` does with peers: calls each of them as a cache process would, and reads from it.
+"""Checks of ``kvtier doctor`` on peers: connect to each one like a cache process, and read from it.
 
-What is read is something that the peer has not granted: it says that it has not, over the same way on which
-chunks travel, and nothing of what it holds is touched.
+The read is for a span that the peer has not granted. The peer answers with a miss, over the same path that
+chunks take, and none of its data is accessed.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from kvtier.arena import Arena
 from kvtier.backends.base import Outcome
 from kvtier.cli.checks import Check
+from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import KVTierError, PeerError
+from kvtier.memory.arena import Arena
+from kvtier.memory.slices import Lease
 from kvtier.peers.authentication import Credentials
-from kvtier.peers.dialling import Called, Caller, printable
+from kvtier.peers.dialling import ControlConnection, PeerDialer, printable
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings
-from kvtier.settings_peer import PeerSettings, split_address
-from kvtier.slices import Lease
+from kvtier.settings.peer import PeerSettings, split_address
 from kvtier.sockets.connection import Connection, Deadline
-from kvtier.threads import WorkerThreads
 from kvtier.transports.base import Access, RemoteSpan, Transport
 
 TRIAL_BYTES = 4096
-NOBODY = "kvtier doctor"
-"""What the peer is told that calls."""
+INSTANCE_NAME = "kvtier doctor"
+"""The instance name sent to peers."""
 
 
 def check_peers(plugins: Plugins, settings: Settings) -> list[Check]:
-    """A check for the port that this instance listens on, and one for each peer. Blocks meanwhile."""
+    """Check the port that this instance listens on, and each peer. Blocking."""
     if not settings.peer.used:
         return []
     try:
-        credentials = Credentials.of(settings.peer)
+        credentials = Credentials.from_settings(settings.peer)
         transport_settings = plugins.transport_settings(settings)
     except KVTierError as error:
         return [Check("peers", "fail", str(error))]
@@ -51,7 +51,7 @@ async def _check_all(
     peer: PeerSettings, credentials: Credentials, transport: Transport, transport_name: str
 ) -> list[Check]:
     try:
-        async with _opened(transport) as scratch:
+        async with _open(transport) as scratch:
             trial = _Trial(credentials, transport, transport_name, scratch)
             return [await trial.check(address) for address in peer.others]
     except PeerError as error:
@@ -59,7 +59,7 @@ async def _check_all(
 
 
 def _check_listening(peer: PeerSettings) -> Check:
-    """Whether the port of ``peer.listen`` can be had, or is in use already."""
+    """Check that the address of ``peer.listen`` can be bound, or is in use already."""
     assert peer.listen is not None
     host, port = split_address(peer.listen)
     name = f"listening on {peer.listen}"
@@ -70,25 +70,25 @@ def _check_listening(peer: PeerSettings) -> Check:
             listener.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return Check(name, "ok", "the port is in use, by a running cache process if all is well")
-        found = f"it cannot be had: {error.strerror}"
-        return Check(name, "fail", found, "write an address of this host in peer.listen")
-    return Check(name, "ok", "the port is free: no cache process of these settings runs")
+            return Check(name, "ok", "the port is in use, presumably by a running cache process")
+        found = f"cannot bind: {error.strerror}"
+        return Check(name, "fail", found, "set peer.listen to an address of this host")
+    return Check(name, "ok", "the port is free: no cache process runs with these settings")
 
 
-class _Nothing:
-    """What the doctor grants to others."""
+class _NoGrants:
+    """The grants of the doctor: none."""
 
     def hold(self, span: RemoteSpan, access: Access) -> Lease | None:
         return None
 
 
 @asynccontextmanager
-async def _opened(transport: Transport) -> AsyncIterator[memoryview]:
-    """The transport at work on a small arena of its own; some of that to read into."""
+async def _open(transport: Transport) -> AsyncIterator[memoryview]:
+    """Open the transport on a small arena, and yield memory of it to read into."""
     arena = Arena.create(TRIAL_BYTES)
     try:
-        await transport.open(arena, _Nothing())
+        await transport.open(arena, _NoGrants())
         try:
             yield arena.view(0, TRIAL_BYTES)
         finally:
@@ -98,7 +98,7 @@ async def _opened(transport: Transport) -> AsyncIterator[memoryview]:
 
 
 class _Trial:
-    """Calls one peer after the other."""
+    """Connects to peers, one after the other."""
 
     def __init__(
         self, credentials: Credentials, transport: Transport, transport_name: str, scratch: memoryview
@@ -110,58 +110,64 @@ class _Trial:
         self._threads = WorkerThreads(1)
 
     async def check(self, address: str) -> Check:
-        """What became of calling one peer."""
+        """Check one peer."""
         name = f"peer {address}"
         host, port = split_address(address)
-        caller = Caller(host, port, self._credentials, NOBODY, self._threads)
+        dialer = PeerDialer(host, port, self._credentials, INSTANCE_NAME, self._threads)
         started = time.monotonic()
         try:
-            called = await caller.call()
+            connection = await dialer.dial()
         except TimeoutError:
             return Check(
-                name, "fail", "it does not answer in time", f"see that {address} runs and is reached"
+                name, "fail", "it did not answer in time", f"check that {address} is running and reachable"
             )
         except OSError as error:
-            found = f"it cannot be reached: {error.strerror or error}"
-            return Check(name, "fail", found, f"start it, or mend {address} in peer.others or a firewall")
+            found = f"unreachable: {error.strerror or error}"
+            return Check(name, "fail", found, f"start it, or fix {address} in peer.others or a firewall")
         except KVTierError as error:
             return Check(name, "fail", str(error))
         try:
-            return await self._read(name, caller, called, time.monotonic() - started)
+            return await self._read(name, dialer, connection, time.monotonic() - started)
         except (OSError, KVTierError) as error:
-            return Check(name, "fail", f"{printable(called.welcome.instance)} welcomes us, then: {error}")
+            return Check(
+                name, "fail", f"connected to {printable(connection.welcome.instance)}, then: {error}"
+            )
         finally:
-            called.connected.close()
+            connection.sock.close()
 
-    async def _read(self, name: str, caller: Caller, called: Called, seconds: float) -> Check:
-        welcome = called.welcome
-        there = printable(welcome.transport)
-        who = f"{printable(welcome.instance)}, {there}, called in {_milliseconds(seconds)}"
+    async def _read(
+        self, name: str, dialer: PeerDialer, connection: ControlConnection, seconds: float
+    ) -> Check:
+        welcome = connection.welcome
+        peer_transport = printable(welcome.transport)
+        description = (
+            f"{printable(welcome.instance)}, {peer_transport}, connected in {_milliseconds(seconds)}"
+        )
         if welcome.transport != self._transport_name:
             return Check(
                 name,
                 "fail",
-                who,
-                f"peer.transport is {there} there and {self._transport_name} here: "
-                "write the same on both sides",
+                description,
+                f"peer.transport is {peer_transport} there and {self._transport_name} here: "
+                "set the same transport on both sides",
             )
 
         def dial(deadline: Deadline) -> Connection:
-            return caller.dial_like(called, deadline)
+            return dialer.dial_data(connection, deadline)
 
         link = await self._transport.connect(welcome.endpoint, dial)
         try:
             if self._transport.one_sided:
-                return Check(name, "ok", f"{who}; linked")
+                return Check(name, "ok", f"{description}; linked")
             started = time.monotonic()
             (outcome,) = await link.read([(RemoteSpan(1, 0, len(self._scratch)), self._scratch)])
-            answered = _milliseconds(time.monotonic() - started)
+            read_time = _milliseconds(time.monotonic() - started)
         finally:
             await link.close()
         if outcome is Outcome.MISS:
-            return Check(name, "ok", f"{who}; answers a read in {answered}")
-        remedy = "see its log, and that nothing between the hosts cuts connections"
-        return Check(name, "fail", f"{who}; a read is not answered", remedy)
+            return Check(name, "ok", f"{description}; read answered in {read_time}")
+        remedy = "check its log, and that nothing between the hosts drops connections"
+        return Check(name, "fail", f"{description}; read not answered", remedy)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""``kvtier clear``: remove a prompt's chunks, or all of them, from an instance."""
+"""``kvtier clear``: remove a prompt's chunks, or all chunks, from an instance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli.controller_follow import carry_out
+from kvtier.cli.controller_follow import print_outcome
 from kvtier.cli.controller_options import (
     ControllerURL,
     ModelName,
@@ -19,8 +19,8 @@ from kvtier.cli.controller_options import (
     Tokens,
     TokensFile,
     controller,
-    given_prompt,
-    place,
+    optional_prompt,
+    parse_place,
 )
 from kvtier.cli.terminal import AsJson
 from kvtier.units import format_size
@@ -50,27 +50,27 @@ def clear(
     tokens_file: TokensFile = None,
     model: ModelName = None,
     salt: Salt = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     no_wait: NoWait = False,
     url: ControllerURL = None,
     token_file: TokenFile = None,
     config: SettingsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a prompt's chunks from a tier or an instance; without a prompt, all that it holds.
+    """Remove a prompt's chunks, or without a prompt all chunks, from a tier or an instance.
 
-    Says first how much that is, and asks.
+    Shows the amount first, and asks for confirmation.
     """
-    asked = given_prompt(prompt, prompt_file, tokens, tokens_file, model, salt)
-    instance, tier = place(where, "WHERE") if "/" in where else (where, None)
+    query = optional_prompt(prompt, prompt_file, tokens, tokens_file, model, salt)
+    instance, tier = parse_place(where, "WHERE") if "/" in where else (where, None)
     with controller(url, token_file, config) as client:
         if not yes:
-            typer.confirm(_question(client, instance, tier, asked), abort=True, err=True)
-        carry_out(client, client.clear(instance, tier, asked), wait=not no_wait, as_json=as_json)
+            typer.confirm(_question(client, instance, tier, query), abort=True, err=True)
+        print_outcome(client, client.clear(instance, tier, query), wait=not no_wait, as_json=as_json)
 
 
 def _question(client: Controller, instance: str, tier: str | None, prompt: Prompt | None) -> str:
-    """What would be removed. Raises :class:`ControllerError` where there is no such instance."""
+    """Return the confirmation question with the amount. Raises: ControllerError: unknown instance."""
     tiers = [each for each in client.instance(instance).tiers if tier in (None, each.name, each.type)]
     if prompt is None:
         amounts = [f"{each.chunks} chunks, {format_size(each.used)}, from {each.name}" for each in tiers]

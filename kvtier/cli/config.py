@@ -20,18 +20,18 @@ app = typer.Typer(name="config", no_args_is_help=True, help="Show, check and des
 
 
 class Value(NamedTuple):
-    """One setting as it is in force."""
+    """One effective setting."""
 
     key: str
     value: Any
     source: str
     shown: str
-    """The value as a person would write it."""
+    """The value as written in a settings file."""
 
 
 @app.command()
 def show(config: ConfigFile = None, as_json: AsJson = False) -> None:
-    """Print every setting, its value and where the value comes from. Secrets are masked."""
+    """Print all settings, their values and sources. Secrets are masked."""
     values = list(_values(*_load(config)))
     if as_json:
         print_json({value.key: {"value": value.value, "source": value.source} for value in values})
@@ -44,25 +44,27 @@ def show(config: ConfigFile = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def check(config: ConfigFile = None) -> None:
-    """Say whether the settings are right: exit status 0, or 1 and what to write instead.
+    """Validate the settings. Exit status 1, with an explanation, if they are invalid.
 
-    Nothing is opened: whether a path can be written is found by `kvtier doctor` and `kvtier serve`.
+    Paths and servers are not opened; use `kvtier doctor` to check them.
     """
     _, tiers = _load(config)
     names = ", ".join(f"{tier.name} ({tier.type})" for tier in tiers)
-    output().print(f"The settings are right. Tiers, fastest first: {escape(names)}.")
+    output().print(f"The settings are valid. Tiers, fastest first: {escape(names)}.")
 
 
 @app.command()
 def schema(
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print a page for people instead.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown documentation instead.")
+    ] = False,
 ) -> None:
-    """Print the JSON schema of the settings, with the tier types of all installed plugins.
+    """Print the JSON schema of the settings, including the tier types of all installed plugins.
 
-    Editors complete and check a YAML file that names it: `# yaml-language-server: $schema=FILE`.
+    Editors use it to complete and validate YAML files: `# yaml-language-server: $schema=FILE`.
     """
+    from kvtier.cli.settings_reference import json_schema, markdown_page
     from kvtier.plugins import Plugins
-    from kvtier.settings_schema import json_schema, markdown_page
 
     plugins = Plugins.load()
     if markdown:
@@ -90,16 +92,16 @@ def _values(settings: Settings, tiers: list[TierSettings]) -> Iterator[Value]:
 
 
 def _dumped(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Each setting's name, its value as JSON holds it and as a person writes it; secrets masked in both."""
-    from kvtier.settings_schema import shown
-    from kvtier.settings_sources import nested_model
+    """Yield each setting's name, JSON value, and text as in a settings file. Secrets are masked."""
+    from kvtier.cli.settings_reference import format_value
+    from kvtier.settings.sources import nested_model
 
     values = model.model_dump(mode="json")
     for name, field in type(model).model_fields.items():
         if nested_model(field) is not None:
             yield from _dumped(getattr(model, name), f"{prefix}{name}.")
         else:
-            yield prefix + name, values[name], shown(field, values[name])
+            yield prefix + name, values[name], format_value(field, values[name])
 
 
 def _source(origin: Origin) -> str:

@@ -1,4 +1,4 @@
-"""``kvtier controller``: run the one place that knows what every instance holds."""
+"""``kvtier controller``: run the controller."""
 
 from __future__ import annotations
 
@@ -24,54 +24,54 @@ Examples:
 def controller(
     listen: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Where it is reached.", show_default="127.0.0.1:9000"),
+        typer.Option(metavar="HOST:PORT", help="Address to listen on.", show_default="127.0.0.1:9000"),
     ] = None,
     token_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help=(
-                "The file with the token that instances and clients must have. Needed where others than this "
-                "host reach it. Left out: `controller.token` of the settings, if any."
+                "File with the token that instances and clients must send. Required unless listening on "
+                "loopback. Default: `controller.token` of the settings, if any."
             ),
         ),
     ] = None,
-    silence: Annotated[
+    instance_timeout: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="An instance that says nothing for so long is dropped.", show_default="10s"
+            metavar="TIME", help="Drop an instance after this time without messages.", show_default="10s"
         ),
     ] = None,
     heartbeat: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="How often instances say that they are there.", show_default="2s"),
+        typer.Option(metavar="TIME", help="Heartbeat interval of instances.", show_default="2s"),
     ] = None,
     state: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Where it remembers events and pins.",
+            help="File to store events and pins in.",
             show_default="$XDG_STATE_HOME/kvtier/controller.sqlite",
         ),
     ] = None,
     keep_events: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="How long events are kept after their end.", show_default="1h"),
+        typer.Option(metavar="TIME", help="Time to keep events after their end.", show_default="1h"),
     ] = None,
     tls_certificate: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Serve HTTPS with this certificate, in PEM.")
+        Path | None, typer.Option(metavar="FILE", help="Serve HTTPS with this PEM certificate.")
     ] = None,
     tls_key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The certificate's private key, in PEM.")
+        Path | None, typer.Option(metavar="FILE", help="The certificate's PEM private key.")
     ] = None,
     config: SettingsFile = None,
     log_level: Annotated[str, typer.Option(metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
-    """Run the controller: instances register with it, and it looks up, moves, pins and clears what they hold.
+    """Run the controller: instances register with it, and it looks up, moves, pins and clears their chunks.
 
-    A page for people is at `/`, a description of all calls at `/docs`. Stop it with Ctrl-C or SIGTERM: what
-    is under way then has some seconds to end; a second signal ends it at once. Instances do without it
-    meanwhile, and it learns everything anew from them.
+    The web page is at `/`, the API documentation at `/docs`. Stop it with Ctrl-C or SIGTERM: operations in
+    flight get a few seconds to finish; a second signal stops it at once. Instances keep serving without it,
+    and report their chunks again after a restart.
     """
     set_up_logging(_level(log_level))
 
@@ -83,7 +83,7 @@ def controller(
     settings = service_settings(
         listen=listen,
         token=_token(token_file, config),
-        silence=silence,
+        instance_timeout=instance_timeout,
         heartbeat=heartbeat,
         state=state,
         keep_events=keep_events,
@@ -94,9 +94,9 @@ def controller(
 
 
 def _token(file: Path | None, config: Path | None) -> object:
-    """As clients find it: who runs both has one place for it."""
+    """Return the token, with the same default as for clients."""
     from kvtier.settings import load_settings
-    from kvtier.settings_secret import resolve
+    from kvtier.settings.secret import resolve
 
     if file is None:
         return load_settings(file=config).controller.token
@@ -109,7 +109,5 @@ def _token(file: Path | None, config: Path | None) -> object:
 def _level(text: str) -> str:
     level = text.upper()
     if level not in {"DEBUG", "INFO", "WARNING", "ERROR"}:
-        raise typer.BadParameter(
-            f"{text!r} is none of DEBUG, INFO, WARNING and ERROR", param_hint="--log-level"
-        )
+        raise typer.BadParameter(f"{text!r} is not DEBUG, INFO, WARNING or ERROR", param_hint="--log-level")
     return level

@@ -1,4 +1,4 @@
-"""What a controller answers over HTTP, as types. What they do not name is left out."""
+"""The controller's HTTP responses. Unknown fields are ignored."""
 
 from __future__ import annotations
 
@@ -7,54 +7,54 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 Place = tuple[str, str]
-"""An instance, and one of its tiers."""
+"""Instance id and tier name."""
 Token = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]
 
 
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Whose chunks are meant: a prompt as token ids, or as text that the instance tokenizes."""
+    """A prompt, as token ids or as text that an instance tokenizes."""
 
     tokens: list[int] | None = None
     prompt: str | None = None
     model: str | None = None
-    """Left out: the only one that is served."""
+    """``None`` for the only one served."""
     salt: str | None = None
 
 
 class Found(msgspec.Struct, frozen=True):
-    """Who holds the beginning of a prompt."""
+    """The tiers that hold a prefix of a prompt."""
 
     model: str
     num_tokens: int
-    """Of the whole prompt."""
+    """Length of the whole prompt."""
     instances: dict[str, dict[str, int]]
-    """By instance and tier: how many leading tokens it holds. Tiers that hold none are left out."""
+    """Number of leading tokens held, by instance and tier. Tiers without any are omitted."""
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """An operation that the controller has taken on."""
+    """An operation accepted by the controller."""
 
     event_id: str
     num_tokens: int
-    """How many tokens it is about: 0 where nothing is held."""
+    """Number of tokens affected; 0 if no chunk is held."""
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What has come of an event."""
+    """The result of an event."""
 
     tokens: int = 0
-    """Of the chunks that are now as they should be."""
+    """Tokens of the chunks that were processed."""
     chunks: int = 0
     bytes: int = 0
     """Transferred, or freed by a clear."""
     removed: int = 0
-    """Chunks that were removed: from a move's source, or by a clear."""
+    """Chunks removed from the source of a move, or by a clear."""
     reason: str | None = None
-    """Where that is less than was asked for: why."""
+    """Why fewer chunks were processed than requested."""
 
 
 class Event(msgspec.Struct, frozen=True):
-    """An operation that the controller was asked for, and how far it is. Times are seconds since 1970."""
+    """An operation and its progress. Times are Unix timestamps in seconds."""
 
     event_id: str
     kind: str
@@ -74,18 +74,18 @@ class Event(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """Whether it will not change any more."""
+        """Whether the event is done or failed."""
         return self.state in ("done", "failed")
 
 
 class Events(msgspec.Struct, frozen=True):
-    """Events, the newest first."""
+    """Events, newest first."""
 
     events: list[Event]
 
 
 class Tier(msgspec.Struct, frozen=True):
-    """One tier of an instance. Sizes are bytes."""
+    """One tier of an instance. Sizes are in bytes."""
 
     name: str
     type: str
@@ -95,11 +95,11 @@ class Tier(msgspec.Struct, frozen=True):
     available: bool
     shared: bool
     found: int
-    """Chunks that look-ups have found in it since the instance began."""
+    """Chunks that lookups found in it since the instance started."""
 
 
 class Instance(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One instance that is registered."""
+    """One registered instance."""
 
     instance: str
     state: str
@@ -111,32 +111,32 @@ class Instance(msgspec.Struct, frozen=True, omit_defaults=True):
     registered_at: float
     last_heartbeat: float | None
     in_step: bool
-    """Whether it has told all that it holds."""
+    """Whether the controller's index of its chunks is up to date."""
     models: list[str]
     engines: list[str]
     tiers: list[Tier]
     looked_up: int
     hit_rate: float | None
-    """The share of the looked-up chunks that were found."""
+    """The fraction of the looked-up chunks that was found."""
     history: list[dict[str, Any]] | None = None
-    """Of one instance that was asked for by its name."""
+    """Only in the response for a single instance."""
 
 
 class Instances(msgspec.Struct, frozen=True):
-    """All instances that are registered."""
+    """All registered instances."""
 
     instances: list[Instance]
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why the controller will not do what it was asked for."""
+    """An error response of the controller."""
 
     detail: Any
     known: list[str] = msgspec.field(default_factory=list)
-    """The names that exist, where one that does not was given."""
+    """The known names, if an unknown one was given."""
 
 
 class Tokenized(msgspec.Struct, frozen=True):
-    """What vLLM's ``/tokenize`` answers."""
+    """The response of vLLM's ``/tokenize``."""
 
     tokens: list[Token]

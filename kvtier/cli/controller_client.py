@@ -1,8 +1,7 @@
-"""A controller, over HTTP. Every call blocks until the answer is there, or raises ``ControllerError``.
+"""HTTP client of the controller. Calls block until the response has arrived, and raise ``ControllerError``.
 
-A controller that has just been started, or is being started anew, is waited for: what was refused a
-connection is tried again for ``PATIENCE_SECONDS``, and so is a question whose answer was cut off. What
-would change something is sent once, as it may have arrived.
+To bridge a restart of the controller, refused connections are retried for ``TIMEOUT_SECONDS``, and so are GET
+requests whose response was cut off. Other requests are not retried once sent, as they may have taken effect.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from kvtier.cli.controller_answers import (
 )
 from kvtier.errors import ControllerError
 
-PATIENCE_SECONDS = 3.0
+TIMEOUT_SECONDS = 3.0
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.05, 0.5
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
-"""For one answer: an instance may have to tokenize a long prompt first."""
+"""Timeout of a response: an instance may have to tokenize a long prompt first."""
 STREAM_SECONDS = 30.0
-"""Of silence, after which a stream is taken for dead: it tells of all instances every ten."""
+"""Idle timeout of the stream, which sends a list of instances every 10 s."""
 
 AnswerT = TypeVar("AnswerT")
 
 
 class Controller:
-    """The controller at ``url``, asked as the one who holds ``token``."""
+    """A client of the controller at ``url``, authenticated with ``token``."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
         self._url = url
@@ -52,7 +51,7 @@ class Controller:
             base_url=url,
             headers={"Authorization": f"Bearer {token}"} if token is not None else {},
             timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
-            # The system's certificates, and those that SSL_CERT_FILE names. A proxy is for the world outside.
+            # The system's certificates, and SSL_CERT_FILE. Ignore HTTP proxies from the environment.
             verify=ssl.create_default_context(),
             trust_env=False,
         )
@@ -66,47 +65,47 @@ class Controller:
         self._http.close()
 
     def lookup(self, prompt: Prompt) -> Found:
-        """Which instances hold how much of a prompt's beginning."""
+        """Return which tiers hold how much of a prompt's prefix."""
         return self._post(Found, "/lookup", prompt)
 
     def move(self, source: Place, target: Place, prompt: Prompt, *, copy: bool) -> Accepted:
-        """Take a prompt's chunks from one tier to another, of one instance or of two."""
+        """Move a prompt's chunks to another tier, of the same or another instance."""
         return self._post(Accepted, "/move", prompt, old_position=source, new_position=target, copy=copy)
 
     def prefetch(self, place: Place, prompt: Prompt, *, deadline: float | None) -> Accepted:
-        """Bring a prompt's chunks up into a tier, for ``deadline`` seconds at most."""
+        """Prefetch a prompt's chunks into a tier, within ``deadline`` seconds."""
         return self._post(Accepted, "/prefetch", prompt, **_at(place), deadline=deadline)
 
     def pin(self, place: Place, prompt: Prompt, *, ttl: float | None) -> Accepted:
-        """Keep a prompt's chunks from being evicted, for ``ttl`` seconds or for good."""
+        """Protect a prompt's chunks from eviction, for ``ttl`` seconds or until unpinned."""
         return self._post(Accepted, "/pin", prompt, **_at(place), ttl=ttl)
 
     def unpin(self, place: Place, prompt: Prompt) -> Accepted:
-        """Let a prompt's chunks be evicted again."""
+        """Allow a prompt's chunks to be evicted again."""
         return self._post(Accepted, "/unpin", prompt, **_at(place))
 
     def clear(self, instance: str, tier: str | None, prompt: Prompt | None) -> Accepted:
-        """Remove a prompt's chunks, or all, from one tier of an instance or from all."""
+        """Remove a prompt's chunks, or all chunks, from one tier or all tiers of an instance."""
         return self._post(Accepted, "/clear", prompt, instance=instance, tier=tier)
 
     def events(self, limit: int) -> Events:
-        """The last events, the newest first."""
+        """Return the latest events, newest first."""
         return self._get(Events, "/events", limit=limit)
 
     def event(self, event_id: str, *, wait: float | None = None) -> Event:
-        """One event; with ``wait`` as soon as it has ended, or after so many seconds."""
+        """Return an event. With ``wait``, once it has ended or after so many seconds."""
         return self._get(Event, f"/events/{quote(event_id, safe='')}", wait=wait)
 
     def instances(self) -> Instances:
-        """All instances that are registered."""
+        """Return all registered instances."""
         return self._get(Instances, "/instances")
 
     def instance(self, name: str) -> Instance:
-        """One instance, with its history."""
+        """Return one instance, with its history."""
         return self._get(Instance, f"/instances/{quote(name, safe='')}")
 
     def stream(self) -> Iterator[Event]:
-        """Events as they change, without end; raises where the controller goes away."""
+        """Yield events as they change, until the stream ends. Raises: ControllerError: also at its end."""
         timeout = httpx.Timeout(STREAM_SECONDS, connect=CONNECT_SECONDS)
         with self._explained(), self._http.stream("GET", "/stream", timeout=timeout) as response:
             if response.is_error:
@@ -134,15 +133,15 @@ class Controller:
         self, method: str, path: str, *, body: object = None, query: dict[str, float] | None = None
     ) -> bytes:
         pause = FIRST_PAUSE_SECONDS
-        until = time.monotonic() + PATIENCE_SECONDS
+        until = time.monotonic() + TIMEOUT_SECONDS
         with self._explained():
             while True:
                 try:
                     response = self._http.request(method, path, json=body, params=query)
                     break
                 except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
-                    asked_only = method == "GET" and not isinstance(error, httpx.ConnectError)
-                    if not (asked_only or _is_refused(error)) or time.monotonic() + pause > until:
+                    is_cut_off_get = method == "GET" and not isinstance(error, httpx.ConnectError)
+                    if not (is_cut_off_get or _is_refused(error)) or time.monotonic() + pause > until:
                         raise
                 time.sleep(pause)
                 pause = min(pause * 2, LAST_PAUSE_SECONDS)
@@ -152,39 +151,39 @@ class Controller:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Say what went wrong on the way there, and what to do about it."""
+        """Translate transport errors into ``ControllerError`` with a remedy."""
         try:
             yield
         except httpx.ConnectError as error:
             raise ControllerError(
-                f"no controller answers at {self._url} ({error}): start one with `kvtier controller`, or "
-                "name another with --url or controller.url"
+                f"no controller answers at {self._url} ({error}): start one with `kvtier controller`, or set "
+                "another --url or controller.url"
             ) from error
         except httpx.TimeoutException as error:
             raise ControllerError(
-                f"the controller at {self._url} does not answer in time: see whether --url or controller.url "
-                "names the right one, and whether it is overloaded"
+                f"the controller at {self._url} did not respond in time: check --url or controller.url, and "
+                "whether it is overloaded"
             ) from error
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise ControllerError(
-                f"the controller at {self._url} went away before it had answered ({error}): what it was "
-                "asked for may have begun; `kvtier events` shows it"
+                f"the controller at {self._url} disconnected before it responded ({error}): the operation "
+                "may have started; `kvtier events` shows it"
             ) from error
 
     def _refusal(self, response: httpx.Response) -> ControllerError:
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            has = "Authorization" in self._http.headers
-            said = "does not know this token" if has else "lets in nobody without a token"
+            has_token = "Authorization" in self._http.headers
+            reason = "rejects this token" if has_token else "requires a token"
             return ControllerError(
-                f"the controller at {self._url} {said}: name the file that holds its token with "
-                "--token-file, or set controller.token"
+                f"the controller at {self._url} {reason}: set --token-file to the file of its token, or set "
+                "controller.token"
             )
         try:
             refusal = msgspec.json.decode(response.content, type=Refusal)
         except msgspec.DecodeError:
             return ControllerError(
-                f"what answers at {self._url} with {response.status_code} {response.reason_phrase} is no "
-                "controller: name it with --url or controller.url"
+                f"the server at {self._url} responded {response.status_code} {response.reason_phrase} and is "
+                "not a controller: set --url or controller.url"
             )
         return ControllerError(_sentence(refusal))
 
@@ -193,8 +192,8 @@ class Controller:
             return msgspec.json.decode(content, type=kind)
         except msgspec.DecodeError as error:
             raise ControllerError(
-                f"what answers at {self._url} is no controller that kvtier {kvtier.__version__} understands "
-                f"({error}): name it with --url or controller.url, or install the version that it has"
+                f"the server at {self._url} is not a controller that kvtier {kvtier.__version__} understands "
+                f"({error}): set --url or controller.url, or install the controller's version"
             ) from error
 
 
@@ -204,7 +203,7 @@ def _at(place: Place) -> dict[str, str]:
 
 
 def _is_refused(error: httpx.TransportError) -> bool:
-    """Whether nobody listens there: then nothing has arrived."""
+    """Return whether the connection was refused: then the request was not sent."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ConnectionRefusedError):
@@ -215,9 +214,9 @@ def _is_refused(error: httpx.TransportError) -> bool:
 
 def _sentence(refusal: Refusal) -> str:
     detail: Any = refusal.detail
-    if isinstance(detail, list):  # What FastAPI says of a body that is not what it should be.
+    if isinstance(detail, list):  # A validation error of FastAPI.
         parts = [part for part in detail if isinstance(part, dict)]
         detail = "; ".join(f"{'.'.join(map(str, part.get('loc', ())))}: {part.get('msg')}" for part in parts)
-    # The detail names them as a rule.
+    # Usually the detail already names them.
     named = not refusal.known or any(name in str(detail) for name in refusal.known)
     return str(detail) if named else f"{detail} (known: {', '.join(refusal.known)})"

@@ -1,4 +1,4 @@
-"""Waiting for an event of the controller, with a progress bar on a terminal, and saying how it ended."""
+"""Waiting for an event of the controller, with a progress bar on a terminal, and printing its result."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
     from kvtier.cli.controller_client import Controller
 
 POLL_SECONDS = 0.5
-"""How long one question waits for the end of the event, before what has been done until then is shown."""
+"""Long-poll interval, after which the progress is redrawn."""
 INTERRUPTED = 130
-"""The exit status of what Ctrl-C has ended, as shells have it."""
+"""Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
 DONE = {
     "move": "moved",
     "copy": "copied",
-    "prefetch": "brought up",
+    "prefetch": "prefetched",
     "pin": "pinned",
     "unpin": "unpinned",
     "clear": "removed",
 }
 
 
-def carry_out(controller: Controller, accepted: Accepted, *, wait: bool, as_json: bool) -> None:
-    """Wait for the end of what was taken on and say how it went; or say only how it is called.
+def print_outcome(controller: Controller, accepted: Accepted, *, wait: bool, as_json: bool) -> None:
+    """Wait for an operation and print its result, or without ``wait`` only print its id.
 
-    Exit status 1, with the reason, where it failed.
+    Raises: ControllerError: the operation failed.
     """
     if wait:
         try:
             event = follow(controller, accepted.event_id)
         except ControllerError as error:
             raise ControllerError(
-                f"{error}; later, ask again with: kvtier events {accepted.event_id}"
+                f"{error}; check it later with: kvtier events {accepted.event_id}"
             ) from error
-        conclude(event, as_json=as_json)
+        print_result(event, as_json=as_json)
     elif as_json:
         print_json(msgspec.to_builtins(accepted))
     else:
@@ -53,7 +53,7 @@ def carry_out(controller: Controller, accepted: Accepted, *, wait: bool, as_json
 
 
 def follow(controller: Controller, event_id: str) -> Event:
-    """Wait for the end of an event. Ctrl-C ends the waiting alone, and says so."""
+    """Wait for the end of an event. Ctrl-C stops waiting, but not the operation."""
     console = messages()
     columns = (
         SpinnerColumn(),
@@ -81,51 +81,49 @@ def follow(controller: Controller, event_id: str) -> Event:
                     bytes=_rate(event.bytes_done, time.monotonic() - began if began else 0.0),
                 )
     except KeyboardInterrupt:
-        console.print(
-            f"It goes on at the controller. Follow it with: kvtier events {escape(event_id)} --follow"
-        )
+        console.print(f"The operation continues. Follow it with: kvtier events {escape(event_id)} --follow")
         raise typer.Exit(INTERRUPTED) from None
 
 
-def conclude(event: Event, *, as_json: bool) -> None:
-    """Print how an event has ended. Raises :class:`ControllerError` with the reason where it failed."""
+def print_result(event: Event, *, as_json: bool) -> None:
+    """Print the result of an event. Raises: ControllerError: it failed, with the reason."""
     if as_json:
         print_json(msgspec.to_builtins(event))
     elif event.state == "done":
-        output().print(escape(ending(event)))
+        output().print(escape(describe_result(event)))
     if event.state == "failed":
         raise ControllerError(f"{event.kind} {event.event_id} failed: {event.error or 'no reason was given'}")
 
 
-def ending(event: Event) -> str:
-    """What an event that is done has done, in a sentence."""
+def describe_result(event: Event) -> str:
+    """Return the result of a finished event as a sentence."""
     result = event.result
     done = f"{DONE.get(event.kind, 'done')} ({route(event)})"
     if event.kind == "clear":
-        said = f"{result.removed} chunks {done}, {format_size(result.bytes)} freed."
+        text = f"{result.removed} chunks {done}, {format_size(result.bytes)} freed."
     elif not event.chunks:
-        said = f"Nothing of this is held there: no chunk was {done}."
+        text = f"No chunk of it is held there: none was {done}."
     else:
-        moved = f", {_rate(result.bytes, _seconds(event))}" if result.bytes else ""
-        said = f"{result.tokens} tokens {done}: {result.chunks} of {event.chunks} chunks{moved}."
-    return f"{said} {result.reason}" if result.reason else said
+        transfer = f", {_rate(result.bytes, _seconds(event))}" if result.bytes else ""
+        text = f"{result.tokens} tokens {done}: {result.chunks} of {event.chunks} chunks{transfer}."
+    return f"{text} {result.reason}" if result.reason else text
 
 
 def route(event: Event) -> str:
-    """Where an event takes chunks from and where to, or where it is at work."""
-    return " -> ".join(position(place) for place in (event.source, event.target) if place is not None)
+    """Return an event's source and target as text, or its only place."""
+    return " -> ".join(format_place(place) for place in (event.source, event.target) if place is not None)
 
 
-def position(place: tuple[str, str | None]) -> str:
-    """An instance and its tier, or an instance alone, as commands take them."""
+def format_place(place: tuple[str, str | None]) -> str:
+    """Format a place as INSTANCE/TIER, or INSTANCE for all tiers."""
     return "/".join(name for name in place if name)
 
 
-def moment(stamp: float | None) -> str:
-    """Seconds since 1970 as a date and a time of day."""
-    if stamp is None:
+def format_time(timestamp: float | None) -> str:
+    """Format a Unix timestamp as local date and time."""
+    if timestamp is None:
         return "-"
-    return datetime.fromtimestamp(stamp, UTC).astimezone().isoformat(" ", timespec="seconds")
+    return datetime.fromtimestamp(timestamp, UTC).astimezone().isoformat(" ", timespec="seconds")
 
 
 def _seconds(event: Event) -> float:

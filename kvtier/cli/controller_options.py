@@ -1,4 +1,4 @@
-"""What the commands that talk to a controller share: how it is found, and how a prompt is given."""
+"""Options shared by the controller commands: the controller's address, and the prompt."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from kvtier.cli.controller_client import Controller
 
 DEFAULT_URL = "http://127.0.0.1:9000"
-LARGEST_FILE = 64 << 20
-"""Bytes: several million tokens."""
+MAX_FILE_BYTES = 64 << 20
+"""Enough for several million tokens."""
 
-WHERE = "Where the controller is"
-WHICH = "Which prompt"
+CONTROLLER_PANEL = "Controller"
+PROMPT_PANEL = "Prompt"
 
 ControllerURL = Annotated[
     str | None,
     typer.Option(
         "--url",
         metavar="URL",
-        help=f"The controller. Left out: `controller.url` of the settings, else {DEFAULT_URL}.",
-        rich_help_panel=WHERE,
+        help=f"URL of the controller. Default: `controller.url` of the settings, or {DEFAULT_URL}.",
+        rich_help_panel=CONTROLLER_PANEL,
     ),
 ]
 TokenFile = Annotated[
@@ -38,8 +38,8 @@ TokenFile = Annotated[
     typer.Option(
         "--token-file",
         metavar="FILE",
-        help="The file with the controller's token. Left out: `controller.token` of the settings, if any.",
-        rich_help_panel=WHERE,
+        help="File with the controller's token. Default: `controller.token` of the settings, if any.",
+        rich_help_panel=CONTROLLER_PANEL,
     ),
 ]
 SettingsFile = Annotated[
@@ -48,8 +48,8 @@ SettingsFile = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        help="The YAML file with the settings. Left out: the one that KVTIER_CONFIG_FILE names, if any.",
-        rich_help_panel=WHERE,
+        help="YAML file with the settings. Default: the file named by KVTIER_CONFIG_FILE, if any.",
+        rich_help_panel=CONTROLLER_PANEL,
     ),
 ]
 PromptText = Annotated[
@@ -58,19 +58,25 @@ PromptText = Annotated[
         "--prompt",
         metavar="TEXT",
         help="The prompt. An instance that serves the model tokenizes it.",
-        rich_help_panel=WHICH,
+        rich_help_panel=PROMPT_PANEL,
     ),
 ]
 PromptFile = Annotated[
     str | None,
     typer.Option(
-        "--prompt-file", metavar="FILE", help="A file with the prompt; `-`: stdin.", rich_help_panel=WHICH
+        "--prompt-file",
+        metavar="FILE",
+        help="File with the prompt, or `-` for stdin.",
+        rich_help_panel=PROMPT_PANEL,
     ),
 ]
 Tokens = Annotated[
     str | None,
     typer.Option(
-        "--tokens", metavar="JSON", help="Its token ids: `[128000, 849, 21435]`.", rich_help_panel=WHICH
+        "--tokens",
+        metavar="JSON",
+        help="Token ids of the prompt, as in `[128000, 849, 21435]`.",
+        rich_help_panel=PROMPT_PANEL,
     ),
 ]
 TokensFile = Annotated[
@@ -78,8 +84,8 @@ TokensFile = Annotated[
     typer.Option(
         "--tokens-file",
         metavar="FILE",
-        help="A file with them, or with the answer of vLLM's `/tokenize`; `-`: stdin.",
-        rich_help_panel=WHICH,
+        help="File with token ids or the response of vLLM's `/tokenize`, or `-` for stdin.",
+        rich_help_panel=PROMPT_PANEL,
     ),
 ]
 ModelName = Annotated[
@@ -87,25 +93,25 @@ ModelName = Annotated[
     typer.Option(
         "--model",
         metavar="NAME",
-        help="The model that it was sent to. Left out: the only one that is served.",
-        rich_help_panel=WHICH,
+        help="The model that it was sent to. Default: the only one served.",
+        rich_help_panel=PROMPT_PANEL,
     ),
 ]
 Salt = Annotated[
     str | None,
     typer.Option(
-        "--salt", metavar="TEXT", help="The `cache_salt` that it was sent with.", rich_help_panel=WHICH
+        "--salt", metavar="TEXT", help="The `cache_salt` that it was sent with.", rich_help_panel=PROMPT_PANEL
     ),
 ]
 NoWait = Annotated[
     bool,
-    typer.Option("--no-wait", help="Print the id of the event, and do not wait for its end."),
+    typer.Option("--no-wait", help="Do not wait for the result; print the event id."),
 ]
 
 
 @contextmanager
 def controller(url: str | None, token_file: Path | None, config: Path | None) -> Iterator[Controller]:
-    """The controller that options and settings name. Raises :class:`SettingsError`."""
+    """Yield a client of the controller given by options and settings. Raises: SettingsError."""
     from kvtier.cli.controller_client import Controller
     from kvtier.settings import load_settings
 
@@ -120,19 +126,19 @@ def controller(url: str | None, token_file: Path | None, config: Path | None) ->
         yield client
 
 
-def place(text: str, parameter: str) -> Place:
-    """``INSTANCE/TIER`` as the two names that it is of."""
+def parse_place(text: str, parameter: str) -> Place:
+    """Parse ``INSTANCE/TIER``."""
     instance, slash, tier = text.partition("/")
     if not (instance and slash and tier) or "/" in tier:
         raise typer.BadParameter(
-            f"{text!r} names no tier of an instance: write INSTANCE/TIER, like decode-1/ram",
+            f"{text!r} does not name a tier of an instance: use INSTANCE/TIER, as in decode-1/ram",
             param_hint=parameter,
         )
     return instance, tier
 
 
-def seconds(text: str | None, parameter: str) -> float | None:
-    """A duration as people write it."""
+def parse_seconds(text: str | None, parameter: str) -> float | None:
+    """Parse a duration such as ``10m`` into seconds."""
     from kvtier.units import parse_duration
 
     try:
@@ -141,7 +147,7 @@ def seconds(text: str | None, parameter: str) -> float | None:
         raise typer.BadParameter(str(error), param_hint=parameter) from error
 
 
-def given_prompt(
+def optional_prompt(
     text: str | None,
     file: str | None,
     tokens: str | None,
@@ -149,13 +155,13 @@ def given_prompt(
     model: str | None,
     salt: str | None,
 ) -> Prompt | None:
-    """The prompt that options give, in one way; ``None`` where none of them does."""
+    """Return the prompt given by the options, or ``None``. Rejects more than one."""
     from kvtier.cli.controller_answers import Prompt
 
-    ways = {"--prompt": text, "--prompt-file": file, "--tokens": tokens, "--tokens-file": tokens_file}
-    given = [name for name, value in ways.items() if value is not None]
+    sources = {"--prompt": text, "--prompt-file": file, "--tokens": tokens, "--tokens-file": tokens_file}
+    given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
-        raise typer.BadParameter(f"{' and '.join(given)} name one prompt each: write one of them")
+        raise typer.BadParameter(f"{' and '.join(given)} exclude each other: use one of them")
     if file is not None:
         text = _content(file, "--prompt-file")
     if text is not None:
@@ -166,11 +172,11 @@ def given_prompt(
         ids = _token_ids(_content(tokens_file, "--tokens-file"), "--tokens-file")
         return Prompt(tokens=ids, model=model, salt=salt)
     if model is not None or salt is not None:
-        raise typer.BadParameter("--model and --salt say more of a prompt: write that, too")
+        raise typer.BadParameter("--model and --salt require a prompt: give one as well")
     return None
 
 
-def needed_prompt(
+def required_prompt(
     text: str | None,
     file: str | None,
     tokens: str | None,
@@ -178,15 +184,15 @@ def needed_prompt(
     model: str | None,
     salt: str | None,
 ) -> Prompt:
-    """The prompt that options give; leaves where they give none."""
-    prompt = given_prompt(text, file, tokens, tokens_file, model, salt)
+    """Return the prompt given by the options. Without one, raise a usage error."""
+    prompt = optional_prompt(text, file, tokens, tokens_file, model, salt)
     if prompt is None:
-        raise typer.BadParameter("which prompt? Write --prompt, --prompt-file, --tokens or --tokens-file")
+        raise typer.BadParameter("no prompt: use --prompt, --prompt-file, --tokens or --tokens-file")
     return prompt
 
 
 def _token(file: Path) -> str:
-    from kvtier.settings_secret import resolve
+    from kvtier.settings.secret import resolve
 
     try:
         return str(resolve({"file": str(file)}))
@@ -195,15 +201,15 @@ def _token(file: Path) -> str:
 
 
 def _content(name: str, parameter: str) -> str:
-    """A small file, or all of stdin."""
+    """Read a file of up to ``MAX_FILE_BYTES``, or stdin."""
     try:
         if name == "-":
-            content = sys.stdin.buffer.read(LARGEST_FILE + 1)
+            content = sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
         else:
             with Path(name).expanduser().open("rb") as stream:
-                content = stream.read(LARGEST_FILE + 1)
-        if len(content) > LARGEST_FILE:
-            raise typer.BadParameter(f"{name} is longer than {LARGEST_FILE >> 20}MiB", param_hint=parameter)
+                content = stream.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise typer.BadParameter(f"{name} is longer than {MAX_FILE_BYTES >> 20}MiB", param_hint=parameter)
         return content.decode()
     except OSError as error:
         raise typer.BadParameter(f"{name} cannot be read: {error.strerror}", param_hint=parameter) from error
@@ -222,6 +228,6 @@ def _token_ids(text: str, parameter: str) -> list[int]:
         return msgspec.convert({"tokens": msgspec.json.decode(text)}, type=Tokenized).tokens
     except msgspec.DecodeError as error:
         raise typer.BadParameter(
-            f"these are no token ids ({error}): write a list like [128000, 849], or what /tokenize answers",
+            f"invalid token ids ({error}): use a list such as [128000, 849], or the response of /tokenize",
             param_hint=parameter,
         ) from error

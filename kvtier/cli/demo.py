@@ -1,4 +1,4 @@
-"""``kvtier demo``: show the whole thing with a real vLLM."""
+"""``kvtier demo``: demonstrate kvtier with a real vLLM."""
 
 from __future__ import annotations
 
@@ -21,34 +21,38 @@ def demo(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="A model's folder or name. Left out: one is made."),
+        typer.Option(metavar="MODEL", help="Folder or name of a model. Default: generate a small one."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=512, help="How many tokens each prompt has.")] = 6000,
+    tokens: Annotated[int, typer.Option(min=512, help="Tokens per prompt.")] = 6000,
     disaggregated: Annotated[
         bool,
-        typer.Option("--disaggregated", help="Show a prefiller, a decoder and a proxy beside one engine."),
+        typer.Option(
+            "--disaggregated",
+            help="Compare a prefill instance, a decode instance and a proxy with a single engine.",
+        ),
     ] = False,
     dtype: Annotated[
-        str, typer.Option(help="vLLM's dtype. In narrower ones, equal tokens are likely but not certain.")
+        str, typer.Option(help="vLLM's dtype. With narrower ones, tokens may differ between runs.")
     ] = "float32",
     work_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where model, logs and disk tier go. Left out: a temporary folder."),
+        typer.Option(
+            metavar="DIR", help="Directory for model, logs and disk tier. Default: a temporary one."
+        ),
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave logs, settings and disk tier behind.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep logs, settings and disk tier.")] = False,
 ) -> None:
-    """Ask a real vLLM server one long prompt four times: cold, from memory, after kill -9, from disk.
+    """Send one long prompt to a real vLLM server four times: cold, from memory, after kill -9, from disk.
 
-    Starts and stops `kvtier serve` and vLLM's OpenAI server on 127.0.0.1. Ends in a table, and with status 1
-    where a warm run did not hit or a token differs; then it shows the warnings in the logs, and keeps these.
-    Takes minutes.
+    Starts and stops `kvtier serve` and vLLM's OpenAI server on 127.0.0.1, and prints a table. Exit status 1
+    if a warm run missed or a token differs; then the logs are kept and their warnings printed. Takes minutes.
 
-    With --disaggregated it starts two vLLM servers and `kvtier proxy`, sends prompts to one engine alone and
-    through the proxy, and ends with status 1 where a token differs or was not handed over.
+    With --disaggregated, starts two vLLM servers and `kvtier proxy`, and sends prompts to one engine alone
+    and through the proxy. Exit status 1 if a token differs or its KV was not transferred.
     """
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        _say(f"{', '.join(missing)} cannot be imported: install them, or run `make demo` in a clone")
+        _print_error(f"{', '.join(missing)} cannot be imported: install them, or run `make demo` in a clone")
         raise typer.Exit(1)
     from kvtier.demo.disaggregated import run_disaggregated
     from kvtier.demo.run import run_demo
@@ -59,11 +63,11 @@ def demo(
     try:
         shown = (run_disaggregated if disaggregated else run_demo)(options, output())
     except DemoFailed as error:
-        _say(str(error))
+        _print_error(str(error))
         raise typer.Exit(1) from error
     if not shown:
         raise typer.Exit(1)
 
 
-def _say(what: str) -> None:
+def _print_error(what: str) -> None:
     messages().print(f"[red]error:[/red] {escape(what)}")

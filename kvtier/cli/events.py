@@ -1,4 +1,4 @@
-"""``kvtier events``: what the controller was asked for, and how far it is."""
+"""``kvtier events``: list and follow the controller's operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from kvtier.cli.controller_follow import conclude, ending, follow, moment, route
+from kvtier.cli.controller_follow import describe_result, follow, format_time, print_result, route
 from kvtier.cli.controller_options import ControllerURL, SettingsFile, TokenFile, controller
 from kvtier.cli.terminal import AsJson, output, print_json, table
 from kvtier.units import format_size
@@ -30,36 +30,34 @@ COLOURS = {"queued": "dim", "running": "yellow", "done": "green", "failed": "red
 
 
 def events(
-    event: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="One event, with all that is known of it.")
-    ] = None,
+    event: Annotated[str | None, typer.Argument(metavar="[ID]", help="Show this event in detail.")] = None,
     watch: Annotated[
         bool,
         typer.Option(
-            "--follow", "-f", help="Wait for the end of the event; of all events: show them as they happen."
+            "--follow", "-f", help="Wait for the end of the event. Without an id, stream all changes."
         ),
     ] = False,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many events to list.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of events to list.")] = 20,
     url: ControllerURL = None,
     token_file: TokenFile = None,
     config: SettingsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the last events, the newest first; or show or follow one of them.
+    """List the latest events, newest first, or show or follow one of them.
 
-    An event that was followed and failed gives exit status 1.
+    Exit status 1 if a followed event fails.
     """
     import msgspec
 
     with controller(url, token_file, config) as client:
         if event is not None and watch:
-            conclude(follow(client, event), as_json=as_json)
+            print_result(follow(client, event), as_json=as_json)
         elif event is not None:
-            one = client.event(event)
+            shown = client.event(event)
             if as_json:
-                print_json(msgspec.to_builtins(one))
+                print_json(msgspec.to_builtins(shown))
             else:
-                _print_one(one)
+                _print_one(shown)
         elif watch:
             _watch(client, as_json=as_json)
         else:
@@ -71,7 +69,7 @@ def events(
 
 
 def _watch(client: Controller, *, as_json: bool) -> None:
-    """Print every change until Ctrl-C."""
+    """Print all changes until Ctrl-C."""
     import msgspec
 
     try:
@@ -79,18 +77,20 @@ def _watch(client: Controller, *, as_json: bool) -> None:
             if as_json:
                 typer.echo(json.dumps(msgspec.to_builtins(event)))
             else:
-                how = event.error or (ending(event) if event.state == "done" else _progress(event))
-                said = f"{event.event_id} {event.kind} {route(event)}"
-                output().print(f"{escape(said)} [{COLOURS[event.state]}]{event.state}[/] {escape(how)}")
+                detail = event.error or (
+                    describe_result(event) if event.state == "done" else _progress(event)
+                )
+                text = f"{event.event_id} {event.kind} {route(event)}"
+                output().print(f"{escape(text)} [{COLOURS[event.state]}]{event.state}[/] {escape(detail)}")
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 
 
 def _print_all(events: list[Event]) -> None:
     if not events:
-        output().print("The controller was asked for nothing yet.")
+        output().print("No events.")
         return
-    rows = table("event", "kind", "state", "where", "tokens", "done", "since", "error")
+    rows = table("event", "kind", "state", "where", "tokens", "done", "created", "error")
     for event in events:
         rows.add_row(
             escape(event.event_id),
@@ -99,7 +99,7 @@ def _print_all(events: list[Event]) -> None:
             escape(route(event)),
             str(event.num_tokens),
             _progress(event),
-            moment(event.created_at),
+            format_time(event.created_at),
             escape(event.error or ""),
         )
     output().print(rows)
@@ -114,11 +114,11 @@ def _print_one(event: Event) -> None:
         "model": event.model or "-",
         "tokens": str(event.num_tokens),
         "done": _progress(event),
-        "asked for": moment(event.created_at),
-        "began": moment(event.started_at),
-        "ended": moment(event.ended_at),
+        "created": format_time(event.created_at),
+        "started": format_time(event.started_at),
+        "ended": format_time(event.ended_at),
         "error": event.error or "-",
-        "outcome": ending(event) if event.state == "done" else "-",
+        "result": describe_result(event) if event.state == "done" else "-",
     }
     lines = table("", "")
     lines.show_header = False

@@ -1,4 +1,4 @@
-"""``kvtier inspect``: look into a disk tier's folder, without a cache process."""
+"""``kvtier inspect``: inspect a disk tier's folder without a cache process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtier.cli.terminal import AsJson, messages, output, print_json, table
 from kvtier.errors import CorruptChunk, TierError
 
 if TYPE_CHECKING:
-    from kvtier.backends.disk_folder import ObjectFolder
+    from kvtier.backends.disk.folder import ObjectFolder
 
 app = typer.Typer(
     name="inspect", no_args_is_help=True, help="List, verify and remove the chunks in a disk tier's folder."
@@ -32,7 +32,7 @@ class File(NamedTuple):
     """One chunk object on disk."""
 
     last_used: float
-    """Seconds since the epoch."""
+    """Unix timestamp in seconds."""
     length: int
     path: Path
 
@@ -40,11 +40,11 @@ class File(NamedTuple):
 @app.command()
 def ls(
     folder: Folder,
-    limit: Annotated[int, typer.Option(min=0, help="How many chunks to list; 0 for all.")] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="Number of chunks to list; 0 for all.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """List the chunks, the last used first, and what they take up in all."""
-    from kvtier.backends.disk import lock_holder
+    """List the chunks, most recently used first, and their total size."""
+    from kvtier.backends.disk.backend import lock_holder
 
     chunks = total = 0
 
@@ -73,11 +73,12 @@ def ls(
 @app.command()
 def verify(
     folder: Folder,
-    delete: Annotated[bool, typer.Option("--delete", help="Remove the chunks that are corrupt.")] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Remove corrupt chunks.")] = False,
 ) -> None:
-    """Read every chunk and check it against its header and checksum.
+    """Read every chunk and verify its header and checksum.
 
-    Exit status 1 where one is corrupt, removed or not. A cache process may be running, unless with --delete.
+    Exit status 1 if any is corrupt, whether removed or not. A cache process may be running, except with
+    --delete.
     """
     from kvtier.units import format_size
 
@@ -97,13 +98,13 @@ def verify(
 @app.command()
 def purge(
     folder: Folder,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove every chunk. Refused while a cache process has the folder; other files stay."""
+    """Remove all chunks. Refused while a cache process uses the folder. Other files are kept."""
     from kvtier.units import format_size
 
     with _claimed(folder) as claimed:
-        # Listing removes what interrupted writes have left.
+        # Listing removes leftovers of interrupted writes.
         paths = list(claimed.objects())
         total = sum(path.stat().st_size for path in paths)
         if paths and not yes:
@@ -121,9 +122,9 @@ def purge(
 
 @contextmanager
 def _claimed(folder: Path) -> Iterator[ObjectFolder]:
-    """Have the folder to ourselves. Raises :class:`TierError` naming the process that has it."""
-    from kvtier.backends.disk import lock_holder
-    from kvtier.backends.disk_folder import ObjectFolder
+    """Lock the folder. Raises: TierError: names the process that uses it."""
+    from kvtier.backends.disk.backend import lock_holder
+    from kvtier.backends.disk.folder import ObjectFolder
 
     holder = lock_holder(folder)
     if holder is not None:
@@ -136,7 +137,7 @@ def _claimed(folder: Path) -> Iterator[ObjectFolder]:
 
 
 def _files(folder: Path) -> Iterator[File]:
-    from kvtier.backends.disk import walk
+    from kvtier.backends.disk.backend import walk
 
     for path in walk(folder):
         with suppress(FileNotFoundError):
@@ -145,7 +146,7 @@ def _files(folder: Path) -> Iterator[File]:
 
 
 def _described(file: File) -> dict[str, object]:
-    from kvtier.header import HEADER_BYTES, ChunkHeader
+    from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 
     facts: dict[str, object] = {
         "key": file.path.stem,
@@ -179,9 +180,9 @@ def _print_listing(described: list[dict[str, object]]) -> None:
 
 
 def _verify(folder: Path, *, delete: bool) -> tuple[int, int, list[tuple[Path, str]]]:
-    """How many chunks were checked, how many bytes read, and which are corrupt and why."""
-    from kvtier.header import ChunkHeader
-    from kvtier.keys import ChunkKey
+    """Return the number of chunks checked, the bytes read, and the corrupt files with the reason."""
+    from kvtier.memory.header import ChunkHeader
+    from kvtier.memory.keys import ChunkKey
 
     files = list(_files(folder))
     checked = read = 0
@@ -194,10 +195,10 @@ def _verify(folder: Path, *, delete: bool) -> tuple[int, int, list[tuple[Path, s
                 read += len(content)
                 ChunkHeader.verify(memoryview(content), ChunkKey(bytes.fromhex(file.path.stem)))
             except FileNotFoundError:
-                # A running cache process has evicted it.
+                # Evicted by a running cache process.
                 continue
             except OSError as error:
-                # Not deleted: its content is not known.
+                # Not deleted, as its content is unknown.
                 corrupt.append((file.path, f"cannot be read: {error}"))
             except CorruptChunk as error:
                 corrupt.append((file.path, str(error)))

@@ -1,4 +1,4 @@
-"""``kvtier instances``: who is registered with the controller, and how full their tiers are."""
+"""``kvtier instances``: list registered instances and the fill of their tiers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from kvtier.cli.controller_follow import moment
+from kvtier.cli.controller_follow import format_time
 from kvtier.cli.controller_options import ControllerURL, SettingsFile, TokenFile, controller
 from kvtier.cli.terminal import AsJson, output, print_json, table
 from kvtier.units import format_duration, format_size
@@ -29,23 +29,23 @@ Examples:
 
 def instances(
     instance: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="One instance, with all that is known of it.")
+        str | None, typer.Argument(metavar="[ID]", help="Show this instance in detail.")
     ] = None,
     url: ControllerURL = None,
     token_file: TokenFile = None,
     config: SettingsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the instances that are registered, their tiers and how full they are; or show one of them."""
+    """List the registered instances, their tiers and fill, or show one of them."""
     import msgspec
 
     with controller(url, token_file, config) as client:
         if instance is None:
-            every = client.instances()
+            registered = client.instances()
             if as_json:
-                print_json(msgspec.to_builtins(every))
+                print_json(msgspec.to_builtins(registered))
             else:
-                _print_all(every.instances)
+                _print_all(registered.instances)
             return
         one = client.instance(instance)
     if as_json:
@@ -54,33 +54,33 @@ def instances(
         _print_one(one)
 
 
-def _print_all(every: Sequence[Instance]) -> None:
-    if not every:
-        output().print("No instance is registered: write controller.url into the settings of one.")
+def _print_all(registered: Sequence[Instance]) -> None:
+    if not registered:
+        output().print("No instance is registered: set controller.url in the settings of an instance.")
         return
-    rows = table("instance", "tier", "type", "used", "of", "chunks", "hit rate", "models", "heard")
-    for instance in every:
-        told = [
+    rows = table("instance", "tier", "type", "used", "of", "chunks", "hit rate", "models", "heartbeat")
+    for instance in registered:
+        common = [
             _rate(instance.hit_rate),
             ", ".join(instance.models) or "-",
-            _ago(instance.last_heartbeat),
+            _format_age(instance.last_heartbeat),
         ]
         for tier in instance.tiers:
-            rows.add_row(*map(escape, [instance.instance, *_cells(tier), *told]))
+            rows.add_row(*map(escape, [instance.instance, *_cells(tier), *common]))
     output().print(rows)
 
 
 def _print_one(instance: Instance) -> None:
     facts = {
         "instance": instance.instance,
-        "state": instance.state + ("" if instance.in_step else ", still telling what it holds"),
+        "state": instance.state + ("" if instance.in_step else ", catching up"),
         "version": instance.version,
         "host": instance.host,
         "process": str(instance.process),
-        "peers reach it at": instance.peer or "nowhere: peer.listen is not set there",
+        "peer address": instance.peer or "none: peer.listen is not set",
         "transport": instance.transport or "-",
-        "registered": moment(instance.registered_at),
-        "last heartbeat": moment(instance.last_heartbeat),
+        "registered": format_time(instance.registered_at),
+        "last heartbeat": format_time(instance.last_heartbeat),
         "models": ", ".join(instance.models) or "-",
         "engines": ", ".join(instance.engines) or "-",
         "hit rate": f"{_rate(instance.hit_rate)} of {instance.looked_up} chunks looked up",
@@ -92,7 +92,7 @@ def _print_one(instance: Instance) -> None:
     output().print(lines)
     rows = table("tier", "type", "used", "of", "chunks", "found", "")
     for tier in instance.tiers:
-        state = "" if tier.available else "[red]not available[/red]"
+        state = "" if tier.available else "[red]unavailable[/red]"
         rows.add_row(*map(escape, _cells(tier)), str(tier.found), state)
     output().print(rows)
 
@@ -108,5 +108,5 @@ def _rate(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
 
 
-def _ago(stamp: float | None) -> str:
-    return "-" if stamp is None else f"{format_duration(round(max(0.0, time.time() - stamp), 1))} ago"
+def _format_age(timestamp: float | None) -> str:
+    return "-" if timestamp is None else f"{format_duration(round(max(0.0, time.time() - timestamp), 1))} ago"

@@ -1,4 +1,4 @@
-"""``kvtier lookup``: who holds the beginning of a prompt."""
+"""``kvtier lookup``: find the tiers that hold a prefix of a prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtier.cli.controller_options import (
     Tokens,
     TokensFile,
     controller,
-    needed_prompt,
+    required_prompt,
 )
 from kvtier.cli.terminal import AsJson, output, print_json, table
 
@@ -47,13 +47,13 @@ def lookup(
     config: SettingsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask the controller which instances hold a prompt: how many of its tokens, from the first on.
+    """Show which instances and tiers hold a prefix of a prompt, and how many of its tokens.
 
-    Tiers that hold none of it are left out.
+    Tiers that hold none are omitted.
     """
-    asked = needed_prompt(prompt, prompt_file, tokens, tokens_file, model, salt)
+    query = required_prompt(prompt, prompt_file, tokens, tokens_file, model, salt)
     with controller(url, token_file, config) as client:
-        found = client.lookup(asked)
+        found = client.lookup(query)
     if as_json:
         import msgspec
 
@@ -77,6 +77,6 @@ def _print(found: Found) -> None:
         output().print(rows)
     else:
         output().print(
-            f"No instance holds the beginning of this prompt: {found.num_tokens} tokens of "
-            f"{escape(found.model)}."
+            f"No instance holds a prefix of this prompt ({found.num_tokens} tokens, model "
+            f"{escape(found.model)})."
         )

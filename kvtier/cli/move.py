@@ -1,4 +1,4 @@
-"""``kvtier move``: take a prompt's chunks from one tier to another, of one instance or of two."""
+"""``kvtier move``: move a prompt's chunks to another tier, of the same or another instance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.controller_follow import carry_out
+from kvtier.cli.controller_follow import print_outcome
 from kvtier.cli.controller_options import (
     ControllerURL,
     ModelName,
@@ -19,8 +19,8 @@ from kvtier.cli.controller_options import (
     Tokens,
     TokensFile,
     controller,
-    needed_prompt,
-    place,
+    parse_place,
+    required_prompt,
 )
 from kvtier.cli.terminal import AsJson
 
@@ -36,27 +36,27 @@ Examples:
 
 
 def move(
-    source: Annotated[str, typer.Argument(metavar="FROM", help="Where they are, as INSTANCE/TIER.")],
-    target: Annotated[str, typer.Argument(metavar="TO", help="Where they shall be, as INSTANCE/TIER.")],
+    source: Annotated[str, typer.Argument(metavar="FROM", help="Source, as INSTANCE/TIER.")],
+    target: Annotated[str, typer.Argument(metavar="TO", help="Target, as INSTANCE/TIER.")],
     prompt: PromptText = None,
     prompt_file: PromptFile = None,
     tokens: Tokens = None,
     tokens_file: TokensFile = None,
     model: ModelName = None,
     salt: Salt = None,
-    copy: Annotated[bool, typer.Option("--copy", help="Leave them where they are, too.")] = False,
+    copy: Annotated[bool, typer.Option("--copy", help="Keep the chunks at FROM.")] = False,
     no_wait: NoWait = False,
     url: ControllerURL = None,
     token_file: TokenFile = None,
     config: SettingsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Move a prompt's chunks from one tier to another, of one instance or of two.
+    """Move a prompt's chunks to another tier, of the same or another instance.
 
-    They are removed from FROM only after TO has confirmed that it holds them. Ctrl-C ends the waiting, not
-    the move. Exit status 1 where it failed.
+    Chunks are removed from FROM only after TO has confirmed them. Ctrl-C stops waiting, but not the move.
+    Exit status 1 if it fails.
     """
-    asked = needed_prompt(prompt, prompt_file, tokens, tokens_file, model, salt)
-    places = place(source, "FROM"), place(target, "TO")
+    query = required_prompt(prompt, prompt_file, tokens, tokens_file, model, salt)
+    positions = parse_place(source, "FROM"), parse_place(target, "TO")
     with controller(url, token_file, config) as client:
-        carry_out(client, client.move(*places, asked, copy=copy), wait=not no_wait, as_json=as_json)
+        print_outcome(client, client.move(*positions, query, copy=copy), wait=not no_wait, as_json=as_json)

@@ -1,4 +1,4 @@
-"""``kvtier pin`` and ``kvtier unpin``: keep a prompt's chunks from being evicted."""
+"""``kvtier pin`` and ``kvtier unpin``: protect a prompt's chunks from eviction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.controller_follow import carry_out
+from kvtier.cli.controller_follow import print_outcome
 from kvtier.cli.controller_options import (
     ControllerURL,
     ModelName,
@@ -19,9 +19,9 @@ from kvtier.cli.controller_options import (
     Tokens,
     TokensFile,
     controller,
-    needed_prompt,
-    place,
-    seconds,
+    parse_place,
+    parse_seconds,
+    required_prompt,
 )
 from kvtier.cli.terminal import AsJson
 
@@ -38,7 +38,7 @@ Examples:
   kvtier unpin decode-1/ram --prompt-file system-prompt.txt
 """
 
-Where = Annotated[str, typer.Argument(metavar="WHERE", help="Where they are, as INSTANCE/TIER.")]
+Where = Annotated[str, typer.Argument(metavar="WHERE", help="The tier that holds them, as INSTANCE/TIER.")]
 
 
 def pin(
@@ -51,7 +51,9 @@ def pin(
     salt: Salt = None,
     ttl: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="For how long, such as `1h`. Left out: until `kvtier unpin`."),
+        typer.Option(
+            metavar="DURATION", help="Duration of the pin, such as `1h`. Default: until `kvtier unpin`."
+        ),
     ] = None,
     no_wait: NoWait = False,
     url: ControllerURL = None,
@@ -59,12 +61,12 @@ def pin(
     config: SettingsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Keep a prompt's chunks from being evicted, also after the instance was restarted."""
-    asked = needed_prompt(prompt, prompt_file, tokens, tokens_file, model, salt)
-    at = place(where, "WHERE")
-    lasting = seconds(ttl, "--ttl")
+    """Protect a prompt's chunks from eviction, also across restarts of the instance."""
+    query = required_prompt(prompt, prompt_file, tokens, tokens_file, model, salt)
+    position = parse_place(where, "WHERE")
+    ttl_seconds = parse_seconds(ttl, "--ttl")
     with controller(url, token_file, config) as client:
-        carry_out(client, client.pin(at, asked, ttl=lasting), wait=not no_wait, as_json=as_json)
+        print_outcome(client, client.pin(position, query, ttl=ttl_seconds), wait=not no_wait, as_json=as_json)
 
 
 def unpin(
@@ -81,8 +83,8 @@ def unpin(
     config: SettingsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a prompt's chunks be evicted again."""
-    asked = needed_prompt(prompt, prompt_file, tokens, tokens_file, model, salt)
-    at = place(where, "WHERE")
+    """Allow a prompt's chunks to be evicted again."""
+    query = required_prompt(prompt, prompt_file, tokens, tokens_file, model, salt)
+    position = parse_place(where, "WHERE")
     with controller(url, token_file, config) as client:
-        carry_out(client, client.unpin(at, asked), wait=not no_wait, as_json=as_json)
+        print_outcome(client, client.unpin(position, query), wait=not no_wait, as_json=as_json)

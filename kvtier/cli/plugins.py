@@ -1,4 +1,4 @@
-"""``kvtier plugins``: what is loaded, from where, and what it provides."""
+"""``kvtier plugins``: list the loaded plugins."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kvtier.cli.terminal import AsJson, ConfigFile, output, print_json, table
 
 
 def plugins(config: ConfigFile = None, as_json: AsJson = False) -> None:
-    """List the plugins that are loaded, where they come from and what they provide.
+    """List the loaded plugins, their sources and what they provide.
 
-    The setting `plugins` limits which of the installed ones are loaded.
+    The setting `plugins` limits which installed plugins are loaded.
     """
     from kvtier.plugins import Plugins
     from kvtier.settings import load_settings

@@ -1,4 +1,4 @@
-"""``kvtier prefetch``: bring a prompt's chunks up before they are asked for."""
+"""``kvtier prefetch``: bring a prompt's chunks into a tier before they are requested."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.controller_follow import carry_out
+from kvtier.cli.controller_follow import print_outcome
 from kvtier.cli.controller_options import (
     ControllerURL,
     ModelName,
@@ -19,9 +19,9 @@ from kvtier.cli.controller_options import (
     Tokens,
     TokensFile,
     controller,
-    needed_prompt,
-    place,
-    seconds,
+    parse_place,
+    parse_seconds,
+    required_prompt,
 )
 from kvtier.cli.terminal import AsJson
 
@@ -35,7 +35,7 @@ Examples:
 
 
 def prefetch(
-    where: Annotated[str, typer.Argument(metavar="WHERE", help="Where they shall be, as INSTANCE/TIER.")],
+    where: Annotated[str, typer.Argument(metavar="WHERE", help="Target, as INSTANCE/TIER.")],
     prompt: PromptText = None,
     prompt_file: PromptFile = None,
     tokens: Tokens = None,
@@ -44,7 +44,10 @@ def prefetch(
     salt: Salt = None,
     deadline: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="Be content with what has come by then, such as `2s`."),
+        typer.Option(
+            metavar="DURATION",
+            help="Stop after this time, such as `2s`. Chunks that have arrived by then stay.",
+        ),
     ] = None,
     no_wait: NoWait = False,
     url: ControllerURL = None,
@@ -52,12 +55,17 @@ def prefetch(
     config: SettingsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a prompt's chunks into a tier before an engine asks for them.
+    """Bring a prompt's chunks into a tier before an engine requests them.
 
-    They come from the instance's other tiers, or from other instances that hold them, where they stay.
+    They are copied from the instance's other tiers, or from other instances.
     """
-    asked = needed_prompt(prompt, prompt_file, tokens, tokens_file, model, salt)
-    at = place(where, "WHERE")
-    until = seconds(deadline, "--deadline")
+    query = required_prompt(prompt, prompt_file, tokens, tokens_file, model, salt)
+    position = parse_place(where, "WHERE")
+    deadline_seconds = parse_seconds(deadline, "--deadline")
     with controller(url, token_file, config) as client:
-        carry_out(client, client.prefetch(at, asked, deadline=until), wait=not no_wait, as_json=as_json)
+        print_outcome(
+            client,
+            client.prefetch(position, query, deadline=deadline_seconds),
+            wait=not no_wait,
+            as_json=as_json,
+        )

@@ -1,4 +1,4 @@
-"""``kvtier proxy``: one address in front of prefillers and decoders."""
+"""``kvtier proxy``: one address in front of prefill and decode instances."""
 
 from __future__ import annotations
 
@@ -19,162 +19,163 @@ Examples:
   kvtier proxy --listen 0.0.0.0:9000 --prefill http://gpu-1:8000 --prefill http://gpu-2:8000 --decode http://gpu-3:8000=10.0.0.3:55555
 """
 
-WHICH = "Engines"
-WHEN = "What goes where"
-LIMITS = "Limits"
+ENGINES_PANEL = "Engines"
+ROUTING_PANEL = "Routing"
+LIMITS_PANEL = "Limits"
 
 
 def proxy(
     prefill: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="URL", help="An engine that computes prompts. Once for each.", rich_help_panel=WHICH
-        ),
+        typer.Option(metavar="URL", help="A prefill instance. Repeatable.", rich_help_panel=ENGINES_PANEL),
     ] = None,
     decode: Annotated[
         list[str] | None,
         typer.Option(
             metavar="URL[=HOST:PORT]",
             help=(
-                "An engine that answers. Once for each. HOST:PORT is where prefillers reach its "
-                "`peer.listen`; left out: the engine is asked."
+                "A decode instance. Repeatable. HOST:PORT is the address where prefill instances reach its "
+                "`peer.listen`. Default: ask the engine."
             ),
-            rich_help_panel=WHICH,
+            rich_help_panel=ENGINES_PANEL,
         ),
     ] = None,
     engine_key_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The file with the engines' API key, for the proxy's own questions. Clients' are passed on.",
-            rich_help_panel=WHICH,
+            help="File with the engines' API key, for the proxy's own requests. Clients' keys are forwarded.",
+            rich_help_panel=ENGINES_PANEL,
         ),
     ] = None,
     check: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="How often engines are asked whether they live.",
+            help="Interval of health checks of engines.",
             show_default="2s",
-            rich_help_panel=WHICH,
+            rich_help_panel=ENGINES_PANEL,
         ),
     ] = None,
     listen: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Where it is reached.", show_default="127.0.0.1:9000"),
+        typer.Option(metavar="HOST:PORT", help="Address to listen on.", show_default="127.0.0.1:9000"),
     ] = None,
     token_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The file with the token for `/engines`. Left out: only this host adds and removes engines.",
+            help="File with the token for `/engines`. Default: only this host can add and remove engines.",
         ),
     ] = None,
     controller: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="The controller, which knows who holds a prompt. Left out: who was sent it counts.",
-            rich_help_panel=WHEN,
+            help="URL of the controller, to look up which engine holds a prompt. Default: track prompts.",
+            rich_help_panel=ROUTING_PANEL,
         ),
     ] = None,
     controller_token_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The file with the controller's token.", rich_help_panel=WHEN),
+        typer.Option(metavar="FILE", help="File with the controller's token.", rich_help_panel=ROUTING_PANEL),
     ] = None,
-    least_prefill: Annotated[
+    min_prefill: Annotated[
         int | None,
         typer.Option(
             metavar="TOKENS",
-            help="Prompts of which fewer are to be computed are left to the decoder.",
+            help="Prompts with fewer tokens to compute are prefilled by the decode instance.",
             show_default="256",
-            rich_help_panel=WHEN,
+            rich_help_panel=ROUTING_PANEL,
         ),
     ] = None,
-    most_cached: Annotated[
+    max_cached: Annotated[
         float | None,
         typer.Option(
             metavar="SHARE",
-            help="Prompts of which the decoder holds so much are left to it.",
+            help="Prompts of which the decode instance holds this share are prefilled by it.",
             show_default="0.8",
-            rich_help_panel=WHEN,
+            rich_help_panel=ROUTING_PANEL,
         ),
     ] = None,
     remember: Annotated[
         int | None,
         typer.Option(
             metavar="TOKENS",
-            help="How much each engine is thought to hold of what it was sent.",
+            help="Tokens that each engine is assumed to keep of the prompts sent to it.",
             show_default="1000000",
-            rich_help_panel=WHEN,
+            rich_help_panel=ROUTING_PANEL,
         ),
     ] = None,
-    patience: Annotated[
+    timeout: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="How long a decoder waits for what a prefiller has not pushed yet.",
+            help="Time that a decode instance waits for the KV transfer.",
             show_default="10s",
-            rich_help_panel=WHEN,
+            rich_help_panel=ROUTING_PANEL,
         ),
     ] = None,
     prefill_timeout: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="A prefiller that takes longer is done without.",
+            help="Maximum time of a prefill. Beyond this, the decode instance computes the prompt.",
             show_default="2m",
-            rich_help_panel=LIMITS,
+            rich_help_panel=LIMITS_PANEL,
         ),
     ] = None,
-    silence: Annotated[
+    idle_timeout: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="A decoder that says nothing for so long has failed. Without a stream that is all its time.",
+            help="Maximum time between data from a decode instance. Without streaming, its total time.",
             show_default="10m",
-            rich_help_panel=LIMITS,
+            rich_help_panel=LIMITS_PANEL,
         ),
     ] = None,
-    most_requests: Annotated[
+    max_requests: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="At once; more are answered 429.", show_default="1024", rich_help_panel=LIMITS
+            metavar="N",
+            help="Concurrent requests; further ones get 429.",
+            show_default="1024",
+            rich_help_panel=LIMITS_PANEL,
         ),
     ] = None,
-    most_body: Annotated[
+    max_body: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Of one request; longer ones are answered 413.",
+            help="Size of a request body; longer ones get 413.",
             show_default="32MiB",
-            rich_help_panel=LIMITS,
+            rich_help_panel=LIMITS_PANEL,
         ),
     ] = None,
-    most_held: Annotated[
+    max_held: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Of all requests under way; beyond it 429.",
+            help="Total size of request bodies in flight; beyond this, requests get 429.",
             show_default="1GiB",
-            rich_help_panel=LIMITS,
+            rich_help_panel=LIMITS_PANEL,
         ),
     ] = None,
     drain: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="How long requests may go on after SIGTERM.",
+            help="Grace period for requests after SIGTERM.",
             show_default="60s",
-            rich_help_panel=LIMITS,
+            rich_help_panel=LIMITS_PANEL,
         ),
     ] = None,
     log_level: Annotated[str, typer.Option(metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
-    """Run a proxy: have prompts computed on prefillers and answered by decoders, for clients of OpenAI's API.
+    """Run a proxy for OpenAI's API, in front of prefill instances and decode instances.
 
-    Stop it with Ctrl-C or SIGTERM: it takes no more requests, waits for those under way, and prints how long
-    prefills took; a second signal ends it at once.
+    Stop it with Ctrl-C or SIGTERM: it refuses new requests, waits for those in flight, and prints how long
+    prefills took; a second signal stops it at once.
     """
     set_up_logging(_level(log_level))
 
@@ -184,7 +185,7 @@ def proxy(
     from kvtier.proxy.settings import proxy_settings
 
     if not decode:
-        raise typer.BadParameter("which engine answers? Write --decode http://HOST:PORT")
+        raise typer.BadParameter("no decode instance: use --decode http://HOST:PORT")
     settings = proxy_settings(
         prefill=prefill,
         decode=decode,
@@ -194,23 +195,23 @@ def proxy(
         token=_secret(token_file, "--token-file"),
         controller=controller,
         controller_token=_secret(controller_token_file, "--controller-token-file"),
-        least_prefill=least_prefill,
-        most_cached=most_cached,
+        min_prefill=min_prefill,
+        max_cached=max_cached,
         remember=remember,
-        patience=patience,
+        timeout=timeout,
         prefill_timeout=prefill_timeout,
-        silence=silence,
-        most_requests=most_requests,
-        most_body=most_body,
-        most_held=most_held,
+        idle_timeout=idle_timeout,
+        max_requests=max_requests,
+        max_body=max_body,
+        max_held=max_held,
         drain=drain,
     )
     statistics = anyio.run(partial(serve, settings))
     typer.echo(statistics.report())
 
 
-def _secret(file: Path | None, option: str) -> Any:  # noqa: ANN401 - what a file holds
-    from kvtier.settings_secret import resolve
+def _secret(file: Path | None, option: str) -> Any:  # noqa: ANN401 - the content of a file
+    from kvtier.settings.secret import resolve
 
     if file is None:
         return None
@@ -223,7 +224,5 @@ def _secret(file: Path | None, option: str) -> Any:  # noqa: ANN401 - what a fil
 def _level(text: str) -> str:
     level = text.upper()
     if level not in {"DEBUG", "INFO", "WARNING", "ERROR"}:
-        raise typer.BadParameter(
-            f"{text!r} is none of DEBUG, INFO, WARNING and ERROR", param_hint="--log-level"
-        )
+        raise typer.BadParameter(f"{text!r} is not DEBUG, INFO, WARNING or ERROR", param_hint="--log-level")
     return level

@@ -15,16 +15,16 @@ def serve(
     config: ConfigFile = None,
     socket: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="The Unix socket to serve on, instead of the one in the settings."),
+        typer.Option(metavar="PATH", help="Unix socket to serve on, instead of the one in the settings."),
     ] = None,
     log_level: Annotated[
         str | None, typer.Option(metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")
     ] = None,
 ) -> None:
-    """Run a cache process: hold chunks in the tiers of the settings, and serve this host's engines.
+    """Run a cache process: hold chunks in the configured tiers, and serve this host's engines.
 
-    Name its socket in the `socket` setting of your engines. Stop it with Ctrl-C or SIGTERM: it then writes
-    what still waits for the disk, for `drain_timeout` at most; a second signal ends that at once.
+    Set `socket` in the settings of your engines to its socket. Stop it with Ctrl-C or SIGTERM: it then
+    finishes pending writes, for at most `drain_timeout`; a second signal stops it at once.
     """
     from kvtier.settings import load_settings
 

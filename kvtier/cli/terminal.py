@@ -1,16 +1,11 @@
-"""What all commands share: where they print to, how they log, the options that they have in common."""
+"""Output, logging and options shared by all commands."""
 
 from __future__ import annotations
 
 import json
 import logging
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -18,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 PIPE_COLUMNS = 1 << 16
-"""Wider than any row, however long a path in it: a table that is piped keeps a row on a line."""
+"""Wider than any row: in a pipe, each row of a table stays on one line."""
 
 ConfigFile = Annotated[
     Path | None,
@@ -26,29 +21,29 @@ ConfigFile = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        help="The YAML file with the settings. Left out: the one that KVTIER_CONFIG_FILE names, if any.",
+        help="YAML file with the settings. Default: the file named by KVTIER_CONFIG_FILE, if any.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def output() -> Console:
-    """For results."""
+    """Return the console for results: standard output."""
     return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
 
 
 def messages() -> Console:
-    """For progress, questions and errors."""
+    """Return the console for progress, questions and errors: standard error."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:
-    """Print a value that JSON can hold."""
+    """Print a value as JSON."""
     typer.echo(json.dumps(value, indent=2))
 
 
 def table(*columns: str) -> Table:
-    """An empty table that folds long cells instead of cutting them."""
+    """Return an empty table that folds long cells instead of truncating them."""
     result = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         result.add_column(column, overflow="fold")
@@ -56,7 +51,7 @@ def table(*columns: str) -> Table:
 
 
 def set_up_logging(level: str) -> None:
-    """Send the log to standard error: in colour on a terminal, in plain lines otherwise."""
+    """Log to standard error: in colour on a terminal, otherwise as plain lines."""
     handler: logging.Handler
     if sys.stderr.isatty():
         from rich.logging import RichHandler
@@ -68,21 +63,3 @@ def set_up_logging(level: str) -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("kvtier").setLevel(level)
-
-
-@contextmanager
-def ends_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack like Ctrl-C does, so that nothing is left behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

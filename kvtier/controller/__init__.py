@@ -1,1 +1,1 @@
-"""One place that knows what every instance holds, and has them move, pin and remove it."""
+"""The controller: an index of the chunks of all instances, and operations that move, pin and clear them."""

@@ -1,4 +1,4 @@
-"""What the controller knows, in the form in which it is told over HTTP."""
+"""Conversion of the controller's state into HTTP response models."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvtier.controller.api import (
     TierSample,
 )
 from kvtier.controller.events import Event
-from kvtier.controller.history import Sample as KnownSample
+from kvtier.controller.history import Sample as HistorySample
 from kvtier.controller.member import Member
 from kvtier.controller.registry import Registry
 
 _UNKNOWN = TierState(used=0, chunks=0, available=True, found=0)
-"""Before the first heartbeat."""
+"""The state reported before the first heartbeat."""
 
 
 def of_event(event: Event) -> EventAnswer:
-    """One event."""
+    """Return the response model of an event."""
     result = event.result
     return EventAnswer(
         event_id=event.id,
@@ -53,15 +53,15 @@ def of_event(event: Event) -> EventAnswer:
 
 
 def of_registry(registry: Registry) -> InstancesAnswer:
-    """All instances, by their names."""
+    """Return the response model of all instances, sorted by id."""
     members = sorted(registry.members.values(), key=lambda member: member.id)
     return InstancesAnswer(instances=[of_member(member) for member in members])
 
 
 def of_member(member: Member) -> InstanceAnswer:
-    """One instance."""
+    """Return the response model of an instance."""
     hello, heartbeat = member.hello, member.heartbeat
-    # As many as tiers, from the first heartbeat on.
+    # check_heartbeat() guarantees one state per tier.
     states = heartbeat.tiers if heartbeat is not None else [_UNKNOWN] * len(hello.tiers)
     looked_up = heartbeat.looked_up if heartbeat is not None else 0
     found = sum(state.found for state in states)
@@ -96,8 +96,8 @@ def of_member(member: Member) -> InstanceAnswer:
     )
 
 
-def with_history(member: Member, samples: Sequence[KnownSample]) -> InstanceWithHistory:
-    """One instance, and how it was of late."""
+def with_history(member: Member, samples: Sequence[HistorySample]) -> InstanceWithHistory:
+    """Return the response model of an instance, with its history."""
     history = [
         Sample(
             time=sample.time,

@@ -1,4 +1,4 @@
-"""What the controller is asked over HTTP and what it answers, as types: bodies, answers, and their limits."""
+"""HTTP request and response models of the controller, and their limits."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from kvtier.controller.events import EventState, Kind
 from kvtier.units import Duration
 
-MOST_TOKENS = 4_000_000
-MOST_PROMPT_BYTES = (4 << 20) - 4096
-"""Text travels to the instance that tokenizes it in one message, which is no longer than 4 MiB."""
-MOST_NAME = 1024
-LONGEST_WAIT_SECONDS = 60.0
-MOST_EVENTS = 1000
-"""In one answer."""
+MAX_TOKENS = 4_000_000
+MAX_PROMPT_BYTES = (4 << 20) - 4096
+"""The text is sent to the tokenizing instance in one message, which is limited to 4 MiB."""
+MAX_NAME_CHARACTERS = 1024
+MAX_WAIT_SECONDS = 60.0
+MAX_EVENTS = 1000
+"""Per response."""
 
 _TOKENS = [128000, 849, 21435, 279, 26431]
 
 TokenID = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
-Name = Annotated[str, Field(min_length=1, max_length=MOST_NAME)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 PositionBody = tuple[Name, Name]
 
 
@@ -29,79 +29,80 @@ class _Body(BaseModel):
 
 
 class PromptBody(_Body):
-    """Whose chunks are meant: those of a prompt, given as token ids or as text."""
+    """A prompt, given as token ids or as text."""
 
-    # Fails at the first that is wrong: a message for each of four million is no use to anybody.
+    # fail_fast: report the first invalid token id, not up to four million of them.
     tokens: list[TokenID] | None = Field(
         default=None,
         fail_fast=True,
-        max_length=MOST_TOKENS,
-        description=(f"The prompt's token ids, at most {MOST_TOKENS:,}. Either these or `prompt`."),
+        max_length=MAX_TOKENS,
+        description=f"The prompt's token ids, at most {MAX_TOKENS:,}. Required unless `prompt` is set.",
         examples=[_TOKENS],
     )
     prompt: str | None = Field(
         default=None,
         description=(
-            f"The prompt as text, at most {MOST_PROMPT_BYTES:,} bytes: an instance that serves the model "
-            "turns it into token ids. Chat templates are not applied."
+            f"The prompt as text, at most {MAX_PROMPT_BYTES:,} bytes. An instance that serves the model "
+            "tokenizes it. Chat templates are not applied."
         ),
         examples=["Explain the significance of KV cache in language models."],
     )
     model: Name | None = Field(
         default=None,
         description=(
-            "The model's name, as clients of the engine call it. Left out: the only one that the named "
-            "instance serves, or that all instances do."
+            "The model's name, as in requests to the engine. Default: the only model that the named "
+            "instance serves, or else the only model of all instances."
         ),
         examples=["meta-llama/Llama-3.1-8B-Instruct"],
     )
     salt: str | None = Field(
         default=None,
-        max_length=MOST_NAME,
-        description="The tenant's `cache_salt`, where requests carry one: chunks are kept apart by it.",
+        max_length=MAX_NAME_CHARACTERS,
+        description="The `cache_salt` of the requests, if any. Chunks of different salts are separate.",
         examples=["tenant-1"],
     )
 
     @model_validator(mode="after")
-    def _is_one_prompt(self) -> PromptBody:
-        if self.tokens is None and self.prompt is None and not self._may_be_without:
-            raise ValueError("write either `tokens` or `prompt`")
+    def _check_one_prompt(self) -> PromptBody:
+        if self.tokens is None and self.prompt is None and not self._prompt_optional:
+            raise ValueError("set `tokens` or `prompt`")
         if self.tokens is not None and self.prompt is not None:
-            raise ValueError("write either `tokens` or `prompt`, not both")
-        if self.prompt is not None and len(self.prompt.encode(errors="replace")) > MOST_PROMPT_BYTES:
-            raise ValueError(f"`prompt` is longer than {MOST_PROMPT_BYTES:,} bytes: send `tokens` instead")
+            raise ValueError("set `tokens` or `prompt`, not both")
+        if self.prompt is not None and len(self.prompt.encode(errors="replace")) > MAX_PROMPT_BYTES:
+            raise ValueError(f"`prompt` is longer than {MAX_PROMPT_BYTES:,} bytes: send `tokens` instead")
         return self
 
     @property
-    def _may_be_without(self) -> bool:
+    def _prompt_optional(self) -> bool:
         return False
 
 
-class LookUpBody(PromptBody):
-    """Who holds the beginning of a prompt?"""
+class LookupBody(PromptBody):
+    """Find the tiers that hold a prefix of a prompt."""
 
 
 class MoveBody(PromptBody):
-    """Move a prompt's chunks from one tier to another, of one instance or of two."""
+    """Move a prompt's chunks to another tier, of the same or another instance."""
 
     old_position: PositionBody = Field(
-        description="Where the chunks are: an instance and the name, or the type, of one of its tiers.",
+        description="The source: an instance and the name or type of one of its tiers.",
         examples=[["instance-1", "cpu"]],
     )
     new_position: PositionBody = Field(
-        description="Where they go to, likewise.", examples=[["instance-2", "cpu"]]
+        description="The target: an instance and the name or type of one of its tiers.",
+        examples=[["instance-2", "cpu"]],
     )
     copy_: bool = Field(
         default=False,
         alias="copy",
         description=(
-            "Keep the chunks at their old position, too. Else each is removed there once the new position "
-            "has confirmed it."
+            "Keep the chunks at the source. By default, each is removed from the source once the target has "
+            "confirmed it."
         ),
     )
 
     @model_validator(mode="after")
-    def _goes_somewhere(self) -> MoveBody:
+    def _positions_differ(self) -> MoveBody:
         if self.old_position == self.new_position:
             raise ValueError("`old_position` and `new_position` are the same")
         return self
@@ -110,162 +111,164 @@ class MoveBody(PromptBody):
 class _TierBody(PromptBody):
     instance: Name = Field(description="The instance's `controller.instance_id`.", examples=["instance-1"])
     tier: Name = Field(
-        description="The name of one of its tiers, or its type where only one tier is of it.",
+        description="The name of one of its tiers, or a type that only one of its tiers has.",
         examples=["cpu"],
     )
 
 
 class PrefetchBody(_TierBody):
-    """Bring a prompt's chunks into a tier before they are asked for, from wherever they are."""
+    """Prefetch a prompt's chunks into a tier: from other tiers, shared pools or another instance."""
 
     deadline: Annotated[Duration, Field(gt=0)] | None = Field(
         default=None,
-        description="How long that may take; what has arrived by then stays. Left out: as long as it takes.",
+        description="Maximum duration. Chunks that have arrived by then stay. Default: unlimited.",
         examples=["5s"],
     )
 
 
 class PinBody(_TierBody):
-    """Keep a prompt's chunks from being evicted."""
+    """Protect a prompt's chunks from eviction."""
 
     ttl: Annotated[Duration, Field(gt=0)] | None = Field(
-        default=None, description="For how long. Left out: until they are unpinned.", examples=["10m"]
+        default=None, description="Duration of the pin. Default: until it is unpinned.", examples=["10m"]
     )
 
 
 class UnpinBody(_TierBody):
-    """Let a prompt's chunks be evicted again."""
+    """Allow a prompt's chunks to be evicted again."""
 
 
 class ClearBody(PromptBody):
-    """Remove a prompt's chunks, or everything, from one tier of an instance or from all."""
+    """Remove a prompt's chunks, or all chunks, from one tier or all tiers of an instance."""
 
     instance: Name = Field(description="The instance's `controller.instance_id`.", examples=["instance-1"])
     tier: Name | None = Field(
         default=None,
-        description="The name or the type of the tier that is cleared. Left out: all of the instance.",
+        description="The name or type of the tier to clear. Default: all tiers of the instance.",
         examples=["cpu"],
     )
 
     @model_validator(mode="after")
-    def _means_what_it_says(self) -> ClearBody:
+    def _check_prompt_fields(self) -> ClearBody:
         if self.tokens is None and self.prompt is None and (self.model or self.salt):
-            raise ValueError("`model` and `salt` say whose prompt: write `tokens` or `prompt`, too")
+            raise ValueError("`model` and `salt` require a prompt: set `tokens` or `prompt` as well")
         return self
 
     @property
-    def _may_be_without(self) -> bool:
+    def _prompt_optional(self) -> bool:
         return True
 
 
-class LookUpAnswer(BaseModel):
-    """Who holds the beginning of the prompt."""
+class LookupAnswer(BaseModel):
+    """The tiers that hold a prefix of the prompt."""
 
-    model: str = Field(description="The model's name, as its engine calls it.")
-    num_tokens: int = Field(description="Tokens of the whole prompt.", examples=[1200])
+    model: str = Field(description="The model's name, as served by its engine.")
+    num_tokens: int = Field(description="Length of the whole prompt in tokens.", examples=[1200])
     instances: dict[str, dict[str, int]] = Field(
-        description="By instance and tier: how many leading tokens it holds. Who holds none is left out.",
+        description="Number of leading tokens held, by instance and tier. Tiers without any are omitted.",
         examples=[{"instance-1": {"cpu": 1024, "disk": 768}}],
     )
 
 
 class Accepted(BaseModel):
-    """What was asked for has been taken on. `GET /events/{event_id}` tells what becomes of it."""
+    """The operation was accepted. `GET /events/{event_id}` returns its progress and result."""
 
     event_id: str = Field(examples=["9f86d081884c7d65"])
     num_tokens: int = Field(
         description=(
-            "How many tokens' chunks it is about. 0 where nothing is held, and where everything is cleared: "
-            "the event then counts chunks."
+            "Number of tokens whose chunks are affected. 0 if no chunk is held, and for a clear without a "
+            "prompt, which counts chunks only."
         ),
         examples=[1024],
     )
 
 
 class ResultAnswer(BaseModel):
-    """What has come of an event."""
+    """The result of an event."""
 
-    tokens: int = Field(description="Tokens whose chunks are now as they should be.")
-    chunks: int = Field(description="Chunks that are now as they should be.")
-    bytes: int = Field(description="Bytes that were transferred; those that were freed by a clear.")
-    removed: int = Field(description="Chunks that were removed: from a move's source, or by a clear.")
-    reason: str | None = Field(description="Where that is less than was asked for: why.")
+    tokens: int = Field(description="Tokens of the chunks that were processed.")
+    chunks: int = Field(description="Chunks that were moved, copied, fetched, pinned, unpinned or removed.")
+    bytes: int = Field(description="Bytes transferred, or freed by a clear.")
+    removed: int = Field(description="Chunks removed: from the source of a move, or by a clear.")
+    reason: str | None = Field(description="Why fewer chunks were processed than requested.")
 
 
 class EventAnswer(BaseModel):
-    """One operation that the controller was asked for. Times are in seconds since 1970."""
+    """One operation. Times are Unix timestamps in seconds."""
 
     event_id: str = Field(examples=["9f86d081884c7d65"])
     kind: Kind
     state: EventState
     source: tuple[str, str | None] | None = Field(
-        description="Where a move or a copy takes the chunks from: instance and tier.",
+        description="The source of a move or copy: instance and tier.",
         examples=[["instance-1", "cpu"]],
     )
     target: tuple[str, str | None] | None = Field(
-        description="Where they go to, or what it is about: instance and tier, `null` for all its tiers.",
+        description="The instance and tier that the operation targets; tier `null` means all tiers.",
         examples=[["instance-2", "cpu"]],
     )
     model: str | None
     num_tokens: int
-    chunks: int = Field(description="How many chunks it is about.")
+    chunks: int = Field(description="Number of chunks that the operation applies to.")
     chunks_done: int
     bytes_done: int
     created_at: float
-    started_at: float | None = Field(description="`null` while it waits for others on the same chunks.")
+    started_at: float | None = Field(description="`null` while it waits for conflicting operations.")
     ended_at: float | None
-    error: str | None = Field(description="Why it has failed, in words.")
+    error: str | None = Field(description="Why it failed.")
     result: ResultAnswer
 
 
 class EventsAnswer(BaseModel):
-    """Events, the newest first."""
+    """Events, newest first."""
 
     events: list[EventAnswer]
 
 
 class TierAnswer(BaseModel):
-    """One tier of an instance. Sizes are in bytes; counts are since the instance began."""
+    """One tier of an instance. Sizes are in bytes; counters start at zero with the instance."""
 
     name: str
     type: str
-    capacity: int | None = Field(description="`null` for a shared pool, which knows that itself.")
+    capacity: int | None = Field(description="`null` for a shared pool, whose capacity is not known here.")
     used: int
     chunks: int
-    available: bool = Field(description="`false` while calls to it fail and it is left alone.")
-    shared: bool = Field(description="Whether it is a pool that other instances fill and empty, too.")
-    found: int = Field(description="Chunks that look-ups have found in it.")
+    available: bool = Field(description="`false` while its circuit breaker is open.")
+    shared: bool = Field(description="Whether it is a pool that other instances write to as well.")
+    found: int = Field(description="Chunks that lookups found in it.")
 
 
 class InstanceAnswer(BaseModel):
-    """One instance that is registered. Times are in seconds since 1970."""
+    """One registered instance. Times are Unix timestamps in seconds."""
 
     instance: str = Field(examples=["instance-1"])
     state: str = Field(examples=["connected"])
-    version: str = Field(description="Its version of kvtier.")
+    version: str = Field(description="Its kvtier version.")
     host: str
     process: int
-    peer: str | None = Field(description="Where other instances reach it.", examples=["10.0.0.2:8200"])
+    peer: str | None = Field(
+        description="The address at which other instances reach it.", examples=["10.0.0.2:8200"]
+    )
     transport: str | None
     registered_at: float
     last_heartbeat: float | None
-    in_step: bool = Field(description="Whether it has told all that it holds.")
-    models: list[str] = Field(description="All names of all models that its engines serve.")
+    in_step: bool = Field(description="Whether the controller's index of its chunks is up to date.")
+    models: list[str] = Field(description="All names of the models that its engines serve.")
     engines: list[str]
     tiers: list[TierAnswer]
-    looked_up: int = Field(description="Chunks that engines have asked for since it began.")
-    hit_rate: float | None = Field(description="The share of these that was found, from 0 to 1.")
+    looked_up: int = Field(description="Chunks that its engines have looked up since it started.")
+    hit_rate: float | None = Field(description="The fraction of those that was found, from 0 to 1.")
 
 
 class TierSample(BaseModel):
-    """How a tier was at some time."""
+    """A tier at one point in time."""
 
     used: int
     found: int
 
 
 class Sample(BaseModel):
-    """How an instance was at some time."""
+    """An instance at one point in time."""
 
     time: float
     looked_up: int
@@ -273,29 +276,27 @@ class Sample(BaseModel):
 
 
 class InstanceWithHistory(InstanceAnswer):
-    """One instance, and how it was of late: a sample each ten seconds, for an hour."""
+    """One instance with its history: one sample every 10 seconds for the last hour."""
 
     history: list[Sample]
 
 
 class InstancesAnswer(BaseModel):
-    """All instances that are registered, by their names."""
+    """All registered instances, sorted by id."""
 
     instances: list[InstanceAnswer]
 
 
 class Health(BaseModel):
-    """That the controller is there."""
+    """Liveness of the controller."""
 
     status: str = Field(examples=["ok"])
     version: str
-    instances: int = Field(description="How many are registered.")
+    instances: int = Field(description="Number of registered instances.")
 
 
 class Problem(BaseModel):
-    """Why something was not done."""
+    """An error response."""
 
-    detail: str = Field(description="One sentence.")
-    known: list[str] = Field(
-        default=[], description="The names that exist, where one was named that does not."
-    )
+    detail: str = Field(description="The reason, in one sentence.")
+    known: list[str] = Field(default=[], description="The known names, if an unknown one was given.")

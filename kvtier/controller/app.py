@@ -1,4 +1,4 @@
-"""The controller's HTTP application: its calls, its page, who may ask, and what is said where that fails."""
+"""The controller's HTTP application: endpoints, web page, authentication and error responses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import kvtier
 from kvtier.agent.protocol import CONNECT_PATH
 from kvtier.controller import connection, page
 from kvtier.controller.api import Health, Problem
-from kvtier.controller.bodies import Bodies, sentence
-from kvtier.controller.door import Door, denial
+from kvtier.controller.auth import Authenticator, denial_response
+from kvtier.controller.bodies import Bodies, describe_errors
 from kvtier.controller.errors import (
     AmbiguousModel,
     TooManyPins,
@@ -27,38 +27,38 @@ from kvtier.controller.errors import (
 )
 from kvtier.controller.operations import Operations
 from kvtier.controller.registry import Registry
-from kvtier.controller.routes import KNOW, add_knowledge, add_operations, add_stream
+from kvtier.controller.routes import STATE_TAG, add_operations, add_queries, add_stream
 from kvtier.controller.stream import Stream
 from kvtier.errors import ControllerError
 
 DESCRIPTION = """
-One place that knows what every instance of kvtier holds, and has it moved, fetched, pinned and removed.
+Index of the chunks that all kvtier instances hold, and operations that move, prefetch, pin and clear them.
 
-What changes something is an *event*: it is answered at once with the event's id, and `GET /events/{event_id}`
-tells when it is done or has failed, and why. Where the controller has a token, send it as
+An operation is an *event*: the request returns the event's id at once, and `GET /events/{event_id}` returns
+its state, its result and, if it failed, the reason. If the controller has a token, send it as
 `Authorization: Bearer TOKEN`.
 """
-WRONG = (AmbiguousModel, WrongPrompt, WrongRequest, TooManyPins)
-MISTAKE = "the controller has made a mistake, which its log describes"
+CLIENT_ERRORS = (AmbiguousModel, WrongPrompt, WrongRequest, TooManyPins)
+INTERNAL_ERROR = "internal error: see the controller's log"
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
     "4XX": {
         "model": Problem,
         "description": (
-            "401: the token is wrong or missing. 403: there is none, and another host or site asks. "
-            "404: there is no such instance, tier, model or event. 413: the body is too long. "
-            "422: what was asked for makes no sense."
+            "401: the token is wrong or missing. 403: the controller has no token, and the request is from "
+            "another host or site. 404: unknown instance, tier, model or event. 413: the body is too long. "
+            "422: the request is invalid."
         ),
     },
-    "5XX": {"model": Problem, "description": "503: too much is under way already."},
+    "5XX": {"model": Problem, "description": "503: too many operations are in flight."},
 }
 
 
 def make_app(operations: Operations, token: str | None = None) -> FastAPI:
-    """The application. Who asks must have the ``token``, where there is one.
+    """Return the application. Clients must send the ``token``, if there is one.
 
-    Only the page, its files, the description of all calls and ``/healthz`` are for everybody.
+    The page, its files, the API description and ``/healthz`` need no token.
     """
-    bodies, door = Bodies(), Door(token)
+    bodies, authenticator = Bodies(), Authenticator(token)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -72,52 +72,52 @@ def make_app(operations: Operations, token: str | None = None) -> FastAPI:
         redoc_url=None,
         lifespan=lifespan,
     )
-    _add_open_calls(app, operations.registry, door)
-    # From here on: not through a second router, which would make every route twice.
-    app.router.dependencies.append(Depends(door.let_in))
+    _add_public_routes(app, operations.registry, authenticator)
+    # For all routes added below. A second router would create every route twice.
+    app.router.dependencies.append(Depends(authenticator.authenticate))
     app.router.responses.update(_PROBLEMS)
     add_operations(app.router, operations, bodies)
-    add_knowledge(app.router, operations)
+    add_queries(app.router, operations)
     add_stream(app.router, Stream(operations.registry, operations.events))
     page.mount(app)
-    app.add_exception_handler(ControllerError, _explain)
-    app.add_exception_handler(HTTPException, _explain)
-    app.add_exception_handler(RequestValidationError, _explain)
-    app.add_exception_handler(Exception, _explain)
+    app.add_exception_handler(ControllerError, _error_response)
+    app.add_exception_handler(HTTPException, _error_response)
+    app.add_exception_handler(RequestValidationError, _error_response)
+    app.add_exception_handler(Exception, _error_response)
     return app
 
 
-def _add_open_calls(app: FastAPI, registry: Registry, door: Door) -> None:
-    @app.get("/healthz", tags=[KNOW])
+def _add_public_routes(app: FastAPI, registry: Registry, authenticator: Authenticator) -> None:
+    @app.get("/healthz", tags=[STATE_TAG])
     async def health() -> Health:
-        """Whether the controller is there. Needs no token."""
+        """Check that the controller is alive. Needs no token."""
         return Health(status="ok", version=kvtier.__version__, instances=len(registry.members))
 
     @app.websocket(CONNECT_PATH)
     async def connect(websocket: WebSocket) -> None:
-        if (refusal := door.refusal(websocket)) is not None:
-            await websocket.send_denial_response(denial(refusal))
+        if (refusal := authenticator.refusal(websocket)) is not None:
+            await websocket.send_denial_response(denial_response(refusal))
             return
         await websocket.accept()
         await connection.serve(registry, websocket)
 
 
-async def _explain(_: Request, error: Exception) -> Response:
-    """One sentence, and the names that exist where one does not."""
+async def _error_response(_: Request, error: Exception) -> Response:
+    """Return the error's message and, for an unknown name, the known ones."""
     match error:
         case UnknownName():
             return _problem(404, str(error), error.known)
         case AmbiguousModel():
             return _problem(422, str(error), error.known)
         case ControllerError():
-            return _problem(422 if isinstance(error, WRONG) else 503, str(error))
+            return _problem(422 if isinstance(error, CLIENT_ERRORS) else 503, str(error))
         case HTTPException():
             return _problem(error.status_code, error.detail, headers=error.headers)
         case RequestValidationError():
-            return _problem(422, sentence(error.errors()))
+            return _problem(422, describe_errors(error.errors()))
         case _:
-            return _problem(500, MISTAKE)
+            return _problem(500, INTERNAL_ERROR)
 
 
-def _problem(status: int, detail: str, known: Sequence[str] = (), headers: Any = None) -> Response:  # noqa: ANN401 - as Starlette has it
+def _problem(status: int, detail: str, known: Sequence[str] = (), headers: Any = None) -> Response:  # noqa: ANN401 - Starlette's type
     return JSONResponse({"detail": detail, "known": list(known)}, status, headers)

@@ -1,6 +1,6 @@
-"""What an instance may say of itself: everything that is kept of it is bounded, printable and makes sense.
+"""Validation of what instances report: everything stored is bounded in size, printable and consistent.
 
-Each check raises :class:`RefusedInstance` with a reason that whoever runs the instance can act on.
+Each check raises :class:`RefusedInstance` with a reason that the instance's operator can act on.
 """
 
 from __future__ import annotations
@@ -10,40 +10,40 @@ from collections.abc import Iterable, Sequence
 
 from kvtier.agent.protocol import VERSION, Heartbeat, Hello, Model, TierDescription
 from kvtier.controller.errors import RefusedInstance
-from kvtier.keys import KEY_BYTES
-from kvtier.layout import ChunkLayout
-from kvtier.settings_controller import INSTANCE_ID
-from kvtier.settings_peer import split_address
+from kvtier.memory.keys import KEY_BYTES
+from kvtier.memory.layout import ChunkLayout
+from kvtier.settings.controller import INSTANCE_ID
+from kvtier.settings.peer import split_address
 
-MOST_TIERS = 16
-MOST_MODELS = 64
-MOST_NAMES = 64
-"""Of one model."""
-MOST_ENGINES = 256
-MOST_CHARACTERS = 256
-"""In anything that has a name."""
-MOST_GROUPS = 64
-MOST_LAYERS = 4096
-"""In one group."""
-MOST_COUNT = 1 << 62
-"""Of bytes, chunks or tokens: what adds two of them still fits into 64 bits."""
-MOST_CHUNK_BYTES = 1 << 40
-MOST_CHUNK_TOKENS = 1 << 20
+MAX_TIERS = 16
+MAX_MODELS = 64
+MAX_NAMES = 64
+"""Per model."""
+MAX_ENGINES = 256
+MAX_CHARACTERS = 256
+"""Per name or other text."""
+MAX_GROUPS = 64
+MAX_LAYERS = 4096
+"""Per group."""
+MAX_COUNT = 1 << 62
+"""Bytes, chunks or tokens. The sum of two counts still fits into 64 bits."""
+MAX_CHUNK_BYTES = 1 << 40
+MAX_CHUNK_TOKENS = 1 << 20
 
 _ID = re.compile(INSTANCE_ID)
 
 
 def check_hello(hello: Hello) -> None:
-    """Whether an instance can be registered as what it says that it is."""
+    """Check the description that an instance registers with."""
     if hello.version != VERSION:
         raise RefusedInstance(
             f"this controller speaks version {VERSION} of the protocol and the instance {hello.version}: "
-            "install the same kvtier on both"
+            "install the same kvtier version on both"
         )
     if not _ID.fullmatch(hello.instance):
         raise RefusedInstance(
-            f"{hello.instance[:MOST_CHARACTERS]!r} is no instance id: 1 to 128 letters, digits, '.', '_' and "
-            "'-', the first a letter or a digit"
+            f"{hello.instance[:MAX_CHARACTERS]!r} is not a valid instance id: use 1 to 128 letters, digits, "
+            "'.', '_' and '-', starting with a letter or digit"
         )
     optional = [text for text in (hello.peer, hello.transport) if text is not None]
     _check_texts("its description", [hello.kvtier, hello.host, *optional])
@@ -54,41 +54,39 @@ def check_hello(hello: Hello) -> None:
 
 
 def check_heartbeat(heartbeat: Heartbeat, tiers: int) -> None:
-    """Whether a heartbeat is one of an instance with so many tiers."""
+    """Check a heartbeat of an instance that has ``tiers`` tiers."""
     if len(heartbeat.tiers) != tiers:
-        raise RefusedInstance(f"its heartbeat has {len(heartbeat.tiers)} tiers where it said {tiers}")
+        raise RefusedInstance(f"its heartbeat has {len(heartbeat.tiers)} tiers, but it registered {tiers}")
     counts = [count for tier in heartbeat.tiers for count in (tier.used, tier.chunks, tier.found)]
     _check_counts("its heartbeat", [*counts, heartbeat.looked_up, heartbeat.leases, heartbeat.pending_bytes])
-    if len(heartbeat.engines) > MOST_ENGINES:
-        raise RefusedInstance(f"it has {len(heartbeat.engines)} engines, more than {MOST_ENGINES}")
+    if len(heartbeat.engines) > MAX_ENGINES:
+        raise RefusedInstance(f"it has {len(heartbeat.engines)} engines, more than {MAX_ENGINES}")
     _check_texts("its engines", heartbeat.engines)
 
 
 def check_models(models: Sequence[Model]) -> None:
-    """Whether prompts can be cut into chunks as these models say."""
-    if len(models) > MOST_MODELS:
-        raise RefusedInstance(f"it serves {len(models)} models, more than {MOST_MODELS}")
+    """Check the models that an instance serves, including their layouts."""
+    if len(models) > MAX_MODELS:
+        raise RefusedInstance(f"it serves {len(models)} models, more than {MAX_MODELS}")
     for model in models:
-        if not 0 < len(model.names) <= MOST_NAMES:
-            raise RefusedInstance(
-                f"a model of it has {len(model.names)} names, and can have 1 to {MOST_NAMES}"
-            )
+        if not 0 < len(model.names) <= MAX_NAMES:
+            raise RefusedInstance(f"one of its models has {len(model.names)} names, not 1 to {MAX_NAMES}")
         _check_texts("its models", model.names)
         if len(model.namespace) != KEY_BYTES:
             raise RefusedInstance(
                 f"the namespace of {model.names[0]!r} has {len(model.namespace)} bytes, not {KEY_BYTES}"
             )
-        if not _is_sane(model.layout):
-            raise RefusedInstance(f"the layout of its model {model.names[0]!r} makes no sense")
+        if not _is_valid(model.layout):
+            raise RefusedInstance(f"the layout of its model {model.names[0]!r} is invalid")
 
 
 def _check_tiers(tiers: Sequence[TierDescription]) -> None:
-    if not 0 < len(tiers) <= MOST_TIERS:
-        raise RefusedInstance(f"it has {len(tiers)} tiers, and can have 1 to {MOST_TIERS}")
+    if not 0 < len(tiers) <= MAX_TIERS:
+        raise RefusedInstance(f"it has {len(tiers)} tiers, not 1 to {MAX_TIERS}")
     names = [tier.name for tier in tiers]
     _check_texts("its tiers", [*names, *(tier.type for tier in tiers)])
     if len(set(names)) < len(names):
-        raise RefusedInstance("two of its tiers have one name")
+        raise RefusedInstance("two of its tiers have the same name")
     _check_counts("its tiers", [tier.capacity for tier in tiers if tier.capacity is not None])
 
 
@@ -96,31 +94,31 @@ def _check_address(peer: str) -> None:
     try:
         split_address(peer)
     except ValueError as error:
-        raise RefusedInstance(f"where peers reach it: {error}") from error
+        raise RefusedInstance(f"its peer address: {error}") from error
 
 
 def _check_texts(where: str, texts: Iterable[str]) -> None:
     for text in texts:
-        if not text or len(text) > MOST_CHARACTERS or not text.isprintable():
+        if not text or len(text) > MAX_CHARACTERS or not text.isprintable():
             raise RefusedInstance(
-                f"{where}: {text[:40]!r} is empty, over {MOST_CHARACTERS} characters or not printable"
+                f"{where}: {text[:40]!r} is empty, longer than {MAX_CHARACTERS} characters or not printable"
             )
 
 
 def _check_counts(where: str, counts: Iterable[int]) -> None:
     for count in counts:
-        if not 0 <= count <= MOST_COUNT:
-            raise RefusedInstance(f"{where}: {count} is less than 0 or over {MOST_COUNT}")
+        if not 0 <= count <= MAX_COUNT:
+            raise RefusedInstance(f"{where}: {count} is not between 0 and {MAX_COUNT}")
 
 
-def _is_sane(layout: ChunkLayout) -> bool:
-    if not 0 < layout.chunk_tokens <= MOST_CHUNK_TOKENS or not 0 < layout.ranks <= MOST_CHUNK_TOKENS:
+def _is_valid(layout: ChunkLayout) -> bool:
+    if not 0 < layout.chunk_tokens <= MAX_CHUNK_TOKENS or not 0 < layout.ranks <= MAX_CHUNK_TOKENS:
         return False
-    if len(layout.groups) > MOST_GROUPS or len(layout.platform) > MOST_LAYERS:
+    if len(layout.groups) > MAX_GROUPS or len(layout.platform) > MAX_LAYERS:
         return False
     for group in layout.groups:
-        if group.block_tokens <= 0 or group.window < 0 or len(group.page_bytes) > MOST_LAYERS:
+        if group.block_tokens <= 0 or group.window < 0 or len(group.page_bytes) > MAX_LAYERS:
             return False
-        if any(not 0 <= length <= MOST_CHUNK_BYTES for length in group.page_bytes):
+        if any(not 0 <= length <= MAX_CHUNK_BYTES for length in group.page_bytes):
             return False
-    return layout.payload_bytes(layout.chunk_tokens) <= MOST_CHUNK_BYTES
+    return layout.payload_bytes(layout.chunk_tokens) <= MAX_CHUNK_BYTES

@@ -17,18 +17,18 @@ from anyio import CancelScope
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from kvtier.agent.protocol import (
-    MOST_KEYS,
+    MAX_KEYS,
     Changed,
     Done,
     Failed,
     FromInstance,
     Heartbeat,
     Hello,
-    InStep,
     Lost,
     Progress,
     Refused,
     Serves,
+    UpToDate,
     WhoHolds,
     decode_from_instance,
 )
@@ -36,7 +36,7 @@ from kvtier.controller.errors import MemberGone, RefusedInstance
 from kvtier.controller.member import Member
 from kvtier.controller.registry import Registry
 from kvtier.errors import ChannelClosed, LayoutError, ProtocolError
-from kvtier.keys import ChunkKey, split_keys
+from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.sockets.frames import MAX_FRAME_BYTES, encode_body
 
 logger = logging.getLogger("kvtier")
@@ -45,7 +45,7 @@ HELLO_SECONDS = 10.0
 """How long one that has connected may take to say who it is."""
 REFUSAL_SECONDS = 1.0
 """How long it may take to say why a connection ends, and to close it."""
-MOST_SMALL_BYTES = 256 << 10
+MAX_SMALL_BYTES = 256 << 10
 """Of a message that carries no keys or tokens: decoding a list that is as long as a frame takes too long."""
 SLICE_KEYS = 4096
 """Taken in without letting others have a turn: some milliseconds."""
@@ -114,7 +114,7 @@ class _Connection:
 
     async def _listen(self, member: Member) -> None:
         while True:
-            message = await self._receive(self._registry.silence)
+            message = await self._receive(self._registry.idle_timeout)
             member.heard()
             with suppress(MemberGone):  # Then this is cancelled.
                 await self._take_in(member, message)
@@ -132,7 +132,7 @@ class _Connection:
                 registry.beat(member, message)
             case Serves():
                 registry.serves(member, message.models)
-            case InStep():
+            case UpToDate():
                 registry.in_step(member)
             case Lost():
                 registry.lost(member)
@@ -155,15 +155,15 @@ class _Connection:
                 if start + SLICE_KEYS < len(keys):
                     await anyio.lowlevel.checkpoint()
 
-    async def _receive(self, patience: float) -> FromInstance:
+    async def _receive(self, seconds: float) -> FromInstance:
         """The next message.
 
         Raises ``ChannelClosed``, ``ProtocolError`` for what is none, and ``RefusedInstance`` for silence.
         """
-        with anyio.move_on_after(patience) as scope:
+        with anyio.move_on_after(seconds) as scope:
             event = await self._websocket.receive()
         if scope.cancelled_caught:
-            raise RefusedInstance(f"it has said nothing for {patience:g} s")
+            raise RefusedInstance(f"it has said nothing for {seconds:g} s")
         if event["type"] != "websocket.receive":
             raise ChannelClosed("it has closed the connection")
         body = event.get("bytes")
@@ -176,10 +176,10 @@ class _Connection:
         while True:
             body = await member.next_body()
             try:
-                with anyio.fail_after(self._registry.silence):
+                with anyio.fail_after(self._registry.idle_timeout):
                     await self._websocket.send_bytes(body)
             except TimeoutError:
-                member.end(f"it has taken nothing in for {self._registry.silence:g} s")
+                member.end(f"it has taken nothing in for {self._registry.idle_timeout:g} s")
             except (WebSocketDisconnect, RuntimeError):
                 member.end("it has closed the connection")
 
@@ -187,7 +187,7 @@ class _Connection:
 def _decode(body: bytes) -> FromInstance:
     # A message is an array of few elements, the first of which is its tag.
     large = body[0] >> 4 == 0x9 and body[1:2] and body[1] in _LARGE_TAGS
-    limit = MAX_FRAME_BYTES if large else MOST_SMALL_BYTES
+    limit = MAX_FRAME_BYTES if large else MAX_SMALL_BYTES
     if len(body) > limit:
         raise ProtocolError(f"a message of {len(body)} bytes is over {limit}")
     try:
@@ -201,6 +201,6 @@ def _split(joined: bytes) -> list[ChunkKey]:
         keys = split_keys(joined)
     except ValueError as error:
         raise ProtocolError(f"it tells of what are no keys: {error}") from error
-    if len(keys) > MOST_KEYS:
-        raise ProtocolError(f"it names {len(keys)} chunks in one message, more than {MOST_KEYS}")
+    if len(keys) > MAX_KEYS:
+        raise ProtocolError(f"it names {len(keys)} chunks in one message, more than {MAX_KEYS}")
     return keys

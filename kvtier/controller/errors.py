@@ -1,21 +1,21 @@
-"""What the controller raises on purpose.
+"""Errors of the controller.
 
 ::
 
     ControllerError
-    ├── UnknownName          what was named does not exist; ``known`` lists what does
+    ├── UnknownName          the given name does not exist; ``known`` lists the names that do
     │   ├── UnknownInstance
     │   ├── UnknownTier
     │   ├── UnknownModel
     │   └── UnknownEvent
-    ├── AmbiguousModel       no model was named, and there are several; ``known`` lists them
-    ├── TooManyOperations    more would be under way than the controller keeps in mind
-    ├── TooManyPins          more chunks would be pinned than the controller remembers
-    ├── WrongPrompt          what should be token ids are none
-    ├── WrongRequest         what was asked for makes no sense, or no instance can do it
-    ├── RefusedInstance      an instance cannot be registered: its id is taken, or what it says is wrong
-    ├── MemberGone           the connection of an instance ended before a command was answered
-    └── CommandFailed        an instance could not carry out a command; says why
+    ├── AmbiguousModel       no model was named, and there are several; ``known`` lists their names
+    ├── TooManyOperations    too many operations are in flight
+    ├── TooManyPins          too many chunks are pinned
+    ├── WrongPrompt          invalid token ids
+    ├── WrongRequest         the request is invalid, or no instance can execute it
+    ├── RefusedInstance      an instance cannot be registered: its id is in use, or a message is invalid
+    ├── MemberGone           the connection of an instance closed before it answered a command
+    └── CommandFailed        an instance could not execute a command
 """
 
 from __future__ import annotations
@@ -24,86 +24,86 @@ from collections.abc import Iterable
 
 from kvtier.errors import ControllerError
 
-MOST_NAMED = 20
-"""Names in one message. What knows of more says how many more there are."""
+MAX_NAMED = 20
+"""Names listed in one message. The rest is only counted."""
 
 
 class UnknownName(ControllerError):
-    """There is nothing of this name. ``known`` has the names that there are."""
+    """The name does not exist. ``known`` lists the names that do."""
 
     def __init__(self, what: str, known: Iterable[str]) -> None:
         self.known = sorted(known)
-        super().__init__(f"there is no {what}{_listed(self.known)}")
+        super().__init__(f"there is no {what}{_list_names(self.known)}")
 
 
 class UnknownInstance(UnknownName):
-    """No instance of this name is connected."""
+    """No instance with this id is connected."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
         super().__init__(f"instance {name!r}", known)
 
 
 class UnknownTier(UnknownName):
-    """The instance has no tier of this name, nor a single one of this type."""
+    """The instance has no tier with this name, and not exactly one of this type."""
 
     def __init__(self, instance: str, name: str, known: Iterable[str]) -> None:
         super().__init__(f"tier {name!r} in instance {instance!r}", known)
 
 
 class UnknownModel(UnknownName):
-    """No instance has ever said that it serves a model of this name."""
+    """No instance has ever served a model with this name."""
 
     def __init__(self, name: str | None, known: Iterable[str]) -> None:
         super().__init__("model" if name is None else f"model {name!r}", known)
         if not self.known:
-            self.args = ("there is no model yet: no engine has said to an instance here which one it serves",)
+            self.args = ("no model is known yet: no engine has connected to a registered instance",)
 
 
 class UnknownEvent(UnknownName):
-    """No operation has this number, or it ended so long ago that it is forgotten."""
+    """No event has this id, or it has expired."""
 
-    def __init__(self, number: str, known: Iterable[str]) -> None:
-        super().__init__(f"event {number!r}", known)
+    def __init__(self, event_id: str, known: Iterable[str]) -> None:
+        super().__init__(f"event {event_id!r}", known)
 
 
 class AmbiguousModel(ControllerError):
-    """No model was named where there are several. ``known`` has their names."""
+    """No model was named, and there are several. ``known`` lists their names."""
 
     def __init__(self, known: Iterable[str]) -> None:
         self.known = sorted(known)
-        super().__init__(f"there are several models, name one of them{_listed(self.known)}")
+        super().__init__(f"there are several models: name one of them{_list_names(self.known)}")
 
 
 class TooManyOperations(ControllerError):
-    """More would be under way than the controller keeps in mind: try again when some have ended."""
+    """Too many operations are in flight. Retry when some have finished."""
 
 
 class TooManyPins(ControllerError):
-    """More chunks would be pinned than the controller remembers."""
+    """The limit on pinned chunks would be exceeded."""
 
 
 class WrongPrompt(ControllerError):
-    """Token ids are whole numbers from 0 to 4,294,967,295; these are not."""
+    """A token id is not an integer from 0 to 4,294,967,295."""
 
 
 class WrongRequest(ControllerError):
-    """What was asked for makes no sense, or no instance can do it; says what to ask for instead."""
+    """The request is invalid, or no instance can execute it. The message suggests an alternative."""
 
 
 class RefusedInstance(ControllerError):
-    """An instance that cannot be registered; the message is for whoever started it."""
+    """An instance cannot be registered. The message is for its operator."""
 
 
 class MemberGone(ControllerError):
-    """The connection of an instance has ended: nobody knows how far it came."""
+    """The connection of an instance has closed. The progress of its commands is unknown."""
 
 
 class CommandFailed(ControllerError):
-    """An instance has not carried out a command; the message says why, in its words."""
+    """An instance has not executed a command. The message contains the instance's reason."""
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     if not names:
-        return ", nor any other"
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return f"; known: {', '.join(names[:MOST_NAMED])}{more}"
+        return "; known: none"
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"; known: {', '.join(names[:MAX_NAMED])}{more}"

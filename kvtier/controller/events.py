@@ -1,7 +1,7 @@
-"""What the controller was asked to do, and what has become of it.
+"""The log of operations (*events*), their progress and their results.
 
-An event is queued, then running, then done or failed, and stays for a while after its end. What the log
-holds survives the controller, but not what it was doing: an event that had not ended has failed.
+An event is queued, then running, then done or failed, and is kept for some time afterwards. The log survives
+a restart of the controller; running operations do not: an unfinished event is then marked as failed.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from kvtier.controller.state import State
 Kind = Literal["move", "copy", "prefetch", "pin", "unpin", "clear"]
 EventState = Literal["queued", "running", "done", "failed"]
 Position = tuple[str, str | None]
-"""An instance and one of its tiers, by their names; ``None`` for all tiers."""
+"""Instance id and tier name; ``None`` for all tiers."""
 
 KEEP_SECONDS = 3600.0
-MOST_ENDED = 10_000
-MOST_UNFINISHED = 1_000
-"""What comes on top is refused: whoever asks faster than instances can move must wait, not the controller."""
+MAX_ENDED = 10_000
+MAX_UNFINISHED = 1_000
+"""Backpressure: further operations are refused until some have finished."""
 RESTARTED = "the controller was restarted"
-MEANWHILE = "what was confirmed until then stays as it is: ask for the same again to do the rest"
+PARTIAL_PROGRESS = "chunks confirmed before that keep their new state: repeat the request to do the rest"
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What has come of an event."""
+    """The result of an event."""
 
     tokens: int = 0
-    """Of the chunks that are now as they should be."""
+    """Tokens of the chunks that were processed."""
     chunks: int = 0
-    """How many these are."""
+    """Chunks that were processed."""
     bytes: int = 0
     """Transferred, or freed by a clear."""
     removed: int = 0
-    """Chunks that were removed: from the source of a move, or by a clear."""
+    """Chunks removed from the source of a move, or by a clear."""
     reason: str | None = None
-    """Where that is less than was asked for: why."""
+    """Why fewer chunks were processed than requested."""
 
 
 class Event(msgspec.Struct, kw_only=True, eq=False):
-    """One operation. Changed by the :class:`EventLog` alone."""
+    """One operation. Modified only by the :class:`EventLog`."""
 
     id: str
     kind: Kind
@@ -57,7 +57,7 @@ class Event(msgspec.Struct, kw_only=True, eq=False):
     target: Position | None
     model: str | None
     num_tokens: int
-    """That are to be moved, pinned ...; 0 where a tier is cleared of all that it holds, whoever's that is."""
+    """Tokens to be moved, pinned, etc. 0 for a clear without a prompt."""
     chunks: int
     state: EventState = "queued"
     chunks_done: int = 0
@@ -70,7 +70,7 @@ class Event(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def ended(self) -> bool:
-        """Whether it is done or failed."""
+        """Whether the event is done or failed."""
         return self.ended_at is not None
 
 
@@ -81,35 +81,35 @@ Listener = Callable[[Event], None]
 
 
 class EventLog:
-    """All events that are under way, and those that have ended of late. Synchronous but for :meth:`wait`."""
+    """All unfinished events, and recent finished ones. Only the ``wait`` methods are asynchronous."""
 
     def __init__(
         self,
         state: State,
         *,
         keep: float = KEEP_SECONDS,
-        most: int = MOST_ENDED,
+        max_ended: int = MAX_ENDED,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Take in what a former run has left in ``state``. ``keep`` is in seconds after an event's end."""
+        """Load the events of a previous run from ``state``. ``keep`` is in seconds after an event's end."""
         self._state = state
         self._keep = keep
-        self._most = most
+        self._max_ended = max_ended
         self._clock = clock
         self._events: dict[str, Event] = {}
-        """The oldest first."""
+        """Oldest first."""
         self._ended: deque[Event] = deque()
-        """In the order in which they ended."""
+        """In the order of their end."""
         self._ends: dict[str, anyio.Event] = {}
-        """Of those that have not ended."""
+        """Set at the end of an event; unfinished events only."""
         self._listeners: set[Listener] = set()
         self.counts: Counter[tuple[Kind, EventState]] = Counter()
-        """How many have come to each state since this run began."""
+        """Transitions into each state since the controller started."""
         self.seconds: defaultdict[Kind, float] = defaultdict(float)
-        """Seconds from the start to the end of all that have ended, by their kind."""
-        self._take_in()
+        """Total run time of finished events in seconds, by kind."""
+        self._load()
 
-    def _take_in(self) -> None:
+    def _load(self) -> None:
         for (row,) in self._state.read("SELECT event FROM events ORDER BY created_at"):
             assert isinstance(row, bytes)
             event = _decode(row)
@@ -117,14 +117,14 @@ class EventLog:
         for event in self._events.values():
             if not event.ended:
                 event.state, event.ended_at = "failed", self._clock()
-                event.error = f"{RESTARTED}; {MEANWHILE}"
+                event.error = f"{RESTARTED}; {PARTIAL_PROGRESS}"
                 self._save(event)
         self._ended.extend(sorted(self._events.values(), key=lambda event: event.ended_at or 0.0))
-        self._forget()
+        self._expire()
 
     @property
     def unfinished(self) -> int:
-        """How many are queued or running."""
+        """Number of queued and running events."""
         return len(self._ends)
 
     def create(
@@ -137,12 +137,12 @@ class EventLog:
         num_tokens: int = 0,
         chunks: int = 0,
     ) -> Event:
-        """Enter a new event. Raises :class:`TooManyOperations` where too many are under way."""
-        if len(self._ends) >= MOST_UNFINISHED:
+        """Add a queued event. Raises: TooManyOperations: too many events are unfinished."""
+        if len(self._ends) >= MAX_UNFINISHED:
             raise TooManyOperations(
-                f"{MOST_UNFINISHED} operations are under way: ask again when some of them have ended"
+                f"{MAX_UNFINISHED} operations are in flight: retry when some of them have finished"
             )
-        self._forget()
+        self._expire()
         event = Event(
             id=secrets.token_hex(8),
             kind=kind,
@@ -159,58 +159,58 @@ class EventLog:
         return event
 
     def start(self, event: Event) -> None:
-        """It is being carried out."""
+        """Mark an event as running."""
         event.state, event.started_at = "running", self._clock()
         self._changed(event)
 
     def progress(self, event: Event, chunks: int, transferred: int) -> None:
-        """So much of it is done; told to whoever watches, and not written down."""
+        """Update an event's progress and notify listeners. Progress is not persisted."""
         event.chunks_done, event.bytes_done = min(chunks, event.chunks), transferred
-        self._tell(event)
+        self._notify(event)
 
     def finish(self, event: Event) -> None:
-        """It is done; its result says how far."""
+        """Mark an event as done. Its ``result`` may be partial."""
         self._end(event, "done")
 
     def fail(self, event: Event, error: str) -> None:
-        """It has failed, for a reason in words. Harmless where it has ended already."""
+        """Mark an event as failed. No effect on an event that has ended."""
         if not event.ended:
             event.error = error
             self._end(event, "failed")
 
     def fail_all(self, error: str) -> None:
-        """All that have not ended have failed, for one reason."""
-        for number in list(self._ends):
-            self.fail(self._events[number], error)
+        """Mark all unfinished events as failed."""
+        for event_id in list(self._ends):
+            self.fail(self._events[event_id], error)
 
-    def find(self, number: str) -> Event:
-        """The event of this id. Raises :class:`UnknownEvent`."""
-        self._forget()
-        event = self._events.get(number)
+    def find(self, event_id: str) -> Event:
+        """Return the event with this id. Raises: UnknownEvent."""
+        self._expire()
+        event = self._events.get(event_id)
         if event is None:
-            raise UnknownEvent(number, [known.id for known in self.newest(10)])
+            raise UnknownEvent(event_id, [known.id for known in self.newest(10)])
         return event
 
     def newest(self, limit: int) -> list[Event]:
-        """The events that were asked for last, the newest first."""
-        self._forget()
+        """Return the latest events, newest first."""
+        self._expire()
         return list(islice(reversed(self._events.values()), limit))
 
     async def wait(self, event: Event, seconds: float) -> None:
-        """Wait until it has ended, for ``seconds`` at most."""
+        """Wait until the event has ended, for at most ``seconds``."""
         end = self._ends.get(event.id)
         if end is not None:
             with anyio.move_on_after(seconds):
                 await end.wait()
 
-    async def all_ended(self) -> None:
-        """Wait until none is under way."""
+    async def wait_all(self) -> None:
+        """Wait until no event is queued or running."""
         while self._ends:
             await next(iter(self._ends.values())).wait()
 
     @contextmanager
-    def watching(self, listener: Listener) -> Iterator[None]:
-        """Tell ``listener`` of every change and progress while the block lasts; it must not block."""
+    def subscribe(self, listener: Listener) -> Iterator[None]:
+        """Call ``listener`` on every change and progress within the block. It must not block."""
         self._listeners.add(listener)
         try:
             yield
@@ -227,9 +227,9 @@ class EventLog:
     def _changed(self, event: Event) -> None:
         self.counts[event.kind, event.state] += 1
         self._save(event)
-        self._tell(event)
+        self._notify(event)
 
-    def _tell(self, event: Event) -> None:
+    def _notify(self, event: Event) -> None:
         for listener in tuple(self._listeners):
             listener(event)
 
@@ -238,13 +238,15 @@ class EventLog:
             "REPLACE INTO events VALUES (?, ?, ?)", [(event.id, event.created_at, _encode(event))]
         )
 
-    def _forget(self) -> None:
-        """What ended long ago, and the oldest of too many."""
+    def _expire(self) -> None:
+        """Delete finished events that are older than ``keep`` or beyond ``max_ended``."""
         before = self._clock() - self._keep
-        gone = []
-        while self._ended and ((self._ended[0].ended_at or 0.0) < before or len(self._ended) > self._most):
+        expired = []
+        while self._ended and (
+            (self._ended[0].ended_at or 0.0) < before or len(self._ended) > self._max_ended
+        ):
             event = self._ended.popleft()
             del self._events[event.id]
-            gone.append((event.id,))
-        if gone:
-            self._state.write("DELETE FROM events WHERE id = ?", gone)
+            expired.append((event.id,))
+        if expired:
+            self._state.write("DELETE FROM events WHERE id = ?", expired)

@@ -1,4 +1,4 @@
-"""How full each instance's tiers were and what was found in them, over the last hour."""
+"""History of each instance over the last hour: fill and hits of its tiers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from typing import NamedTuple
 from kvtier.controller.member import Member
 
 SAMPLE_SECONDS = 10.0
-KEPT_SECONDS = 3600.0
-MOST_INSTANCES = 1024
-"""That have a history, whether connected or not. Beyond, the one goes that was sampled the longest ago."""
+RETENTION_SECONDS = 3600.0
+MAX_INSTANCES = 1024
+"""Instances with a history, connected or not. Beyond this, the least recently sampled one is dropped."""
 
 
 class TierSample(NamedTuple):
-    """One tier of an instance at one time."""
+    """One tier of an instance at one point in time."""
 
     used: int
     """Bytes."""
     found: int
-    """Chunks that look-ups have found in it since the instance began."""
+    """Chunks that lookups found in the tier since the instance started."""
 
 
 class Sample(NamedTuple):
-    """One instance at one time.
+    """One instance at one point in time.
 
-    Counts are since the instance began: what happened between two samples is their difference, and where
-    that is negative the instance was restarted.
+    Counters start at zero with the instance: a negative difference between two samples means a restart.
     """
 
     time: float
@@ -36,34 +35,34 @@ class Sample(NamedTuple):
 
 
 class History:
-    """Samples by the instance's id, so that an instance that comes back has its own again."""
+    """Samples by instance id. An instance that reconnects keeps its samples."""
 
     def __init__(self) -> None:
         self._samples: dict[str, deque[Sample]] = {}
         self._tiers: dict[str, Sequence[str]] = {}
 
     def of(self, instance: str) -> Sequence[Sample]:
-        """The samples of the last hour, the oldest first."""
+        """Return the samples of the last hour, oldest first."""
         return tuple(self._samples.get(instance, ()))
 
     def sample(self, members: Iterable[Member], now: float) -> None:
-        """Note how these are at a time of :func:`time.time`, and forget what is too old."""
+        """Sample these instances and drop old samples. ``now`` is a :func:`time.time`."""
         for member in members:
             if member.heartbeat is not None:
                 tiers = [tier.name for tier in member.hello.tiers]
                 samples = self._samples.pop(member.id, None)
                 if samples is None or self._tiers[member.id] != tiers:
-                    samples = deque(maxlen=int(KEPT_SECONDS / SAMPLE_SECONDS))
+                    samples = deque(maxlen=int(RETENTION_SECONDS / SAMPLE_SECONDS))
                 self._samples[member.id], self._tiers[member.id] = samples, tiers
                 samples.append(_sample(member, now))
-                while samples[0].time <= now - KEPT_SECONDS:
+                while samples[0].time <= now - RETENTION_SECONDS:
                     samples.popleft()
-        self._forget(now)
+        self._expire(now)
 
-    def _forget(self, now: float) -> None:
-        """Those at the front were sampled the longest ago."""
+    def _expire(self, now: float) -> None:
+        """Drop stale histories. The dictionary is ordered by the time of the last sample."""
         for instance, samples in list(self._samples.items()):
-            if len(self._samples) <= MOST_INSTANCES and samples[-1].time > now - KEPT_SECONDS:
+            if len(self._samples) <= MAX_INSTANCES and samples[-1].time > now - RETENTION_SECONDS:
                 break
             del self._samples[instance], self._tiers[instance]
 

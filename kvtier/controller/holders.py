@@ -1,12 +1,12 @@
-"""Which places hold which chunks: the controller's index of ten million keys.
+"""The controller's index: which places hold which chunks. Designed for ten million keys.
 
-A *place* is one tier of one instance, a small number. Chunks of one prompt are mostly held by the same
-places, so a key maps to the number of an interned *set* of places, and what a key becomes when a place is
-added or taken away is looked up by that number. Keys lie in 256 dictionaries by their first byte: none of
-them is so large that its growing stops the event loop, and the garbage collector passes over all of them.
+A *place* is one tier of one instance, identified by a small integer. Chunks of one prompt are mostly held by
+the same places. So a key maps to the number of an interned *set* of places, and adding or removing a place is
+a lookup of the transition from that set. Keys are sharded into 256 dictionaries by their first byte: resizing
+one does not stall the event loop, and the garbage collector skips them all.
 
-A place is *filled* under a label that is used once. Dropping a place ends its label, whatever it held, at
-once; what the label leaves behind in sets and keys is swept away in slices, between other work.
+Keys are added to a place under a *label*, which is never reused. Dropping a place removes its label in
+constant time; sets and keys that still refer to the label are swept in slices, between other work.
 
 Synchronous, not thread-safe. ``benchmarks/controller.py`` has the figures.
 """
@@ -18,19 +18,19 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 
-MOST_KEYS = 25_000_000
-"""In mind at once: 3 GB of them. What comes beyond is not taken in, and so is not found."""
-MOST_SETS = 1 << 20
-"""Combinations of places; a chunk that would need another one is known by its first holders alone."""
-MOST_STEPS = 1 << 17
-"""Remembered answers to what a set becomes."""
-SETS_A_SLICE = 16_384
+MAX_KEYS = 25_000_000
+"""Indexed at once, which takes 3 GB. Further keys are dropped, and lookups do not find them."""
+MAX_SETS = 1 << 20
+"""Combinations of places. A chunk that would need a further one keeps its previous holders."""
+MAX_TRANSITIONS = 1 << 17
+"""Cached transitions between sets."""
+SETS_PER_SLICE = 16_384
 ROWS = 256
 
-NOBODY = 0
-"""The number of the empty set, which has no keys."""
+EMPTY_SET = 0
+"""The number of the empty set, to which no key refers."""
 
 OwnerT = TypeVar("OwnerT", bound=Hashable)
 
@@ -40,75 +40,75 @@ class HolderSets:
 
     def __init__(self) -> None:
         self.labels: list[tuple[int, ...]] = [()]
-        """By set. A label that has ended may still be in it, until it is swept."""
+        """By set number. May contain removed labels until the next sweep."""
         self.keys: list[int] = [0]
-        """By set: how many keys refer to it. What is said of ``NOBODY`` means nothing."""
+        """By set number: keys that refer to it. Undefined for ``EMPTY_SET``."""
         self.live: dict[int, int] = {}
-        """The place of each label that has not ended."""
-        self._numbers: dict[tuple[int, ...], int] = {(): NOBODY}
+        """The place of each live label."""
+        self._numbers: dict[tuple[int, ...], int] = {(): EMPTY_SET}
         self._vacant: list[int] = []
         self._with: dict[int, dict[int, int]] = {}
         self._without: dict[int, dict[int, int]] = {}
-        self._steps = 0
+        self._transitions = 0
 
     def __len__(self) -> int:
         return len(self.labels) - len(self._vacant)
 
-    def begin(self, label: int, place: int) -> None:
-        """A label stands for a place from now on."""
+    def add_label(self, label: int, place: int) -> None:
+        """Assign a new label to a place."""
         self.live[label] = place
         self._with[label] = {}
         self._without[label] = {}
 
-    def end(self, label: int) -> None:
-        """It does no longer."""
+    def remove_label(self, label: int) -> None:
+        """Remove a label. Sets may contain it until they are swept."""
         del self.live[label], self._with[label], self._without[label]
 
-    def steps_with(self, label: int) -> dict[int, int]:
-        """What sets become with a label, as far as it is known: for the rest ask :meth:`join`."""
+    def transitions_with(self, label: int) -> dict[int, int]:
+        """Return the cached results of :meth:`with_label` for a label, by set number."""
         return self._with[label]
 
-    def steps_without(self, label: int) -> dict[int, int]:
-        """What sets become without a label, as far as it is known: for the rest ask :meth:`leave`."""
+    def transitions_without(self, label: int) -> dict[int, int]:
+        """Return the cached results of :meth:`without_label` for a label, by set number."""
         return self._without[label]
 
-    def join(self, number: int, label: int) -> int:
-        """The set with this label, too. The set itself where there are too many sets for another one."""
+    def with_label(self, number: int, label: int) -> int:
+        """Return the set with this label added, or the same set if ``MAX_SETS`` is reached."""
         labels = self.labels[number]
         if label not in labels:
             others = [other for other in labels if other in self.live]
-            joined = tuple(sorted([*others, label]))
-            if joined in self._numbers or not others or len(self) < MOST_SETS:
-                joined_number = self._number(joined)
+            labels_with = tuple(sorted([*others, label]))
+            if labels_with in self._numbers or not others or len(self) < MAX_SETS:
+                number_with = self._number(labels_with)
             else:
-                joined_number = number
+                number_with = number
         else:
-            joined_number = number
-        self._remember(self._with[label], number, joined_number)
-        return joined_number
+            number_with = number
+        self._cache_transition(self._with[label], number, number_with)
+        return number_with
 
-    def leave(self, number: int, label: int) -> int:
-        """The set without this label."""
+    def without_label(self, number: int, label: int) -> int:
+        """Return the set with this label removed."""
         labels = self.labels[number]
-        left_number = number
+        number_without = number
         if label in labels:
-            left_number = self._number(
+            number_without = self._number(
                 tuple(other for other in labels if other != label and other in self.live)
             )
-        self._remember(self._without[label], number, left_number)
-        return left_number
+        self._cache_transition(self._without[label], number, number_without)
+        return number_without
 
-    def _remember(self, steps: dict[int, int], before: int, after: int) -> None:
-        if self._steps >= MOST_STEPS:
-            self._forget_steps()
-        steps[before] = after
-        self._steps += 1
+    def _cache_transition(self, transitions: dict[int, int], before: int, after: int) -> None:
+        if self._transitions >= MAX_TRANSITIONS:
+            self._clear_transitions()
+        transitions[before] = after
+        self._transitions += 1
 
-    def _forget_steps(self) -> None:
-        """In place: whoever is going through keys holds on to these dictionaries."""
-        for steps in (*self._with.values(), *self._without.values()):
-            steps.clear()
-        self._steps = 0
+    def _clear_transitions(self) -> None:
+        """Clear in place: callers that iterate over keys hold references to these dictionaries."""
+        for transitions in (*self._with.values(), *self._without.values()):
+            transitions.clear()
+        self._transitions = 0
 
     def _number(self, labels: tuple[int, ...]) -> int:
         number = self._numbers.get(labels)
@@ -124,10 +124,10 @@ class HolderSets:
         return number
 
     def sweep(self, numbers: range, needed: Iterable[int]) -> dict[int, int]:
-        """Take ended labels out of these sets, and forget those that neither a key nor the caller needs.
+        """Remove dead labels from sets, and free sets that have no keys and are not in ``needed``.
 
-        Where two sets are equal then, the keys of one can be moved to the other: by the one the other, which
-        is ``NOBODY`` where none is left.
+        Return the sets that thereby became equal to another one, and that other set, to which the caller must
+        move their keys. It is ``EMPTY_SET`` for a set without live labels.
         """
         moves = {}
         targets = set(needed)
@@ -139,18 +139,18 @@ class HolderSets:
                 self._rename(number, ())
                 self._vacant.append(number)
                 continue
-            left = tuple(label for label in labels if label in self.live)
-            if len(left) < len(labels):
-                same = self._rename(number, left)
+            live_labels = tuple(label for label in labels if label in self.live)
+            if len(live_labels) < len(labels):
+                same = self._rename(number, live_labels)
                 if same != number:
                     moves[number] = same
                     targets.add(same)
-        # They may lead to what is vacant, or has moved.
-        self._forget_steps()
+        # Cached transitions may lead to freed or merged sets.
+        self._clear_transitions()
         return moves
 
     def _rename(self, number: int, labels: tuple[int, ...]) -> int:
-        """Give a set other labels; the set by which these are known, itself or another."""
+        """Change the labels of a set. Return the set now interned under them: this one or an equal one."""
         before = self.labels[number]
         if self._numbers.get(before) == number:
             del self._numbers[before]
@@ -158,21 +158,21 @@ class HolderSets:
         return self._numbers.setdefault(labels, number)
 
     def vacate(self, numbers: Collection[int]) -> None:
-        """All keys of these have been moved."""
+        """Free these sets. All their keys have been moved."""
         for number in numbers:
             assert not self.keys[number]
             self.labels[number] = ()
             self._vacant.append(number)
-        self._forget_steps()
+        self._clear_transitions()
 
 
 class Holders:
-    """Keys to places, and back to what :meth:`prefixes` and the others are asked."""
+    """The index from keys to the places that hold them. Not thread-safe; all methods are synchronous."""
 
-    def __init__(self, most_keys: int = MOST_KEYS) -> None:
-        self.overlooked = 0
-        """Times that a key found no room."""
-        self._most_in_a_row = -(-most_keys // ROWS)
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self.dropped_keys = 0
+        """How often a key was dropped for lack of room."""
+        self._max_row = -(-max_keys // ROWS)
         self._rows: list[dict[ChunkKey, int]] = [{} for _ in range(ROWS)]
         self._sets = HolderSets()
         self._labels: dict[int, int] = {}
@@ -181,32 +181,32 @@ class Holders:
         self._sweep = Sweep(self._rows, self._sets)
 
     def __len__(self) -> int:
-        """Keys in mind, those included that belong to nobody and have yet to be swept."""
+        """Return the number of indexed keys, including those without a holder until they are swept."""
         return sum(map(len, self._rows))
 
     def add(self, place: int, keys: Sequence[ChunkKey]) -> None:
-        """A place holds these, too. About 1 µs a key."""
+        """Add keys to a place. Takes about 1 µs per key."""
         label = self._labels.get(place)
         if label is None:
             label = self._labels[place] = next(self._new_labels)
-            self._sets.begin(label, place)
+            self._sets.add_label(label, place)
         rows, sets = self._rows, self._sets
-        steps, counts, most = sets.steps_with(label), sets.keys, self._most_in_a_row
-        alone = sets.join(NOBODY, label)
+        transitions, counts, max_row = sets.transitions_with(label), sets.keys, self._max_row
+        alone = sets.with_label(EMPTY_SET, label)
         added = new = 0
         for key in keys:
             row = rows[key[0]]
             before = row.get(key)
             if before is None:
-                if len(row) < most:
+                if len(row) < max_row:
                     row[key] = alone
                     new += 1
                 else:
-                    self.overlooked += 1
+                    self.dropped_keys += 1
                 continue
-            after = steps.get(before)
+            after = transitions.get(before)
             if after is None:
-                after = sets.join(before, label)
+                after = sets.with_label(before, label)
             if after != before:
                 row[key] = after
                 counts[before] -= 1
@@ -217,24 +217,24 @@ class Holders:
         self._counts[place] += added
 
     def remove(self, place: int, keys: Sequence[ChunkKey]) -> None:
-        """A place does not hold these any more. Those that it did not hold are passed over."""
+        """Remove keys from a place. Keys that it does not hold are ignored."""
         label = self._labels.get(place)
         if label is None:
             return
         rows, sets = self._rows, self._sets
-        steps, counts = sets.steps_without(label), sets.keys
+        transitions, counts = sets.transitions_without(label), sets.keys
         removed = 0
         for key in keys:
             row = rows[key[0]]
-            before = row.get(key, NOBODY)
-            after = steps.get(before)
+            before = row.get(key, EMPTY_SET)
+            after = transitions.get(before)
             if after is None:
-                after = sets.leave(before, label)
+                after = sets.without_label(before, label)
             if after == before:
                 continue
             counts[before] -= 1
             removed += 1
-            if after == NOBODY:
+            if after == EMPTY_SET:
                 del row[key]
             else:
                 row[key] = after
@@ -242,25 +242,25 @@ class Holders:
         self._counts[place] -= removed
 
     def drop(self, places: Collection[int]) -> None:
-        """These places hold nothing. Takes no longer for ten million keys than for one."""
+        """Remove all keys from these places. Takes constant time, independent of the number of keys."""
         for place in places:
             label = self._labels.pop(place, None)
             if label is not None:
-                self._sets.end(label)
+                self._sets.remove_label(label)
                 self._sweep.start()
             del self._counts[place]
 
     def count(self, place: int) -> int:
-        """How many keys a place holds."""
+        """Return the number of keys that a place holds."""
         return self._counts[place]
 
     def prefixes(self, keys: Sequence[ChunkKey]) -> dict[int, int]:
-        """How many leading keys each place holds that holds the first."""
+        """Return how many leading keys each place holds. Places without the first key are omitted."""
         live, labels = self._sets.live, self._sets.labels
         return self._leading(keys, lambda number: [live[label] for label in labels[number] if label in live])
 
     def prefixes_of(self, owners: Mapping[int, OwnerT], keys: Sequence[ChunkKey]) -> dict[OwnerT, int]:
-        """The same for the owners of places, all places of an owner together. Others do not count."""
+        """Return how many leading keys each owner holds in any of its places. Other places are ignored."""
         live, labels = self._sets.live, self._sets.labels
 
         def owners_in(number: int) -> Collection[OwnerT]:
@@ -275,9 +275,9 @@ class Holders:
         rows = self._rows
         found: dict[OwnerT, int] = {}
         holding: Collection[OwnerT] | None = None
-        last = NOBODY
+        last = EMPTY_SET
         for index, key in enumerate(keys):
-            number = rows[key[0]].get(key, NOBODY)
+            number = rows[key[0]].get(key, EMPTY_SET)
             if number == last and index:
                 continue
             last = number
@@ -293,25 +293,25 @@ class Holders:
         return found
 
     def held(self, place: int, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Of each key whether a place holds it."""
+        """Return for each key whether a place holds it."""
         label = self._labels.get(place)
         if label is None:
             return [False] * len(keys)
         rows, labels = self._rows, self._sets.labels
-        return [label in labels[rows[key[0]].get(key, NOBODY)] for key in keys]
+        return [label in labels[rows[key[0]].get(key, EMPTY_SET)] for key in keys]
 
     @property
-    def untidy(self) -> bool:
-        """Whether there is something to :meth:`sweep`."""
-        return self._sweep.due
+    def needs_sweep(self) -> bool:
+        """Whether :meth:`sweep` has work to do."""
+        return self._sweep.is_due
 
     def sweep(self) -> None:
-        """A slice of what dropping has left to be done: 15 ms at ten million keys, 4 s in all."""
+        """Sweep one slice: at ten million keys 15 ms, of 4 s in total."""
         self._sweep.slice()
 
 
 class Sweep:
-    """Goes through the sets, then through the rows, a slice at a time, and then once more where it must."""
+    """Sweeps all sets, then all rows, one slice at a time. Repeats if labels were removed meanwhile."""
 
     def __init__(self, rows: list[dict[ChunkKey, int]], sets: HolderSets) -> None:
         self._rows = rows
@@ -321,32 +321,32 @@ class Sweep:
         self._rows_left = 0
         self._row = 0
         self._moves: dict[int, int] = {}
-        """Sets whose keys go to others, or go."""
+        """Merged sets, and the sets to which their keys move. Keys are deleted if that is ``EMPTY_SET``."""
         self._sets_after = 0
 
     @property
-    def due(self) -> bool:
-        """Whether a slice would change anything: labels have ended, or far more sets than there were."""
+    def is_due(self) -> bool:
+        """Whether to sweep: labels were removed, or the number of sets has doubled since the last sweep."""
         if self._started or self._sets_at is not None or self._rows_left:
             return True
         return len(self._sets) > 2 * self._sets_after + 1024
 
     def start(self) -> None:
-        """A label has ended."""
+        """Request a sweep after a label was removed."""
         self._started = True
 
     def slice(self) -> None:
-        """Do a part of it."""
+        """Sweep one slice."""
         if self._sets_at is not None:
             self._sweep_sets(self._sets_at)
         elif self._rows_left:
             self._sweep_row()
-        elif self.due:
+        elif self.is_due:
             self._started = False
             self._sets_at = 1
 
     def _sweep_sets(self, start: int) -> None:
-        stop = min(start + SETS_A_SLICE, len(self._sets.labels))
+        stop = min(start + SETS_PER_SLICE, len(self._sets.labels))
         self._moves.update(self._sets.sweep(range(start, stop), self._moves.values()))
         if stop < len(self._sets.labels):
             self._sets_at = stop
@@ -355,7 +355,7 @@ class Sweep:
         self._sets_after = len(self._sets)
         if self._moves:
             self._rows_left = ROWS
-            # A label may have ended meanwhile, and what keys should move to may itself have moved.
+            # A label may have been removed meanwhile, and a target set may itself have been merged.
             self._moves = {number: self._end_of(number) for number in self._moves}
 
     def _end_of(self, number: int) -> int:
@@ -370,9 +370,9 @@ class Sweep:
             for number, count in moved.items():
                 self._sets.keys[number] -= count
                 self._sets.keys[moves[number]] += count
-            # A new one: a dictionary gives nothing back for what is deleted.
+            # Rebuild the row: a dictionary does not shrink when keys are deleted.
             self._rows[self._row] = {
-                key: to for key, number in row.items() if (to := moves.get(number, number)) != NOBODY
+                key: to for key, number in row.items() if (to := moves.get(number, number)) != EMPTY_SET
             }
         self._row = (self._row + 1) % ROWS
         self._rows_left -= 1

@@ -31,14 +31,14 @@ from kvtier.agent.protocol import (
 )
 from kvtier.controller.errors import CommandFailed, MemberGone
 from kvtier.errors import ControllerError, ProtocolError
-from kvtier.keys import split_keys
+from kvtier.memory.keys import split_keys
 from kvtier.sockets.frames import Message, encode_body
 
-MOST_COMMANDS = 1024
+MAX_COMMANDS = 1024
 """That one instance may be busy with, those included that nobody waits for any more."""
-MOST_UNSENT_BYTES = 32 << 20
+MAX_UNSENT_BYTES = 32 << 20
 """That wait to be sent to one instance. Beyond, it is taken for dead: it reads nothing."""
-MOST_REASON_CHARACTERS = 1000
+MAX_REASON_CHARACTERS = 1000
 
 OnProgress: TypeAlias = Callable[[Progress], None]
 
@@ -71,7 +71,7 @@ class Member:
         self._tickets = itertools.count(1)
         self._orders: dict[int, _Order] = {}
 
-    async def carry_out(self, command: Callable[[int], Command], progress: OnProgress | None = None) -> Done:
+    async def execute(self, command: Callable[[int], Command], progress: OnProgress | None = None) -> Done:
         """Give it a command, made of the ticket for it, and wait until it was carried out.
 
         As long as that takes: who sets a deadline cancels, and it is told to stop; how far it came is not
@@ -120,18 +120,18 @@ class Member:
                 order.report(answer)
             case Done():
                 del self._orders[answer.ticket]
-                reason = None if answer.reason is None else answer.reason[:MOST_REASON_CHARACTERS]
+                reason = None if answer.reason is None else answer.reason[:MAX_REASON_CHARACTERS]
                 order.settle(msgspec.structs.replace(answer, reason=reason))
             case Failed():
                 del self._orders[answer.ticket]
-                order.settle(CommandFailed(f"{self.id}: {answer.reason[:MOST_REASON_CHARACTERS]}"))
+                order.settle(CommandFailed(f"{self.id}: {answer.reason[:MAX_REASON_CHARACTERS]}"))
 
     def say(self, message: Message) -> None:
         """Queue a message. Raises :class:`MemberGone`, and :class:`ProtocolError` where it is too long."""
         if self.over is not None:
             raise MemberGone(f"instance {self.id!r} has gone: {self.over}")
         body = encode_body(message)
-        if self._unsent_bytes + len(body) > MOST_UNSENT_BYTES:
+        if self._unsent_bytes + len(body) > MAX_UNSENT_BYTES:
             self.end("it takes in nothing of what it is told")
             raise MemberGone(f"instance {self.id!r} has gone: {self.over}")
         self._unsent.append(body)
@@ -159,8 +159,8 @@ class Member:
         self._hang_up()
 
     def _give(self, command: Callable[[int], Command], progress: OnProgress | None) -> _Order:
-        if len(self._orders) >= MOST_COMMANDS:
-            raise CommandFailed(f"instance {self.id!r} is busy with {MOST_COMMANDS} commands already")
+        if len(self._orders) >= MAX_COMMANDS:
+            raise CommandFailed(f"instance {self.id!r} is busy with {MAX_COMMANDS} commands already")
         ticket = next(self._tickets)
         order = _Order(command(ticket), progress)
         try:

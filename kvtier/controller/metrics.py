@@ -1,4 +1,4 @@
-"""What Prometheus is told of the controller; of the instances it asks themselves."""
+"""Prometheus metrics of the controller. Instances export their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.controller.operations import Operations
 
 
 class ControllerMetrics(Collector):
-    """Reads everything when it is asked: nothing is counted twice, and nothing in between."""
+    """Reads the existing counters on each scrape, so that nothing is counted separately for metrics."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
@@ -23,62 +23,56 @@ class ControllerMetrics(Collector):
         self._collectors.register(self)
 
     def answer(self) -> Response:
-        """All of it, in Prometheus' text format. Some milliseconds for a hundred instances."""
+        """Return all metrics in Prometheus' text format. Takes a few milliseconds for 100 instances."""
         return Response(generate_latest(self._collectors), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing that must be asked for when it is registered."""
+        """Return nothing, so that registration does not call :meth:`collect`."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """What it is now."""
-        info = GaugeMetricFamily("kvtier_controller_info", "The controller's version.", labels=["version"])
+        """Yield the current values."""
+        info = GaugeMetricFamily("kvtier_controller_info", "Version of the controller.", labels=["version"])
         info.add_metric([kvtier.__version__], 1)
         yield info
-        yield from self._of_instances()
-        yield from self._of_events()
-        yield CounterMetricFamily(
-            "kvtier_controller_lookups", "Look-ups that were answered.", self._operations.look_ups
-        )
+        yield from self._instance_metrics()
+        yield from self._event_metrics()
+        yield CounterMetricFamily("kvtier_controller_lookups", "Lookups answered.", self._operations.lookups)
         yield CounterMetricFamily(
             "kvtier_controller_lookup_seconds",
-            "Seconds that answering look-ups took, tokenizing included.",
-            self._operations.look_up_seconds,
+            "Time spent answering lookups, including tokenization, in seconds.",
+            self._operations.lookup_seconds,
         )
 
-    def _of_instances(self) -> Iterator[Metric]:
+    def _instance_metrics(self) -> Iterator[Metric]:
         registry = self._operations.registry
-        yield GaugeMetricFamily(
-            "kvtier_controller_instances", "Instances that are registered.", len(registry.members)
-        )
-        yield GaugeMetricFamily(
-            "kvtier_controller_keys", "Chunks of which some holder is known.", len(registry.holders)
-        )
+        yield GaugeMetricFamily("kvtier_controller_instances", "Registered instances.", len(registry.members))
+        yield GaugeMetricFamily("kvtier_controller_keys", "Chunks in the index.", len(registry.holders))
         chunks = GaugeMetricFamily(
             "kvtier_controller_chunks",
-            "Chunks that a tier of an instance is known to hold.",
+            "Chunks in a tier of an instance, according to the index.",
             labels=["instance", "tier"],
         )
-        silence = GaugeMetricFamily(
+        last_heard = GaugeMetricFamily(
             "kvtier_controller_last_heard_timestamp_seconds",
-            "When an instance was heard of last, in seconds since 1970.",
+            "Unix timestamp of the last message from an instance.",
             labels=["instance"],
         )
         for member in registry.members.values():
-            silence.add_metric([member.id], member.heard_at)
+            last_heard.add_metric([member.id], member.heard_at)
             for place, tier in zip(member.places, member.hello.tiers, strict=True):
                 chunks.add_metric([member.id, tier.name], registry.holders.count(place))
         yield chunks
-        yield silence
+        yield last_heard
 
-    def _of_events(self) -> Iterator[Metric]:
+    def _event_metrics(self) -> Iterator[Metric]:
         log = self._operations.events
         yield GaugeMetricFamily(
-            "kvtier_controller_events_unfinished", "Events that are queued or running.", log.unfinished
+            "kvtier_controller_events_unfinished", "Events queued or running.", log.unfinished
         )
         events = CounterMetricFamily(
             "kvtier_controller_events",
-            "Events that have come to a state: queued, running, done or failed.",
+            "Transitions of events into a state: queued, running, done or failed.",
             labels=["kind", "state"],
         )
         for (kind, state), count in log.counts.items():
@@ -86,7 +80,7 @@ class ControllerMetrics(Collector):
         yield events
         seconds = CounterMetricFamily(
             "kvtier_controller_event_seconds",
-            "Seconds from the start to the end of all events that have ended.",
+            "Total run time of ended events in seconds.",
             labels=["kind"],
         )
         for kind, total in log.seconds.items():

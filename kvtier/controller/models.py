@@ -1,7 +1,7 @@
-"""The models that instances have told of, and what a prompt is made of in one of them.
+"""The models that instances have reported, and the chunk keys of prompts for a model.
 
-A model here is one *namespace*: a model in one layout. Engines that arrange their KV differently share no
-chunks, so one name may stand for several of them.
+A model here is one *namespace*: a model in one KV layout. Engines with different layouts share no chunks, so
+one name may refer to several namespaces.
 """
 
 from __future__ import annotations
@@ -10,54 +10,54 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvtier.agent.protocol import Model
-from kvtier.controller.checks import MOST_NAMES
+from kvtier.controller.checks import MAX_NAMES
 from kvtier.controller.errors import AmbiguousModel, UnknownModel, WrongPrompt
-from kvtier.header import object_bytes
-from kvtier.keys import ChunkKey, chunk_keys, root_key
+from kvtier.memory.header import object_bytes
+from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
 
-MOST_MODELS = 4096
-"""Remembered. Beyond, the one is forgotten that was told of the longest ago."""
+MAX_MODELS = 4096
+"""Known models. Beyond this, the least recently reported one is dropped."""
 
 
 class Prompt(NamedTuple):
-    """A prompt in chunks, in prefix order. The last of them may be shorter than the others."""
+    """A prompt in chunks, in prefix order. The last chunk may be partial."""
 
     keys: Sequence[ChunkKey]
     tokens: Sequence[int]
-    """By chunk: how many."""
+    """Number of tokens of each chunk."""
     lengths: Sequence[int]
-    """By chunk: the bytes of its chunk object."""
+    """Size of each chunk object in bytes."""
 
     def leading_tokens(self, chunks: int) -> int:
-        """How many tokens the first so many chunks are."""
+        """Return the number of tokens in the first ``chunks`` chunks."""
         return sum(self.tokens[:chunks])
 
 
 class Models:
-    """By name and by namespace. A model stays known when no instance serves it any longer."""
+    """Known models by name and namespace. A model stays known after all its instances have disconnected."""
 
     def __init__(self) -> None:
         self._models: dict[bytes, Model] = {}
 
     def add(self, models: Iterable[Model]) -> None:
-        """An instance serves these."""
+        """Add the models that an instance serves."""
         for model in models:
             known = self._models.pop(model.namespace, None)
             if known is not None:
-                names = list(dict.fromkeys([*model.names, *known.names]))[:MOST_NAMES]
+                names = list(dict.fromkeys([*model.names, *known.names]))[:MAX_NAMES]
                 model = Model(names, model.namespace, model.layout, model.tokenizer)
             self._models[model.namespace] = model
-            if len(self._models) > MOST_MODELS:
+            if len(self._models) > MAX_MODELS:
                 del self._models[next(iter(self._models))]
 
     def all(self) -> list[Model]:
-        """Every model that is known, one for each namespace."""
+        """Return all known models, one per namespace."""
         return list(self._models.values())
 
     def find(self, name: str | None, among: Sequence[Model] | None = None) -> list[Model]:
-        """The model of this name in every layout that there is, or the only one where no name is given.
+        """Return the model with this name in all known layouts. Without a name, the only known model.
 
-        ``among`` leaves out all others. Raises :class:`UnknownModel` and :class:`AmbiguousModel`.
+        ``among`` restricts the search to these models. Raises: UnknownModel, AmbiguousModel.
         """
         models = self.all() if among is None else among
         if name is not None:
@@ -73,15 +73,15 @@ class Models:
         return list(models)
 
     def prompt(self, model: Model, tokens: Sequence[int], salt: str = "") -> Prompt:
-        """What the tokens are made of in this model. Raises :class:`WrongPrompt`.
+        """Return the chunks of a prompt for a model. Takes about 15 ms for a million tokens.
 
-        About 15 ms for a million tokens.
+        Raises: WrongPrompt.
         """
         layout = model.layout
         try:
             keys = chunk_keys(root_key(model.namespace, salt), tokens, layout.chunk_tokens, tail=True)
         except (OverflowError, TypeError, UnicodeEncodeError) as error:
-            raise WrongPrompt(f"token ids are whole numbers from 0 to 4294967295: {error}") from error
+            raise WrongPrompt(f"token ids must be integers from 0 to 4294967295: {error}") from error
         full, rest = divmod(len(tokens), layout.chunk_tokens)
         lengths = [object_bytes(layout.payload_bytes(layout.chunk_tokens))] * full
         if rest:

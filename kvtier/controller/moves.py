@@ -1,4 +1,4 @@
-"""Bringing chunks into a tier: moves, copies, and what is fetched ahead of need."""
+"""Operations that transfer chunks into a tier: move, copy and prefetch."""
 
 from __future__ import annotations
 
@@ -6,27 +6,36 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvtier.agent.protocol import MOST_KEYS, Delete, Fetch, Progress
+from kvtier.agent.protocol import MAX_KEYS, Delete, Fetch, Progress
 from kvtier.controller.errors import CommandFailed, MemberGone, UnknownName, WrongRequest
 from kvtier.controller.events import Kind, Position, Result
 from kvtier.controller.member import Member
 from kvtier.controller.models import Prompt
-from kvtier.controller.operation import PEERS, Operation, Part, Place, Plan, Report, confirmed, tell
-from kvtier.controller.pinning import end_pins
+from kvtier.controller.operation import (
+    PEERS,
+    Operation,
+    Part,
+    Place,
+    Plan,
+    Report,
+    confirmed_keys,
+    run_command,
+)
+from kvtier.controller.pin_restore import drop_stale_pins
 from kvtier.controller.pins import Pins
 from kvtier.controller.prompts import ModelPrompt
 from kvtier.controller.registry import Registry
-from kvtier.keys import ChunkKey, join_keys
-from kvtier.router import FIRST
+from kvtier.memory.keys import ChunkKey, join_keys
+from kvtier.tiers.router import FIRST
 
 Progressed = Callable[[Progress], None]
 
 
 class Move(Operation):
-    """From one tier to another, of one instance or of two. With ``copy`` the chunks stay where they were.
+    """Move chunks to another tier, of the same or another instance. With ``copy`` the source keeps them.
 
-    What goes is what the source holds of the prompt, up to the first chunk that neither tier holds: so a
-    move that was cut short is completed by asking for it again.
+    Moves the chunks that the source holds, up to the first chunk that neither tier holds. So repeating an
+    interrupted move completes it.
     """
 
     deletes = True
@@ -41,7 +50,7 @@ class Move(Operation):
         target: Position,
         copy: bool,
     ) -> None:
-        """Raises :class:`WrongRequest` for one place twice, and for a source of which nobody knows all."""
+        """Raises: WrongRequest: source and target are the same, or the source is a shared pool."""
         super().__init__(registry, prompts, source=source, target=target)
         self._pins = pins
         self._copy = copy
@@ -52,40 +61,40 @@ class Move(Operation):
             raise WrongRequest("`old_position` and `new_position` are the same")
         if old.shared:
             raise WrongRequest(
-                f"tier {source[1]!r} of instance {source[0]!r} is a pool that others fill, too, and "
-                "the controller does not know what it holds: use /prefetch to fetch from there"
+                f"tier {source[1]!r} of instance {source[0]!r} is a shared pool, whose content is not "
+                "indexed: use /prefetch to fetch from it"
             )
 
     def plan(self) -> Plan:
-        """Of the layouts of the model the one of which there is most to move."""
+        """Plan for the layout with the most tokens to move."""
         source, target = self._places()
         return max(
             (self._plan(chunks, source, target) for chunks in self._prompts), key=lambda plan: plan.num_tokens
         )
 
-    async def carry_out(self, plan: Plan, result: Result, report: Report) -> None:
-        """Fetch, then delete exactly what was confirmed; slice by slice where there are very many chunks."""
+    async def execute(self, plan: Plan, result: Result, report: Report) -> None:
+        """Fetch, then delete exactly the confirmed chunks from the source, in slices of ``MAX_KEYS``."""
         source, target = self._places()
         [part] = plan.parts
-        raised = self._raised(source, target, part.chunks.prompt.keys)
+        promoted = self._keys_to_promote(source, target, part.chunks.prompt.keys)
         peer = source.member.hello.peer if source.member is not target.member else None
         if source.member is not target.member and peer is None:
             raise CommandFailed(
-                f"instance {source.member.id!r} serves no others: set peer.listen in its settings"
+                f"instance {source.member.id!r} does not serve peers: set peer.listen in its settings"
             )
-        for chunks in part.chunks.slices(MOST_KEYS):
-            fetch = Fetching(target, peer, part.chunks.model.namespace, chunks)
+        for chunks in part.chunks.slices(MAX_KEYS):
+            fetch = FetchChunks(target, peer, part.chunks.model.namespace, chunks)
             try:
-                arrived = await fetch.carry_out(result, report)
+                arrived = await fetch.execute(result, report)
             except MemberGone as error:
                 raise MemberGone(
-                    f"the target {target.member.id!r} went away before it had confirmed all ({error}): the "
-                    "source keeps what was not confirmed"
+                    f"the target {target.member.id!r} disconnected before it confirmed all chunks ({error}): "
+                    "the source keeps the unconfirmed ones"
                 ) from error
             if not self._copy:
-                await self._leave(source, arrived, raised, result)
+                await self._remove_from_source(source, arrived, promoted, result)
             if len(arrived) < len(chunks.keys):
-                result.reason = self._why(source, result.reason)
+                result.reason = self._shortfall_reason(source, result.reason)
                 return
 
     def _places(self) -> tuple[Place, Place]:
@@ -100,48 +109,48 @@ class Move(Operation):
         reach = next(
             (at for at, held in enumerate(zip(here, there, strict=True)) if not any(held)), len(here)
         )
-        part = chunks.first(reach).part(here[:reach])
+        part = chunks.first(reach).selected(here[:reach])
         return Plan([Part(target.tier, part)], part.num_tokens, len(part.prompt.keys), chunks.model.names[0])
 
-    def _raised(self, source: Place, target: Place, keys: Sequence[ChunkKey]) -> frozenset[ChunkKey]:
-        """What the source must bring into its memory first, to let another instance read it there."""
+    def _keys_to_promote(self, source: Place, target: Place, keys: Sequence[ChunkKey]) -> frozenset[ChunkKey]:
+        """Return the keys that the source must first promote to memory, where other instances read them."""
         if source.tier == FIRST or source.member is target.member:
             return frozenset()
         there = self._registry.holders.held(source.member.places[FIRST], keys)
         return frozenset(key for key, held in zip(keys, there, strict=True) if not held)
 
-    async def _leave(
-        self, source: Place, keys: Sequence[ChunkKey], raised: Collection[ChunkKey], result: Result
+    async def _remove_from_source(
+        self, source: Place, keys: Sequence[ChunkKey], promoted: Collection[ChunkKey], result: Result
     ) -> None:
-        """Take from the source what the target has confirmed, and what was in its memory for the move alone.
+        """Delete confirmed chunks from the source, and those that it promoted to memory just for this move.
 
-        A source that has lost its connection and is back is the same: it is found by its name.
+        The source is looked up by id, as it may have reconnected in the meantime.
         """
         if not keys:
             return
         assert self.source is not None
         try:
             member, tier = self.place(self.source)
-            done = await tell(member, partial(Delete, tier=tier, keys=join_keys(keys)))
+            done = await run_command(member, partial(Delete, tier=tier, keys=join_keys(keys)))
             result.removed += done.chunks
-            lifted = [key for key in keys if key in raised]
-            if lifted:
-                await tell(member, partial(Delete, tier=FIRST, keys=join_keys(lifted)))
+            promoted_here = [key for key in keys if key in promoted]
+            if promoted_here:
+                await run_command(member, partial(Delete, tier=FIRST, keys=join_keys(promoted_here)))
         except (MemberGone, CommandFailed, UnknownName) as error:
             raise CommandFailed(
-                f"the target has confirmed {len(keys)} chunks, but they may still be in the source: {error}"
+                f"the target has confirmed {len(keys)} chunks, but the source may still hold them: {error}"
             ) from error
-        end_pins(self._registry, self._pins, member, keys)
+        drop_stale_pins(self._registry, self._pins, member, keys)
 
-    def _why(self, source: Place, reason: str | None) -> str:
-        said = reason or "the target does not say why"
+    def _shortfall_reason(self, source: Place, reason: str | None) -> str:
+        text = reason or "the target gave no reason"
         if self._registry.members.get(source.member.id) is not source.member:
-            return f"the source {source.member.id!r} went away: {said}"
-        return said
+            return f"the source {source.member.id!r} disconnected: {text}"
+        return text
 
 
 class Prefetch(Operation):
-    """Into a tier from wherever the chunks are: the instance's other tiers, and the peer that has most."""
+    """Fetch chunks into a tier: from other tiers, and from the peer that holds most of the rest."""
 
     kind = "prefetch"
     deletes = False
@@ -158,23 +167,23 @@ class Prefetch(Operation):
         self._seconds = seconds
 
     def plan(self) -> Plan:
-        """Of the layouts of the model the one of which there is most."""
+        """Plan for the layout with the most tokens to fetch."""
         target = self._place()
         return max((self._plan(chunks, target) for chunks in self._prompts), key=lambda plan: plan.num_tokens)
 
-    async def carry_out(self, plan: Plan, result: Result, report: Report) -> None:
-        """Fetch."""
+    async def execute(self, plan: Plan, result: Result, report: Report) -> None:
+        """Fetch the planned chunks."""
         target = self._place()
         [part] = plan.parts
-        for chunks in part.chunks.slices(MOST_KEYS):
-            fetch = Fetching(target, plan.peer, part.chunks.model.namespace, chunks, self._seconds)
-            arrived = await fetch.carry_out(result, report)
+        for chunks in part.chunks.slices(MAX_KEYS):
+            fetch = FetchChunks(target, plan.peer, part.chunks.model.namespace, chunks, self._seconds)
+            arrived = await fetch.execute(result, report)
             if len(arrived) < len(chunks.keys):
                 break
         if result.chunks >= plan.chunks:
             result.reason = None
         else:
-            result.reason = result.reason or "the instance does not say why"
+            result.reason = result.reason or "the instance gave no reason"
 
     def _place(self) -> Place:
         assert self.target is not None
@@ -188,7 +197,7 @@ class Prefetch(Operation):
         peers = holders.prefixes_of(self._peers(member), keys[here:])
         peer = max(peers, key=lambda address: peers[address], default=None)
         known = chunks.first(here + (peers[peer] if peer is not None else 0))
-        # What a pool holds is asked for by the instance alone.
+        # Only the instance can look up shared pools, so request all chunks.
         pools = any(tier.shared and tier.type != PEERS for tier in member.hello.tiers)
         return Plan(
             [Part(target.tier, chunks if pools else known)],
@@ -200,7 +209,7 @@ class Prefetch(Operation):
         )
 
     def _peers(self, member: Member) -> dict[int, str]:
-        """By place: where it can be fetched from. Others serve what is theirs alone."""
+        """Return the peer addresses by place. Instances do not serve chunks from shared pools."""
         return {
             place: other.hello.peer
             for other in self._registry.members.values()
@@ -210,8 +219,8 @@ class Prefetch(Operation):
         }
 
 
-class Fetching(NamedTuple):
-    """One command to fetch, and what is made of its answer."""
+class FetchChunks(NamedTuple):
+    """One fetch command, and the evaluation of its answer."""
 
     target: Place
     peer: str | None
@@ -219,8 +228,8 @@ class Fetching(NamedTuple):
     chunks: Prompt
     seconds: float | None = None
 
-    async def carry_out(self, result: Result, report: Report) -> list[ChunkKey]:
-        """The chunks that the target holds now. Raises ``MemberGone`` and ``CommandFailed``."""
+    async def execute(self, result: Result, report: Report) -> list[ChunkKey]:
+        """Fetch, and return the chunks that the target then holds. Raises: MemberGone, CommandFailed."""
         fetch = partial(
             Fetch,
             tier=self.target.tier,
@@ -230,8 +239,8 @@ class Fetching(NamedTuple):
             lengths=list(self.chunks.lengths),
             seconds=self.seconds,
         )
-        done = await tell(self.target.member, fetch, self._progressed(result, report))
-        arrived = confirmed(done, self.chunks.keys)
+        done = await run_command(self.target.member, fetch, self._progress_callback(result, report))
+        arrived = confirmed_keys(done, self.chunks.keys)
         held = frozenset(arrived)
         result.chunks += len(arrived)
         result.tokens += sum(
@@ -242,10 +251,10 @@ class Fetching(NamedTuple):
         report(result.chunks, result.bytes)
         return arrived
 
-    def _progressed(self, result: Result, report: Report) -> Progressed:
+    def _progress_callback(self, result: Result, report: Report) -> Progressed:
         before, transferred = result.chunks, result.bytes
 
-        def progressed(so_far: Progress) -> None:
-            report(before + so_far.chunks, transferred + so_far.bytes)
+        def progressed(current: Progress) -> None:
+            report(before + current.chunks, transferred + current.bytes)
 
         return progressed

@@ -1,4 +1,4 @@
-"""What all operations are: planned from what is known, and carried out by telling instances what to do."""
+"""Base of all operations: they are planned from the index, and executed by commands to instances."""
 
 from __future__ import annotations
 
@@ -14,76 +14,76 @@ from kvtier.controller.events import Kind, Position, Result
 from kvtier.controller.member import Member
 from kvtier.controller.prompts import ModelPrompt
 from kvtier.controller.registry import Registry
-from kvtier.keys import ChunkKey, split_keys
+from kvtier.memory.keys import ChunkKey, split_keys
 
 PEERS = "peers"
-"""The type of the tier by which an instance calls all others together."""
+"""The type of the pseudo tier that stands for all peers of an instance."""
 STALL_SECONDS = 120.0
-"""A command that has come no further for so long is given up. Instances tell of each batch of chunks."""
+"""Timeout of a command without progress. Instances report progress after each batch of chunks."""
 
 Report = Callable[[int, int], None]
-"""Told how many chunks are done and how many bytes were transferred, again and again."""
+"""Progress callback: total chunks done, total bytes transferred."""
 
 
 class Place(NamedTuple):
-    """One tier of an instance that is connected."""
+    """One tier of a connected instance."""
 
     member: Member
     tier: int
 
     @property
     def number(self) -> int:
-        """What :class:`~kvtier.controller.holders.Holders` knows it by."""
+        """The place's number in :class:`~kvtier.controller.holders.Holders`."""
         return self.member.places[self.tier]
 
     @property
     def position(self) -> Position:
-        """For people."""
+        """Instance id and tier name."""
         return self.member.id, self.member.hello.tiers[self.tier].name
 
     @property
     def shared(self) -> bool:
-        """Whether it is a pool that others fill and empty, too."""
+        """Whether the tier is a pool that other instances write to as well."""
         return self.member.hello.tiers[self.tier].shared
 
     @property
-    def is_of_peers(self) -> bool:
-        """Whether it stands for what other instances hold, who are asked themselves."""
+    def is_peers(self) -> bool:
+        """Whether the tier stands for the instance's peers, which have places of their own."""
         return self.member.hello.tiers[self.tier].type == PEERS
 
 
 class Part(NamedTuple):
-    """Chunks that one tier is asked for, all of one prompt."""
+    """Chunks of one prompt to process in one tier."""
 
     tier: int
     chunks: ModelPrompt
 
 
 class Plan(NamedTuple):
-    """What an operation comes down to, by what is known now."""
+    """The work of an operation, according to the current index."""
 
     parts: Sequence[Part] = ()
     num_tokens: int = 0
     chunks: int = 0
     model: str | None = None
-    """Its first name."""
+    """The model's first name."""
     peer: str | None = None
-    """Where what an instance has not is fetched from."""
+    """The address of the peer to fetch missing chunks from."""
     more: bool = False
-    """Whether there may be more than is known: in a shared pool, or of an instance that has not told all."""
+    """Whether there may be chunks that are not indexed: in a shared pool, or of an instance out of date."""
 
     @property
-    def void(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether there is nothing to do."""
         return not self.chunks and not self.more
 
 
 class Operation(ABC):
-    """One operation. It is planned twice, when it is asked for and when its turn has come."""
+    """One operation. It is planned twice: when requested, and again once its locks are acquired."""
 
     kind: Kind
     deletes: ClassVar[bool]
-    """Whether it may take chunks away, so that others on the same chunks must wait."""
+    """Whether it may delete chunks, and so needs an exclusive lock."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Operation(ABC):
         source: Position | None = None,
         target: Position | None = None,
     ) -> None:
-        """``prompts`` are one prompt in each layout of its model; none: everything is meant."""
+        """``prompts`` is one prompt in each layout of its model; empty for all chunks."""
         self._registry = registry
         self._prompts = prompts
         self.source = source
@@ -101,75 +101,76 @@ class Operation(ABC):
 
     @property
     def instances(self) -> frozenset[str]:
-        """Which it is about."""
+        """The ids of the instances involved."""
         return frozenset(position[0] for position in (self.source, self.target) if position is not None)
 
     @property
     def roots(self) -> frozenset[ChunkKey] | None:
-        """The first key of its prompts; ``None`` where everything is meant."""
+        """The first keys of its prompts; ``None`` for all chunks."""
         if not self._prompts:
             return None
         return frozenset(prompt.keys[0] for _, prompt in self._prompts if prompt.keys)
 
     @abstractmethod
     def plan(self) -> Plan:
-        """What there is to be done, by what is known now; synchronous.
+        """Return the work to do, according to the current index.
 
-        Raises ``UnknownInstance`` or ``UnknownTier`` where it is about one that is gone.
+        Raises: UnknownInstance, UnknownTier: an instance has disconnected or has changed its tiers.
         """
 
     @abstractmethod
-    async def carry_out(self, plan: Plan, result: Result, report: Report) -> None:
-        """Do what was just planned, and enter into ``result`` what has been achieved, as it is.
+    async def execute(self, plan: Plan, result: Result, report: Report) -> None:
+        """Execute a fresh plan, and update ``result`` along the way.
 
-        Raises ``MemberGone`` and ``CommandFailed``, in words that say whose connection and what failed.
+        Raises: MemberGone, CommandFailed: the message names the instance and the reason.
         """
 
     def place(self, position: Position) -> Place:
-        """Where a position is now. Raises ``UnknownInstance`` or ``UnknownTier``."""
+        """Return the current place of a position. Raises: see :func:`find_place`."""
         return find_place(self._registry, position)
 
 
 def find_place(registry: Registry, position: Position) -> Place:
-    """Where a position is now.
+    """Return the current place of a position.
 
-    Raises ``UnknownInstance`` and ``UnknownTier``, and ``WrongRequest`` where it stands for other instances.
+    Raises: UnknownInstance, UnknownTier, WrongRequest: the tier stands for the instance's peers.
     """
     instance, tier = position
     assert tier is not None
     member = registry.find(instance)
     place = Place(member, registry.tier(member, tier))
-    if place.is_of_peers:
+    if place.is_peers:
         raise WrongRequest(
-            f"tier {tier!r} of instance {instance!r} stands for what other instances hold: name one of those"
+            f"tier {tier!r} of instance {instance!r} stands for its peers: name a tier of one of them"
         )
     return place
 
 
-async def tell(
+async def run_command(
     member: Member, command: Callable[[int], Command], progress: Callable[[Progress], None] | None = None
 ) -> Done:
-    """Have an instance carry out a command.
+    """Have an instance execute a command, and return its answer.
 
-    Raises ``MemberGone``, and ``CommandFailed`` also where it comes no further for ``STALL_SECONDS``; then
-    it is told to stop.
+    The command is cancelled after ``STALL_SECONDS`` without progress.
+
+    Raises: MemberGone, CommandFailed: also after that timeout.
     """
 
-    def heard(so_far: Progress) -> None:
-        patience.deadline = anyio.current_time() + STALL_SECONDS
+    def on_progress(current: Progress) -> None:
+        scope.deadline = anyio.current_time() + STALL_SECONDS
         if progress is not None:
-            progress(so_far)
+            progress(current)
 
-    with anyio.move_on_after(STALL_SECONDS) as patience:
-        return await member.carry_out(command, heard)
-    raise CommandFailed(f"instance {member.id!r} has come no further for {STALL_SECONDS:g} s")
+    with anyio.move_on_after(STALL_SECONDS) as scope:
+        return await member.execute(command, on_progress)
+    raise CommandFailed(f"instance {member.id!r} made no progress for {STALL_SECONDS:g} s")
 
 
-def confirmed(done: Done, asked: Collection[ChunkKey]) -> list[ChunkKey]:
-    """What of the chunks that an instance was asked about is as it should be."""
-    wanted = frozenset(asked)
+def confirmed_keys(done: Done, requested_keys: Collection[ChunkKey]) -> list[ChunkKey]:
+    """Return the requested keys that an answer confirms. Raises: CommandFailed: the answer is malformed."""
+    requested = frozenset(requested_keys)
     try:
         keys = split_keys(done.keys)
     except ValueError as error:
-        raise CommandFailed(f"the instance's answer names no keys: {error}") from error
-    return [key for key in dict.fromkeys(keys) if key in wanted]
+        raise CommandFailed(f"the instance's answer contains malformed keys: {error}") from error
+    return [key for key in dict.fromkeys(keys) if key in requested]

@@ -1,4 +1,4 @@
-"""What the controller is asked for: look-ups are answered at once, all else is an event with a task."""
+"""The controller's operations: lookups are answered directly, all others run as events in tasks."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import anyio
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
+from kvtier.concurrency.tasks import open_tasks
 from kvtier.controller.errors import TooManyOperations
-from kvtier.controller.events import MEANWHILE, Event, EventLog, Position
-from kvtier.controller.keeping import Clear, PinChunks, UnpinChunks
+from kvtier.controller.events import PARTIAL_PROGRESS, Event, EventLog, Position
+from kvtier.controller.locks import LockManager, LockRequest
 from kvtier.controller.member import Member
 from kvtier.controller.moves import Move, Prefetch
 from kvtier.controller.operation import Operation, Place, find_place
+from kvtier.controller.pin_and_clear import Clear, PinChunks, UnpinChunks
 from kvtier.controller.pins import Pins
-from kvtier.controller.prompts import Asked, Prompts
+from kvtier.controller.prompts import PromptQuery, Prompts
 from kvtier.controller.registry import Registry
-from kvtier.controller.turns import Claim, Turns
 from kvtier.errors import ControllerError
-from kvtier.tasks import open_tasks
 
 logger = logging.getLogger("kvtier.controller")
 
 STOPPED = "the controller was stopped"
 
 
-class Found(NamedTuple):
-    """Who holds the beginning of a prompt."""
+class LookupResult(NamedTuple):
+    """The tiers that hold a prefix of a prompt."""
 
     model: str
     num_tokens: int
-    """Of the whole prompt."""
+    """Length of the whole prompt."""
     instances: dict[str, dict[str, int]]
-    """By instance and tier: how many leading tokens it holds, where it holds any."""
+    """Number of leading tokens held, by instance and tier. Tiers without any are omitted."""
 
 
 class Operations:
-    """Made with :meth:`open`."""
+    """Entry point for all operations. Created with :meth:`open`."""
 
     def __init__(self, registry: Registry, events: EventLog, pins: Pins, tasks: TaskGroup) -> None:
         self.registry = registry
@@ -49,16 +49,16 @@ class Operations:
         self._pins = pins
         self._tasks = tasks
         self._prompts = Prompts(registry)
-        self._turns = Turns()
-        self._under_way: set[CancelScope] = set()
+        self._locks = LockManager()
+        self._in_flight: set[CancelScope] = set()
         self._stopping = False
-        self.look_ups = 0
-        self.look_up_seconds = 0.0
+        self.lookups = 0
+        self.lookup_seconds = 0.0
 
     @classmethod
     @asynccontextmanager
     async def open(cls, registry: Registry, events: EventLog, pins: Pins) -> AsyncIterator[Operations]:
-        """Take operations on until the block is left; what has not ended by then has failed."""
+        """Accept operations within the block. Operations unfinished at its end fail."""
         async with open_tasks() as tasks:
             operations = cls(registry, events, pins, tasks)
             try:
@@ -67,81 +67,85 @@ class Operations:
                 operations.stop()
                 operations._prompts.close()
                 tasks.cancel_scope.cancel()
-                # Some may not even have begun.
-                events.fail_all(f"{STOPPED}; {MEANWHILE}")
+                # Including events whose tasks have not started.
+                events.fail_all(f"{STOPPED}; {PARTIAL_PROGRESS}")
 
     async def finish(self, seconds: float) -> None:
-        """Take nothing on any more, and let what is under way end, for so many seconds at most."""
+        """Refuse new operations, and wait for those in flight, for at most ``seconds``."""
         self._stopping = True
         with anyio.move_on_after(seconds):
-            await self.events.all_ended()
+            await self.events.wait_all()
 
     def stop(self) -> None:
-        """Take nothing on any more, and end what is under way: it has failed."""
+        """Refuse new operations, and cancel those in flight, which fail."""
         self._stopping = True
-        for scope in self._under_way:
+        for scope in self._in_flight:
             scope.cancel()
 
-    async def look_up(self, asked: Asked) -> Found:
-        """How many leading tokens of a prompt each tier of each instance holds, in whatever layout."""
+    async def lookup(self, query: PromptQuery) -> LookupResult:
+        """Return how many leading tokens of a prompt each tier of each instance holds, in any layout."""
         began = time.perf_counter()
-        prompts = await self._prompts.find(asked)
-        most: dict[int, int] = {}
+        prompts = await self._prompts.find(query)
+        tokens_by_place: dict[int, int] = {}
         for chunks in prompts:
             for place, count in self.registry.holders.prefixes(chunks.prompt.keys).items():
-                most[place] = max(most.get(place, 0), chunks.prompt.leading_tokens(count))
-        self.look_ups += 1
-        self.look_up_seconds += time.perf_counter() - began
-        instances = {member.id: _by_tier(member, most) for member in self.registry.members.values()}
-        return Found(
+                tokens_by_place[place] = max(
+                    tokens_by_place.get(place, 0), chunks.prompt.leading_tokens(count)
+                )
+        self.lookups += 1
+        self.lookup_seconds += time.perf_counter() - began
+        instances = {
+            member.id: _tokens_by_tier(member, tokens_by_place) for member in self.registry.members.values()
+        }
+        return LookupResult(
             prompts[0].model.names[0],
             prompts[0].num_tokens,
             {name: tiers for name, tiers in instances.items() if tiers},
         )
 
-    async def move(self, source: Position, target: Position, asked: Asked, *, copy: bool) -> Event:
-        """Begin a move or a copy. Raises what :meth:`Prompts.find` and :class:`Move` raise."""
+    async def move(self, source: Position, target: Position, query: PromptQuery, *, copy: bool) -> Event:
+        """Start a move or copy. Raises: see :meth:`Prompts.find` and :class:`Move`."""
         old, new = self._place(source), self._place(target)
-        prompts = await self._prompts.find(asked, [old.member, new.member])
-        return self._begin(
+        prompts = await self._prompts.find(query, [old.member, new.member])
+        return self._start(
             Move(self.registry, prompts, self._pins, source=old.position, target=new.position, copy=copy)
         )
 
-    async def prefetch(self, target: Position, asked: Asked, *, seconds: float | None) -> Event:
-        """Begin to bring chunks into a tier."""
+    async def prefetch(self, target: Position, query: PromptQuery, *, seconds: float | None) -> Event:
+        """Start a prefetch of chunks into a tier."""
         place = self._place(target)
-        prompts = await self._prompts.find(asked, [place.member])
-        return self._begin(Prefetch(self.registry, prompts, target=place.position, seconds=seconds))
+        prompts = await self._prompts.find(query, [place.member])
+        return self._start(Prefetch(self.registry, prompts, target=place.position, seconds=seconds))
 
-    async def pin(self, target: Position, asked: Asked, *, seconds: float | None) -> Event:
-        """Begin to pin what a tier holds."""
+    async def pin(self, target: Position, query: PromptQuery, *, seconds: float | None) -> Event:
+        """Start pinning the chunks that a tier holds."""
         place = self._place(target)
-        prompts = await self._prompts.find(asked, [place.member])
-        return self._begin(
+        prompts = await self._prompts.find(query, [place.member])
+        return self._start(
             PinChunks(self.registry, prompts, self._pins, target=place.position, seconds=seconds)
         )
 
-    async def unpin(self, target: Position, asked: Asked) -> Event:
-        """Begin to unpin."""
+    async def unpin(self, target: Position, query: PromptQuery) -> Event:
+        """Start unpinning chunks."""
         place = self._place(target)
-        prompts = await self._prompts.find(asked, [place.member])
-        return self._begin(UnpinChunks(self.registry, prompts, self._pins, target=place.position))
+        prompts = await self._prompts.find(query, [place.member])
+        return self._start(UnpinChunks(self.registry, prompts, self._pins, target=place.position))
 
-    async def clear(self, target: Position, asked: Asked | None) -> Event:
-        """Begin to remove a prompt, or everything where that is ``None``, from a tier or from all."""
+    async def clear(self, target: Position, query: PromptQuery | None) -> Event:
+        """Start removing a prompt's chunks, or all if ``query`` is ``None``, from one tier or all tiers."""
         instance, tier = target
         member = self.registry.find(instance)
         position = target if tier is None else self._place(target).position
-        prompts = [] if asked is None else await self._prompts.find(asked, [member])
-        return self._begin(Clear(self.registry, prompts, self._pins, target=position))
+        prompts = [] if query is None else await self._prompts.find(query, [member])
+        return self._start(Clear(self.registry, prompts, self._pins, target=position))
 
     def _place(self, position: Position) -> Place:
         return find_place(self.registry, position)
 
-    def _begin(self, operation: Operation) -> Event:
-        """Enter it into the log, and carry it out as soon as it is its turn."""
+    def _start(self, operation: Operation) -> Event:
+        """Create the event of an operation, and run it as soon as it gets its locks."""
         if self._stopping:
-            raise TooManyOperations("the controller is being stopped: ask again when it is back")
+            raise TooManyOperations("the controller is shutting down: retry when it is back")
         plan = operation.plan()
         event = self.events.create(
             operation.kind,
@@ -151,39 +155,39 @@ class Operations:
             num_tokens=plan.num_tokens,
             chunks=plan.chunks,
         )
-        claim = Claim(operation.instances, operation.roots, deletes=operation.deletes)
-        if plan.void and self._turns.is_free(claim):
+        lock = LockRequest(operation.instances, operation.roots, deletes=operation.deletes)
+        if plan.is_empty and self._locks.is_free(lock):
             self.events.finish(event)
         else:
-            self._turns.claim(claim)
-            self._tasks.start_soon(self._run, operation, event, claim)
+            self._locks.enqueue(lock)
+            self._tasks.start_soon(self._run, operation, event, lock)
         return event
 
-    async def _run(self, operation: Operation, event: Event, claim: Claim) -> None:
+    async def _run(self, operation: Operation, event: Event, lock: LockRequest) -> None:
         scope = CancelScope()
-        self._under_way.add(scope)
+        self._in_flight.add(scope)
         try:
             with scope:
-                async with self._turns.turn(claim):
-                    await self._carry_out(operation, event)
+                async with self._locks.acquire(lock):
+                    await self._execute(operation, event)
         except ControllerError as error:
             self.events.fail(event, str(error))
         except Exception:
-            # Whatever it was, whoever asked must learn that nothing will come of it.
-            logger.exception("%s %s has failed", event.kind, event.id)
-            self.events.fail(event, "the controller has made a mistake, which its log describes")
+            # End the event on a bug as well, so that clients do not wait for it.
+            logger.exception("%s %s: internal error", event.kind, event.id)
+            self.events.fail(event, "internal error: see the controller's log")
         finally:
-            self._under_way.discard(scope)
-            self.events.fail(event, f"{STOPPED}; {MEANWHILE}")
+            self._in_flight.discard(scope)
+            self.events.fail(event, f"{STOPPED}; {PARTIAL_PROGRESS}")
             self._log(event)
 
-    async def _carry_out(self, operation: Operation, event: Event) -> None:
-        # What it waited for may have changed what there is to do.
+    async def _execute(self, operation: Operation, event: Event) -> None:
+        # Operations that held the locks before may have changed the index.
         plan = operation.plan()
         event.num_tokens, event.chunks = plan.num_tokens, plan.chunks
         self.events.start(event)
-        if not plan.void:
-            await operation.carry_out(
+        if not plan.is_empty:
+            await operation.execute(
                 plan, event.result, lambda chunks, done: self.events.progress(event, chunks, done)
             )
         event.chunks = max(event.chunks, event.result.chunks)
@@ -197,7 +201,7 @@ class Operations:
     @staticmethod
     def _log(event: Event) -> None:
         level = logging.INFO if event.state == "done" else logging.WARNING
-        outcome = event.error or event.result.reason or "all of it"
+        outcome = event.error or event.result.reason or "complete"
         logger.log(
             level,
             "%s %s %s: %d of %d chunks, %d bytes (%s)",
@@ -211,9 +215,9 @@ class Operations:
         )
 
 
-def _by_tier(member: Member, most: dict[int, int]) -> dict[str, int]:
+def _tokens_by_tier(member: Member, tokens_by_place: dict[int, int]) -> dict[str, int]:
     return {
-        tier.name: most[place]
+        tier.name: tokens_by_place[place]
         for place, tier in zip(member.places, member.hello.tiers, strict=True)
-        if most.get(place)
+        if tokens_by_place.get(place)
     }

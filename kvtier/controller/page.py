@@ -1,9 +1,8 @@
-"""The page for people: the files beside this module, served as they are.
+"""The web page: the files in ``page/``, served unchanged.
 
-They are read once, when the page is mounted, and answered from memory: no request waits for a disk. A
-browser asks each time whether a file has changed and is mostly told that it has not, so that nobody looks at
-yesterday's page after an upgrade. What the page may do is said by the server: it runs its own scripts and
-talks to its own controller, nothing else, whatever name an instance has given itself.
+Files are read once, when the page is mounted, and served from memory: no request waits for a disk. Browsers
+revalidate every file by its ETag, so an upgrade takes effect at once. The Content-Security-Policy limits the
+page to its own scripts and its own controller, whatever names instances have.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from starlette.routing import Route
 
 FILES = Path(__file__).with_name("page")
 PREFIX = "/page/"
-"""Where the scripts and the style sheet are. ``/`` is the page itself."""
+"""Path of the scripts and the style sheet. The page itself is at ``/``."""
 INDEX = "index.html"
 CONTENT_TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -40,7 +39,7 @@ HEADERS = {
 
 
 class _File:
-    """One file of the page, with the headers that go with it."""
+    """One file of the page, with its response headers."""
 
     def __init__(self, path: Path) -> None:
         self._content = path.read_bytes()
@@ -48,8 +47,8 @@ class _File:
         self._headers = {"Content-Type": CONTENT_TYPES[path.suffix], "ETag": self._tag, **HEADERS}
 
     async def answer(self, request: Request) -> Response:
-        """The file, or that it is the one that the browser has."""
-        # A proxy that compresses makes the tag a weak one, which still names the same file.
+        """Return the file, or 304 if the browser has the current version."""
+        # A compressing proxy makes the tag weak; it still identifies the same file.
         known = request.headers.get("If-None-Match", "").replace("W/", "").split(",")
         if self._tag in (tag.strip() for tag in known):
             return Response(status_code=304, headers=self._headers)
@@ -57,9 +56,9 @@ class _File:
 
 
 def mount(app: FastAPI) -> None:
-    """Serve the page at ``/`` and its files below ``/page/``, without a token: they hold no secret.
+    """Serve the page at ``/`` and its files under ``/page/``, without a token: they contain no secrets.
 
-    Reads the files, which takes about a millisecond. Raises ``OSError`` where they are missing.
+    Reads the files, which takes about 1 ms. Raises: OSError: the files are missing.
     """
     for path in FILES.iterdir():
         if path.suffix in CONTENT_TYPES:

@@ -1,7 +1,7 @@
-"""Pins, remembered: an instance that is restarted knows nothing of those that it was given.
+"""Persistent pins. Instances lose theirs on a restart, so the controller stores and restores them.
 
-A pin is a run of chunks of one instance, in prefix order, until a time or for good. It ends when it is taken
-back, when its time has come, and when its chunks are cleared or moved away.
+A pin covers a run of chunks of one instance, in prefix order, with or without an expiry time. It ends when it
+is unpinned, when it expires, and when its chunks are cleared or moved away.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import msgspec
 
 from kvtier.controller.errors import TooManyPins
 from kvtier.controller.state import State, Value
-from kvtier.keys import ChunkKey, join_keys, split_keys
+from kvtier.memory.keys import ChunkKey, join_keys, split_keys
 
-MOST_KEYS = 250_000
-"""Of all pins together: 8 MB. 64 million tokens in chunks of the usual size."""
+MAX_KEYS = 250_000
+"""Total keys of all pins, which take 8 MB: 64 million tokens at the default chunk size."""
 
 
 class Pin(msgspec.Struct, frozen=True, eq=False):
@@ -25,7 +25,7 @@ class Pin(msgspec.Struct, frozen=True, eq=False):
 
     keys: Sequence[ChunkKey]
     until: float
-    """On the clock of :func:`time.time`; infinite for a pin without an end."""
+    """Expiry as a :func:`time.time`; infinite for a pin without one."""
     given_at: float
 
 
@@ -33,33 +33,33 @@ class Pins:
     """All pins of all instances, whether connected or not. Synchronous."""
 
     def __init__(
-        self, state: State, *, most: int = MOST_KEYS, clock: Callable[[], float] = time.time
+        self, state: State, *, max_keys: int = MAX_KEYS, clock: Callable[[], float] = time.time
     ) -> None:
-        """Take in what a former run has left in ``state``."""
+        """Load the pins of a previous run from ``state``."""
         self._state = state
-        self._most = most
+        self._max_keys = max_keys
         self._clock = clock
         self._pins: dict[str, dict[ChunkKey, Pin]] = {}
-        """By instance and last key."""
+        """By instance and last key of the run."""
         self._keys = 0
         for instance, keys, until, given_at in state.read("SELECT instance, keys, until, given_at FROM pins"):
             assert isinstance(instance, str)
             assert isinstance(keys, bytes)
             assert isinstance(given_at, float)
-            self._put(instance, Pin(split_keys(keys), _end(until), given_at))
+            self._put(instance, Pin(split_keys(keys), _expiry(until), given_at))
 
     def __len__(self) -> int:
-        """How many keys are pinned, each counted as often as it is."""
+        """Return the number of pinned keys, counting a key once per pin."""
         return self._keys
 
     def add(
         self, instance: str, keys: Sequence[ChunkKey], seconds: float | None, connected: Collection[str]
     ) -> None:
-        """Remember a pin that ``instance`` has been given, in place of one on the very same chunks.
+        """Store a pin of ``instance``, replacing a pin on the same run. ``seconds`` is its time to live.
 
-        Where there are too many, those of instances that are not ``connected`` go first, the oldest before
-        all. Raises :class:`TooManyPins` where that does not help; what the instance was given stays in force
-        until it ends.
+        Beyond the limit, pins of instances that are not ``connected`` are dropped first, oldest first.
+
+        Raises: TooManyPins: the limit is still exceeded. The pin on the instance itself stays in force.
         """
         self.check(len(keys), connected)
         if not keys:
@@ -70,21 +70,21 @@ class Pins:
         self._save(instance, pin)
 
     def check(self, count: int, connected: Collection[str]) -> None:
-        """Make room for so many keys more. Raises :class:`TooManyPins`."""
+        """Make room for ``count`` more keys. Raises: TooManyPins."""
         self._expire()
-        if self._keys + count > self._most:
-            self._forget_strangers(self._keys + count - self._most, connected)
-        if self._keys + count > self._most:
+        if self._keys + count > self._max_keys:
+            self._drop_disconnected(self._keys + count - self._max_keys, connected)
+        if self._keys + count > self._max_keys:
             raise TooManyPins(
-                f"{self._keys} chunks are pinned, and with {count} more they would be over {self._most}: "
+                f"{self._keys} chunks are pinned; {count} more would exceed the limit of {self._max_keys}: "
                 "unpin some"
             )
 
     def drop(self, instance: str, keys: Collection[ChunkKey]) -> None:
-        """Forget the pins on these chunks of an instance."""
-        wanted = frozenset(keys)
+        """Delete the pins on these chunks of an instance."""
+        dropped = frozenset(keys)
         for last, pin in list(self._pins.get(instance, {}).items()):
-            left = [key for key in pin.keys if key not in wanted]
+            left = [key for key in pin.keys if key not in dropped]
             if len(left) == len(pin.keys):
                 continue
             self._remove(instance, last)
@@ -94,15 +94,15 @@ class Pins:
                 self._save(instance, rest)
 
     def has(self, instance: str) -> bool:
-        """Whether anything is pinned at an instance."""
+        """Return whether an instance has any pins."""
         return instance in self._pins
 
     def keys(self, instance: str) -> list[ChunkKey]:
-        """All that is pinned at an instance."""
+        """Return all pinned keys of an instance."""
         return list({key for pin in self._pins.get(instance, {}).values() for key in pin.keys})
 
     def of(self, instance: str) -> list[tuple[Sequence[ChunkKey], float | None]]:
-        """What is pinned at an instance, and for how many seconds more; ``None`` for good."""
+        """Return an instance's pins with their remaining time in seconds; ``None`` for no expiry."""
         self._expire()
         now = self._clock()
         return [
@@ -131,28 +131,28 @@ class Pins:
 
     def _expire(self) -> None:
         now = self._clock()
-        over = [
+        expired = [
             (instance, last)
             for instance, pins in self._pins.items()
             for last, pin in pins.items()
             if pin.until <= now
         ]
-        for instance, last in over:
+        for instance, last in expired:
             self._remove(instance, last)
 
-    def _forget_strangers(self, count: int, connected: Collection[str]) -> None:
-        strangers = [
+    def _drop_disconnected(self, count: int, connected: Collection[str]) -> None:
+        disconnected = [
             (pin.given_at, instance, last)
             for instance, pins in self._pins.items()
             if instance not in connected
             for last, pin in pins.items()
         ]
-        for _, instance, last in sorted(strangers):
+        for _, instance, last in sorted(disconnected):
             if count <= 0:
                 return
             count -= len(self._pins[instance][last].keys)
             self._remove(instance, last)
 
 
-def _end(until: Value) -> float:
+def _expiry(until: Value) -> float:
     return until if isinstance(until, float) else math.inf

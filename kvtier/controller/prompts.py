@@ -1,4 +1,4 @@
-"""From what somebody asks about, token ids or text, to the chunks of it."""
+"""Resolution of prompts, given as token ids or text, into chunks."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import NamedTuple
 import anyio
 
 from kvtier.agent.protocol import Model, Tokenize
+from kvtier.concurrency.threads import WorkerThreads
 from kvtier.controller.errors import CommandFailed, MemberGone, WrongRequest
 from kvtier.controller.member import Member
 from kvtier.controller.models import Prompt
 from kvtier.controller.registry import Registry
-from kvtier.threads import WorkerThreads
 
 TOKENIZE_SECONDS = 30.0
-MOST_TOKENIZERS = 3
-"""Instances that are asked for the same prompt, one after the other."""
-QUICK_TOKENS = 50_000
-"""The keys of so many are computed where one stands; those of more in a thread."""
+MAX_TOKENIZERS = 3
+"""Instances to try for one prompt, one after the other."""
+INLINE_TOKENS = 50_000
+"""Up to this length, keys are computed in the event loop; beyond, in a worker thread."""
 
 
-class Asked(NamedTuple):
-    """What somebody asks about: either ``tokens`` or ``prompt``."""
+class PromptQuery(NamedTuple):
+    """A prompt as given in a request: either ``tokens`` or ``prompt``."""
 
     tokens: Sequence[int] | None
     prompt: str | None
@@ -33,31 +33,31 @@ class Asked(NamedTuple):
 
 
 class ModelPrompt(NamedTuple):
-    """A prompt as one model in one layout has it."""
+    """A prompt in chunks, for one model in one layout."""
 
     model: Model
     prompt: Prompt
 
-    def part(self, chosen: Sequence[bool]) -> ModelPrompt:
-        """Only those chunks for which ``chosen`` is true."""
+    def selected(self, mask: Sequence[bool]) -> ModelPrompt:
+        """Return only the chunks for which ``mask`` is true."""
         keys, tokens, lengths = self.prompt
-        part = Prompt(
-            list(compress(keys, chosen)), list(compress(tokens, chosen)), list(compress(lengths, chosen))
+        selected = Prompt(
+            list(compress(keys, mask)), list(compress(tokens, mask)), list(compress(lengths, mask))
         )
-        return self._replace(prompt=part)
+        return self._replace(prompt=selected)
 
     def first(self, chunks: int) -> ModelPrompt:
-        """Only so many leading chunks."""
+        """Return only the first ``chunks`` chunks."""
         return self._replace(prompt=_slice(self.prompt, 0, chunks))
 
-    def slices(self, most: int) -> Iterator[Prompt]:
-        """The chunks, ``most`` at a time."""
-        for start in range(0, len(self.prompt.keys), most):
-            yield _slice(self.prompt, start, start + most)
+    def slices(self, size: int) -> Iterator[Prompt]:
+        """Yield the chunks, ``size`` at a time."""
+        for start in range(0, len(self.prompt.keys), size):
+            yield _slice(self.prompt, start, start + size)
 
     @property
     def num_tokens(self) -> int:
-        """Of all its chunks."""
+        """Total number of tokens."""
         return sum(self.prompt.tokens)
 
 
@@ -67,62 +67,67 @@ def _slice(prompt: Prompt, start: int, stop: int) -> Prompt:
 
 
 class Prompts:
-    """Finds models and chunks, with the help of the instances that tokenize."""
+    """Resolves prompts to models and chunks. Text is tokenized by instances."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._hop = WorkerThreads(1)
+        self._executor = WorkerThreads(1)
 
     def close(self) -> None:
-        """End the threads."""
-        self._hop.close()
+        """Stop the worker thread."""
+        self._executor.close()
 
-    async def find(self, asked: Asked, named: Sequence[Member] = ()) -> list[ModelPrompt]:
-        """The chunks of a prompt in every layout in which its model is known; never none.
+    async def find(self, query: PromptQuery, preferred: Sequence[Member] = ()) -> list[ModelPrompt]:
+        """Return the chunks of a prompt in every known layout of its model, at least one.
 
-        Of the model that the ``named`` instances serve where none is named. Raises ``UnknownModel``,
-        ``AmbiguousModel``, ``WrongPrompt``, and ``WrongRequest`` where nobody can tokenize the prompt.
+        Without a model name, the model is the one that the ``preferred`` instances serve.
+
+        Raises: UnknownModel, AmbiguousModel, WrongPrompt, WrongRequest: no instance can tokenize the prompt.
         """
-        models = self._models(asked.model, named)
-        tokens = asked.tokens
+        models = self._models(query.model, preferred)
+        tokens = query.tokens
         if tokens is None:
-            tokens = await self._tokenize(models, asked.prompt or "", named)
-        return [ModelPrompt(model, await self._chunks(model, tokens, asked.salt)) for model in models]
+            tokens = await self._tokenize(models, query.prompt or "", preferred)
+        return [ModelPrompt(model, await self._chunks(model, tokens, query.salt)) for model in models]
 
-    def _models(self, name: str | None, named: Sequence[Member]) -> list[Model]:
+    def _models(self, name: str | None, preferred: Sequence[Member]) -> list[Model]:
         models = self._registry.models
-        served = {model.namespace: model for member in named for model in member.models}
-        # What they serve decides only where they serve anything: chunks outlive engines.
+        served = {model.namespace: model for member in preferred for model in member.models}
+        # Restrict the search only if they serve any model: chunks outlive engines.
         return models.find(name, list(served.values()) if name is None and served else None)
 
     async def _chunks(self, model: Model, tokens: Sequence[int], salt: str) -> Prompt:
-        if len(tokens) <= QUICK_TOKENS:
+        if len(tokens) <= INLINE_TOKENS:
             return self._registry.models.prompt(model, tokens, salt)
         chunks: list[Prompt] = []
-        await self._hop(lambda: chunks.append(self._registry.models.prompt(model, tokens, salt)))
+        await self._executor(lambda: chunks.append(self._registry.models.prompt(model, tokens, salt)))
         return chunks[0]
 
-    async def _tokenize(self, models: Sequence[Model], prompt: str, named: Sequence[Member]) -> Sequence[int]:
+    async def _tokenize(
+        self, models: Sequence[Model], prompt: str, preferred: Sequence[Member]
+    ) -> Sequence[int]:
         failures = []
-        for member, model in list(self._tokenizers(models, named))[:MOST_TOKENIZERS]:
+        for member, model in list(self._tokenizers(models, preferred))[:MAX_TOKENIZERS]:
             try:
                 with anyio.fail_after(TOKENIZE_SECONDS):
-                    done = await member.carry_out(partial(Tokenize, namespace=model.namespace, prompt=prompt))
+                    done = await member.execute(partial(Tokenize, namespace=model.namespace, prompt=prompt))
                 return done.tokens
             except (CommandFailed, MemberGone) as error:
                 failures.append(f"{member.id}: {error}")
             except TimeoutError:
                 failures.append(f"{member.id}: no answer within {TOKENIZE_SECONDS:g} s")
-        why = "; ".join(failures) or "no instance that is connected has its tokenizer"
+        why = "; ".join(failures) or "no connected instance has its tokenizer"
         raise WrongRequest(
             f"the prompt cannot be tokenized for model {models[0].names[0]!r} ({why}): send `tokens` instead"
         )
 
-    def _tokenizers(self, models: Sequence[Model], named: Sequence[Member]) -> Iterator[tuple[Member, Model]]:
-        """Who can, those first that were named."""
+    def _tokenizers(
+        self, models: Sequence[Model], preferred: Sequence[Member]
+    ) -> Iterator[tuple[Member, Model]]:
+        """Yield the instances that can tokenize for these models, the preferred ones first."""
         namespaces = {model.namespace for model in models}
-        others = [member for member in self._registry.members.values() if member not in named]
-        for member in [*dict.fromkeys(named), *others]:
+        others = [member for member in self._registry.members.values() if member not in preferred]
+        for member in [*dict.fromkeys(preferred), *others]:
             for model in member.models:
                 if model.tokenizer and model.namespace in namespaces:
                     yield member, model

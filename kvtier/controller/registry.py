@@ -1,6 +1,6 @@
-"""Who is connected, what each of them holds, and what all of them have said: the controller's knowledge.
+"""The registry of connected instances, the chunks that they hold and the models that they serve.
 
-All of it comes from the instances, and with a restart of the controller all of it is told anew.
+All of it is reported by the instances, which report it again after a restart of the controller.
 """
 
 from __future__ import annotations
@@ -22,53 +22,53 @@ from kvtier.agent.protocol import (
     Welcome,
     WhoHolds,
 )
-from kvtier.backends.logs import RareWarning
 from kvtier.controller.checks import check_heartbeat, check_hello, check_models
 from kvtier.controller.errors import RefusedInstance, UnknownInstance, UnknownTier
 from kvtier.controller.history import SAMPLE_SECONDS, History, Sample
-from kvtier.controller.holders import MOST_KEYS, Holders
+from kvtier.controller.holders import MAX_KEYS, Holders
 from kvtier.controller.member import Member
 from kvtier.controller.models import Models
-from kvtier.keys import ChunkKey
+from kvtier.logs import RateLimitedWarning
+from kvtier.memory.keys import ChunkKey
 
 logger = logging.getLogger("kvtier")
 
 HEARTBEAT_SECONDS = 2.0
-SILENCE_SECONDS = 10.0
+IDLE_TIMEOUT_SECONDS = 10.0
 PING_SECONDS = 2.0
-"""How long an instance may take to answer when another of its name has come."""
-MOST_MEMBERS = 1024
-MOST_HOLDERS = 8
-"""Named to an instance that asks who holds a prompt."""
+"""Time for an instance to answer a ping when another one connects with the same id."""
+MAX_MEMBERS = 1024
+MAX_HOLDERS = 8
+"""Holders returned to an instance that looks up a prompt."""
 SWEEP_SECONDS = 0.005
-"""Of sweeping without letting others have a turn; a single slice may take somewhat longer."""
+"""Maximum time of sweeping without yielding to the event loop; a single slice may exceed it."""
 SWEEP_SHARE = 0.2
-"""Of the loop's time, as long as there is something to be swept."""
+"""Share of the event loop's time that sweeping takes."""
 
 
 class Watch:
-    """Tells that something in the registry has changed; many changes count as one."""
+    """Waits for changes in the registry. Several changes are reported as one."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._seen = changes.count
 
     async def changed(self) -> None:
-        """Wait until something has changed since the last call, or since this was made."""
+        """Wait for a change since the last call or, on the first call, since creation."""
         while self._seen == self._changes.count:
             await self._changes.next.wait()
         self._seen = self._changes.count
 
 
 class Changes:
-    """Counts what changes, and wakes whoever waits for that."""
+    """Counts changes and wakes waiters."""
 
     def __init__(self) -> None:
         self.count = 0
         self.next = anyio.Event()
 
-    def tell(self) -> None:
-        """Something has changed."""
+    def notify(self) -> None:
+        """Count a change."""
         self.count += 1
         self.next.set()
         self.next = anyio.Event()
@@ -77,25 +77,27 @@ class Changes:
 class Registry:
     """Every connected instance. Belongs to one event loop, on which :meth:`run` must be running.
 
-    ``heartbeat`` and ``silence`` are seconds: how often instances are asked to say that they are there, and
-    how long one may say nothing before it is taken for dead. At most ``most_keys`` chunks are kept in mind.
+    ``heartbeat`` is the heartbeat interval of instances, and ``idle_timeout`` the time without messages after
+    which one is disconnected, both in seconds. At most ``max_keys`` chunks are indexed.
     """
 
     def __init__(
         self,
         *,
         heartbeat: float = HEARTBEAT_SECONDS,
-        silence: float = SILENCE_SECONDS,
-        most_keys: int = MOST_KEYS,
+        idle_timeout: float = IDLE_TIMEOUT_SECONDS,
+        max_keys: int = MAX_KEYS,
     ) -> None:
-        if not 0 < heartbeat < silence:
-            raise ValueError(f"heartbeats each {heartbeat:g} s are no sign of life within {silence:g} s")
+        if not 0 < heartbeat < idle_timeout:
+            raise ValueError(
+                f"the heartbeat interval ({heartbeat:g} s) must be less than the timeout ({idle_timeout:g} s)"
+            )
         self.heartbeat = heartbeat
-        self.silence = silence
-        self.holders = Holders(most_keys)
+        self.idle_timeout = idle_timeout
+        self.holders = Holders(max_keys)
         self.models = Models()
         self.members: Mapping[str, Member]
-        """By id, in the order in which they came."""
+        """By id, in the order of registration."""
         self._members: dict[str, Member] = {}
         self.members = MappingProxyType(self._members)
         self._history = History()
@@ -103,13 +105,13 @@ class Registry:
         self._new_places = itertools.count()
         self._vacant_places: list[int] = []
         self._sources: dict[int, Member] = {}
-        """By place: members that others can fetch from that place, which is theirs alone."""
-        self._overlooked = 0
+        """By place: members that serve that place to peers. Shared pools are excluded."""
+        self._dropped_keys = 0
         self._to_sweep = anyio.Event()
-        self._warn = RareWarning(logger)
+        self._warn = RateLimitedWarning(logger)
 
     async def run(self) -> None:
-        """Note how the instances are, and sweep up after those that have left. Until cancelled."""
+        """Sample the instances' history and sweep the index, until cancelled."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._sample)
             tasks.start_soon(self._sweep)
@@ -123,31 +125,31 @@ class Registry:
         while True:
             await self._to_sweep.wait()
             self._to_sweep = anyio.Event()
-            while self.holders.untidy:
-                taken = self._sweep_for_a_turn()
-                await anyio.sleep(taken / SWEEP_SHARE - taken)
+            while self.holders.needs_sweep:
+                seconds = self._sweep_slice()
+                await anyio.sleep(seconds / SWEEP_SHARE - seconds)
 
-    def _sweep_for_a_turn(self) -> float:
-        """Returns the seconds that it has taken."""
+    def _sweep_slice(self) -> float:
+        """Sweep for about ``SWEEP_SECONDS``. Return the time taken in seconds."""
         started = now = time.monotonic()
-        while self.holders.untidy and now - started < SWEEP_SECONDS:
+        while self.holders.needs_sweep and now - started < SWEEP_SECONDS:
             self.holders.sweep()
             now = time.monotonic()
         return now - started
 
-    # What operations ask.
+    # Used by operations.
 
     def find(self, instance: str) -> Member:
-        """The connected instance of this id. Raises :class:`UnknownInstance`."""
+        """Return the connected instance with this id. Raises: UnknownInstance."""
         member = self._members.get(instance)
         if member is None:
             raise UnknownInstance(instance, self._members)
         return member
 
     def tier(self, member: Member, name: str) -> int:
-        """The number of a member's tier by its name, or by its type where no other tier has that.
+        """Return the number of a member's tier with this name, or the only one of this type.
 
-        Raises :class:`UnknownTier`.
+        Raises: UnknownTier.
         """
         tiers = member.hello.tiers
         named = [number for number, tier in enumerate(tiers) if tier.name == name]
@@ -157,33 +159,37 @@ class Registry:
         return found[0]
 
     def history(self, member: Member) -> Sequence[Sample]:
-        """How it was, over the last hour, the oldest first."""
+        """Return a member's samples of the last hour, oldest first."""
         return self._history.of(member.id)
 
     def watch(self) -> Watch:
-        """A way to wait for changes: instances that come, go or say how they are. Needs no closing."""
+        """Return a watch on connects, disconnects and reports of instances. It need not be closed."""
         return Watch(self._changes)
 
-    # What connections tell.
+    # Used by connections.
 
     async def admit(self, hello: Hello, hang_up: Callable[[], None]) -> Member:
-        """Register an instance; ``hang_up`` ends its connection. Raises :class:`RefusedInstance`.
+        """Register an instance. ``hang_up`` closes its connection.
 
-        Where another of its id is connected, that one is asked for a sign of life first.
+        If another instance with this id is connected, it is pinged first, and replaced if it does not answer.
+
+        Raises: RefusedInstance.
         """
         check_hello(hello)
-        while (first := self._members.get(hello.instance)) is not None:
-            if first.hello.incarnation == hello.incarnation:
-                self.leave(first, "it has connected anew")
-            elif await first.responds(PING_SECONDS):
+        while (current := self._members.get(hello.instance)) is not None:
+            if current.hello.incarnation == hello.incarnation:
+                self.leave(current, "it has reconnected")
+            elif await current.responds(PING_SECONDS):
                 raise RefusedInstance(
-                    f"instance id {hello.instance!r} is taken by process {first.hello.process} on host "
-                    f"{first.hello.host}, which is alive: set another controller.instance_id"
+                    f"instance id {hello.instance!r} is in use by process {current.hello.process} on host "
+                    f"{current.hello.host}: set another controller.instance_id"
                 )
             else:
-                self.leave(first, "another instance of its id has come, and it has not answered")
-        if len(self._members) >= MOST_MEMBERS:
-            raise RefusedInstance(f"the controller has {MOST_MEMBERS} instances, which is its limit")
+                self.leave(
+                    current, "another instance with its id has connected, and it did not answer a ping"
+                )
+        if len(self._members) >= MAX_MEMBERS:
+            raise RefusedInstance(f"the controller has {MAX_MEMBERS} instances, which is the limit")
         member = Member(hello, [self._new_place() for _ in hello.tiers], hang_up)
         self._members[member.id] = member
         if hello.peer is not None:
@@ -192,13 +198,13 @@ class Registry:
                 for place, tier in zip(member.places, hello.tiers, strict=True)
                 if not tier.shared
             )
-        member.say(Welcome(VERSION, self.heartbeat, self.silence))
-        logger.info("instance %s is registered: process %d on %s", member.id, hello.process, hello.host)
-        self._changes.tell()
+        member.say(Welcome(VERSION, self.heartbeat, self.idle_timeout))
+        logger.info("instance %s registered: process %d on %s", member.id, hello.process, hello.host)
+        self._changes.notify()
         return member
 
     def leave(self, member: Member, why: str) -> None:
-        """Its connection is at an end, and it holds nothing. Harmless when repeated."""
+        """Unregister an instance and drop its chunks from the index. Idempotent."""
         member.end(why)
         if self._members.get(member.id) is not member:
             return
@@ -207,50 +213,50 @@ class Registry:
             self._sources.pop(place, None)
         self._drop(member)
         self._vacant_places.extend(member.places)
-        logger.info("instance %s is gone: %s", member.id, member.over)
-        self._changes.tell()
+        logger.info("instance %s disconnected: %s", member.id, member.over)
+        self._changes.notify()
 
     def serves(self, member: Member, models: Sequence[Model]) -> None:
-        """A member has told of its models. Raises :class:`RefusedInstance`."""
+        """Set the models that a member serves. Raises: RefusedInstance."""
         check_models(models)
         member.models = tuple(models)
         self.models.add(models)
-        self._changes.tell()
+        self._changes.notify()
 
     def beat(self, member: Member, heartbeat: Heartbeat) -> None:
-        """A member has told how it is. Raises :class:`RefusedInstance`."""
+        """Store a member's heartbeat. Raises: RefusedInstance."""
         check_heartbeat(heartbeat, len(member.places))
         member.heartbeat = heartbeat
-        self._changes.tell()
+        self._changes.notify()
 
     def in_step(self, member: Member) -> None:
-        """A member has told all that it holds."""
+        """Mark a member as up to date: it has reported all its chunks."""
         member.in_step = True
-        self._changes.tell()
+        self._changes.notify()
 
     def lost(self, member: Member) -> None:
-        """What a member has told counts no more."""
+        """Drop a member's chunks from the index. It will report them again."""
         member.in_step = False
         self._drop(member)
-        self._changes.tell()
+        self._changes.notify()
 
     def stored(self, member: Member, tier: int, keys: Sequence[ChunkKey]) -> None:
-        """A member's tier holds these. Of members that have left nothing is taken in."""
+        """Add keys to a member's tier. Ignored for disconnected members."""
         if member.over is None:
             self.holders.add(member.places[tier], keys)
-            self._tidy()
+            self._after_change()
 
     def removed(self, member: Member, tier: int, keys: Sequence[ChunkKey]) -> None:
-        """A member's tier does not hold these any more."""
+        """Remove keys from a member's tier. Ignored for disconnected members."""
         if member.over is None:
             self.holders.remove(member.places[tier], keys)
-            self._tidy()
+            self._after_change()
 
     def held_by(self, member: Member, question: WhoHolds, keys: Sequence[ChunkKey]) -> HeldBy:
-        """Who else holds leading chunks in tiers of its own and can be reached, those with most first."""
+        """Return the peers that hold most leading chunks, the best first. Shared pools do not count."""
         found = self.holders.prefixes_of(self._sources, keys)
         found.pop(member, None)
-        best = sorted(found.items(), key=lambda item: -item[1])[:MOST_HOLDERS]
+        best = sorted(found.items(), key=lambda item: -item[1])[:MAX_HOLDERS]
         return HeldBy(
             question.ticket, [other.hello.peer or "" for other, _ in best], [count for _, count in best]
         )
@@ -260,11 +266,11 @@ class Registry:
 
     def _drop(self, member: Member) -> None:
         self.holders.drop(member.places)
-        self._tidy()
+        self._after_change()
 
-    def _tidy(self) -> None:
-        if self.holders.untidy:
+    def _after_change(self) -> None:
+        if self.holders.needs_sweep:
             self._to_sweep.set()
-        if self.holders.overlooked > self._overlooked:
-            self._overlooked = self.holders.overlooked
-            self._warn("the controller has all the chunks in mind that it may: no others are found")
+        if self.holders.dropped_keys > self._dropped_keys:
+            self._dropped_keys = self.holders.dropped_keys
+            self._warn("the index is full: lookups do not find further chunks")

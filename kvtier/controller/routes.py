@@ -1,4 +1,4 @@
-"""What the controller can be asked over HTTP, call by call."""
+"""HTTP endpoints of the controller."""
 
 from __future__ import annotations
 
@@ -9,142 +9,142 @@ from starlette.responses import Response
 
 from kvtier.controller import answers
 from kvtier.controller.api import (
-    LONGEST_WAIT_SECONDS,
-    MOST_EVENTS,
+    MAX_EVENTS,
+    MAX_WAIT_SECONDS,
     Accepted,
     ClearBody,
     EventAnswer,
     EventsAnswer,
     InstancesAnswer,
     InstanceWithHistory,
-    LookUpAnswer,
-    LookUpBody,
+    LookupAnswer,
+    LookupBody,
     MoveBody,
     PinBody,
     PrefetchBody,
     PromptBody,
     UnpinBody,
 )
-from kvtier.controller.bodies import Bodies, described
+from kvtier.controller.bodies import Bodies, request_body_schema
 from kvtier.controller.events import Event
 from kvtier.controller.metrics import ControllerMetrics
 from kvtier.controller.operations import Operations
-from kvtier.controller.prompts import Asked
+from kvtier.controller.prompts import PromptQuery
 from kvtier.controller.stream import Reader, Stream
 
-DO, KNOW, HAPPEN = "Operations", "What is known", "What happens"
+OPERATIONS_TAG, STATE_TAG, STREAM_TAG = "Operations", "State", "Stream"
 
 
 def add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -> None:
-    """What changes something, and the look-up that mostly comes before."""
-    look_up_body, move_body = Depends(bodies.of(LookUpBody)), Depends(bodies.of(MoveBody))
+    """Add the endpoints of operations, including lookup."""
+    lookup_body, move_body = Depends(bodies.of(LookupBody)), Depends(bodies.of(MoveBody))
     prefetch_body, clear_body = Depends(bodies.of(PrefetchBody)), Depends(bodies.of(ClearBody))
     pin_body, unpin_body = Depends(bodies.of(PinBody)), Depends(bodies.of(UnpinBody))
 
-    @router.post("/lookup", tags=[DO], openapi_extra=described(LookUpBody))
-    async def lookup(body: LookUpBody = look_up_body) -> LookUpAnswer:
-        """How many leading tokens of a prompt each tier of each instance holds."""
-        found = await operations.look_up(_asked(body))
-        return LookUpAnswer(model=found.model, num_tokens=found.num_tokens, instances=found.instances)
+    @router.post("/lookup", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(LookupBody))
+    async def lookup(body: LookupBody = lookup_body) -> LookupAnswer:
+        """Return how many leading tokens of a prompt each tier of each instance holds."""
+        found = await operations.lookup(_query(body))
+        return LookupAnswer(model=found.model, num_tokens=found.num_tokens, instances=found.instances)
 
-    @router.post("/move", tags=[DO], openapi_extra=described(MoveBody))
+    @router.post("/move", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(MoveBody))
     async def move(body: MoveBody = move_body) -> Accepted:
-        """Move a prompt's chunks from one tier to another, of one instance or of two.
+        """Move a prompt's chunks to another tier, of the same or another instance.
 
-        A chunk is removed from its old position only after the new one has confirmed it. What is at the new
-        position already is not moved again, so that the same move may be asked for again at any time.
+        A chunk is removed from the source only after the target has confirmed it. Chunks that the target
+        already holds are not transferred again, so a move can be repeated at any time.
         """
         return _accepted(
-            await operations.move(body.old_position, body.new_position, _asked(body), copy=body.copy_)
+            await operations.move(body.old_position, body.new_position, _query(body), copy=body.copy_)
         )
 
-    @router.post("/prefetch", tags=[DO], openapi_extra=described(PrefetchBody))
+    @router.post("/prefetch", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(PrefetchBody))
     async def prefetch(body: PrefetchBody = prefetch_body) -> Accepted:
-        """Bring a prompt's chunks into a tier before they are asked for.
+        """Prefetch a prompt's chunks into a tier.
 
-        From the other tiers of the instance where they are, and else from the instance that holds most.
+        Sources are the instance's other tiers and shared pools, then the instance that holds most.
         """
         place = body.instance, body.tier
-        return _accepted(await operations.prefetch(place, _asked(body), seconds=body.deadline))
+        return _accepted(await operations.prefetch(place, _query(body), seconds=body.deadline))
 
-    @router.post("/pin", tags=[DO], openapi_extra=described(PinBody))
+    @router.post("/pin", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(PinBody))
     async def pin(body: PinBody = pin_body) -> Accepted:
-        """Keep what a tier holds of a prompt from being evicted, also when the instance is restarted.
+        """Protect the chunks of a prompt that a tier holds from eviction. Survives restarts of the instance.
 
-        What is moved away or cleared is not pinned any longer.
+        Moving or clearing chunks unpins them.
         """
         place = body.instance, body.tier
-        return _accepted(await operations.pin(place, _asked(body), seconds=body.ttl))
+        return _accepted(await operations.pin(place, _query(body), seconds=body.ttl))
 
-    @router.post("/unpin", tags=[DO], openapi_extra=described(UnpinBody))
+    @router.post("/unpin", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(UnpinBody))
     async def unpin(body: UnpinBody = unpin_body) -> Accepted:
-        """Let a prompt's chunks be evicted again."""
-        return _accepted(await operations.unpin((body.instance, body.tier), _asked(body)))
+        """Allow a prompt's chunks to be evicted again."""
+        return _accepted(await operations.unpin((body.instance, body.tier), _query(body)))
 
-    @router.post("/clear", tags=[DO], openapi_extra=described(ClearBody))
+    @router.post("/clear", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(ClearBody))
     async def clear(body: ClearBody = clear_body) -> Accepted:
-        """Remove a prompt's chunks, or everything, from one tier of an instance or from all.
+        """Remove a prompt's chunks, or all chunks, from one tier or all tiers of an instance.
 
-        The event tells how many chunks and bytes have gone.
+        The event's result has the number of chunks and bytes removed.
         """
         everything = body.tokens is None and body.prompt is None
-        asked = None if everything else _asked(body)
-        return _accepted(await operations.clear((body.instance, body.tier), asked))
+        query = None if everything else _query(body)
+        return _accepted(await operations.clear((body.instance, body.tier), query))
 
 
-def add_knowledge(router: APIRouter, operations: Operations) -> None:
-    """What can be asked without changing anything."""
+def add_queries(router: APIRouter, operations: Operations) -> None:
+    """Add the read-only endpoints."""
     registry, log = operations.registry, operations.events
     metrics = ControllerMetrics(operations)
 
-    @router.get("/events", tags=[KNOW])
-    async def events(limit: Annotated[int, Query(ge=1, le=MOST_EVENTS)] = 100) -> EventsAnswer:
-        """The events that were asked for last, the newest first."""
+    @router.get("/events", tags=[STATE_TAG])
+    async def events(limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100) -> EventsAnswer:
+        """List the latest events, newest first."""
         return EventsAnswer(events=[answers.of_event(event) for event in log.newest(limit)])
 
-    @router.get("/events/{event_id}", tags=[KNOW])
+    @router.get("/events/{event_id}", tags=[STATE_TAG])
     async def event(
         event_id: str,
         wait: Annotated[
-            float, Query(ge=0, description="Answer when it has ended, or after so many seconds.")
+            float, Query(ge=0, description="Wait until the event has ended, for at most this many seconds.")
         ] = 0,
     ) -> EventAnswer:
-        """One event. Events are kept for a while after their end."""
+        """Return one event. Events are kept for some time after their end."""
         found = log.find(event_id)
         if wait:
-            await log.wait(found, min(wait, LONGEST_WAIT_SECONDS))
+            await log.wait(found, min(wait, MAX_WAIT_SECONDS))
         return answers.of_event(found)
 
-    @router.get("/instances", tags=[KNOW])
+    @router.get("/instances", tags=[STATE_TAG])
     async def instances() -> InstancesAnswer:
-        """All instances that are registered, their tiers and their fill."""
+        """List the registered instances, with the fill of their tiers."""
         return answers.of_registry(registry)
 
-    @router.get("/instances/{instance}", tags=[KNOW])
-    async def one_instance(instance: str) -> InstanceWithHistory:
-        """One instance, and how it was over the last hour."""
+    @router.get("/instances/{instance}", tags=[STATE_TAG])
+    async def instance_with_history(instance: str) -> InstanceWithHistory:
+        """Return one instance, with its history over the last hour."""
         member = registry.find(instance)
         return answers.with_history(member, registry.history(member))
 
-    @router.get("/metrics", tags=[KNOW], response_class=Response)
+    @router.get("/metrics", tags=[STATE_TAG], response_class=Response)
     async def prometheus() -> Response:
-        """What Prometheus reads: instances, chunks, events and look-ups."""
+        """Return metrics of instances, chunks, events and lookups, in Prometheus' text format."""
         return metrics.answer()
 
 
 def add_stream(router: APIRouter, stream: Stream) -> None:
-    """What is told without being asked for."""
+    """Add the endpoint that streams changes."""
 
-    @router.get("/stream", tags=[HAPPEN], response_class=Response)
+    @router.get("/stream", tags=[STREAM_TAG], response_class=Response)
     async def changes() -> Response:
-        """Server-sent events: `instances`, the list of all, and `event`, an event that has changed."""
+        """Stream server-sent events: `instances` with all instances, `event` with a changed event."""
         if stream.full:
-            raise HTTPException(503, "too many are reading the stream already")
+            raise HTTPException(503, "too many clients are reading the stream")
         return Reader(stream)
 
 
-def _asked(body: PromptBody) -> Asked:
-    return Asked(body.tokens, body.prompt, body.model, body.salt or "")
+def _query(body: PromptBody) -> PromptQuery:
+    return PromptQuery(body.tokens, body.prompt, body.model, body.salt or "")
 
 
 def _accepted(event: Event) -> Accepted:

@@ -1,4 +1,4 @@
-"""What the controller is told when it is started: where it listens, who may ask, where it remembers."""
+"""Settings of the controller process."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from pydantic import (
 )
 
 from kvtier.controller.events import KEEP_SECONDS
-from kvtier.controller.registry import HEARTBEAT_SECONDS, SILENCE_SECONDS
+from kvtier.controller.registry import HEARTBEAT_SECONDS, IDLE_TIMEOUT_SECONDS
 from kvtier.errors import SettingsError
-from kvtier.settings_peer import Address, FilePath, split_address
+from kvtier.settings.peer import Address, FilePath, split_address
 from kvtier.units import Duration
 
-SHORTEST_TOKEN = 16
+MIN_TOKEN_CHARACTERS = 16
 DEFAULT_LISTEN = "127.0.0.1:9000"
 
 
 def default_state() -> Path:
-    """Where the controller remembers events and pins: in the state directory of its user (XDG)."""
+    """Return the default state file, for events and pins, in the user's XDG state directory."""
     folder = os.environ.get("XDG_STATE_HOME", "")
-    # What is no absolute path is to be ignored, says the XDG specification.
+    # Relative paths must be ignored (XDG Base Directory Specification).
     base = Path(folder) if folder.startswith("/") else Path.home() / ".local" / "state"
     return base / "kvtier" / "controller.sqlite"
 
 
 class ServiceSettings(BaseModel):
-    """How the controller runs."""
+    """Settings of the controller process."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -44,7 +44,7 @@ class ServiceSettings(BaseModel):
     token: SecretStr | None = None
     state: FilePath = Field(default_factory=default_state)
     heartbeat: Annotated[Duration, Field(ge=0.01)] = HEARTBEAT_SECONDS
-    silence: Annotated[Duration, Field(le=3600)] = SILENCE_SECONDS
+    instance_timeout: Annotated[Duration, Field(le=3600)] = IDLE_TIMEOUT_SECONDS
     keep_events: Duration = KEEP_SECONDS
     tls_certificate: FilePath | None = None
     tls_key: FilePath | None = None
@@ -52,31 +52,32 @@ class ServiceSettings(BaseModel):
     @field_validator("token")
     @classmethod
     def _is_long_enough(cls, token: SecretStr | None) -> SecretStr | None:
-        if token is not None and len(token.get_secret_value()) < SHORTEST_TOKEN:
+        if token is not None and len(token.get_secret_value()) < MIN_TOKEN_CHARACTERS:
             raise ValueError(
-                f"it has fewer than {SHORTEST_TOKEN} characters: make one with `openssl rand -hex 32`"
+                f"it has fewer than {MIN_TOKEN_CHARACTERS} characters: create one with `openssl rand -hex 32`"
             )
         return token
 
     @model_validator(mode="after")
     def _make_sense(self) -> ServiceSettings:
-        if self.silence < 2 * self.heartbeat:
+        if self.instance_timeout < 2 * self.heartbeat:
             raise ValueError(
-                "silence: a late heartbeat would be taken for death: write at least twice what heartbeat is"
+                "instance-timeout: it must be at least twice the heartbeat interval, or one late heartbeat "
+                "disconnects an instance"
             )
         if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("tls: write both --tls-certificate and --tls-key, or neither")
+            raise ValueError("tls: set both --tls-certificate and --tls-key, or neither")
         if self.token is None and not self.is_local:
             raise ValueError(
-                f"listen: {self.listen} is reached from other hosts, and whoever reaches the controller may "
-                "move and clear everything: write --token-file with the file of a token (`openssl rand -hex "
-                "32` makes one), or listen on 127.0.0.1"
+                f"listen: {self.listen} is reachable from other hosts, whose clients could move and clear "
+                "everything: set --token-file to the file of a token (`openssl rand -hex 32` creates one), "
+                "or listen on 127.0.0.1"
             )
         return self
 
     @property
     def is_local(self) -> bool:
-        """Whether only this host reaches it."""
+        """Whether the controller is reachable from this host only."""
         host, _ = split_address(self.listen)
         try:
             return ipaddress.ip_address(host).is_loopback
@@ -85,19 +86,21 @@ class ServiceSettings(BaseModel):
 
 
 def service_settings(**values: object) -> ServiceSettings:
-    """The settings with these values; ``None`` for what is left out.
+    """Return settings with these values. ``None`` stands for the default.
 
-    Raises :class:`SettingsError`, one sentence for each that is wrong.
+    Raises: SettingsError: one line per invalid value.
     """
     try:
         return ServiceSettings.model_validate(
             {name: value for name, value in values.items() if value is not None}
         )
     except ValidationError as error:
-        raise SettingsError("\n".join(_sentence(one) for one in error.errors(include_url=False))) from None
+        raise SettingsError(
+            "\n".join(_describe_error(issue) for issue in error.errors(include_url=False))
+        ) from None
 
 
-def _sentence(error: object) -> str:
+def _describe_error(error: object) -> str:
     assert isinstance(error, dict)
-    said = str(error["msg"]).removeprefix("Value error, ")
-    return f"--{str(error['loc'][0]).replace('_', '-')}: {said}" if error["loc"] else f"--{said}"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"--{str(error['loc'][0]).replace('_', '-')}: {message}" if error["loc"] else f"--{message}"

@@ -1,7 +1,7 @@
-"""What the controller remembers over its own end: one sqlite file, of which only one process has the use.
+"""The controller's persistent state: one SQLite file, locked by one process.
 
-Every write is on the operating system's side when the call returns, so a kill of the process loses nothing;
-that a power cut may take the last seconds is the price of not waiting for the disk in the event loop.
+A write has reached the page cache when the call returns, so killing the process loses nothing. A power
+failure may lose the last seconds: the price of not waiting for the disk in the event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvtier.errors import ControllerError
 logger = logging.getLogger("kvtier.controller")
 
 VERSION = 1
-"""Of the tables. A file of another version is not touched."""
+"""Schema version. Files of other versions are refused."""
 
 _TABLES = """
 CREATE TABLE events (id TEXT PRIMARY KEY, created_at REAL NOT NULL, event BLOB NOT NULL) WITHOUT ROWID;
@@ -32,7 +32,7 @@ Value = str | bytes | float | int | None
 
 
 class State:
-    """The open file. Made with :meth:`open`; synchronous, some tens of microseconds a call."""
+    """The open state file. Created with :meth:`open`. Synchronous; a call takes tens of microseconds."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
@@ -42,10 +42,9 @@ class State:
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[State]:
-        """Open the file, making it and its folder where they are missing, until the block is left.
+        """Open the state file within the block. Creates the file and its directory if missing.
 
-        Raises :class:`ControllerError` where it cannot be used: another controller has it open, it is no
-        such file, or it may not be written.
+        Raises: ControllerError: another controller has it open, it is invalid, or it is not writable.
         """
         connection = _connect(path)
         try:
@@ -53,24 +52,22 @@ class State:
         finally:
             connection.close()
 
-    def read(self, question: str) -> list[tuple[Value, ...]]:
-        """All rows that answer a question."""
-        return self._connection.execute(question).fetchall()
+    def read(self, query: str) -> list[tuple[Value, ...]]:
+        """Return all rows of a query."""
+        return self._connection.execute(query).fetchall()
 
     def write(self, statement: str, rows: Iterable[Sequence[Value]]) -> None:
-        """Carry a statement out for each row, all or none.
+        """Execute a statement for each row, in one transaction.
 
-        Where the file cannot be written, that is logged, and the controller goes on with what it has in
-        memory: a full disk must end no operation.
+        A write error is logged once, and the controller continues with its state in memory: a full disk must
+        not fail operations.
         """
         try:
             with self._connection:
                 self._connection.executemany(statement, rows)
         except sqlite3.Error as error:
             if not self._failing:
-                logger.warning(
-                    "%s cannot be written (%s): what happens now is not remembered", self.path, error
-                )
+                logger.warning("%s cannot be written (%s): changes are not persisted", self.path, error)
             self._failing = True
         else:
             self._failing = False
@@ -79,24 +76,24 @@ class State:
 def _connect(path: Path) -> sqlite3.Connection:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Nobody else's business: instances and what is pinned there.
+        # Readable by the owner only.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         connection = sqlite3.connect(path, timeout=0)
     except (OSError, sqlite3.Error) as error:
-        raise ControllerError(f"{_cannot(path)} ({error}): name another file with --state") from error
+        raise ControllerError(f"{_unusable(path)} ({error}): set another file with --state") from error
     try:
         _prepare(connection, path)
     except sqlite3.OperationalError as error:
         connection.close()
         if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
             raise ControllerError(
-                f"another controller uses {path}: stop it, or name another file with --state"
+                f"another controller uses {path}: stop it, or set another file with --state"
             ) from error
-        raise ControllerError(f"{_cannot(path)} ({error}): name another file with --state") from error
+        raise ControllerError(f"{_unusable(path)} ({error}): set another file with --state") from error
     except sqlite3.DatabaseError as error:
         connection.close()
         raise ControllerError(
-            f"{_cannot(path)} ({error}): remove it, or name another file with --state"
+            f"{_unusable(path)} ({error}): remove it, or set another file with --state"
         ) from error
     except BaseException:
         connection.close()
@@ -104,14 +101,14 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _cannot(path: Path) -> str:
-    return f"what the controller remembers cannot be kept in {path}"
+def _unusable(path: Path) -> str:
+    return f"the controller's state cannot be stored in {path}"
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    # Exclusive before the first access: then the log needs no memory shared with other processes.
+    # Set before the first access: with an exclusive lock, the WAL needs no shared memory.
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-    # And this before the second, which would wait for the disk.
+    # Set before the next statement, which would otherwise wait for the disk.
     connection.execute("PRAGMA synchronous = OFF")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("BEGIN EXCLUSIVE")
@@ -122,6 +119,6 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute(f"PRAGMA user_version = {VERSION}")
     elif version != VERSION:
         raise ControllerError(
-            f"{path} was written by another version of kvtier: remove it, or name another file with --state"
+            f"{path} was written by another version of kvtier: remove it, or set another file with --state"
         )
     connection.commit()

@@ -1,6 +1,6 @@
-"""``kvtier demo``: a real vLLM server answers a long prompt four times, and prefills it once.
+"""``kvtier demo``: a real vLLM server completes a long prompt four times, and prefills it once.
 
-With ``--disaggregated`` one vLLM server computes prompts and another one answers, behind a proxy.
+With ``--disaggregated``, one vLLM server prefills and another one decodes, behind a proxy.
 
-Nothing here is used by anything else in kvtier.
+Nothing else in kvtier depends on this package.
 """

@@ -1,4 +1,4 @@
-"""Why a demo did not find what it should: the warnings in the logs of its servers."""
+"""Diagnose a failed demo: collect the warnings from the logs of its servers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 from pathlib import Path
 
 MAX_LINES = 12
-"""Shown of each log, the first ones."""
+"""Lines shown per log, the first ones."""
 MAX_CHARACTERS = 400
-"""Of a line."""
+"""Characters shown per line."""
 _WARNING = re.compile(r"\b(?:WARNING|ERROR)\b")
-_OURS = re.compile(r"kvtier|cache process|\btier \w+:")
+_KVTIER = re.compile(r"kvtier|cache process|\btier \w+:")
 
 
 def causes(folder: Path) -> list[str]:
-    """Return lines for people: each log in a folder that has warnings, and these."""
+    """Return lines to print: the name of each log in ``folder`` that has warnings, and the warnings."""
     shown: list[str] = []
     for log in sorted(folder.glob("*.log")):
         if lines := warnings_in(log):
@@ -23,10 +23,10 @@ def causes(folder: Path) -> list[str]:
 
 
 def warnings_in(log: Path) -> list[str]:
-    """Return the warnings and errors in a log, each once.
+    """Return the warnings and errors in a log, without duplicates.
 
-    vLLM warns of much that has nothing to do with a cache: such lines come only where there are no others.
+    Many of vLLM's warnings have nothing to do with the cache: they are returned only if kvtier logged none.
     """
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if _WARNING.search(line)]
-    ours = [line for line in lines if _OURS.search(line)]
-    return [line[:MAX_CHARACTERS] for line in dict.fromkeys(ours or lines)][:MAX_LINES]
+    from_kvtier = [line for line in lines if _KVTIER.search(line)]
+    return [line[:MAX_CHARACTERS] for line in dict.fromkeys(from_kvtier or lines)][:MAX_LINES]

@@ -1,4 +1,4 @@
-"""The demo's view of a vLLM server or a proxy: completions, timed, with what vLLM says of its caches."""
+"""HTTP client for a vLLM server or a proxy: timed completions, with vLLM's cache metrics."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ _SOURCE = re.compile(r'^vllm:prompt_tokens_cached_by_source_total\{.*source="(\w
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer. ``sources`` counts the prompt tokens that were cached, by vLLM's name for where."""
+    """One response. ``sources`` counts cached prompt tokens by vLLM's name for their source."""
 
     prompt_tokens: int
     cached_tokens: int
     tokens: list[int]
     text: str
     ttft: float
-    """Seconds from sending the request to its first token."""
+    """Seconds from sending the request to the first token."""
     sources: dict[str, int]
     gaps: list[float] = field(default_factory=list)
-    """Seconds between each token and the one before."""
+    """Inter-token latencies, in seconds."""
 
 
 class Client:
-    """Talks to one server. All calls but :meth:`stream` block; they raise ``httpx.HTTPError`` or
-    :class:`DemoFailed`.
+    """Client of one server. All methods except :meth:`stream` block.
+
+    They raise ``httpx.HTTPError`` or :class:`DemoFailed`.
     """
 
     def __init__(self, port: int, model: str) -> None:
@@ -53,24 +54,24 @@ class Client:
         self._http.close()
 
     def healthy(self) -> bool:
-        """Whether the server answers."""
+        """Whether the server responds to its health check."""
         try:
             return self._http.get("/health", timeout=2.0).is_success
         except httpx.HTTPError:
             return False
 
     def get(self, path: str) -> Any:  # noqa: ANN401 - JSON
-        """What the server answers there."""
+        """Return the JSON response of a GET request."""
         return self._http.get(path).raise_for_status().json()
 
     def tokenize(self, text: str) -> list[int]:
-        """The model's tokens of a text."""
+        """Return the token ids of a text."""
         answer = self._http.post("/tokenize", json={"model": self._model, "prompt": text}).raise_for_status()
         tokens: list[int] = answer.json()["tokens"]
         return tokens
 
     def reset_prefix_cache(self) -> bool:
-        """Empty vLLM's own cache, waiting for blocks that are just being freed. Whether it could."""
+        """Reset vLLM's prefix cache, and return whether that succeeded. Waits for blocks still in use."""
         deadline = time.monotonic() + RESET_SECONDS
         while time.monotonic() < deadline:
             if self._http.post("/reset_prefix_cache").raise_for_status().json()["success"]:
@@ -81,19 +82,19 @@ class Client:
     def complete(self, prompt: Sequence[int], new_tokens: int, *, salt: str | None = None) -> Completion:
         """Complete ``prompt`` greedily by exactly ``new_tokens`` tokens.
 
-        What requests with another ``salt`` have left behind is not hit.
+        Requests with different ``salt`` do not share cached prefixes.
         """
         before = self._sources()
-        reading = _Reading()
+        reader = _StreamReader()
         request = self._request(prompt, new_tokens, salt)
         with self._http.stream("POST", "/v1/completions", json=request) as response:
             if response.is_error:
                 response.read()
             response.raise_for_status()
             for line in response.iter_lines():
-                reading.add(line)
+                reader.add(line)
         after = self._sources()
-        return reading.completion({name: count - before.get(name, 0) for name, count in after.items()})
+        return reader.completion({name: count - before.get(name, 0) for name, count in after.items()})
 
     async def stream(
         self,
@@ -103,11 +104,11 @@ class Client:
         salt: str | None = None,
         on_token: Callable[[int], object] = lambda count: None,
     ) -> Completion:
-        """As :meth:`complete`, in an event loop, so that several are under way; without ``sources``.
+        """Like :meth:`complete`, but asynchronous, for concurrent requests; without ``sources``.
 
-        ``on_token`` is told after each event how many tokens have come.
+        ``on_token`` is called after each event with the number of tokens so far.
         """
-        reading = _Reading()
+        reader = _StreamReader()
         request = self._request(prompt, new_tokens, salt)
         async with (
             httpx.AsyncClient(base_url=self.url, timeout=ANSWER_SECONDS, trust_env=False) as http,
@@ -117,9 +118,9 @@ class Client:
                 await response.aread()
             response.raise_for_status()
             async for line in response.aiter_lines():
-                reading.add(line)
-                on_token(len(reading.tokens))
-        return reading.completion({})
+                reader.add(line)
+                on_token(len(reader.tokens))
+        return reader.completion({})
 
     def _request(self, prompt: Sequence[int], new_tokens: int, salt: str | None) -> dict[str, Any]:
         return {
@@ -139,8 +140,8 @@ class Client:
         return {source: int(float(count)) for source, count in _SOURCE.findall(metrics)}
 
 
-class _Reading:
-    """The answer to one request that is being read. It begins with sending that."""
+class _StreamReader:
+    """Parses one streaming response. Create it when the request is sent: it measures TTFT."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -150,7 +151,7 @@ class _Reading:
         self._times: list[float] = []
 
     def add(self, line: str) -> None:
-        """A line of a server-sent stream. Raises :class:`DemoFailed` for an error in it."""
+        """Parse one line of the event stream. Raises :class:`DemoFailed` if it reports an error."""
         if not line.startswith("data: ") or line == "data: [DONE]":
             return
         event = json.loads(line.removeprefix("data: "))
@@ -165,9 +166,9 @@ class _Reading:
         self._usage = event.get("usage") or self._usage
 
     def completion(self, sources: dict[str, int]) -> Completion:
-        """All of it, once it has ended. Raises :class:`DemoFailed` where it was cut short."""
+        """Return the completion after the last line. Raises :class:`DemoFailed` if lines are missing."""
         if not self._times or not self._usage:
-            raise DemoFailed("the answer was cut short")
+            raise DemoFailed("the response stream is incomplete")
         return Completion(
             prompt_tokens=self._usage["prompt_tokens"],
             cached_tokens=(self._usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,

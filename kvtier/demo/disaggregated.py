@@ -1,7 +1,7 @@
-"""``kvtier demo --disaggregated``: a prefiller, a decoder and a proxy, beside one engine that does both.
+"""``kvtier demo --disaggregated``: compare a prefiller and a decoder behind a proxy with a single engine.
 
-The one engine is the decoder, asked directly: the same prompts with a salt, so that nothing of either way is
-hit by the other.
+The single engine is the decoder, used directly: it gets the same prompts with a salt, so that neither way
+hits cache entries of the other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import anyio
 import httpx
 from rich.console import Console
 
-from kvtier.cli.terminal import ends_on_signals
+from kvtier.concurrency.signals import exit_on_signals
 from kvtier.demo import disaggregated_report as report
 from kvtier.demo.client import Client, Completion
 from kvtier.demo.disaggregated_serving import Serving, serving
@@ -19,29 +19,29 @@ from kvtier.demo.work import Options, conclude, work_folder
 from kvtier.errors import ChannelError
 
 PROMPTS = 3
-"""Sent one after the other."""
+"""Prompts sent sequentially."""
 NEW_TOKENS = 32
-MEANWHILE_TOKENS = 96
-"""Of the answer that is being written while another prompt is computed."""
-BEGUN_TOKENS = 8
-"""When so many of them have come the other prompt is sent."""
+CONCURRENT_TOKENS = 96
+"""Tokens of the response that is decoded while another prompt is prefilled."""
+STARTED_TOKENS = 8
+"""The other prompt is sent after this many of them."""
 SALT = "one engine"
 
 
 def run_disaggregated(options: Options, console: Console) -> bool:
-    """Run the demo and print what it finds; whether it found what it should.
+    """Run the demo, print its results, and return whether they are as expected.
 
-    Raises :class:`kvtier.demo.server.DemoFailed`. However it ends, no process of it is left. Files
-    are, where the user asked for them or something was not as it should be.
+    All subprocesses are stopped, however it ends. Files are kept if the user asked for them, or a result is
+    not as expected. Raises :class:`kvtier.demo.server.DemoFailed`.
     """
-    with ends_on_signals(), work_folder(options) as work:
+    with exit_on_signals(), work_folder(options) as work:
         steps = Steps(console)
-        with serving(options, work, steps, prompts=PROMPTS + 2, new_tokens=MEANWHILE_TOKENS) as running:
+        with serving(options, work, steps, prompts=PROMPTS + 2, new_tokens=CONCURRENT_TOKENS) as running:
             try:
                 result = _measure(running, steps)
             except (httpx.HTTPError, ChannelError, ExceptionGroup) as error:
                 raise running.failure(error) from error
-            with steps.step("stopping all of it"):
+            with steps.step("stopping all processes"):
                 running.stop()
         console.print(report.table(result))
         found = report.problems(result)
@@ -52,35 +52,35 @@ def run_disaggregated(options: Options, console: Console) -> bool:
 def _measure(running: Serving, steps: Steps) -> report.Result:
     alone: list[Completion] = []
     together: list[Completion] = []
-    # In turns: whatever else the machine does slows both down.
+    # Interleaved, so that other load on the machine affects both alike.
     for number, prompt in enumerate(running.prompts[:PROMPTS], 1):
         with steps.step(f"prompt {number} of {PROMPTS}, {len(prompt):,} tokens: one engine"):
             alone.append(running.decoder.complete(prompt, NEW_TOKENS, salt=SALT))
         with steps.step(f"prompt {number} of {PROMPTS}, {len(prompt):,} tokens: prefiller and decoder"):
             together.append(running.proxy.complete(prompt, NEW_TOKENS))
-    with steps.step("an answer while another prompt is computed: one engine"):
-        alone += anyio.run(_meanwhile, running, running.decoder, SALT)
-    with steps.step("an answer while another prompt is computed: prefiller and decoder"):
-        together += anyio.run(_meanwhile, running, running.proxy, None)
+    with steps.step("decoding during another prompt's prefill: one engine"):
+        alone += anyio.run(_complete_concurrently, running, running.decoder, SALT)
+    with steps.step("decoding during another prompt's prefill: prefiller and decoder"):
+        together += anyio.run(_complete_concurrently, running, running.proxy, None)
     return report.Result(alone, together, PROMPTS, running.pushed())
 
 
-async def _meanwhile(running: Serving, client: Client, salt: str | None) -> list[Completion]:
-    """An answer, and the one to a prompt that is sent while the first is being written."""
-    answers: list[Completion | None] = [None, None]
+async def _complete_concurrently(running: Serving, client: Client, salt: str | None) -> list[Completion]:
+    """Complete two prompts; the second is sent while the first is being decoded."""
+    completions: list[Completion | None] = [None, None]
     first, second = running.prompts[PROMPTS:]
-    begun = anyio.Event()
+    started = anyio.Event()
 
-    async def answer_first() -> None:
+    async def complete_first() -> None:
         def on_token(count: int) -> None:
-            if count >= BEGUN_TOKENS:
-                begun.set()
+            if count >= STARTED_TOKENS:
+                started.set()
 
-        answers[0] = await client.stream(first, MEANWHILE_TOKENS, salt=salt, on_token=on_token)
-        begun.set()
+        completions[0] = await client.stream(first, CONCURRENT_TOKENS, salt=salt, on_token=on_token)
+        started.set()
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(answer_first)
-        await begun.wait()
-        answers[1] = await client.stream(second, NEW_TOKENS, salt=salt)
-    return [answer for answer in answers if answer is not None]
+        tasks.start_soon(complete_first)
+        await started.wait()
+        completions[1] = await client.stream(second, NEW_TOKENS, salt=salt)
+    return [completion for completion in completions if completion is not None]

@@ -1,4 +1,4 @@
-"""A prefiller, a decoder and a proxy of their own on 127.0.0.1, each engine with its cache process."""
+"""Run a prefiller, a decoder and a proxy on 127.0.0.1, each engine with its own cache process."""
 
 from __future__ import annotations
 
@@ -32,56 +32,56 @@ from kvtier.demo.work import (
 )
 
 ROLES = {"prefiller": ("prefill", "kv_producer"), "decoder": ("decode", "kv_consumer")}
-"""Each engine's ``role``, and what vLLM calls it."""
+"""kvtier's ``role`` and vLLM's ``kv_role`` of each engine."""
 STEP = ("--max-num-batched-tokens", "1024")
-"""Of so many tokens a prompt is computed at a time: what one step has computed is pushed during the next."""
+"""Chunked prefill: the KV of one step is transferred during the next one."""
 PROXY_READY_SECONDS = 120.0
-PATIENCE_SECONDS = 60
-"""A busy machine is not to be mistaken for one that has lost something."""
+TIMEOUT_SECONDS = 60
+"""Generous, because a KV transfer is slow on a busy machine."""
 
 
 @dataclass
 class Serving:
-    """What runs, and clients of it."""
+    """The running servers, and clients for them."""
 
     work: Work
     prefiller: Client
     decoder: Client
     proxy: Client
     servers: list[Server] = field(default_factory=list)
-    """In the order in which they were started."""
+    """In start order."""
     prompts: list[list[int]] = field(default_factory=list)
 
     def status(self, name: str) -> dict[str, Any]:
-        """What a cache process says of itself. Raises :class:`kvtier.errors.ChannelError`."""
+        """Return the status of a cache process. Raises :class:`kvtier.errors.ChannelError`."""
         return bridge.status(self.work.socket(name))
 
     def pushed(self) -> Pushed:
-        """What was handed over since they were started."""
-        hand_overs = self.status("prefiller")["hand_overs"]
-        tokens = self.proxy.get("/stats")["handed_over_tokens"]
-        return Pushed(tokens, hand_overs["pushed_bytes"], hand_overs["pushing_seconds"])
+        """Return the KV transferred since the start."""
+        kv_transfers = self.status("prefiller")["kv_transfers"]
+        tokens = self.proxy.get("/stats")["transferred_tokens"]
+        return Pushed(tokens, kv_transfers["pushed_bytes"], kv_transfers["pushing_seconds"])
 
     def stop(self) -> None:
-        """Stop everything, what was started last first: engines before their cache processes."""
+        """Stop all servers in reverse start order: engines before their cache processes."""
         while self.servers:
             self.servers[-1].stop()
             self.servers.pop()
 
     def kill(self) -> None:
-        """End whatever still runs, at once."""
+        """Kill all remaining servers."""
         for server in reversed(self.servers):
             server.kill()
 
     def failure(self, error: BaseException) -> DemoFailed:
-        """An error of a call to one of the servers, told with the log of one that has ended."""
+        """Wrap an error of a request, with the log of a server that has exited, or of the last one."""
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, DemoFailed):
             return error
         ended = [server for server in self.servers if server.ended]
         server = (ended or self.servers[-1:])[0]
-        return server.failure(f"did not answer as it should ({error})")
+        return server.failure(f"failed to respond ({error})")
 
 
 @contextmanager
@@ -95,10 +95,10 @@ def serving(
     transport: str = "tcp",
     memory: str = "4GiB",
 ) -> Iterator[Serving]:
-    """All of it, started and warmed up, until the block is left.
+    """Start and warm up all servers; stop them when the block exits.
 
-    ``prompts``: how many of ``options.tokens`` tokens each there are to be, none a part of another.
-    ``memory``: of each cache process. Raises :class:`DemoFailed`.
+    ``prompts``: number of prompts to make, of ``options.tokens`` tokens each and without overlap.
+    ``memory``: capacity of each cache process. Raises :class:`DemoFailed`.
     """
     model = model_of(options, work, steps)
     ports = {name: free_port() for name in ("prefiller", "decoder", "proxy")}
@@ -115,7 +115,7 @@ def serving(
                 running.servers.append(cache)
             for name, cache in zip(ROLES, running.servers, strict=True):
                 cache.wait_until(partial(cache_answers, work.socket(name)), CACHE_READY_SECONDS)
-        with steps.step("starting vLLM twice: the prefiller and the decoder"):
+        with steps.step("starting vLLM twice, as prefiller and decoder"):
             engines = {
                 name: _start_engine(name, model, ports[name], options, work, new_tokens) for name in ROLES
             }
@@ -132,7 +132,7 @@ def serving(
 
 
 def _write_settings(work: Work, transport: str, memory: str) -> None:
-    """Each with a secret of this demo's own."""
+    """Write the settings of both instances, with a random shared secret."""
     secret = secrets.token_hex(32)
     for name, (role, _) in ROLES.items():
         settings = {
@@ -141,7 +141,7 @@ def _write_settings(work: Work, transport: str, memory: str) -> None:
             "socket": str(work.socket(name)),
             "tiers": [{"name": "ram", "type": "cpu", "capacity": memory}],
             "peer": {"listen": f"127.0.0.1:{free_port()}", "secret": secret, "transport": transport},
-            "hand_over": {"patience": f"{PATIENCE_SECONDS}s", "reserve": f"{PATIENCE_SECONDS}s"},
+            "kv_transfer": {"timeout": f"{TIMEOUT_SECONDS}s", "reserve": f"{TIMEOUT_SECONDS}s"},
         }
         file = work.config(name)
         file.touch(mode=0o600)
@@ -165,14 +165,14 @@ def _start_engine(name: str, model: str, port: int, options: Options, work: Work
 
 
 def _share_of_machine(number: int) -> dict[str, str]:
-    """A GPU for each engine where there are several; else all processors for both: one mostly idles."""
+    """Return environment variables that give each engine its own GPU if possible, else all CPUs to both."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
     if devices:
         return {"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]}
-    # Left to itself, each engine would take other processors for itself alone.
+    # By default, each engine would bind its threads to CPUs of its own, but mostly only one engine is busy.
     return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(os.cpu_count())}
 
 
@@ -182,7 +182,7 @@ def _start_proxy(running: Serving, port: int) -> None:
         prefill=[running.prefiller.url],
         decode=[running.decoder.url],
         log=running.work.log("proxy"),
-        arguments=["--patience", f"{PATIENCE_SECONDS}s"],
+        arguments=["--timeout", f"{TIMEOUT_SECONDS}s"],
     )
     running.servers.append(proxy)
     proxy.wait_until(running.proxy.healthy, PROXY_READY_SECONDS)
@@ -190,7 +190,7 @@ def _start_proxy(running: Serving, port: int) -> None:
 
 
 def _all_known(engines: Sequence[dict[str, Any]]) -> bool:
-    """Whether both are up, and the decoder has said where its instance listens."""
+    """Whether both engines are up and the decoder's peer address is known."""
     return all(
         engine["state"] == "up" and (engine["role"] != "decode" or engine["peer"]) for engine in engines
     )

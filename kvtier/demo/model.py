@@ -1,7 +1,7 @@
-"""A Llama of about 100 M parameters, made on the spot: random weights, but a prefill that really costs.
+"""Generate a Llama model of about 100 M parameters, with random weights but a realistic prefill cost.
 
-The tokenizer is a BPE trained on the texts of Python's own help (``pydoc_data.topics``), which are the
-prompt, too. Nothing is downloaded.
+The tokenizer is a BPE trained on the texts of Python's help (``pydoc_data.topics``), which also serve as
+prompts. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ KV_HEADS = 4
 HEAD_SIZE = HIDDEN // HEADS
 MAX_TOKENS = 65_536
 WEIGHT_SCALE = 0.06
-"""Standard deviation of the weights: with the usual 0.02 the answer would be one token for ever."""
+"""Standard deviation of the weights. With the usual 0.02, the model repeats a single token."""
 SEED = 20_26
 END = "<|end|>"
 
 
 def prompt_text() -> str:
-    """About 470 kB of real English text that every Python has."""
+    """Return about 470 kB of English text that ships with every Python."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def make_model(directory: Path) -> None:
-    """Write a model that vLLM can load into ``directory``. Takes seconds, and 400 MB of disk."""
+    """Write a model for vLLM into ``directory``. Takes seconds and 400 MB of disk."""
     directory.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(directory)
     _write_weights(directory)
-    # Written last: a directory that has it is whole.
+    # Written last, because is_model takes it as a sign that the model is complete.
     (directory / "config.json").write_text(json.dumps(_config(), indent=2))
 
 
 def is_model(directory: Path) -> bool:
-    """Whether :func:`make_model` has finished there before."""
+    """Whether ``directory`` contains a complete model of :func:`make_model`."""
     return (directory / "config.json").is_file()
 
 

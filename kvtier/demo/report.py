@@ -1,4 +1,4 @@
-"""What the demo shows: its steps while they run, and the table at the end."""
+"""Output of the demo: progress of its steps, and the table of results."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from rich.table import Table
 from kvtier.demo.client import Completion
 
 TIERS = {"device": "vLLM itself", "host": "memory", "disk": "disk", "p2p": "another host"}
-"""What people call vLLM's sources."""
+"""Display names for vLLM's cache sources."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One of the four requests. ``expected`` is the source that must have supplied it, or none."""
+    """One of the four requests. ``expected``: the source that must have supplied the prompt's KV, if any."""
 
     name: str
     completion: Completion
     expected: str | None = None
 
 
-def problems(runs: Sequence[Run], least_hit: int) -> list[str]:
-    """Why the demo did not show what it is to show: a sentence each, none where all is well."""
+def problems(runs: Sequence[Run], min_hit: int) -> list[str]:
+    """Return one sentence for each result that is not as expected."""
     found = []
     cold = runs[0].completion
     for run in runs[1:]:
-        got = run.completion
-        supplied = got.sources.get(run.expected or "", 0)
-        if got.cached_tokens < least_hit:
-            found.append(f"{run.name}: {got.cached_tokens} tokens hit, {least_hit} should have")
-        elif supplied < least_hit:
+        completion = run.completion
+        supplied = completion.sources.get(run.expected or "", 0)
+        if completion.cached_tokens < min_hit:
+            found.append(f"{run.name}: {completion.cached_tokens} tokens hit, {min_hit} expected")
+        elif supplied < min_hit:
             source = TIERS.get(run.expected or "", "")
-            found.append(f"{run.name}: {supplied} tokens came from {source}, {least_hit} should have")
-        if got.tokens != cold.tokens:
+            found.append(f"{run.name}: {supplied} tokens came from {source}, {min_hit} expected")
+        if completion.tokens != cold.tokens:
             found.append(f"{run.name}: its tokens differ from the cold run's")
     if cold.cached_tokens:
-        found.append(f"{runs[0].name}: {cold.cached_tokens} tokens hit where nothing can have been stored")
+        found.append(f"{runs[0].name}: {cold.cached_tokens} tokens hit, 0 expected")
     return found
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """The runs side by side."""
+    """Return a table with one row per run."""
     cold = runs[0].completion
     shown = Table(box=box.ROUNDED, header_style="bold")
     shown.add_column("run")
@@ -57,29 +57,30 @@ def table(runs: Sequence[Run]) -> Table:
         shown.add_column(title, justify="right")
     shown.add_column("tokens identical")
     for run in runs:
-        got = run.completion
-        same = got.tokens == cold.tokens
+        completion = run.completion
+        same = completion.tokens == cold.tokens
+        sources = [TIERS.get(source, source) for source, count in completion.sources.items() if count]
         shown.add_row(
             run.name,
-            f"{got.prompt_tokens:,}",
-            f"{got.cached_tokens:,}",
-            " + ".join(TIERS.get(source, source) for source, count in got.sources.items() if count) or "-",
-            f"{got.ttft:.2f} s",
-            "-" if run is runs[0] else f"{cold.ttft / got.ttft:.1f} x",
+            f"{completion.prompt_tokens:,}",
+            f"{completion.cached_tokens:,}",
+            " + ".join(sources) or "-",
+            f"{completion.ttft:.2f} s",
+            "-" if run is runs[0] else f"{cold.ttft / completion.ttft:.1f} x",
             "-" if run is runs[0] else ("[green]yes[/]" if same else "[red]no[/]"),
         )
     return shown
 
 
 class Steps:
-    """Tells what is being done and how long it took: a spinner on a terminal, plain lines elsewhere."""
+    """Shows progress and the duration of each step: a spinner on a terminal, else plain lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
-        """``what`` is under way until the block is left."""
+        """Show ``what`` as in progress while the block runs."""
         started = time.perf_counter()
         if self._console.is_terminal:
             with self._console.status(what):

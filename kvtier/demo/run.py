@@ -1,4 +1,4 @@
-"""The demo from beginning to end."""
+"""The single-engine demo: cold, warm from memory, after a vLLM restart, and warm from disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 
 from kvtier.bridge import client as bridge
-from kvtier.cli.terminal import ends_on_signals
+from kvtier.concurrency.signals import exit_on_signals
 from kvtier.demo import report
 from kvtier.demo.client import Client
 from kvtier.demo.server import DemoFailed, Server, free_port, start_cache, start_vllm
@@ -37,12 +37,12 @@ STORED_SECONDS = 60.0
 
 
 def run_demo(options: Options, console: Console) -> bool:
-    """Run the demo and print what it finds; whether it found what it should.
+    """Run the demo, print its results, and return whether they are as expected.
 
-    Raises :class:`DemoFailed`. However it ends, no process of it is left. Files are, where the user asked for
-    them or something was not as it should be.
+    All subprocesses are stopped, however it ends. Files are kept if the user asked for them, or a result is
+    not as expected. Raises :class:`DemoFailed`.
     """
-    with ends_on_signals(), work_folder(options) as work:
+    with exit_on_signals(), work_folder(options) as work:
         demo = _Demo(options, work, report.Steps(console))
         try:
             runs = demo.run()
@@ -75,7 +75,7 @@ class _Demo:
             self._wait_until_stored()
             with self.steps.step("emptying vLLM's own prefix cache"):
                 if not client.reset_prefix_cache():
-                    raise DemoFailed("vLLM would not empty its prefix cache")
+                    raise DemoFailed("vLLM did not reset its prefix cache")
             runs.append(self._measure(client, "warm from memory", "host"))
             self._kill_vllm()
         with self._serving(model) as client:
@@ -90,24 +90,24 @@ class _Demo:
         return runs
 
     def stop(self) -> None:
-        """Stop whatever runs, the engine first, as its cache process outlives it."""
+        """Stop the engine, then its cache process."""
         for server in (self.vllm, self.cache):
             if server is not None:
                 server.stop()
         self.vllm = self.cache = None
 
     def kill(self) -> None:
-        """End whatever still runs, at once."""
+        """Kill all remaining servers."""
         for server in (self.vllm, self.cache):
             if server is not None:
                 server.kill()
 
     def failure(self, error: Exception) -> DemoFailed:
-        """An error of a call to one of the servers, told with that server's log."""
+        """Wrap an error of a request, with the log of the server that failed."""
         server = self.cache if isinstance(error, ChannelError) else self.vllm
         if server is None:
             return DemoFailed(str(error))
-        return server.failure(f"did not answer as it should ({error})")
+        return server.failure(f"failed to respond ({error})")
 
     def _write_settings(self) -> None:
         settings = {
@@ -128,7 +128,7 @@ class _Demo:
 
     @contextlib.contextmanager
     def _serving(self, model: str) -> Iterator[Client]:
-        """vLLM, started and warmed up with a prompt that is too short to be stored."""
+        """Start vLLM and warm it up with a prompt shorter than a chunk, so that nothing is stored."""
         port = free_port()
         with Client(port, model) as client:
             with self.steps.step("starting vLLM"):
@@ -152,7 +152,7 @@ class _Demo:
             return report.Run(name, client.complete(self.prompt, NEW_TOKENS), expected)
 
     def _wait_until_stored(self) -> None:
-        """An answer comes before its last chunks are committed."""
+        """Wait until all chunks are committed, which may be after the response."""
         chunks = self.options.tokens // CHUNK_TOKENS
         assert self.cache is not None
         with self.steps.step(f"storing {chunks} chunks"):

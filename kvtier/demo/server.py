@@ -1,7 +1,7 @@
-"""The demo's subprocesses, vLLM servers, ``kvtier serve`` and ``kvtier proxy``, and how they start and end.
+"""Start and stop the demo's subprocesses: vLLM servers, ``kvtier serve`` and ``kvtier proxy``.
 
-Each leads a session of its own, so that one signal reaches it with all its children and a Ctrl-C in the
-terminal reaches the demo alone.
+Each subprocess leads its own session, so that a signal to its process group reaches all its children, and a
+Ctrl-C in the terminal reaches only the demo.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ CONNECTOR = {
 
 
 class DemoFailed(Exception):
-    """The demo cannot go on. The message says why, with the end of the log that tells more."""
+    """The demo cannot continue. The message contains the reason and the end of the relevant log."""
 
 
 class Server:
-    """A subprocess that serves, and its log."""
+    """A server subprocess and its log."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.name = name
@@ -51,48 +51,48 @@ class Server:
             )
 
     def wait_until(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Block until ``ready``. Raises :class:`DemoFailed` where the process ends, or the time is over."""
+        """Block until ``ready()``. Raises :class:`DemoFailed` if the process exits or time runs out."""
         deadline = time.monotonic() + seconds
         while not ready():
             if self._process.poll() is not None:
-                raise self.failure(f"ended with status {self._process.returncode}")
+                raise self.failure(f"exited with status {self._process.returncode}")
             if time.monotonic() > deadline:
                 raise self.failure(f"was not ready in {seconds:.0f} s")
             time.sleep(POLL_SECONDS)
 
     def failure(self, what: str) -> DemoFailed:
-        """An error about this server that ends in the last lines of its log."""
+        """Return an error with the last lines of the log and the first errors in it."""
         lines = self.log.read_text(errors="replace").splitlines()
-        # What went wrong first is said long before the end, in the log of a process below this one.
+        # The root cause is usually far above the end, logged by a child process.
         errors = dict.fromkeys(match[0] for line in lines if (match := _ERROR.search(line)))
-        told = ["", "Errors in it, the first one first:", *list(errors)[:ERROR_LINES]] if errors else []
-        return DemoFailed("\n".join([f"{self.name} {what}; its log ends in", *lines[-TAIL_LINES:], *told]))
+        first = ["", "First errors in the log:", *list(errors)[:ERROR_LINES]] if errors else []
+        return DemoFailed("\n".join([f"{self.name} {what}; its log ends in", *lines[-TAIL_LINES:], *first]))
 
     @property
     def ended(self) -> bool:
-        """Whether the process is gone."""
+        """Whether the process has exited."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """End the process and all its children with kill -9; harmless when they are gone."""
+        """Kill the process and all its children with SIGKILL. Harmless if they have exited."""
         self._signal(signal.SIGKILL)
         self._process.wait()
 
     def stop(self) -> None:
-        """Ask it to end, and wait; kill it where it does not listen."""
+        """Send SIGTERM and wait; kill the process if it does not exit in time."""
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
         self.kill()
 
-    def _signal(self, sent: signal.Signals) -> None:
+    def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, sent)
+            os.killpg(self._process.pid, number)
 
 
 def start_cache(config: Path, log: Path, name: str = "the cache process") -> Server:
-    """``kvtier serve``, with the settings in the file ``config`` and no others."""
+    """Start ``kvtier serve`` with the settings file ``config``; ``KVTIER_*`` variables are not inherited."""
     command = [sys.executable, "-m", "kvtier", "serve"]
     return Server(name, command, _environment(config), log)
 
@@ -100,11 +100,11 @@ def start_cache(config: Path, log: Path, name: str = "the cache process") -> Ser
 def start_proxy(
     *, port: int, prefill: Sequence[str], decode: Sequence[str], log: Path, arguments: Sequence[str] = ()
 ) -> Server:
-    """``kvtier proxy`` on 127.0.0.1, in front of the engines with these URLs."""
+    """Start ``kvtier proxy`` on 127.0.0.1 for the engines at these URLs."""
     command = [
         *(sys.executable, "-m", "kvtier", "proxy", "--listen", f"127.0.0.1:{port}"),
-        *(word for url in prefill for word in ("--prefill", url)),
-        *(word for url in decode for word in ("--decode", url)),
+        *(argument for url in prefill for argument in ("--prefill", url)),
+        *(argument for url in decode for argument in ("--decode", url)),
         *arguments,
     ]
     return Server("the proxy", command, _environment(None), log)
@@ -124,10 +124,10 @@ def start_vllm(
     name: str = "vLLM",
     variables: Mapping[str, str] | None = None,
 ) -> Server:
-    """A vLLM server on 127.0.0.1, with kvtier's connector in the role ``kv_role`` or without.
+    """Start a vLLM server on 127.0.0.1, with kvtier's connector in the role ``kv_role`` or without it.
 
-    ``arguments`` are vLLM's, and win over these. ``scratch`` is a folder with a short name for sockets and
-    temporary files, which vLLM leaves behind where it is killed. ``variables`` are added to its environment.
+    ``arguments`` are passed to vLLM and override the defaults. ``scratch`` is a folder with a short path for
+    sockets and temporary files, which a killed vLLM leaves behind. ``variables`` extend its environment.
     """
     transfer = json.dumps({**CONNECTOR, "kv_role": kv_role})
     command = [
@@ -152,7 +152,7 @@ def start_vllm(
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on at this moment."""
+    """Return a port of 127.0.0.1 that is currently unused."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

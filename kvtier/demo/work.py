@@ -1,4 +1,4 @@
-"""What both demos share: what the command line may choose, the folders, the model and prompts."""
+"""Common parts of both demos: options, folders, model and prompts."""
 
 from __future__ import annotations
 
@@ -23,72 +23,72 @@ from kvtier.errors import ChannelError
 CHUNK_TOKENS = 256
 SPARE_TOKENS = 64
 WARM_UP_TOKENS = 32
-"""Fewer than a chunk, so that nothing of the request before the measured one is stored."""
+"""Less than a chunk, so that the warm-up request stores nothing."""
 VLLM_READY_SECONDS = 600.0
 CACHE_READY_SECONDS = 120.0
 LOCAL_MODEL_ARGUMENTS = ("--kv-cache-memory-bytes", "1G", "--gpu-memory-utilization", "0.3")
-"""The small model needs 2 GB, and vLLM starts only where all that it may take is free."""
+"""The generated model needs 2 GB; vLLM refuses to start unless all memory that it may use is free."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line may choose."""
+    """Command-line options of the demo."""
 
     model: str | None = None
-    """A model's folder or name; ``None`` makes one."""
+    """A model's folder or name; ``None`` generates one."""
     tokens: int = 6000
     """Length of the prompt."""
     work_dir: Path | None = None
-    """Where the model, logs and the disk tier go; ``None`` for a temporary folder."""
+    """Folder for the model, logs and the disk tier; ``None`` for a temporary one."""
     keep: bool = False
-    """Leave logs and disk tier behind."""
+    """Keep logs and disk tier."""
     dtype: str = "float32"
-    """In narrower types near-ties flip with the shape of a batch, with or without a cache."""
+    """In narrower types, near-ties between tokens depend on the batch shape, with or without a cache."""
     vllm_arguments: Sequence[str] = ()
 
 
 @dataclass
 class Work:
-    """Where everything of one demo lies."""
+    """Paths of one demo run."""
 
     model: Path
     folder: Path
     sockets: Path
-    """A folder with a short name: a socket's path may only be 107 bytes long."""
+    """A folder with a short path, because a Unix socket path has at most 107 bytes."""
     keep: bool = False
-    """Leave :attr:`folder` behind: the user wants it, or needs it to see what went wrong."""
+    """Keep :attr:`folder`: on request, or to diagnose a failure."""
 
     def config(self, name: str = "kvtier") -> Path:
-        """A settings file."""
+        """Return the path of a settings file."""
         return self.folder / f"{name}.yaml"
 
     def log(self, name: str) -> Path:
-        """What a server has printed."""
+        """Return the path of a server's log."""
         return self.folder / f"{name}.log"
 
     def socket(self, name: str = "kvtier") -> Path:
-        """Where a cache process is reached."""
+        """Return the path of a cache process's socket."""
         return self.sockets / f"{name}.sock"
 
 
 def model_of(options: Options, work: Work, steps: Steps) -> str:
-    """The folder or name of the model, which is made where none was named."""
+    """Return the folder or name of the model; generate one if the options do not name any."""
     if options.model is not None:
         return options.model
     if not is_model(work.model):
-        with steps.step("making a model of 100 M parameters"):
+        with steps.step("generating a model of 100 M parameters"):
             make_model(work.model)
     return str(work.model)
 
 
 def vllm_arguments(options: Options) -> list[str]:
-    """For every vLLM server of a demo."""
+    """Return the arguments for every vLLM server of a demo."""
     arguments = ["--dtype", options.dtype, *options.vllm_arguments]
     return arguments if options.model is not None else [*LOCAL_MODEL_ARGUMENTS, *arguments]
 
 
 def cache_answers(socket: Path) -> bool:
-    """Whether a cache process serves there."""
+    """Whether a cache process responds on ``socket``."""
     try:
         bridge.status(socket)
     except ChannelError:
@@ -97,18 +97,18 @@ def cache_answers(socket: Path) -> bool:
 
 
 def make_prompts(client: Client, tokens: int, count: int = 1) -> list[list[int]]:
-    """Real text of so many tokens each, nothing of it twice. Raises :class:`DemoFailed` for too many."""
+    """Return ``count`` disjoint prompts of real text. Raises :class:`DemoFailed` if the text is too short."""
     text = client.tokenize(prompt_text())
     if len(text) < tokens * count:
-        raise DemoFailed(f"--tokens: the demo's text suffices for {len(text) // count}, write at most that")
+        raise DemoFailed(f"--tokens: the demo's text is sufficient for at most {len(text) // count}")
     return [text[start : start + tokens] for start in range(0, tokens * count, tokens)]
 
 
 @contextlib.contextmanager
 def work_folder(options: Options) -> Iterator[Work]:
-    """Folders for one demo, removed at the end unless they are to be kept.
+    """Create the folders of one demo, and remove them at the end unless :attr:`Work.keep` is set.
 
-    They are kept where the demo fails, too; then its :class:`DemoFailed` says where they are.
+    They are also kept if the demo raises :class:`DemoFailed`, whose message then contains their path.
     """
     with tempfile.TemporaryDirectory(prefix="kvtier-") as sockets:
         if options.work_dir is not None:
@@ -122,8 +122,8 @@ def work_folder(options: Options) -> Iterator[Work]:
             yield work
         except DemoFailed as error:
             work.keep = True
-            told = [str(error), "", *causes(folder), f"logs and settings are kept in {folder}"]
-            raise DemoFailed("\n".join(told)) from error
+            message = [str(error), "", *causes(folder), f"logs and settings are kept in {folder}"]
+            raise DemoFailed("\n".join(message)) from error
         finally:
             if not work.keep:
                 rmtree(folder, ignore_errors=True)
@@ -132,7 +132,7 @@ def work_folder(options: Options) -> Iterator[Work]:
 
 
 def conclude(problems: Sequence[str], work: Work, console: Console, kept: str) -> None:
-    """Print the problems and the causes; keep the folder if there are any, and print where it is."""
+    """Print problems and their likely causes from the logs; keep the folder if there are any problems."""
     for problem in problems:
         console.print(f"[red]✗[/] {escape(problem)}", highlight=False)
     if problems:

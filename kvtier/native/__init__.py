@@ -1,12 +1,12 @@
-"""The native core: whether it is there, and the one place that imports it.
+"""Import the native core, if it is available.
 
-kvtier works without it, slower: each part that has a native path asks :func:`available` and else takes its
-Python path. ``KVTIER_NATIVE=0`` leaves it out where it is there, to compare the two or to rule it out.
+kvtier works without it, but slower: code with a native path checks :func:`available` and otherwise uses its
+Python path. ``KVTIER_NATIVE=0`` disables the native core, for comparison and debugging.
 
     if native.available():
         native.core.something(...)
 
-What needs CUDA is a module of its own, which is loaded where somebody asks for it: :func:`cuda_problem`.
+CUDA code is in a separate module, which :func:`cuda_problem` loads on demand.
 """
 
 from __future__ import annotations
@@ -20,55 +20,64 @@ from typing import TYPE_CHECKING
 
 logger = logging.getLogger("kvtier")
 
-__all__ = ["ADVICE", "available", "core", "cuda", "cuda_problem", "summary", "warn_if_missing", "why_not"]
+__all__ = [
+    "ADVICE",
+    "available",
+    "core",
+    "cuda",
+    "cuda_problem",
+    "missing_reason",
+    "summary",
+    "warn_if_missing",
+]
 
 if TYPE_CHECKING:
-    from kvtier import _native as core  # noqa: TC004 - at run time it may not be there
-    from kvtier import _native_cuda as cuda  # noqa: TC004 - the same, and loaded by cuda_problem()
+    from kvtier import _native as core  # noqa: TC004 - may be missing at run time
+    from kvtier import _native_cuda as cuda  # noqa: TC004 - loaded by cuda_problem()
 
-ADVICE = "install a C++ compiler (Debian: g++) and then kvtier again; pip install -v says what went wrong"
+ADVICE = "install a C++ compiler (Debian: g++) and reinstall kvtier; pip install -v shows the build log"
 
 VARIABLE = "KVTIER_NATIVE"
-"""Of the environment, and no setting: it counts from the first import on."""
+"""An environment variable and not a setting, because it is read at the first import."""
 ABI = 4
-"""Of the names, arguments and results of the extensions: one that was built with another is left out."""
+"""ABI version (names, arguments, results). Extensions with another version are ignored."""
 
 _problem = ""
 _warned = False
 
 
 def _load() -> str:
-    """Import the extension as ``core``; why it is not there, or nothing."""
+    """Import the extension as ``core``. Return why it is not available, or an empty string."""
     global core
     if os.environ.get(VARIABLE, "").strip().lower() in {"0", "off", "false", "no"}:
-        return "KVTIER_NATIVE leaves it out"
+        return "disabled by KVTIER_NATIVE"
     try:
         module = importlib.import_module("kvtier._native")
     except ImportError as error:
         return f"{error}"
-    if problem := _other_sources(module.build_info().get("abi")):
+    if problem := _abi_mismatch(module.build_info().get("abi")):
         return problem
     core = module
     return ""
 
 
-def _other_sources(abi: int | None) -> str:
-    return "" if abi == ABI else f"it was built of other sources: its interface is {abi or 0}, not {ABI}"
+def _abi_mismatch(abi: int | None) -> str:
+    return "" if abi == ABI else f"built from other sources: its ABI version is {abi or 0}, not {ABI}"
 
 
 def available() -> bool:
-    """Whether :data:`core` is there. Costs nothing; the answer stays the same while the process lives."""
+    """Whether :data:`core` is available. Cheap; the result never changes within a process."""
     return not _problem
 
 
-def why_not() -> str:
-    """Why it is not there; empty where it is."""
+def missing_reason() -> str:
+    """Return why :data:`core` is not available; empty if it is."""
     return _problem
 
 
 @cache
 def cuda_problem() -> str:
-    """Why :data:`cuda` cannot be used here; empty where it can. Loads it, and looks for a device, once."""
+    """Return why :data:`cuda` is not usable; empty if it is. Loads it and probes for a device, once."""
     global cuda
     if _problem:
         return _problem
@@ -76,29 +85,29 @@ def cuda_problem() -> str:
         module = importlib.import_module("kvtier._native_cuda")
     except ImportError as error:
         return f"built without CUDA ({error})"
-    if problem := _other_sources(getattr(module, "abi", None)):
+    if problem := _abi_mismatch(getattr(module, "abi", None)):
         return problem
     cuda = module
-    return "" if cuda.device_count() else "there is no CUDA device, or no driver for it"
+    return "" if cuda.device_count() else "no CUDA device or driver found"
 
 
 def summary() -> str:
-    """One line: what was built and what this processor has of it, or why there is nothing."""
+    """Return one line: compiler and available CPU features, or why the core is missing."""
     if _problem:
         return f"missing ({_problem}): {ADVICE}"
     info = core.build_info()
     found = [name for name in ("avx2", "avx512", "io_uring") if info[name]]
     if find_spec("kvtier._native_cuda") is not None:
         found.append("CUDA")
-    return f"built with {info['compiler']}; here: {', '.join(found) or 'nothing special'}"
+    return f"built with {info['compiler']}; features: {', '.join(found) or 'none'}"
 
 
 def warn_if_missing() -> None:
-    """Say once in a process that the native core is not there. What runs data through kvtier calls this."""
+    """Warn once per process if the native core is missing. Called by code on the data path."""
     global _warned
     if _problem and not _warned:
         _warned = True
-        logger.warning("kvtier runs without its native core, slower: %s", summary())
+        logger.warning("running without the native core, which is slower: %s", summary())
 
 
 _problem = _load()

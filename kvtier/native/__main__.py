@@ -1,7 +1,7 @@
-"""``python -m kvtier.native``: what was built."""
+"""Print how the native core was built: ``python -m kvtier.native``."""
 
 from __future__ import annotations
 
 from kvtier import native
 
-print("kvtier's native core:", native.summary())  # noqa: T201 - asked for on the command line
+print("kvtier's native core:", native.summary())  # noqa: T201 - the output of a command

@@ -1,1 +1,1 @@
-"""Instances that serve their tiers to each other."""
+"""Peer-to-peer tier: instances read from, and push to, each other's tiers."""

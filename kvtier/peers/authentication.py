@@ -1,9 +1,10 @@
-"""Who may speak to this instance at all: those that know the secret, hold a certificate, or both.
+"""Peer authentication: a shared secret, TLS certificates, or both.
 
-With ``peer.tls`` each side shows a certificate that the authority of the settings has signed, over TLS 1.3;
-which host it names is not looked at, since peers have addresses and no names: whoever the authority signs is
-a peer. With ``peer.secret`` each side proves that it knows it (:mod:`kvtier.peers.handshake`). With ``tls``
-alone the same messages are exchanged under an empty secret, so that there is one sequence to get right.
+With ``peer.tls`` both sides present a certificate signed by the configured authority, over TLS 1.3. The host
+name is not checked, because peers have addresses and no names: any certificate that the authority signed is
+accepted. With ``peer.secret`` both sides prove that they know it (:mod:`kvtier.peers.handshake`). With
+``tls`` alone the same messages are exchanged under an empty secret, so that there is one sequence to get
+right.
 """
 
 from __future__ import annotations
@@ -15,125 +16,125 @@ from typing import TypeVar
 
 import anyio
 
+from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.errors import SettingsError
 from kvtier.peers.handshake import Handshake, RefusedHandshake
-from kvtier.settings_peer import PeerSettings, TLSSettings
+from kvtier.settings.peer import PeerSettings, TLSSettings
 from kvtier.sockets.connection import Connection, TLSConnection
-from kvtier.threads import WorkerThreads, spread
 
 ACCEPT_SECONDS = 5.0
-"""How long who connects may take to prove who it is."""
-TLS_STEPS_AT_ONCE = 2
-"""A step of a TLS handshake signs or verifies, which takes a millisecond: too long for the loop."""
+"""Timeout for the authentication of an incoming connection."""
+TLS_THREADS = 2
+"""A TLS handshake step signs or verifies, which takes a millisecond: too long for the event loop."""
 
 ResultT = TypeVar("ResultT")
 
 
 class Credentials:
-    """What this instance proves itself by, and what it wants of others. Made with :meth:`of`."""
+    """This instance's secret and certificates. Created with :meth:`from_settings`."""
 
     def __init__(self, secret: bytes, client: ssl.SSLContext | None, server: ssl.SSLContext | None) -> None:
         self._secret = secret
         self._client_context = client
         self._server_context = server
-        self._hop = WorkerThreads(TLS_STEPS_AT_ONCE)
+        self._executor = WorkerThreads(TLS_THREADS)
 
     @classmethod
-    def of(cls, settings: PeerSettings) -> Credentials:
-        """Read what the settings name, once. Raises :class:`SettingsError`, which names the setting."""
+    def from_settings(cls, settings: PeerSettings) -> Credentials:
+        """Load the secret and certificates. Raises :class:`SettingsError`, which names the setting."""
         secret, tls = settings.secret, settings.tls
         if secret is None and tls is None:
-            raise SettingsError("peer: write peer.secret or peer.tls, by which peers prove who they are")
+            raise SettingsError("peer: set peer.secret or peer.tls, which authenticate peers")
         return cls(
             b"" if secret is None else secret.get_secret_value().encode(),
             None if tls is None else _context(tls, ssl.PROTOCOL_TLS_CLIENT),
             None if tls is None else _context(tls, ssl.PROTOCOL_TLS_SERVER),
         )
 
-    # The side that connects: blocks, in a worker thread.
+    # Client side: blocks, runs in a worker thread.
 
     def connection(self, family: int, host: str) -> Connection:
-        """One that is not yet connected, for ``Dialer``."""
+        """Create an unconnected connection, for ``Dialer``."""
         if self._client_context is None:
             return Connection(family)
         return _PeerTLSConnection(family, self._client_context, host)
 
     def prove_to_server(self, connection: Connection) -> None:
-        """Prove who this is, and have the other side do so, within the connection's deadline.
+        """Authenticate both sides within the connection's deadline.
 
-        Nothing else is said to who cannot. Raises :class:`kvtier.errors.PeerError`, whose message says what
-        to mend, and ``OSError`` where the connection is lost or too slow.
+        Nothing else is sent to a server that fails. Raises :class:`kvtier.errors.PeerError`, whose message
+        names the fix, and ``OSError`` if the connection is lost or too slow.
         """
         handshake = Handshake("client", self._secret)
         opened = False
         try:
             connection.send([handshake.opening])
-            while handshake.wanted:
-                data = bytearray(handshake.wanted)
+            while handshake.needed:
+                data = bytearray(handshake.needed)
                 connection.take(memoryview(data))
                 answer = handshake.feed(bytes(data))
                 if answer:
                     connection.send([answer])
                     opened = True
         except (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
-            raise RefusedHandshake("refused", self._told_nothing(opened=opened)) from error
+            raise RefusedHandshake("refused", self._describe_close(opened=opened)) from error
         except ssl.SSLError as error:
             raise _tls_refusal(error) from error
         except TimeoutError as error:
-            raise TimeoutError("it does not prove in time that it is a peer") from error
+            raise TimeoutError("timed out authenticating the server") from error
 
-    def _told_nothing(self, *, opened: bool) -> str:
-        """Why a server may have closed the connection without a word."""
+    def _describe_close(self, *, opened: bool) -> str:
+        """Return likely reasons why a server closed the connection without an error message."""
         if opened:
-            return "it refuses: peer.secret is another one there"
+            return "it rejected the handshake: its peer.secret differs"
         if self._client_context is None:
-            return "it closes at once: it is too busy, no kvtier peer, or peer.tls is written there alone"
-        return "it closes at once: it is too busy, or does not accept this instance's certificate"
+            return "it closed the connection: it is overloaded, no kvtier peer, or only it has peer.tls set"
+        return "it closed the connection: it is overloaded, or rejects this instance's certificate"
 
-    # The side that listens: in the event loop.
+    # Server side: runs in the event loop.
 
     async def accept(self, connected: socket.socket) -> socket.socket:
-        """The socket to go on with, once the other side has proved who it is; non-blocking, perhaps TLS.
+        """Authenticate a client and return the socket to use from now on: non-blocking, TLS if configured.
 
-        It takes the place of ``connected``, which is of no more use; the caller closes it. Where this fails,
-        everything is closed. Raises :class:`RefusedHandshake`, and ``OSError`` where the connection is lost.
+        It replaces ``connected``, and the caller closes it. On failure everything is closed. Raises
+        :class:`RefusedHandshake`, and ``OSError`` if the connection is lost.
         """
         connected.setblocking(False)
         try:
             with anyio.fail_after(ACCEPT_SECONDS):
                 if self._server_context is not None:
-                    # Nothing is read or written yet.
+                    # Performs no I/O yet.
                     connected = self._server_context.wrap_socket(
                         connected, server_side=True, do_handshake_on_connect=False
                     )
-                    await self._shake_tls_hands(connected)
+                    await self._tls_handshake(connected)
                 await self._prove_to_client(connected)
         except TimeoutError as error:
             connected.close()
-            raise RefusedHandshake("too slow", "it has not proved in time who it is") from error
+            raise RefusedHandshake("too slow", "timed out authenticating it") from error
         except BaseException:
             connected.close()
             raise
         return connected
 
-    async def _shake_tls_hands(self, secured: ssl.SSLSocket) -> None:
+    async def _tls_handshake(self, secured: ssl.SSLSocket) -> None:
         async def step() -> None:
-            await spread(ssl.SSLSocket.do_handshake, [secured], parts=1, hop=self._hop)
+            await spread(ssl.SSLSocket.do_handshake, [secured], parts=1, executor=self._executor)
 
         try:
-            await _when_possible(secured, step, anyio.wait_readable)
+            await _retry_when_ready(secured, step, anyio.wait_readable)
         except ssl.SSLError as error:
             raise _tls_refusal(error) from error
 
     async def _prove_to_client(self, connected: socket.socket) -> None:
         handshake = Handshake("server", self._secret)
         await send_all(connected, handshake.opening)
-        while handshake.wanted:
-            await send_all(connected, handshake.feed(await receive_exactly(connected, handshake.wanted)))
+        while handshake.needed:
+            await send_all(connected, handshake.feed(await receive_exactly(connected, handshake.needed)))
 
 
 class _PeerTLSConnection(TLSConnection):
-    """One that says in words why its peer and it do not come together."""
+    """A TLS connection that explains why the handshake failed."""
 
     def _set_up(self) -> None:
         try:
@@ -143,7 +144,7 @@ class _PeerTLSConnection(TLSConnection):
 
 
 async def receive_exactly(connected: socket.socket, length: int) -> bytes:
-    """So many bytes of a non-blocking socket, and none beyond them. Raises ``OSError``."""
+    """Receive exactly ``length`` bytes from a non-blocking socket. Raises ``OSError``."""
     data = bytearray(length)
     view = memoryview(data)
 
@@ -151,30 +152,30 @@ async def receive_exactly(connected: socket.socket, length: int) -> bytes:
         return connected.recv_into(view)
 
     while view:
-        received = await _when_possible(connected, receive, anyio.wait_readable)
+        received = await _retry_when_ready(connected, receive, anyio.wait_readable)
         if not received:
-            raise ConnectionResetError("the other side has closed")
+            raise ConnectionResetError("the other side closed the connection")
         view = view[received:]
     return bytes(data)
 
 
 async def send_all(connected: socket.socket, data: bytes) -> None:
-    """Send bytes over a non-blocking socket. Raises ``OSError``."""
+    """Send all bytes over a non-blocking socket. Raises ``OSError``."""
     view = memoryview(data)
 
     async def send() -> int:
         return connected.send(view)
 
     while view:
-        view = view[await _when_possible(connected, send, anyio.wait_writable) :]
+        view = view[await _retry_when_ready(connected, send, anyio.wait_writable) :]
 
 
-async def _when_possible(
+async def _retry_when_ready(
     connected: socket.socket,
     step: Callable[[], Awaitable[ResultT]],
     wait: Callable[[socket.socket], Awaitable[None]],
 ) -> ResultT:
-    """Try a step of a non-blocking socket until it does not have to wait. Raises ``OSError``."""
+    """Retry an operation on a non-blocking socket until it does not block. Raises ``OSError``."""
     while True:
         try:
             return await step()
@@ -187,7 +188,7 @@ async def _when_possible(
 
 
 def _context(tls: TLSSettings, protocol: int) -> ssl.SSLContext:
-    """For one side. Raises :class:`SettingsError`."""
+    """Create the TLS context of one side. Raises :class:`SettingsError`."""
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -195,34 +196,34 @@ def _context(tls: TLSSettings, protocol: int) -> ssl.SSLContext:
     try:
         context.load_verify_locations(cafile=tls.authority)
     except (OSError, ssl.SSLError) as error:
-        raise SettingsError(f"peer.tls.authority: cannot use {tls.authority}: {_why(error)}") from error
+        raise SettingsError(f"peer.tls.authority: cannot use {tls.authority}: {_describe(error)}") from error
     for name, path in (("certificate", tls.certificate), ("key", tls.key)):
         try:
             path.open("rb").close()
         except OSError as error:
-            raise SettingsError(f"peer.tls.{name}: cannot read {path}: {_why(error)}") from error
+            raise SettingsError(f"peer.tls.{name}: cannot read {path}: {_describe(error)}") from error
     try:
-        # Asked for a password, OpenSSL would wait at the terminal.
+        # Without a callback, OpenSSL would prompt for a password at the terminal.
         context.load_cert_chain(tls.certificate, tls.key, password=lambda: b"")
     except (OSError, ssl.SSLError) as error:
         raise SettingsError(
             f"peer.tls.certificate and peer.tls.key: cannot use {tls.certificate} with {tls.key}: "
-            f"{_why(error)}"
+            f"{_describe(error)}"
         ) from error
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        # Nothing may come that was not asked for: connections that idle are told from dead ones by that.
+        # Tickets would be unsolicited data, and an idle connection counts as closed once it is readable.
         context.num_tickets = 0
     return context
 
 
-def _why(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return (error.reason or "it is no PEM").replace("_", " ").lower()
+        return (error.reason or "it is not PEM").replace("_", " ").lower()
     return getattr(error, "strerror", None) or str(error)
 
 
 def _tls_refusal(error: ssl.SSLError) -> RefusedHandshake:
-    """In words, from what OpenSSL says."""
+    """Translate an OpenSSL error into a message that names the fix."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return RefusedHandshake(
             "wrong certificate",
@@ -231,14 +232,14 @@ def _tls_refusal(error: ssl.SSLError) -> RefusedHandshake:
     reason = (error.reason or "").replace("_", " ").lower()
     if any(sign in reason for sign in ("wrong version number", "http request", "unexpected message")):
         return RefusedHandshake(
-            "no TLS there", "it does not speak TLS: write peer.tls on both sides, or on neither"
+            "no TLS there", "it does not speak TLS: set peer.tls on both sides, or on neither"
         )
     if "did not return a certificate" in reason:
-        return RefusedHandshake("wrong certificate", "it shows no certificate: write peer.tls there, too")
+        return RefusedHandshake("wrong certificate", "it presents no certificate: set peer.tls there, too")
     if "alert" in reason:
         return RefusedHandshake(
-            "refused", f"it refuses this instance's certificate ({reason}): see peer.tls.certificate"
+            "refused", f"it rejects this instance's certificate ({reason}): see peer.tls.certificate"
         )
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return RefusedHandshake("refused", "it closes the connection instead of speaking TLS")
-    return RefusedHandshake("TLS failed", f"TLS does not work with it: {reason or error}")
+        return RefusedHandshake("refused", "it closed the connection during the TLS handshake")
+    return RefusedHandshake("TLS failed", f"TLS handshake failed: {reason or error}")

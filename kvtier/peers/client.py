@@ -1,4 +1,4 @@
-"""One peer, be it of the settings or borrowed: found, connected, lost, and found again."""
+"""Client side of one peer, configured or temporary: connect, monitor, and reconnect."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import TypeVar
 
 import anyio
 
+from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.peers.authentication import Credentials
-from kvtier.peers.dialling import Called, Caller, printable
+from kvtier.peers.dialling import ControlConnection, PeerDialer, printable
 from kvtier.peers.pace import Pace
-from kvtier.peers.pauses import Breaker, GrowingPause, Outage
-from kvtier.peers.source import Patience, Source
-from kvtier.settings_peer import split_address
-from kvtier.threads import WorkerThreads
+from kvtier.peers.pauses import Backoff, Breaker, Outage
+from kvtier.peers.source import Source, Timeouts
+from kvtier.settings.peer import split_address
 from kvtier.transports.base import Transport
 
 logger = logging.getLogger("kvtier")
 
 PROBE_SECONDS = 1.0
-"""A paused peer is asked again when it has answered a ping in this time."""
-STEADY_SECONDS = 5.0
-"""A connection that lasted longer was a good one: the next one is opened soon."""
-LOOK_UPS = "leaves look-ups unanswered"
-READS = "fails to send what it promised"
+"""Timeout of the ping that closes the circuit breaker."""
+STABLE_SECONDS = 5.0
+"""A connection that lasted longer resets the reconnect back-off."""
+LOOKUPS = "does not answer lookups"
+READS = "fails to serve reads"
 
 AnswerT = TypeVar("AnswerT")
 
 
 class PeerClient:
-    """Keeps a connection to one peer, and knows whether to ask it.
+    """Keeps one peer connected, and decides whether to query it.
 
-    Nobody ever waits for a connection, but for the very first attempt and no longer than he wants to.
+    Requests never wait for a reconnect. They wait for the first connection attempt only, with a timeout.
     """
 
     def __init__(
@@ -48,87 +48,88 @@ class PeerClient:
         deadline: float,
         threads: WorkerThreads,
         *,
-        borrowed: bool = False,
+        temporary: bool = False,
     ) -> None:
-        """``borrowed``: it is not one of ``peer.others``, and whoever needs it says what is wrong with it."""
+        """``temporary``: not one of ``peer.others``; outages are logged at debug level only."""
         host, port = split_address(address)
         self.address = address
         self.pace = Pace()
-        self.used_at = 0.0
-        """When somebody last had something of it, on the clock of :func:`time.monotonic`."""
+        self.last_used = 0.0
+        """When the peer last served a request, on the clock of :func:`time.monotonic`."""
         self._source: Source | None = None
-        self._caller = Caller(host, port, credentials, instance, threads)
+        self._dialer = PeerDialer(host, port, credentials, instance, threads)
         self._transport = transport
         self._transport_name = transport_name
         self._instance = instance
-        self._patience = Patience(deadline)
+        self._timeouts = Timeouts(deadline)
         self._breaker = Breaker()
-        self._borrowed = borrowed
-        self._outage = Outage(logger, address, quiet=borrowed)
-        self._attempts = GrowingPause()
+        self._temporary = temporary
+        self._outage = Outage(logger, address, quiet=temporary)
+        self._backoff = Backoff()
         self._tried = anyio.Event()
         self._answered = False
-        """Whether the connection, the last one or this, was of any use."""
+        """Whether the peer answered on the current or last connection."""
         self._unanswered_at = 0.0
-        """When what it left unanswered was asked: until it is heard of again, nobody else waits for it."""
+        """When the last request that timed out was sent. Until the peer sends again, requests skip it."""
         self._last_error = ""
         self._seen_instance = ""
 
     @property
     def source(self) -> Source | None:
-        """What can be asked and read now; ``None`` while the peer is lost, silent or paused."""
+        """The connection; ``None`` while the peer is disconnected, unresponsive or paused."""
         source = self._source
-        if source is None or source.over or source.silent or self._breaker.reason is not None:
+        if source is None or source.over or source.unresponsive or self._breaker.reason is not None:
             return None
         return source
 
     @property
     def instance(self) -> str:
-        """Who it said that it is, when it was last connected."""
+        """The instance name that the peer reported last."""
         return self._seen_instance
 
     @property
     def connecting(self) -> bool:
-        """Whether the very first attempt is under way."""
+        """Whether the first connection attempt is still running."""
         return not self._tried.is_set()
 
     @property
     def lost(self) -> bool:
-        """Whether it is not connected, after an attempt at least."""
+        """Whether it is disconnected, after at least one attempt."""
         return self._tried.is_set() and (self._source is None or self._source.over)
 
-    async def ready(self, seconds: float) -> Source:
-        """Wait for the first attempt to connect, so long at most. Raises :class:`PeerError`, in words."""
+    async def wait_connected(self, seconds: float) -> Source:
+        """Wait up to ``seconds`` for the first connection attempt. Raises :class:`PeerError`."""
         with anyio.move_on_after(seconds):
             await self._tried.wait()
         source = self.source
         if source is not None:
             return source
-        why = f"it has not answered within {seconds:g} s" if self.connecting else self.trouble
-        raise PeerError(f"peer {self.address}: {why}")
+        reason = f"no answer within {seconds:g} s" if self.connecting else self.last_error
+        raise PeerError(f"peer {self.address}: {reason}")
 
     @property
-    def trouble(self) -> str:
-        """Why it cannot be asked, for people; empty where it can."""
+    def last_error(self) -> str:
+        """Why the peer is unavailable, as text; empty if it is available."""
         return "" if self.source is not None else self._last_error or self._state()
 
-    # Asking. None: it did not answer, or not in time.
+    # Requests. They return None if the peer did not answer in time.
 
     async def look_up(
-        self, keys: Sequence[ChunkKey], *, prefix: bool, until: float, insist: bool = False
+        self, keys: Sequence[ChunkKey], *, prefix: bool, until: float, force: bool = False
     ) -> list[int] | None:
-        """Be promised those of ``keys`` that it holds; their positions. ``until`` is in the loop's time.
+        """Lease those of ``keys`` that the peer holds, and return their positions.
 
-        With ``insist`` also where it has left a question unanswered and is silent since: for who has time.
+        ``until`` is in the event loop's time. ``force``: ask even if an earlier request timed out and the
+        peer has sent nothing since, for callers that can wait.
         """
-        return await self._ask(lambda source: source.look_up(keys, prefix=prefix), until, insist=insist)
+        return await self._ask(lambda source: source.look_up(keys, prefix=prefix), until, force=force)
 
     async def contains(self, keys: Sequence[ChunkKey], *, until: float) -> list[bool] | None:
-        """Which of ``keys`` it holds."""
+        """Return whether the peer holds each key."""
         return await self._ask(lambda source: source.contains(keys), until)
 
     async def _ask(
-        self, question: Callable[[Source], Awaitable[AnswerT]], until: float, *, insist: bool = False
+        self, request: Callable[[Source], Awaitable[AnswerT]], until: float, *, force: bool = False
     ) -> AnswerT | None:
         answer: AnswerT | None = None
         source = self.source
@@ -136,72 +137,77 @@ class PeerClient:
             if source is None and not self._tried.is_set():
                 await self._tried.wait()
                 source = self.source
-            if source is None or (not insist and source.conversation.heard_at < self._unanswered_at):
+            if source is None or (not force and source.conversation.heard_at < self._unanswered_at):
                 return None
-            asked_at = time.monotonic()
+            sent_at = time.monotonic()
             try:
-                answer = await question(source)
+                answer = await request(source)
             except ChannelError as error:
                 self._last_error = str(error)
         if answer is not None:
-            self._breaker.worked(LOOK_UPS)
+            self._breaker.record_success(LOOKUPS)
             if answer:
-                self.used_at = time.monotonic()
+                self.last_used = time.monotonic()
         elif scope.cancelled_caught and source is not None:
-            self._unanswered_at = asked_at
-            self._note_failure(LOOK_UPS)
+            self._unanswered_at = sent_at
+            self._record_failure(LOOKUPS)
         return answer
 
-    def note_reads(self, *, failed: bool) -> None:
-        """What became of a batch that was read from it."""
-        self.used_at = time.monotonic()
+    def record_reads(self, *, failed: bool) -> None:
+        """Record the outcome of a batch of reads."""
+        self.last_used = time.monotonic()
         if failed:
-            self._note_failure(READS)
+            self._record_failure(READS)
         else:
-            self._breaker.worked(READS)
+            self._breaker.record_success(READS)
 
-    def note_error(self, error: Exception) -> None:
-        """Why something failed, for people."""
+    def record_error(self, error: Exception) -> None:
+        """Store an error as :attr:`last_error`."""
         self._last_error = printable(str(error))
 
-    def _note_failure(self, kind: str) -> None:
-        if self._breaker.failed(kind):
-            self._outage.begins("paused", f"it {kind}")
+    def _record_failure(self, kind: str) -> None:
+        if self._breaker.record_failure(kind):
+            self._outage.begin("paused", f"it {kind}")
 
-    # Being connected.
+    # Connection.
 
-    async def keep(self) -> None:
-        """Stay connected, and connect again whenever that is lost, until cancelled."""
+    async def run(self) -> None:
+        """Connect, and reconnect after each loss, until cancelled."""
         while True:
-            await self.stay()
-            await anyio.sleep(self._attempts.next())
+            await self.run_once()
+            await anyio.sleep(self._backoff.next())
 
-    async def stay(self) -> bool:
-        """Connect, and stay connected until that is lost; whether that was a connection of any use."""
+    async def run_once(self) -> bool:
+        """Connect once and run until the connection is lost. Return whether the peer ever answered."""
         self._answered = False
         try:
-            await self._stay_connected()
+            await self._run_connection()
         except (OSError, ChannelError) as error:
-            self._note_loss(error)
-        except Exception as error:  # A bug, or a transport's: it must not take the other peers along.
-            logger.exception("peer %s: the connection ends", self.address)
+            self._report_loss(error)
+        except Exception as error:  # A bug here or in a transport must not affect the other peers.
+            logger.exception("peer %s: connection failed", self.address)
             self._last_error = repr(error)
         self._tried.set()
         return self._answered
 
-    async def _stay_connected(self) -> None:
-        """Connect, and serve whoever asks until the connection ends. Raises ``OSError``, ``ChannelError``."""
-        called = await self._caller.call()
+    async def _run_connection(self) -> None:
+        """Connect, and run the connection until it ends. Raises ``OSError`` and ``ChannelError``."""
+        control = await self._dialer.dial()
         try:
-            self._check(called)
+            self._check(control)
         except PeerError:
-            called.connected.close()
+            control.sock.close()
             raise
         source = Source(
-            self._caller, called, self._transport, self.pace, self._patience, on_silence=self._note_silence
+            self._dialer,
+            control,
+            self._transport,
+            self.pace,
+            self._timeouts,
+            on_unresponsive=self._report_unresponsive,
         )
         self._source = source
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch, source)
@@ -209,26 +215,26 @@ class PeerClient:
                 tasks.cancel_scope.cancel()
         finally:
             self._source = None
-        if time.monotonic() - began > STEADY_SECONDS:
-            self._attempts.reset()
+        if time.monotonic() - started > STABLE_SECONDS:
+            self._backoff.reset()
         raise cause
 
-    def _check(self, called: Called) -> None:
-        welcome = called.welcome
+    def _check(self, control: ControlConnection) -> None:
+        welcome = control.welcome
         self._seen_instance = printable(welcome.instance)
         if welcome.instance == self._instance:
-            remedy = "" if self._borrowed else ": leave it out of peer.others"
-            raise PeerError(f"it is this very instance{remedy}")
+            remedy = "" if self._temporary else ": remove it from peer.others"
+            raise PeerError(f"it is this instance itself{remedy}")
         if welcome.transport != self._transport_name:
             raise PeerError(
                 f"peer.transport is {printable(welcome.transport)!r} there and {self._transport_name!r} "
-                "here: write the same on both sides"
+                "here: set the same on both sides"
             )
         if not 0 < welcome.lease < float("inf"):
-            raise PeerError(f"it promises chunks for {welcome.lease} s: see peer.lease there")
+            raise PeerError(f"its lease time of {welcome.lease} s is invalid: see peer.lease there")
 
     async def _watch(self, source: Source) -> None:
-        """Say that it is well, once it has answered; ask it again when it is paused."""
+        """Mark the peer available once it answers, and probe it while it is paused."""
         try:
             while not await source.probe(PROBE_SECONDS):
                 pass
@@ -236,43 +242,43 @@ class PeerClient:
             self._tried.set()
             self._breaker.close()
             logger.debug("peer %s: connected to %s", self.address, self._seen_instance)
-            self._outage.ends()
+            self._outage.end()
             await source.prepare()
             while True:
-                await anyio.sleep(self._patience.ping / 5)
-                if self._breaker.probe_is_due and not source.silent:
+                await anyio.sleep(self._timeouts.ping / 5)
+                if self._breaker.probe_is_due and not source.unresponsive:
                     await self._probe(source)
         except ChannelError:
-            return  # Its end is told by whoever runs it.
+            return  # _run_connection reports the end.
 
     async def _probe(self, source: Source) -> None:
         if await source.probe(PROBE_SECONDS):
             self._breaker.close()
-            self._outage.ends()
+            self._outage.end()
         else:
-            self._breaker.open(self._breaker.reason or LOOK_UPS)
+            self._breaker.open(self._breaker.reason or LOOKUPS)
 
-    def _note_silence(self, silent: bool) -> None:
-        if silent:
+    def _report_unresponsive(self, unresponsive: bool) -> None:
+        if unresponsive:
             self._last_error = "does not answer"
-            self._outage.begins("lost", "it does not answer")
+            self._outage.begin("lost", "it does not answer")
         elif self._breaker.reason is None:
-            self._outage.ends()
+            self._outage.end()
 
-    def _note_loss(self, error: Exception) -> None:
+    def _report_loss(self, error: Exception) -> None:
         reason = str(error) or "no answer in time"
         if isinstance(error, OSError):
-            reason = f"it cannot be reached: {error.strerror or reason}"
+            reason = f"unreachable: {error.strerror or reason}"
         elif isinstance(error, ChannelClosed):
-            reason = f"the connection was lost: {reason}"
+            reason = f"connection lost: {reason}"
         self._last_error = printable(reason)
         refused = isinstance(error, PeerError | ProtocolError)
-        self._outage.begins("refused" if refused else "lost", self._last_error)
+        self._outage.begin("refused" if refused else "lost", self._last_error)
 
-    # Telling.
+    # Status.
 
     def status(self) -> dict[str, object]:
-        """For people and tests."""
+        """Return the state and counters of this peer."""
         source = self._source
         return {
             "address": self.address,
@@ -281,9 +287,9 @@ class PeerClient:
             "linked": source is not None and source.linked,
             "last_error": self._last_error,
             "promises": 0 if source is None else len(source.promises),
-            "under_way_bytes": self.pace.under_way,
+            "under_way_bytes": self.pace.in_flight,
             "read_bytes": self.pace.bytes_read,
-            "seconds_a_mib": None if (seconds := self.pace.seconds_a_byte) is None else seconds * (1 << 20),
+            "seconds_a_mib": None if (seconds := self.pace.seconds_per_byte) is None else seconds * (1 << 20),
             "round_trip_seconds": self.pace.round_trip,
         }
 
@@ -291,6 +297,6 @@ class PeerClient:
         source = self._source
         if source is None or source.over:
             return "not connected" if self._tried.is_set() else "connecting"
-        if source.silent:
+        if source.unresponsive:
             return "does not answer"
         return "connected" if self._breaker.reason is None else f"paused: {self._breaker.reason}"

@@ -17,9 +17,9 @@ from kvtier.peers.protocol import FromServer, Refused, Release, Released, Welcom
 from kvtier.sockets.channel import Channel
 from kvtier.sockets.frames import FrameReader, Message, encode
 
-MOST_QUESTIONS = 4096
+MAX_QUESTIONS = 4096
 """That may be unanswered. A peer that leaves more is as good as gone."""
-MOST_UNSENT_BYTES = 16 << 20
+MAX_UNSENT_BYTES = 16 << 20
 
 AnswerT = TypeVar("AnswerT", bound=Message)
 ResultT = TypeVar("ResultT")
@@ -114,7 +114,7 @@ class Conversation:
     def _say(self, message: Callable[[int], Message], question: _Question) -> None:
         if self.over:
             raise PeerError("the connection is closed")
-        if len(self._questions) >= MOST_QUESTIONS or len(self._unsent) > MOST_UNSENT_BYTES:
+        if len(self._questions) >= MAX_QUESTIONS or len(self._unsent) > MAX_UNSENT_BYTES:
             raise PeerError("it leaves too much unanswered")
         ticket = next(self._tickets)
         self._unsent += encode(message(ticket))

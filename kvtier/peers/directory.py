@@ -1,4 +1,4 @@
-"""Somebody who knows which instances hold a prompt: asked beside the peers, and never waited for in vain."""
+"""Directory of which instances hold a prompt. Queried in parallel with the peers, with a timeout."""
 
 from __future__ import annotations
 
@@ -10,67 +10,66 @@ from typing import NamedTuple, Protocol
 
 import anyio
 
-from kvtier.backends.logs import RareWarning
-from kvtier.keys import ChunkKey
-from kvtier.peers.pauses import GrowingPause
+from kvtier.logs import RateLimitedWarning
+from kvtier.memory.keys import ChunkKey
+from kvtier.peers.pauses import Backoff
 
 logger = logging.getLogger("kvtier")
 
-MOST_NAMED = 256
-"""Holders of one answer that are looked at, from its beginning."""
+MAX_HOLDERS = 256
+"""Holders used from one answer; the rest is ignored."""
 
 
 class Directory(Protocol):
-    """Knows, as far as it was told, which instances hold what: a controller, for example."""
+    """Maps chunks to the instances that report holding them, such as a controller."""
 
     async def who_holds(self, keys: Sequence[ChunkKey]) -> Sequence[tuple[str, int]]:
-        """Where to reach those that hold leading ones of ``keys``, ``HOST:PORT``, and how many; most first.
+        """Return ``(HOST:PORT, count)`` of the holders of the leading ``count`` keys, longest prefix first.
 
-        Asked in every look-up of what is not on this host, by several at once, and cancelled where it takes
-        longer than ``peer.patience``. Nothing where it cannot be asked at present: at once, so that nobody
-        waits. Whatever it raises counts as no answer, after which it is left alone for a while. It is a hint:
-        what the instances themselves say is what counts.
+        Called concurrently, for every lookup that misses on this host, and cancelled after ``peer.timeout``.
+        Must return an empty list at once if the directory is unavailable. Any exception counts as no answer
+        and starts a back-off. The result is only a hint: the instances decide what they hold.
         """
         ...
 
 
 class Holder(NamedTuple):
-    """An instance that may hold some of a prompt."""
+    """An instance that may hold a prefix of a prompt."""
 
     address: str
     chunks: int
-    """Leading ones."""
+    """Length of the prefix."""
 
 
-class AskedDirectory:
-    """A directory that is asked in time or not at all. One that fails to answer is left alone for a while."""
+class DirectoryClient:
+    """Queries a directory with a timeout, and backs off after a failure."""
 
     def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
         self._clock = clock
-        self._pause = GrowingPause()
-        self._not_before = 0.0
-        self._warn = RareWarning(logger)
+        self._backoff = Backoff()
+        self._retry_at = 0.0
+        self._warn = RateLimitedWarning(logger)
 
     async def holders(self, keys: Sequence[ChunkKey], until: float) -> list[Holder]:
-        """Who may hold leading ones of ``keys``, most first. ``until`` is in the loop's time."""
-        if self._clock() < self._not_before:
+        """Return who may hold a prefix of ``keys``, longest first. ``until`` is in the event loop's time."""
+        if self._clock() < self._retry_at:
             return []
         try:
             with anyio.CancelScope(deadline=until) as scope:
-                named = await self._directory.who_holds(keys)
+                entries = await self._directory.who_holds(keys)
         except Exception as error:
-            self._fail()
-            self._warn("the directory of instances fails: %r", error)
+            self._back_off()
+            self._warn("directory lookup failed: %r", error)
             return []
         if scope.cancelled_caught:
-            self._fail()
+            self._back_off()
             return []
-        self._pause.reset()
-        holders = [Holder(address, chunks) for address, chunks in islice(named, MOST_NAMED) if chunks > 0]
+        self._backoff.reset()
+        holders = [Holder(address, chunks) for address, chunks in islice(entries, MAX_HOLDERS) if chunks > 0]
         return sorted(holders, key=lambda holder: -holder.chunks)
 
-    def _fail(self) -> None:
-        # Many may have waited for the same answer: that is one failure, not many.
-        if self._clock() >= self._not_before:
-            self._not_before = self._clock() + self._pause.next()
+    def _back_off(self) -> None:
+        # Concurrent lookups that failed together count as one failure.
+        if self._clock() >= self._retry_at:
+            self._retry_at = self._clock() + self._backoff.next()

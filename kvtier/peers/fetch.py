@@ -1,4 +1,4 @@
-"""One batch of chunks on its way from several peers: who is asked for which, and who instead."""
+"""Read one batch of chunks from several peers, with fail-over."""
 
 from __future__ import annotations
 
@@ -9,79 +9,79 @@ from anyio.abc import TaskGroup
 
 from kvtier.backends.base import GetItem, Outcome
 from kvtier.errors import ChannelError
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.peers.client import PeerClient
-from kvtier.peers.pace import soonest
+from kvtier.peers.pace import fastest
 from kvtier.peers.promises import Promise
 from kvtier.peers.source import Source
 
 Ask = Callable[[Sequence[ChunkKey]], Awaitable[None]]
-"""Asks every peer to promise these keys."""
+"""Requests promises of these keys from every peer."""
 
 
-class _Want:
+class _Item:
     """One item of the batch."""
 
-    __slots__ = ("asked", "key", "outcome", "tried", "view")
+    __slots__ = ("key", "outcome", "requested", "tried", "view")
 
     def __init__(self, item: GetItem) -> None:
         self.key, self.view = item
         self.outcome = Outcome.MISS
-        self.asked = False
-        """Whether the peers have been asked for it within this batch."""
+        self.requested = False
+        """Whether this batch has requested promises of it."""
         self.tried: set[PeerClient] = set()
 
 
 class _Taken:
-    """A promise that is being made use of, and for what."""
+    """A promise in use, and the item that it serves."""
 
-    __slots__ = ("client", "promise", "source", "want")
+    __slots__ = ("client", "item", "promise", "source")
 
-    def __init__(self, want: _Want, client: PeerClient, source: Source, promise: Promise) -> None:
-        self.want = want
+    def __init__(self, item: _Item, client: PeerClient, source: Source, promise: Promise) -> None:
+        self.item = item
         self.client = client
         self.source = source
         self.promise = promise
 
 
 class Fetch:
-    """Fills the views of one batch. Each chunk is read from the peer that would bring it soonest.
+    """Fills the views of one batch. Each chunk is read from the peer that would deliver it first.
 
-    What nobody has promised is asked for, once. What fails or misses at one peer is tried at another, for as
-    long as the deadline lasts. When :meth:`run` has ended, no view is touched any longer and every promise
-    that was taken is given back.
+    Promises of chunks that have none are requested once. A chunk that fails or misses at one peer is tried at
+    another until the deadline. When :meth:`run` returns, no view is written any more and every promise taken
+    has been released.
     """
 
     def __init__(self, clients: Sequence[PeerClient], items: Sequence[GetItem], ask: Ask) -> None:
         self._clients = clients
-        self._wants = [_Want(item) for item in items]
+        self._items = [_Item(item) for item in items]
         self._ask = ask
         self._taken: dict[_Taken, None] = {}
         self._tasks: TaskGroup
 
     async def run(self, seconds: float) -> list[Outcome]:
-        """The outcomes, in the order of the items, after so many seconds at most."""
+        """Return the outcomes in the order of the items, after at most ``seconds``."""
         try:
             with anyio.move_on_after(seconds) as scope:
                 async with anyio.create_task_group() as self._tasks:
-                    self._send_out(self._wants)
+                    self._dispatch(self._items)
         finally:
             for taken in list(self._taken):
-                self._give_back(taken)
+                self._release(taken)
         if scope.cancelled_caught:
-            return [_finished(want.outcome) for want in self._wants]
-        return [want.outcome for want in self._wants]
+            return [_finished(item.outcome) for item in self._items]
+        return [item.outcome for item in self._items]
 
-    def _send_out(self, wants: Sequence[_Want]) -> None:
-        """Have each of these read by whoever has promised it, or asked for, or given up."""
+    def _dispatch(self, items: Sequence[_Item]) -> None:
+        """Start reading items that have a promise, and request promises of those that have none."""
         batches: dict[Source, list[_Taken]] = {}
         unpromised = []
-        for want in wants:
-            taken = self._choose(want)
+        for item in items:
+            taken = self._choose(item)
             if taken is not None:
                 batches.setdefault(taken.source, []).append(taken)
-            elif not want.asked:
-                unpromised.append(want)
+            elif not item.requested:
+                unpromised.append(item)
         for batch in batches.values():
             ready = [taken for taken in batch if taken.promise.ready]
             later = [taken for taken in batch if not taken.promise.ready]
@@ -90,50 +90,49 @@ class Fetch:
             if later:
                 self._tasks.start_soon(self._read_later, later)
         if unpromised:
-            self._tasks.start_soon(self._ask_for, unpromised)
+            self._tasks.start_soon(self._request, unpromised)
 
-    def _choose(self, want: _Want) -> _Taken | None:
-        able: list[tuple[PeerClient, Source]] = []
+    def _choose(self, item: _Item) -> _Taken | None:
+        candidates: list[tuple[PeerClient, Source]] = []
         for client in self._clients:
             source = client.source
-            if source is None or client in want.tried:
+            if source is None or client in item.tried:
                 continue
-            promise = source.promises.find(want.key)
+            promise = source.promises.find(item.key)
             if promise is None:
                 continue
-            if promise.length == len(want.view):
-                able.append((client, source))
+            if promise.length == len(item.view):
+                candidates.append((client, source))
             else:
-                source.promises.drop([want.key])
-                want.tried.add(client)
-        if not able:
+                source.promises.drop([item.key])
+                item.tried.add(client)
+        if not candidates:
             return None
-        client, source = able[soonest([client.pace for client, _ in able], len(want.view))]
-        promise = source.promises.take(want.key)
+        client, source = candidates[fastest([client.pace for client, _ in candidates], len(item.view))]
+        promise = source.promises.take(item.key)
         if promise is None:
             return None
-        taken = _Taken(want, client, source, promise)
+        taken = _Taken(item, client, source, promise)
         self._taken[taken] = None
-        client.pace.choose(promise.length)
+        client.pace.assign(promise.length)
         return taken
 
-    async def _ask_for(self, wants: Sequence[_Want]) -> None:
-        for want in wants:
-            want.asked = True
-        await self._ask([want.key for want in wants])
-        self._send_out(wants)
+    async def _request(self, items: Sequence[_Item]) -> None:
+        for item in items:
+            item.requested = True
+        await self._ask([item.key for item in items])
+        self._dispatch(items)
 
     async def _read_later(self, batch: Sequence[_Taken]) -> None:
-        """Read what is still on its way into the peer's memory, when it is there."""
+        """Read chunks that the peer is still promoting, once they are in its memory."""
         source = batch[0].source
         try:
             arrived = await source.readable([taken.promise for taken in batch])
         except ChannelError:
             self._settle(batch, [Outcome.FAILED] * len(batch))
             return
-        self._settle(
-            gone := [taken for taken in batch if taken.promise not in arrived], [Outcome.MISS] * len(gone)
-        )
+        missing = [taken for taken in batch if taken.promise not in arrived]
+        self._settle(missing, [Outcome.MISS] * len(missing))
         await self._read([taken for taken in batch if taken.promise in arrived])
 
     async def _read(self, batch: Sequence[_Taken]) -> None:
@@ -151,55 +150,55 @@ class Fetch:
             )
         finally:
             pace.end(moved)
-        if not source.over and not source.silent:
-            batch[0].client.note_reads(failed=Outcome.FAILED in outcomes)
+        if not source.over and not source.unresponsive:
+            batch[0].client.record_reads(failed=Outcome.FAILED in outcomes)
         self._settle(batch, outcomes)
 
     async def _outcomes(self, source: Source, batch: Sequence[_Taken]) -> Sequence[Outcome]:
         try:
-            outcomes = await source.read([(taken.promise, taken.want.view) for taken in batch])
+            outcomes = await source.read([(taken.promise, taken.item.view) for taken in batch])
             if len(outcomes) != len(batch):
                 return [Outcome.FAILED] * len(batch)
             return await self._confirmed(source, batch, outcomes) if source.one_sided else outcomes
         except (OSError, ChannelError) as error:
-            batch[0].client.note_error(error)
+            batch[0].client.record_error(error)
             return [Outcome.FAILED] * len(batch)
 
     async def _confirmed(
         self, source: Source, batch: Sequence[_Taken], outcomes: Sequence[Outcome]
     ) -> Sequence[Outcome]:
-        """Without what was not granted all the while that it was read."""
+        """Return the outcomes, with ``MISS`` for chunks whose lease ended during the read."""
         done = [taken for taken, outcome in zip(batch, outcomes, strict=True) if outcome is Outcome.OK]
         for taken in done:
             self._forget(taken)
-        stood = await source.confirm([taken.promise for taken in done])
+        valid = await source.confirm([taken.promise for taken in done])
         return [
-            Outcome.MISS if outcome is Outcome.OK and taken.promise not in stood else outcome
+            Outcome.MISS if outcome is Outcome.OK and taken.promise not in valid else outcome
             for taken, outcome in zip(batch, outcomes, strict=True)
         ]
 
     def _settle(self, batch: Sequence[_Taken], outcomes: Sequence[Outcome]) -> None:
-        """Enter what became of these, and send out again what another peer may bring."""
-        again = []
+        """Record outcomes, and retry at another peer what was not read."""
+        retry = []
         for taken, outcome in zip(batch, outcomes, strict=True):
-            self._give_back(taken)
-            want = taken.want
-            want.outcome = outcome
+            self._release(taken)
+            item = taken.item
+            item.outcome = outcome
             if outcome is Outcome.OK:
-                self._drop_other_promises(want.key)
+                self._drop_other_promises(item.key)
                 continue
-            # A promise from before may have ended early; one that was only just given will not do either.
-            if outcome is Outcome.FAILED or want.asked:
-                want.tried.add(taken.client)
-            again.append(want)
-        self._send_out(again)
+            # An old promise may have ended early, so its peer is worth another try; a fresh one is not.
+            if outcome is Outcome.FAILED or item.requested:
+                item.tried.add(taken.client)
+            retry.append(item)
+        self._dispatch(retry)
 
     def _drop_other_promises(self, key: ChunkKey) -> None:
         for client in self._clients:
             if client.source is not None:
                 client.source.promises.drop([key])
 
-    def _give_back(self, taken: _Taken) -> None:
+    def _release(self, taken: _Taken) -> None:
         if taken in self._taken:
             self._forget(taken)
             taken.source.release([taken.promise])
@@ -207,9 +206,9 @@ class Fetch:
     def _forget(self, taken: _Taken) -> None:
         if taken in self._taken:
             del self._taken[taken]
-            taken.client.pace.let_go(taken.promise.length)
+            taken.client.pace.release(taken.promise.length)
 
 
 def _finished(outcome: Outcome) -> Outcome:
-    """What an item comes to when there is no time left: another peer might have had it."""
+    """Return the outcome at the deadline: a miss becomes ``FAILED``, as another peer might hold the chunk."""
     return outcome if outcome is Outcome.OK else Outcome.FAILED

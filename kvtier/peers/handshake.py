@@ -1,16 +1,16 @@
-"""How two instances prove to each other that they know the same secret, as a state machine without I/O.
+"""Mutual authentication with a shared secret, as a state machine without I/O.
 
-Both send an opening at once, and then the client proves first::
+Both sides send an opening at once; then the client sends its proof first::
 
     client                              server
       magic, version, nonce ────────────►
       ◄──────────── magic, version, nonce
-      proof ────────────────────────────►    wrong: the server closes, and says nothing
-      ◄──────────────────────────── proof    wrong: the client closes, and has said nothing else
+      proof ────────────────────────────►    wrong: the server closes without a message
+      ◄──────────────────────────── proof    wrong: the client closes, having sent nothing else
 
 A proof is HMAC-SHA256, under the secret, of the prover's role and both openings. Each opening holds 32 random
-bytes, so a proof is worth nothing on another connection; and the role is in it, so neither side's proof is
-ever the other's. Every message has a fixed length, so nothing is read that does not belong to it.
+bytes, so a proof cannot be replayed on another connection. It covers the role, so it cannot be reflected.
+Every message has a fixed length, so nothing is read beyond it.
 
 RFC 2104; on replay and reflection: Needham and Schroeder (1978), RFC 3552 section 3.3.
 """
@@ -38,7 +38,7 @@ Role = Literal["client", "server"]
 
 
 class RefusedHandshake(PeerError):
-    """The other side is not let in, or is none of ours. ``reason`` is the kind of it, for counting."""
+    """The other side failed to authenticate, or is no kvtier peer. ``reason``: a label for the counters."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -46,21 +46,21 @@ class RefusedHandshake(PeerError):
 
 
 class Handshake:
-    """One side of one handshake. Send :attr:`opening`, then feed what comes, ``wanted`` bytes at a time."""
+    """One side of a handshake. Send :attr:`opening`, then feed received data, ``needed`` bytes at a time."""
 
     def __init__(self, role: Role, secret: bytes) -> None:
         self.opening = MAGIC + _VERSION.pack(VERSION) + secrets.token_bytes(NONCE_BYTES)
-        """To be sent at once."""
-        self.wanted = len(MAGIC)
-        """How many bytes to feed next; 0 once both sides have proved what they had to."""
+        """To send first."""
+        self.needed = len(MAGIC)
+        """How many bytes to feed next; 0 once both sides are authenticated."""
         self._role: Role = role
         self._secret = secret
         self._theirs = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Take in exactly ``wanted`` bytes; what to send in answer. Raises :class:`RefusedHandshake`."""
-        if len(data) != self.wanted:
-            raise ValueError(f"{len(data)} bytes where {self.wanted} are wanted")
+        """Process exactly ``needed`` bytes. Return what to send. Raises :class:`RefusedHandshake`."""
+        if len(data) != self.needed:
+            raise ValueError(f"got {len(data)} bytes, expected {self.needed}")
         if len(self._theirs) < OPENING_BYTES:
             return self._read_opening(data)
         return self._read_proof(data)
@@ -69,31 +69,29 @@ class Handshake:
         self._theirs += data
         if len(self._theirs) == len(MAGIC):
             self._check_magic()
-            self.wanted = _VERSION.size
+            self.needed = _VERSION.size
             return b""
         if len(self._theirs) < OPENING_BYTES:
             self._check_version()
-            self.wanted = NONCE_BYTES
+            self.needed = NONCE_BYTES
             return b""
         if hmac.compare_digest(self._theirs, self.opening):
-            raise RefusedHandshake("reflection", "it says what it was told, as a mirror would")
-        self.wanted = PROOF_BYTES
+            raise RefusedHandshake("reflection", "it echoes what it receives")
+        self.needed = PROOF_BYTES
         return self._proof("client") if self._role == "client" else b""
 
     def _check_magic(self) -> None:
         if self._theirs.startswith(_TLS_ALERT):
-            raise RefusedHandshake(
-                "no TLS here", "it speaks TLS: write peer.tls on both sides, or on neither"
-            )
+            raise RefusedHandshake("no TLS here", "it speaks TLS: set peer.tls on both sides, or on neither")
         if self._theirs != MAGIC:
-            raise RefusedHandshake("no peer", "it is no kvtier peer: look at the address and the port")
+            raise RefusedHandshake("no peer", "it is not a kvtier peer: check the address and the port")
 
     def _check_version(self) -> None:
         (version,) = _VERSION.unpack(self._theirs[len(MAGIC) :])
         if version != VERSION:
             raise RefusedHandshake(
                 "another version",
-                f"it speaks version {version} of the protocol and this instance version {VERSION}: "
+                f"it speaks protocol version {version} and this instance version {VERSION}: "
                 "install the same kvtier on both",
             )
 
@@ -101,9 +99,9 @@ class Handshake:
         other: Role = "server" if self._role == "client" else "client"
         if not hmac.compare_digest(data, self._proof(other)):
             raise RefusedHandshake(
-                "wrong secret", "it does not know peer.secret: write the same secret on both sides"
+                "wrong secret", "its peer.secret differs: set the same secret on both sides"
             )
-        self.wanted = 0
+        self.needed = 0
         return self._proof("server") if self._role == "server" else b""
 
     def _proof(self, role: Role) -> bytes:

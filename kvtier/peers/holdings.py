@@ -1,4 +1,4 @@
-"""What this host's own tiers hold of what a peer asks for, made ready to be read by it."""
+"""Look up chunks in this host's own tiers for a peer, and seal them for reading."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import anyio.lowlevel
 
 from kvtier.cache import TieredCache
-from kvtier.header import is_sealed
-from kvtier.keys import ChunkKey
+from kvtier.memory.header import is_sealed
+from kvtier.memory.keys import ChunkKey
+from kvtier.memory.slices import Lease
 from kvtier.pipeline.found import FoundChunk
-from kvtier.router import FIRST
-from kvtier.slices import Lease
+from kvtier.tiers.router import FIRST
 from kvtier.units import MIB
 
-KEYS_A_STEP = 512
-"""That are looked up before the loop may do something else."""
+KEYS_PER_STEP = 512
+"""Keys looked up before yielding to the event loop."""
 PART_BYTES, PART_CHUNKS = 16 * MIB, 4
-"""At least so much is sealed in one hop, and may be read before the next is."""
+"""Minimum size of a batch that is sealed in one executor call; readable before the next is sealed."""
 
 
 class Holdings:
-    """Looks up, and seals what has no checksum yet. Belongs to one event loop."""
+    """Looks up chunks, and seals those without a checksum. Bound to one event loop."""
 
     def __init__(self, cache: TieredCache) -> None:
         self._cache = cache
@@ -29,36 +29,36 @@ class Holdings:
         self._sealer = cache.hierarchy.sealer
 
     async def held(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which of ``keys`` a tier of this host alone holds."""
+        """Return which of ``keys`` this host's own tiers hold. Shared tiers do not count."""
         held: list[bool] = []
-        for start in range(0, len(keys), KEYS_A_STEP):
+        for start in range(0, len(keys), KEYS_PER_STEP):
             if start:
                 await anyio.lowlevel.checkpoint()
-            part = keys[start : start + KEYS_A_STEP]
+            part = keys[start : start + KEYS_PER_STEP]
             held += [bool(ready & self._local) for ready, _ in self._cache.hierarchy.catalog.places(part)]
         return held
 
     async def find(
-        self, keys: Sequence[ChunkKey], *, prefix: bool, most_bytes: int
+        self, keys: Sequence[ChunkKey], *, prefix: bool, max_bytes: int
     ) -> tuple[list[int], list[FoundChunk]]:
-        """Lease those of ``keys`` that are held, and start fetching into memory what is below.
+        """Lease the held chunks among ``keys``, and start promoting those below memory.
 
-        Their positions in ``keys``, and the chunks, whose leases are the caller's. With ``prefix`` only up to
-        the first that is not held. Not many more than fit into ``most_bytes``.
+        Return their positions in ``keys``, and the chunks, whose leases belong to the caller. With
+        ``prefix``, stop at the first miss. Returns little more than fits into ``max_bytes``.
         """
         positions: list[int] = []
         chunks: list[FoundChunk] = []
         try:
-            for start in range(0, len(keys), KEYS_A_STEP):
+            for start in range(0, len(keys), KEYS_PER_STEP):
                 if start:
                     await anyio.lowlevel.checkpoint()
-                part = keys[start : start + KEYS_A_STEP]
+                part = keys[start : start + KEYS_PER_STEP]
                 length = self._length_of_first(part)
-                found_at, found = self._find(part, prefix=prefix, most=most_bytes // length + 1)
+                found_at, found = self._find(part, prefix=prefix, limit=max_bytes // length + 1)
                 positions += [start + at for at in found_at]
                 chunks += found
-                most_bytes -= len(found) * length
-                if most_bytes <= 0 or (prefix and len(found) < len(part)):
+                max_bytes -= len(found) * length
+                if max_bytes <= 0 or (prefix and len(found) < len(part)):
                     break
         except BaseException:
             for chunk in chunks:
@@ -67,27 +67,27 @@ class Holdings:
         return positions, chunks
 
     def _length_of_first(self, keys: Sequence[ChunkKey]) -> int:
-        """Chunks are mostly equally long."""
+        """Return the length of the first held chunk, as an estimate: most chunks are equally long."""
         catalog = self._cache.hierarchy.catalog
         return next((catalog.length(key) for key in keys if key in catalog), 1)
 
     def _find(
-        self, keys: Sequence[ChunkKey], *, prefix: bool, most: int
+        self, keys: Sequence[ChunkKey], *, prefix: bool, limit: int
     ) -> tuple[list[int], list[FoundChunk]]:
         if prefix:
-            chunks = self._cache.look_up(keys[:most], local=True).chunks
+            chunks = self._cache.look_up(keys[:limit], local=True).chunks
             return list(range(len(chunks))), chunks
         places = list(self._cache.hierarchy.catalog.places(keys))
-        at = [index for index, (ready, _) in enumerate(places) if ready & self._local][:most]
+        at = [index for index, (ready, _) in enumerate(places) if ready & self._local][:limit]
         chunks = self._cache.look_up([keys[index] for index in at], local=True).chunks
-        # Where memory has no room for one that is below, it has for none; what is in memory needs none.
+        # If memory has no room for one chunk from below, it has room for none; those in memory need none.
         rest = [index for index in at[len(chunks) :] if places[index][0] >> FIRST & 1]
         del at[len(chunks) :]
         more = self._cache.look_up([keys[index] for index in rest], local=True).chunks if rest else []
         return at + rest[: len(more)], chunks + more
 
     def late(self, chunks: Sequence[FoundChunk]) -> list[int]:
-        """Which of these may not be read yet, by their numbers: on their way, or without a checksum."""
+        """Return the indexes of chunks that are not readable yet: in flight, or without a checksum."""
         if not self._sealer.checksum:
             return [index for index, chunk in enumerate(chunks) if not chunk.arrived]
         memory = self._cache.arena.view(0, self._cache.arena.capacity)
@@ -98,15 +98,15 @@ class Holdings:
         ]
 
     async def seal(self, chunks: Sequence[tuple[ChunkKey, Lease]]) -> list[bool]:
-        """Give each a checksum, unless it has one or the settings want none; whether it is what it should be.
+        """Add missing checksums if enabled in the settings. Return whether each chunk is valid.
 
-        For chunks that are whole. What is corrupt leaves the first tier.
+        The chunks must be complete. Corrupt ones are evicted from the first tier.
         """
         held = [lease.share() for _, lease in chunks]
         items = [(key, lease.view) for (key, _), lease in zip(chunks, held, strict=True)]
         try:
             return [seal is not None for seal in await self._sealer.seal(items)]
         finally:
-            items.clear()  # Else the traceback of a cancelled call would keep the arena mapped.
+            items.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
             for lease in held:
                 lease.release()

@@ -1,4 +1,4 @@
-"""How fast a peer's chunks come, and which of several peers would bring one soonest."""
+"""Throughput estimates per peer, and the choice of the fastest peer for a read."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import time
 from collections.abc import Callable, Sequence
 
 MEASURED_BYTES = 1 << 20
-"""Fewer bytes than these say nothing of how fast others will come."""
+"""Minimum sample size: below it the throughput is unknown."""
 REMEMBERED_BYTES = 256 << 20
-"""What was measured counts half as soon as so many bytes more have come."""
+"""The window: older measurements are halved after this many bytes."""
 REMEMBERED_SECONDS = 30.0
-"""Of a peer that was not read from for so long nothing is known: it may be better now."""
+"""A measurement expires after this long without reads, because the peer may be faster by now."""
 SLOWER = 1.25
-"""By so much at most a round trip is believed to take longer than the one before."""
-USUAL_SECONDS_A_BYTE = 1e-9
+"""Maximum growth of the round-trip estimate per ping, to damp outliers."""
+DEFAULT_SECONDS_PER_BYTE = 1e-9
 EQUAL_FACTOR, EQUAL_SECONDS = 1.25, 0.001
-"""Peers whose expected times are within this factor of the best, and so many seconds, take turns."""
+"""Peers are equal if their expected time is within this factor plus seconds of the best."""
 
 _turns = itertools.count(1)
 
 
 class Pace:
-    """Of one peer: what is under way from it, and how long a byte has taken while anything was."""
+    """One peer's bytes in flight, and its throughput while reads are in flight."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.under_way = 0
-        """Bytes that somebody has decided to read from it and has not got."""
+        self.in_flight = 0
+        """Bytes assigned to this peer and not read yet."""
         self.bytes_read = 0
         self.round_trip: float | None = None
         """Seconds."""
         self.turn = 0
-        """Greater the later the peer was chosen."""
+        """Sequence number of the last assignment; the largest was assigned last."""
         self._clock = clock
         self._reads = 0
         self._since = 0.0
@@ -39,31 +39,31 @@ class Pace:
         self._busy_bytes = 0.0
 
     @property
-    def seconds_a_byte(self) -> float | None:
-        """As far as that is known."""
+    def seconds_per_byte(self) -> float | None:
+        """Measured seconds per byte; ``None`` if unknown."""
         if self._busy_bytes < MEASURED_BYTES:
             return None
         if not self._reads and self._clock() - self._since > REMEMBERED_SECONDS:
             return None
         return self._busy_seconds / self._busy_bytes
 
-    def choose(self, length: int) -> None:
-        """So many bytes will be read from this peer."""
-        self.under_way += length
+    def assign(self, length: int) -> None:
+        """Count ``length`` bytes that will be read from this peer."""
+        self.in_flight += length
         self.turn = next(_turns)
 
-    def let_go(self, length: int) -> None:
-        """The inverse of :meth:`choose`: they have come, or will not."""
-        self.under_way -= length
+    def release(self, length: int) -> None:
+        """Undo :meth:`assign`, once the bytes are read or given up."""
+        self.in_flight -= length
 
     def begin(self) -> None:
-        """A read begins. Several may be under way."""
+        """Record the start of a read. Reads may overlap."""
         if not self._reads:
             self._since = self._clock()
         self._reads += 1
 
     def end(self, length: int) -> None:
-        """A read has ended and has brought so many bytes."""
+        """Record the end of a read that returned ``length`` bytes."""
         now = self._clock()
         self._reads -= 1
         self._busy_seconds += now - self._since
@@ -75,21 +75,21 @@ class Pace:
             self._busy_bytes /= 2
 
     def note_round_trip(self, seconds: float) -> None:
-        """A ping took so long. One that took longer than those before it may have met a busy moment."""
+        """Record a ping's round trip. Growth is limited, as a busy moment may have delayed the pong."""
         self.round_trip = seconds if self.round_trip is None else min(seconds, SLOWER * self.round_trip)
 
 
-def soonest(paces: Sequence[Pace], length: int) -> int:
-    """Which of several peers would bring ``length`` bytes first; equal ones take turns.
+def fastest(paces: Sequence[Pace], length: int) -> int:
+    """Return the index of the peer that would deliver ``length`` bytes first; round-robin if equal.
 
-    One of which nothing is known is taken to be as fast as the fastest that is known.
+    A peer without measurements is assumed to be as fast as the fastest measured one.
     """
     if len(paces) == 1:
         return 0
-    known = [seconds for pace in paces if (seconds := pace.seconds_a_byte) is not None]
-    usual = min(known, default=USUAL_SECONDS_A_BYTE)
+    known = [seconds for pace in paces if (seconds := pace.seconds_per_byte) is not None]
+    default = min(known, default=DEFAULT_SECONDS_PER_BYTE)
     expected = [
-        (pace.under_way + length) * (pace.seconds_a_byte or usual) + (pace.round_trip or 0.0)
+        (pace.in_flight + length) * (pace.seconds_per_byte or default) + (pace.round_trip or 0.0)
         for pace in paces
     ]
     limit = EQUAL_FACTOR * min(expected) + EQUAL_SECONDS

@@ -1,4 +1,4 @@
-"""How long to leave a peer alone, and what is said of it meanwhile."""
+"""Back-off, circuit breaker and outage logging for a peer."""
 
 from __future__ import annotations
 
@@ -9,71 +9,71 @@ from collections import Counter
 from collections.abc import Callable
 from logging import Logger
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
+MIN_PAUSE, MAX_PAUSE = 0.2, 10.0
 """Seconds."""
 FAILURES_IN_A_ROW = 3
 
 
-class GrowingPause:
-    """Seconds to wait before the next attempt: twice as many each time, and never those of everybody else."""
+class Backoff:
+    """Exponential back-off with jitter."""
 
-    def __init__(self, shortest: float = SHORTEST_PAUSE, longest: float = LONGEST_PAUSE) -> None:
+    def __init__(self, shortest: float = MIN_PAUSE, longest: float = MAX_PAUSE) -> None:
         self._shortest = shortest
         self._longest = longest
         self._next = shortest
 
     def next(self) -> float:
-        """How long to wait now: between three quarters and all of what it has grown to."""
+        """Return the seconds to wait now, 75 to 100% of the current delay, and double the delay."""
         seconds = self._next
         self._next = min(2 * seconds, self._longest)
-        return seconds * random.uniform(0.75, 1.0)  # noqa: S311 - nobody gains by guessing it
+        return seconds * random.uniform(0.75, 1.0)  # noqa: S311 - not a secret
 
     def reset(self) -> None:
-        """It worked: the next pause is the shortest again."""
+        """Start again from the shortest delay."""
         self._next = self._shortest
 
 
 class Breaker:
-    """Whether a peer that is connected is asked at all: not after several failures of one kind in a row.
+    """Circuit breaker for a connected peer. Opens after consecutive failures of one kind.
 
-    A peer may answer one kind of question and fail at another. So what closes the breaker, an answered ping,
-    does not make the next pause short again: only success at what it failed at does.
+    A peer may answer one kind of request and fail another. An answered ping therefore closes the breaker
+    without resetting the back-off: only success at the kind that failed resets it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.reason: str | None = None
-        """Why the peer is not asked, for people; ``None`` while it is."""
+        """Why the breaker is open, as text; ``None`` while it is closed."""
         self._clock = clock
         self._failures: Counter[str] = Counter()
-        self._pause = GrowingPause()
+        self._backoff = Backoff()
         self._until = 0.0
 
     @property
     def probe_is_due(self) -> bool:
-        """Whether it is paused and has been for long enough to be tried again."""
+        """Whether the breaker is open and its pause has elapsed."""
         return self.reason is not None and self._clock() >= self._until
 
-    def failed(self, kind: str) -> bool:
-        """Something of this kind failed, said as the reason; whether that opened the breaker."""
+    def record_failure(self, kind: str) -> bool:
+        """Count a failure of this kind, which is also the reason. Return whether it opened the breaker."""
         if self.reason is not None:
             return False
         self._failures[kind] += 1
         return self._failures[kind] >= FAILURES_IN_A_ROW and self.open(kind)
 
-    def worked(self, kind: str) -> None:
-        """Something of this kind came off."""
+    def record_success(self, kind: str) -> None:
+        """Clear the failures of this kind, and reset the back-off if there were any."""
         if self._failures.pop(kind, 0):
-            self._pause.reset()
+            self._backoff.reset()
 
     def open(self, reason: str) -> bool:
-        """Ask the peer no more for a while; whether it was asked before."""
+        """Open the breaker for the next pause. Return whether it was closed."""
         was_closed = self.reason is None
         self.reason = self.reason or reason
-        self._until = self._clock() + self._pause.next()
+        self._until = self._clock() + self._backoff.next()
         return was_closed
 
     def close(self) -> bool:
-        """The peer has answered a probe; whether it had been paused. One more failure pauses it again."""
+        """Close the breaker; one more failure reopens it. Return whether it was open."""
         was_open = self.reason is not None
         self.reason = None
         for kind in self._failures:
@@ -82,23 +82,23 @@ class Breaker:
 
 
 class Outage:
-    """Tells that a peer is lost, once, and that it is back, once."""
+    """Logs once that a peer is unavailable, and once that it is back."""
 
     def __init__(self, logger: Logger, name: str, *, quiet: bool = False) -> None:
-        """With ``quiet`` it is told to those alone who want to know everything."""
+        """``quiet``: log at debug level only."""
         self._logger = logger
         self._name = name
         self._levels = (logging.DEBUG, logging.DEBUG) if quiet else (logging.WARNING, logging.INFO)
-        self._told = ""
+        self._reported = ""
 
-    def begins(self, kind: str, reason: str) -> None:
-        """It cannot be used. Said where it was well before, or where the trouble is of another kind now."""
-        if kind != self._told:
-            self._told = kind
-            self._logger.log(self._levels[0], "peer %s: %s; going on without it", self._name, reason)
+    def begin(self, kind: str, reason: str) -> None:
+        """Log that the peer is unavailable, unless this kind of outage is already reported."""
+        if kind != self._reported:
+            self._reported = kind
+            self._logger.log(self._levels[0], "peer %s: %s; continuing without it", self._name, reason)
 
-    def ends(self) -> None:
-        """It is well."""
-        if self._told:
-            self._told = ""
+    def end(self) -> None:
+        """Log that the peer is available again, if an outage was reported."""
+        if self._reported:
+            self._reported = ""
             self._logger.log(self._levels[1], "peer %s: answers again", self._name)

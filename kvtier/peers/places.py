@@ -1,4 +1,4 @@
-"""Where peers may reserve room for what they push: the first tier's arena, or an engine's staging buffer."""
+"""Memory that peers push to: the first tier's arena, or an engine's staging buffer."""
 
 from __future__ import annotations
 
@@ -6,79 +6,79 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from kvtier.cache import TieredCache
-from kvtier.catalog import State
-from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
-from kvtier.keys import ChunkKey
+from kvtier.catalog.catalog import State
+from kvtier.concurrency.threads import WorkerThreads, spread
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.memory.keys import ChunkKey
 from kvtier.peers.grants import GrantBook
 from kvtier.pipeline.store import Reservation
-from kvtier.router import FIRST
-from kvtier.threads import WorkerThreads, spread
+from kvtier.tiers.router import FIRST
 
-VERIFIED_AT_ONCE = 2
-"""Threads that compute checksums, for all peers together."""
+VERIFY_THREADS = 2
+"""Threads that compute checksums, shared by all peers."""
 
-Told = tuple[Reservation, bytes]
-"""What is filled, and the checksum of the payload that its pusher has told."""
+Written = tuple[Reservation, bytes]
+"""A filled reservation, and the payload checksum that the pusher sent."""
 
 
 class Place(ABC):
-    """Memory in which room is reserved, and what is visible of it. Synchronous but for :meth:`verify`."""
+    """Memory with reservations and committed chunks. Synchronous except :meth:`verify`."""
 
     def __init__(self, grants: GrantBook, limit: int) -> None:
         """``limit``: bytes that may be reserved at once."""
         self.grants = grants
         self.limit = min(limit, grants.limit)
         self.reserved_bytes = 0
-        """Of chunks that are not committed yet. Counted by whoever reserves."""
+        """Bytes of chunks that are not committed yet. Maintained by the caller of :meth:`reserve`."""
 
     @property
     def room(self) -> int:
-        """Bytes that may be reserved now."""
+        """Bytes available for reservation now."""
         return min(self.limit - self.reserved_bytes, self.grants.limit - self.grants.promised)
 
     @abstractmethod
     def length_of(self, header: ChunkHeader) -> int:
-        """The bytes that a chunk takes."""
+        """Return the bytes that a chunk occupies."""
 
     @abstractmethod
     def state(self, key: ChunkKey) -> State:
-        """Whether a chunk is there for those who would find it here, or on its way."""
+        """Return whether a chunk is READY, PENDING or ABSENT for lookups that use this memory."""
 
     @abstractmethod
     def reserve(self, header: ChunkHeader) -> Reservation | None:
-        """Room for a chunk that is ABSENT; ``None`` where there is none."""
+        """Reserve room for an ABSENT chunk; ``None`` if there is none."""
 
     @abstractmethod
     def abandon(self, reservations: Sequence[Reservation]) -> None:
-        """The chunks will not be filled."""
+        """Give up chunks that will not be filled."""
 
     @abstractmethod
     def commit(self, reservations: Sequence[Reservation]) -> None:
-        """The chunks are whole: serve them."""
+        """Publish complete chunks."""
 
     @abstractmethod
     def offset_of(self, reservation: Reservation) -> int:
-        """Where the payload begins, as the transport counts."""
+        """Return the offset of the payload in the transport's address space."""
 
     @abstractmethod
-    async def verify(self, told: Sequence[Told]) -> Sequence[bool]:
-        """Which of these are what their pusher says. Nobody writes to them any longer."""
+    async def verify(self, written: Sequence[Written]) -> Sequence[bool]:
+        """Return whether each chunk matches its checksum. Writes to them must have ended."""
 
 
 class ArenaPlace(Place):
-    """The first tier. What is there is found by everybody."""
+    """The first tier's arena. Its chunks are visible to every lookup."""
 
     def __init__(self, cache: TieredCache, grants: GrantBook, limit: int) -> None:
         super().__init__(grants, limit)
         self._cache = cache
-        self._hop = WorkerThreads(VERIFIED_AT_ONCE)
+        self._executor = WorkerThreads(VERIFY_THREADS)
 
     def length_of(self, header: ChunkHeader) -> int:
-        """Of its chunk object."""
+        """Return the length of the chunk object."""
         return object_bytes(header.payload_bytes)
 
     def state(self, key: ChunkKey) -> State:
-        """As the catalog has it."""
+        """Return the state in the catalog."""
         return self._cache.hierarchy.catalog.state(key, FIRST)
 
     def reserve(self, header: ChunkHeader) -> Reservation | None:
@@ -94,24 +94,24 @@ class ArenaPlace(Place):
         self._cache.commit(reservations)
 
     def offset_of(self, reservation: Reservation) -> int:
-        """Behind the header, which is this host's to write."""
+        """Return the offset after the header, which only this host writes."""
         return reservation.lease.offset + HEADER_BYTES
 
-    async def verify(self, told: Sequence[Told]) -> Sequence[bool]:
-        """Those whose payload has the checksum that was told."""
-        items = [(reservation.header, reservation.lease.view, checksum) for reservation, checksum in told]
+    async def verify(self, written: Sequence[Written]) -> Sequence[bool]:
+        """Return whether each payload matches its checksum, and write the headers."""
+        items = [(reservation.header, reservation.lease.view, checksum) for reservation, checksum in written]
         try:
-            return await spread(_is_whole, items, parts=1, hop=self._hop)
+            return await spread(_verify, items, parts=1, executor=self._executor)
         finally:
-            items.clear()  # Else the traceback of a cancelled call would keep the arena mapped.
+            items.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
 
 
-def _is_whole(item: tuple[ChunkHeader, memoryview, bytes]) -> bool:
-    """In a worker thread: write the header that belongs there, whatever the pusher has written over it.
+def _verify(item: tuple[ChunkHeader, memoryview, bytes]) -> bool:
+    """Verify a payload and write its header, over whatever the pusher wrote there. Runs in a worker thread.
 
-    The chunk is PENDING, so nobody reads its header before this has ended.
+    The chunk is PENDING, so its header is not read before this returns.
     """
-    header, chunk, told = item
+    header, chunk, expected = item
     checksum = header.checksum(chunk)
     chunk[:HEADER_BYTES] = header.packed(checksum)
-    return checksum == told
+    return checksum == expected

@@ -1,4 +1,4 @@
-"""What a peer has promised to let this host read: bounded, and forgotten before it ends."""
+"""Chunks that a peer has granted to this host: a bounded map that drops entries before they expire."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.transports.base import RemoteSpan
 
-MOST_PROMISES = 65_536
-"""Of one peer. Some 15 MB."""
+MAX_PROMISES = 65_536
+"""Per peer; about 15 MB."""
 LAST_SECONDS = 0.5
-"""A promise is not used any longer when it has so little time left."""
+"""A promise is not used in the last seconds of its lease."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,80 +22,80 @@ class Promise:
     key: ChunkKey
     grant: int
     number: int
-    """Its place in the grant."""
+    """Its index in the grant."""
     offset: int
     length: int
     ready: bool
-    """Whether it may be read now; else it is on its way into the peer's memory."""
+    """Whether it may be read now; otherwise the peer is still promoting it to memory."""
     ends: float
-    """When it is not to be used any longer, on the clock of :func:`time.monotonic`."""
+    """When it stops being usable, on the clock of :func:`time.monotonic`."""
 
     @property
     def span(self) -> RemoteSpan:
-        """Where its bytes are."""
+        """Where its bytes are in the peer's memory."""
         return RemoteSpan(self.grant, self.offset, self.length)
 
 
 class Promises:
     """The newest promise of one peer for each chunk. Synchronous.
 
-    All last equally long, so the oldest is always the next to end. ``release`` is told of each that is
-    dropped while it could still have been used.
+    All promises last equally long, so the oldest expires first. ``release`` is called for promises that are
+    dropped before they expire.
     """
 
     def __init__(
         self,
         release: Callable[[Iterable[Promise]], None],
         *,
-        most: int = MOST_PROMISES,
+        limit: int = MAX_PROMISES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._release = release
-        self._most = most
+        self._limit = limit
         self._clock = clock
         self._by_key: dict[ChunkKey, Promise] = {}
 
     def __len__(self) -> int:
-        self._forget_ended()
+        self._drop_expired()
         return len(self._by_key)
 
     def add(self, promises: Iterable[Promise]) -> None:
-        """Keep these in place of what was promised of the same chunks before."""
-        self._forget_ended()
+        """Add these, replacing earlier promises of the same chunks."""
+        self._drop_expired()
         replaced = []
         for promise in promises:
-            before = self._by_key.pop(promise.key, None)
-            if before is not None:
-                replaced.append(before)
+            previous = self._by_key.pop(promise.key, None)
+            if previous is not None:
+                replaced.append(previous)
             self._by_key[promise.key] = promise
-        while len(self._by_key) > self._most:
+        while len(self._by_key) > self._limit:
             replaced.append(self._by_key.pop(next(iter(self._by_key))))
         if replaced:
             self._release(replaced)
 
     def find(self, key: ChunkKey) -> Promise | None:
-        """What is promised of a chunk, if it can still be used."""
+        """Return the promise of a chunk if it is still usable."""
         promise = self._by_key.get(key)
         return promise if promise is not None and promise.ends > self._clock() else None
 
     def take(self, key: ChunkKey) -> Promise | None:
-        """Like :meth:`find`; it is the caller's to release now."""
+        """Remove and return the promise of a chunk if usable; the caller must release it."""
         promise = self.find(key)
         if promise is not None:
             del self._by_key[key]
         return promise
 
     def drop(self, keys: Iterable[ChunkKey]) -> None:
-        """Release what is promised of these chunks."""
+        """Release the promises of these chunks."""
         dropped = [promise for key in keys if (promise := self.take(key)) is not None]
         if dropped:
             self._release(dropped)
 
     def clear(self) -> None:
-        """Forget all: the connection on which they were given is gone, and they with it."""
+        """Drop all promises without releasing them; the connection loss ended them at the peer."""
         self._by_key.clear()
 
-    def _forget_ended(self) -> None:
+    def _drop_expired(self) -> None:
         now = self._clock()
         while self._by_key:
             oldest = next(iter(self._by_key))
@@ -105,5 +105,5 @@ class Promises:
 
 
 def usable_seconds(lease: float) -> float:
-    """How long after it was asked for a promise may be used whose grant lasts ``lease`` seconds."""
+    """Return how long after the request a promise is usable whose grant lasts ``lease`` seconds."""
     return lease - min(LAST_SECONDS, lease / 2)

@@ -1,49 +1,48 @@
-"""What two instances say to each other over a connection that has been authenticated.
+"""Control protocol between two instances, over an authenticated connection.
 
-Frames are those of :mod:`kvtier.sockets.frames`, decoded into the types below and nothing else. Chunk bytes
-never travel here: a transport (:mod:`kvtier.transports`) carries them, by the grants that are given here.
+Messages are frames (:mod:`kvtier.sockets.frames`), decoded strictly into the types below. Chunk bytes are not
+sent here: a transport (:mod:`kvtier.transports`) copies them, authorized by the grants of this protocol.
 
-The order of things::
+Message sequence::
 
     client                                server
       Hello(control) ─────────────────────►
-      ◄──────────────────────────── Welcome      or Refused, which says why
-      LookUp(keys) ───────────────────────►
-      ◄──────────── Granted(grant, offsets)      at once; the leading ``ready`` chunks may be read
-      Await(grant, chunks) ───────────────►      only where some of them are still on their way up
-      ◄───────────────────────── Readable        when they are, or cannot be
+      ◄──────────────────────────── Welcome      or Refused, with the reason
+      Lookup(keys) ───────────────────────►
+      ◄──────────── Granted(grant, offsets)      immediately; the leading ``ready`` chunks may be read
+      Await(grant, chunks) ───────────────►      only if some are still being promoted
+      ◄───────────────────────── Readable        when they are, or never will be
                  the transport reads
       Release(grant, chunks) ─────────────►
-      ◄────────────────── Released(stood)        whether the grant stood until now
-      Announce(number, keys) ─────────────►      a prompt whose chunks are about to be pushed
+      ◄────────────────── Released(valid)        whether the grant was valid until now
+      Announce(number, keys) ─────────────►      a prompt whose chunks will be pushed
       ◄──────────────────────── Announced
-      Stage(namespace) ───────────────────►      only where both hand over between memories of devices
+      Stage(namespace) ───────────────────►      only for KV transfers between staging buffers
       ◄─────────────── Staged(endpoints)
-      Reserve(keys, lengths) ─────────────►      room in the server's first tier, or staging, please
-      ◄─────────── Reserved(grant, offsets)      at once; these spans may be written
+      Reserve(keys, lengths) ─────────────►      reserve room in the first tier or staging buffer
+      ◄─────────── Reserved(grant, offsets)      immediately; these spans may be written
                  the transport writes
       Commit(grant, chunks, checksums) ───►      they are written
-      ◄────────────────── Committed(whole)       which of them are what the checksums say, and served now
-      Withdraw(number) ───────────────────►      nothing more of that prompt will come
+      ◄────────────────── Committed(valid)       which match their checksums and are served now
+      Withdraw(number) ───────────────────►      no more chunks of that prompt will be pushed
       ◄──────────────────────── Withdrawn
-      Ping ───────────────────────────────►      when nothing else was said for a while
+      Ping ───────────────────────────────►      keep-alive on an idle connection
       ◄───────────────────────────── Pong
 
-A connection whose :class:`Hello` says ``data`` gets a :class:`Welcome` and belongs to the transport from then
-on.
+After :class:`Welcome`, a connection with the purpose ``data`` belongs to the transport.
 
-Rules that keep bytes right:
+Correctness rules:
 
-- A grant is a random number of 63 bits, given once. It ends with ``Release`` of its last chunk, when
-  ``Welcome.lease`` seconds have passed, or with the connection that it was given on. What a transfer is using
-  at that moment stays leased until the transfer has ended.
-- Only what this host's own tiers hold is granted: nobody is sent on to a pool or to a third host.
-- Room for chunks that are pushed is granted for ``Reserved.seconds``. It goes back with ``Release``, when
-  that time has passed, or with the connection; where the transport cannot refuse a late write, its memory is
-  used for nothing else before the pusher has given it back or was cut off. A chunk is served once its bytes
-  match the checksum of its ``Commit``, by which the right to write there has ended. The server writes its
-  header. A staging buffer is written by NIXL, which says when it is done, and has neither.
-- Requests carry a ticket, which their answer repeats. Answers may come in another order.
+- A grant is a random 63-bit number, used once. It ends with ``Release`` of its last chunk, after
+  ``Welcome.lease`` seconds, or with its connection. Slices that a transfer uses at that moment stay leased
+  until the transfer ends.
+- Only chunks in this host's own tiers are granted, never those of a shared pool or a third host.
+- Room for pushed chunks is granted for ``Reserved.seconds``. It ends with ``Release``, after that time, or
+  with the connection. If the transport cannot reject a late write, the memory is not reused before the pusher
+  has released it or was cut off. A chunk is served once its payload matches the checksum of its ``Commit``,
+  which also ends the right to write. The server writes its header. Chunks in a staging buffer have neither
+  checksum nor header: NIXL writes them and reports completion.
+- A response repeats the ticket of its request. Responses may arrive out of order.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ from typing import Literal
 from kvtier.sockets.frames import Message, decoder
 
 VERSION = 3
-MOST_IN_ONE = 32_768
-"""Chunks of one :class:`Announce`: 1 MiB of keys."""
-MOST_RESERVED = 128
-"""Chunks of one :class:`Reserve`."""
+MAX_IN_ONE = 32_768
+"""Maximum chunks of one :class:`Announce`: 1 MiB of keys."""
+MAX_RESERVED = 128
+"""Maximum chunks of one :class:`Reserve`."""
 CHECKSUM_BYTES = 16
 NO_GRANT = 0
 
@@ -65,7 +64,7 @@ Purpose = Literal["control", "data"]
 
 
 class Hello(Message, frozen=True, array_like=True, tag=1):
-    """First frame of every connection. ``instance`` names the process that connects, for people."""
+    """First frame of every connection. ``instance``: display name of the connecting process."""
 
     version: int
     instance: str
@@ -73,48 +72,48 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
 
 
 class Welcome(Message, frozen=True, array_like=True, tag=2):
-    """Answer to :class:`Hello`."""
+    """Response to :class:`Hello`."""
 
     version: int
     instance: str
     transport: str
-    """The name of the transport that the server uses."""
+    """Name of the server's transport."""
     endpoint: bytes
-    """What that transport's ``connect`` needs."""
+    """Argument of that transport's ``connect``."""
     lease: float
-    """Seconds for which a grant is given."""
+    """Lifetime of a grant in seconds."""
 
 
 class Refused(Message, frozen=True, array_like=True, tag=3):
-    """The server will not go on with this connection; the message says why."""
+    """The server closes this connection, for the given reason."""
 
     reason: str
 
 
-class LookUp(Message, frozen=True, array_like=True, tag=4):
-    """Grant me those of ``keys`` that you hold; with ``prefix`` only up to the first that you do not."""
+class Lookup(Message, frozen=True, array_like=True, tag=4):
+    """Request a grant of the held ``keys``; with ``prefix``, only up to the first miss."""
 
     ticket: int
     keys: bytes
-    """32 bytes each, joined."""
+    """32 bytes each, concatenated."""
     prefix: bool
 
 
 class Granted(Message, frozen=True, array_like=True, tag=5):
-    """Which of the keys are granted, by their positions in the question, and where they lie in the arena."""
+    """Response to :class:`Lookup`: positions of the granted keys in the request, and their arena slices."""
 
     ticket: int
     grant: int
-    """:data:`NO_GRANT` where there is none."""
+    """:data:`NO_GRANT` if nothing is granted."""
     positions: list[int]
     offsets: list[int]
     lengths: list[int]
     ready: int
-    """How many of these, from the first, may be read now; the others after an :class:`Await`."""
+    """How many leading ones may be read now; the others after an :class:`Await`."""
 
 
 class Await(Message, frozen=True, array_like=True, tag=6):
-    """Tell me when these chunks of a grant, by their numbers in :class:`Granted`, may be read."""
+    """Wait until these chunks of a grant, by their indexes in :class:`Granted`, may be read."""
 
     ticket: int
     grant: int
@@ -122,14 +121,14 @@ class Await(Message, frozen=True, array_like=True, tag=6):
 
 
 class Readable(Message, frozen=True, array_like=True, tag=7):
-    """Whether each may be read now; where not, it never will."""
+    """Response to :class:`Await`: whether each may be read now; if not, it never will."""
 
     ticket: int
     readable: list[bool]
 
 
 class Release(Message, frozen=True, array_like=True, tag=8):
-    """I need these chunks of a grant no longer."""
+    """Release these chunks of a grant."""
 
     ticket: int
     grant: int
@@ -137,140 +136,140 @@ class Release(Message, frozen=True, array_like=True, tag=8):
 
 
 class Released(Message, frozen=True, array_like=True, tag=9):
-    """Whether all of them were granted until now. If not, what was read of them does not count."""
+    """Response to :class:`Release`: whether all were granted until now. If not, discard what was read."""
 
     ticket: int
-    stood: bool
+    valid: bool
 
 
 class Contains(Message, frozen=True, array_like=True, tag=10):
-    """Which of these keys do you hold? Grants nothing."""
+    """Query which of these keys are held. Grants nothing."""
 
     ticket: int
     keys: bytes
 
 
 class Contained(Message, frozen=True, array_like=True, tag=11):
-    """Answer to :class:`Contains`, in its order."""
+    """Response to :class:`Contains`, in its order."""
 
     ticket: int
     held: list[bool]
 
 
 class Ping(Message, frozen=True, array_like=True, tag=12):
-    """Are you there?"""
+    """Keep-alive and liveness probe."""
 
     ticket: int
 
 
 class Pong(Message, frozen=True, array_like=True, tag=13):
-    """Answer to :class:`Ping`."""
+    """Response to :class:`Ping`."""
 
     ticket: int
 
 
 class Announce(Message, frozen=True, array_like=True, tag=14):
-    """Chunks of one prompt, in prefix order, that I am about to push, as far as you do not hold them."""
+    """Announce chunks of one prompt, in prefix order, that will be pushed unless the server holds them."""
 
     ticket: int
     number: int
-    """Of the announcement, chosen by who announces: another one than those that stand."""
+    """Id of the announcement, chosen by the client, and unique among its open ones."""
     keys: bytes
 
 
 class Announced(Message, frozen=True, array_like=True, tag=15):
-    """Whether look-ups wait for these from now on. Where there are too many already, they do not."""
+    """Response to :class:`Announce`: whether lookups wait for these; not if too many are announced."""
 
     ticket: int
-    noted: bool
+    accepted: bool
 
 
 class Withdraw(Message, frozen=True, array_like=True, tag=16):
-    """Of what was announced, nothing more will come. Unknown numbers are passed over."""
+    """End an announcement. Unknown numbers are ignored."""
 
     ticket: int
     number: int
 
 
 class Withdrawn(Message, frozen=True, array_like=True, tag=17):
-    """Answer to :class:`Withdraw`."""
+    """Response to :class:`Withdraw`."""
 
     ticket: int
 
 
 class Reserve(Message, frozen=True, array_like=True, tag=18):
-    """Grant me room for these chunks of one model, so that I can write their payloads."""
+    """Reserve room for the payloads of these chunks of one namespace."""
 
     ticket: int
     namespace: bytes
     keys: bytes
     parents: bytes
-    """32 bytes each, joined, in the order of the keys."""
+    """32 bytes each, concatenated, in the order of the keys."""
     payload_lengths: list[int]
     staging: int = 0
-    """The number of the staging buffer, as in :class:`Staged`, where it is wanted there.
+    """Number of the staging buffer to reserve in, as in :class:`Staged`; 0 for the first tier.
 
-    Offsets are within the memory of each rank then, whose slice of the payload goes there.
+    Offsets are then within each rank's buffer, for that rank's slice of the payload.
     """
 
 
 class Reserved(Message, frozen=True, array_like=True, tag=19):
-    """Which of the chunks may be written, by their positions in the question, and where the payloads go.
+    """Response to :class:`Reserve`: positions of the chunks that may be written, and payload offsets.
 
-    Those that are named nowhere found no room.
+    There is no room for chunks that are listed nowhere.
     """
 
     ticket: int
     grant: int
-    """:data:`NO_GRANT` where there is none."""
+    """:data:`NO_GRANT` if nothing is granted."""
     positions: list[int]
     offsets: list[int]
     seconds: float
-    """For how long."""
+    """Lifetime of the reservation."""
     held: list[int]
-    """The positions of those that are here already."""
-    coming: list[int]
-    """The positions of those that are on their way here from elsewhere."""
+    """Positions of chunks that the server has."""
+    pending: list[int]
+    """Positions of chunks that are in flight to the server from elsewhere."""
     refusal: str
-    """Why nothing at all of this model is taken; empty where it is."""
+    """Why the server rejects this namespace altogether; empty if it does not."""
 
 
 class Commit(Message, frozen=True, array_like=True, tag=20):
-    """These chunks of a grant, by their numbers in :class:`Reserved`, are written, once and for all."""
+    """Commit written chunks of a grant, by their indexes in :class:`Reserved`. Ends the right to write."""
 
     ticket: int
     grant: int
     chunks: list[int]
     checksums: bytes
-    """XXH3-128 of each payload, :data:`CHECKSUM_BYTES` each, joined. None for a staging buffer."""
+    """XXH3-128 of each payload, :data:`CHECKSUM_BYTES` each, concatenated. Empty for a staging buffer."""
 
 
 class Committed(Message, frozen=True, array_like=True, tag=21):
-    """Which of them are whole and served from now on. Of the others nothing is left."""
+    """Response to :class:`Commit`: which are valid and served from now on. The others are dropped."""
 
     ticket: int
-    whole: list[bool]
+    valid: list[bool]
 
 
 class Stage(Message, frozen=True, array_like=True, tag=22):
-    """Is there a staging buffer beside the engine that serves this model?"""
+    """Query the staging buffers of the engine that serves this namespace."""
 
     ticket: int
     namespace: bytes
 
 
 class Staged(Message, frozen=True, array_like=True, tag=23):
-    """Where it is, for NIXL: an endpoint for each rank. Another number stands for other memory."""
+    """Response to :class:`Stage`: NIXL endpoints, one per rank. The number changes with the memory."""
 
     ticket: int
     number: int
     endpoints: list[bytes]
     refusal: str
-    """Why there is none; empty where there is one."""
+    """Why there is no staging buffer; empty if there is one."""
 
 
 FromClient = (
-    Hello | LookUp | Await | Release | Contains | Ping | Announce | Withdraw | Reserve | Commit | Stage
+    Hello | Lookup | Await | Release | Contains | Ping | Announce | Withdraw | Reserve | Commit | Stage
 )
 FromServer = (
     Welcome
@@ -287,5 +286,5 @@ FromServer = (
     | Staged
 )
 
-decode_from_client: Callable[[bytes], FromClient] = decoder(FromClient, "a message of a peer that asks")
-decode_from_server: Callable[[bytes], FromServer] = decoder(FromServer, "a message of a peer that serves")
+decode_from_client: Callable[[bytes], FromClient] = decoder(FromClient, "a client message")
+decode_from_server: Callable[[bytes], FromServer] = decoder(FromServer, "a server message")

@@ -1,4 +1,4 @@
-"""Pushing chunks into the first tier of one connected peer: room there, the bytes, and its word for them."""
+"""Push chunks into the first tier of a connected peer: reserve, write, commit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from enum import Enum
 import anyio
 
 from kvtier.backends.base import Outcome
-from kvtier.backends.sealer import Sealer
 from kvtier.errors import PeerError, ProtocolError
-from kvtier.header import HEADER_BYTES, ChunkHeader
-from kvtier.keys import ChunkKey, join_keys
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader
+from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.peers.conversation import answer_of
 from kvtier.peers.dialling import printable
 from kvtier.peers.promises import Promise, usable_seconds
@@ -28,87 +27,92 @@ from kvtier.peers.protocol import (
     Withdraw,
     Withdrawn,
 )
-from kvtier.peers.source import BIGGEST_NUMBER, Source, expect_length
-from kvtier.tier import ChunkBytes
+from kvtier.peers.source import MAX_NUMBER, Source, expect_length
+from kvtier.tiers.sealer import Sealer
+from kvtier.tiers.tier import ChunkBytes
 
 ATTEMPTS = 2
-"""How often a chunk is written whose first push came to nothing."""
+"""Maximum writes per chunk."""
 FULL_SECONDS = 2.0
-"""For so long room is asked for again where there is none."""
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.25
-"""Between two such questions."""
+"""How long to retry a reservation while the peer is full."""
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.005, 0.25
+"""Back-off between these retries."""
 
 Sealed = tuple[ChunkHeader, bytes]
 """A chunk's header, and the checksum of its payload."""
 
 
-class Pushed(Enum):
-    """What became of one chunk that was to be pushed."""
+class PushOutcome(Enum):
+    """Outcome of pushing one chunk."""
 
     OK = "ok"
-    """It was written, verified there, and is served there."""
+    """Written and verified; the peer serves it."""
     HELD = "held"
-    """The peer had it already."""
+    """The peer already held it."""
     FULL = "full"
-    """The peer has no room for it."""
+    """The peer has no room."""
     FAILED = "failed"
-    """It did not arrive whole, in time, or at all; or the peer takes nothing of this model."""
+    """Not transferred intact in time, or the peer rejects this namespace."""
     ABSENT = "absent"
-    """It was not in the first tier here when it was to be sent."""
+    """Not in the first tier here when it was to be sent."""
 
     @property
-    def there(self) -> bool:
-        """Whether the peer has it."""
-        return self in (Pushed.OK, Pushed.HELD)
+    def at_peer(self) -> bool:
+        """Whether the peer holds the chunk."""
+        return self in (PushOutcome.OK, PushOutcome.HELD)
 
 
 class Room:
-    """What a peer has said to one :class:`Reserve`, by the positions of the chunks."""
+    """A peer's response to one :class:`Reserve`, by the positions of the chunks."""
 
     def __init__(self, promises: Mapping[int, Promise], reserved: Reserved) -> None:
         self.promises = promises
         self.held = reserved.held
-        self.coming = reserved.coming
+        self.pending = reserved.pending
         self.refusal = printable(reserved.refusal)
 
 
 class Target:
-    """One connected peer that chunks are pushed to. Everything raises :class:`kvtier.errors.ChannelError`
-    where the connection ends, and may be cancelled at any time: then what was reserved goes back.
+    """A connected peer to push chunks to.
+
+    All methods raise :class:`kvtier.errors.ChannelError` if the connection ends. They may be cancelled at any
+    time, which releases what was reserved.
     """
 
     def __init__(self, source: Source, sealer: Sealer) -> None:
-        """``sealer``: of the memory that is pushed from."""
+        """``sealer``: the sealer of the memory that is pushed from."""
         self.source = source
         self._sealer = sealer
-        self.trouble = ""
-        """Why it takes nothing, in its own words; empty where it does."""
+        self.last_error = ""
+        """Why the peer rejects the chunks, in its own words; empty if it does not."""
 
     async def announce(self, number: int, keys: Sequence[ChunkKey]) -> bool:
-        """Have its look-ups wait for these; whether they do."""
-        joined = join_keys(keys)
+        """Announce chunks, so that the peer's lookups wait for them. Return whether they do."""
+        joined_keys = join_keys(keys)
         return await answer_of(
             self.source.conversation.ask(
-                lambda ticket: Announce(ticket, number, joined), Announced, lambda said, _wanted: said.noted
+                lambda ticket: Announce(ticket, number, joined_keys),
+                Announced,
+                lambda reply, _wanted: reply.accepted,
             )
         )
 
     def withdraw(self, number: int) -> None:
-        """Nothing more of an announcement will come; nobody waits for the answer. Raises nothing."""
+        """End an announcement without waiting for the response. Raises nothing."""
         with suppress(PeerError):
             self.source.conversation.ask(
-                lambda ticket: Withdraw(ticket, number), Withdrawn, lambda _said, _wanted: True
+                lambda ticket: Withdraw(ticket, number), Withdrawn, lambda _reply, _wanted: True
             )
 
-    async def push(self, chunks: Sequence[ChunkBytes], seconds: float) -> list[Pushed]:
-        """Push chunk objects of one model, whose leases stay the caller's; what became of each, in order.
+    async def push(self, chunks: Sequence[ChunkBytes], seconds: float) -> list[PushOutcome]:
+        """Push chunk objects of one namespace within ``seconds``, and return their outcomes in order.
 
-        In ``seconds`` or not at all. At most :data:`~kvtier.peers.protocol.MOST_RESERVED` at once.
+        The leases stay with the caller. At most :data:`~kvtier.peers.protocol.MAX_RESERVED` at once.
         """
         return await _Push(self, chunks).run(seconds)
 
     async def seal(self, chunks: Sequence[ChunkBytes]) -> list[Sealed | None]:
-        """The headers and checksums; ``None`` for what is corrupt or empty."""
+        """Return the headers and checksums; ``None`` for corrupt or empty chunks."""
         items = [(chunk.key, chunk.lease.view) for chunk in chunks]
         try:
             seals = await self._sealer.checksums(items)
@@ -119,22 +123,22 @@ class Target:
                 for seal in seals
             ]
         finally:
-            items.clear()  # Else the traceback of a cancelled call would keep the arena mapped.
+            items.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
 
     async def reserve(self, headers: Sequence[ChunkHeader], *, staging: int = 0, ranks: int = 1) -> Room:
-        """Ask for room. All are of one namespace.
+        """Reserve room for chunks of one namespace.
 
-        With ``staging``, in the buffers of that number, for each rank's slice of the payloads.
+        With ``staging``, in the staging buffers of that number, for each rank's slice of the payloads.
         """
-        asked_at = time.monotonic()
+        sent_at = time.monotonic()
 
         def settle(reserved: Reserved, wanted: bool) -> Room:
-            room = Room(_promises(reserved, headers, asked_at, ranks), reserved)
+            room = Room(_promises(reserved, headers, sent_at, ranks), reserved)
             if not wanted:
                 self.source.release(room.promises.values())
             return room
 
-        def ask(ticket: int) -> Reserve:
+        def request(ticket: int) -> Reserve:
             return Reserve(
                 ticket,
                 headers[0].namespace,
@@ -144,14 +148,14 @@ class Target:
                 staging,
             )
 
-        return await answer_of(self.source.conversation.ask(ask, Reserved, settle))
+        return await answer_of(self.source.conversation.ask(request, Reserved, settle))
 
     async def commit(self, promises: Sequence[Promise], checksums: Sequence[bytes]) -> list[bool]:
-        """They are written; which of them the peer serves now. They must be of one grant."""
+        """Commit written chunks of one grant. Return which of them the peer serves now."""
 
         def settle(committed: Committed, _wanted: bool) -> list[bool]:
-            expect_length(committed.whole, len(promises))
-            return committed.whole
+            expect_length(committed.valid, len(promises))
+            return committed.valid
 
         numbers = [promise.number for promise in promises]
         return await answer_of(
@@ -164,55 +168,55 @@ class Target:
 
 
 class _Push:
-    """One batch on its way."""
+    """The push of one batch."""
 
     def __init__(self, target: Target, chunks: Sequence[ChunkBytes]) -> None:
         self._target = target
         self._chunks = chunks
-        self._outcomes = [Pushed.FAILED] * len(chunks)
+        self._outcomes = [PushOutcome.FAILED] * len(chunks)
         self._sealed: dict[int, Sealed] = {}
-        """Of those that are not settled yet, by their numbers."""
+        """Chunks without a final outcome, by index."""
         self._attempts = [0] * len(chunks)
 
-    async def run(self, seconds: float) -> list[Pushed]:
+    async def run(self, seconds: float) -> list[PushOutcome]:
         """See :meth:`Target.push`."""
         with anyio.move_on_after(seconds):
             sealed = await self._target.seal(self._chunks)
-            space = next((one[0].namespace for one in sealed if one is not None), b"")
+            namespace = next((chunk[0].namespace for chunk in sealed if chunk is not None), b"")
             self._sealed = {
-                index: one
-                for index, one in enumerate(sealed)
-                if one is not None and one[0].namespace == space
+                index: chunk
+                for index, chunk in enumerate(sealed)
+                if chunk is not None and chunk[0].namespace == namespace
             }
-            pause, full_since = FIRST_PAUSE_SECONDS, anyio.current_time()
+            pause, full_since = MIN_PAUSE_SECONDS, anyio.current_time()
             while self._sealed:
                 before = len(self._sealed)
                 room = await self._reserve()
-                if room.promises or room.coming or len(self._sealed) < before:
+                if room.promises or room.pending or len(self._sealed) < before:
                     full_since = anyio.current_time()
                 if len(self._sealed) < before:
-                    pause = FIRST_PAUSE_SECONDS
+                    pause = MIN_PAUSE_SECONDS
                     continue
                 if anyio.current_time() - full_since > FULL_SECONDS:
                     break
                 await anyio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
         return self._outcomes
 
     async def _reserve(self) -> Room:
-        """Ask for room for what is left, and fill what there is."""
+        """Reserve room for the remaining chunks, and write as many as fit."""
         left = list(self._sealed)
         room = await self._target.reserve([self._sealed[index][0] for index in left])
         if room.refusal:
-            self._target.trouble = room.refusal
-            self._settle(left, Pushed.FAILED)
+            self._target.last_error = room.refusal
+            self._settle(left, PushOutcome.FAILED)
             return room
-        self._settle([left[at] for at in room.held], Pushed.HELD)
+        self._settle([left[at] for at in room.held], PushOutcome.HELD)
         if room.promises:
             await self._fill({left[at]: promise for at, promise in room.promises.items()})
         elif not room.held:
             for index in self._sealed:
-                self._outcomes[index] = Pushed.FULL
+                self._outcomes[index] = PushOutcome.FULL
         return room
 
     async def _fill(self, promises: Mapping[int, Promise]) -> None:
@@ -223,52 +227,52 @@ class _Push:
             try:
                 outcomes = await source.write(list(zip(promises.values(), views, strict=True)))
             except OSError as error:
-                raise PeerError(f"no way for its bytes: {error}") from error
+                raise PeerError(f"cannot open a data link: {error}") from error
             finally:
-                views.clear()  # Else the traceback of a cancelled call would keep the arena mapped.
+                views.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
             written = [
                 index for index, outcome in zip(promises, outcomes, strict=True) if outcome is Outcome.OK
             ]
-            whole: list[bool] = []
+            valid: list[bool] = []
             if written:
                 ready = [unused.pop(index) for index in written]
-                whole = await self._target.commit(ready, [self._sealed[index][1] for index in written])
+                valid = await self._target.commit(ready, [self._sealed[index][1] for index in written])
         finally:
             source.release(unused.values())
-        self._settle([index for index, good in zip(written, whole, strict=True) if good], Pushed.OK)
+        self._settle([index for index, ok in zip(written, valid, strict=True) if ok], PushOutcome.OK)
         tried = [index for index in promises if index in self._sealed]
-        if source.silent:
-            return  # Whether it is there at all is seen by the next question.
+        if source.unresponsive:
+            return  # The next request finds out whether the peer is alive.
         for index in tried:
             self._attempts[index] += 1
-        self._settle([index for index in tried if self._attempts[index] == ATTEMPTS], Pushed.FAILED)
+        self._settle([index for index in tried if self._attempts[index] == ATTEMPTS], PushOutcome.FAILED)
 
     def _payload(self, index: int) -> memoryview:
         view = self._chunks[index].lease.view
         return view[HEADER_BYTES : HEADER_BYTES + self._sealed[index][0].payload_bytes]
 
-    def _settle(self, indexes: Sequence[int], outcome: Pushed) -> None:
+    def _settle(self, indexes: Sequence[int], outcome: PushOutcome) -> None:
         for index in indexes:
             self._outcomes[index] = outcome
             del self._sealed[index]
 
 
 def _promises(
-    reserved: Reserved, headers: Sequence[ChunkHeader], asked_at: float, ranks: int
+    reserved: Reserved, headers: Sequence[ChunkHeader], sent_at: float, ranks: int
 ) -> dict[int, Promise]:
-    """Raises :class:`kvtier.errors.ProtocolError` where it answers what was not asked, or nonsense."""
+    """Validate a response. Raises :class:`kvtier.errors.ProtocolError`."""
     count = len(reserved.positions)
     expect_length(reserved.offsets, count)
-    named = [*reserved.positions, *reserved.held, *reserved.coming]
-    if len(set(named)) < len(named) or any(not 0 <= at < len(headers) for at in named):
-        raise ProtocolError("it has room for what was not asked for")
-    if count and not (NO_GRANT < reserved.grant <= BIGGEST_NUMBER and 0 < reserved.seconds < float("inf")):
-        raise ProtocolError("its room does not fit together")
-    ends = asked_at + usable_seconds(reserved.seconds)
+    listed = [*reserved.positions, *reserved.held, *reserved.pending]
+    if len(set(listed)) < len(listed) or any(not 0 <= at < len(headers) for at in listed):
+        raise ProtocolError("its reservation lists chunks that were not requested")
+    if count and not (NO_GRANT < reserved.grant <= MAX_NUMBER and 0 < reserved.seconds < float("inf")):
+        raise ProtocolError("its reservation is inconsistent")
+    ends = sent_at + usable_seconds(reserved.seconds)
     promises = {}
     for number, (at, offset) in enumerate(zip(reserved.positions, reserved.offsets, strict=True)):
         length = headers[at].payload_bytes // ranks
-        if offset < 0 or offset + length > BIGGEST_NUMBER:
-            raise ProtocolError("it has room that cannot be")
+        if offset < 0 or offset + length > MAX_NUMBER:
+            raise ProtocolError("its reservation has an invalid offset")
         promises[at] = Promise(headers[at].key, reserved.grant, number, offset, length, ready=True, ends=ends)
     return promises

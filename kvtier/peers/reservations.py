@@ -1,7 +1,7 @@
-"""Room that peers reserve, fill and commit: what they push, until it is served.
+"""Server side of pushes: reserve room, verify and commit what peers write.
 
-Nothing of it is visible before it is whole: a chunk that is reserved is PENDING, and becomes READY once
-nobody can write to it any longer and its place has verified it (:mod:`kvtier.peers.places`).
+A chunk is invisible until it is complete. A reserved chunk is PENDING, and becomes READY once no peer can
+write to it and its place has verified it (:mod:`kvtier.peers.places`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import NamedTuple
 import anyio
 
 from kvtier.cache import TieredCache
-from kvtier.catalog import State
+from kvtier.catalog.catalog import State
 from kvtier.errors import ProtocolError
-from kvtier.header import ChunkHeader
-from kvtier.keys import KEY_BYTES, ChunkKey, split_keys
+from kvtier.memory.header import ChunkHeader
+from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
 from kvtier.peers.grants import Grant, GrantBook
 from kvtier.peers.places import ArenaPlace, Place
 from kvtier.peers.protocol import (
     CHECKSUM_BYTES,
-    MOST_IN_ONE,
-    MOST_RESERVED,
+    MAX_IN_ONE,
+    MAX_RESERVED,
     NO_GRANT,
     Announce,
     Commit,
@@ -33,33 +33,33 @@ from kvtier.peers.protocol import (
     Stage,
     Staged,
 )
-from kvtier.peers.staging import Stagings
+from kvtier.peers.staging.buffers import Stagings
 from kvtier.pipeline.store import Reservation
 from kvtier.transports.base import Access
 
-MOST_ANNOUNCEMENTS = 1024
-MOST_ANNOUNCED = 131_072
-"""Of one peer, and the chunks of all of them. What is announced beyond is not waited for."""
-MOST_ANNOUNCED_BY_ALL = 524_288
-"""Some 80 MB of Python's memory."""
-BIGGEST_PAYLOAD = 1 << 48
+MAX_ANNOUNCEMENTS = 1024
+MAX_ANNOUNCED = 131_072
+"""Limits per peer: announcements, and chunks in all of them. Lookups do not wait for more."""
+MAX_ANNOUNCED_BY_ALL = 524_288
+"""Chunks announced by all peers; about 80 MB of Python objects."""
+MAX_PAYLOAD = 1 << 48
 STRAGGLER_SECONDS = 5.0
-"""How long a connection that was cut may still hold memory that was written again over another."""
-SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.001, 0.1
+"""Timeout for a lost connection to release memory that was rewritten over a new one."""
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.001, 0.1
 
 
 class _Room(NamedTuple):
-    """One grant, and what was reserved for it."""
+    """One grant and its reservations."""
 
     owner: Hashable
     place: Place
     grant: Grant
     unfilled: dict[int, Reservation]
-    """By their numbers in the grant."""
+    """Reservations not committed yet, by index in the grant."""
 
 
 class Reservations:
-    """What all peers of this host have reserved and announced. Belongs to one event loop."""
+    """Reservations and announcements of all peers. Bound to one event loop."""
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class Reservations:
         refusal: Callable[[bytes], str] | None = None,
         stagings: Stagings | None = None,
     ) -> None:
-        """``buffer``: bytes of the arena that may be reserved at once; left out, the limit of all grants.
+        """``buffer``: bytes of the arena that may be reserved at once; default the limit of all grants.
 
-        ``refusal`` says why nothing of a namespace is taken; nothing where it is. ``stagings``: the engines'
-        staging buffers, where they have any.
+        ``refusal``: returns why a namespace is rejected; empty if it is accepted. ``stagings``: the staging
+        buffers of the engines, if any.
         """
         self._cache = cache
         self._refusal = refusal
@@ -81,19 +81,19 @@ class Reservations:
         self._rooms: dict[int, _Room] = {}
         self._announced: dict[Hashable, dict[int, list[ChunkKey]]] = {}
         self._announced_by_all = 0
-        """Chunks."""
+        """In chunks."""
         self._counts: Counter[str] = Counter()
 
     @property
     def reserved_bytes(self) -> int:
-        """Of chunks that are not committed yet."""
+        """Bytes of chunks that are not committed yet."""
         return sum(place.reserved_bytes for place in self._places())
 
     def _places(self) -> Iterable[Place]:
         return chain((self._arena,), () if self._stagings is None else self._stagings.open)
 
     def status(self) -> dict[str, object]:
-        """For people and tests."""
+        """Return counters and gauges."""
         return {
             "reserved_bytes": self.reserved_bytes,
             "reservations": sum(len(room.unfilled) for room in self._rooms.values()),
@@ -101,64 +101,64 @@ class Reservations:
             "counts": dict(self._counts),
         }
 
-    # Announcing.
+    # Announcements.
 
     def announce(self, owner: Hashable, announcement: Announce) -> bool:
-        """Have look-ups wait for these; whether they do. Raises :class:`ProtocolError`."""
+        """Make lookups wait for these chunks; return whether they do. Raises :class:`ProtocolError`."""
         keys = _split(announcement.keys)
-        if len(keys) > MOST_IN_ONE:
-            raise ProtocolError(f"it announces more than {MOST_IN_ONE} chunks at once")
-        mine = self._announced.setdefault(owner, {})
-        if announcement.number in mine:
-            raise ProtocolError("it announces twice under one number")
-        mine_in_all = sum(map(len, mine.values())) + len(keys)
+        if len(keys) > MAX_IN_ONE:
+            raise ProtocolError(f"it announces more than {MAX_IN_ONE} chunks at once")
+        announced = self._announced.setdefault(owner, {})
+        if announcement.number in announced:
+            raise ProtocolError("it reuses the number of an open announcement")
+        owned_chunks = sum(map(len, announced.values())) + len(keys)
         if (
-            len(mine) >= MOST_ANNOUNCEMENTS
-            or mine_in_all > MOST_ANNOUNCED
-            or self._announced_by_all + len(keys) > MOST_ANNOUNCED_BY_ALL
+            len(announced) >= MAX_ANNOUNCEMENTS
+            or owned_chunks > MAX_ANNOUNCED
+            or self._announced_by_all + len(keys) > MAX_ANNOUNCED_BY_ALL
         ):
             return False
-        mine[announcement.number] = keys
+        announced[announcement.number] = keys
         self._announced_by_all += len(keys)
         self._cache.expecting.announce(keys)
         return True
 
     def withdraw(self, owner: Hashable, number: int) -> None:
-        """Nothing more of an announcement will come."""
+        """End an announcement."""
         keys = self._announced.get(owner, {}).pop(number, [])
         self._announced_by_all -= len(keys)
         self._cache.expecting.withdraw(keys)
 
-    # Reserving.
+    # Reservations.
 
-    def stage(self, question: Stage) -> Staged:
-        """Where the staging buffers are of the engine that serves a model, or why there are none."""
-        why = self._why_not(question.namespace)
-        if not why and self._stagings is None:
-            why = "hand_over.device is cpu there"
-        elif not why and self._stagings is not None:
-            why = self._stagings.refusal(question.namespace)
-        staging = None if why or self._stagings is None else self._stagings.find(question.namespace)
+    def stage(self, request: Stage) -> Staged:
+        """Return the staging buffers of the engine that serves a namespace, or why it has none."""
+        reason = self._rejection(request.namespace)
+        if not reason and self._stagings is None:
+            reason = "kv_transfer.device is cpu there"
+        elif not reason and self._stagings is not None:
+            reason = self._stagings.refusal(request.namespace)
+        staging = None if reason or self._stagings is None else self._stagings.find(request.namespace)
         if staging is None:
-            return Staged(question.ticket, 0, [], why)
-        return Staged(question.ticket, staging.number, staging.endpoints, "")
+            return Staged(request.ticket, 0, [], reason)
+        return Staged(request.ticket, staging.number, staging.endpoints, "")
 
-    def reserve(self, owner: Hashable, question: Reserve) -> Reserved:
-        """Take room for as many as there is room for, in their order. Raises :class:`ProtocolError`."""
-        headers = _headers(question)
+    def reserve(self, owner: Hashable, request: Reserve) -> Reserved:
+        """Reserve room for as many leading chunks as fit. Raises :class:`ProtocolError`."""
+        headers = _headers(request)
         held: list[int] = []
-        coming: list[int] = []
+        pending: list[int] = []
         reserved: dict[int, Reservation] = {}
-        if why := self._why_not(question.namespace):
-            return Reserved(question.ticket, NO_GRANT, [], [], 0.0, [], [], why)
-        place = self._place(question)
+        if reason := self._rejection(request.namespace):
+            return Reserved(request.ticket, NO_GRANT, [], [], 0.0, [], [], reason)
+        place = self._place(request)
         if place is None:
-            return Reserved(question.ticket, NO_GRANT, [], [], 0.0, [], [], "")
+            return Reserved(request.ticket, NO_GRANT, [], [], 0.0, [], [], "")
         left = place.room
         for at, header in enumerate(headers):
             state = self._state(place, header)
             if state is not State.ABSENT:
-                (held if state is State.READY else coming).append(at)
+                (held if state is State.READY else pending).append(at)
                 continue
             left -= place.length_of(header)
             reservation = place.reserve(header) if left >= 0 else None
@@ -169,41 +169,41 @@ class Reservations:
         self._cache.hierarchy.catalog.touch([headers[at].key for at in held])
         room = self._grant(owner, place, list(reserved.values()))
         if room is None:
-            return Reserved(question.ticket, NO_GRANT, [], [], 0.0, held, coming, "")
+            return Reserved(request.ticket, NO_GRANT, [], [], 0.0, held, pending, "")
         offsets = [place.offset_of(reservation) for reservation in room.unfilled.values()]
         return Reserved(
-            question.ticket,
+            request.ticket,
             room.grant.number,
             list(reserved)[: len(offsets)],
             offsets,
             place.grants.seconds[Access.WRITE],
             held,
-            coming,
+            pending,
             "",
         )
 
     def _state(self, place: Place, header: ChunkHeader) -> State:
-        """What is in a staging buffer need not be pushed into the arena."""
+        """Return a chunk's state. A chunk in a staging buffer need not be pushed into the arena."""
         state = place.state(header.key)
         if state is State.ABSENT and place is self._arena and self._stagings is not None:
             staging = self._stagings.find(header.namespace)
             return State.ABSENT if staging is None else staging.state(header.key)
         return state
 
-    def _place(self, question: Reserve) -> Place | None:
-        """Where room is wanted; ``None`` where that is gone."""
-        if not question.staging:
+    def _place(self, request: Reserve) -> Place | None:
+        """Return the place to reserve in; ``None`` if that staging buffer was lost."""
+        if not request.staging:
             return self._arena
-        staging = None if self._stagings is None else self._stagings.find(question.namespace)
-        return staging if staging is not None and staging.number == question.staging else None
+        staging = None if self._stagings is None else self._stagings.find(request.namespace)
+        return staging if staging is not None and staging.number == request.staging else None
 
-    def _why_not(self, namespace: bytes) -> str:
-        if not self._cache.hierarchy.distrusted.isdisjoint((namespace, None)):
-            return "this model was reset here, so what other hosts hold of it is not trusted"
+    def _rejection(self, namespace: bytes) -> str:
+        if not self._cache.hierarchy.invalidated.isdisjoint((namespace, None)):
+            return "this model was reset here, so copies on other hosts are invalid"
         return "" if self._refusal is None else self._refusal(namespace)
 
     def _grant(self, owner: Hashable, place: Place, reservations: Sequence[Reservation]) -> _Room | None:
-        """Grant the first of these; the others are given up."""
+        """Grant as many leading reservations as fit, and give up the others."""
         leases = [reservation.lease.share() for reservation in reservations]
         grant = place.grants.grant(owner, leases, Access.WRITE)
         count = 0 if grant is None else grant.left
@@ -220,7 +220,7 @@ class Reservations:
         return room
 
     def release(self, owner: Hashable, number: int, chunks: Iterable[int]) -> None:
-        """These will not be filled, and nothing writes there any longer. Unknown numbers are passed over."""
+        """Give up reservations whose writes have ended. Unknown numbers are ignored."""
         chunks = list(chunks)
         room = self._rooms.get(number)
         if room is not None and room.owner is owner:
@@ -234,7 +234,7 @@ class Reservations:
             place.grants.release(owner, number, chunks, Access.WRITE)
 
     def end(self, owner: Hashable) -> None:
-        """The peer is gone: nothing of what it has announced will come. Harmless when repeated."""
+        """Drop the reservations and announcements of a disconnected peer. Idempotent."""
         for room in [room for room in self._rooms.values() if room.owner is owner]:
             self._give_up(room)
         for number in list(self._announced.get(owner, ())):
@@ -242,91 +242,91 @@ class Reservations:
         self._announced.pop(owner, None)
 
     async def cut_off(self, owner: Hashable) -> None:
-        """The peer is gone: have it write to no staging buffer, and take back what it was granted there."""
+        """Stop a disconnected peer from writing to staging buffers, and end its grants there."""
         for staging in () if self._stagings is None else list(self._stagings.open):
             if staging.grants.may_still_write(owner):
                 await staging.cut_off()
             staging.grants.end(owner)
 
     def _give_up(self, room: _Room) -> None:
-        """The grant is over, or its owner is gone."""
+        """Give up the unfilled reservations of a grant that has ended or whose owner disconnected."""
         self._rooms.pop(room.grant.number, None)
         unfilled = list(room.unfilled.values())
         room.unfilled.clear()
         self._counts["given_up"] += len(unfilled)
         self._abandon(room.place, unfilled)
 
-    # Committing.
+    # Commits.
 
-    def check(self, question: Commit) -> None:
-        """Raises :class:`ProtocolError` where there is not a checksum for each chunk that needs one."""
-        room = self._rooms.get(question.grant)
-        needed = CHECKSUM_BYTES * len(question.chunks)
-        given = len(question.checksums)
+    def check(self, request: Commit) -> None:
+        """Raise :class:`ProtocolError` unless each chunk that needs a checksum has one."""
+        room = self._rooms.get(request.grant)
+        needed = CHECKSUM_BYTES * len(request.chunks)
+        received = len(request.checksums)
         staged = self._stagings is not None and (room is None or room.place is not self._arena)
-        if given != needed and (given or not staged):
-            raise ProtocolError("it commits chunks without their checksums")
+        if received != needed and (received or not staged):
+            raise ProtocolError("it commits chunks without checksums")
 
-    async def commit(self, owner: Hashable, question: Commit) -> list[bool]:
-        """Serve those that are whole; which these are. It has passed :meth:`check`.
+    async def commit(self, owner: Hashable, request: Commit) -> list[bool]:
+        """Publish the valid chunks, and return which these are. Call :meth:`check` first.
 
-        From here on nobody may begin to write there; those that still do are waited for.
+        Ends the right to write at once, and waits for writes in flight.
         """
-        room = self._rooms.get(question.grant)
+        room = self._rooms.get(request.grant)
         if room is None or room.owner is not owner:
-            # Too late; but that nothing writes there any longer holds all the same.
-            self._release(owner, question.grant, question.chunks)
-            return [False] * len(question.chunks)
-        filled = {index: room.unfilled.pop(index) for index in question.chunks if index in room.unfilled}
-        if len(filled) < len(question.chunks):
-            self._counts["refused"] += len(question.chunks) - len(filled)
-        whole: set[int] = set()
+            # Too late to commit, but the writes have ended, so the memory can be released.
+            self._release(owner, request.grant, request.chunks)
+            return [False] * len(request.chunks)
+        filled = {index: room.unfilled.pop(index) for index in request.chunks if index in room.unfilled}
+        if len(filled) < len(request.chunks):
+            self._counts["refused"] += len(request.chunks) - len(filled)
+        valid: set[int] = set()
         try:
-            room.place.grants.release(owner, question.grant, list(filled))
-            whole = await self._whole(room.place, filled, question)
+            room.place.grants.release(owner, request.grant, list(filled))
+            valid = await self._verify(room.place, filled, request)
         finally:
-            room.place.commit([filled[index] for index in whole])
-            self._settled(room.place, [filled[index] for index in whole])
-            self._abandon(room.place, [filled[index] for index in filled if index not in whole])
-        self._counts["committed"] += len(whole)
-        self._counts["refused"] += len(filled) - len(whole)
-        return [index in whole for index in question.chunks]
+            room.place.commit([filled[index] for index in valid])
+            self._unreserve(room.place, [filled[index] for index in valid])
+            self._abandon(room.place, [filled[index] for index in filled if index not in valid])
+        self._counts["committed"] += len(valid)
+        self._counts["refused"] += len(filled) - len(valid)
+        return [index in valid for index in request.chunks]
 
-    async def _whole(self, place: Place, filled: dict[int, Reservation], question: Commit) -> set[int]:
-        """Those of the reservations whose payload is what the pusher says, and stays so."""
-        pause = SHORTEST_PAUSE_SECONDS
+    async def _verify(self, place: Place, filled: dict[int, Reservation], request: Commit) -> set[int]:
+        """Return the reservations that match their checksums and whose writes have ended."""
+        pause = MIN_PAUSE_SECONDS
         with anyio.move_on_after(STRAGGLER_SECONDS):
             while not all(reservation.lease.sole for reservation in filled.values()):
                 await anyio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
         checksums = {
-            index: question.checksums[at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]
-            for at, index in enumerate(question.chunks)
+            index: request.checksums[at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]
+            for at, index in enumerate(request.chunks)
         }
         indexes = [index for index, reservation in filled.items() if reservation.lease.sole]
-        good = await place.verify([(filled[index], checksums[index]) for index in indexes])
-        return {index for index, fine in zip(indexes, good, strict=True) if fine}
+        matches = await place.verify([(filled[index], checksums[index]) for index in indexes])
+        return {index for index, ok in zip(indexes, matches, strict=True) if ok}
 
     def _abandon(self, place: Place, reservations: Sequence[Reservation]) -> None:
         place.abandon(reservations)
-        self._settled(place, reservations)
+        self._unreserve(place, reservations)
 
-    def _settled(self, place: Place, reservations: Sequence[Reservation]) -> None:
+    def _unreserve(self, place: Place, reservations: Sequence[Reservation]) -> None:
         place.reserved_bytes -= sum(reservation.lease.length for reservation in reservations)
         self._cache.expecting.withdraw([reservation.header.key for reservation in reservations])
 
 
-def _headers(question: Reserve) -> list[ChunkHeader]:
-    """Raises :class:`ProtocolError` for what cannot be chunks."""
-    keys, parents, lengths = _split(question.keys), _split(question.parents), question.payload_lengths
-    if len(keys) > MOST_RESERVED:
-        raise ProtocolError(f"it reserves more than {MOST_RESERVED} chunks at once")
-    if len(parents) != len(keys) or len(lengths) != len(keys) or len(question.namespace) != KEY_BYTES:
-        raise ProtocolError("it reserves what does not fit together")
-    if any(not 0 < length <= BIGGEST_PAYLOAD for length in lengths):
-        raise ProtocolError("it reserves room for chunks of a length that cannot be")
+def _headers(request: Reserve) -> list[ChunkHeader]:
+    """Build the chunk headers of a request. Raises :class:`ProtocolError` if they are invalid."""
+    keys, parents, lengths = _split(request.keys), _split(request.parents), request.payload_lengths
+    if len(keys) > MAX_RESERVED:
+        raise ProtocolError(f"it reserves more than {MAX_RESERVED} chunks at once")
+    if len(parents) != len(keys) or len(lengths) != len(keys) or len(request.namespace) != KEY_BYTES:
+        raise ProtocolError("its reservation is inconsistent")
+    if any(not 0 < length <= MAX_PAYLOAD for length in lengths):
+        raise ProtocolError("it reserves room for chunks of an invalid length")
     return [
-        ChunkHeader(key, parent, question.namespace, length)
+        ChunkHeader(key, parent, request.namespace, length)
         for key, parent, length in zip(keys, parents, lengths, strict=True)
     ]
 
@@ -335,4 +335,4 @@ def _split(keys: bytes) -> list[ChunkKey]:
     try:
         return split_keys(keys)
     except ValueError as error:
-        raise ProtocolError(f"it names what are no keys: {error}") from error
+        raise ProtocolError(f"it sends invalid keys: {error}") from error

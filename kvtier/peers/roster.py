@@ -1,4 +1,4 @@
-"""Which peers there are: those of the settings for good, others for as long as somebody has use for them."""
+"""The set of connected peers: configured ones for good, temporary ones while in use."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from anyio.abc import TaskGroup
 from kvtier.errors import PeerError
 from kvtier.peers.client import PeerClient
 from kvtier.peers.dialling import printable
-from kvtier.settings_peer import split_address
+from kvtier.settings.peer import split_address
 
-MOST_BORROWED = 64
-"""Peers at once that the settings do not name."""
-MOST_CLOSING = 16
-"""Of those that may be on their way out besides. Where a link is slow to close, no further one is opened."""
+MAX_TEMPORARY_PEERS = 64
+"""Temporary peers at once, which the settings do not name."""
+MAX_CLOSING = 16
+"""Further temporary peers that may still be closing. Beyond that no new one is opened."""
 IDLE_SECONDS = 30.0
-"""A borrowed peer is hung up on when nobody has used it for so long, or when its connection is lost."""
+"""Idle timeout of a temporary peer. It is also dropped when its connection is lost."""
 UNUSABLE_SECONDS = 30.0
-"""For so long nobody but a command tries an address again at which there was no peer."""
-MOST_REMEMBERED = 1024
-"""Addresses of which something is remembered."""
-LONGEST_ADDRESS = 300
+"""Negative cache of addresses without a peer. Commands bypass it."""
+MAX_REMEMBERED = 1024
+"""Entries per cache of addresses."""
+MAX_ADDRESS_LENGTH = 300
 
-Place = tuple[str, int]
+Target = tuple[str, int]
 NoteT = TypeVar("NoteT")
 
 
-def _place(address: str) -> Place:
-    """What an address says, however it is written. Raises ``ValueError``, which says what is wrong."""
-    if len(address) > LONGEST_ADDRESS or not address.isprintable() or " " in address:
-        raise ValueError(f"{printable(address)[:LONGEST_ADDRESS]!r} is no address")
+def _parse_target(address: str) -> Target:
+    """Normalize an address. Raises ``ValueError``, whose message names the mistake."""
+    if len(address) > MAX_ADDRESS_LENGTH or not address.isprintable() or " " in address:
+        raise ValueError(f"{printable(address)[:MAX_ADDRESS_LENGTH]!r} is not an address")
     host, port = split_address(address)
     return host.lower(), port
 
 
-class _Loan:
-    """One borrowed peer: a single connection, and who has use for it."""
+class _Temporary:
+    """One temporary peer: a single connection and its users."""
 
     def __init__(self, client: PeerClient) -> None:
         self.client = client
@@ -50,85 +50,85 @@ class _Loan:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody holds it, or reads from it."""
-        return self.users > 0 or self.client.pace.under_way > 0
+        """Whether it is checked out, or has reads in flight."""
+        return self.users > 0 or self.client.pace.in_flight > 0
 
     def idle_seconds(self, now: float) -> float:
-        """For how long nobody has used it."""
-        return 0.0 if self.busy else now - self.client.used_at
+        """Return the seconds since its last use; 0 while busy."""
+        return 0.0 if self.busy else now - self.client.last_used
 
 
 class Roster:
-    """All peers that are connected to. Belongs to one event loop; its tasks run in :meth:`run`."""
+    """All peers. Bound to one event loop; its tasks run in :meth:`run`."""
 
     def __init__(
         self,
         configured: Sequence[PeerClient],
-        borrow: Callable[[str], PeerClient],
+        make_temporary: Callable[[str], PeerClient],
         *,
         idle: float = IDLE_SECONDS,
-        most: int = MOST_BORROWED,
+        limit: int = MAX_TEMPORARY_PEERS,
     ) -> None:
         self.configured = tuple(configured)
-        """Those of the settings, which are always asked."""
-        self._by_place = {_place(client.address): client for client in configured}
-        self._borrow = borrow
+        """Peers of the settings, which every lookup queries."""
+        self._by_target = {_parse_target(client.address): client for client in configured}
+        self._make_temporary = make_temporary
         self._idle = idle
-        self._most = most
-        self._loans: dict[Place, _Loan] = {}
+        self._limit = limit
+        self._temporary: dict[Target, _Temporary] = {}
         self._open = 0
-        """Loans whose tasks have not ended: those above, and those that are hung up on."""
-        self._unusable: dict[Place, float] = {}
-        """Until when nobody is to be looked for there."""
-        self._instances: dict[Place, str] = {}
-        """Whom a further address leads to that is known by another."""
-        self._begun = anyio.Event()
+        """Temporary peers whose tasks run, including those that are closing."""
+        self._unusable: dict[Target, float] = {}
+        """Until when an address is skipped, on the clock of :func:`time.monotonic`."""
+        self._instances: dict[Target, str] = {}
+        """Instance names by address, to find addresses that lead to the same instance."""
+        self._started = anyio.Event()
         self._tasks: TaskGroup | None = None
 
     @property
     def clients(self) -> list[PeerClient]:
-        """All of them, the configured ones first."""
-        return [*self.configured, *(loan.client for loan in self._loans.values())]
+        """All peers, configured ones first."""
+        return [*self.configured, *(entry.client for entry in self._temporary.values())]
 
     async def run(self) -> None:
-        """Stay connected to the configured ones, and let others be borrowed, until cancelled."""
+        """Run the configured peers, and allow temporary ones, until cancelled."""
         try:
             async with anyio.create_task_group() as self._tasks:
-                self._begun.set()
+                self._started.set()
                 for client in self.configured:
-                    self._tasks.start_soon(client.keep)
+                    self._tasks.start_soon(client.run)
                 await anyio.sleep_forever()
         finally:
             self._tasks = None
 
-    def may_help(self, address: str) -> bool:
-        """Whether a peer that somebody has named at an address is one to borrow.
+    def is_candidate(self, address: str) -> bool:
+        """Return whether to connect to an address that the directory names.
 
-        Not one that is configured, nor where no peer was of late.
+        False for configured peers, and for addresses that recently had no peer.
         """
         try:
-            place = _place(address)
+            target = _parse_target(address)
         except ValueError:
             return False
-        if place in self._by_place or self._unusable.get(place, 0.0) > time.monotonic():
+        if target in self._by_target or self._unusable.get(target, 0.0) > time.monotonic():
             return False
-        return self._alias(place) not in self.configured
+        return self._alias(target) not in self.configured
 
     @asynccontextmanager
-    async def lend(self, address: str, seconds: float) -> AsyncIterator[PeerClient]:
-        """A peer that can be asked now, connected within so many seconds; it stays for a while afterwards.
+    async def checkout(self, address: str, seconds: float) -> AsyncIterator[PeerClient]:
+        """Yield an available peer, connecting within ``seconds``. It stays connected until idle for a while.
 
-        Cancelled while it is connected, that goes on. Raises :class:`PeerError`, in words.
+        Cancellation does not abort a connection attempt. Raises :class:`PeerError`.
         """
         try:
-            place = _place(address)
+            target = _parse_target(address)
         except ValueError as error:
             raise PeerError(str(error)) from error
         with anyio.move_on_after(seconds):
-            await self._begun.wait()
-        with self._used(place, address) as client:
-            await client.ready(seconds)
-            same = self._known_otherwise(place, client)
+            await self._started.wait()
+        with self._using(target, address) as client:
+            await client.wait_connected(seconds)
+            same = self._find_duplicate(target, client)
             if same is None:
                 yield client
                 return
@@ -136,119 +136,120 @@ class Roster:
             yield same
 
     def status(self) -> list[dict[str, object]]:
-        """Of each peer, for people and tests."""
+        """Return the status of each peer."""
         now = time.monotonic()
         configured = [{**client.status(), "borrowed": False} for client in self.configured]
         return configured + [
             {
-                **loan.client.status(),
+                **entry.client.status(),
                 "borrowed": True,
-                "users": loan.users,
-                "idle_seconds": loan.idle_seconds(now),
+                "users": entry.users,
+                "idle_seconds": entry.idle_seconds(now),
             }
-            for loan in self._loans.values()
+            for entry in self._temporary.values()
         ]
 
-    # Deciding: synchronous.
+    # Bookkeeping: synchronous.
 
     @contextmanager
-    def _used(self, place: Place, address: str) -> Iterator[PeerClient]:
-        client = self._by_place.get(place) or self._alias(place)
+    def _using(self, target: Target, address: str) -> Iterator[PeerClient]:
+        client = self._by_target.get(target) or self._alias(target)
         if client is not None and (client.source is not None or client.connecting):
             with self._in_use(client):
                 yield client
             return
-        # A configured one that is lost is called at its own times; who needs it now calls it himself.
-        loan = self._loans.get(place)
-        if loan is None or loan.client.lost:
-            loan = self._new_loan(place, address)
-        with self._in_use(loan.client):
-            yield loan.client
+        # A lost configured peer reconnects on its own schedule; this caller needs it now and connects itself.
+        entry = self._temporary.get(target)
+        if entry is None or entry.client.lost:
+            entry = self._add_temporary(target, address)
+        with self._in_use(entry.client):
+            yield entry.client
 
     @contextmanager
     def _in_use(self, client: PeerClient) -> Iterator[None]:
-        loan = next((loan for loan in self._loans.values() if loan.client is client), None)
-        if loan is None:
-            yield  # Configured: it stays anyway.
+        entry = next((entry for entry in self._temporary.values() if entry.client is client), None)
+        if entry is None:
+            yield  # Configured peers stay connected anyway.
             return
-        loan.users += 1
+        entry.users += 1
         try:
             yield
         finally:
-            loan.users -= 1
-            client.used_at = time.monotonic()
+            entry.users -= 1
+            client.last_used = time.monotonic()
 
-    def _new_loan(self, place: Place, address: str) -> _Loan:
+    def _add_temporary(self, target: Target, address: str) -> _Temporary:
         if self._tasks is None:
-            raise PeerError("the way to peers is closed, as the cache is or is about to be")
-        if len(self._loans) >= self._most:
-            unused = [at for at, loan in self._loans.items() if not loan.busy]
+            raise PeerError("the cache is closed or closing")
+        if len(self._temporary) >= self._limit:
+            unused = [at for at, entry in self._temporary.items() if not entry.busy]
             if not unused:
-                raise PeerError(f"{self._most} peers are borrowed and in use, which is the limit: try later")
-            oldest = min(unused, key=lambda at: self._loans[at].client.used_at)
-            self._hang_up(oldest, self._loans[oldest])
-        if self._open >= self._most + MOST_CLOSING:
-            raise PeerError("too many connections to peers are about to be closed: try later")
-        loan = self._loans[place] = _Loan(self._borrow(address))
-        loan.client.used_at = time.monotonic()
+                raise PeerError(f"all {self._limit} temporary peer connections are in use: retry later")
+            oldest = min(unused, key=lambda at: self._temporary[at].client.last_used)
+            self._close(oldest, self._temporary[oldest])
+        if self._open >= self._limit + MAX_CLOSING:
+            raise PeerError("too many peer connections are still closing: retry later")
+        entry = self._temporary[target] = _Temporary(self._make_temporary(address))
+        entry.client.last_used = time.monotonic()
         self._open += 1
-        self._tasks.start_soon(self._serve, place, loan)
-        return loan
+        self._tasks.start_soon(self._serve, target, entry)
+        return entry
 
-    def _hang_up(self, place: Place, loan: _Loan) -> None:
-        """At once nobody gets it any longer."""
-        loan.scope.cancel()
-        self._strike_off(place, loan)
+    def _close(self, target: Target, entry: _Temporary) -> None:
+        """Cancel its task, and remove it at once so that no caller gets it."""
+        entry.scope.cancel()
+        self._remove(target, entry)
 
-    def _strike_off(self, place: Place, loan: _Loan) -> None:
-        if self._loans.get(place) is loan:
-            del self._loans[place]
+    def _remove(self, target: Target, entry: _Temporary) -> None:
+        if self._temporary.get(target) is entry:
+            del self._temporary[target]
 
-    def _alias(self, place: Place) -> PeerClient | None:
-        """The peer that an address was found to lead to, where that can be asked under another one."""
-        instance = self._instances.get(place)
+    def _alias(self, target: Target) -> PeerClient | None:
+        """Return the available peer that is the same instance as this address, if known."""
+        instance = self._instances.get(target)
         if instance is None:
             return None
         return next(
-            (one for one in self.clients if one.instance == instance and one.source is not None), None
+            (client for client in self.clients if client.instance == instance and client.source is not None),
+            None,
         )
 
-    def _known_otherwise(self, place: Place, client: PeerClient) -> PeerClient | None:
-        """The same instance, connected to under another address: one connection to each is enough."""
-        loan = self._loans.get(place)
-        if loan is None or loan.client is not client:
+    def _find_duplicate(self, target: Target, client: PeerClient) -> PeerClient | None:
+        """Return an existing connection to the same instance under another address, and drop this one."""
+        entry = self._temporary.get(target)
+        if entry is None or entry.client is not client:
             return None
-        _remember(self._instances, place, client.instance)
+        _remember(self._instances, target, client.instance)
         for other in self.clients:
             if other is not client and other.instance == client.instance and other.source is not None:
-                if loan.users == 1:
-                    self._hang_up(place, loan)
+                if entry.users == 1:
+                    self._close(target, entry)
                 return other
         return None
 
-    # One loan.
+    # Task of one temporary peer.
 
-    async def _serve(self, place: Place, loan: _Loan) -> None:
+    async def _serve(self, target: Target, entry: _Temporary) -> None:
         try:
-            with loan.scope:
+            with entry.scope:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._hang_up_when_idle, place, loan)
-                    if not await loan.client.stay():
-                        _remember(self._unusable, place, time.monotonic() + UNUSABLE_SECONDS)
+                    tasks.start_soon(self._close_when_idle, target, entry)
+                    if not await entry.client.run_once():
+                        _remember(self._unusable, target, time.monotonic() + UNUSABLE_SECONDS)
                     tasks.cancel_scope.cancel()
         finally:
             self._open -= 1
-            self._strike_off(place, loan)
+            self._remove(target, entry)
 
-    async def _hang_up_when_idle(self, place: Place, loan: _Loan) -> None:
-        while (left := self._idle - loan.idle_seconds(time.monotonic())) > 0:  # noqa: ASYNC110
+    async def _close_when_idle(self, target: Target, entry: _Temporary) -> None:
+        while (left := self._idle - entry.idle_seconds(time.monotonic())) > 0:  # noqa: ASYNC110
             await anyio.sleep(left)
-        self._hang_up(place, loan)
+        self._close(target, entry)
 
 
-def _remember(notes: dict[Place, NoteT], place: Place, note: NoteT) -> None:
-    """The newest thing known of each address, of a bounded number."""
-    notes.pop(place, None)
-    notes[place] = note
-    if len(notes) > MOST_REMEMBERED:
+def _remember(notes: dict[Target, NoteT], target: Target, note: NoteT) -> None:
+    """Store the newest note of an address, in a map of bounded size."""
+    notes.pop(target, None)
+    notes[target] = note
+    if len(notes) > MAX_REMEMBERED:
         del notes[next(iter(notes))]

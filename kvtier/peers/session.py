@@ -15,7 +15,8 @@ from anyio import CancelScope
 from anyio.abc import TaskGroup
 
 from kvtier.errors import ChannelClosed, ProtocolError
-from kvtier.keys import ChunkKey, split_keys
+from kvtier.memory.keys import ChunkKey, split_keys
+from kvtier.memory.slices import Lease
 from kvtier.peers.grants import Grant, GrantBook
 from kvtier.peers.holdings import PART_BYTES, PART_CHUNKS, Holdings
 from kvtier.peers.protocol import (
@@ -30,7 +31,7 @@ from kvtier.peers.protocol import (
     FromClient,
     Granted,
     Hello,
-    LookUp,
+    Lookup,
     Ping,
     Pong,
     Readable,
@@ -44,17 +45,16 @@ from kvtier.peers.protocol import (
 )
 from kvtier.peers.reservations import Reservations
 from kvtier.pipeline.found import FoundChunk
-from kvtier.slices import Lease
 from kvtier.sockets.channel import Channel
 from kvtier.sockets.frames import FrameReader, Message, encode
 
-SILENCE_SECONDS = 60.0
+IDLE_TIMEOUT_SECONDS = 60.0
 """A peer that says nothing for so long, or takes nothing in, is gone. Clients ping far sooner."""
-MOST_AWAITS = 256
+MAX_AWAITS = 256
 """That may be unanswered on one connection; what goes beyond is told that it is not readable."""
-MOST_COMMITS = 64
+MAX_COMMITS = 64
 """That may be unanswered on one connection. Nothing else is asked before one of them is answered."""
-MOST_GRANTS = 16_384
+MAX_GRANTS = 16_384
 """That one connection may have; beyond, nothing more is granted."""
 
 
@@ -78,7 +78,7 @@ class Session:
         self._grants = grants
         self._reservations = reservations
         self._cut_off = cut_off
-        self._commits = anyio.Semaphore(MOST_COMMITS)
+        self._commits = anyio.Semaphore(MAX_COMMITS)
         self._counts = counts
         self._awaits = 0
         self._arrivals: dict[int, Arrival] = {}
@@ -113,10 +113,10 @@ class Session:
     async def _converse(self) -> None:
         reader = FrameReader()
         while True:
-            with anyio.move_on_after(SILENCE_SECONDS) as patience:
+            with anyio.move_on_after(IDLE_TIMEOUT_SECONDS) as timeout:
                 data = await self._channel.receive()
-            if patience.cancelled_caught:
-                raise ChannelClosed(f"the other side has said nothing for {SILENCE_SECONDS:g} s")
+            if timeout.cancelled_caught:
+                raise ChannelClosed(f"the other side has said nothing for {IDLE_TIMEOUT_SECONDS:g} s")
             for body in reader.feed(data):
                 # One message after another may have come at once, and nobody else would get a turn.
                 await anyio.lowlevel.checkpoint()
@@ -125,7 +125,7 @@ class Session:
     async def _respond(self, message: FromClient) -> None:
         self._counts[type(message).__name__] += 1
         match message:
-            case LookUp():
+            case Lookup():
                 await self._look_up(message)
             case Await():
                 await self._accept_await(message)
@@ -143,8 +143,8 @@ class Session:
                 self._reservations.withdraw(self, message.number)
                 await self._say(Withdrawn(message.ticket))
             case Reserve():
-                if self._grants.count(self) >= MOST_GRANTS:
-                    raise ProtocolError(f"it has {MOST_GRANTS} grants, which is the limit, and wants more")
+                if self._grants.count(self) >= MAX_GRANTS:
+                    raise ProtocolError(f"it has {MAX_GRANTS} grants, which is the limit, and wants more")
                 await self._say(self._reservations.reserve(self, message))
             case Commit():
                 self._check_numbers(message.grant, message.chunks)
@@ -168,12 +168,12 @@ class Session:
         finally:
             self._commits.release()
 
-    async def _look_up(self, question: LookUp) -> None:
+    async def _look_up(self, question: Lookup) -> None:
         keys = _split(question.keys)
-        if self._grants.count(self) >= MOST_GRANTS:
+        if self._grants.count(self) >= MAX_GRANTS:
             keys = []
         positions, chunks = await self._holdings.find(
-            keys, prefix=question.prefix, most_bytes=self._grants.limit
+            keys, prefix=question.prefix, max_bytes=self._grants.limit
         )
         grant = self._grants.grant(self, [chunk.lease for chunk in chunks])
         count = 0 if grant is None else len(grant.leases)
@@ -203,7 +203,7 @@ class Session:
 
     async def _accept_await(self, question: Await) -> None:
         self._check_numbers(question.grant, question.chunks)
-        if self._awaits >= MOST_AWAITS:
+        if self._awaits >= MAX_AWAITS:
             await self._say(Readable(question.ticket, [False] * len(question.chunks)))
             return
         self._awaits += 1
@@ -230,10 +230,10 @@ class Session:
 
     async def _say(self, message: Message) -> None:
         """Raises :class:`ChannelClosed` where it is not taken in."""
-        with anyio.move_on_after(SILENCE_SECONDS) as patience:
+        with anyio.move_on_after(IDLE_TIMEOUT_SECONDS) as timeout:
             await self._channel.send(encode(message))
-        if patience.cancelled_caught:
-            raise ChannelClosed(f"the other side has taken nothing in for {SILENCE_SECONDS:g} s")
+        if timeout.cancelled_caught:
+            raise ChannelClosed(f"the other side has taken nothing in for {IDLE_TIMEOUT_SECONDS:g} s")
 
 
 class Arrival:
@@ -256,11 +256,11 @@ class Arrival:
             while self._late:
                 first = next(iter(self._late.values()))
                 if first.flight is not None:
-                    await first.flight.landed.wait()
+                    await first.flight.done.wait()
                 landed = [
                     index
                     for index, chunk in self._late.items()
-                    if chunk.flight is None or chunk.flight.landed.is_set()
+                    if chunk.flight is None or chunk.flight.done.is_set()
                 ]
                 await self._seal(landed)
 

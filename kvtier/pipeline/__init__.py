@@ -1,1 +1,1 @@
-"""Carries the four events out: one stage for each, all over one :class:`~kvtier.pipeline.base.Hierarchy`."""
+"""Stages that execute the four events, one each, on a shared :class:`~kvtier.pipeline.base.Hierarchy`."""

@@ -1,4 +1,4 @@
-"""What every stage of the pipeline works on: the tiers, the catalog, the arena, and who is told."""
+"""State shared by all pipeline stages: tiers, catalog, arena and observers."""
 
 from __future__ import annotations
 
@@ -13,87 +13,87 @@ from itertools import takewhile
 
 from anyio.abc import TaskGroup
 
-from kvtier.arena import address_of
 from kvtier.backends.base import Outcome, SupportsArena, SupportsLeases
-from kvtier.backends.logs import RareWarning
-from kvtier.backends.sealer import Sealer
-from kvtier.catalog import Catalog, State
+from kvtier.catalog.catalog import Catalog, State
 from kvtier.events import Event, Observer, Report
-from kvtier.keys import ChunkKey
-from kvtier.router import FIRST, Router, Transfer
-from kvtier.slices import Lease, Leases
-from kvtier.tier import ChunkBytes, Tier
+from kvtier.logs import RateLimitedWarning
+from kvtier.memory.arena import address_of
+from kvtier.memory.keys import ChunkKey
+from kvtier.memory.slices import Lease, Leases
+from kvtier.tiers.router import FIRST, Router, Transfer
+from kvtier.tiers.sealer import Sealer
+from kvtier.tiers.tier import ChunkBytes, Tier
 
 logger = logging.getLogger("kvtier")
 
 
 @dataclass
 class Hierarchy:
-    """The tiers of one host in order, and all that is decided about them synchronously."""
+    """The ordered tiers of one host, and the synchronous operations on them."""
 
     tiers: Sequence[Tier]
     catalog: Catalog
     router: Router
     memory: SupportsArena
-    """The backend of the first tier: its arena is what engines copy to and from."""
+    """The backend of the first tier, whose arena engines copy to and from."""
     tasks: TaskGroup
     observers: list[Observer]
     sealer: Sealer = field(default_factory=Sealer)
-    """Gives the chunks of the arena their checksums, whoever wants them."""
+    """Computes the checksums of chunks in the arena, for all users."""
     counts: Counter[str] = field(default_factory=Counter)
     """Outcomes since the start, for the status report."""
-    clearings: int = 0
-    """How often chunks were cleared: what was lifted before must not be written after."""
-    distrusted: set[bytes | None] = field(default_factory=set)
-    """Namespaces that were cleared, ``None`` for all: what others left of them in pools is not asked for."""
-    unwanted: defaultdict[int, set[ChunkKey]] = field(default_factory=lambda: defaultdict(set))
-    """By tier: chunks that were cleared while they were on their way in, to be dropped on arrival."""
+    clear_count: int = 0
+    """Number of clear operations. Chunks copied before a clear must not be written after it."""
+    invalidated: set[bytes | None] = field(default_factory=set)
+    """Cleared namespaces, ``None`` for all. Lookups do not query pools for chunks of these."""
+    cleared_pending: defaultdict[int, set[ChunkKey]] = field(default_factory=lambda: defaultdict(set))
+    """By tier: chunks that were cleared while PENDING, to be dropped on arrival."""
 
     def __post_init__(self) -> None:
         memory = self.memory
-        self._warnings: dict[str, RareWarning] = {}
+        self._warnings: dict[str, RateLimitedWarning] = {}
         self.sealer.on_corrupt = self.discard_corrupt
-        # Found out once: such a question takes as long as a third of the leases themselves.
+        # Checked once: isinstance takes a third of the time of the leases themselves.
         self._lease_all = memory.lease_all if isinstance(memory, SupportsLeases) else self._lease_each
 
     def warn(self, kind: str, message: str, *args: object) -> None:
-        """Log an unexpected miss: each kind at most once a minute, with the number of the others."""
+        """Log an unexpected miss, at most once a minute per kind, with the number of suppressed ones."""
         if kind not in self._warnings:
-            self._warnings[kind] = RareWarning(logger)
+            self._warnings[kind] = RateLimitedWarning(logger)
         self._warnings[kind](message, *args)
 
-    def share(self, key: ChunkKey) -> Lease | None:
-        """A lease on a chunk that is READY in the first tier."""
+    def lease(self, key: ChunkKey) -> Lease | None:
+        """Return a lease on a chunk, or ``None`` if it is not READY in the first tier."""
         if self.catalog.state(key, FIRST) is not State.READY:
             return None
         return self.memory.lease(key)
 
     def lease_all(self, keys: Sequence[ChunkKey]) -> Leases:
-        """Leases on chunks that are READY in the first tier, up to the first that is not there after all."""
+        """Return leases on chunks that are READY in the first tier, up to the first miss."""
         return self._lease_all(keys)
 
     def _lease_each(self, keys: Sequence[ChunkKey]) -> Leases:
         leases = takewhile(lambda lease: lease is not None, map(self.memory.lease, keys))
         return Leases.of([lease for lease in leases if lease is not None])
 
-    def shares(self, keys: Sequence[ChunkKey]) -> list[ChunkBytes]:
-        """Leases on those of ``keys`` that are READY in the first tier."""
-        leased = ((key, self.share(key)) for key in keys)
+    def lease_ready(self, keys: Sequence[ChunkKey]) -> list[ChunkBytes]:
+        """Return leases on those of ``keys`` that are READY in the first tier."""
+        leased = ((key, self.lease(key)) for key in keys)
         return [ChunkBytes(key, lease) for key, lease in leased if lease is not None]
 
-    def still_held(self, source: int, chunks: Sequence[ChunkBytes], clearings: int) -> list[ChunkBytes]:
-        """Those chunks that ``source`` still holds as they are leased; the leases of the others are released.
+    def still_held(self, source: int, chunks: Sequence[ChunkBytes], clear_count: int) -> list[ChunkBytes]:
+        """Return the chunks that ``source`` still holds unchanged; releases the leases of the others.
 
-        Between leasing a chunk and writing it down it may have been cleared, and even stored anew by a
-        model whose weights have changed. Of the arena the slice tells; of other tiers, that nothing at
-        all was cleared since ``clearings`` was read.
+        Between the lease and the write a chunk may have been cleared, and even stored again by a model with
+        different weights. In the arena, the chunk's slice detects this. For other tiers, the check is that no
+        clear has happened since ``clear_count`` was read.
         """
         held = []
         for chunk in chunks:
             if source != FIRST:
-                same = clearings == self.clearings
+                same = clear_count == self.clear_count
             else:
-                lease = self.share(chunk.key)
+                lease = self.lease(chunk.key)
                 same = lease is not None and lease.offset == chunk.lease.offset
                 if lease is not None:
                     lease.release()
@@ -104,11 +104,11 @@ class Hierarchy:
         return held
 
     def adopt(self, chunks: Sequence[ChunkBytes]) -> None:
-        """Chunks are complete in the arena: the first tier holds them, and their leases, from now on."""
+        """Make complete chunks of the arena READY in the first tier, which takes over their leases."""
         stored = []
         for key, lease in chunks:
-            if key in self.unwanted[FIRST]:
-                self.forget(key, FIRST)
+            if key in self.cleared_pending[FIRST]:
+                self.abort(key, FIRST)
                 lease.release()
                 continue
             self.memory.adopt(key, lease)
@@ -117,15 +117,15 @@ class Hierarchy:
         self.changed(FIRST, stored=stored)
 
     def drop(self, keys: Sequence[ChunkKey]) -> None:
-        """Take READY chunks out of the first tier. Bytes are freed with their last lease."""
+        """Remove READY chunks from the first tier. Their memory is freed with the last lease."""
         for key in keys:
             self.catalog.remove(key, FIRST)
             self.memory.discard(key)
         self.changed(FIRST, removed=keys)
 
     def discard_corrupt(self, key: ChunkKey, chunk: memoryview) -> None:
-        """Drop a chunk whose header is corrupt, if ``chunk`` is the copy that the first tier holds."""
-        lease = self.share(key)
+        """Drop a chunk whose header is corrupt, if ``chunk`` is the copy in the first tier."""
+        lease = self.lease(key)
         if lease is None:
             return
         same = address_of(lease.view) == address_of(chunk)
@@ -134,50 +134,50 @@ class Hierarchy:
             self.drop([key])
 
     def settle_put(self, keys: Sequence[ChunkKey], tier: int, outcomes: Sequence[Outcome]) -> None:
-        """Enter into the catalog what became of chunks that were PENDING in a lower tier."""
+        """Update the catalog with the outcomes for chunks that were PENDING in a lower tier."""
         stored = []
         for key, outcome in zip(keys, outcomes, strict=True):
             self.counts[f"put_{outcome.value}"] += 1
             if outcome is not Outcome.OK:
-                self.forget(key, tier)
-            elif key in self.unwanted[tier]:
-                self.unwanted[tier].discard(key)
+                self.abort(key, tier)
+            elif key in self.cleared_pending[tier]:
+                self.cleared_pending[tier].discard(key)
                 self.tasks.start_soon(self.tiers[tier].delete, [key])
             else:
                 self.catalog.set_ready(key, tier)
                 stored.append(key)
         self.changed(tier, stored=stored)
 
-    def forget(self, key: ChunkKey, tier: int) -> None:
-        """A chunk that was PENDING in a tier did not get there."""
+    def abort(self, key: ChunkKey, tier: int) -> None:
+        """Remove a PENDING chunk that did not arrive."""
         self.catalog.remove(key, tier)
-        self.unwanted[tier].discard(key)
+        self.cleared_pending[tier].discard(key)
 
-    def forget_all(self, keys: Sequence[ChunkKey], tier: int) -> None:
-        """As :meth:`forget` of each."""
+    def abort_all(self, keys: Sequence[ChunkKey], tier: int) -> None:
+        """Remove PENDING chunks that did not arrive."""
         self.catalog.remove_all(keys, tier)
-        self.unwanted[tier].difference_update(keys)
+        self.cleared_pending[tier].difference_update(keys)
 
     def changed(
         self, tier: int, *, stored: Sequence[ChunkKey] = (), removed: Sequence[ChunkKey] = ()
     ) -> None:
-        """Tell the observers what came into a tier or left it."""
+        """Notify the observers of chunks that a tier has gained or lost."""
         if stored or removed:
             for observer in self.observers:
                 observer.changed(tier, stored, removed)
 
     def name(self, tier: int | None) -> str | None:
-        """The tier's name in the settings."""
+        """Return the tier's name in the settings."""
         return None if tier is None else self.tiers[tier].name
 
     async def write(self, event: Event, target: int, chunks: Sequence[ChunkBytes]) -> Sequence[Outcome]:
-        """Put leased chunk objects into a lower tier that has room; takes over the leases.
+        """Write leased chunk objects to a lower tier. Takes over the leases. Evicts nothing.
 
-        What is there already, or on its way, is OK without another write. What is corrupt, or has left every
-        tier since it was leased, is a MISS.
+        A chunk that is already READY or PENDING there is OK without another write. A chunk that is corrupt,
+        or has been removed from all tiers since it was leased, is a MISS.
         """
         keys = [chunk.key for chunk in chunks]
-        verdict = dict.fromkeys(keys, Outcome.OK)
+        result = dict.fromkeys(keys, Outcome.OK)
         absent: list[ChunkBytes] = []
         full = 0
         for chunk in chunks:
@@ -185,11 +185,11 @@ class Hierarchy:
                 chunk.lease.release()
             elif chunk.key not in self.catalog:
                 chunk.lease.release()
-                verdict[chunk.key] = Outcome.MISS
+                result[chunk.key] = Outcome.MISS
                 self.counts["put_miss"] += 1
             elif not self.tiers[target].fits(chunk.lease.length):
                 chunk.lease.release()
-                verdict[chunk.key] = Outcome.FULL
+                result[chunk.key] = Outcome.FULL
                 self.counts["put_full"] += 1
                 full += 1
             else:
@@ -202,15 +202,15 @@ class Hierarchy:
         with self.reporting(event, Transfer(FIRST, target, sent)) as outcomes:
             settle = partial(self.settle_put, sent, target)
             outcomes += await self.tiers[target].put(absent, settle)
-        verdict.update(zip(sent, outcomes, strict=True))
-        return [verdict[key] for key in keys]
+        result.update(zip(sent, outcomes, strict=True))
+        return [result[key] for key in keys]
 
-    async def lift(
+    async def read_copies(
         self, event: Event, source: int, keys: Sequence[ChunkKey], allocate: Callable[[int], Lease | None]
     ) -> list[ChunkBytes]:
-        """Leases on copies of chunks of a lower tier, outside the catalog; fewer where something failed.
+        """Copy chunks of a lower tier into the arena, outside the catalog. Return their leases.
 
-        Keys that the tier does not hold are left out: they may have gone since they were chosen.
+        Omits chunks that fail, and keys that the tier does not hold: they may have been removed meanwhile.
         """
         held = [key for key in keys if self.catalog.state(key, source) is State.READY]
         room = ((key, allocate(self.catalog.length(key))) for key in held)
@@ -219,17 +219,17 @@ class Hierarchy:
         transfer = Transfer(source, FIRST, [chunk.key for chunk in chunks])
         outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(mine)
         try:
-            with self.reporting(event, transfer) as told:
-                outcomes = await self.tiers[source].get(chunks, partial(self._forget_misses, transfer))
-                told += outcomes
+            with self.reporting(event, transfer) as reported:
+                outcomes = await self.tiers[source].get(chunks, partial(self._remove_misses, transfer))
+                reported += outcomes
         finally:
             for chunk, outcome in zip(mine, outcomes, strict=True):
                 if outcome is not Outcome.OK:
                     chunk.lease.release()
         return [chunk for chunk, outcome in zip(mine, outcomes, strict=True) if outcome is Outcome.OK]
 
-    def _forget_misses(self, transfer: Transfer, outcomes: Sequence[Outcome]) -> None:
-        """Take out of the catalog what a tier has turned out not to hold."""
+    def _remove_misses(self, transfer: Transfer, outcomes: Sequence[Outcome]) -> None:
+        """Remove from the catalog the chunks that a tier turned out not to hold."""
         missing = [
             key
             for key, outcome in zip(transfer.keys, outcomes, strict=True)
@@ -241,7 +241,7 @@ class Hierarchy:
 
     @contextmanager
     def reporting(self, event: Event, transfer: Transfer) -> Iterator[list[Outcome]]:
-        """Time a transfer and report the outcomes that the caller puts into the list."""
+        """Time a transfer, and report it with the outcomes that the caller appends to the list."""
         started = time.monotonic()
         outcomes: list[Outcome] = []
         yield outcomes

@@ -1,4 +1,4 @@
-"""Clear: take chunks out of the tiers for good, whoever may still be reading them."""
+"""Clear: remove chunks from tiers permanently, even while they are being read."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 import anyio.lowlevel
 
-from kvtier.catalog import State
+from kvtier.catalog.catalog import State
 from kvtier.events import Evict
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import EvictStage
-from kvtier.router import FIRST, Transfer
+from kvtier.tiers.router import FIRST, Transfer
 
-ROWS_A_STEP = 2048
-"""Of the catalog, that are gone through before the loop may do something else."""
+ROWS_PER_STEP = 2048
+"""Catalog rows to process before yielding to the event loop."""
 
 
 class Cleared(NamedTuple):
-    """What went: a chunk that several tiers held is one chunk, and its bytes are those of all of them."""
+    """What was removed. A chunk in several tiers counts once, but its bytes count for each tier."""
 
     keys: list[ChunkKey]
     chunks: int
@@ -27,39 +27,39 @@ class Cleared(NamedTuple):
 
 
 class ClearStage:
-    """Clears tiers, in steps that do not block the loop however much they hold."""
+    """Clears tiers in steps, to avoid blocking the event loop."""
 
     def __init__(self, hierarchy: Hierarchy, evicting: EvictStage) -> None:
         self._hierarchy = hierarchy
         self._evicting = evicting
 
     async def clear(self, keys: Sequence[ChunkKey], tiers: Iterable[int]) -> Cleared:
-        """Remove these chunks from these tiers. :attr:`Cleared.keys` are in no order."""
+        """Remove ``keys`` from ``tiers``. The order of :attr:`Cleared.keys` is undefined."""
         catalog = self._hierarchy.catalog
-        gone: set[ChunkKey] = set()
+        removed: set[ChunkKey] = set()
         freed = 0
         for tier in tiers:
-            there = [key for key in keys if catalog.state(key, tier) is not State.ABSENT]
-            ready = [key for key in there if catalog.state(key, tier) is State.READY]
+            present = [key for key in keys if catalog.state(key, tier) is not State.ABSENT]
+            ready = [key for key in present if catalog.state(key, tier) is State.READY]
             freed += sum(catalog.length(key) for key in ready)
-            gone.update(ready)
-            # What was lifted or asked for up to now must not come back after this.
-            self._hierarchy.clearings += 1
-            self._hierarchy.unwanted[tier].update(set(there).difference(ready))
+            removed.update(ready)
+            # Copies and lookups that are in flight must not bring these chunks back.
+            self._hierarchy.clear_count += 1
+            self._hierarchy.cleared_pending[tier].update(set(present).difference(ready))
             if tier == FIRST:
                 self._hierarchy.drop(ready)
             else:
                 await self._evicting.delete(Evict(keys=ready, tier=tier), Transfer(tier, None, ready))
-        return Cleared(list(gone), len(gone), freed)
+        return Cleared(list(removed), len(removed), freed)
 
     async def clear_all(self, namespace: bytes | None, tiers: Sequence[int]) -> Cleared:
-        """Remove every chunk, or every one of a namespace; the answer names none of them.
+        """Remove all chunks, or those of one namespace. Leaves :attr:`Cleared.keys` empty.
 
-        What is stored meanwhile may stay.
+        Chunks that are stored meanwhile may survive.
         """
         catalog = self._hierarchy.catalog
         chunks = freed = 0
-        for rows in catalog.slices(ROWS_A_STEP):
+        for rows in catalog.slices(ROWS_PER_STEP):
             held = {key for tier in tiers for key in catalog.keys(tier, namespace, rows=rows)}
             if held:
                 cleared = await self.clear(list(held), tiers)

@@ -1,4 +1,4 @@
-"""Discover: ask the shared pools for what no tier is known to hold, and enter the answers in the catalog."""
+"""Discover: query the shared pools for chunks that are not in the catalog, and add what they hold."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import cycle
 
-from kvtier.catalog import State
-from kvtier.keys import ChunkKey
+from kvtier.catalog.catalog import State
+from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
-from kvtier.tier import Tier
+from kvtier.tiers.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the chunks of a prompt are, wherever they are: enough to fetch one that only a pool holds."""
+    """Metadata of a prompt's chunks, needed to fetch those that are not in the catalog yet."""
 
     namespace: bytes
     lengths: Sequence[int]
@@ -23,74 +23,74 @@ class Expected:
 
 
 Ask = Callable[[Sequence[ChunkKey]], Awaitable[Sequence[int]]]
-"""Asks which of some chunks are held, be they a prefix or not: their positions."""
+"""Queries which chunks are held, and returns their indices. They need not be a prefix."""
 
 
 class DiscoverStage:
-    """Knows which pools to ask, and asks them."""
+    """Queries the shared pools."""
 
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
 
     def pools(self, namespace: bytes) -> list[Tier]:
-        """The shared pools that may hold what is not known here, fastest first."""
-        if not self._hierarchy.distrusted.isdisjoint((namespace, None)):
+        """Return the shared pools to query for chunks that are not in the catalog, fastest first."""
+        if not self._hierarchy.invalidated.isdisjoint((namespace, None)):
             return []
         return [tier for tier in self._hierarchy.tiers if tier.shared and tier.available]
 
     async def ask(self, keys: Sequence[ChunkKey], expected: Expected) -> int:
-        """Ask one pool after another for the rest of a prompt; how many leading chunks are known then.
+        """Query the pools in turn for the rest of a prompt. Return the number of leading chunks then known.
 
-        One round trip to each pool, and further ones only where several hold parts of the prompt.
+        Takes one round trip per pool, and more only if several pools hold parts of the prompt.
         """
         catalog = self._hierarchy.catalog
         known = len(catalog.prefix(keys))
         pools = self.pools(expected.namespace)
-        refusals = 0
+        misses = 0
         for tier in cycle(pools):
-            if known == len(keys) or refusals == len(pools):
+            if known == len(keys) or misses == len(pools):
                 break
             await self._ask_one(tier, keys, expected, known)
             before, known = known, len(catalog.prefix(keys))
-            refusals = 0 if known > before else refusals + 1
+            misses = 0 if known > before else misses + 1
         return known
 
     async def _ask_one(self, tier: Tier, keys: Sequence[ChunkKey], expected: Expected, start: int) -> None:
         hierarchy = self._hierarchy
-        clearings = hierarchy.clearings
+        clear_count = hierarchy.clear_count
         held = await tier.held_prefix(keys[start:])
         hierarchy.counts["pool_asked"] += len(keys) - start
-        if clearings != hierarchy.clearings:
-            return  # What was cleared meanwhile may be among the answers.
-        found = self._enter(tier, keys, expected, range(start, start + held))
+        if clear_count != hierarchy.clear_count:
+            return  # The reply may include chunks that were cleared meanwhile.
+        found = self._add(tier, keys, expected, range(start, start + held))
         hierarchy.counts["pool_found"] += len(found)
 
     @asynccontextmanager
-    async def known_for_now(
+    async def temporarily_known(
         self, tier: Tier, keys: Sequence[ChunkKey], expected: Expected, ask: Ask
     ) -> AsyncIterator[list[ChunkKey]]:
-        """Those of ``keys`` that a pool holds by what ``ask`` is told, which is believed within the block."""
-        clearings = self._hierarchy.clearings
-        positions = await ask(keys)
-        if clearings != self._hierarchy.clearings:
-            positions = ()
-        entered = self._enter(tier, keys, expected, positions)
+        """Yield those of ``keys`` that a pool holds according to ``ask``. In the catalog within the block."""
+        clear_count = self._hierarchy.clear_count
+        indices = await ask(keys)
+        if clear_count != self._hierarchy.clear_count:
+            indices = ()
+        added = self._add(tier, keys, expected, indices)
         try:
-            yield [keys[position] for position in positions]
+            yield [keys[index] for index in indices]
         finally:
             catalog = self._hierarchy.catalog
-            known = [key for key in entered if catalog.state(key, tier.index) is State.READY]
+            known = [key for key in added if catalog.state(key, tier.index) is State.READY]
             for key in known:
                 catalog.remove(key, tier.index)
             self._hierarchy.changed(tier.index, removed=known)
 
-    def _enter(
-        self, tier: Tier, keys: Sequence[ChunkKey], expected: Expected, positions: Iterable[int]
+    def _add(
+        self, tier: Tier, keys: Sequence[ChunkKey], expected: Expected, indices: Iterable[int]
     ) -> list[ChunkKey]:
-        """Have the catalog know that a pool holds these; those of which it did not."""
+        """Add chunks that a pool holds to the catalog. Return those that it did not contain yet."""
         catalog = self._hierarchy.catalog
         found = []
-        for index in positions:
+        for index in indices:
             key = keys[index]
             if catalog.state(key, tier.index) is State.ABSENT:
                 parent = keys[index - 1] if index else None

@@ -1,8 +1,7 @@
-"""Evict: make room, coldest leaves first, and lose nothing that a lower tier would keep.
+"""Evict: make room, coldest leaves first, and demote what a lower tier should keep.
 
-Room in the arena must be found while an engine waits, so :meth:`EvictStage.allocate` only drops what
-is safe to drop at once. The rest is demoted ahead of need by one background task, between a high and a
-low watermark.
+Engines wait for allocations in the arena, so :meth:`EvictStage.allocate` only drops chunks that need no
+demotion. A background task demotes the others in advance, between a high and a low watermark.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ import anyio
 
 from kvtier.backends.base import Outcome
 from kvtier.events import Event, Evict
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
+from kvtier.memory.slices import Lease
 from kvtier.pipeline.base import Hierarchy
-from kvtier.router import FIRST, Transfer
-from kvtier.slices import Lease
-from kvtier.tier import ChunkBytes
+from kvtier.tiers.router import FIRST, Transfer
+from kvtier.tiers.tier import ChunkBytes
 
 BATCH_BYTES = 64 << 20
-"""Demoted in one go: enough to keep a disk busy, little enough to free memory soon."""
+"""Bytes per demotion batch: large enough to keep a disk busy, small enough to free memory soon."""
 SCAN_LIMIT = 1024
-"""Victims looked at in one go: what is leased is passed over, and many may be."""
+"""Maximum victims to examine per attempt. Many may be leased, and these are skipped."""
 RETRY_SECONDS = 0.01
-LONGEST_RETRY_SECONDS = 1.0
-"""Pause where everything cold is leased or pinned, before looking again: from the first to the second."""
+MAX_RETRY_SECONDS = 1.0
+"""Initial and maximum back-off while all cold chunks are leased or pinned."""
 
 
 class EvictStage:
@@ -36,14 +35,14 @@ class EvictStage:
         self._hierarchy = hierarchy
         self._needed = anyio.Event()
         self.demoting_bytes = 0
-        """Bytes on their way from one tier to the next."""
+        """Bytes of demotions in flight."""
         self._refused_bytes = 0
-        """The largest allocation since the last eviction that found no room."""
+        """The largest allocation that has failed since the last eviction."""
 
     def allocate(self, length: int) -> Lease | None:
-        """A lease on ``length`` bytes of the arena, evicting for it what may go at once; never waits.
+        """Allocate ``length`` bytes of the arena, dropping chunks that need no demotion. Does not wait.
 
-        ``None`` where all that is cold is leased, pinned or has still to be demoted.
+        ``None`` if all cold chunks are leased, pinned or not demoted yet.
         """
         arena = self._hierarchy.memory.arena
         lease = arena.allocate(length)
@@ -51,13 +50,13 @@ class EvictStage:
             lease = self._allocate_by_dropping(length)
         if lease is None and length <= arena.capacity:
             self._refused_bytes = max(self._refused_bytes, length)
-        # Including this lease, which the catalog does not count yet.
+        # Includes this lease, which is not in the catalog yet.
         if lease is None or self._hierarchy.tiers[FIRST].excess_bytes(length):
             self._needed.set()
         return lease
 
     def allocate_all(self, length: int, count: int) -> list[Lease]:
-        """At most ``count`` leases of ``length`` bytes, evicting what may go at once; never waits."""
+        """Allocate at most ``count`` leases of ``length`` bytes each, as :meth:`allocate`."""
         leases = self._hierarchy.memory.arena.allocate_all(length, count)
         while len(leases) < count and (lease := self.allocate(length)) is not None:
             leases.append(lease)
@@ -79,7 +78,7 @@ class EvictStage:
         return None
 
     def _idle_victims(self, limit: int) -> list[ChunkKey]:
-        """Those of the ``limit`` coldest chunks of the arena that nobody is using."""
+        """Return those of the ``limit`` coldest chunks of the arena that have no other lease."""
         coldest = islice(self._hierarchy.catalog.victims(FIRST), limit)
         return [key for key in coldest if self._hierarchy.memory.idle(key)]
 
@@ -88,56 +87,59 @@ class EvictStage:
         self._hierarchy.counts["evicted"] += len(keys)
 
     async def run(self) -> None:
-        """Keep the arena under its high watermark, and able to take chunks, while the cache is open."""
+        """Keep the arena below its high watermark and allocatable, while the cache is open."""
         while True:
             await self._needed.wait()
             self._needed = anyio.Event()
             pause = RETRY_SECONDS
             while excess := self._excess_bytes():
-                if await self._relieve(excess):
+                if await self._evict(excess):
                     self._refused_bytes = 0
                     pause = RETRY_SECONDS
                 else:
                     await anyio.sleep(pause)
-                    pause = min(2 * pause, LONGEST_RETRY_SECONDS)
+                    pause = min(2 * pause, MAX_RETRY_SECONDS)
 
     def _excess_bytes(self) -> int:
-        """How many bytes must go from the arena.
+        """Return the number of bytes to evict from the arena.
 
-        It may be full below its watermark: what is left there is less than a chunk, or lies in pieces.
+        Allocations can fail below the watermark: the free space may be less than a chunk, or fragmented.
         """
         refused = self._refused_bytes
         return max(self._hierarchy.tiers[FIRST].excess_bytes(refused), refused)
 
-    async def _relieve(self, excess: int) -> int:
-        """Evict up to ``excess`` bytes from the arena; how many chunks went."""
+    async def _evict(self, excess: int) -> int:
+        """Evict up to ``excess`` bytes from the arena. Return the number of chunks evicted."""
         hierarchy = self._hierarchy
-        event = Evict(keys=self._up_to(self._idle_victims(SCAN_LIMIT), min(excess, BATCH_BYTES)), tier=FIRST)
-        gone = 0
+        event = Evict(
+            keys=self._take_bytes(self._idle_victims(SCAN_LIMIT), min(excess, BATCH_BYTES)), tier=FIRST
+        )
+        evicted = 0
         for transfer in hierarchy.router.evict(event):
             if transfer.target is not None:
-                # A tier that takes nothing must not keep the arena full of what is cold: after one
-                # try the chunk goes, demoted or not.
+                # A tier that accepts nothing must not keep the arena full of cold chunks: after one
+                # attempt the chunk is dropped, demoted or not.
                 await self._demote(event, transfer)
             idle = [key for key in transfer.keys if hierarchy.memory.idle(key)]
             self._drop_first(idle)
-            gone += len(idle)
-        return gone
+            evicted += len(idle)
+        return evicted
 
-    def _up_to(self, keys: Iterable[ChunkKey], wanted: float) -> list[ChunkKey]:
+    def _take_bytes(self, keys: Iterable[ChunkKey], size: float) -> list[ChunkKey]:
+        """Return the first keys that add up to at least ``size`` bytes."""
         taken: list[ChunkKey] = []
         total = 0
         for key in keys:
-            if total >= wanted:
+            if total >= size:
                 break
             taken.append(key)
             total += self._hierarchy.catalog.length(key)
         return taken
 
     async def make_room(self, tier: int, incoming: int) -> None:
-        """Delete the coldest chunks of a lower tier until ``incoming`` bytes more are under its watermark.
+        """Delete the coldest chunks of a lower tier until ``incoming`` more bytes fit below its watermark.
 
-        Of a shared pool the coldest are only put out of mind: they are not this host's to delete.
+        For a shared pool, only removes the coldest chunks from the catalog: other hosts use them, too.
         """
         target = self._hierarchy.tiers[tier]
         if surplus := target.surplus_chunks:
@@ -146,7 +148,7 @@ class EvictStage:
         excess = target.excess_bytes(incoming)
         if not excess:
             return
-        victims = self._up_to(self._hierarchy.catalog.victims(tier), min(excess, incoming + BATCH_BYTES))
+        victims = self._take_bytes(self._hierarchy.catalog.victims(tier), min(excess, incoming + BATCH_BYTES))
         event = Evict(keys=victims, tier=tier)
         for transfer in self._hierarchy.router.evict(event):
             if transfer.target is not None:
@@ -154,28 +156,28 @@ class EvictStage:
             await self.delete(event, transfer)
 
     async def _demote(self, event: Evict, transfer: Transfer) -> None:
-        """Write what would be lost to the tier that inherits it."""
+        """Write chunks that would be lost to their demotion target."""
         hierarchy = self._hierarchy
         assert transfer.target is not None
-        clearings = hierarchy.clearings
+        clear_count = hierarchy.clear_count
         if transfer.source == FIRST:
-            chunks = hierarchy.shares(transfer.keys)
+            chunks = hierarchy.lease_ready(transfer.keys)
         else:
-            chunks = await hierarchy.lift(event, transfer.source, transfer.keys, self.allocate)
+            chunks = await hierarchy.read_copies(event, transfer.source, transfer.keys, self.allocate)
         length = sum(chunk.lease.length for chunk in chunks)
         self.demoting_bytes += length
         try:
-            outcomes = await self.write(event, transfer.source, transfer.target, chunks, clearings)
+            outcomes = await self.write(event, transfer.source, transfer.target, chunks, clear_count)
         finally:
             self.demoting_bytes -= length
         hierarchy.counts["demoted"] += outcomes.count(Outcome.OK)
 
     async def write(
-        self, event: Event, source: int, target: int, chunks: Sequence[ChunkBytes], clearings: int
+        self, event: Event, source: int, target: int, chunks: Sequence[ChunkBytes], clear_count: int
     ) -> Sequence[Outcome]:
-        """Make room in a lower tier and write there what ``source`` still holds; takes over the leases.
+        """Make room in a lower tier and write the chunks that ``source`` still holds. Takes over the leases.
 
-        The outcomes are of these alone. ``clearings`` are those when the chunks were leased.
+        Returns the outcomes of these only. ``clear_count`` is the count before the chunks were leased.
         """
         try:
             await self.make_room(target, sum(chunk.lease.length for chunk in chunks))
@@ -183,15 +185,15 @@ class EvictStage:
             for chunk in chunks:
                 chunk.lease.release()
             raise
-        held = self._hierarchy.still_held(source, chunks, clearings)
+        held = self._hierarchy.still_held(source, chunks, clear_count)
         return await self._hierarchy.write(event, target, held)
 
     async def delete(self, event: Evict, transfer: Transfer) -> None:
-        """Remove what is READY in a lower tier."""
+        """Remove chunks that are READY in a lower tier."""
         hierarchy = self._hierarchy
         held = [key for key in transfer.keys if transfer.source in hierarchy.catalog.tiers(key)]
         hierarchy.counts["evicted"] += len(held)
-        # Told before its bytes are gone: by then it may have been stored again.
+        # Notify before the delete: by the time it has finished, the chunks may have been stored again.
         hierarchy.changed(transfer.source, removed=held)
         with hierarchy.reporting(event, Transfer(transfer.source, None, held)) as outcomes:
             await hierarchy.tiers[transfer.source].delete(held)

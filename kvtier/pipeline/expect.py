@@ -1,7 +1,7 @@
-"""Expect: what others push into the first tier, and the look-ups that wait for it.
+"""Expect: track chunks that are pushed into the first tier, and the lookups that wait for them.
 
-Whoever takes pushed chunks in says which are coming, and when that is no longer so. A look-up that waits sees
-each chunk in the moment in which it is READY, in prefix order, and leases it at once.
+The receiver of a push announces its chunks and withdraws them when the push has ended. A waiting lookup gets
+each chunk as soon as it is READY, in prefix order, and leases it immediately.
 """
 
 from __future__ import annotations
@@ -11,52 +11,52 @@ from itertools import islice
 
 import anyio
 
-from kvtier.catalog import State
+from kvtier.catalog.catalog import State
 from kvtier.events import Report
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
-from kvtier.router import FIRST
+from kvtier.tiers.router import FIRST
 
 UNANNOUNCED_SECONDS = 2.0
-"""For so long a look-up waits for a chunk of which nobody has said that it is coming."""
-MOST_ENDED = 65_536
-"""Chunks of which it is remembered that they were coming once and are not any longer."""
+"""How long a lookup waits for a chunk that has not been announced."""
+MAX_ENDED = 65_536
+"""Maximum withdrawn chunks to remember."""
 
 Take = Callable[[ChunkKey], bool]
-"""Adds a chunk to a look-up where it is READY in memory; whether it was."""
+"""Adds a chunk to a lookup if it is READY in memory. Returns whether it was."""
 
 
 class Expectation:
-    """One look-up that waits for chunks. Used in one event loop; made by :meth:`ExpectStage.begin`."""
+    """A lookup that waits for chunks. For one event loop; created by :meth:`ExpectStage.begin`."""
 
     def __init__(self, stage: ExpectStage, keys: Sequence[ChunkKey], take: Take) -> None:
-        self.over = False
-        """Whether all have come, the next one will not, or nobody waits any longer."""
+        self.finished = False
+        """Whether all chunks have arrived, the next one will not arrive, or the wait was ended."""
         self.ended = anyio.Event()
-        """Set when :meth:`wait` is through, or :meth:`end` was called."""
+        """Set when :meth:`wait` has returned or :meth:`end` was called."""
         self._stage = stage
         self._keys = keys
         self._take = take
         self._at = 0
-        self._news = anyio.Event()
+        self._changed = anyio.Event()
 
     @property
     def next_key(self) -> ChunkKey | None:
-        """The first that has not come."""
+        """The first chunk that has not arrived."""
         return self._keys[self._at] if self._at < len(self._keys) else None
 
     async def wait(self, seconds: float, find_below: Callable[[], int]) -> None:
-        """Until it is over, so long at most, and end it.
+        """Wait until finished, at most ``seconds``, then end the wait.
 
-        ``find_below`` adds to the look-up those next chunks that lower tiers hold, and says how many.
+        ``find_below`` adds the next chunks that lower tiers hold to the lookup, and returns their number.
         """
         try:
             with anyio.move_on_after(seconds):
-                while not self.over and await self._progress():
+                while not self.finished and await self._progress():
                     if not self._stage.is_below(self.next_key):
                         continue
                     if not (count := find_below()):
-                        break  # Memory has no room for them.
+                        break  # The first tier has no room for them.
                     self._stage.forget(self)
                     self._at += count
                     self.advance()
@@ -64,110 +64,110 @@ class Expectation:
             self.end()
 
     async def _progress(self) -> bool:
-        """Wait for news, while there is reason to; ``False`` where nobody has ever said that it is coming."""
+        """Wait for a change. ``False`` if the next chunk has not been announced in time."""
         seconds = None if self._stage.is_coming(self.next_key) else UNANNOUNCED_SECONDS
-        with anyio.move_on_after(seconds) as patience:
-            await self._news.wait()
-        return not patience.cancelled_caught
+        with anyio.move_on_after(seconds) as scope:
+            await self._changed.wait()
+        return not scope.cancelled_caught
 
     def advance(self) -> None:
-        """Take what has come, and wait for the next; give up where that will not come."""
+        """Take the chunks that have arrived. Finish if the next one will not arrive."""
         self._stage.forget(self)
         while (key := self.next_key) is not None and self._take(key):
             self._at += 1
-        if key is None or self._stage.is_hopeless(key):
-            self.over = True
-        if not self.over:
+        if key is None or self._stage.is_abandoned(key):
+            self.finished = True
+        if not self.finished:
             self._stage.remember(self)
-        news, self._news = self._news, anyio.Event()
-        news.set()
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
 
     def end(self) -> None:
-        """Nobody waits any longer. Harmless when repeated."""
+        """End the wait. Idempotent."""
         self._stage.forget(self)
-        self.over = True
-        self._news.set()
+        self.finished = True
+        self._changed.set()
         self.ended.set()
 
 
 class ExpectStage:
-    """Knows what is coming, and who waits for it. Synchronous; an observer of the hierarchy."""
+    """Tracks announced chunks and the lookups that wait for them. Synchronous. Observes the hierarchy."""
 
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
         self._coming: dict[ChunkKey, int] = {}
-        """How many have said so."""
+        """Number of announcements."""
         self._ended: dict[ChunkKey, None] = {}
         self._waiting: dict[ChunkKey, set[Expectation]] = {}
-        """By the chunk that is the next one for it."""
+        """Expectations by their next chunk."""
         hierarchy.observers.append(self)
 
     @property
     def coming(self) -> int:
-        """How many chunks somebody is about to push here."""
+        """Number of announced chunks."""
         return len(self._coming)
 
     @property
     def waiting(self) -> int:
-        """How many look-ups wait for such."""
+        """Number of lookups that wait for chunks."""
         return sum(map(len, self._waiting.values()))
 
     def is_coming(self, key: ChunkKey | None) -> bool:
-        """Whether somebody is about to push it."""
+        """Return whether the chunk is announced."""
         return key in self._coming
 
-    def is_hopeless(self, key: ChunkKey) -> bool:
-        """Whether somebody was about to push it, and nobody is any longer."""
+    def is_abandoned(self, key: ChunkKey) -> bool:
+        """Return whether the chunk was announced, is not now, and no lower tier holds it."""
         return key not in self._coming and key in self._ended and not self.is_below(key)
 
     def is_below(self, key: ChunkKey | None) -> bool:
-        """Whether it is READY in a lower tier alone."""
+        """Return whether the chunk is READY in lower tiers only."""
         return key is not None and self._hierarchy.catalog.fastest(key) > FIRST
 
     def announce(self, keys: Iterable[ChunkKey]) -> None:
-        """Somebody is about to push these. To be undone with :meth:`withdraw`."""
+        """Announce chunks that are about to be pushed here. Undo with :meth:`withdraw`."""
         for key in keys:
             self._ended.pop(key, None)
             self._coming[key] = self._coming.get(key, 0) + 1
             self._wake(key)
 
     def withdraw(self, keys: Iterable[ChunkKey]) -> None:
-        """He has done so, or will not any longer."""
-        gone = []
+        """Undo an announcement, after the push has ended or failed."""
+        withdrawn = []
         for key in keys:
-            left = self._coming[key] - 1
-            if left:
-                self._coming[key] = left
+            announcements = self._coming[key] - 1
+            if announcements:
+                self._coming[key] = announcements
             else:
                 del self._coming[key]
-                gone.append(key)
-        for key in gone:
+                withdrawn.append(key)
+        for key in withdrawn:
             self._ended.pop(key, None)
             if self._hierarchy.catalog.state(key, FIRST) is not State.READY:
                 self._ended[key] = None
-        excess = len(self._ended) - MOST_ENDED
+        excess = len(self._ended) - MAX_ENDED
         for key in list(islice(self._ended, max(0, excess))):
             del self._ended[key]
-        for key in gone:
+        for key in withdrawn:
             self._wake(key)
 
     def arrived(self, key: ChunkKey) -> None:
-        """It can be taken from elsewhere than the first tier: have those who wait do so at once."""
+        """Wake the lookups that wait for a chunk that has arrived outside the first tier."""
         self._wake(key)
 
     def begin(self, keys: Sequence[ChunkKey], take: Take) -> Expectation:
-        """Wait for these, in their order, from now on. May be over at once."""
+        """Start to wait for chunks, in order. The result may be finished already."""
         expectation = Expectation(self, keys, take)
         expectation.advance()
         return expectation
 
     def remember(self, expectation: Expectation) -> None:
-        """It waits for its next chunk."""
+        """Register an expectation under its next chunk."""
         if (key := expectation.next_key) is not None:
             self._waiting.setdefault(key, set()).add(expectation)
 
     def forget(self, expectation: Expectation) -> None:
-        """The inverse of :meth:`remember`. Harmless when repeated."""
+        """Undo :meth:`remember`. Idempotent."""
         key = expectation.next_key
         if key is not None and (waiting := self._waiting.get(key)) is not None:
             waiting.discard(expectation)
@@ -175,10 +175,10 @@ class ExpectStage:
                 del self._waiting[key]
 
     def observe(self, report: Report) -> None:
-        """Transfers are not of interest here."""
+        """Ignore transfers."""
 
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
-        """Have those who wait take at once what has come: nothing can evict it in between."""
+        """Let the waiting lookups take stored chunks immediately, before these can be evicted."""
         if tier == FIRST and self._waiting:
             for key in stored:
                 self._wake(key)

@@ -1,4 +1,4 @@
-"""Forget: what a pool drops by itself after a while is not believed to be there for longer than that."""
+"""Forget: remove chunks from the catalog once their TTL in a pool has expired."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Sequence
 import anyio
 
 from kvtier.backends.base import SupportsTTL
-from kvtier.catalog import State
+from kvtier.catalog.catalog import State
 from kvtier.events import Report
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
-from kvtier.tier import KNOWN_CHUNKS, Tier
+from kvtier.tiers.tier import MAX_TRACKED_CHUNKS, Tier
 
 PAUSE_SECONDS = 1.0
-"""How much longer than its time something may be believed in, at most."""
+"""Maximum delay between the expiry of a chunk and its removal from the catalog."""
 
 
 class ForgetStage:
-    """Watches what comes into tiers that forget, and takes it out of the catalog when its time has come.
+    """Removes chunks of tiers with a TTL from the catalog when they expire.
 
-    So a chunk is written there anew when the tiers above evict it, instead of being dropped.
+    Without this, the tiers above would drop an expired chunk on eviction instead of writing it again.
     """
 
     def __init__(self, hierarchy: Hierarchy) -> None:
@@ -33,16 +33,16 @@ class ForgetStage:
             hierarchy.observers.append(self)
 
     def observe(self, report: Report) -> None:
-        """Transfers are not of interest here."""
+        """Ignore transfers."""
 
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
-        """Remember until when to believe in what came in."""
+        """Record when the stored chunks expire."""
         if tier in self._due:
             until = time.monotonic() + self._ttl[tier]
             self._due[tier].extend((until, key) for key in stored)
 
     async def run(self) -> None:
-        """Forget what is due, for as long as the cache is open."""
+        """Remove expired chunks while the cache is open."""
         pause = min([PAUSE_SECONDS, *(ttl / 4 for ttl in self._ttl.values())])
         while self._ttl:
             await anyio.sleep(pause)
@@ -52,7 +52,7 @@ class ForgetStage:
     def _forget(self, tier: int) -> None:
         catalog, due, now = self._hierarchy.catalog, self._due[tier], time.monotonic()
         removed = []
-        while due and (due[0][0] <= now or len(due) > KNOWN_CHUNKS):
+        while due and (due[0][0] <= now or len(due) > MAX_TRACKED_CHUNKS):
             _, key = due.popleft()
             if catalog.state(key, tier) is State.READY:
                 catalog.remove(key, tier)

@@ -1,4 +1,4 @@
-"""What a look-up has found: chunks that are leased, and those that may yet come."""
+"""The result of a lookup: chunks that are leased, and chunks still in flight."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import NamedTuple, Protocol
 
 import anyio
 
-from kvtier.keys import ChunkKey
+from kvtier.concurrency.tasks import wait_for_event
+from kvtier.memory.keys import ChunkKey
+from kvtier.memory.slices import Lease, Leases
 from kvtier.pipeline.expect import Expectation
 from kvtier.pipeline.prefetch import Flight
-from kvtier.router import FIRST
-from kvtier.slices import Lease, Leases
-from kvtier.tasks import set_within
+from kvtier.tiers.router import FIRST
 
 
 class Staged(Protocol):
-    """Chunks that were pushed past the tiers, into memory of the engine that looks them up."""
+    """Chunks that were pushed into a staging buffer of the engine, bypassing the tiers."""
 
     @property
     def closed(self) -> bool:
-        """Whether that memory is gone."""
+        """Whether the memory has been released."""
 
     def find(self, key: ChunkKey) -> Lease | None:
-        """A lease on a chunk that is there whole."""
+        """Return a lease on a chunk, or ``None`` if it is not complete."""
 
     def drop(self, key: ChunkKey) -> None:
-        """It has been loaded, or is not wanted any longer. The memory is free with its last lease."""
+        """Remove a chunk that was loaded or is not needed. The memory is freed with its last lease."""
 
 
 ReportProgress = Callable[[], Awaitable[None]]
@@ -36,144 +36,144 @@ ReportProgress = Callable[[], Awaitable[None]]
 
 @dataclass(slots=True)
 class FoundChunk:
-    """One chunk of a look-up: leased, and on its way up where it was not in memory."""
+    """One chunk of a lookup: leased, and in flight if it was not in memory."""
 
     key: ChunkKey
     lease: Lease
     flight: Flight | None = None
     staged: Staged | None = None
-    """Where it lies, if that is not the arena."""
+    """The staging buffer that contains it, if it is not in the arena."""
 
     @property
     def source(self) -> int:
-        """The tier that it was in when it was asked for. Final once it has arrived."""
+        """The tier that held it at the lookup. Final once it has arrived."""
         return FIRST if self.flight is None else self.flight.source
 
     @property
     def arrived(self) -> bool:
-        """Whether its bytes may be read."""
+        """Whether its bytes are readable."""
         return self.flight is None or self.flight.arrived
 
     def release(self) -> None:
-        """Let go of the lease. What was staged goes with that: the engine has it, or never will."""
+        """Release the lease. Drops a staged chunk: the engine has loaded it, or never will."""
         self.lease.release()
         if self.staged is not None:
             self.staged.drop(self.key)
 
 
 class Ready(NamedTuple):
-    """Consecutive chunks of a look-up that can be read now, in one memory. The leases are the caller's."""
+    """Consecutive readable chunks of a lookup, in the same memory. The caller owns the leases."""
 
     leases: Leases
     sources: list[int]
-    """The tier that each was in when it was asked for; of no meaning where they are staged."""
+    """The tier that held each chunk at the lookup. Meaningless for staged chunks."""
     staged: Staged | None = None
-    """Where they lie, if that is not the arena."""
+    """The staging buffer that contains them, if they are not in the arena."""
     keys: Sequence[ChunkKey] = ()
-    """Of those that are staged, which are to be dropped there when their leases are released."""
+    """The keys of staged chunks, to drop these when their leases are released."""
 
     @classmethod
     def of(cls, chunks: Sequence[FoundChunk]) -> Ready:
-        """Of the same memory; takes over their leases."""
+        """Combine chunks in the same memory. Takes over their leases."""
         leases = Leases.of([chunk.lease for chunk in chunks])
         staged = chunks[0].staged
         keys = () if staged is None else [chunk.key for chunk in chunks]
         return cls(leases, [chunk.source for chunk in chunks], staged, keys)
 
     @property
-    def stands(self) -> bool:
-        """Whether the memory that was leased is there still."""
+    def valid(self) -> bool:
+        """Whether the leased memory still exists."""
         return self.staged is None or not self.staged.closed
 
     def release(self, index: int) -> None:
-        """Let go of one, and have it dropped where it is staged. Once."""
+        """Release one lease, and drop the chunk if it is staged. Not idempotent."""
         self.leases.release(index)
         if self.staged is not None:
             self.staged.drop(self.keys[index])
 
     def release_all(self) -> None:
-        """Let go of all, of which none has been let go of before."""
+        """Release all leases, none of which may have been released before."""
         self.leases.release_all()
         if self.staged is not None:
             for key in self.keys:
                 self.staged.drop(key)
 
 
-class LookUp:
-    """The leading chunks of a prompt that are held, each with a lease that is the caller's to release."""
+class Lookup:
+    """The leading chunks of a prompt that are held. The caller must release their leases."""
 
     def __init__(self, staged: Staged | None = None) -> None:
-        """``staged``: where chunks are found besides the tiers."""
+        """``staged`` is a staging buffer to search besides the tiers."""
         self.staged = staged
         self.unknown = 0
-        """How many chunks after these may yet be found, while anybody wants to know.
+        """How many more chunks may still be found.
 
-        Pushed chunks are waited for, then the shared pools are asked.
+        The lookup first waits for pushed chunks, then queries the shared pools.
         """
         self.pushed: Expectation | None = None
-        """What waits for the chunks that are pushed here; they are added as they come."""
+        """Waits for chunks that are pushed here, and adds them as they arrive."""
         self._answered: anyio.Event | None = None
         self._head: tuple[Sequence[ChunkKey], Leases] | None = None
         self._chunks: list[FoundChunk] = []
 
     @property
     def chunks(self) -> list[FoundChunk]:
-        """Each chunk on its own. It is far cheaper to take them with :meth:`take_ready`, all at once."""
+        """The chunks one by one. Taking them in bulk with :meth:`take_ready` is far cheaper."""
         if self._head is not None:
             keys, leases = self._head
             self._head = None
-            self._chunks[:0] = map(FoundChunk, keys, leases.apart())
+            self._chunks[:0] = map(FoundChunk, keys, leases.split())
         return self._chunks
 
     @property
     def count(self) -> int:
-        """How many chunks there are."""
+        """Number of chunks."""
         return len(self._chunks) + (0 if self._head is None else len(self._head[1]))
 
     @property
     def answered(self) -> anyio.Event:
-        """Set when all is known, and what was found is among the chunks. Not set where nobody was asked."""
+        """Set when the query for unknown chunks has ended and its results were added. Not set without one."""
         if self._answered is None:
             self._answered = anyio.Event()
         return self._answered
 
     @property
     def ready(self) -> int:
-        """How many leading chunks can be read now."""
+        """Number of leading chunks that are readable."""
         return self.count - self._waiting
 
     @property
     def _waiting(self) -> int:
-        """How many chunks are on their way, or come after one that is."""
+        """Number of chunks from the first one in flight on."""
         for count, chunk in enumerate(self._chunks):
             if not chunk.arrived:
                 return len(self._chunks) - count
         return 0
 
     @property
-    def under_way(self) -> int:
-        """How many further chunks may yet arrive."""
+    def in_flight(self) -> int:
+        """Number of chunks that may still arrive."""
         return self._waiting + self.unknown
 
-    def lead(self, keys: Sequence[ChunkKey], leases: Leases) -> None:
-        """Begin with chunks that can be read now, whose leases it takes over. Where there are none yet."""
+    def set_head(self, keys: Sequence[ChunkKey], leases: Leases) -> None:
+        """Add the first chunks, which must be readable, to an empty lookup. Takes over their leases."""
         self._head = keys, leases
 
     def add(self, chunks: Sequence[FoundChunk]) -> None:
-        """Further chunks, whose leases it takes over."""
+        """Append chunks. Takes over their leases."""
         self._chunks += chunks
 
     def add_staged(self, key: ChunkKey) -> bool:
-        """A further chunk, where it is found besides the tiers; whether it is."""
+        """Append a chunk from the staging buffer. Return whether it was there."""
         lease = None if self.staged is None else self.staged.find(key)
         if lease is not None:
             self._chunks.append(FoundChunk(key, lease, staged=self.staged))
         return lease is not None
 
     def take_ready(self) -> list[Ready]:
-        """The leading chunks that can be read now, with their leases; what is under way stays here.
+        """Remove and return the leading readable chunks with their leases. Chunks in flight stay.
 
-        In prefix order, apart where arena and staging take turns.
+        In prefix order, with one :class:`Ready` for each run of chunks in the arena or in staging.
         """
         if self._head is not None and not self._chunks:
             leases, self._head = self._head[1], None
@@ -186,21 +186,21 @@ class LookUp:
     async def settle(self, seconds: float | None, progress: ReportProgress | None = None) -> None:
         """Wait for the chunks in flight, then drop those that did not arrive.
 
-        Ends early where nothing has arrived for ``seconds``; ``None`` waits for as long as it takes. Calls
-        ``progress`` whenever an answer or some chunks have arrived while others are in flight.
+        Stops early if nothing arrives for ``seconds``; ``None`` waits without a timeout. Calls ``progress``
+        whenever the query's answer or some chunks have arrived while others are in flight.
         """
-        answer_arrived = self.unknown > 0 and await set_within(self.answered, seconds)
+        answer_arrived = self.unknown > 0 and await wait_for_event(self.answered, seconds)
         for chunk in self._chunks:
             if chunk.flight is None or chunk.arrived:
                 continue
             if progress is not None and (answer_arrived or chunk is not self._chunks[0]):
                 await progress()
-            if not await set_within(chunk.flight.landed, seconds) or not chunk.arrived:
+            if not await wait_for_event(chunk.flight.done, seconds) or not chunk.arrived:
                 break
         self.keep(self.ready)
 
     def keep(self, count: int) -> None:
-        """Release all but the first ``count`` chunks, and want nothing that comes after them."""
+        """Keep only the first ``count`` chunks. Release the others and stop waiting for more."""
         self.unknown = 0
         if self.pushed is not None:
             self.pushed.end()
@@ -212,5 +212,5 @@ class LookUp:
         del self._chunks[count:]
 
     def release(self) -> None:
-        """Release everything; harmless when repeated."""
+        """Release everything. Idempotent."""
         self.keep(0)

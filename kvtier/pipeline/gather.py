@@ -1,4 +1,4 @@
-"""Gather: bring the chunks of a prompt into one tier, from wherever they are."""
+"""Gather: copy the chunks of a prompt into one tier, from all tiers and hosts that hold them."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from itertools import groupby
 import anyio
 
 from kvtier.backends.base import Outcome
-from kvtier.catalog import State
+from kvtier.catalog.catalog import State
 from kvtier.events import Move
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
+from kvtier.memory.slices import Lease
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.discover import Ask, DiscoverStage, Expected
 from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
 from kvtier.pipeline.move import MoveStage
-from kvtier.router import FIRST
 from kvtier.settings import LocalTierSettings
-from kvtier.slices import Lease
-from kvtier.tier import Tier
+from kvtier.tiers.router import FIRST
+from kvtier.tiers.tier import Tier
 
-PATIENCE_SECONDS = 2.0
-"""How long no further chunk may arrive: memory has to be freed, a peer to find the time to answer."""
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.25
+TIMEOUT_SECONDS = 2.0
+"""Maximum time without a new chunk. Covers freeing memory and the response time of a peer."""
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.02, 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Lender:
-    """A shared pool, or a peer, that is asked for what this host does not have."""
+class ChunkProvider:
+    """A shared pool or a peer to fetch missing chunks from."""
 
     tier: Tier
     ask: Ask
     name: str
-    """In messages."""
+    """The name in messages."""
 
 
 class GatherStage:
-    """Begins gatherings."""
+    """Creates gatherings."""
 
     def __init__(
         self, hierarchy: Hierarchy, evicting: EvictStage, moving: MoveStage, discovering: DiscoverStage
@@ -50,15 +50,15 @@ class GatherStage:
         self.discovering = discovering
 
     def begin(self, keys: Sequence[ChunkKey], expected: Expected, target: int) -> Gathering:
-        """Of chunks of one prompt in prefix order. Nothing happens before :meth:`Gathering.run`."""
+        """Return a gathering for chunks of one prompt, in prefix order. Start it with ``run``."""
         return Gathering(self, keys, expected, target)
 
 
 class Gathering:
-    """One prompt on its way into one tier: batch after batch, from the first chunk on.
+    """Copies one prompt into one tier, batch by batch, from the first chunk on.
 
-    It ends with the first chunk that is nowhere, or finds no room: what comes after is of no use without it.
-    So nothing that was brought before has to go for what comes later.
+    Stops at the first chunk that is not found or finds no room, because later chunks are useless without it.
+    Therefore later chunks never evict earlier ones.
     """
 
     def __init__(self, stage: GatherStage, keys: Sequence[ChunkKey], expected: Expected, target: int) -> None:
@@ -69,66 +69,66 @@ class Gathering:
         self._target = stage.hierarchy.tiers[target]
         self._batch_bytes = min(BATCH_BYTES, stage.hierarchy.memory.arena.capacity // 4)
         self._kept: list[Lease] = []
-        self._trouble = self._missing = ""
+        self._last_error = self._missing = ""
         self.reason: str | None = None
-        """Why not all of it is there, once :meth:`run` has ended."""
+        """Why the gathering is incomplete, after :meth:`run` has returned."""
         self.transferred_bytes = 0
-        """Of the chunks that were not there before."""
+        """Bytes of chunks that were added to the target."""
 
     def held(self) -> list[ChunkKey]:
-        """Those of its chunks that the target holds now."""
+        """Return the chunks that the target holds now."""
         places = self._hierarchy.catalog.places(self._keys)
         bit = 1 << self._target.index
         return [key for key, (ready, _) in zip(self._keys, places, strict=True) if ready & bit]
 
-    def lacking(self) -> bool:
-        """Whether some chunk is in no tier of this host that can be read."""
+    def is_incomplete(self) -> bool:
+        """Return whether at least one chunk is not in any tier of this host."""
         return any(not self._is_here(key) for key in self._keys)
 
-    async def run(self, lender: Lender | None = None) -> None:
-        """Bring what is elsewhere; may be cancelled at any time. What is under way then may still arrive.
+    async def run(self, provider: ChunkProvider | None = None) -> None:
+        """Copy the missing chunks. Safe to cancel; chunks in flight may then still arrive.
 
-        Raises what the lender's ``ask`` raises.
+        Raises what ``provider.ask`` raises.
         """
-        if lender is None:
-            self._missing = "the rest is in no other tier of this instance"
-        elif self._hierarchy.distrusted.isdisjoint((self._expected.namespace, None)):
-            self._missing = f"the rest is neither here nor at {lender.name}"
+        if provider is None:
+            self._missing = "no other tier of this instance holds the rest"
+        elif self._hierarchy.invalidated.isdisjoint((self._expected.namespace, None)):
+            self._missing = f"neither this instance nor {provider.name} holds the rest"
         else:
-            lender = None
-            self._missing = "this model was reset here, so what other hosts hold of it is not trusted"
+            provider = None
+            self._missing = "this model was reset here, so chunks of other hosts are not trusted"
         try:
-            await self._run(self._that_fit(), lender)
+            await self._run(self._fitting_keys(), provider)
         finally:
             for lease in self._kept:
                 lease.release()
             self._kept.clear()
 
-    async def _run(self, keys: Sequence[ChunkKey], lender: Lender | None) -> None:
+    async def _run(self, keys: Sequence[ChunkKey], provider: ChunkProvider | None) -> None:
         at = self._keep_from(keys, 0)
-        pause, until = FIRST_PAUSE_SECONDS, time.monotonic() + PATIENCE_SECONDS
+        pause, until = FIRST_PAUSE_SECONDS, time.monotonic() + TIMEOUT_SECONDS
         while at < len(keys):
-            self._trouble = ""
+            self._last_error = ""
             batch = range(at, self._end_of_batch(at, len(keys)))
             absent = [index for index in batch if self._state(keys[index]) is not State.READY]
-            hopeful = await self._bring(batch, lender)
+            may_retry = await self._bring(batch, provider)
             arrived = [index for index in absent if self._state(keys[index]) is State.READY]
             self.transferred_bytes += sum(self._expected.lengths[index] for index in arrived)
             before, at = at, self._keep_from(keys, at)
             if at > before:
-                pause, until = FIRST_PAUSE_SECONDS, time.monotonic() + PATIENCE_SECONDS
-            elif hopeful and time.monotonic() < until:
+                pause, until = FIRST_PAUSE_SECONDS, time.monotonic() + TIMEOUT_SECONDS
+            elif may_retry and time.monotonic() < until:
                 await anyio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
             else:
-                self.reason = self._trouble or f"tier {self._target.name} does not get the rest in time"
+                self.reason = self._last_error or f"tier {self._target.name} did not receive the rest in time"
                 return
 
-    def _that_fit(self) -> Sequence[ChunkKey]:
-        """Leading chunks that the target has room for at all: more would push out the first of them."""
+    def _fitting_keys(self) -> Sequence[ChunkKey]:
+        """Return the leading chunks that fit into the target. More would evict the first ones."""
         settings = self._target.settings
         if self._target.index == FIRST or not isinstance(settings, LocalTierSettings):
-            return self._keys  # In memory those that have arrived are leased; a pool sees to itself.
+            return self._keys  # In memory, arrived chunks are leased. A pool manages its own capacity.
         room = settings.capacity * settings.high_watermark
         for count, length in enumerate(self._expected.lengths):
             room -= length
@@ -138,9 +138,9 @@ class Gathering:
         return self._keys
 
     def _keep_from(self, keys: Sequence[ChunkKey], at: int) -> int:
-        """The first chunk from ``at`` on that is not there. Those before it are not evicted from memory."""
+        """Return the index of the first chunk from ``at`` on that is missing. Leases those before it."""
         while at < len(keys) and self._state(keys[at]) is State.READY:
-            lease = self._hierarchy.share(keys[at]) if self._target.index == FIRST else None
+            lease = self._hierarchy.lease(keys[at]) if self._target.index == FIRST else None
             if lease is not None:
                 self._kept.append(lease)
             at += 1
@@ -154,63 +154,63 @@ class Gathering:
                 return index
         return stop
 
-    async def _bring(self, batch: range, lender: Lender | None) -> bool:
-        """Try once to bring a batch; whether it is worth another try."""
-        async with self._lent(batch, lender):
+    async def _bring(self, batch: range, provider: ChunkProvider | None) -> bool:
+        """Try once to copy a batch. Return whether a retry can help."""
+        async with self._provided(batch, provider):
             absent, complete = self._readable(batch)
             if absent and self._target.index == FIRST:
-                await self._raise(absent)
+                await self._promote(absent)
             elif absent:
                 await self._write(absent)
         if absent or complete:
             return True
-        self._trouble = self._trouble or self._missing
-        return lender is not None
+        self._last_error = self._last_error or self._missing
+        return provider is not None
 
     @asynccontextmanager
-    async def _lent(self, batch: range, lender: Lender | None) -> AsyncIterator[None]:
-        """Know within the block what of a batch the lender has and this host has not."""
+    async def _provided(self, batch: range, provider: ChunkProvider | None) -> AsyncIterator[None]:
+        """Add chunks of a batch that only the provider holds to the catalog, within the block."""
         unknown = [index for index in batch if not self._is_here(self._keys[index])]
-        if lender is None or not unknown:
+        if provider is None or not unknown:
             yield
             return
         expected = Expected(self._expected.namespace, [self._expected.lengths[index] for index in unknown])
         keys = [self._keys[index] for index in unknown]
-        async with self._stage.discovering.known_for_now(lender.tier, keys, expected, lender.ask):
+        async with self._stage.discovering.temporarily_known(provider.tier, keys, expected, provider.ask):
             yield
 
     def _readable(self, batch: range) -> tuple[list[ChunkKey], bool]:
-        """Leading chunks of a batch that can be brought now, and whether that are all that are not there."""
+        """Return the leading missing chunks of a batch that are readable, and whether these are all."""
         absent: list[ChunkKey] = []
         for index in batch:
             key = self._keys[index]
             if self._state(key) is not State.ABSENT:
-                continue  # There, or on its way.
+                continue  # Held, or in flight.
             tiers = [self._hierarchy.tiers[tier] for tier in self._hierarchy.catalog.tiers(key)]
             if not any(tier.available for tier in tiers):
                 if tiers:
-                    self._trouble = f"tier {tiers[0].name} does not answer at present"
+                    self._last_error = f"tier {tiers[0].name} is currently unavailable"
                 return absent, False
             absent.append(key)
         return absent, True
 
-    async def _raise(self, keys: Sequence[ChunkKey]) -> None:
-        refused = self._hierarchy.counts["prefetch_no_room"]
-        await self._stage.moving.raise_up(keys)
-        if self._hierarchy.counts["prefetch_no_room"] > refused:
-            self._trouble = _no_room(self._target)
+    async def _promote(self, keys: Sequence[ChunkKey]) -> None:
+        failed_before = self._hierarchy.counts["prefetch_no_room"]
+        await self._stage.moving.promote(keys)
+        if self._hierarchy.counts["prefetch_no_room"] > failed_before:
+            self._last_error = _no_room(self._target)
 
     async def _write(self, keys: Sequence[ChunkKey]) -> None:
         event = Move(keys=keys, source=FIRST, target=self._target.index, copy=True)
         for source, part in self._by_source(keys):
             outcomes = await self._stage.moving.write(event, source, self._target.index, part, self._allocate)
             if Outcome.FULL in outcomes:
-                self._trouble = _no_room(self._target)
+                self._last_error = _no_room(self._target)
             elif Outcome.FAILED in outcomes:
-                self._trouble = f"tier {self._target.name} fails to write"
+                self._last_error = f"tier {self._target.name} failed to write"
 
     def _by_source(self, keys: Sequence[ChunkKey]) -> Iterator[tuple[int, list[ChunkKey]]]:
-        """Runs of chunks with one source each: memory where it has them, else the cheapest tier."""
+        """Yield runs of chunks with the same source: memory if it holds them, else the cheapest tier."""
         router, catalog = self._hierarchy.router, self._hierarchy.catalog
         below = router.sources(keys, [~(1 << self._target.index)] * len(keys))
         sources = [
@@ -224,14 +224,14 @@ class Gathering:
     def _allocate(self, length: int) -> Lease | None:
         lease = self._stage.evicting.allocate(length)
         if lease is None:
-            self._trouble = _no_room(self._hierarchy.tiers[FIRST])
+            self._last_error = _no_room(self._hierarchy.tiers[FIRST])
         return lease
 
     def _state(self, key: ChunkKey) -> State:
         return self._hierarchy.catalog.state(key, self._target.index)
 
     def _is_here(self, key: ChunkKey) -> bool:
-        """Whether the chunk is in a tier, or on its way into the target."""
+        """Return whether the chunk is in a tier, or in flight to the target."""
         return bool(self._hierarchy.catalog.tiers(key)) or self._state(key) is not State.ABSENT
 
 

@@ -1,4 +1,4 @@
-"""What tiers held when they were opened, in the order in which it is entered into the catalog."""
+"""The chunks that tiers held when they were opened, in the order to add them to the catalog."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtier.backends.base import StoredObject
-from kvtier.header import ChunkHeader
-from kvtier.keys import ChunkKey
+from kvtier.memory.header import ChunkHeader
+from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings, TierSettings
 
 
@@ -21,12 +21,12 @@ class HeldChunk(NamedTuple):
 
     @classmethod
     def of(cls, stored: StoredObject) -> HeldChunk:
-        """By what the tier says of it."""
+        """Parse the header of a stored object."""
         return cls(stored.last_used, stored.key, stored.length, ChunkHeader.parse(stored.head))
 
 
 def parents_first(held: list[HeldChunk]) -> Iterator[HeldChunk]:
-    """The longest unused first, but none before its parent: so the eviction policy knows each one's place."""
+    """Yield the least recently used first, but parents before children, so that eviction can order them."""
     waiting = {chunk.key: chunk for chunk in held}
     for oldest in sorted(held):
         chain = []
@@ -38,5 +38,5 @@ def parents_first(held: list[HeldChunk]) -> Iterator[HeldChunk]:
 
 
 def eviction_of(tier: TierSettings) -> str:
-    """The policy of a tier. What is known of a shared pool is put out of mind by the usual one."""
+    """Return the eviction policy of a tier. Catalog entries of a shared pool are dropped by LRU."""
     return tier.eviction if isinstance(tier, LocalTierSettings) else "lru"

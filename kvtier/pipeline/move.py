@@ -1,72 +1,72 @@
-"""Move: bring chunks from one tier of this host to another. The source goes only after the target has it."""
+"""Move: transfer chunks between tiers of this host. The source drops them only once the target has them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.backends.base import Outcome
-from kvtier.catalog import State
+from kvtier.catalog.catalog import State
 from kvtier.events import Event, Evict, Move, Prefetch, Priority
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
+from kvtier.memory.slices import Lease
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
 from kvtier.pipeline.prefetch import PrefetchStage
-from kvtier.router import FIRST, Transfer
-from kvtier.slices import Lease
+from kvtier.tiers.router import FIRST, Transfer
 
 Allocate = Callable[[int], Lease | None]
-"""Room in the arena for so many bytes, if there is any."""
+"""Allocates bytes in the arena; ``None`` if there is no room."""
 
 
 class MoveStage:
-    """Carries out moves between local tiers."""
+    """Executes moves between tiers of this host."""
 
     def __init__(self, hierarchy: Hierarchy, evicting: EvictStage, prefetching: PrefetchStage) -> None:
         self._hierarchy = hierarchy
         self._evicting = evicting
         self._prefetching = prefetching
 
-    async def carry_out(self, event: Move) -> int:
-        """How many chunks the target holds afterwards; waits until that is known.
+    async def execute(self, event: Move) -> int:
+        """Execute a move, and return how many of its chunks the target holds afterwards.
 
-        The source keeps them, too, where the target is one whose holdings this host cannot rely on.
+        The source keeps the chunks if this host cannot rely on what the target holds.
         """
         for transfer in self._hierarchy.router.move(event):
             if event.target == FIRST:
-                await self.raise_up(transfer.keys)
+                await self.promote(transfer.keys)
             else:
                 await self._write(event, transfer)
-        there = [key for key in event.keys if self._hierarchy.catalog.state(key, event.target) is State.READY]
+        held = [key for key in event.keys if self._hierarchy.catalog.state(key, event.target) is State.READY]
         if not event.copy and self._hierarchy.tiers[event.target].keeps:
-            await self._leave(event, there)
-        return len(there)
+            await self._delete_source(event, held)
+        return len(held)
 
-    async def raise_up(self, keys: Sequence[ChunkKey]) -> None:
-        """Bring up into the first tier what is held below, and wait until it has arrived or will not."""
+    async def promote(self, keys: Sequence[ChunkKey]) -> None:
+        """Promote chunks of lower tiers into the first tier, and wait until they have arrived or failed."""
         self._prefetching.start(Prefetch(keys=keys, priority=Priority.AHEAD))
         flights = [self._prefetching.flights[key] for key in keys if key in self._prefetching.flights]
         for flight in flights:
-            await flight.landed.wait()
+            await flight.done.wait()
 
     async def _write(self, event: Move, transfer: Transfer) -> None:
-        left = iter(transfer.keys)
-        while keys := self._batch(left, transfer.source):
+        remaining = iter(transfer.keys)
+        while keys := self._batch(remaining, transfer.source):
             await self.write(event, transfer.source, event.target, keys, self._evicting.allocate)
 
     async def write(
         self, event: Event, source: int, target: int, keys: Sequence[ChunkKey], allocate: Allocate
     ) -> Sequence[Outcome]:
-        """Write one batch that ``source`` holds to a lower tier; the outcomes of what could be read."""
+        """Write one batch of ``source`` to a lower tier. Return the outcomes of the chunks that were read."""
         hierarchy = self._hierarchy
-        clearings = hierarchy.clearings
+        clear_count = hierarchy.clear_count
         if source == FIRST:
-            chunks = hierarchy.shares(keys)
+            chunks = hierarchy.lease_ready(keys)
         else:
-            chunks = await hierarchy.lift(event, source, keys, allocate)
-        return await self._evicting.write(event, source, target, chunks, clearings)
+            chunks = await hierarchy.read_copies(event, source, keys, allocate)
+        return await self._evicting.write(event, source, target, chunks, clear_count)
 
-    async def _leave(self, event: Move, keys: Sequence[ChunkKey]) -> None:
-        """Take from the source what the target has confirmed."""
+    async def _delete_source(self, event: Move, keys: Sequence[ChunkKey]) -> None:
+        """Remove chunks that the target holds from the source."""
         catalog = self._hierarchy.catalog
         keys = [key for key in keys if catalog.state(key, event.source) is State.READY]
         if event.source == FIRST:
@@ -76,7 +76,7 @@ class MoveStage:
             await self._evicting.delete(evict, Transfer(event.source, None, keys))
 
     def _batch(self, keys: Iterator[ChunkKey], source: int) -> Sequence[ChunkKey]:
-        """The next of these that the source holds yet: some may have gone while others were written."""
+        """Take the next batch of keys that the source still holds: some may have been removed meanwhile."""
         catalog = self._hierarchy.catalog
         batch: list[ChunkKey] = []
         total = 0

@@ -1,1 +1,1 @@
-"""The proxy in front of prefillers and decoders: one address for clients, any number of engines behind it."""
+"""HTTP proxy for disaggregated serving: one address for clients, any number of prefill and decode engines."""

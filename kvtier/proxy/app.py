@@ -1,4 +1,4 @@
-"""The proxy's HTTP application: what clients of an engine ask, and what those ask who run it."""
+"""The proxy's HTTP application: the OpenAI API for clients, and monitoring and ``/engines`` for operators."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from kvtier.proxy.settings import engine_url, is_loopback, peer_address
 
 COMPLETIONS = ("/v1/completions", CHAT_PATH)
 URL = Annotated[str, AfterValidator(engine_url)]
-REFUSAL = "engines are changed from this host alone, or with the token of --token-file"
+FORBIDDEN = "/engines is open to this host only, or to clients with the token of --token-file"
 
 
 class EngineBody(BaseModel):
-    """An engine to be used."""
+    """Request to add an engine."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
@@ -40,7 +40,7 @@ class EngineBody(BaseModel):
 
 
 class EngineAnswer(BaseModel):
-    """An engine that is used."""
+    """State of one engine."""
 
     role: Role
     url: str
@@ -55,7 +55,7 @@ class EngineAnswer(BaseModel):
 
 
 class _Endpoint:
-    """Hands each request to an exchange of its own."""
+    """ASGI application that creates an :class:`Exchange` per request."""
 
     def __init__(self, proxy: Proxy, path: str) -> None:
         self._proxy = proxy
@@ -66,27 +66,27 @@ class _Endpoint:
 
 
 def make_app(proxy: Proxy) -> FastAPI:
-    """The application of one proxy."""
+    """Return the ASGI application of a proxy."""
     app = FastAPI(
         title="kvtier proxy", version=kvtier.__version__, openapi_url=None, docs_url=None, redoc_url=None
     )
-    # Not FastAPI's own routes: an exchange reads, answers and is cancelled by itself.
+    # Plain routes instead of FastAPI's: an exchange reads the body, responds and handles disconnects itself.
     app.router.routes.extend(Route(path, _Endpoint(proxy, path), methods=["POST"]) for path in COMPLETIONS)
     app.router.routes.append(Route("/v1/models", Models(proxy), methods=["GET"]))
-    _add_knowledge(app, proxy)
+    _add_monitoring(app, proxy)
     app.include_router(_engines(proxy))
-    app.add_exception_handler(HTTPException, _explain)
-    app.add_exception_handler(RequestValidationError, _explain)
-    app.add_exception_handler(Exception, _explain)
+    app.add_exception_handler(HTTPException, _error_response)
+    app.add_exception_handler(RequestValidationError, _error_response)
+    app.add_exception_handler(Exception, _error_response)
     return app
 
 
-def _add_knowledge(app: FastAPI, proxy: Proxy) -> None:
+def _add_monitoring(app: FastAPI, proxy: Proxy) -> None:
     metrics = ProxyMetrics(proxy)
 
     @app.get("/health")
     async def health() -> Response:
-        """200 while requests can be answered."""
+        """Return 200 while the proxy can serve requests, else 503."""
         up = {role: sum(engine.state == State.UP for engine in proxy.fleet.of(role)) for role in Role}
         draining = proxy.admission.draining
         status = "draining" if draining else "ok" if up[Role.DECODE] else "no decode engine is up"
@@ -95,12 +95,12 @@ def _add_knowledge(app: FastAPI, proxy: Proxy) -> None:
 
     @app.get("/metrics")
     async def prometheus() -> Response:
-        """What Prometheus reads."""
-        return metrics.answer()
+        """Return the metrics in Prometheus' text format."""
+        return metrics.response()
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
-        """How long prefills took, as it is printed at the end, and what became of all requests."""
+        """Return latencies and request outcomes."""
         statistics = proxy.statistics
         return {
             "prefill_ttft": statistics.prefill.summary(),
@@ -109,39 +109,39 @@ def _add_knowledge(app: FastAPI, proxy: Proxy) -> None:
             "prefills": statistics.prefills,
             "skipped_prefills": statistics.skipped,
             "retries": statistics.retries,
-            "lookups": statistics.look_ups,
-            "handed_over_tokens": statistics.handed_over_tokens,
-            "under_way": proxy.admission.under_way,
+            "lookups": statistics.lookups,
+            "transferred_tokens": statistics.transferred_tokens,
+            "in_flight": proxy.admission.in_flight,
         }
 
 
 def _engines(proxy: Proxy) -> APIRouter:
-    """Adding and removing engines, for whoever may."""
+    """Return the routes that list, add and remove engines; they require authorization."""
     secret = proxy.settings.token
     token = None if secret is None else secret.get_secret_value().encode()
 
-    async def let_in(request: Request) -> None:
+    async def authorize(request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if token is not None:
             if not hmac.compare_digest(given.strip().encode(), token) or scheme.lower() != "bearer":
-                raise HTTPException(401, REFUSAL, {"WWW-Authenticate": "Bearer"})
+                raise HTTPException(401, FORBIDDEN, {"WWW-Authenticate": "Bearer"})
             return
-        # A page in a browser of this host reaches it, too, and says where it is from.
+        # Web pages in a browser on this host can reach it as well, but their requests have an Origin header.
         if request.client is None or not is_loopback(request.client.host) or "origin" in request.headers:
-            raise HTTPException(403, REFUSAL)
+            raise HTTPException(403, FORBIDDEN)
 
-    router = APIRouter(dependencies=[Depends(let_in)])
+    router = APIRouter(dependencies=[Depends(authorize)])
 
     @router.get("/engines")
     async def engines() -> list[EngineAnswer]:
-        """All engines, and how they are."""
-        return [_told(engine) for engine in proxy.fleet]
+        """Return the state of all engines."""
+        return [_engine_answer(engine) for engine in proxy.fleet]
 
     @router.post("/engines", status_code=201)
     async def add(body: EngineBody) -> EngineAnswer:
-        """Use one more engine, as soon as it answers."""
+        """Add an engine; it gets requests once its health check passes."""
         try:
-            return _told(proxy.add(body.role, body.url, body.peer))
+            return _engine_answer(proxy.add(body.role, body.url, body.peer))
         except ValueError as error:
             raise HTTPException(409, str(error)) from None
 
@@ -149,27 +149,27 @@ def _engines(proxy: Proxy) -> APIRouter:
     async def remove(
         url: Annotated[str, Query()], role: Annotated[Role | None, Query()] = None
     ) -> list[EngineAnswer]:
-        """Send an engine nothing more, in one role or in both. What is under way there may end."""
+        """Remove an engine from one role or both. Requests in flight complete."""
         roles = tuple(Role) if role is None else (role,)
         try:
-            found = [engine for one in roles if (engine := proxy.fleet.find(one, engine_url(url)))]
+            found = [engine for role in roles if (engine := proxy.fleet.find(role, engine_url(url)))]
         except ValueError as error:
             raise HTTPException(422, str(error)) from None
         if not found:
-            raise HTTPException(404, f"there is no engine {url}")
+            raise HTTPException(404, f"unknown engine {url}")
         for engine in found:
             proxy.remove(engine)
-        return [_told(engine) for engine in found]
+        return [_engine_answer(engine) for engine in found]
 
     return router
 
 
-def _told(engine: Engine) -> EngineAnswer:
+def _engine_answer(engine: Engine) -> EngineAnswer:
     return EngineAnswer(
         role=engine.role,
         url=engine.url,
         state=engine.state,
-        why=engine.why,
+        why=engine.reason,
         peer=engine.peer,
         instance=engine.instance,
         load=engine.load,
@@ -179,15 +179,15 @@ def _told(engine: Engine) -> EngineAnswer:
     )
 
 
-async def _explain(_: Request, error: Exception) -> Response:
-    """One sentence, as OpenAI's API has it."""
+async def _error_response(_: Request, error: Exception) -> Response:
+    """Return an error in the format of OpenAI's API."""
     match error:
         case HTTPException():
             return JSONResponse(error_body(error.status_code, error.detail), error.status_code, error.headers)
         case RequestValidationError():
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            said = str(first["msg"]).removeprefix("Value error, ")
-            return JSONResponse(error_body(422, f"{where}: {said}"), 422)
+            location = ".".join(str(part) for part in first["loc"])
+            message = str(first["msg"]).removeprefix("Value error, ")
+            return JSONResponse(error_body(422, f"{location}: {message}"), 422)
         case _:
-            return JSONResponse(error_body(500, "the proxy has made a mistake, which its log describes"), 500)
+            return JSONResponse(error_body(500, "internal error in the proxy: see its log"), 500)

@@ -1,7 +1,7 @@
-"""The bodies of requests and answers: what is read of them, and what is written into them.
+"""Parse and rewrite the JSON bodies of requests and responses.
 
-Values stay as their bytes: only the object around them is taken apart, so that nothing a client or an engine
-has written is changed, be it known here or not.
+Only the outer object is decoded. Values stay raw bytes, so that every field passes through unchanged, whether
+the proxy knows it or not.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvtier.proxy.prompt import Prompt
 Fields = dict[str, msgspec.Raw]
 
 PARAMS = "kv_transfer_params"
-OURS = "kvtier"
+KVTIER = "kvtier"
 CHAT_PATH = "/v1/chat/completions"
 NOT_FOR_PREFILL = ("stream_options", "min_tokens", "best_of", "use_beam_search", "echo")
-"""They ask for more than the one token that a prefiller computes, and some contradict it."""
-SHAPING = ("model", "cache_salt", "tools", "documents", "chat_template", "chat_template_kwargs")
-"""What else makes two prompts different from their very first token."""
-TOKENIZED = (
+"""Fields dropped from prefill requests: they ask for more than ``max_tokens: 1``, or conflict with it."""
+PREFIX_FIELDS = ("model", "cache_salt", "tools", "documents", "chat_template", "chat_template_kwargs")
+"""Fields other than the prompt that change its first tokens, and therefore its prefix digests."""
+TOKENIZE_FIELDS = (
     "model",
     "messages",
     "tools",
@@ -32,8 +32,8 @@ TOKENIZED = (
     "chat_template",
     "chat_template_kwargs",
 )
-"""What a vLLM needs to know of a chat to say its token ids."""
-_ONE, _NOT = msgspec.Raw(b"1"), msgspec.Raw(b"false")
+"""Fields of a chat request that vLLM's ``/tokenize`` accepts."""
+_ONE, _FALSE = msgspec.Raw(b"1"), msgspec.Raw(b"false")
 
 _fields = msgspec.json.Decoder(Fields)
 _values = msgspec.json.Decoder(Any)
@@ -41,16 +41,16 @@ _encode = msgspec.json.encode
 
 
 class Params(msgspec.Struct, frozen=True):
-    """What an engine says of itself and of a request."""
+    """``kv_transfer_params["kvtier"]`` of an engine's response."""
 
     peer: str | None = None
-    handed_over: dict[str, msgspec.Raw] | None = None
+    transferred: dict[str, msgspec.Raw] | None = None
 
     @property
     def tokens(self) -> int:
-        """How many tokens are on their way to the decoder; 0 for none, and for what makes no sense."""
+        """Tokens in flight to the decode instance; 0 if absent or malformed."""
         try:
-            tokens = _values.decode((self.handed_over or {})["tokens"])
+            tokens = _values.decode((self.transferred or {})["tokens"])
         except (KeyError, msgspec.DecodeError):
             return 0
         if not isinstance(tokens, int) or isinstance(tokens, bool):
@@ -62,117 +62,118 @@ _params = msgspec.json.Decoder(Params)
 
 
 class Body:
-    """A request's body, as far as it can be read. What cannot be read goes to the engine as it is."""
+    """A request body. A body that cannot be parsed is forwarded to the engine unchanged."""
 
     def __init__(self, path: str, content: bytes) -> None:
         self.path = path
         self.content = content
-        self.fields = _read(content)
+        self.fields = _parse_object(content)
         self.prompt = self._prompt()
 
     @property
     def may_be_prefilled(self) -> bool:
-        """Whether computing the prompt elsewhere is of any use to the decoder.
+        """Whether the decoder can use a remote prefill.
 
-        What asks for log-probabilities of the prompt is computed by it in any case.
+        A request for prompt log-probabilities cannot: the decoder has to compute the whole prompt anyway.
         """
         fields = self.fields
         if self.prompt is None or not _is_object(fields.get(PARAMS)):
             return False
-        echoes = _truthy(fields.get("echo")) and _given(fields.get("logprobs"))
-        return not (_given(fields.get("prompt_logprobs")) or echoes)
+        echoes_logprobs = _truthy(fields.get("echo")) and _is_set(fields.get("logprobs"))
+        return not (_is_set(fields.get("prompt_logprobs")) or echoes_logprobs)
 
     @property
     def wants_params(self) -> bool:
-        """Whether the client is to see the answer's ``kv_transfer_params``."""
-        return _given(self.fields.get(PARAMS))
+        """Whether the client gets the response's ``kv_transfer_params``."""
+        return _is_set(self.fields.get(PARAMS))
 
     @property
     def streams(self) -> bool:
-        """Whether the answer is to be a stream."""
+        """Whether the client requests a streaming response."""
         return _truthy(self.fields.get("stream"))
 
     def text(self, name: str) -> str | None:
-        """A field that is a text."""
+        """Return a string field; ``None`` if it is missing or not a string."""
         value = self.value(name)
         return value if isinstance(value, str) else None
 
     def value(self, name: str) -> object:
-        """A field, decoded; ``None`` where it is not there."""
+        """Return a decoded field; ``None`` if it is missing."""
         raw = self.fields.get(name)
         return None if raw is None else _values.decode(raw)
 
     def for_prefill(self, to: str) -> bytes:
-        """A copy that has the prompt computed, pushed to the peer ``to``, and one token answered."""
+        """Return the prefill request: generate one token, and transfer the KV to the peer address ``to``."""
         fields = {name: raw for name, raw in self.fields.items() if name not in NOT_FOR_PREFILL}
-        fields |= {"max_tokens": _ONE, "n": _ONE, "stream": _NOT}
+        fields |= {"max_tokens": _ONE, "n": _ONE, "stream": _FALSE}
         if "max_completion_tokens" in fields or self.path == CHAT_PATH:
             fields["max_completion_tokens"] = _ONE
-        return self._with(fields, {"hand_over": {"to": to}})
+        return self._with(fields, {"kv_transfer": {"to": to}})
 
     def for_decode(self, tokens: int, seconds: float) -> bytes:
-        """What the decoder gets: the client's own, and which tokens to wait for, if any.
+        """Return the decode request: the client's body, plus the number of tokens to wait for if not 0.
 
-        Hints that a client has written are left out: they are between proxy and engines.
+        ``seconds`` is how long the decoder waits for them. ``kvtier`` hints in the client's
+        ``kv_transfer_params`` are dropped: only the proxy may set them.
         """
         if tokens:
             return self._with(self.fields, {"expect": {"tokens": tokens, "seconds": seconds}})
         params = self.fields.get(PARAMS)
-        if _given(params) and _is_object(params) and OURS in (_read(bytes(params or b""))):
+        if _is_set(params) and _is_object(params) and KVTIER in (_parse_object(bytes(params or b""))):
             return self._with(self.fields, {})
         return self.content
 
     def for_tokenizing(self) -> bytes:
-        """What a vLLM's ``/tokenize`` is asked to turn a chat into token ids."""
-        return _encode({name: self.fields[name] for name in TOKENIZED if name in self.fields})
+        """Return the body of a ``/tokenize`` request for this chat."""
+        return _encode({name: self.fields[name] for name in TOKENIZE_FIELDS if name in self.fields})
 
-    def _with(self, fields: Fields, ours: dict[str, object]) -> bytes:
+    def _with(self, fields: Fields, hints: dict[str, object]) -> bytes:
         params = self.fields.get(PARAMS)
-        given = _read(bytes(params)) if _given(params) and params is not None else {}
-        return _encode({**fields, PARAMS: {**given, OURS: ours}})
+        client_params = _parse_object(bytes(params)) if _is_set(params) and params is not None else {}
+        return _encode({**fields, PARAMS: {**client_params, KVTIER: hints}})
 
     def _prompt(self) -> Prompt | None:
-        written = self.fields.get("messages" if self.path == CHAT_PATH else "prompt")
-        if not _given(written) or written is None:
+        raw = self.fields.get("messages" if self.path == CHAT_PATH else "prompt")
+        if not _is_set(raw) or raw is None:
             return None
         seed = xxh3_128(self.path.encode())
-        for name in SHAPING:
+        for name in PREFIX_FIELDS:
             seed.update(b"\0" + bytes(self.fields.get(name, b"")))
-        return Prompt(bytes(written), seed.digest())
+        return Prompt(bytes(raw), seed.digest())
 
 
-def answered_params(content: bytes) -> Params:
-    """What an engine's answer says in ``kv_transfer_params``; all empty where that is nothing or nonsense."""
+def response_params(content: bytes) -> Params:
+    """Return kvtier's part of a response's ``kv_transfer_params``; empty if absent or malformed."""
     try:
-        return _params.decode(_read(bytes(_read(content)[PARAMS]))[OURS])
+        return _params.decode(_parse_object(bytes(_parse_object(content)[PARAMS]))[KVTIER])
     except (KeyError, msgspec.DecodeError, RecursionError):
         return Params()
 
 
 def without_params(content: bytes) -> bytes:
-    """An answer without its ``kv_transfer_params``, and otherwise as it is."""
-    fields = _read(content)
-    if not _given(fields.get(PARAMS)):
+    """Return a response body without ``kv_transfer_params``, otherwise unchanged."""
+    fields = _parse_object(content)
+    if not _is_set(fields.get(PARAMS)):
         return content
     del fields[PARAMS]
     return _encode(fields)
 
 
-def _read(content: bytes) -> Fields:
+def _parse_object(content: bytes) -> Fields:
     try:
         return _fields.decode(content)
     except (msgspec.DecodeError, RecursionError):
         return {}
 
 
-def _given(raw: msgspec.Raw | None) -> bool:
+def _is_set(raw: msgspec.Raw | None) -> bool:
     return raw is not None and bytes(raw) != b"null"
 
 
 def _truthy(raw: msgspec.Raw | None) -> bool:
-    """As pydantic reads a bool, mostly."""
+    """Approximate how pydantic parses a bool."""
     return raw is not None and bytes(raw).strip(b'"').lower() in {b"true", b"1", b"yes", b"on"}
 
 
 def _is_object(raw: msgspec.Raw | None) -> bool:
-    return not _given(raw) or bytes(raw or b"")[:1] == b"{"
+    return not _is_set(raw) or bytes(raw or b"")[:1] == b"{"

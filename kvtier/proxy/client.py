@@ -1,4 +1,4 @@
-"""The client's side of one request: what it is sent, and how it is told that there is no more."""
+"""The client side of one request: send the response, or an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVENT_STREAM = b"text/event-stream"
 
 
 class Client:
-    """Sends one answer, or the error that it becomes."""
+    """One request's ASGI connection to the client. Sends one response or one error."""
 
     def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
         self.headers: Headers = list(scope["headers"])
@@ -26,36 +26,36 @@ class Client:
         self._tail = b""
         self.started = False
         self.ended = False
-        self.gone = False
+        self.disconnected = False
 
     def header(self, name: bytes) -> str | None:
-        """The first header of that name."""
+        """Return the value of the first header of that name."""
         return next((value.decode("latin-1") for key, value in self.headers if key == name), None)
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Send the head."""
+        """Send status and headers."""
         content_type = next((value for name, value in headers if name == b"content-type"), b"")
         self._streams = content_type.lower().startswith(EVENT_STREAM)
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, piece: bytes) -> None:
-        """Send a piece of the body, at once. Waits while the client does not read."""
+        """Send a piece of the body without buffering. Waits while the client does not read (backpressure)."""
         if piece:
             self._tail = piece[-4:] if len(piece) >= 4 else (self._tail + piece)[-4:]
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self, piece: bytes = b"") -> None:
-        """Send the last piece."""
+        """Send the last piece of the body."""
         self.ended = True
         await self._send({"type": "http.response.body", "body": piece, "more_body": False})
 
     async def refuse(self, refused: Refused) -> None:
-        """Answer with an error; a stream that has begun ends with it.
+        """Send an error response, or end a stream that has started with an error event.
 
-        What has begun and is no stream is cut off by the server, as it stays incomplete.
+        A non-streaming response that has started stays incomplete, and the server closes its connection.
         """
-        if self.gone or self.ended:
+        if self.disconnected or self.ended:
             return
         if not self.started:
             content = msgspec.json.encode(error_body(refused.status, str(refused)))
@@ -64,11 +64,11 @@ class Client:
             await self.start(refused.status, headers)
             await self.end(content)
         elif self._streams:
-            within = not self._tail.endswith((b"\n\n", b"\r\n\r\n"))
-            await self.end(error_event(refused.status, str(refused), within_event=within))
+            within_event = not self._tail.endswith((b"\n\n", b"\r\n\r\n"))
+            await self.end(error_event(refused.status, str(refused), within_event=within_event))
 
-    async def leave(self) -> None:
-        """Return when the client has gone."""
+    async def wait_disconnect(self) -> None:
+        """Return once the client has disconnected."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
-        self.gone = True
+        self.disconnected = True

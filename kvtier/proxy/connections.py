@@ -1,4 +1,4 @@
-"""HTTP connections to one engine: as many as there are requests under way, and some that wait for more."""
+"""HTTP connections to one engine: one per request in flight, plus some idle ones."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ import httpx
 from kvtier.proxy.transport import EngineTransport
 
 CONNECT_SECONDS = 15.0
-"""Long enough for a thousand connections at once: whether an engine lives is for its checks to find out."""
+"""Allows for a thousand connects at once. Health checks, not this timeout, detect a dead engine."""
 WRITE_SECONDS = 30.0
 
 
 def verification(url: str) -> ssl.SSLContext | None:
-    """How to verify who answers at a URL: by the certificates that this host trusts, where it is HTTPS."""
+    """Return the TLS context for an HTTPS URL, with this host's trusted certificates; ``None`` for HTTP."""
     return _context() if url.startswith("https://") else None
 
 
 @cache
 def _context() -> ssl.SSLContext:
-    """One for all: reading the certificates takes a while."""
+    """Create the shared context once, because loading the certificates is slow."""
     return ssl.create_default_context()
 
 
 class Connections:
-    """All connections to one engine. Bounded by who asks: one request has one connection."""
+    """All connections to one engine. Admission bounds their number: each request uses one."""
 
     def __init__(self, verify: ssl.SSLContext | None) -> None:
         self._transport = EngineTransport(verify)
         self.used = 0
-        """Connections on which something is under way."""
+        """Connections with a request in flight."""
 
     @asynccontextmanager
-    async def exchange(self, request: httpx.Request, silence: float) -> AsyncIterator[httpx.Response]:
-        """Send a request and have the head of its answer; what is not read of the rest is cut off.
+    async def exchange(self, request: httpx.Request, idle_timeout: float) -> AsyncIterator[httpx.Response]:
+        """Send a request and yield its response; a body that is not read to its end is aborted.
 
-        ``silence`` is how many seconds may pass without a byte. Raises :class:`httpx.TransportError`.
+        ``idle_timeout``: seconds without any data after which reading fails.
+        Raises :class:`httpx.TransportError`.
         """
-        timeouts = {"connect": CONNECT_SECONDS, "write": WRITE_SECONDS, "read": silence, "pool": None}
+        timeouts = {"connect": CONNECT_SECONDS, "write": WRITE_SECONDS, "read": idle_timeout, "pool": None}
         request.extensions = {"timeout": timeouts}
         self.used += 1
         try:
@@ -54,5 +55,5 @@ class Connections:
             self.used -= 1
 
     async def aclose(self) -> None:
-        """Close all; requests that are under way fail."""
+        """Close all connections; requests in flight fail."""
         await self._transport.aclose()

@@ -1,4 +1,7 @@
-"""What the controller knows of who holds a prompt. Without its answer the proxy does with its own memory."""
+"""Client of the controller: look up which instances cache a prompt.
+
+If the controller does not answer, the proxy falls back to its own :class:`~kvtier.proxy.prompt.PrefixMemory`.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ import httpx
 import msgspec
 
 from kvtier.proxy.body import CHAT_PATH, Body
-from kvtier.proxy.checks import WILDCARDS, read
+from kvtier.proxy.checks import WILDCARDS, read_body
 from kvtier.proxy.connections import verification
-from kvtier.settings_peer import split_address
+from kvtier.settings.peer import split_address
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,12 +29,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvtier.proxy")
 
-LOOK_UP_SECONDS = 0.25
-"""A request waits no longer for it: choosing well is worth less than answering soon."""
-NAMES_SECONDS = 5.0
-MOST_TOKENS_BYTES = 64 << 20
-PAUSE_SECONDS = 5.0
-"""After a failure nothing is asked for so long."""
+LOOKUP_SECONDS = 0.25
+"""Deadline of a lookup: a better choice of engine is not worth more latency."""
+REFRESH_SECONDS = 5.0
+MAX_TOKENS_BYTES = 64 << 20
+BACKOFF_SECONDS = 5.0
+"""No lookups for this long after a failure."""
 
 
 class _Instance(msgspec.Struct):
@@ -44,7 +47,7 @@ class _Instances(msgspec.Struct):
     instances: list[_Instance]
 
 
-class _Found(msgspec.Struct):
+class _LookupResult(msgspec.Struct):
     num_tokens: int
     instances: dict[str, dict[str, int]]
 
@@ -54,19 +57,19 @@ class _Tokenized(msgspec.Struct):
 
 
 class Held:
-    """How many leading tokens of one prompt are held where, and how many it has."""
+    """Result of a lookup: the prompt's length in tokens, and how many leading tokens each instance caches."""
 
     def __init__(self, tokens: int, instances: Mapping[str, int]) -> None:
         self.tokens = tokens
         self._instances = instances
 
     def by(self, engine: Engine) -> int:
-        """How many the engine's instance holds."""
+        """Return how many leading tokens the engine's instance caches."""
         return self._instances.get(engine.instance or "", 0)
 
 
 class Directory:
-    """The controller, as the proxy asks it."""
+    """Client of the controller's HTTP API."""
 
     def __init__(self, settings: ProxySettings, fleet: Fleet, statistics: Statistics) -> None:
         headers = {}
@@ -81,101 +84,101 @@ class Directory:
         )
         self._fleet = fleet
         self._statistics = statistics
-        self._paused_until = 0.0
+        self._backoff_until = 0.0
         self._failing = False
 
     async def run(self) -> None:
-        """Learn again and again which engine the controller calls what. Ends when it is cancelled."""
+        """Refresh periodically which engine belongs to which instance. Runs until cancelled."""
         async with self._client:
             while True:
-                await self._learn_names()
-                await anyio.sleep(NAMES_SECONDS)
+                await self._refresh_instances()
+                await anyio.sleep(REFRESH_SECONDS)
 
     async def look_up(self, body: Body, tokenizer: Engine | None, headers: Headers) -> Held | None:
-        """Who holds the prompt, or ``None`` where that cannot be said soon.
+        """Return who caches the prompt; ``None`` if that is not known within the deadline.
 
-        A chat is turned into token ids by the engine ``tokenizer``, with the client's ``headers``.
+        The engine ``tokenizer`` tokenizes a chat; that request has the client's ``headers``.
         """
-        if time.monotonic() < self._paused_until:
+        if time.monotonic() < self._backoff_until:
             return None
         try:
-            with anyio.fail_after(LOOK_UP_SECONDS):
-                asked = await self._question(body, tokenizer, headers)
-                if asked is None:
+            with anyio.fail_after(LOOKUP_SECONDS):
+                request = await self._lookup_request(body, tokenizer, headers)
+                if request is None:
                     return None
-                answer = await self._client.post("/lookup", content=msgspec.json.encode(asked))
-            if answer.status_code != 200:  # A model that no instance serves yet, for example.
-                self._statistics.look_ups["refused"] += 1
+                answer = await self._client.post("/lookup", content=msgspec.json.encode(request))
+            if answer.status_code != 200:  # For example, no instance serves the model yet.
+                self._statistics.lookups["refused"] += 1
                 return None
-            found = msgspec.json.decode(answer.content, type=_Found)
+            found = msgspec.json.decode(answer.content, type=_LookupResult)
         except (TimeoutError, httpx.HTTPError, msgspec.DecodeError) as error:
-            self._statistics.look_ups["failed"] += 1
-            self._pause(str(error) or type(error).__name__)
+            self._statistics.lookups["failed"] += 1
+            self._back_off(str(error) or type(error).__name__)
             return None
-        self._statistics.look_ups["answered"] += 1
+        self._statistics.lookups["answered"] += 1
         return Held(found.num_tokens, {name: max(tiers.values()) for name, tiers in found.instances.items()})
 
-    async def _question(
+    async def _lookup_request(
         self, body: Body, tokenizer: Engine | None, headers: Headers
     ) -> dict[str, object] | None:
-        """The body of ``/lookup``; ``None`` for what cannot be asked about."""
-        asked: dict[str, object] = {"model": body.text("model"), "salt": body.text("cache_salt")}
+        """Return the body of ``/lookup``; ``None`` if a chat cannot be tokenized."""
+        request: dict[str, object] = {"model": body.text("model"), "salt": body.text("cache_salt")}
         if body.path == CHAT_PATH:
             tokens = None if tokenizer is None else await _tokenize(body, tokenizer, headers)
-            return None if tokens is None else {**asked, "tokens": tokens}
+            return None if tokens is None else {**request, "tokens": tokens}
         prompt = body.fields["prompt"]
-        return {**asked, ("prompt" if bytes(prompt)[:1] == b'"' else "tokens"): prompt}
+        return {**request, ("prompt" if bytes(prompt)[:1] == b'"' else "tokens"): prompt}
 
-    async def _learn_names(self) -> None:
+    async def _refresh_instances(self) -> None:
         try:
-            with anyio.fail_after(NAMES_SECONDS):
+            with anyio.fail_after(REFRESH_SECONDS):
                 answer = await self._client.get("/instances")
                 if answer.status_code != 200:
-                    self._pause(f"it answers /instances with {answer.status_code}")
+                    self._back_off(f"it answered /instances with {answer.status_code}")
                     return
                 instances = msgspec.json.decode(answer.content, type=_Instances).instances
-                places = {instance.instance: await _places(instance) for instance in instances}
+                by_name = {instance.instance: await _peer_addresses(instance) for instance in instances}
                 for engine in self._fleet:
-                    where = await _resolved(engine.peer)
-                    names = [name for name, place in places.items() if where & place]
+                    addresses = await _resolve(engine.peer)
+                    names = [name for name, known in by_name.items() if addresses & known]
                     engine.instance = names[0] if len(names) == 1 else None
         except (TimeoutError, httpx.HTTPError, msgspec.DecodeError) as error:
-            self._pause(str(error) or type(error).__name__)
+            self._back_off(str(error) or type(error).__name__)
             return
         if self._failing:
-            logger.info("the controller answers again")
+            logger.info("the controller is available again")
         self._failing = False
 
-    def _pause(self, why: str) -> None:
+    def _back_off(self, reason: str) -> None:
         if not self._failing:
-            logger.warning("the controller does not answer: %s: choosing by what was sent where", why)
+            logger.warning("the controller is unavailable (%s): choosing engines by earlier requests", reason)
         self._failing = True
-        self._paused_until = time.monotonic() + PAUSE_SECONDS
+        self._backoff_until = time.monotonic() + BACKOFF_SECONDS
 
 
 async def _tokenize(body: Body, engine: Engine, headers: Headers) -> msgspec.Raw | None:
     content = body.for_tokenizing()
-    request = httpx.Request("POST", engine.at("/tokenize"), headers=headers, content=content)
+    request = httpx.Request("POST", engine.endpoint("/tokenize"), headers=headers, content=content)
     try:
-        async with engine.connections.exchange(request, LOOK_UP_SECONDS) as response:
-            answer = await read(response, MOST_TOKENS_BYTES)
+        async with engine.connections.exchange(request, LOOKUP_SECONDS) as response:
+            answer = await read_body(response, MAX_TOKENS_BYTES)
         return msgspec.json.decode(answer or b"", type=_Tokenized).tokens
-    except (httpx.TransportError, msgspec.DecodeError):  # An error, too, has no tokens.
+    except (httpx.TransportError, msgspec.DecodeError):  # An error response fails to decode as well.
         return None
 
 
-async def _places(instance: _Instance) -> set[tuple[str, int]]:
-    """All addresses that an instance's peers may know it by."""
+async def _peer_addresses(instance: _Instance) -> set[tuple[str, int]]:
+    """Return all resolved addresses at which peers may reach an instance."""
     if instance.peer is None:
         return set()
     try:
         host, port = split_address(instance.peer)
     except ValueError:
         return set()
-    return await _resolved(f"{instance.host}:{port}" if host in WILDCARDS else instance.peer)
+    return await _resolve(f"{instance.host}:{port}" if host in WILDCARDS else instance.peer)
 
 
-async def _resolved(address: str | None) -> set[tuple[str, int]]:
+async def _resolve(address: str | None) -> set[tuple[str, int]]:
     if address is None:
         return set()
     try:

@@ -1,4 +1,4 @@
-"""One engine as the proxy knows it: where it is, whether it lives, what is under way there, what it holds."""
+"""One engine as the proxy sees it: address, health, load, and the prefixes it probably caches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtier.proxy.prompt import PrefixMemory
 
 AVOIDED_SECONDS = 5.0
 
-_turns = count()
+_sequence = count()
 
 
 class Role(StrEnum):
@@ -29,7 +29,7 @@ class Role(StrEnum):
 
 
 class State(StrEnum):
-    """How an engine was when it was last asked."""
+    """Health of an engine, as of the last check or request."""
 
     NEW = "new"
     UP = "up"
@@ -37,7 +37,7 @@ class State(StrEnum):
 
 
 class Engine:
-    """One engine in one role. Its fields are changed by whoever has it, in the event loop."""
+    """One engine in one role. Not thread-safe: use on the event loop."""
 
     def __init__(
         self, role: Role, url: str, peer: str | None, connections: Connections, remember: int
@@ -45,25 +45,25 @@ class Engine:
         self.role = role
         self.url = url
         self.host = httpx.URL(url).host
-        self.named_peer = peer
-        """As whoever added the engine has written it; stands above what the engine says."""
+        self.configured_peer = peer
+        """Peer address given by the operator; takes precedence over the one that the engine reports."""
         self.peer = peer
-        """Where other instances reach the engine's, ``HOST:PORT``; ``None`` where that is not known."""
+        """``HOST:PORT`` at which other instances reach this one; ``None`` if unknown."""
         self.instance: str | None = None
-        """What the controller calls the engine's instance."""
+        """Name of the engine's instance at the controller."""
         self.state = State.NEW
-        self.why = "has not been asked yet"
-        """Where it is not up: why, in words that follow its name."""
+        self.reason = "has not been checked yet"
+        """Why it is not up: a predicate that follows the engine's name."""
         self.load = 0
-        """Requests under way, those that are meant for it included."""
-        self.turn = -1
-        """When it was last given a request, as a running number."""
+        """Requests in flight, including those that reserved the engine but wait for their prefill."""
+        self.last_used = -1
+        """Sequence number of its last request, for round robin."""
         self.served = 0
         self.failed = 0
-        self.heard_at = 0.0
-        """On the monotonic clock: when an answer of it last went on."""
+        self.last_response_at = 0.0
+        """Monotonic time at which response data last arrived."""
         self.avoided_until = 0.0
-        """On the monotonic clock: others are asked first until then."""
+        """Monotonic time until which other engines are preferred, after a failure."""
         self.memory = PrefixMemory(remember)
         self.connections = connections
         self._urls: dict[str, httpx.URL] = {}
@@ -73,33 +73,33 @@ class Engine:
 
     @property
     def removed(self) -> bool:
-        """Whether it is to get nothing more."""
+        """Whether the engine was removed and gets no further requests."""
         return self._removed.is_set()
 
     def remove(self) -> None:
-        """Give it nothing more."""
+        """Mark the engine as removed: it gets no further requests."""
         self._removed.set()
 
     async def sleep(self, seconds: float) -> None:
-        """Let so much time pass, or less where it is removed."""
+        """Sleep for that time, or until the engine is removed."""
         with anyio.move_on_after(seconds):
             await self._removed.wait()
 
-    async def until_idle(self) -> None:
-        """Wait until nothing is under way."""
+    async def wait_idle(self) -> None:
+        """Wait until no request is in flight."""
         while self.load:
             await self._idle.wait()
 
-    def at(self, path: str) -> httpx.URL:
-        """The URL of one of its endpoints."""
+    def endpoint(self, path: str) -> httpx.URL:
+        """Return the URL of an endpoint. Parsed URLs are cached."""
         if path not in self._urls:
             self._urls[path] = httpx.URL(self.url + path)
         return self._urls[path]
 
     @contextmanager
-    def loaded(self) -> Iterator[None]:
-        """Count a request as under way."""
-        self.turn = next(_turns)
+    def reserved(self) -> Iterator[None]:
+        """Count a request as in flight while the block runs."""
+        self.last_used = next(_sequence)
         self.load += 1
         try:
             yield
@@ -110,56 +110,58 @@ class Engine:
                 self._idle = anyio.Event()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Wait for an answer to begin, for as long as the engine lives.
+    def awaiting_response(self) -> Iterator[None]:
+        """Cancel the block if a health check marks the engine down.
 
-        Raises :class:`EngineLost` where it is found dead meanwhile or the connection fails.
+        Raises :class:`EngineLost` in that case, and if the connection fails.
         """
         with CancelScope() as scope:
             self._waiting.add(scope)
             try:
                 yield
             except httpx.TransportError as error:
-                gone = isinstance(error, httpx.ConnectError)
-                again = not isinstance(error, httpx.ConnectError | httpx.TimeoutException)
-                raise EngineLost(self, described(error), gone=gone, again=again) from error
+                unreachable = isinstance(error, httpx.ConnectError)
+                retryable = not isinstance(error, httpx.ConnectError | httpx.TimeoutException)
+                raise EngineLost(
+                    self, describe_transport_error(error), unreachable=unreachable, retryable=retryable
+                ) from error
             finally:
                 self._waiting.discard(scope)
         if scope.cancelled_caught:
-            raise EngineLost(self, self.why)
+            raise EngineLost(self, self.reason)
 
-    def lives(self) -> None:
-        """It has answered."""
-        self.state, self.why = State.UP, ""
+    def mark_up(self) -> None:
+        """Record that the engine is healthy."""
+        self.state, self.reason = State.UP, ""
 
-    def has_failed(self, lost: EngineLost) -> None:
-        """A request has not been answered there, or nobody was there.
+    def record_failure(self, lost: EngineLost) -> None:
+        """Count a failed request, and avoid the engine for a while.
 
-        An engine that fails at once is always idle, and would get every request.
+        An engine that fails immediately is always the least loaded one, and would get every request.
         """
         self.failed += 1
         self.avoided_until = time.monotonic() + AVOIDED_SECONDS
-        if lost.gone:
-            self.state, self.why = State.DOWN, lost.why
+        if lost.unreachable:
+            self.state, self.reason = State.DOWN, lost.reason
 
-    def is_down(self, why: str) -> None:
-        """It does not answer. What waits for it to begin goes elsewhere; what it held counts as lost."""
-        self.state, self.why = State.DOWN, why
+    def mark_down(self, reason: str) -> None:
+        """Record that the engine is unhealthy: cancel waits for a response, and forget its prefixes."""
+        self.state, self.reason = State.DOWN, reason
         self.memory.clear()
-        if self.named_peer is None:
-            self.peer = None  # It may come back with another.
+        if self.configured_peer is None:
+            self.peer = None  # After a restart it may have another address.
         for scope in list(self._waiting):
             scope.cancel()
 
 
-def described(error: httpx.TransportError) -> str:
-    """What has happened to a connection, in words that follow an engine's name."""
+def describe_transport_error(error: httpx.TransportError) -> str:
+    """Return a predicate that follows the engine's name."""
     match error:
         case httpx.ConnectError() | httpx.ConnectTimeout():
             return "cannot be reached"
         case httpx.ReadTimeout():
-            return "has said nothing for too long"
+            return "timed out: no data from it"
         case httpx.WriteTimeout():
-            return "takes nothing in"
+            return "timed out: it does not read"
         case _:
-            return "has closed the connection"
+            return "closed the connection"

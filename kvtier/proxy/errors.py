@@ -1,4 +1,4 @@
-"""What goes wrong on a request's way, and how a client is told: in the form of OpenAI's API."""
+"""Errors of a request, and their representation in OpenAI's API format."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ KINDS = {
 
 
 class EngineLost(Exception):
-    """An engine cannot be reached, or has gone before its answer began. Says how, in words."""
+    """An engine cannot be reached, or failed before it sent a response."""
 
-    def __init__(self, engine: Engine, why: str, *, gone: bool = False, again: bool = False) -> None:
-        super().__init__(f"the {engine.role} engine {engine.url} {why}")
+    def __init__(
+        self, engine: Engine, reason: str, *, unreachable: bool = False, retryable: bool = False
+    ) -> None:
+        super().__init__(f"{engine.role} engine {engine.url} {reason}")
         self.engine = engine
-        self.why = why
-        self.gone = gone
-        """Whether nobody listens there, so that nobody else need try."""
-        self.again = again
-        """Whether the same engine may do better: it has dropped one connection, which it may have to."""
+        self.reason = reason
+        """A predicate that follows the engine's name, such as "cannot be reached"."""
+        self.unreachable = unreachable
+        """Whether nothing listens at the address: no other request needs to try."""
+        self.retryable = retryable
+        """Whether the same engine may be retried: it closed one connection, as a server may at any time."""
 
 
 class Refused(Exception):
-    """A request that the proxy answers itself, with an error."""
+    """A request that the proxy answers itself, with the HTTP error ``status``."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -45,17 +48,17 @@ class Refused(Exception):
         self.headers = dict(headers or {})
 
 
-class ClientGone(Exception):
-    """Whoever has asked does not wait any longer."""
+class ClientDisconnected(Exception):
+    """The client closed the connection before it got a complete response."""
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """An error as OpenAI's API and vLLM have it."""
+    """Return an error object in the format of OpenAI's API and vLLM."""
     kind = KINDS.get(status, "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 def error_event(status: int, message: str, *, within_event: bool) -> bytes:
-    """The end of a stream that cannot go on; ``within_event`` where its last event was cut off."""
+    """Return the events that end a failed stream; ``within_event``: its last event is incomplete."""
     body = msgspec.json.encode(error_body(status, message))
     return (b"\n\n" if within_event else b"") + b"data: " + body + b"\n\ndata: [DONE]\n\n"

@@ -1,4 +1,4 @@
-"""One request's way: from the client to a prefiller, to a decoder, and the answer back."""
+"""Serve one request: prefill on one engine, decode on another, and stream the response to the client."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import anyio
 import httpx
 
+from kvtier.concurrency.tasks import open_tasks
 from kvtier.proxy.admission import BUSY
-from kvtier.proxy.body import Body, answered_params, without_params
-from kvtier.proxy.checks import reachable, read
+from kvtier.proxy.body import Body, response_params, without_params
+from kvtier.proxy.checks import reachable_address, read_body
 from kvtier.proxy.client import EVENT_STREAM, Client
-from kvtier.proxy.engine import Engine, Role, described
-from kvtier.proxy.errors import ClientGone, EngineLost, Refused
+from kvtier.proxy.engine import Engine, Role, describe_transport_error
+from kvtier.proxy.errors import ClientDisconnected, EngineLost, Refused
 from kvtier.proxy.headers import Headers, to_client, to_engine
-from kvtier.tasks import open_tasks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvtier.proxy")
 
-MOST_TRIES = 3
-"""Engines of one role that a request may go to: one that kills engines shall not kill all."""
-MOST_ANSWER_BYTES = 32 << 20
-"""Of an answer that is no stream. A longer one goes to the client as it comes."""
+MAX_TRIES = 3
+"""Engines of one role tried per request, so that a request that crashes engines cannot crash all of them."""
+MAX_ANSWER_BYTES = 32 << 20
+"""Largest non-streaming response that is buffered. A longer one is streamed to the client."""
 UNAVAILABLE = frozenset((502, 503, 504))
-"""The engine, or what is before it, cannot answer now; another may."""
+"""Status codes of an engine, or a load balancer before it, that is unavailable; another one may not be."""
 RETRIED = UNAVAILABLE | {429, 500}
-"""A prefiller's answers after which another is asked. What else it says, the decoder will say, too."""
-INTERRUPTED = "the engine has gone in the middle of its answer: what was sent is only a part of it"
-NOBODY = "no decode engine can be reached at present: try again later"
+"""Status codes of a prefill engine that are retried on another. The decoder repeats any other error."""
+INTERRUPTED = "the engine failed in the middle of its response: the response is incomplete"
+NO_DECODE_ENGINE = "no decode engine can be reached: try again later"
 
 
 class Exchange:
-    """One request to an engine, as ASGI has it: ``await exchange(scope, receive, send)``."""
+    """One completion request, as an ASGI application: ``await exchange(scope, receive, send)``."""
 
     def __init__(self, proxy: Proxy, path: str) -> None:
         self._proxy = proxy
@@ -53,7 +53,7 @@ class Exchange:
         self._outcome = "ok"
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer, whatever happens; ends early where the client leaves."""
+        """Send a response or an error; return early if the client disconnects."""
         client = Client(scope, receive, send)
         try:
             with self._proxy.admission.admit() as ticket:
@@ -62,9 +62,10 @@ class Exchange:
             if self._outcome != "interrupted":
                 self._outcome = "refused"
             await client.refuse(refused)
-        except ClientGone:
-            client.gone = True
-        self._statistics.requests["cancelled" if client.gone and not client.ended else self._outcome] += 1
+        except ClientDisconnected:
+            client.disconnected = True
+        cancelled = client.disconnected and not client.ended
+        self._statistics.requests["cancelled" if cancelled else self._outcome] += 1
 
     async def _run(self, client: Client, ticket: Ticket) -> None:
         with ticket.scope:
@@ -73,17 +74,16 @@ class Exchange:
             )
             async with open_tasks() as tasks:
 
-                async def leave() -> None:
-                    await client.leave()
+                async def cancel_on_disconnect() -> None:
+                    await client.wait_disconnect()
                     tasks.cancel_scope.cancel()
 
-                tasks.start_soon(leave)
+                tasks.start_soon(cancel_on_disconnect)
                 await self._answer(client, Body(self._path, content))
                 tasks.cancel_scope.cancel()
         if ticket.stopped and not client.ended:
-            raise Refused(
-                503, "this proxy ends: send the request to another", {**BUSY, "connection": "close"}
-            )
+            message = "this proxy is shutting down: send the request to another one"
+            raise Refused(503, message, {**BUSY, "connection": "close"})
 
     async def _answer(self, client: Client, body: Body) -> None:
         headers = to_engine(client.headers)
@@ -91,31 +91,31 @@ class Exchange:
         await self._look_up(body, headers)
         decoder = fleet.choose(Role.DECODE, lambda engine: self._held_by(engine, body))
         if decoder is None:
-            raise Refused(503, NOBODY, BUSY)
-        with decoder.loaded():
+            raise Refused(503, NO_DECODE_ENGINE, BUSY)
+        with decoder.reserved():
             tokens = await self._prefill(body, headers, decoder)
         tried: list[Engine] = []
         while decoder is not None:
-            # Another decoder has not been handed anything.
-            prepared = body.for_decode(0 if tried else tokens, self._proxy.settings.patience)
+            # The KV was transferred to the first decoder only.
+            prepared = body.for_decode(0 if tried else tokens, self._proxy.settings.timeout)
             tried.append(decoder)
             try:
-                with decoder.loaded():
+                with decoder.reserved():
                     await self._decode(
                         client, body, decoder, _post(decoder, self._path, headers, prepared), tried
                     )
                 return
             except EngineLost as lost:
-                self._note(lost)
+                self._record_failure(lost)
                 decoder = self._next_decoder(lost, body, tried)
-        raise Refused(503, NOBODY, BUSY)
+        raise Refused(503, NO_DECODE_ENGINE, BUSY)
 
-    # ── who gets it ──
+    # ── engine selection ──
 
     async def _look_up(self, body: Body, headers: Headers) -> None:
-        """Ask the controller, where there is one, and the answer could change anything."""
+        """Ask the controller who caches the prompt, unless the prompt is too short for a remote prefill."""
         directory, prompt, fleet = self._proxy.directory, body.prompt, self._proxy.fleet
-        if directory is None or prompt is None or prompt.tokens < self._proxy.settings.least_prefill:
+        if directory is None or prompt is None or prompt.tokens < self._proxy.settings.min_prefill:
             return
         tokenizer = fleet.choose(Role.DECODE, lambda _: 0)
         self._held = await directory.look_up(body, tokenizer, headers)
@@ -126,34 +126,34 @@ class Exchange:
         return engine.memory.held(body.prompt) if body.prompt is not None else 0
 
     def _next_decoder(self, lost: EngineLost, body: Body, tried: Sequence[Engine]) -> Engine | None:
-        if len(tried) >= MOST_TRIES:
+        if len(tried) >= MAX_TRIES:
             return None
         self._statistics.retries[Role.DECODE] += 1
         other = self._proxy.fleet.choose(Role.DECODE, lambda engine: self._held_by(engine, body), tried)
-        if other is None and lost.again and tried.count(lost.engine) == 1:
+        if other is None and lost.retryable and tried.count(lost.engine) == 1:
             return lost.engine
         return other
 
-    def _why_not(self, body: Body, decoder: Engine) -> str | None:
-        """Why no prefiller is asked; ``None`` where one is."""
+    def _skip_reason(self, body: Body, decoder: Engine) -> str | None:
+        """Return why to skip the remote prefill; ``None`` if it is worthwhile."""
         settings = self._proxy.settings
         if body.prompt is None or not body.may_be_prefilled:
             return "unsuitable"
         tokens = self._held.tokens if self._held is not None else body.prompt.tokens
-        if tokens < settings.least_prefill:
+        if tokens < settings.min_prefill:
             return "short"
         held = self._held_by(decoder, body)
-        if held and (tokens - held < settings.least_prefill or held >= settings.most_cached * tokens):
+        if held and (tokens - held < settings.min_prefill or held >= settings.max_cached * tokens):
             return "cached"
         if decoder.peer is None:
             return "no_peer"
         return None
 
-    # ── the prefiller ──
+    # ── prefill ──
 
     async def _prefill(self, body: Body, headers: Headers, decoder: Engine) -> int:
-        """Have the prompt computed, and how many of its tokens are on their way to the decoder."""
-        reason = self._why_not(body, decoder)
+        """Prefill on another engine; return how many tokens of KV it transfers to the decoder, or 0."""
+        reason = self._skip_reason(body, decoder)
         if reason is not None:
             self._statistics.skipped[reason] += 1
             return 0
@@ -161,7 +161,7 @@ class Exchange:
         content = body.for_prefill(decoder.peer)
         same = self._proxy.fleet.find(Role.PREFILL, decoder.url)
         tried: list[Engine] = [] if same is None else [same]
-        for number in range(MOST_TRIES):
+        for number in range(MAX_TRIES):
             prefiller = self._proxy.fleet.choose(
                 Role.PREFILL, lambda engine: self._held_by(engine, body), tried
             )
@@ -174,20 +174,20 @@ class Exchange:
                 return await self._prefill_at(prefiller, body, _post(prefiller, self._path, headers, content))
             except EngineLost as lost:
                 self._statistics.prefills["failed"] += 1
-                self._note(lost)
+                self._record_failure(lost)
         self._statistics.skipped["no_prefiller"] += 1
         return 0
 
     async def _prefill_at(self, prefiller: Engine, body: Body, request: httpx.Request) -> int:
         limit = self._proxy.settings.prefill_timeout
         started = time.monotonic()
-        with prefiller.loaded(), prefiller.waiting(), anyio.move_on_after(limit) as patience:
+        with prefiller.reserved(), prefiller.awaiting_response(), anyio.move_on_after(limit) as deadline:
             async with prefiller.connections.exchange(request, limit) as response:
-                content = await read(response)
-        if patience.cancelled_caught:
-            raise EngineLost(prefiller, f"has not prefilled within {limit:g} s (--prefill-timeout)")
+                content = await read_body(response)
+        if deadline.cancelled_caught:
+            raise EngineLost(prefiller, f"did not prefill within {limit:g} s (--prefill-timeout)")
         if response.status_code in RETRIED:
-            raise EngineLost(prefiller, f"answers with {response.status_code}")
+            raise EngineLost(prefiller, f"answered with {response.status_code}")
         if response.status_code != 200 or content is None:
             self._statistics.prefills["refused"] += 1
             return 0
@@ -195,27 +195,27 @@ class Exchange:
         prefiller.served += 1
         assert body.prompt is not None
         prefiller.memory.add(body.prompt)
-        params = answered_params(content)
-        if prefiller.named_peer is None and params.peer is not None:
-            prefiller.peer = reachable(params.peer, prefiller)
-        self._statistics.prefills["handed_over" if params.tokens else "kept"] += 1
-        self._statistics.handed_over_tokens += params.tokens
+        params = response_params(content)
+        if prefiller.configured_peer is None and params.peer is not None:
+            prefiller.peer = reachable_address(params.peer, prefiller)
+        self._statistics.prefills["transferred" if params.tokens else "kept"] += 1
+        self._statistics.transferred_tokens += params.tokens
         return params.tokens
 
-    # ── the decoder ──
+    # ── decode ──
 
     async def _decode(
         self, client: Client, body: Body, decoder: Engine, request: httpx.Request, tried: Sequence[Engine]
     ) -> None:
-        """Pass its answer on. Raises :class:`EngineLost` only as long as nothing was passed on."""
+        """Forward the decoder's response. Raises :class:`EngineLost` only before anything was forwarded."""
         async with AsyncExitStack() as stack:
-            with decoder.waiting():
-                exchange = decoder.connections.exchange(request, self._proxy.settings.silence)
+            with decoder.awaiting_response():
+                exchange = decoder.connections.exchange(request, self._proxy.settings.idle_timeout)
                 response = await stack.enter_async_context(exchange)
-                if response.status_code in UNAVAILABLE and self._has_another(tried):
-                    raise EngineLost(decoder, f"answers with {response.status_code}")
+                if response.status_code in UNAVAILABLE and self._has_untried_decoder(tried):
+                    raise EngineLost(decoder, f"answered with {response.status_code}")
                 pieces = _pieces(response)
-                begun = await _begin(pieces, whole=not _streams(response))
+                first = await _read_first(pieces, whole=not _streams(response))
             decoder.served += 1
             if response.status_code < 400:
                 self._statistics.first_byte.add(time.monotonic() - self._started)
@@ -223,13 +223,13 @@ class Exchange:
                     decoder.memory.add(body.prompt)
             else:
                 self._outcome = "error"
-            decoder.heard_at = time.monotonic()
-            if begun.complete and not _streams(response):
-                await self._send_whole(client, body, response, begun.content)
+            decoder.last_response_at = time.monotonic()
+            if first.complete and not _streams(response):
+                await self._send_whole(client, body, response, first.content)
                 return
             await client.start(response.status_code, to_client(response.headers.raw))
-            await client.write(begun.content)
-            if not begun.complete:
+            await client.write(first.content)
+            if not first.complete:
                 await self._relay(client, decoder, pieces)
             await client.end()
 
@@ -240,30 +240,32 @@ class Exchange:
         await client.end(content)
 
     async def _relay(self, client: Client, decoder: Engine, pieces: AsyncIterator[bytes]) -> None:
-        """The path of every token but the first."""
+        """Stream the rest of the response. Hot path: runs for every token but the first."""
         try:
             async for piece in pieces:
-                decoder.heard_at = time.monotonic()
+                decoder.last_response_at = time.monotonic()
                 await client.write(piece)
         except httpx.TransportError as error:
             self._outcome = "interrupted"
             decoder.failed += 1
             logger.warning(
-                "the decode engine %s %s in the middle of an answer", decoder.url, described(error)
+                "decode engine %s %s in the middle of a response",
+                decoder.url,
+                describe_transport_error(error),
             )
             raise Refused(502, INTERRUPTED) from None
 
-    def _has_another(self, tried: Sequence[Engine]) -> bool:
-        there = self._proxy.fleet.of(Role.DECODE)
-        return len(tried) < MOST_TRIES and any(engine not in tried for engine in there)
+    def _has_untried_decoder(self, tried: Sequence[Engine]) -> bool:
+        decoders = self._proxy.fleet.of(Role.DECODE)
+        return len(tried) < MAX_TRIES and any(engine not in tried for engine in decoders)
 
-    def _note(self, lost: EngineLost) -> None:
+    def _record_failure(self, lost: EngineLost) -> None:
         logger.warning("%s", lost)
-        lost.engine.has_failed(lost)
+        lost.engine.record_failure(lost)
 
 
-class _Begun:
-    """The first piece of a stream, or all of what is none."""
+class _FirstRead:
+    """The first piece of a streaming response, or a whole non-streaming one."""
 
     __slots__ = ("complete", "content")
 
@@ -273,7 +275,7 @@ class _Begun:
 
 
 def _post(engine: Engine, path: str, headers: Headers, content: bytes) -> httpx.Request:
-    return httpx.Request("POST", engine.at(path), headers=headers, content=content)
+    return httpx.Request("POST", engine.endpoint(path), headers=headers, content=content)
 
 
 def _streams(response: httpx.Response) -> bool:
@@ -282,15 +284,15 @@ def _streams(response: httpx.Response) -> bool:
 
 
 def _pieces(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The body as it comes. The response's own iterators would cost more than all the rest."""
+    """Return an iterator over the body. httpx' own iterators would cost more than the rest of the relay."""
     assert isinstance(response.stream, httpx.AsyncByteStream)
     return aiter(response.stream)
 
 
-async def _begin(pieces: AsyncIterator[bytes], *, whole: bool) -> _Begun:
+async def _read_first(pieces: AsyncIterator[bytes], *, whole: bool) -> _FirstRead:
     content = bytearray()
     async for piece in pieces:
         content += piece
-        if content and (not whole or len(content) > MOST_ANSWER_BYTES):
-            return _Begun(bytes(content), complete=False)
-    return _Begun(bytes(content), complete=True)
+        if content and (not whole or len(content) > MAX_ANSWER_BYTES):
+            return _FirstRead(bytes(content), complete=False)
+    return _FirstRead(bytes(content), complete=True)

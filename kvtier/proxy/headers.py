@@ -1,4 +1,4 @@
-"""Which headers go through: all but those that are between two neighbours alone (RFC 9110, 7.6.1)."""
+"""Forward all headers except those that are hop-by-hop (RFC 9110, section 7.6.1)."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     )
 )
-# What is made anew: the body may be another, and what is compressed could not be read.
-OF_A_REQUEST = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding"}
-OF_AN_ANSWER = HOP_BY_HOP | {b"date"}
+# The proxy sets these itself: the body may change, and it could not parse a compressed response.
+DROPPED_FROM_REQUEST = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding"}
+DROPPED_FROM_RESPONSE = HOP_BY_HOP | {b"date"}
 IDENTITY = (b"accept-encoding", b"identity")
 
 
 def to_engine(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """The client's headers, for an engine: API keys among them. Names are in small letters."""
+    """Return the headers to forward to an engine, API keys included. Names must be lower case."""
     headers = list(headers)
-    dropped = OF_A_REQUEST | _named(headers)
+    dropped = DROPPED_FROM_REQUEST | _connection_options(headers)
     return [*((name, value) for name, value in headers if name not in dropped), IDENTITY]
 
 
 def to_client(headers: Iterable[tuple[bytes, bytes]], length: int | None = None) -> Headers:
-    """An engine's headers, for the client. ``length`` is that of the body, where it is another now."""
+    """Return the headers to forward to the client. ``length``: content length of a rewritten body."""
     headers = [(name.lower(), value) for name, value in headers]
-    dropped = OF_AN_ANSWER | _named(headers)
+    dropped = DROPPED_FROM_RESPONSE | _connection_options(headers)
     if length is not None:
         dropped |= {b"content-length"}
     kept = [(name, value) for name, value in headers if name not in dropped]
@@ -44,8 +44,8 @@ def to_client(headers: Iterable[tuple[bytes, bytes]], length: int | None = None)
     return kept
 
 
-def _named(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
-    """What ``Connection`` says is for the neighbour alone."""
+def _connection_options(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
+    """Return the header names that ``Connection`` lists as hop-by-hop."""
     return frozenset(
         name.strip().lower()
         for header, value in headers

@@ -1,4 +1,4 @@
-"""What Prometheus is told of the proxy. ``docs/proxy.md`` lists all of it."""
+"""Prometheus metrics of the proxy. ``docs/proxy.md`` lists all of them, with the same descriptions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from kvtier.proxy.proxy import Proxy
 
 OUTCOMES = ("ok", "error", "refused", "interrupted", "cancelled")
-PREFILLS = ("handed_over", "kept", "refused", "failed")
-REASONS = ("short", "cached", "no_prefiller", "no_peer", "unsuitable")
-LOOK_UPS = ("answered", "refused", "failed")
-ENGINE = ("role", "engine")
+PREFILL_OUTCOMES = ("transferred", "kept", "refused", "failed")
+SKIP_REASONS = ("short", "cached", "no_prefiller", "no_peer", "unsuitable")
+LOOKUP_OUTCOMES = ("answered", "refused", "failed")
+ENGINE_LABELS = ("role", "engine")
 
 
 class ProxyMetrics(Collector):
-    """Reads everything when it is asked: nothing is counted twice, and nothing in between."""
+    """Collect all values at scrape time from the counters that the proxy keeps anyway."""
 
     def __init__(self, proxy: Proxy) -> None:
         self._proxy = proxy
@@ -37,56 +37,58 @@ class ProxyMetrics(Collector):
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def answer(self) -> Response:
-        """All of it, in Prometheus' text format."""
+    def response(self) -> Response:
+        """Return all metrics in Prometheus' text format."""
         return Response(generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing that must be asked for when it is registered."""
+        """Return nothing, so that registering does not call :meth:`collect`."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """What it is now."""
+        """Yield the current values."""
         statistics, admission = self._proxy.statistics, self._proxy.admission
         info = GaugeMetricFamily("kvtier_proxy_info", "The proxy's version.", labels=["version"])
         info.add_metric([kvtier.__version__], 1)
         yield info
         for name, text, value in (
-            ("requests_under_way", "Requests that have not ended.", admission.under_way),
-            ("held_bytes", "Bodies of requests that are under way.", admission.held_bytes),
-            ("draining", "1 while no more requests are let in.", admission.draining),
+            ("requests_in_flight", "Requests in flight.", admission.in_flight),
+            ("held_bytes", "Bodies of requests in flight.", admission.held_bytes),
+            ("draining", "1 while the proxy shuts down and accepts no requests.", admission.draining),
         ):
             yield GaugeMetricFamily(f"kvtier_proxy_{name}", text, value)
-        yield _counter("requests", "Requests that have ended.", "outcome", OUTCOMES, statistics.requests)
-        yield _counter(
-            "prefills", "Requests that a prefiller was sent.", "outcome", PREFILLS, statistics.prefills
-        )
-        text = "Requests that no prefiller was sent."
-        yield _counter("skipped_prefills", text, "reason", REASONS, statistics.skipped)
-        text = "Requests that went to one more engine, as one had failed."
+        yield _counter("requests", "Completed requests.", "outcome", OUTCOMES, statistics.requests)
+        text = "Requests sent to a prefill engine."
+        yield _counter("prefills", text, "outcome", PREFILL_OUTCOMES, statistics.prefills)
+        text = "Requests decoded without a remote prefill."
+        yield _counter("skipped_prefills", text, "reason", SKIP_REASONS, statistics.skipped)
+        text = "Requests retried after an engine failed."
         yield _counter("retries", text, "role", tuple(Role), statistics.retries)
         yield CounterMetricFamily(
-            "kvtier_proxy_handed_over_tokens",
-            "Tokens that prefillers have pushed, as they say.",
-            statistics.handed_over_tokens,
+            "kvtier_proxy_transferred_tokens",
+            "Tokens that prefill engines report as transferred.",
+            statistics.transferred_tokens,
         )
-        yield _counter("lookups", "Questions to the controller.", "outcome", LOOK_UPS, statistics.look_ups)
-        text = "From sending a prefiller a request until it has answered."
+        text = "Lookups at the controller."
+        yield _counter("lookups", text, "outcome", LOOKUP_OUTCOMES, statistics.lookups)
+        text = "Time from sending a prefill request to its response."
         yield _histogram("prefill_seconds", text, statistics.prefill)
-        text = "From a request's arrival until its answer begins."
+        text = "Time from a request's arrival to the first byte of its response."
         yield _histogram("first_byte_seconds", text, statistics.first_byte)
-        yield from self._of_engines()
+        yield from self._engine_metrics()
 
-    def _of_engines(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("kvtier_proxy_engine_up", "1 while an engine answers.", labels=ENGINE)
+    def _engine_metrics(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("kvtier_proxy_engine_up", "1 while the engine is up.", labels=ENGINE_LABELS)
         load = GaugeMetricFamily(
-            "kvtier_proxy_engine_requests_under_way", "Requests of an engine.", labels=ENGINE
+            "kvtier_proxy_engine_requests_in_flight",
+            "Requests in flight at the engine.",
+            labels=ENGINE_LABELS,
         )
         served = CounterMetricFamily(
-            "kvtier_proxy_engine_answers", "Answers that an engine has begun.", labels=ENGINE
+            "kvtier_proxy_engine_answers", "Responses that the engine started.", labels=ENGINE_LABELS
         )
         failed = CounterMetricFamily(
-            "kvtier_proxy_engine_failures", "Requests that an engine has failed.", labels=ENGINE
+            "kvtier_proxy_engine_failures", "Requests that failed at the engine.", labels=ENGINE_LABELS
         )
         for engine in self._proxy.fleet:
             labels = [engine.role, engine.url]
@@ -100,7 +102,7 @@ class ProxyMetrics(Collector):
 def _counter(
     name: str, text: str, label: str, values: Iterable[str], counts: Counter[str]
 ) -> CounterMetricFamily:
-    """Shown as 0 from the start: a counter that appears late hides its first increase."""
+    """Return a counter with all label values, even at 0: a late series hides its first increase."""
     family = CounterMetricFamily(f"kvtier_proxy_{name}", text, labels=[label])
     for value in values:
         family.add_metric([value], counts[value])

@@ -1,4 +1,4 @@
-"""``/v1/models``: which models the decoders serve, as one of them says it."""
+"""``/v1/models``: forward the request to a decode engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import anyio
 import httpx
 
 from kvtier.proxy.admission import BUSY
-from kvtier.proxy.checks import read
+from kvtier.proxy.checks import read_body
 from kvtier.proxy.client import Client
 from kvtier.proxy.engine import Engine, Role
 from kvtier.proxy.errors import EngineLost, Refused
@@ -25,28 +25,28 @@ MODELS_SECONDS = 5.0
 
 
 class Models:
-    """Asks one decoder after the other until one answers."""
+    """ASGI application that tries the decode engines until one responds."""
 
     def __init__(self, proxy: Proxy) -> None:
         self._proxy = proxy
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one request, as ASGI has it."""
+        """Serve one request."""
         client = Client(scope, receive, send)
         tried: list[Engine] = []
         while engine := self._proxy.fleet.choose(Role.DECODE, lambda _: 0, tried):
             tried.append(engine)
             try:
-                with engine.loaded(), engine.waiting(), anyio.move_on_after(MODELS_SECONDS):
-                    await self._pass_on(client, engine)
+                with engine.reserved(), engine.awaiting_response(), anyio.move_on_after(MODELS_SECONDS):
+                    await self._forward(client, engine)
                     return
             except EngineLost as lost:
                 logger.warning("%s", lost)
-        await client.refuse(Refused(503, "no decode engine can be reached at present: try again later", BUSY))
+        await client.refuse(Refused(503, "no decode engine can be reached: try again later", BUSY))
 
-    async def _pass_on(self, client: Client, engine: Engine) -> None:
-        request = httpx.Request("GET", engine.at("/v1/models"), headers=to_engine(client.headers))
+    async def _forward(self, client: Client, engine: Engine) -> None:
+        request = httpx.Request("GET", engine.endpoint("/v1/models"), headers=to_engine(client.headers))
         async with engine.connections.exchange(request, MODELS_SECONDS) as response:
-            content = await read(response) or b""
+            content = await read_body(response) or b""
         await client.start(response.status_code, to_client(response.headers.raw, len(content)))
         await client.end(content)

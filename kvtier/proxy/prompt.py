@@ -1,4 +1,4 @@
-"""How long a prompt is and how it begins, told from the bytes of a request without tokenizing them."""
+"""Estimate a prompt's length and digest its prefixes, from the bytes of a request and without tokenizing."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from xxhash import xxh3_128
 
 BLOCK_BYTES = 1024
-"""Of the prompt as it is written in the request: about 256 tokens of text."""
-MOST_BLOCKS = 8192
-"""What goes beyond is taken to be like what is before."""
+"""Prompt bytes, as written in the request, per digest: about 256 tokens of text."""
+MAX_BLOCKS = 8192
+"""Digests per prompt; the rest of a longer prompt is not compared."""
 TEXT_BYTES = 4
-"""Bytes of English text in a token, about."""
+"""Approximate bytes per token of English text."""
 
 
 class Prompt:
-    """A prompt's estimated length in tokens, and a digest for each of its beginnings.
+    """A prompt's estimated length in tokens, and one digest per prefix.
 
-    Made of JSON as the client has written it: a list of token ids, a text, or a list of messages. Two
-    prompts begin alike where they are written alike, which clients that append to a conversation do.
+    Computed from JSON as the client wrote it: a list of token ids, a string, or a list of messages. Two
+    prompts share a prefix if their bytes do, which holds for clients that append to a conversation.
     """
 
     __slots__ = ("_bytes", "digests", "tokens")
@@ -31,7 +31,7 @@ class Prompt:
         self._bytes = len(text)
 
     def held(self, count: int) -> int:
-        """How many tokens the first ``count`` of its digests stand for."""
+        """Return how many tokens the first ``count`` digests cover."""
         if count >= len(self.digests):
             return self.tokens
         return self.tokens * count * BLOCK_BYTES // max(1, self._bytes)
@@ -45,27 +45,27 @@ def _count(text: bytes) -> int:
 
 
 def _digests(text: bytes, seed: bytes) -> Sequence[bytes]:
-    """Each is of all bytes so far; the last is of the whole prompt."""
+    """Return one digest per block, each over all bytes up to the block's end."""
     hasher = xxh3_128(seed)
     digests = []
-    for start in range(0, min(len(text), BLOCK_BYTES * MOST_BLOCKS), BLOCK_BYTES):
+    for start in range(0, min(len(text), BLOCK_BYTES * MAX_BLOCKS), BLOCK_BYTES):
         hasher.update(text[start : start + BLOCK_BYTES])
         digests.append(hasher.digest())
     return digests
 
 
 class PrefixMemory:
-    """What one engine is thought to hold, as it was asked to compute it. Bounded: the oldest is forgotten."""
+    """Prefixes that one engine probably caches, because it computed them. Bounded, with LRU eviction."""
 
-    def __init__(self, most_tokens: int) -> None:
-        self._most = most_tokens * TEXT_BYTES // BLOCK_BYTES
+    def __init__(self, max_tokens: int) -> None:
+        self._max_blocks = max_tokens * TEXT_BYTES // BLOCK_BYTES
         self._digests: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._digests)
 
     def held(self, prompt: Prompt) -> int:
-        """How many of the prompt's leading tokens it is thought to hold."""
+        """Return how many leading tokens of the prompt the engine probably caches."""
         count = 0
         for digest in prompt.digests:
             if digest not in self._digests:
@@ -74,13 +74,13 @@ class PrefixMemory:
         return prompt.held(count) if count else 0
 
     def add(self, prompt: Prompt) -> None:
-        """It holds this prompt now. Of one that is too long to be remembered, the beginning."""
-        for digest in reversed(prompt.digests[: self._most]):  # The first is the last to be forgotten.
+        """Record that the engine computed this prompt. A prompt over the limit is truncated."""
+        for digest in reversed(prompt.digests[: self._max_blocks]):  # So that the first is evicted last.
             self._digests[digest] = None
             self._digests.move_to_end(digest)
-        while len(self._digests) > self._most:
+        while len(self._digests) > self._max_blocks:
             self._digests.popitem(last=False)
 
     def clear(self) -> None:
-        """It has ended, and what it held may have gone with it."""
+        """Forget everything, because the engine may have restarted with an empty cache."""
         self._digests.clear()

@@ -1,4 +1,4 @@
-"""The proxy: its engines, what it lets in, what it counts, and the tasks that watch over them."""
+"""The proxy: engines, admission, statistics, and the tasks that check engine health."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
+from kvtier.concurrency.tasks import open_tasks
 from kvtier.proxy.admission import Admission
 from kvtier.proxy.checks import Checks
 from kvtier.proxy.directory import Directory
@@ -15,17 +16,16 @@ from kvtier.proxy.engine import Engine, Role
 from kvtier.proxy.fleet import Fleet
 from kvtier.proxy.settings import ProxySettings
 from kvtier.proxy.statistics import Statistics
-from kvtier.tasks import open_tasks
 
 
 class Proxy:
-    """Everything but the server. Made with :meth:`open`."""
+    """All state of the proxy except the HTTP server. Create with :meth:`open`."""
 
     def __init__(self, settings: ProxySettings, tasks: TaskGroup) -> None:
         self.settings = settings
         self.statistics = Statistics()
         self.fleet = Fleet(settings.remember)
-        self.admission = Admission(settings.most_requests, settings.most_body, settings.most_held)
+        self.admission = Admission(settings.max_requests, settings.max_body, settings.max_held)
         self.directory: Directory | None = None
         if settings.controller is not None:
             self.directory = Directory(settings, self.fleet, self.statistics)
@@ -35,7 +35,7 @@ class Proxy:
     @classmethod
     @asynccontextmanager
     async def open(cls, settings: ProxySettings) -> AsyncIterator[Proxy]:
-        """Watch the engines of the settings until the block is left; requests must have ended by then."""
+        """Check the configured engines until the block exits; all requests must have ended by then."""
         async with open_tasks() as tasks:
             proxy = cls(settings, tasks)
             for address in settings.prefillers:
@@ -52,11 +52,14 @@ class Proxy:
                     await proxy.fleet.aclose()
 
     def add(self, role: Role, url: str, peer: str | None = None) -> Engine:
-        """Use one more engine, as soon as it answers. Raises ``ValueError`` where that cannot be."""
+        """Add an engine; it gets requests once its health check passes.
+
+        Raises ``ValueError`` if it exists already, or there are too many.
+        """
         engine = self.fleet.add(role, url, peer)
         self._tasks.start_soon(self._checks.watch, engine)
         return engine
 
     def remove(self, engine: Engine) -> None:
-        """Send an engine nothing more; what is under way there ends as it would have."""
+        """Send an engine no further requests; requests in flight complete normally."""
         self.fleet.remove(engine)

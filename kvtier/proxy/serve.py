@@ -1,4 +1,4 @@
-"""The life of the proxy: serve, and let what is under way end before it leaves."""
+"""Run the proxy: serve until a signal, then drain the requests in flight."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import anyio
 from anyio import CancelScope
 from anyio.abc import TaskStatus
 
+from kvtier.concurrency.tasks import open_tasks
 from kvtier.http import serving
 from kvtier.proxy.app import make_app
 from kvtier.proxy.proxy import Proxy
 from kvtier.proxy.settings import ProxySettings
 from kvtier.proxy.statistics import Statistics
-from kvtier.tasks import open_tasks
 
 logger = logging.getLogger("kvtier.proxy")
 
@@ -27,21 +27,20 @@ SPARE_FILES = 256
 
 
 class Running(NamedTuple):
-    """A proxy that serves."""
+    """A running proxy and its listen address."""
 
     address: tuple[str, int]
     proxy: Proxy
 
 
 @asynccontextmanager
-async def proxying(settings: ProxySettings) -> AsyncIterator[Running]:
-    """Run a proxy until the block is left; requests that are under way then are ended, and told so.
+async def run_proxy(settings: ProxySettings) -> AsyncIterator[Running]:
+    """Run a proxy until the block exits; requests still in flight then are cancelled with an error.
 
-    Raises :class:`kvtier.errors.ChannelError` where it cannot listen.
+    Raises :class:`kvtier.errors.ChannelError` if it cannot listen.
     """
-    connections = (
-        2 * settings.most_requests + SPARE_FILES
-    )  # Most of them idle: a refusal is to come from here.
+    # Above max_requests, so that admission rejects excess requests, and idle connections have room.
+    connections = 2 * settings.max_requests + SPARE_FILES
     async with (
         Proxy.open(settings) as proxy,
         serving(
@@ -49,7 +48,7 @@ async def proxying(settings: ProxySettings) -> AsyncIterator[Running]:
             settings.listen,
             setting="--listen",
             limit_concurrency=connections,
-            backlog=settings.most_requests,
+            backlog=settings.max_requests,
         ) as address,
     ):
         try:
@@ -60,23 +59,23 @@ async def proxying(settings: ProxySettings) -> AsyncIterator[Running]:
 
 
 async def serve(settings: ProxySettings) -> Statistics:
-    """Run a proxy until SIGTERM or SIGINT, and return what it has counted.
+    """Run a proxy until SIGTERM or SIGINT, and return its statistics.
 
-    It then takes no more requests and waits for those under way, for ``settings.drain`` at most; a second
-    signal ends that at once. Raises what :func:`proxying` does.
+    On a signal it rejects new requests and waits for those in flight, at most ``settings.drain`` seconds; a
+    second signal ends the wait. Raises what :func:`run_proxy` raises.
     """
-    _allow_files(4 * settings.most_requests + SPARE_FILES)
+    _raise_file_limit(4 * settings.max_requests + SPARE_FILES)
     serving_scope, draining = CancelScope(), CancelScope()
     async with open_tasks() as tasks:
         await tasks.start(_stop_on_signals, serving_scope, draining)
-        async with proxying(settings) as running:
+        async with run_proxy(settings) as running:
             host, port = running.address
             name = f"[{host}]" if ":" in host else host
-            logger.info("the proxy is at http://%s:%d, process %d", name, port, os.getpid())
+            logger.info("proxy listening on http://%s:%d, process %d", name, port, os.getpid())
             with serving_scope:
                 await anyio.sleep_forever()
             running.proxy.admission.draining = True
-            logger.info("%d requests are under way", running.proxy.admission.under_way)
+            logger.info("draining %d requests in flight", running.proxy.admission.in_flight)
             with draining:
                 await running.proxy.admission.drain(settings.drain)
         tasks.cancel_scope.cancel()
@@ -89,22 +88,22 @@ async def _stop_on_signals(
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         task_status.started()
         async for number in signals:
-            logger.info("%s: leaving", signal.Signals(number).name)
+            logger.info("%s: shutting down", signal.Signals(number).name)
             if serving_scope.cancel_called:
                 draining.cancel()
             serving_scope.cancel()
 
 
-def _allow_files(needed: int) -> None:
-    """A request has a connection to its client, and one to an engine. 1024 files are a usual limit."""
+def _raise_file_limit(needed: int) -> None:
+    """Raise the soft limit on open files (usually 1024): a request uses two connections at a time."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < needed:
         logger.warning(
-            "this process may open %d files, and %d requests at once (--most-requests) may need %d: raise "
-            "the limit (`ulimit -Hn`), or lower --most-requests",
+            "the hard limit on open files is %d, but %d concurrent requests (--max-requests) may need %d: "
+            "raise the limit (`ulimit -Hn`), or lower --max-requests",
             allowed,
             (needed - SPARE_FILES) // 4,
             needed,

@@ -1,4 +1,4 @@
-"""What the proxy counts: outcomes, and how long prefills and first bytes took."""
+"""Counters and latencies of the proxy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 RECENT = 10_000
-"""Of so many the median and the 99th percentile are told; count and mean are of all."""
+"""Samples for the median and the 99th percentile; count and mean cover all samples."""
 BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 LINE = "=" * 31
 
 
 class Summary(TypedDict):
-    """Of a number of durations, in milliseconds; all 0 where there are none."""
+    """Summary of durations, in milliseconds; all 0 without samples."""
 
     count: int
     mean_ms: float
@@ -24,7 +24,7 @@ class Summary(TypedDict):
 
 
 class Durations:
-    """How long something took, each time. Bounded."""
+    """Latency samples: a histogram and the most recent values. Bounded."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -33,14 +33,14 @@ class Durations:
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def add(self, seconds: float) -> None:
-        """It took so long once more."""
+        """Record one sample."""
         self.count += 1
         self.seconds += seconds
         self.buckets[bisect_left(BOUNDS, seconds)] += 1
         self._recent.append(seconds)
 
     def summary(self) -> Summary:
-        """What it was like so far. Takes some milliseconds where there were many."""
+        """Summarize all samples. Takes some milliseconds with 10,000 recent samples, which it sorts."""
         recent = sorted(self._recent) or [0.0]
         return {
             "count": self.count,
@@ -51,7 +51,7 @@ class Durations:
 
 
 class Statistics:
-    """Everything that is counted. Labels are few and fixed."""
+    """All counters of the proxy. Each has a small, fixed set of labels."""
 
     def __init__(self) -> None:
         self.prefill = Durations()
@@ -59,17 +59,17 @@ class Statistics:
         self.requests: Counter[str] = Counter()
         """By outcome."""
         self.prefills: Counter[str] = Counter()
-        """By outcome: those that prefillers were asked for."""
+        """By outcome: requests sent to a prefill engine."""
         self.skipped: Counter[str] = Counter()
-        """By reason: requests that no prefiller was asked about."""
+        """By reason: requests decoded without a remote prefill."""
         self.retries: Counter[str] = Counter()
-        """By role: requests that went to one more engine."""
-        self.look_ups: Counter[str] = Counter()
-        """By outcome: questions to the controller."""
-        self.handed_over_tokens = 0
+        """By role: requests retried after an engine failed."""
+        self.lookups: Counter[str] = Counter()
+        """By outcome: lookups at the controller."""
+        self.transferred_tokens = 0
 
     def report(self) -> str:
-        """What is printed at the end."""
+        """Return the summary that ``kvtier proxy`` prints when it ends."""
         prefill = self.prefill.summary()
         return "\n".join(
             (
@@ -85,8 +85,8 @@ class Statistics:
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:
-    """Between the two values that are nearest, as numpy has it."""
-    place = (len(ordered) - 1) * share
-    low = int(place)
+    """Interpolate linearly between the two nearest values, like ``numpy.percentile``."""
+    position = (len(ordered) - 1) * share
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

@@ -1,8 +1,8 @@
-"""A transport for httpx whose streams cost little: everything that has arrived is one piece.
+"""A transport for httpx with cheap streams: all bytes that have arrived are yielded as one piece.
 
-httpx' own transport hands on a stream chunk by chunk, through four generators and a cancel scope each, and
-looks at every connection of a pool whenever a request begins or ends. That is fine for a client; a proxy with
-a thousand streams does nothing else. h11 reads and writes HTTP here, too.
+httpx' own transport yields a stream chunk by chunk, through four generators with a cancel scope each, and
+scans all connections of a pool whenever a request starts or ends. That would dominate the CPU time of a proxy
+with a thousand streams. Like httpx, this transport uses h11 for HTTP/1.1.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import h11
 import httpx
 
 IDLE_SECONDS = 2.0
-"""An engine closes idle connections after 5 s (uvicorn): a request must not meet that moment."""
-MOST_IDLE = 64
-MOST_WAITING_BYTES = 256 * 1024
-"""What was received and not taken yet; beyond it the engine is not read any more."""
-MOST_HEAD_BYTES = 64 * 1024
+"""uvicorn closes idle connections after 5 s; expire well before, so that no request races with that."""
+MAX_IDLE = 64
+MAX_UNREAD_BYTES = 256 * 1024
+"""Received but unread bytes per connection; beyond it the proxy stops reading from the engine."""
+MAX_HEAD_BYTES = 64 * 1024
 
 
 class EngineTransport(httpx.AsyncBaseTransport):
-    """Connections to one engine: as many as there are requests under way, and some idle ones.
+    """Connection pool of one engine: one connection per request in flight, plus some idle ones.
 
-    The timeouts of a request are those of httpx; ``pool`` is of no use.
+    Takes the timeouts of a request as httpx does, but ignores ``pool``: the pool has no limit to wait for.
     """
 
     def __init__(self, verify: ssl.SSLContext | None) -> None:
@@ -36,7 +36,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
         self._open: set[_Connection] = set()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request and return the head of its answer. Raises :class:`httpx.TransportError`."""
+        """Send a request, return the response with an unread body. Raises :class:`httpx.TransportError`."""
         timeouts = request.extensions["timeout"]
         connection = self._reusable() or await self._connect(request, timeouts["connect"])
         try:
@@ -53,15 +53,15 @@ class EngineTransport(httpx.AsyncBaseTransport):
         )
 
     async def aclose(self) -> None:
-        """Close all connections; requests that are under way fail."""
+        """Close all connections; requests in flight fail."""
         for connection in self._open:
             connection.abort()
         while self._open:
             await next(iter(self._open)).closed.wait()
 
-    def take_back(self, connection: _Connection) -> None:
-        """A request has ended: keep its connection for another, or cut it off where the answer goes on."""
-        if connection.may_be_used_again() and len(self._idle) < MOST_IDLE:
+    def release(self, connection: _Connection) -> None:
+        """Return a connection to the pool after a request, or abort it if the response is incomplete."""
+        if connection.prepare_reuse() and len(self._idle) < MAX_IDLE:
             self._idle.append(connection)
             connection.expire(IDLE_SECONDS)
         else:
@@ -81,27 +81,27 @@ class EngineTransport(httpx.AsyncBaseTransport):
         context = self._verify if secure else None
         try:
             with anyio.fail_after(seconds):
-                # One address after the other: with happy eyeballs, asyncio may keep open what is connected
-                # in the moment in which it is given up.
+                # No happy eyeballs: with it, asyncio can leak a connection that is established in the moment
+                # in which the attempt is cancelled.
                 _, connection = await loop.create_connection(
                     lambda: _Connection(self._open), request.url.host, port, ssl=context
                 )
         except TimeoutError as error:
-            raise httpx.ConnectTimeout("it does not answer", request=request) from error
+            raise httpx.ConnectTimeout("connect timed out", request=request) from error
         except OSError as error:
             raise httpx.ConnectError(str(error), request=request) from error
         return connection
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: a request at a time."""
+    """One HTTP/1.1 connection: one request at a time."""
 
     def __init__(self, open_: set[_Connection]) -> None:
         self._open = open_
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._received: list[bytes] = []
-        self._waiting_bytes = 0
+        self._unread_bytes = 0
         self._ended = False
         self._error: Exception | None = None
         self._may_write = asyncio.Event()
@@ -109,18 +109,18 @@ class _Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self.closed = asyncio.Event()
 
-    # ── what the loop calls ──
+    # ── callbacks of the event loop ──
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MOST_HEAD_BYTES)
+        self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
         self._open.add(self)
 
     def data_received(self, data: bytes) -> None:
         self._received.append(data)
-        self._waiting_bytes += len(data)
-        if self._waiting_bytes > MOST_WAITING_BYTES:
+        self._unread_bytes += len(data)
+        if self._unread_bytes > MAX_UNREAD_BYTES:
             self._transport.pause_reading()
         self._wake()
 
@@ -147,9 +147,12 @@ class _Connection(asyncio.Protocol):
 
     # ── one request ──
 
-    async def send(self, request: httpx.Request, silence: float, write: float) -> None:
-        """Send all of it. Its body is there already."""
-        self._request, self._silence = request, silence
+    async def send(self, request: httpx.Request, idle_timeout: float, write: float) -> None:
+        """Send a whole request; its body is already in memory.
+
+        ``idle_timeout`` bounds each wait for data of the response, ``write`` the wait for buffer space.
+        """
+        self._request, self._idle_timeout = request, idle_timeout
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -165,19 +168,19 @@ class _Connection(asyncio.Protocol):
                 with anyio.fail_after(write):
                     await self._may_write.wait()
             except TimeoutError as error:
-                raise httpx.WriteTimeout("it takes nothing in", request=request) from error
+                raise httpx.WriteTimeout("write timed out", request=request) from error
 
     async def head(self) -> h11.Response:
-        """The head of the answer; what comes before it, such as ``100 Continue``, is passed over."""
+        """Return the response head; skip informational responses such as ``100 Continue``."""
         while not isinstance(event := self._next(), h11.Response):
             if event is h11.NEED_DATA:
                 await self._receive()
             elif isinstance(event, h11.ConnectionClosed):
-                raise httpx.RemoteProtocolError("it was closed without an answer", request=self._request)
+                raise httpx.RemoteProtocolError("closed without a response", request=self._request)
         return event
 
     async def piece(self) -> bytes:
-        """All of the body that is there, and at least a byte; empty at its end."""
+        """Return all bytes of the body that have arrived, at least one; empty at its end."""
         parts: list[bytes] = []
         while self._http.their_state is h11.SEND_BODY:
             event = self._next()
@@ -191,22 +194,22 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the other side has neither closed it nor said something unasked."""
+        """Whether the server has neither closed the connection nor sent unexpected data."""
         return not (self._ended or self._received or self._transport.is_closing())
 
-    def may_be_used_again(self) -> bool:
-        """Whether the answer is complete, and the connection to stay. Makes it ready for the next."""
+    def prepare_reuse(self) -> bool:
+        """Reset for the next request; return false if the response is incomplete or not keep-alive."""
         if not self.is_open or self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
             return False
         self._http.start_next_cycle()
         return True
 
     def expire(self, seconds: float) -> None:
-        """Close it where it stays idle for so long."""
+        """Close the connection if it stays idle for this long."""
         self._timer = self._loop.call_later(seconds, self._transport.abort)
 
     def abort(self) -> None:
-        """Close it without another word."""
+        """Close the connection immediately, without flushing."""
         self._transport.abort()
 
     def _next(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
@@ -216,33 +219,33 @@ class _Connection(asyncio.Protocol):
             raise httpx.RemoteProtocolError(str(error), request=self._request) from error
 
     async def _receive(self) -> None:
-        """Have something more for the parser, be it that there is nothing more."""
+        """Feed the parser more data, or the end of the stream. Waits for it if necessary."""
         if not self._received and not self._ended:
-            await self._arrival()
+            await self._wait_readable()
         if self._received:
             data = b"".join(self._received)
             self._received.clear()
-            if self._waiting_bytes > MOST_WAITING_BYTES:
+            if self._unread_bytes > MAX_UNREAD_BYTES:
                 self._transport.resume_reading()
-            self._waiting_bytes = 0
+            self._unread_bytes = 0
             self._http.receive_data(data)
         elif self._error is not None:
             raise httpx.ReadError(str(self._error), request=self._request) from self._error
         else:
             self._http.receive_data(b"")
 
-    async def _arrival(self) -> None:
+    async def _wait_readable(self) -> None:
         waiter = self._waiter = self._loop.create_future()
-        timer = self._loop.call_later(self._silence, self._give_up, waiter)
+        timer = self._loop.call_later(self._idle_timeout, self._time_out, waiter)
         try:
             await waiter
         finally:
             timer.cancel()
             self._waiter = None
 
-    def _give_up(self, waiter: asyncio.Future[None]) -> None:
+    def _time_out(self, waiter: asyncio.Future[None]) -> None:
         if not waiter.done():
-            waiter.set_exception(httpx.ReadTimeout("it says nothing", request=self._request))
+            waiter.set_exception(httpx.ReadTimeout("read timed out", request=self._request))
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -250,7 +253,7 @@ class _Connection(asyncio.Protocol):
 
 
 class _Body(httpx.AsyncByteStream):
-    """The body of an answer."""
+    """Response body. Closing it releases its connection."""
 
     def __init__(self, connection: _Connection, transport: EngineTransport) -> None:
         self._connection = connection
@@ -268,4 +271,4 @@ class _Body(httpx.AsyncByteStream):
     async def aclose(self) -> None:
         if not self._closed:
             self._closed = True
-            self._transport.take_back(self._connection)
+            self._transport.release(self._connection)

@@ -1,1 +1,1 @@
-"""What talks over sockets stands on this: bytes in and out of memory, frames, connections kept and shared."""
+"""Socket primitives: zero-copy sends and receives, message frames, and connection pools."""

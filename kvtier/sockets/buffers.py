@@ -1,28 +1,28 @@
-"""Buffers that are sent, or filled, one after the other."""
+"""Lists of buffers for scatter-gather I/O."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
 
-BUFFERS_A_CALL = 1024
-"""IOV_MAX of Linux."""
+IOV_MAX = 1024
+"""Buffers per system call; IOV_MAX of Linux."""
 
 Buffers = deque[memoryview]
 
 
-def buffers_of(buffers: Iterable[bytes | memoryview]) -> Buffers:
-    """What is left of them while nothing has been moved."""
+def to_buffers(buffers: Iterable[bytes | memoryview]) -> Buffers:
+    """Return views of the non-empty buffers, to be consumed with :func:`advance`."""
     return deque(memoryview(buffer) for buffer in buffers if buffer)
 
 
-def first_of(buffers: Buffers) -> list[memoryview]:
-    """As many as one call takes."""
-    return [buffers[index] for index in range(min(len(buffers), BUFFERS_A_CALL))]
+def first_buffers(buffers: Buffers) -> list[memoryview]:
+    """Return the leading buffers, as many as one system call takes."""
+    return [buffers[index] for index in range(min(len(buffers), IOV_MAX))]
 
 
-def cut(buffers: Iterable[memoryview], length: int) -> list[Buffers]:
-    """The buffers in runs of so many bytes, of which the last may have fewer; one that is empty of none."""
+def split_runs(buffers: Iterable[memoryview], length: int) -> list[Buffers]:
+    """Split buffers into runs of ``length`` bytes; the last may be shorter. No buffers give one empty run."""
     runs: list[Buffers] = [deque()]
     room = length
     for buffer in buffers:
@@ -38,7 +38,7 @@ def cut(buffers: Iterable[memoryview], length: int) -> list[Buffers]:
 
 
 def advance(buffers: Buffers, moved: int) -> None:
-    """Leave only what comes after so many bytes."""
+    """Drop the first ``moved`` bytes."""
     while buffers and moved >= len(buffers[0]):
         moved -= len(buffers.popleft())
     if moved:

@@ -1,11 +1,11 @@
-"""One blocking connection to a server, made for values of many megabytes.
+"""A blocking connection to a server, for values of many megabytes.
 
-A value goes between the socket and the caller's memory without a copy: out with one ``sendmsg`` of all that
-is to be sent, in with ``recv_into`` the memory, but for what a buffer of 4 KiB had already taken in with
-the line before it. Used from worker threads, each connection by one of them at a time. After any exception
-a connection is out of step with its server and good for nothing but :meth:`Connection.close`.
+Values are transferred between the socket and the caller's memory without a copy: sent with one ``sendmsg``,
+received with ``recv_into``. Only bytes that arrive in the 4 KiB line buffer, with the preceding line, are
+copied. A connection is used from worker threads, by one thread at a time. After any exception it is out of
+sync with its server, and must be closed with :meth:`Connection.close`.
 
-Time-outs: socket(7), SO_RCVTIMEO.
+Timeouts: socket(7), SO_RCVTIMEO.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from threading import Lock
 from typing import Any, TypeAlias
 
 from kvtier import native
-from kvtier.sockets.buffers import advance, buffers_of, first_of
+from kvtier.sockets.buffers import advance, first_buffers, to_buffers
 from kvtier.sockets.conversation import EXPECT, SEND, Operation, Progress, progress_of
-from kvtier.sockets.waiting import MOMENT_SECONDS, has_left
+from kvtier.sockets.waiting import POLL_SECONDS, peer_closed
 
 Buffer: TypeAlias = bytes | memoryview
 
 BUFFER_BYTES = 4096
-"""The longest line that is accepted, and the most of a value that is copied."""
+"""Maximum length of a line, and of the copied part of a value."""
 KEEP_ALIVE_IDLE_SECONDS = 15
 KEEP_ALIVE_INTERVAL_SECONDS = 5
 KEEP_ALIVE_PROBES = 3
@@ -37,38 +37,38 @@ UNACKNOWLEDGED_SECONDS = 30
 
 _CRLF = b"\r\n"
 _TIMEVAL = struct.Struct("@ll")
-_SHORTEST_WAIT = 0.001
-"""A time-out of zero would mean none."""
+_MIN_TIMEOUT = 0.001
+"""A timeout of zero would mean none."""
 
 
 class ProtocolViolation(ConnectionError):
-    """What came over the connection is not the protocol, or no answer to what was asked."""
+    """The received data violates the protocol, or does not answer the request."""
 
 
 class Deadline:
-    """Until when a batch may last, whichever threads and connections work on it. Thread-safe."""
+    """Deadline of a batch, shared by its threads and connections. Thread-safe."""
 
     def __init__(self, seconds: float) -> None:
         self._at = time.monotonic() + seconds
         self._lock = Lock()
-        self._is_cut = False
+        self._is_expired = False
         self._connections: set[Connection] = set()
 
     @property
     def left(self) -> float:
-        """Seconds left; none where there are not any."""
+        """Seconds left, at least 0."""
         return max(self._at - time.monotonic(), 0.0)
 
     def remaining(self) -> float:
-        """Seconds left. Raises ``TimeoutError`` where there are none, or the batch was cut short."""
+        """Return the seconds left. Raises ``TimeoutError`` past the deadline, or after :meth:`expire`."""
         left = self._at - time.monotonic()
-        if self._is_cut or left <= 0:
+        if self._is_expired or left <= 0:
             raise TimeoutError("no answer in time")
-        return max(left, _SHORTEST_WAIT)
+        return max(left, _MIN_TIMEOUT)
 
     @contextmanager
     def bounds(self, connection: Connection) -> Iterator[None]:
-        """While this lasts, ``connection`` obeys this deadline."""
+        """Apply this deadline to ``connection`` within the block."""
         connection.deadline = self
         with self._lock:
             self._connections.add(connection)
@@ -78,33 +78,33 @@ class Deadline:
             with self._lock:
                 self._connections.discard(connection)
 
-    def cut_short(self) -> None:
-        """It is over now: who waits for a connection is woken. Does not block; harmless when repeated."""
+    def expire(self) -> None:
+        """Expire now, and wake threads that wait for a connection. Does not block. Idempotent."""
         with self._lock:
-            self._is_cut = True
+            self._is_expired = True
             for connection in self._connections:
                 connection.interrupt()
 
 
 class Connection:
-    """A connection over TCP or a Unix socket. Each call blocks until the deadline that is set, at most.
+    """A connection over TCP or a Unix socket. Calls block until :attr:`deadline` at most.
 
-    All raise ``OSError``: :class:`TimeoutError` past the deadline, :class:`ProtocolViolation` for garbage.
+    All raise ``OSError``: :class:`TimeoutError` past the deadline, :class:`ProtocolViolation` on bad data.
     """
 
     def __init__(self, family: int) -> None:
         self.deadline = Deadline(0)
-        self.in_step = True
-        """False where the rest of a reply was left unread: close it."""
+        self.in_sync = True
+        """False if a reply was left partly unread. Close the connection then."""
         self.is_plain = True
-        """Whether what is sent is what goes over the socket, so that others may send for it."""
+        """Whether the socket carries plain data, so that native code may use it directly; false for TLS."""
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._buffer = bytearray(BUFFER_BYTES)
         self._buffer_view = memoryview(self._buffer)
         self._start = self._stop = 0
 
     def connect(self, address: Any) -> None:  # noqa: ANN401 - what socket.connect takes
-        """Connect to an address of the socket's family, for which no name has to be looked up."""
+        """Connect to a resolved address of the socket's family."""
         self._socket.settimeout(self.deadline.remaining())
         self._socket.connect(address)
         if self._socket.family != socket.AF_UNIX:
@@ -113,70 +113,70 @@ class Connection:
         self._set_up()
 
     def close(self) -> None:
-        """Let go of the socket. Does not block; harmless when repeated."""
+        """Close the socket. Does not block. Idempotent."""
         self._socket.close()
 
     def detach(self) -> socket.socket:
-        """The socket, which is the caller's from now on; this connection is good for nothing any more.
+        """Return the socket, which the caller owns from now on. This connection is unusable afterwards.
 
-        Raises :class:`ProtocolViolation` where something has come that nobody took.
+        Raises :class:`ProtocolViolation` if unread data is buffered.
         """
         if self.buffered:
-            raise ProtocolViolation("the server says more than it was asked for")
+            raise ProtocolViolation("the server sent unexpected data")
         return self._socket
 
     def interrupt(self) -> None:
-        """Wake the thread that waits for this connection, from another thread: it finds it closed."""
+        """Shut the socket down from another thread, which wakes the thread that waits for it."""
         with suppress(OSError):
-            # Not the method of an SSLSocket, which would go on in the clear.
+            # Not the method of SSLSocket, which would continue unencrypted.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def fileno(self) -> int:
-        """The socket's descriptor."""
+        """Return the socket's file descriptor."""
         return self._socket.fileno()
 
     @property
     def scratch(self) -> bytearray:
-        """What holds that which has come and was not taken."""
+        """The receive buffer."""
         return self._buffer
 
     @property
     def buffered(self) -> bool:
-        """Whether something has come that was not yet taken."""
+        """Whether received data is buffered and unread."""
         return self._start < self._stop
 
     def is_idle(self) -> bool:
-        """Whether nothing has come that nobody asked for, such as the news that the server closed it."""
+        """Return whether the socket has no unread data or EOF, so that the connection can be reused."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return not self.buffered and not poll.poll(0)
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """Send the buffers one after the other, none of them copied."""
-        rest = buffers_of(buffers)
+        """Send the buffers in order, without copying them."""
+        rest = to_buffers(buffers)
         while rest:
-            advance(rest, self._send_some(first_of(rest)))
+            advance(rest, self._send_some(first_buffers(rest)))
 
     def line(self) -> bytes:
-        """What comes before the next end of line, without it."""
+        """Read a line, and return it without its CRLF."""
         while (end := self._buffer.find(_CRLF, self._start, self._stop)) < 0:
             self.fill()
         line = bytes(self._buffer_view[self._start : end])
         self._start = end + len(_CRLF)
         return line
 
-    def fill(self, most: int = BUFFER_BYTES) -> None:
-        """Read what there is into the free end of the buffer: at least one byte, and ``most`` at most."""
+    def fill(self, limit: int = BUFFER_BYTES) -> None:
+        """Read at least one byte and at most ``limit`` bytes into the free end of the buffer."""
         if self._start:
             held = self._buffer_view[self._start : self._stop]
             self._buffer_view[: len(held)] = held
             self._start, self._stop = 0, len(held)
         if self._stop == BUFFER_BYTES:
-            raise ProtocolViolation("a line of a reply has no end")
-        self._stop += self._receive_some(self._buffer_view[self._stop : self._stop + most], 0)
+            raise ProtocolViolation("a reply line is too long")
+        self._stop += self._receive_some(self._buffer_view[self._stop : self._stop + limit], 0)
 
     def take(self, view: memoryview) -> None:
-        """Fill ``view``, from the buffer first, then straight from the socket."""
+        """Fill ``view`` from the buffer first, then directly from the socket."""
         held = min(self._stop - self._start, len(view))
         view[:held] = self._buffer_view[self._start : self._start + held]
         self._start += held
@@ -184,9 +184,9 @@ class Connection:
             held += self._receive_some(view[held:], socket.MSG_WAITALL)
 
     def receive_some(self, views: Sequence[memoryview]) -> int:
-        """Fill the views one after the other with what comes: how many bytes that were.
+        """Receive into the views in order, without copying, and return the number of bytes.
 
-        At least one; all that fit where the kernel can wait for them. Nothing is copied.
+        At least one byte; all that fit where the kernel supports waiting for them.
         """
         if not self.buffered:
             return self._receive_some_into(views)
@@ -195,13 +195,13 @@ class Connection:
         return held
 
     def exchange(self, operations: Sequence[Operation]) -> Progress:
-        """Carry a conversation out, as far as it goes. Blocks; raises nothing.
+        """Execute operations until one fails or receives unexpected data. Blocks; raises nothing.
 
-        What came and was not expected is :attr:`buffered`, to be taken next. What is expected is no longer
-        than :data:`BUFFER_BYTES`. Native code does this without the GIL, where it is there.
+        Unexpected data stays :attr:`buffered`, to be read next. Expected data is at most
+        :data:`BUFFER_BYTES` long. Runs in native code without the GIL, if available.
         """
         if self.buffered or not native.available():
-            return self._exchange_here(operations)
+            return self._exchange_in_python(operations)
         try:
             seconds = self.deadline.remaining()
         except TimeoutError as error:
@@ -213,15 +213,15 @@ class Connection:
         return progress
 
     def put_back(self, received: int) -> None:
-        """So many bytes lie in :attr:`scratch` that nobody has taken."""
+        """Mark the first ``received`` bytes of :attr:`scratch` as unread."""
         self._start, self._stop = 0, received
 
     def unread(self, data: bytes | bytearray) -> None:
-        """Have this come next, at most :data:`BUFFER_BYTES`. Where nothing is :attr:`buffered`."""
+        """Buffer up to :data:`BUFFER_BYTES` to be read next. Requires that nothing is :attr:`buffered`."""
         self._buffer_view[: len(data)] = data
         self.put_back(len(data))
 
-    def _exchange_here(self, operations: Sequence[Operation]) -> Progress:
+    def _exchange_in_python(self, operations: Sequence[Operation]) -> Progress:
         done = received = 0
         try:
             for kind, buffers in operations:
@@ -232,34 +232,34 @@ class Connection:
                     if not self._is_next(buffers[0]):
                         break
                 else:
-                    rest = buffers_of(buffers)
+                    rest = to_buffers(buffers)
                     while rest:
-                        moved = self.receive_some(first_of(rest))
+                        moved = self.receive_some(first_buffers(rest))
                         received += moved
                         advance(rest, moved)
                 done += 1
         except OSError as error:
-            # Where it was raised there are views, which nobody is to hold any longer.
+            # The traceback holds views of the caller's memory, which must not outlive this call.
             return Progress(done, received, error.with_traceback(None))
         return Progress(done)
 
-    def _is_next(self, wanted: Buffer) -> bool:
-        """Take what is wanted, where that is what comes. Else it stays."""
-        while (held := min(self._stop - self._start, len(wanted))) < len(wanted):
-            if self._buffer_view[self._start : self._stop] != wanted[:held]:
+    def _is_next(self, expected: Buffer) -> bool:
+        """Consume ``expected`` if it comes next. Otherwise leave the data buffered."""
+        while (held := min(self._stop - self._start, len(expected))) < len(expected):
+            if self._buffer_view[self._start : self._stop] != expected[:held]:
                 return False
-            self.fill(len(wanted) - held)
-        if self._buffer_view[self._start : self._start + held] != wanted:
+            self.fill(len(expected) - held)
+        if self._buffer_view[self._start : self._start + held] != expected:
             return False
         self._start += held
         return True
 
     def keep_alive(self) -> None:
-        """Have the kernel find out that the other side is gone. Once it is connected."""
+        """Enable TCP keep-alive; see :func:`keep_alive`. Call once connected."""
         keep_alive(self._socket)
 
     def _set_up(self) -> None:
-        # Blocking, so that MSG_WAITALL waits for all; how long is said by SO_RCVTIMEO.
+        # Blocking, so that MSG_WAITALL waits for all bytes; SO_RCVTIMEO sets the timeout.
         self._socket.settimeout(None)
 
     def _send_some(self, buffers: Sequence[Buffer]) -> int:
@@ -271,12 +271,12 @@ class Connection:
                 self._wait_until_writable(milliseconds)
 
     def _wait_until_writable(self, milliseconds: int) -> None:
-        # A call that blocks does not see that the other side has closed while its window was shut.
+        # A blocking send does not notice that the other side closed while its receive window was full.
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT | select.POLLRDHUP)
         ready = poll.poll(milliseconds)
         if not ready:
-            raise TimeoutError("the server takes nothing in")
+            raise TimeoutError("timed out sending: the server reads nothing")
         if not ready[0][1] & select.POLLOUT:
             raise ConnectionResetError("the server closed the connection")
 
@@ -286,7 +286,7 @@ class Connection:
             received = self._socket.recv_into(view, len(view), flags)
         except BlockingIOError:
             raise TimeoutError("no answer in time") from None
-        return _unless_closed(received)
+        return _check_open(received)
 
     def _receive_some_into(self, views: Sequence[memoryview]) -> int:
         self._set_timeout()
@@ -294,7 +294,7 @@ class Connection:
             received, *_ = self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)
         except BlockingIOError:
             raise TimeoutError("no answer in time") from None
-        return _unless_closed(received)
+        return _check_open(received)
 
     def _set_timeout(self) -> None:
         whole, part = divmod(self.deadline.remaining(), 1)
@@ -303,47 +303,47 @@ class Connection:
 
 
 class TLSConnection(Connection):
-    """A connection over TLS, which moves at most one record of 16 KiB with each call."""
+    """A connection over TLS, which transfers at most one record of 16 KiB per call."""
 
     def __init__(self, family: int, context: ssl.SSLContext, server_name: str) -> None:
         super().__init__(family)
         self.is_plain = False
-        # Before it is connected: who interrupts this connection must never meet another socket.
+        # Wrapped before it connects, because ``interrupt`` must never see another socket.
         self._secured = self._socket = context.wrap_socket(
             self._socket, server_hostname=server_name, do_handshake_on_connect=False
         )
 
     def exchange(self, operations: Sequence[Operation]) -> Progress:
         """See :meth:`Connection.exchange`."""
-        return self._exchange_here(operations)
+        return self._exchange_in_python(operations)
 
     def _set_up(self) -> None:
         self._secured.settimeout(self.deadline.remaining())
         self._secured.do_handshake()
 
     def _send_some(self, buffers: Sequence[Buffer]) -> int:
-        # A record each would make small commands large.
+        # Joined, because one TLS record per buffer would inflate small commands.
         data = b"".join(buffers) if sum(map(len, buffers)) <= BUFFER_BYTES else buffers[0]
         while True:
-            self._socket.settimeout(min(self.deadline.remaining(), MOMENT_SECONDS))
+            self._socket.settimeout(min(self.deadline.remaining(), POLL_SECONDS))
             try:
                 return self._socket.send(data)
             except TimeoutError:
-                if has_left(self._socket.fileno()):
+                if peer_closed(self._socket.fileno()):
                     raise ConnectionResetError("the server closed the connection") from None
 
     def _receive_some(self, view: memoryview, flags: int) -> int:
         self._socket.settimeout(self.deadline.remaining())
-        return _unless_closed(self._socket.recv_into(view))
+        return _check_open(self._socket.recv_into(view))
 
     def _receive_some_into(self, views: Sequence[memoryview]) -> int:
         return self._receive_some(views[0], 0)
 
 
 def keep_alive(connected: socket.socket) -> None:
-    """Have the kernel find out within half a minute that the other side is gone, idle or not.
+    """Make the kernel detect a dead peer within half a minute, on idle and busy connections.
 
-    Asks after 15 seconds of silence, and gives up what is not acknowledged. tcp(7), TCP_USER_TIMEOUT.
+    Probes after 15 idle seconds, and fails on unacknowledged data. tcp(7), TCP_USER_TIMEOUT.
     """
     if connected.family == socket.AF_UNIX:
         return
@@ -358,7 +358,7 @@ def keep_alive(connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _unless_closed(received: int) -> int:
+def _check_open(received: int) -> int:
     if not received:
         raise ConnectionResetError("the server closed the connection")
     return received

@@ -1,4 +1,4 @@
-"""Connections to one server: found, opened when they are needed, used by one at a time, used again."""
+"""Connection pool of one server: resolves, opens connections on demand, and reuses them."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ ConnectionT = TypeVar("ConnectionT", bound=Connection)
 
 
 class Address(NamedTuple):
-    """Where a socket connects to, all names looked up."""
+    """A resolved socket address."""
 
     family: int
     address: Any
-    """As ``socket.connect`` takes it."""
+    """As ``socket.connect`` expects it."""
 
 
 class Lane(Generic[ConnectionT]):
-    """At most ``size`` connections to one server that are used at once. Opened when one is needed."""
+    """A pool of at most ``size`` concurrent connections to one server, opened on demand."""
 
     def __init__(self, size: int, connect: Callable[[Deadline], ConnectionT]) -> None:
         self.size = size
         self.pump = Pump(size)
-        """What carries out conversations over the connections, or has threads that may :meth:`borrow` one."""
+        """Executes operations over the connections; its threads may :meth:`checkout` one."""
         self._connect = connect
         self._idle: deque[ConnectionT] = deque()
         self._lock = Lock()
-        self._turns = asyncio.Semaphore(size)
+        self._slots = asyncio.Semaphore(size)
         self._in_use = 0
         self._closed = False
 
     @contextmanager
-    def borrow(self, deadline: Deadline) -> Iterator[ConnectionT]:
-        """A connection that works as far as one can see, bound by the deadline. Blocks. Raises ``OSError``.
+    def checkout(self, deadline: Deadline) -> Iterator[ConnectionT]:
+        """Yield an idle or new connection with the deadline applied. Blocks. Raises ``OSError``.
 
-        Closed after any exception; so read every reply that is due.
+        The connection is closed after any exception, and reused otherwise, so read every due reply.
         """
         deadline.remaining()
         connection = self.idle() or self.connect(deadline)
@@ -53,20 +53,20 @@ class Lane(Generic[ConnectionT]):
 
     @contextmanager
     def bound(self, connection: ConnectionT, deadline: Deadline) -> Iterator[None]:
-        """See :meth:`borrow`, with a connection that is :meth:`idle`, or new. Does not block."""
+        """Like :meth:`checkout`, with a given connection: :meth:`idle` or new. Does not block."""
         with self._lock:
             self._in_use += 1
         try:
             with deadline.bounds(connection):
                 yield
         except BaseException:
-            connection.in_step = False
+            connection.in_sync = False
             raise
         finally:
-            self._give_back(connection)
+            self._return(connection)
 
     def close(self) -> None:
-        """Close every connection; those in use when they are given back."""
+        """Close every connection; those in use are closed when returned."""
         with self._lock:
             self._closed = True
             is_unused = not self._in_use
@@ -76,7 +76,7 @@ class Lane(Generic[ConnectionT]):
             self.pump.close()
 
     def idle(self) -> ConnectionT | None:
-        """One that is open and works, as far as one can see. Does not block."""
+        """Take an idle connection that appears to be open; ``None`` if there is none. Does not block."""
         while True:
             try:
                 connection = self._idle.pop()
@@ -87,56 +87,56 @@ class Lane(Generic[ConnectionT]):
             connection.close()
 
     def connect(self, deadline: Deadline) -> ConnectionT:
-        """A new one. Blocks. Raises ``OSError``."""
+        """Open a new connection. Blocks. Raises ``OSError``."""
         return self._connect(deadline)
 
     @asynccontextmanager
-    async def taken(self, deadline: Deadline) -> AsyncIterator[ConnectionT]:
-        """As :meth:`borrow`, for conversations of the event loop, which takes its turn."""
-        if self._turns.locked():
+    async def acquire(self, deadline: Deadline) -> AsyncIterator[ConnectionT]:
+        """Like :meth:`checkout`, from the event loop. Waits for one of the ``size`` slots."""
+        if self._slots.locked():
             async with asyncio.timeout(deadline.remaining()):
-                await self._turns.acquire()
+                await self._slots.acquire()
         else:
-            await self._turns.acquire()
+            await self._slots.acquire()
         try:
             connection = await self.connected(deadline)
             with self.bound(connection, deadline):
                 yield connection
         finally:
-            self._turns.release()
+            self._slots.release()
 
     async def connected(self, deadline: Deadline) -> ConnectionT:
-        """One that is :meth:`idle`, or a new one. Raises ``OSError``. A cancelled call ends the deadline."""
+        """Return an idle connection or open one. Raises ``OSError``. Cancellation expires the deadline."""
         deadline.remaining()
         if (connection := self.idle()) is not None:
             return connection
-        made: list[ConnectionT] = []
+        opened: list[ConnectionT] = []
         try:
-            await finished(self.pump.hop(lambda: made.append(self.connect(deadline))), deadline.cut_short)
+            await finished(self.pump.executor(lambda: opened.append(self.connect(deadline))), deadline.expire)
         except asyncio.CancelledError:
-            for connection in made:
+            for connection in opened:
                 connection.close()
             raise
-        return made[0]
+        return opened[0]
 
-    def _give_back(self, connection: ConnectionT) -> None:
+    def _return(self, connection: ConnectionT) -> None:
         with self._lock:
             self._in_use -= 1
-            keeps = connection.in_step and not self._closed
+            is_reusable = connection.in_sync and not self._closed
             is_over = self._closed and not self._in_use
-            if keeps:
+            if is_reusable:
                 self._idle.append(connection)
-        if not keeps:
+        if not is_reusable:
             connection.close()
         if is_over:
             self.pump.close()
 
 
 class Dialer(Generic[ConnectionT]):
-    """Knows how to reach one server. ``port`` is ``None`` where ``host`` is the path of a Unix socket.
+    """Resolves and connects to one server. ``port`` is ``None`` if ``host`` is the path of a Unix socket.
 
-    ``make`` makes a connection of an address family, and ``greet`` makes it ready for use: both in the
-    thread that needs it. What ``greet`` raises is raised by :meth:`connect`.
+    ``make`` creates a connection of an address family, and ``greet`` prepares it for use. Both run in the
+    thread that connects. :meth:`connect` raises the exceptions of ``greet``.
     """
 
     def __init__(
@@ -153,9 +153,9 @@ class Dialer(Generic[ConnectionT]):
         self._addresses: tuple[Address, ...] = ()
 
     async def find(self, deadline: Deadline) -> None:
-        """Look the host's name up, unless that is done. Before any connection. Raises ``OSError``.
+        """Resolve the host name unless already resolved. Call before connecting. Raises ``OSError``.
 
-        Not in the thread that connects: what looks names up cannot be told how long it may take.
+        Not done in the connecting thread, because name resolution there has no timeout.
         """
         if self._addresses:
             return
@@ -165,21 +165,21 @@ class Dialer(Generic[ConnectionT]):
         try:
             with fail_after(deadline.remaining()):
                 found = await getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        except TimeoutError:  # anyio's has no words, and whoever reports it would name no reason.
-            raise TimeoutError("its name was not resolved in time") from None
+        except TimeoutError:  # anyio raises it without a message.
+            raise TimeoutError("timed out resolving its name") from None
         except UnicodeError as error:
-            raise OSError("its name cannot be that of a host") from error
+            raise OSError("its name is not a valid host name") from error
         self._addresses = tuple(Address(family, address) for family, _, _, _, address in found)
 
     def connect(self, deadline: Deadline) -> ConnectionT:
-        """A connection that is ready for use. Blocks. Raises ``OSError``."""
-        failure = OSError("it has no address")
+        """Open a connection that is ready for use. Blocks. Raises ``OSError``."""
+        failure = OSError("its name has no address")
         for address in self._addresses:
             try:
                 return self._connect_to(address, deadline)
             except OSError as error:
                 failure = error
-        # The name may mean another machine by now.
+        # The name may resolve to another host by now.
         self._addresses = ()
         raise failure
 

@@ -1,4 +1,4 @@
-"""Conversations over sockets that go on while the event loop does something else."""
+"""Executes blocking socket operations while the event loop continues."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier import native
-from kvtier.sockets.buffers import advance, buffers_of
+from kvtier.concurrency.threads import WorkerThreads, wait_all
+from kvtier.sockets.buffers import advance, to_buffers
 from kvtier.sockets.connection import Connection
 from kvtier.sockets.conversation import EXPECT, SEND, Operation, Progress, progress_of
 from kvtier.sockets.waiting import until_readable, until_writable
-from kvtier.threads import WorkerThreads, all_done
 
 if TYPE_CHECKING:
     from kvtier import _native
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 
 SMALL_BYTES = 1 << 16
-"""So much is moved in the loop, where the socket takes or gives it: a thread would take longer to start."""
+"""Up to this size, I/O stays in the event loop: starting a thread would take longer."""
 
 
 class Pump:
-    """Has conversations carried out: by native threads where they are there, else by worker threads.
+    """Executes operations in native threads if available, otherwise in worker threads.
 
-    At most as many at once as ``hop`` has threads. The loop is told once of all that native threads have
-    ended meanwhile. Used from one event loop.
+    At most ``limit`` run concurrently. Native threads wake the event loop once for all operations that have
+    completed meanwhile. Used from one event loop.
     """
 
-    def __init__(self, most: int) -> None:
-        self.hop = WorkerThreads(most)
-        """Into a worker thread, for whatever else blocks."""
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self.executor = WorkerThreads(limit)
+        """Worker threads for other blocking calls."""
+        self._limit = limit
         self._core: _native.Pump | None = None
         self._loop: asyncio.AbstractEventLoop
         self._waiting: dict[int, asyncio.Future[tuple[int, int, int]]] = {}
 
     def close(self) -> None:
-        """Let the threads end. Nothing may be under way any more. Harmless when repeated."""
-        self.hop.close()
+        """Stop the threads. No operation may be in flight. Idempotent."""
+        self.executor.close()
         if self._core is not None:
             with suppress(RuntimeError):  # The loop is closed.
                 self._loop.remove_reader(self._core.fileno())
@@ -48,9 +48,9 @@ class Pump:
             self._core = None
 
     async def converse(self, connection: Connection, operations: Sequence[Operation]) -> Progress:
-        """See :meth:`Connection.exchange`. A small conversation stays in the loop.
+        """Execute operations; see :meth:`Connection.exchange`. Small ones run in the event loop.
 
-        Where this is cancelled, ``connection`` is interrupted, and the memory let go of before it ends.
+        Cancellation interrupts ``connection``, and returns only after the memory is no longer used.
         """
         if connection.buffered or not connection.is_plain or not native.available():
             return await self._exchange(connection, operations)
@@ -62,7 +62,7 @@ class Pump:
             return Progress(0, 0, error.with_traceback(None))
         kinds = [kind for kind, _ in operations]
         ended = self.start(connection.fileno(), operations, connection.scratch, seconds)
-        # A task that is cancelled may keep this frame for longer than the memory is the caller's to lend.
+        # A cancelled task may keep this frame alive for longer than the memory is valid.
         del operations
         progress = progress_of(*await finished(ended, connection.interrupt))
         if kinds[progress.operations :][:1] == [EXPECT]:
@@ -72,14 +72,14 @@ class Pump:
     def start(
         self, fd: int, operations: Sequence[Operation], unread: bytearray, seconds: float
     ) -> asyncio.Future[tuple[int, int, int]]:
-        """Have a native thread do what :func:`_native.exchange` does, and hold the memory until then."""
+        """Run :func:`_native.exchange` in a native thread, which holds the memory until it completes."""
         core = self._core or self._open()
         ended = self._loop.create_future()
         self._waiting[core.start(fd, operations, unread, seconds)] = ended
         return ended
 
     def _open(self) -> _native.Pump:
-        self._core = native.core.Pump(self._most)
+        self._core = native.core.Pump(self._limit)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._core.fileno(), self._collect)
         return self._core
@@ -92,11 +92,11 @@ class Pump:
                 ended.set_result((operations, received, error))
 
     async def _exchange(self, connection: Connection, operations: Sequence[Operation]) -> Progress:
-        """In a worker thread."""
-        said: list[Progress] = []
-        hop = self.hop(lambda: said.append(connection.exchange(operations)))
-        await finished(hop, connection.interrupt)
-        return said[0]
+        """Run :meth:`Connection.exchange` in a worker thread."""
+        results: list[Progress] = []
+        work = self.executor(lambda: results.append(connection.exchange(operations)))
+        await finished(work, connection.interrupt)
+        return results[0]
 
     async def _in_loop(self, connection: Connection, operations: Sequence[Operation]) -> Progress:
         loop = asyncio.get_running_loop()
@@ -116,10 +116,10 @@ class Pump:
                 if not isinstance(progress.error, BlockingIOError):
                     return Progress(done, received, progress.error)
                 if connection.buffered:
-                    # Half an answer, which native code does not go on with.
+                    # A partial reply, which native code cannot resume.
                     return (await self._exchange(connection, rest)).after(-done)
                 kind, buffers = rest[0]
-                left = buffers_of(buffers)
+                left = to_buffers(buffers)
                 advance(left, progress.received)
                 rest[0] = kind, list(left)
                 await (until_writable if kind == SEND else until_readable)(fd)
@@ -133,13 +133,13 @@ class Pump:
 
 
 async def finished(work: asyncio.Future[ResultT], interrupt: Callable[[], None]) -> ResultT:
-    """What a thread's work comes to. Where this is cancelled, it is interrupted, and then waited for."""
+    """Wait for a thread's result. Cancellation interrupts the work, and waits until it has ended."""
     threads: list[asyncio.Future[Any]] = [work]
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
         interrupt()
-        await all_done(threads)
+        await wait_all(threads)
         if not work.cancelled():
-            work.exception()  # Whatever it was interrupted with is nobody's concern.
+            work.exception()  # Retrieve the exception of the interrupt, so that it is not logged.
         raise

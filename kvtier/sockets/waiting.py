@@ -1,4 +1,4 @@
-"""Waiting in the event loop for a socket, at a quarter of what anyio's way takes: it is done once a part."""
+"""Wait for a socket in the event loop, at a quarter of the cost of anyio, since it runs once per part."""
 
 from __future__ import annotations
 
@@ -6,38 +6,39 @@ import asyncio
 import select
 from collections.abc import Callable
 
-MOMENT_SECONDS = 0.1
-"""So long one waits for a socket before it is looked whether the other side is still there."""
+POLL_SECONDS = 0.1
+"""How often a blocked send checks whether the other side has closed."""
 
 
 async def until_readable(fd: int) -> None:
-    """Wait until there is something to receive, or the other side has closed."""
+    """Wait until the socket is readable or the other side has closed."""
     loop = asyncio.get_running_loop()
     await _until(loop.add_reader, loop.remove_reader, fd, loop.create_future())
 
 
 async def until_writable(fd: int) -> None:
-    """Wait until something can be sent, or nothing can any more.
+    """Wait until the socket is writable.
 
-    Raises ``ConnectionResetError`` where the other side :func:`has_left`, of which the loop would not hear.
+    Raises ``ConnectionResetError`` if the other side has closed (:func:`peer_closed`), which the event loop
+    does not report.
     """
     loop = asyncio.get_running_loop()
     is_writable = False
     while not is_writable:
         done = loop.create_future()
-        timer = loop.call_later(MOMENT_SECONDS, _settle, done, False)
+        timer = loop.call_later(POLL_SECONDS, _settle, done, False)
         try:
             is_writable = await _until(loop.add_writer, loop.remove_writer, fd, done)
         finally:
             timer.cancel()
-        if not is_writable and has_left(fd):
-            raise ConnectionResetError("the other side has closed, and takes nothing in")
+        if not is_writable and peer_closed(fd):
+            raise ConnectionResetError("the other side closed the connection")
 
 
-def has_left(fd: int) -> bool:
-    """Whether the other side has closed without taking in what it was sent.
+def peer_closed(fd: int) -> bool:
+    """Return whether the other side has closed without reading all sent data. Does not block.
 
-    What sends does not see that while the other's window is shut, and would wait for nothing. Does not block.
+    A sender does not notice this while the receive window is full, and would wait forever.
     """
     poll = select.poll()
     poll.register(fd, select.POLLOUT | select.POLLRDHUP)

@@ -1,4 +1,4 @@
-"""Cancelling a call at each point at which it can be cancelled."""
+"""Cancel a call at each of its suspension points."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from anyio import CancelScope
 ResultT = TypeVar("ResultT")
 
 Through = Literal["scope", "task"]
-"""Cancelled through an anyio scope, or through ``Task.cancel`` as asyncio's own time-outs do."""
+"""How to cancel: with an anyio cancel scope, or with ``Task.cancel`` as asyncio's own timeouts do."""
 
 
 async def cancelled_at(
     step: int, operation: Callable[[], Coroutine[Any, Any, object]], *, through: Through, lag: int = 0
 ) -> bool:
-    """Run a call and cancel it when it suspends for the ``step``-th time; whether it was cancelled.
+    """Run a call, cancel it when it suspends for the ``step``-th time, and return whether it was cancelled.
 
-    ``False`` where it ended before, having suspended less often. With ``lag`` it is cancelled so many
-    turns of the loop later: what it waits for has then begun. Run it for step 1, 2, 3 and so on up to the
-    first ``False``, and a call has been cancelled at every await that it has.
+    ``False`` if the call finished with fewer suspensions. With ``lag``, cancel that many event loop
+    iterations later, when the awaited operation has started. Call this with step 1, 2, 3 and so on until the
+    first ``False`` to cancel the call at every await.
     """
     loop = asyncio.get_running_loop()
     suspended = 0
@@ -32,11 +32,11 @@ async def cancelled_at(
         nonlocal suspended
         suspended += 1
         if suspended == step:
-            turn(lag)
+            cancel_after(lag)
 
-    def turn(left: int) -> None:
-        if left:
-            loop.call_soon(turn, left - 1)
+    def cancel_after(iterations: int) -> None:
+        if iterations:
+            loop.call_soon(cancel_after, iterations - 1)
         else:
             cancel()
 
@@ -54,13 +54,13 @@ async def cancelled_at(
 
 @coroutine
 def _counting(
-    call: Coroutine[Any, Any, ResultT], suspends: Callable[[], None]
+    call: Coroutine[Any, Any, ResultT], on_suspend: Callable[[], None]
 ) -> Generator[Any, Any, ResultT]:
-    """Run ``call`` as ``await`` does, telling ``suspends`` each time that it gives way to the loop."""
+    """Run ``call`` like ``await``, and call ``on_suspend`` each time that it suspends."""
     try:
         waits_for = call.send(None)
         while True:
-            suspends()
+            on_suspend()
             try:
                 received = yield waits_for
             except GeneratorExit:

@@ -1,4 +1,4 @@
-"""Bytes for tests and measurements: without a pattern, or all the same. Needs no pytest."""
+"""Test and benchmark data: pseudo-random bytes, or a constant byte. Does not import pytest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SENTINEL = 0xA5
 
 
 def noise(seed: bytes, length: int) -> bytes:
-    """Bytes without a pattern, the same for the same seed."""
+    """Return pseudo-random bytes that depend on the seed only."""
     return blake3(seed).digest(length=length)
 
 

@@ -1,14 +1,14 @@
-"""The pytest plugin that comes with kvtier. It does nothing until a project asks for it.
+"""kvtier's pytest plugin. It does nothing unless a project enables it.
 
-Every pytest run in an environment that has kvtier loads this module, vLLM users' own runs too: it imports
-pytest and nothing else, and what it offers is loaded when it is used.
+Every pytest run in an environment with kvtier loads this module, including vLLM users' own runs. So it
+imports nothing but pytest, and loads its features on use.
 
 =========================  ======================================================================
 ``kvtier_checks = true``   in pytest's ini file, or :func:`enable_checks` from ``pytest_configure``:
-                           tests on the event loop fail where they blocked it for more than 200 ms or
-                           leave a task behind
-``loop_may_block``         a marker: this test may block the loop, for the reason that it gives
-``leak_check``             a fixture: fails where a lease on an arena made since is still open at the end
+                           async tests fail if they block the event loop for more than 200 ms or
+                           leave a task running
+``loop_may_block``         marker: the test may block the event loop, for the given reason
+``leak_check``             fixture: fails if a lease on an arena created by the test is open at the end
 =========================  ======================================================================
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from kvtier.arena import Arena
+    from kvtier.memory.arena import Arena
 
 pytest.register_assert_rewrite(
     "kvtier.testing.backend",
@@ -34,21 +34,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the ini option."""
     parser.addini(
         "kvtier_checks",
-        "Fail tests on the event loop that block it for more than 200 ms or leave a task behind.",
+        "Fail async tests that block the event loop for more than 200 ms or leave a task running.",
         type="bool",
         default=False,
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker, and load the checks where the project asks for them."""
+    """Declare the marker, and load the checks if the project enables them."""
     config.addinivalue_line("markers", "loop_may_block(reason): the test may block the event loop")
     if config.getini("kvtier_checks"):
         enable_checks(config)
 
 
 def enable_checks(config: pytest.Config) -> None:
-    """Check every test on the event loop of this run. Harmless when repeated."""
+    """Check every async test of this run. Idempotent."""
     from kvtier.testing import checks
 
     if not config.pluginmanager.is_registered(checks):
@@ -57,12 +57,12 @@ def enable_checks(config: pytest.Config) -> None:
 
 @pytest.fixture
 def leak_check(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Arena]]:
-    """Fail the test where an arena that was made during it has an open lease at its end, or none was made.
+    """Fail the test if an arena created during it has an open lease at the end, or if it created no arena.
 
-    Name it before the fixtures that make arenas, so that it outlives them. Its value is the list of these
-    arenas.
+    Request it before the fixtures that create arenas, so that it outlives them. Its value is the list of
+    these arenas.
     """
-    from kvtier.arena import Arena
+    from kvtier.memory.arena import Arena
 
     arenas: list[Arena] = []
     create = Arena.create
@@ -74,7 +74,7 @@ def leak_check(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Arena]]:
     monkeypatch.setattr(Arena, "create", recorded)
     yield arenas
     if not arenas:
-        pytest.fail("leak_check saw no arena: name it before the fixture that makes one", pytrace=False)
+        pytest.fail("leak_check saw no arena: request it before the fixture that creates one", pytrace=False)
     for arena in arenas:
         if arena.leases:
             pytest.fail(f"{arena.leases} leases on {arena.used} bytes of an arena are open", pytrace=False)

@@ -1,4 +1,4 @@
-"""A relay between the two ends of TCP connections, which can hold bytes back, and cut."""
+"""A TCP proxy for tests that can hold bytes back and break connections."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from contextlib import contextmanager, suppress
 
 CHUNK_BYTES = 1 << 18
 SOCKET_BYTES = 1 << 17
-"""What the kernel may hold of what was sent here: else it would take in megabytes that are held back."""
+"""Receive buffer size. With the default, the kernel would accept megabytes of the bytes held back."""
 _FOREVER = 1 << 62
 
 
 class Relay:
-    """Listens on loopback and passes on what comes, both ways, in threads of its own.
+    """A proxy on loopback that forwards bytes in both directions, in its own threads.
 
-    ``hold_after`` lets so many further bytes through, of all connections together, and holds back the rest
-    until ``let_go``. ``cut`` breaks every connection, and each new one at once, until ``heal``. Callable from
-    any thread; nothing blocks but :meth:`close`.
+    ``hold_after`` forwards that many further bytes, of all connections in total, and holds back the rest
+    until ``release``. ``cut`` breaks all connections, including new ones, until ``heal``. Thread-safe; only
+    :meth:`close` blocks.
     """
 
     def __init__(self, port: int) -> None:
         self.forwarded = 0
-        """Bytes that were passed on, in both directions together."""
+        """Number of bytes forwarded in both directions."""
         self.accepted = 0
-        """Connections."""
+        """Number of accepted connections."""
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
-        # Those that it accepts inherit it.
+        # Accepted sockets inherit this.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
         self.port: int = self._listener.getsockname()[1]
         self._budget = _FOREVER
@@ -41,7 +41,7 @@ class Relay:
     @classmethod
     @contextmanager
     def to(cls, port: int) -> Iterator[Relay]:
-        """A relay to a port of this host, for as long as the block lasts."""
+        """Run a relay to a port of this host within the block."""
         relay = cls(port)
         try:
             yield relay
@@ -50,36 +50,36 @@ class Relay:
 
     @property
     def is_holding(self) -> bool:
-        """Whether all that may pass has passed."""
+        """Whether the byte limit of :meth:`hold_after` is reached."""
         with self._condition:
             return self._budget <= 0
 
     def hold_after(self, count: int) -> None:
-        """Pass on ``count`` more bytes and no others."""
+        """Forward ``count`` more bytes, then hold back."""
         with self._condition:
             self._budget = count
             self._condition.notify_all()
 
-    def let_go(self) -> None:
-        """Pass on all there is."""
+    def release(self) -> None:
+        """Forward everything, including the bytes held back."""
         self.hold_after(_FOREVER)
 
     def cut(self) -> None:
-        """Break what there is and what comes, as a network does that is gone; what was held back is lost."""
+        """Break all connections, and new ones, as if the network were down. Bytes held back are lost."""
         with self._condition:
             self._is_cut = True
-            for one in self._sockets:
+            for connected in self._sockets:
                 with suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+                    connected.shutdown(socket.SHUT_RDWR)
             self._condition.notify_all()
 
     def heal(self) -> None:
-        """Take connections again."""
+        """Accept connections again."""
         with self._condition:
             self._is_cut = False
 
     def close(self) -> None:
-        """Break everything and end the threads."""
+        """Break all connections and stop the threads."""
         self.cut()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -113,36 +113,36 @@ class Relay:
                     far.close()
                     continue
                 self._sockets |= {near, far}
-            self._start(self._pass_on, near, far)
-            self._start(self._pass_on, far, near)
+            self._start(self._forward, near, far)
+            self._start(self._forward, far, near)
 
-    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
         buffer = memoryview(bytearray(CHUNK_BYTES))
         with suppress(OSError):
-            while received := one.recv_into(buffer):
+            while received := source.recv_into(buffer):
                 sent = 0
                 while sent < received:
                     allowed = self._allowed(received - sent)
-                    other.sendall(buffer[sent : sent + allowed])
+                    target.sendall(buffer[sent : sent + allowed])
                     sent += allowed
                     with self._condition:
                         self.forwarded += allowed
-        for end in (one, other):
+        for end in (source, target):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-        # The second of the two to come here has both to itself.
+        # The second of the two threads closes both sockets.
         with self._condition:
-            if one not in self._sockets:
-                one.close()
-                other.close()
-            self._sockets -= {one, other}
+            if source not in self._sockets:
+                source.close()
+                target.close()
+            self._sockets -= {source, target}
 
-    def _allowed(self, wanted: int) -> int:
+    def _allowed(self, requested: int) -> int:
         with self._condition:
             while self._budget <= 0 and not self._is_cut:
                 self._condition.wait()
             if self._is_cut:
                 raise ConnectionResetError
-            allowed = min(wanted, self._budget)
+            allowed = min(requested, self._budget)
             self._budget -= allowed
             return allowed

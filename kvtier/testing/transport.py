@@ -1,4 +1,4 @@
-"""What every transport must do, as tests: subclass :class:`TransportConformance` and pytest runs them all.
+"""The transport conformance suite. Subclass :class:`TransportConformance` to run it with pytest.
 
 ::
 
@@ -6,10 +6,10 @@
         transport = MyTransport
         settings = {"type": "mine"}
 
-Bytes move between the arena of the tests' process and that of a second one, which is started with Python and
-imports the transport by its module's name. A test needs room for about 400 MiB at most. The tests run on
-asyncio through anyio's pytest plugin. Transports that ``SupportsConnections`` get connections without any
-authentication, over loopback or over a relay that holds bytes back and cuts.
+Transfers run between the arenas of the test process and of a second Python process, which imports the
+transport by its module name. A test needs at most about 400 MiB of memory. The tests run on asyncio with
+anyio's pytest plugin. Transports that implement ``SupportsConnections`` get unauthenticated connections, over
+loopback or through a relay that can hold bytes back and break connections.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kvtier.testing.transport_pair import (
     KIB,
     MISS,
     OK,
-    PATIENCE_SECONDS,
+    TIMEOUT_SECONDS,
     Linked,
     fill,
     holds,
-    no_more,
+    none_greater,
     part,
     until,
 )
@@ -50,19 +50,19 @@ from kvtier.transports.base import Access, RemoteSpan
 
 
 class TransportConformance(TransportFaults):
-    """The contract of :class:`~kvtier.transports.base.Transport`. Call your subclass ``Test...``."""
+    """Tests of the contract of :class:`~kvtier.transports.base.Transport`. Name your subclass ``Test...``."""
 
-    # Bytes.
+    # Data.
 
     @pytest.mark.parametrize("count", [0, 1, 7, 300])
     async def test_reads(self, pair: Linked, count: int) -> None:
-        """No, one and many spans."""
+        """Zero, one and many spans."""
         spans = await pair.other.grant([1000 + index for index in range(count)]) if count else []
         await self.assert_reads(pair, spans)
 
     @pytest.mark.parametrize("count", [0, 1, 7, 300])
     async def test_writes(self, pair: Linked, count: int) -> None:
-        """No, one and many spans."""
+        """Zero, one and many spans."""
         lengths = [1000 + index for index in range(count)]
         spans = await pair.other.grant(lengths, access=Access.WRITE) if count else []
         views = pair.views(lengths)
@@ -73,9 +73,9 @@ class TransportConformance(TransportFaults):
             assert await pair.other.digest(span.offset, span.length) == xxh3_128_hexdigest(view)
 
     @pytest.mark.parametrize("size", [1, 2, 4095, 4096, 4097, MIB - 1, 5 * MIB + 3, 64 * MIB])
-    async def test_every_size(self, other: OtherProcess, proof: Certificate | None, size: int) -> None:
-        """From one byte to 64 MiB, read and written."""
-        async with self.linked(other, proof, capacity=2 * size + 4 * MIB) as pair:
+    async def test_every_size(self, other: OtherProcess, tls: Certificate | None, size: int) -> None:
+        """Reads and writes from 1 byte to 64 MiB."""
+        async with self.linked(other, tls, capacity=2 * size + 4 * MIB) as pair:
             (span,) = await pair.other.grant([size], seed=1)
             (target,) = await pair.other.grant([size], access=Access.WRITE, seed=2)
             (view,) = pair.views([size])
@@ -86,19 +86,19 @@ class TransportConformance(TransportFaults):
 
     @pytest.mark.parametrize(("start", "length"), [(1, 1), (4095, 2), (0, 9999), (777, 5000), (9999, 1)])
     async def test_a_part_of_a_slice(self, pair: Linked, start: int, length: int) -> None:
-        """A span may lie anywhere within a slice, and the view anywhere in memory; nothing else changes."""
+        """Spans may lie anywhere within a slice, and views anywhere in memory. Other bytes do not change."""
         span, other = await pair.other.grant([10_000, 10_000], seed=1)
-        (room,) = pair.views([30_000])
-        view = room[4097 : 4097 + length]
+        (memory,) = pair.views([30_000])
+        view = memory[4097 : 4097 + length]
         assert list(await pair.link.read([(part(span, start, length), view)])) == [OK]
         assert view == pattern(1, 10_000)[start : start + length]
-        assert is_stained(room[:4097])
-        assert is_stained(room[4097 + length :])
+        assert is_stained(memory[:4097])
+        assert is_stained(memory[4097 + length :])
         assert await pair.other.digest(other.offset, 10_000) == xxh3_128_hexdigest(pattern(2, 10_000))
 
     @pytest.mark.parametrize(("start", "length"), [(1, 1), (4095, 2), (0, 9999), (777, 5000), (9999, 1)])
     async def test_writing_a_part_of_a_slice(self, pair: Linked, start: int, length: int) -> None:
-        """Bytes beside the span, and the slices beside its slice, stay as they were."""
+        """Bytes next to the span, and adjacent slices, do not change."""
         spans = await pair.other.grant([10_000] * 3, access=Access.WRITE, seed=1)
         (view,) = pair.views([length])
         view[:] = pattern(9, length)
@@ -109,7 +109,7 @@ class TransportConformance(TransportFaults):
             assert await pair.other.digest(span.offset, 10_000) == xxh3_128_hexdigest(content)
 
     async def test_a_batch_of_a_thousand(self, pair: Linked) -> None:
-        """Spans of many lengths, out of order, some of them twice."""
+        """Spans of many lengths, in random order, some of them repeated."""
         chosen = random.Random(4)  # noqa: S311 - the same each time
         granted = await pair.other.grant([9000] * 50, seed=0)
         cuts = [(slice_, chosen.randrange(4500), chosen.randrange(1, 4500)) for slice_ in range(50)] * 20
@@ -121,10 +121,10 @@ class TransportConformance(TransportFaults):
         for view, (slice_, start, length) in zip(views, cuts, strict=True):
             assert view == patterns[slice_][start : start + length]
 
-    async def test_batches_at_once(self, other: OtherProcess, proof: Certificate | None) -> None:
-        """Reads and writes of many tasks, large and small, do not disturb each other."""
+    async def test_batches_at_once(self, other: OtherProcess, tls: Certificate | None) -> None:
+        """Concurrent large and small reads and writes do not affect each other."""
         sizes = [100, 5000, 300 * KIB, 3 * MIB]
-        async with self.linked(other, proof, capacity=64 * MIB) as pair:
+        async with self.linked(other, tls, capacity=64 * MIB) as pair:
 
             async def read(seed: int) -> None:
                 spans = await pair.other.grant(sizes, seed=seed)
@@ -145,10 +145,10 @@ class TransportConformance(TransportFaults):
                 for seed in range(4):
                     tasks.start_soon(read, 10 * seed)
                     tasks.start_soon(write, 10 * seed + 5)
-            await pair.nothing_is_lent()
+            await pair.assert_no_leases()
 
-    async def test_both_ways(self, pair: Linked, proof: Certificate | None) -> None:
-        """The other reads from here while this side reads from there."""
+    async def test_both_ways(self, pair: Linked, tls: Certificate | None) -> None:
+        """Both sides read from each other at the same time."""
         await pair.other.do("connect", endpoint=pair.here.transport.endpoint.hex(), port=pair.here.port)
         mine = pair.here.grants.grant([MIB, 70_000], Access.READ, 50)
         theirs = await pair.other.grant([MIB, 70_000], seed=60)
@@ -163,14 +163,14 @@ class TransportConformance(TransportFaults):
         assert answers[0]["outcomes"] == ["ok", "ok"]
         expected = [xxh3_128_hexdigest(pattern(50, MIB)), xxh3_128_hexdigest(pattern(51, 70_000))]
         assert answers[0]["digests"] == expected
-        await until(lambda: pair.here.lent == len(pair.room))
+        await until(lambda: pair.here.transfer_leases == len(pair.leases))
 
-    # What is not granted.
+    # Access control.
 
     async def test_what_is_not_granted_is_a_miss(self, pair: Linked) -> None:
-        """Unknown, ended, for another access, beyond its slice: a miss each, and the others are read."""
+        """Unknown or ended grants, wrong access and spans beyond a slice are misses; other spans are read."""
         if self.transport.one_sided:
-            pytest.skip("what takes no part in a transfer cannot refuse it")
+            pytest.skip("a one-sided transport cannot refuse transfers")
         good, beside = await pair.other.grant([5000, 5000], seed=1)
         (ended,) = await pair.other.grant([5000])
         await pair.other.do("revoke", grant=ended.grant)
@@ -194,12 +194,12 @@ class TransportConformance(TransportFaults):
         assert outcomes == [OK, *([MISS, OK] * len(bad))]
         assert same(views[0], pattern(1, 5000))
         assert all(same(view, pattern(2, 5000)) for view in views[2::2])
-        await pair.nothing_is_lent()
+        await pair.assert_no_leases()
 
     async def test_what_is_not_granted_is_not_written(self, pair: Linked) -> None:
-        """As for reading; and not a byte of it is changed."""
+        """Writes without a grant are misses, and change no byte."""
         if self.transport.one_sided:
-            pytest.skip("what takes no part in a transfer cannot refuse it")
+            pytest.skip("a one-sided transport cannot refuse transfers")
         good, beside = await pair.other.grant([5000, 5000], access=Access.WRITE, seed=1)
         (readable,) = await pair.other.grant([5000], seed=7)
         bad = [readable, part(good, 3000, 5000), RemoteSpan(5, good.offset, 5000), part(beside, -1, 5000)]
@@ -211,10 +211,10 @@ class TransportConformance(TransportFaults):
         assert list(outcomes) == [MISS, OK, MISS, MISS, MISS, OK]
         for span, seed in ((good, 101), (beside, 105), (readable, 7)):
             assert await pair.other.digest(span.offset, 5000) == xxh3_128_hexdigest(pattern(seed, 5000))
-        await pair.nothing_is_lent()
+        await pair.assert_no_leases()
 
-    async def test_offsets_that_cannot_be(self, pair: Linked) -> None:
-        """Beyond the arena, up to 2^63 and over: never ``OK``, nothing breaks, and the others are moved."""
+    async def test_offsets_beyond_the_arena(self, pair: Linked) -> None:
+        """Offsets up to and over 2^63 are never ``OK``, and do not affect other spans."""
         (good,) = await pair.other.grant([5000], seed=1)
         offsets = (1 << 40, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 2500, 1 << 64, -1)
         bad = [RemoteSpan(good.grant, offset, 5000) for offset in offsets]
@@ -226,10 +226,10 @@ class TransportConformance(TransportFaults):
         assert OK not in outcomes
         await self.assert_reads(pair, [good], 1)
 
-    # Endpoints, and closing.
+    # Endpoints and closing.
 
-    async def test_an_endpoint_that_is_none(self, pair: Linked) -> None:
-        """Empty, cut short, longer, or anything else: :class:`PeerError`, and nothing else breaks."""
+    async def test_invalid_endpoints(self, pair: Linked) -> None:
+        """An empty, truncated, longer or random endpoint raises :class:`PeerError` without side effects."""
         endpoint = pair.endpoint
         wrong = [
             b"",
@@ -242,36 +242,36 @@ class TransportConformance(TransportFaults):
             pattern(2, MIB),
             bytes(reversed(endpoint)),
         ]
-        for one in wrong:
+        for invalid in wrong:
             with pytest.raises(PeerError):
-                await pair.here.transport.connect(one, dial_nowhere)
+                await pair.here.transport.connect(invalid, dial_nowhere)
         (span,) = await pair.other.grant([1000])
         await self.assert_reads(pair, [span])
 
     async def test_opening_and_closing_leaves_nothing(
-        self, other: OtherProcess, proof: Certificate | None
+        self, other: OtherProcess, tls: Certificate | None
     ) -> None:
-        """As many descriptors, threads and tasks as before, on both sides, however often."""
+        """Opening and closing repeatedly leaks no file descriptors, threads or tasks on either side."""
 
         async def once() -> None:
-            async with self.linked(other, proof) as pair:
+            async with self.linked(other, tls) as pair:
                 await self.assert_reads(pair, await pair.other.grant([MIB, 10]))
 
         async def counted() -> list[list[int]]:
             return [self._counted(resources()), self._counted(await other.do("resources"))]
 
-        # What is made once and stays, such as a library's own threads, is made now.
+        # Warm up, so that resources created once per process, such as a library's threads, do not count.
         for _ in range(2):
             await once()
         before = await counted()
         for _ in range(4):
             await once()
-        with anyio.move_on_after(PATIENCE_SECONDS):
-            while not no_more(await counted(), before):  # noqa: ASYNC110 - of another process
+        with anyio.move_on_after(TIMEOUT_SECONDS):
+            while not none_greater(await counted(), before):  # noqa: ASYNC110 - of another process
                 await anyio.sleep(0.05)
         after = await counted()
-        assert no_more(after, before), (
-            f"descriptors, threads and tasks, here and there: {before} before and {after} after"
+        assert none_greater(after, before), (
+            f"descriptors, threads and tasks of both processes: {before} before, {after} after"
         )
 
     def _counted(self, found: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The part of the conformance suite of transports in which calls are cancelled, and peers fail."""
+"""The part of the transport conformance suite with cancelled calls and failing peers."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from kvtier.transports.base import Access
 
 
 class TransportFaults(TransportSuite):
-    """What must not do any harm."""
+    """Tests that cancellation, peer failures and network failures corrupt and leak nothing."""
 
     async def test_a_grant_that_ends_in_mid_transfer(
-        self, other: OtherProcess, proof: Certificate | None
+        self, other: OtherProcess, tls: Certificate | None
     ) -> None:
-        """What a transfer is using stays leased until it has ended; then all is as before."""
-        self.only_over_connections()
+        """Memory in use by a transfer stays leased until the transfer has ended, and is released then."""
+        self.require_connections()
         size = 32 * MIB
-        async with self.linked(other, proof, capacity=size + 4 * MIB, relayed=True) as pair:
+        async with self.linked(other, tls, capacity=size + 4 * MIB, relayed=True) as pair:
             assert pair.relay is not None
             (span,) = await pair.other.grant([size])
             (view,) = pair.views([size])
@@ -64,16 +64,16 @@ class TransportFaults(TransportSuite):
                 tasks.start_soon(read)
                 await until(lambda: pair.relay is not None and pair.relay.is_holding)
                 await pair.other.do("revoke", grant=span.grant)
-                assert await pair.other.do("lent") > 0
-                pair.relay.let_go()
-            # What was not yet being sent may have missed.
+                assert await pair.other.do("transfer_leases") > 0
+                pair.relay.release()
+            # Parts whose transfer had not started may be misses.
             assert outcomes in ([OK], [MISS])
             assert outcomes != [OK] or await holds(view, 0)
-            await pair.nothing_is_lent()
+            await pair.assert_no_leases()
             (again,) = await pair.other.grant([1000], seed=5)
             await self.assert_reads(pair, [again], 5)
 
-    # Cancelling.
+    # Cancellation.
 
     @pytest.mark.parametrize("lag", [0, 1])
     @pytest.mark.parametrize("through", ["scope", "task"])
@@ -81,7 +81,7 @@ class TransportFaults(TransportSuite):
     async def test_cancelling_at_every_step(
         self, pair: Linked, method: str, through: Through, lag: int
     ) -> None:
-        """A cancelled call leaves memory alone from then on, and the link usable."""
+        """A cancelled call does not write to memory afterwards, and the link stays usable."""
         sizes = [300 * KIB, 20, 2 * MIB]
         granted = await pair.other.grant(sizes, access=Access(method), seed=1)
         checked = await pair.other.grant([1000], seed=9)
@@ -95,17 +95,17 @@ class TransportFaults(TransportSuite):
             for view in views:
                 stain(view)
             await self.assert_reads(pair, checked, 9)
-            assert all(is_stained(view) for view in views), "memory was written to after the call had ended"
+            assert all(is_stained(view) for view in views), "memory was written after the call had returned"
             if not cancelled:
                 break
-        await pair.nothing_is_lent()
+        await pair.assert_no_leases()
 
     async def test_many_at_once_and_a_quarter_cancelled(
-        self, other: OtherProcess, proof: Certificate | None
+        self, other: OtherProcess, tls: Certificate | None
     ) -> None:
-        """Of 64 transfers that go on at once, those that are cancelled do not disturb the others."""
+        """Of 64 concurrent transfers, the cancelled ones do not affect the others."""
         size = 700_000
-        async with self.linked(other, proof, capacity=64 * 720_896) as pair:
+        async with self.linked(other, tls, capacity=64 * 720_896) as pair:
             spans = await pair.other.grant([size] * 64)
             views = pair.views([size] * 64)
             calls = [
@@ -121,15 +121,15 @@ class TransportFaults(TransportSuite):
             await asyncio.wait(calls)
             for index, (call, view) in enumerate(zip(calls, views, strict=True)):
                 if call.cancelled():
-                    assert is_stained(view), "memory was written to after the call had ended"
+                    assert is_stained(view), "memory was written after the call had returned"
                 elif call not in cancelled:
                     assert list(call.result()) == [OK]
                     assert await holds(view, index)
-            await pair.nothing_is_lent()
+            await pair.assert_no_leases()
 
-    async def test_cancelling_what_stands_still(self, other: OtherProcess, proof: Certificate | None) -> None:
-        """A call whose bytes do not come ends soon after it is cancelled."""
-        async with self.linked(other, proof) as pair:
+    async def test_cancelling_a_stalled_call(self, other: OtherProcess, tls: Certificate | None) -> None:
+        """A call to a stalled peer returns soon after it is cancelled."""
+        async with self.linked(other, tls) as pair:
             (span,) = await pair.other.grant([8 * MIB])
             (view,) = pair.views([8 * MIB])
             pair.other.pause()
@@ -146,18 +146,18 @@ class TransportFaults(TransportSuite):
             (checked,) = await pair.other.grant([1000], seed=3)
             await self.assert_reads(pair, [checked], 3)
             assert call.cancelled() is False or is_stained(view)
-            await pair.nothing_is_lent()
+            await pair.assert_no_leases()
 
-    # What befalls peers and networks.
+    # Failures of peers and networks.
 
     @pytest.mark.parametrize("method", ["read", "write"])
     async def test_a_peer_that_is_killed_in_mid_transfer(
-        self, other: OtherProcess, proof: Certificate | None, method: str
+        self, other: OtherProcess, tls: Certificate | None, method: str
     ) -> None:
-        """``FAILED`` within the deadline, and nothing leaks; what is called afterwards fails, too."""
+        """The call is ``FAILED`` within the deadline and leaks nothing. Later calls fail as well."""
         size = 32 * MIB
         async with self.linked(
-            other, proof, deadline=SHORT_DEADLINE, capacity=size + 4 * MIB, relayed=self.over_connections
+            other, tls, deadline=SHORT_DEADLINE, capacity=size + 4 * MIB, relayed=self.over_connections
         ) as pair:
             (span,) = await pair.other.grant([size], access=Access(method))
             (view,) = pair.views([size])
@@ -173,7 +173,7 @@ class TransportFaults(TransportSuite):
                 await anyio.sleep(0.001)
             pair.other.kill()
             if pair.relay is not None:
-                pair.relay.let_go()
+                pair.relay.release()
             (outcome,) = await call
             assert time.monotonic() - began < SHORT_DEADLINE + GRACE_SECONDS
             assert outcome is FAILED or (outcome is OK and pair.relay is None)
@@ -182,11 +182,11 @@ class TransportFaults(TransportSuite):
             assert is_stained(view)
 
     async def test_a_reader_that_is_killed_in_mid_transfer(
-        self, other: OtherProcess, proof: Certificate | None
+        self, other: OtherProcess, tls: Certificate | None
     ) -> None:
-        """Who serves it lets go of what it was reading, and serves others."""
+        """The serving side releases the memory that the reader was reading, and serves other readers."""
         size = 32 * MIB
-        async with self.linked(other, proof, capacity=2 * size) as pair:
+        async with self.linked(other, tls, capacity=2 * size) as pair:
             port = pair.here.port
             (span,) = await anyio.to_thread.run_sync(pair.here.grants.grant, [size], Access.READ, 1)
             with Relay.to(port) if self.over_connections else nullcontext() as relay:
@@ -195,23 +195,23 @@ class TransportFaults(TransportSuite):
                 await pair.other.do("connect", endpoint=endpoint, port=through)
                 if isinstance(relay, Relay):
                     relay.hold_after(MIB)
-                await pair.other.do("read_on", spans=[span])
+                await pair.other.do("read_repeatedly", spans=[span])
                 if isinstance(relay, Relay):
-                    await until(lambda: relay.is_holding and pair.here.lent > 0)
+                    await until(lambda: relay.is_holding and pair.here.transfer_leases > 0)
                 pair.other.kill()
-            await until(lambda: pair.here.lent == len(pair.room))
+            await until(lambda: pair.here.transfer_leases == len(pair.leases))
             await anyio.to_thread.run_sync(pair.other.start)
             settings = {**self.settings, "deadline": 20.0}
-            await pair.other.open(self.transport, settings, 2 * size, proof)
+            await pair.other.open(self.transport, settings, 2 * size, tls)
             await pair.other.do("connect", endpoint=endpoint, port=port)
             answer = await pair.other.do("read", spans=[span])
             assert answer["outcomes"] == ["ok"]
             assert answer["digests"] == [xxh3_128_hexdigest(await anyio.to_thread.run_sync(pattern, 1, size))]
-            await until(lambda: pair.here.lent == len(pair.room))
+            await until(lambda: pair.here.transfer_leases == len(pair.leases))
 
-    async def test_a_peer_that_is_paused(self, other: OtherProcess, proof: Certificate | None) -> None:
-        """Longer than the deadline: ``FAILED``. When it goes on, so does the link."""
-        async with self.linked(other, proof, deadline=SHORT_DEADLINE) as pair:
+    async def test_a_peer_that_is_paused(self, other: OtherProcess, tls: Certificate | None) -> None:
+        """Calls to a peer paused beyond the deadline are ``FAILED``. The link works again when it resumes."""
+        async with self.linked(other, tls, deadline=SHORT_DEADLINE) as pair:
             spans = await pair.other.grant([MIB, 5000], seed=1)
             await self.assert_reads(pair, spans, 1)
             views = pair.views([MIB, 5000])
@@ -220,24 +220,24 @@ class TransportFaults(TransportSuite):
                 began = time.monotonic()
                 outcomes = list(await pair.link.read(list(zip(spans, views, strict=True))))
                 assert time.monotonic() - began < SHORT_DEADLINE + GRACE_SECONDS
-                # A device may need no help of that process.
+                # A one-sided transfer may not need the peer's CPU.
                 assert outcomes == [FAILED, FAILED] or self.transport.one_sided
                 for view in views:
                     stain(view)
             finally:
                 pair.other.resume()
             await self.assert_reads(pair, spans, 1)
-            assert all(is_stained(view) for view in views), "memory was written to after the call had ended"
-            await pair.nothing_is_lent()
+            assert all(is_stained(view) for view in views), "memory was written after the call had returned"
+            await pair.assert_no_leases()
 
     @pytest.mark.parametrize("method", ["read", "write"])
-    async def test_a_cut_that_heals(
-        self, other: OtherProcess, proof: Certificate | None, method: str
+    async def test_a_connection_loss_that_heals(
+        self, other: OtherProcess, tls: Certificate | None, method: str
     ) -> None:
-        """The transfer goes on over new connections, and what had arrived is not sent again."""
-        self.only_over_connections()
+        """The transfer resumes over new connections, and does not resend bytes that have arrived."""
+        self.require_connections()
         size = 48 * MIB
-        async with self.linked(other, proof, capacity=size + 4 * MIB, relayed=True) as pair:
+        async with self.linked(other, tls, capacity=size + 4 * MIB, relayed=True) as pair:
             assert pair.relay is not None
             (span,) = await pair.other.grant([size], access=Access(method), seed=1)
             (view,) = pair.views([size])
@@ -250,21 +250,21 @@ class TransportFaults(TransportSuite):
             await until(lambda: pair.relay is not None and pair.relay.is_holding)
             pair.relay.cut()
             await anyio.sleep(0.3)
-            pair.relay.let_go()
+            pair.relay.release()
             pair.relay.heal()
             assert list(await call) == [OK]
             if method == "read":
                 assert await holds(view, 1)
             assert await pair.other.digest(span.offset, size) == xxh3_128_hexdigest(view)
-            assert pair.relay.forwarded < size * 3 // 2, "what had arrived was sent again"
-            await pair.nothing_is_lent()
+            assert pair.relay.forwarded < size * 3 // 2, "bytes that had arrived were sent again"
+            await pair.assert_no_leases()
 
-    async def test_a_cut_that_does_not_heal_in_time(
-        self, other: OtherProcess, proof: Certificate | None
+    async def test_a_connection_loss_that_does_not_heal_in_time(
+        self, other: OtherProcess, tls: Certificate | None
     ) -> None:
-        """``FAILED`` by the deadline; after it has healed the link works again."""
-        self.only_over_connections()
-        async with self.linked(other, proof, deadline=SHORT_DEADLINE, relayed=True) as pair:
+        """The call is ``FAILED`` by the deadline, and the link works again when the network heals."""
+        self.require_connections()
+        async with self.linked(other, tls, deadline=SHORT_DEADLINE, relayed=True) as pair:
             assert pair.relay is not None
             spans = await pair.other.grant([8 * MIB, 1], seed=1)
             pair.relay.hold_after(MIB)
@@ -274,7 +274,7 @@ class TransportFaults(TransportSuite):
             pair.relay.cut()
             assert FAILED in (await call)[0]
             assert time.monotonic() - began < SHORT_DEADLINE + GRACE_SECONDS
-            pair.relay.let_go()
+            pair.relay.release()
             pair.relay.heal()
             await self.assert_reads(pair, spans, 1)
-            await pair.nothing_is_lent()
+            await pair.assert_no_leases()

@@ -1,4 +1,4 @@
-"""What the conformance suite of transports stands on: two sides, linked, and right bytes told from wrong."""
+"""Base of the transport conformance suite: two linked sides, and checks of their bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import anyio.to_thread
 import pytest
 
 from kvtier.backends.base import Outcome
-from kvtier.slices import Lease
+from kvtier.memory.slices import Lease
 from kvtier.testing.backend import same
 from kvtier.testing.relay import Relay
 from kvtier.testing.transport_process import OtherProcess
@@ -33,20 +33,20 @@ OK, MISS, FAILED = Outcome.OK, Outcome.MISS, Outcome.FAILED
 
 SHORT_DEADLINE = 1.0
 GRACE_SECONDS = 3.0
-"""How much later than its deadline a call may end on a machine that is busy."""
-PATIENCE_SECONDS = 30.0
-"""How long a condition that must come may take to come."""
+"""How long after its deadline a call may return on a busy machine."""
+TIMEOUT_SECONDS = 30.0
+"""How long to wait for a condition."""
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition; fail where it does not come."""
-    with anyio.fail_after(PATIENCE_SECONDS):
+    """Wait for a condition; fail after ``TIMEOUT_SECONDS``."""
+    with anyio.fail_after(TIMEOUT_SECONDS):
         while not condition():  # noqa: ASYNC110 - of another process or thread
             await anyio.sleep(0.005)
 
 
-def no_more(now: Sequence[Sequence[int]], before: Sequence[Sequence[int]]) -> bool:
-    """Whether no number is greater than it was."""
+def none_greater(now: Sequence[Sequence[int]], before: Sequence[Sequence[int]]) -> bool:
+    """Return whether no number has increased."""
     return all(
         count <= earlier
         for row, row_before in zip(now, before, strict=True)
@@ -55,72 +55,72 @@ def no_more(now: Sequence[Sequence[int]], before: Sequence[Sequence[int]]) -> bo
 
 
 def part(span: RemoteSpan, start: int, length: int) -> RemoteSpan:
-    """Some bytes of a span."""
+    """Return a part of a span."""
     return RemoteSpan(span.grant, span.offset + start, length)
 
 
 async def holds(view: memoryview, seed: int) -> bool:
-    """Whether memory has the bytes of ``pattern(seed)``."""
+    """Return whether memory contains ``pattern(seed)``."""
     return await anyio.to_thread.run_sync(lambda: same(view, pattern(seed, len(view))))
 
 
 async def fill(view: memoryview, seed: int) -> None:
-    """Give memory these bytes."""
+    """Fill memory with ``pattern(seed)``."""
     view[:] = await anyio.to_thread.run_sync(pattern, seed, len(view))
 
 
 @dataclass
 class Linked:
-    """This process's side, the other process, and the link there."""
+    """This process's side, the other process, and the link to it."""
 
     here: Side
     other: OtherProcess
     endpoint: bytes
     link: Link
     relay: Relay | None
-    room: list[Lease] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
 
     def views(self, lengths: Sequence[int]) -> list[memoryview]:
-        """Memory of this process's arena, until the test ends; stained."""
+        """Allocate memory in this process's arena until the test ends. It contains the sentinel byte."""
         leases = [self.here.arena.allocate(length) for length in lengths]
         for lease in leases:
-            assert lease is not None, "the arena of a test is too small"
-            self.room.append(lease)
+            assert lease is not None, "the test's arena is too small"
+            self.leases.append(lease)
         return [lease.view for lease in leases if lease is not None]
 
     async def read(self, spans: Sequence[RemoteSpan]) -> tuple[list[Outcome], list[memoryview]]:
-        """Read spans into memory of its own each."""
+        """Read each span into newly allocated memory."""
         views = self.views([span.length for span in spans])
         return list(await self.link.read(list(zip(spans, views, strict=True)))), views
 
-    async def nothing_is_lent(self) -> None:
-        """Wait until no transfer holds a lease over there; fail where one stays."""
-        with anyio.fail_after(PATIENCE_SECONDS):
-            while await self.other.do("lent"):  # noqa: ASYNC110 - of another process
+    async def assert_no_leases(self) -> None:
+        """Wait until no transfer holds a lease in the other process; fail after ``TIMEOUT_SECONDS``."""
+        with anyio.fail_after(TIMEOUT_SECONDS):
+            while await self.other.do("transfer_leases"):  # noqa: ASYNC110 - of another process
                 await anyio.sleep(0.01)
 
 
 class TransportSuite:
-    """What a transport says of itself, and fixtures."""
+    """Declarations for the transport under test, and fixtures."""
 
     pytestmark = pytest.mark.anyio
 
     transport: ClassVar[type[Transport]]
     settings: ClassVar[Mapping[str, Any]]
-    """Of this transport, as an operator writes them, without ``deadline``."""
+    """The transport's settings, as in the configuration, without ``deadline``."""
     counts_files: ClassVar[bool] = True
-    """Whether all descriptors of a transport are closed with it: not so where a library keeps some."""
+    """Whether closing the transport closes all its file descriptors. False if a library keeps some open."""
     counts_threads: ClassVar[bool] = True
-    """The same of its threads."""
+    """Whether closing the transport stops all its threads."""
 
     def certificate(self, path: Path) -> Certificate | None:
-        """One, made in that folder, to run all this over TLS."""
+        """Create a certificate in ``path`` to run the suite over TLS; ``None``, the default: without TLS."""
         return None
 
     @property
     def over_connections(self) -> bool:
-        """Whether its bytes go over connections that it is given."""
-        # Not issubclass(), which would ask for more than methods.
+        """Whether the transport uses the connections that it is given."""
+        # Not issubclass(), which checks more than the method.
         return hasattr(self.transport, "serve")
 
     @pytest.fixture
@@ -131,7 +131,7 @@ class TransportSuite:
     @pytest.fixture(scope="class")
     @classmethod
     def process(cls) -> Iterator[OtherProcess]:
-        """The other process; a test that ends it leaves it to the next to start it again."""
+        """The other process. It may not be running: a test that kills it does not restart it."""
         process = OtherProcess()
         yield process
         process.kill()
@@ -143,56 +143,56 @@ class TransportSuite:
         return process
 
     @pytest.fixture
-    def proof(self, tmp_path: Path) -> Certificate | None:
-        """What this test's connections are secured with."""
+    def tls(self, tmp_path: Path) -> Certificate | None:
+        """The certificate for this test's connections."""
         return self.certificate(tmp_path / "certificate")
 
     @asynccontextmanager
     async def linked(
         self,
         other: OtherProcess,
-        proof: Certificate | None = None,
+        tls: Certificate | None = None,
         *,
         deadline: float = 20.0,
         capacity: int = 24 * MIB,
         relayed: bool = False,
     ) -> AsyncIterator[Linked]:
-        """Both sides open, and this one linked to the other. At the end nothing of either may be leased."""
+        """Open both sides, and link this one to the other. Fails if either has open leases at the end."""
         settings = {**self.settings, "deadline": deadline}
-        endpoint, port = await other.open(self.transport, settings, capacity, proof)
+        endpoint, port = await other.open(self.transport, settings, capacity, tls)
         async with AsyncExitStack() as stack:
-            here = await stack.enter_async_context(Side.open(self.transport, settings, capacity, proof))
+            here = await stack.enter_async_context(Side.open(self.transport, settings, capacity, tls))
             relay = stack.enter_context(Relay.to(port)) if relayed else None
-            dial = dial_to(relay.port if relay else port, proof) if port else dial_nowhere
+            dial = dial_to(relay.port if relay else port, tls) if port else dial_nowhere
             link = await here.transport.connect(endpoint, dial)
             linked = Linked(here, other, endpoint, link, relay)
             try:
                 yield linked
             except BaseException:
-                # What it is doing now is nobody's business any longer, least of all the next test's.
+                # Its state is unknown, and must not affect the next test.
                 other.kill()
                 raise
             finally:
                 await link.close()
-                for lease in linked.room:
+                for lease in linked.leases:
                     lease.release()
         if other.is_running:
             await other.do("close")
 
     @pytest.fixture
-    async def pair(self, other: OtherProcess, proof: Certificate | None) -> AsyncIterator[Linked]:
+    async def pair(self, other: OtherProcess, tls: Certificate | None) -> AsyncIterator[Linked]:
         """Both sides, linked directly."""
-        async with self.linked(other, proof) as linked:
+        async with self.linked(other, tls) as linked:
             yield linked
 
     async def assert_reads(self, pair: Linked, spans: Sequence[RemoteSpan], seed: int = 0) -> None:
-        """Fail unless whole slices, granted with this seed, are read right."""
+        """Read whole slices that were granted with ``seed``, and check their bytes."""
         outcomes, views = await pair.read(spans)
         assert outcomes == [OK] * len(spans)
         for index, view in enumerate(views):
-            assert await holds(view, seed + index), f"item {index} has other bytes"
+            assert await holds(view, seed + index), f"item {index} has wrong bytes"
 
-    def only_over_connections(self) -> None:
-        """Skip the test where the suite has no hand in how bytes travel."""
+    def require_connections(self) -> None:
+        """Skip the test if the transport does not use connections that the suite can control."""
         if not self.over_connections:
-            pytest.skip("needs connections that can be held back and cut")
+            pytest.skip("the transport does not use connections")

@@ -1,6 +1,6 @@
-"""The other process of the conformance suite of transports: run as a program, and driven by the tests.
+"""The other process of the transport conformance suite: a program that the tests control.
 
-A line of JSON each way: ``{"do": name, ...}``, and ``{"answer": ...}`` or ``{"failed": why}``.
+Requests and answers are lines of JSON: ``{"do": name, ...}``, and ``{"answer": ...}`` or ``{"failed": why}``.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ from kvtier.transports.base import Access, Link, RemoteSpan, Transport
 
 
 class OtherProcess:
-    """The tests' handle on it. Calls wait in a worker thread; none may be made while it is paused."""
+    """A handle on the process. Calls wait in a worker thread. Make none while the process is paused."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start it, unless it runs. Blocks for no longer than starting a program takes."""
+        """Start the process unless it is running. Blocks only while spawning it."""
         if self._process is not None and self._process.poll() is None:
             return
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # What the tests can import it can, too: transports are told by their modules' names.
+            # Transports are passed by module name, so everything the tests can import must be importable.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and has not been killed."""
+        """Whether the process was started and not killed."""
         return self._process is not None
 
     @property
     def _running(self) -> subprocess.Popen[bytes]:
-        assert self._process is not None, "it was not started"
+        assert self._process is not None, "the process was not started"
         return self._process
 
     async def do(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - what JSON can hold
-        """Have it carry out one of :class:`_Commands`, and its answer."""
+        """Run one of :class:`_Commands` in the process, and return its result."""
         return await anyio.to_thread.run_sync(self._do, json.dumps({"do": name, **arguments}).encode())
 
     def _do(self, line: bytes) -> Any:  # noqa: ANN401 - what JSON can hold
         process = self._running
         assert process.stdin is not None
         assert process.stdout is not None
-        with self._turn:
+        with self._lock:
             process.stdin.write(line + b"\n")
             process.stdin.flush()
-            answered = process.stdout.readline()
-        if not answered:
-            raise ConnectionError(f"the other process has ended: {process.wait()}")
-        answer = json.loads(answered)
+            reply = process.stdout.readline()
+        if not reply:
+            raise ConnectionError(f"the other process exited with code {process.wait()}")
+        answer = json.loads(reply)
         if "failed" in answer:
             raise AssertionError(f"in the other process: {answer['failed']}")
         return answer["answer"]
@@ -83,7 +83,7 @@ class OtherProcess:
         capacity: int,
         certificate: Certificate | None,
     ) -> tuple[bytes, int]:
-        """Open a side there: its endpoint, and the port where it takes connections."""
+        """Open a side in the process. Return its endpoint, and the port that it listens on."""
         kind_name = f"{kind.__module__}:{kind.__qualname__}"
         answer = await self.do(
             "open", kind=kind_name, settings=settings, capacity=capacity, certificate=certificate
@@ -93,26 +93,26 @@ class OtherProcess:
     async def grant(
         self, lengths: Sequence[int], *, access: Access = Access.READ, seed: int = 0
     ) -> list[RemoteSpan]:
-        """Grant slices there. See ``SimpleGrants.grant``."""
+        """Grant slices in the process; see ``SimpleGrants.grant``."""
         spans = await self.do("grant", lengths=lengths, access=access.value, seed=seed)
         return [RemoteSpan(*span) for span in spans]
 
     async def digest(self, offset: int, length: int) -> str:
-        """Of the bytes that lie there: XXH3, 128 bits."""
+        """Return the 128-bit XXH3 digest of a range of the process's arena."""
         digest: str = await self.do("digest", offset=offset, length=length)
         return digest
 
     def pause(self) -> None:
-        """Stop it where it is."""
+        """Send SIGSTOP, and wait until the process is stopped."""
         self._running.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._running.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Send SIGCONT."""
         self._running.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it at once, and wait until it is gone. Harmless when repeated."""
+        """Send SIGKILL, and wait until the process has exited. Idempotent."""
         if self._process is None:
             return
         self._process.kill()
@@ -124,7 +124,7 @@ class OtherProcess:
 
 
 class _Commands:
-    """What the other process can be told to do."""
+    """The commands of the other process."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
@@ -134,12 +134,12 @@ class _Commands:
         self, kind: str, settings: dict[str, Any], capacity: int, certificate: Sequence[str] | None
     ) -> dict[str, object]:
         module, _, name = kind.partition(":")
-        found: Any = importlib.import_module(module)
+        transport: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            transport = getattr(transport, part)
         self._certificate = Certificate(*certificate) if certificate else None
         self._side = await self._stack.enter_async_context(
-            Side.open(found, settings, capacity, self._certificate)
+            Side.open(transport, settings, capacity, self._certificate)
         )
         return {"endpoint": self._side.transport.endpoint.hex(), "port": self._side.port}
 
@@ -153,8 +153,8 @@ class _Commands:
     async def revoke(self, grant: int) -> None:
         self._side.grants.revoke(grant)
 
-    async def lent(self) -> int:
-        return self._side.lent
+    async def transfer_leases(self) -> int:
+        return self._side.transfer_leases
 
     async def digest(self, offset: int, length: int) -> str:
         return xxh3_128_hexdigest(self._side.arena.view(offset, length))
@@ -168,9 +168,9 @@ class _Commands:
         self._stack.push_async_callback(self._link.close)
 
     async def read(self, spans: list[list[int]]) -> dict[str, list[str]]:
-        """Read into this arena: the outcomes, and the digests of what has come."""
+        """Read spans into this arena. Return the outcomes, and the digests of the memory."""
         leases = [self._side.arena.allocate(length) for _, _, length in spans]
-        assert all(lease is not None for lease in leases), "the arena of a test is too small"
+        assert all(lease is not None for lease in leases), "the test's arena is too small"
         items = [
             (RemoteSpan(*span), lease.view)
             for span, lease in zip(spans, leases, strict=True)
@@ -186,8 +186,8 @@ class _Commands:
                     lease.release()
         return {"outcomes": [outcome.value for outcome in outcomes], "digests": digests}
 
-    async def read_on(self, spans: list[list[int]]) -> None:
-        """Begin to read, again and again, and never say what came of it."""
+    async def read_repeatedly(self, spans: list[list[int]]) -> None:
+        """Start a task that reads the spans in a loop, and return at once."""
 
         async def read() -> list[str]:
             while True:
@@ -198,21 +198,21 @@ class _Commands:
 
 
 def resources() -> list[int]:
-    """How many descriptors, threads and tasks this process has."""
+    """Return the numbers of file descriptors, threads and tasks of this process."""
     tasks = len(asyncio.all_tasks())
     return [len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), tasks]
 
 
 async def _main() -> None:
     commands = _Commands()
-    # Whatever a library prints must not be taken for an answer.
+    # Library output on stdout must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     while line := await anyio.to_thread.run_sync(sys.stdin.readline):
         command = json.loads(line)
         try:
-            carry_out: Callable[..., Any] = getattr(commands, command.pop("do"))
-            answer = {"answer": await carry_out(**command)}
+            execute: Callable[..., Any] = getattr(commands, command.pop("do"))
+            answer = {"answer": await execute(**command)}
         except BaseException as error:
             traceback.print_exc()
             answer = {"failed": f"{type(error).__name__}: {error}"}

@@ -1,7 +1,7 @@
-"""One of the two sides between which the conformance suite of transports moves bytes.
+"""One of the two sides of the transport conformance suite.
 
-In the process of the tests and in the other one alike: an arena, what is granted of it, the transport, and
-for transports over connections the simplest way to listen and to dial, without any authentication.
+Used in the test process and in the other process alike: an arena, its grants, the transport, and for
+transports over connections a minimal listener and dialer without authentication.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import anyio
 import anyio.to_thread
 
-from kvtier.arena import Arena
-from kvtier.slices import Lease
+from kvtier.memory.arena import Arena
+from kvtier.memory.slices import Lease
 from kvtier.sockets.connection import Connection, Deadline, TLSConnection
 from kvtier.testing.noise import noise, stain
 from kvtier.transports.base import Access, Dial, RemoteSpan, SupportsConnections, Transport
@@ -28,26 +28,26 @@ from kvtier.transports.base import Access, Dial, RemoteSpan, SupportsConnections
 MIB = 1 << 20
 LOOPBACK = "127.0.0.1"
 _PATTERN_BYTES = MIB + 13
-"""No multiple of any page or part: bytes that end up at a wrong offset differ."""
+"""Not a multiple of any page or part size, so that bytes at a wrong offset differ."""
 
 DialFrom = Callable[[int], Dial]
 
 
 class Certificate(NamedTuple):
-    """The files of one that vouches for itself, where connections are to go over TLS."""
+    """The files of a self-signed certificate, for connections over TLS."""
 
     certificate: str
     key: str
 
 
 def pattern(seed: int, length: int) -> bytes:
-    """Bytes that are the same for the same seed, and as any others."""
+    """Return pseudo-random bytes that depend on the seed only."""
     once = noise(b"pattern %d" % seed, min(length, _PATTERN_BYTES))
     return (once * -(-length // max(len(once), 1)))[:length]
 
 
 class SimpleGrants:
-    """What a side has granted, as plain as the contract allows."""
+    """A minimal implementation of ``Grants``."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -55,15 +55,15 @@ class SimpleGrants:
 
     @property
     def leases(self) -> int:
-        """How many leases the grants hold themselves."""
+        """Number of leases held by the grants themselves."""
         return sum(len(slices) for _, slices in self._granted.values())
 
     def grant(self, lengths: Sequence[int], access: Access, seed: int) -> list[RemoteSpan]:
-        """Grant a slice of each length, the first with the bytes of ``pattern(seed)``, then ``seed + 1``."""
+        """Grant a slice of each length, filled with ``pattern(seed)``, ``pattern(seed + 1)`` and so on."""
         slices: list[Lease] = []
         for index, length in enumerate(lengths):
             lease = self._arena.allocate(length)
-            assert lease is not None, "the arena of a test is too small"
+            assert lease is not None, "the test's arena is too small"
             lease.view[:] = pattern(seed + index, length)
             slices.append(lease)
         self._arena.settle()
@@ -94,18 +94,18 @@ class SimpleGrants:
 
 
 class Side:
-    """An open transport with its arena. Made with :meth:`open`."""
+    """An open transport with its arena. Create with :meth:`open`."""
 
     def __init__(self, arena: Arena, transport: Transport, port: int) -> None:
         self.arena = arena
         self.transport = transport
         self.grants = SimpleGrants(arena)
         self.port = port
-        """Where it takes connections; 0 where the transport needs none."""
+        """The port it listens on; 0 if the transport needs no connections."""
 
     @property
-    def lent(self) -> int:
-        """Leases that transfers hold of this arena, beside the grants' own and those in :meth:`room`."""
+    def transfer_leases(self) -> int:
+        """Number of leases on this arena, without those of the grants."""
         return self.arena.leases - self.grants.leases
 
     @classmethod
@@ -118,9 +118,9 @@ class Side:
         certificate: Certificate | None = None,
         address: str = LOOPBACK,
     ) -> AsyncIterator[Side]:
-        """Open a transport on an arena whose bytes are all stained, until the block is left.
+        """Open a transport on an arena filled with a sentinel byte. Close it when the block exits.
 
-        Fails where a transfer then still holds a lease.
+        Fails if a transfer holds a lease then.
         """
         arena = Arena.create(capacity)
         await anyio.to_thread.run_sync(stain, arena.view(0, arena.capacity))
@@ -134,7 +134,7 @@ class Side:
             finally:
                 await transport.close()
                 side.grants.clear()
-            assert arena.leases == 0, f"{arena.leases} leases are open after close"
+            assert arena.leases == 0, f"{arena.leases} leases are still open after close"
         finally:
             arena.close()
 
@@ -152,7 +152,7 @@ async def _listening(
         context.load_cert_chain(certificate.certificate, certificate.key)
         context.load_verify_locations(certificate.certificate)
         context.verify_mode = ssl.CERT_REQUIRED
-        # Nothing may come that was not asked for: idle connections are told from dead ones by that.
+        # No session tickets: an idle connection with unread data counts as broken.
         context.num_tickets = 0
     listener = socket.create_server((address, 0), backlog=128)
     listener.setblocking(False)
@@ -171,7 +171,7 @@ async def _accept(
     serve: Callable[[socket.socket], Coroutine[Any, Any, None]],
     context: ssl.SSLContext | None,
 ) -> None:
-    async def take_on(connected: socket.socket) -> None:
+    async def serve_connection(connected: socket.socket) -> None:
         with suppress(OSError):
             secured = connected if context is None else await _secured(context, connected)
             with secured:
@@ -181,7 +181,7 @@ async def _accept(
         while True:
             await anyio.wait_readable(listener)
             with suppress(BlockingIOError, ConnectionError):
-                tasks.start_soon(take_on, listener.accept()[0])
+                tasks.start_soon(serve_connection, listener.accept()[0])
 
 
 async def _secured(context: ssl.SSLContext, connected: socket.socket) -> socket.socket:
@@ -196,7 +196,7 @@ async def _secured(context: ssl.SSLContext, connected: socket.socket) -> socket.
 
 
 def dial_to(port: int, certificate: Certificate | None = None, address: str = LOOPBACK) -> Dial:
-    """Opens connections to a side, of this host where no other address is given."""
+    """Return a ``Dial`` to a side, by default on this host."""
     return partial(_dial, (address, port), certificate)
 
 
@@ -218,5 +218,5 @@ def _dial(address: tuple[str, int], certificate: Certificate | None, deadline: D
 
 
 def dial_nowhere(_: Deadline) -> Connection:
-    """For transports that need no connections."""
-    raise OSError("this transport was to need no connections")
+    """Raise ``OSError``. The ``Dial`` for transports that need no connections."""
+    raise OSError("this transport must not need connections")

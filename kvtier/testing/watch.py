@@ -1,24 +1,24 @@
-"""A watchdog for the event loop: was it blocked, for how long, and where.
+"""A watchdog for the event loop: detects when it is blocked, for how long, and where.
 
-A timer on the loop beats every few milliseconds, and a monitor thread checks it. A missing beat alone proves
-nothing: on a busy machine a thread that is ready to run may wait for a core for tens of milliseconds, and no
-test may fail for that. So wall time is not what counts. Of the time without a beat two kinds are counted:
+A timer on the event loop ticks every few milliseconds, and a monitor thread checks it. A missing tick alone
+proves nothing: on a busy machine a runnable thread may wait tens of milliseconds for a core, and no test may
+fail for that. So wall time is not the criterion. Of the time without a tick, two kinds count:
 
-- CPU time of the loop's thread (``pthread_getcpuclockid``): it computed, in Python or in C, and did not
-  return to the loop. A thread that waits for a core consumes none.
-- Time in which the thread slept in the kernel, outside the loop's own ``select``: in a blocking call, such as
-  ``time.sleep``, a lock or a read from a disk. It slept from one look to the next if both find it asleep
+- CPU time of the loop's thread (``pthread_getcpuclockid``): it ran Python or C code and did not return to the
+  event loop. A thread that waits for a core uses none.
+- Time in which the thread slept in the kernel, outside the event loop's own ``select``: in a blocking call,
+  such as ``time.sleep``, a lock or a disk read. It slept between two samples if both find it asleep
   (``/proc/<pid>/task/<id>/stat``: ``S`` or ``D``) at the same instruction, and it had no core in between
-  (``schedstat``). What it waited for may not have had a core either, so these are deducted: the time in
-  which other threads of the process computed or waited for a core, since they hold locks and the GIL, and
-  the time in which a child process waited for a core, since starting one waits for it.
+  (``schedstat``). What it waited for may have lacked a core as well, so two times are subtracted: the time in
+  which other threads of the process ran or waited for a core, since they hold locks and the GIL, and the time
+  in which a child process waited for a core, since starting a process waits for it.
 
-Garbage collection is not counted, nor what it finalizes: it interrupts any code. Nor is reading source files
-for a traceback that is logged, which takes as long as the disk is busy.
+Garbage collection and finalizers do not count, because they interrupt any code. Nor does reading source files
+for a logged traceback, whose duration depends on the disk's load.
 
-All of this errs on the side of too little. A worker thread that holds the GIL for long without computing in
-the loop's thread is not found: the monitor needs the GIL too. Where the kernel has no ``schedstat``, only CPU
-time is counted.
+The watchdog underestimates rather than overestimates. It does not find a worker thread that holds the GIL for
+long while the loop's thread does not run: the monitor needs the GIL too. On kernels without ``schedstat``,
+only CPU time counts.
 """
 
 from __future__ import annotations
@@ -35,75 +35,75 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, NamedTuple
 
-BEAT_SECONDS = 0.005
+TICK_SECONDS = 0.005
 PERIOD_SECONDS = 0.01
 
 
 _monitors: set[str] = set()
-"""The threads of all watches: what they compute keeps no loop waiting."""
+"""The monitor threads of all watchdogs: their CPU time does not block an event loop."""
 
 
 class Block(NamedTuple):
-    """One time that the loop was blocked."""
+    """One period in which the event loop was blocked."""
 
     seconds: float
     stack: str
-    """Where the loop's thread was when the limit was passed."""
+    """The stack of the loop's thread when the limit was exceeded."""
 
 
 class LoopWatch:
-    """Watches the running loop from :meth:`start` to :meth:`stop`, both called on it."""
+    """A watchdog for the running event loop. Call :meth:`start` and :meth:`stop` from it."""
 
     def __init__(self, limit: float = 0.2) -> None:
         self.limit = limit
         self.blocks: list[Block] = []
-        self._beats = 0
+        self._ticks = 0
         self._collected_seconds = 0.0
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Begin, in a thread of its own."""
+        """Start the monitor thread."""
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._cpu_clock = time.pthread_getcpuclockid(self._thread_id)
         self._native_id = str(threading.get_native_id())
-        gc.callbacks.append(self._note_collection)
-        self._beat()
+        gc.callbacks.append(self._on_collection)
+        self._tick()
         self._monitor = threading.Thread(target=self._watch, name="kvtier-loop-watch", daemon=True)
         self._monitor.start()
 
     def stop(self) -> None:
-        """End. What was found is in :attr:`blocks`."""
+        """Stop the monitor thread. The results are in :attr:`blocks`."""
         self._timer.cancel()
-        gc.callbacks.remove(self._note_collection)
+        gc.callbacks.remove(self._on_collection)
         self._stopped.set()
         self._monitor.join()
 
-    def _beat(self) -> None:
-        self._beats += 1
-        self._timer = self._loop.call_later(BEAT_SECONDS, self._beat)
+    def _tick(self) -> None:
+        self._ticks += 1
+        self._timer = self._loop.call_later(TICK_SECONDS, self._tick)
 
     def _watch(self) -> None:
         own_id = str(threading.get_native_id())
         _monitors.add(own_id)
         try:
-            self._look_on()
+            self._sample_until_stopped()
         finally:
             _monitors.discard(own_id)
 
-    def _look_on(self) -> None:
+    def _sample_until_stopped(self) -> None:
         stall = _Stall(self._cpu_seconds())
-        beats = -1
+        ticks = -1
         while not self._stopped.wait(PERIOD_SECONDS):
-            if self._beats != beats or not self._loop.is_running():
-                self._note(stall)
-                beats = self._beats
+            if self._ticks != ticks or not self._loop.is_running():
+                self._record(stall)
+                ticks = self._ticks
                 stall = _Stall(self._cpu_seconds())
             else:
-                self._look(stall)
-        self._note(stall)
+                self._sample(stall)
+        self._record(stall)
 
-    def _look(self, stall: _Stall) -> None:
+    def _sample(self, stall: _Stall) -> None:
         frame = sys._current_frames().get(self._thread_id)
         place = (id(frame), frame.f_lasti) if frame is not None else None
         cpu_seconds, tasks = self._cpu_seconds(), _tasks()
@@ -115,24 +115,24 @@ class LoopWatch:
         if stall.seconds > self.limit and not stall.stack:
             stall.stack = "".join(traceback.format_stack(frame))
 
-    def _note(self, stall: _Stall) -> None:
+    def _record(self, stall: _Stall) -> None:
         if stall.stack:
             self.blocks.append(Block(stall.seconds, stall.stack))
 
-    def _note_collection(self, phase: Literal["start", "stop"], _: dict[str, int]) -> None:
+    def _on_collection(self, phase: Literal["start", "stop"], _: dict[str, int]) -> None:
         if threading.get_ident() == self._thread_id:
             now = time.clock_gettime(self._cpu_clock)
-            # From the start on, nothing counts; what came before it does.
+            # Negative during a collection: only the CPU time before its start counts.
             self._collected_seconds += -now if phase == "start" else now
 
     def _cpu_seconds(self) -> float:
-        """What the thread has computed, but for collections."""
+        """Return the thread's CPU time without garbage collections."""
         now, collected = time.clock_gettime(self._cpu_clock), self._collected_seconds
         return now - collected if collected >= 0 else -collected
 
 
 class _Stall:
-    """The time since the last beat."""
+    """The time since the last tick of the event loop."""
 
     __slots__ = ("cpu_seconds", "place", "seconds", "stack", "tasks")
 
@@ -145,25 +145,25 @@ class _Stall:
 
 
 class _Task(NamedTuple):
-    """A thread of this process, or the first thread of a child process, when it was looked at."""
+    """A sample of a thread of this process, or of the main thread of a child process."""
 
     at: float
     is_child: bool
     state: str
     cpu_seconds: float
     delay_seconds: float
-    """How long it has waited for a core, the wait that still lasts excluded."""
-    turns: int
-    """How often it was given a core."""
+    """Time spent waiting for a core, without the current wait."""
+    timeslices: int
+    """How many times it was scheduled on a core."""
 
     @property
-    def is_ready(self) -> bool:
-        """Whether it computes or waits for a core."""
+    def is_runnable(self) -> bool:
+        """Whether it runs or waits for a core."""
         return self.state == "R"
 
 
 def _tasks() -> dict[str, _Task]:
-    """The threads of this process and its child processes, by id."""
+    """Sample the threads of this process and its child processes, by id."""
     tasks: dict[str, _Task] = {}
     for folder in Path("/proc/self/task").iterdir():
         with suppress(OSError):
@@ -174,34 +174,36 @@ def _tasks() -> dict[str, _Task]:
 
 
 def _task(folder: Path, *, is_child: bool) -> _Task:
-    # The first field after the thread's name, which is in parentheses and may contain others.
+    # The first field after the thread's name, which is in parentheses and may contain parentheses.
     state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-    cpu, delay, turns = map(int, (folder / "schedstat").read_text().split())
-    return _Task(time.monotonic(), is_child, state, cpu / 1e9, delay / 1e9, turns)
+    cpu, delay, timeslices = map(int, (folder / "schedstat").read_text().split())
+    return _Task(time.monotonic(), is_child, state, cpu / 1e9, delay / 1e9, timeslices)
 
 
 def _seconds_asleep(thread: str, before: dict[str, _Task], now: dict[str, _Task]) -> float:
-    """How long a thread has slept between two looks that no wait of another for a core explains."""
-    was, is_ = before.get(thread), now.get(thread)
-    if was is None or is_ is None or was.turns != is_.turns or was.is_ready or is_.is_ready:
+    """Return how long a thread slept between two samples, minus what other threads' scheduling explains."""
+    first, second = before.get(thread), now.get(thread)
+    if first is None or second is None or first.timeslices != second.timeslices:
+        return 0.0
+    if first.is_runnable or second.is_runnable:
         return 0.0
     if before.keys() - now.keys():
-        return 0.0  # Of what has ended since, it is not known what it computed.
-    elapsed = is_.at - was.at
+        return 0.0  # The CPU time of threads that exited in between is unknown.
+    elapsed = second.at - first.at
     others = now.keys() - _monitors - {thread}
     return max(0.0, elapsed - sum(_explained(now[name], before.get(name), elapsed) for name in others))
 
 
 def _explained(task: _Task, past: _Task | None, elapsed: float) -> float:
-    """For how many of these seconds another thread may have waited for this one."""
-    # Each has a period of its own: to look at all of them takes long where the GIL is wanted.
+    """Return for how many of these seconds another thread may have waited for this task."""
+    # Each task has its own period, because sampling all of them takes long when the GIL is contended.
     period = elapsed if past is None else task.at - past.at
     computed = task.cpu_seconds - (past.cpu_seconds if past else 0.0)
     waited = task.delay_seconds - (past.delay_seconds if past else 0.0)
     if task.is_child:
-        explained = max(0.0, period - computed) if task.is_ready else waited
+        explained = max(0.0, period - computed) if task.is_runnable else waited
     else:
-        explained = period if task.is_ready else computed + waited
+        explained = period if task.is_runnable else computed + waited
     return explained * elapsed / period
 
 

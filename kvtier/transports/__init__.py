@@ -1,21 +1,18 @@
-"""The ways in which bytes move between hosts. Those that come with kvtier register as a plugin's would."""
+"""Transports move bytes between hosts. The built-in ones register through the same hook as a plugin's."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pluggy
+from kvtier.hookmarkers import hookimpl
 
 if TYPE_CHECKING:
     from kvtier.transports.base import Transport
 
-# Not from kvtier.hookspecs, which imports this package's base module and so would find itself half made.
-hookimpl = pluggy.HookimplMarker("kvtier")
-
 
 @hookimpl
 def kvtier_transports() -> dict[str, type[Transport]]:
-    """The built-in transports, imported when they are asked for."""
+    """Return the built-in transports, imported lazily."""
     from kvtier.transports.nixl import NixlTransport
     from kvtier.transports.tcp import TcpTransport
 

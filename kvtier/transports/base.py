@@ -1,13 +1,13 @@
-"""The one contract of everything that moves bytes between the arenas of two hosts.
+"""The interface of a transport, which moves bytes between the arenas of two hosts.
 
-Who holds a chunk *grants* it: a number that cannot be guessed stands for some slices of its arena for a
-while. Whoever was told the number may read those slices, or write them where they were granted for that, and
-nothing else: a span names its grant, and where it does not lie within the slices of that grant it is a
-``MISS``. No side ever acts on an address that the other has sent.
+The holder of a chunk *grants* access to it: an unguessable number stands for some slices of its arena for a
+limited time. A peer that knows the number may read those slices, or write them if the grant allows writing,
+and nothing else: a span names its grant, and a span outside the grant's slices is a ``MISS``. Neither side
+ever acts on an address that the other has sent.
 
-A transport knows nothing of chunks, keys, look-ups, secrets and listening sockets. Peers
-(:mod:`kvtier.peers`) find each other, prove who they are, exchange grants and endpoints, and hand a transport
-connections that are authenticated already.
+A transport knows nothing of chunks, keys, lookups, secrets and listening sockets. Peers
+(:mod:`kvtier.peers`) discover and authenticate each other, exchange grants and endpoints, and give a
+transport connections that are already authenticated.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvtier.arena import Arena
 from kvtier.backends.base import Outcome
-from kvtier.slices import Lease
+from kvtier.memory.arena import Arena
+from kvtier.memory.slices import Lease
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.units import Duration
 
 
 class TransportSettings(BaseModel):
-    """What every transport has. A transport that has more subclasses it as its ``settings_type``."""
+    """Settings common to all transports. A transport with more of them subclasses it as ``settings_type``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -42,29 +42,29 @@ class TransportSettings(BaseModel):
 
 
 class Access(Enum):
-    """What a grant allows."""
+    """The kind of access that a grant allows."""
 
     READ = "read"
     WRITE = "write"
 
 
 class RemoteSpan(NamedTuple):
-    """Bytes in another host's arena, which that host has granted."""
+    """A range of another host's arena, covered by a grant of that host."""
 
     grant: int
     offset: int
-    """From the start of that arena."""
+    """From the start of that arena, in bytes."""
     length: int
 
 
 class Grants(Protocol):
-    """What this host has granted to others. Asked in the event loop; synchronous."""
+    """The grants of this host to its peers. Called from the event loop; does not block."""
 
     def hold(self, span: RemoteSpan, access: Access) -> Lease | None:
-        """A further lease on the slice within which ``span`` lies, for as long as a transfer lasts.
+        """Return a further lease on the slice that contains ``span``, to hold during a transfer.
 
-        The caller releases it. ``None`` where the grant is unknown, over, for another access, or where the
-        span does not lie within one of its slices. The lease begins at the slice's start, not at the span's.
+        The caller releases it. ``None`` if the grant is unknown, expired or for another access, or if the
+        span is not within one of its slices. The lease begins at the slice's start, not at the span's.
         """
         ...
 
@@ -72,87 +72,88 @@ class Grants(Protocol):
 ReadItem = tuple[RemoteSpan, memoryview]
 WriteItem = tuple[memoryview, RemoteSpan]
 Dial = Callable[[Deadline], Connection]
-"""Opens a further authenticated connection to the peer. Blocks, in a worker thread; raises ``OSError``."""
+"""Opens another authenticated connection to the peer. Blocks, in a worker thread. Raises ``OSError``."""
 
 
 class Link(ABC):
-    """A way to one peer's arena. Every method is called from the event loop and must not block it.
+    """Access to one peer's arena. Every method is called from the event loop and must not block it.
 
-    Batches have no upper size, may be empty, and may run concurrently. A span and its view are equally long.
-    Outcomes come in the order of the items: ``OK``; ``MISS`` where the peer does not (any longer) grant the
-    span; ``FAILED`` for all else, the transport's deadline included. Nothing is raised for what a peer or a
-    network does. A call that is cancelled, or out of time, touches the caller's memory no longer once it has
-    ended, and ends soon. A connection that is cut is opened again, and a transfer goes on where it stopped,
-    within the deadline.
+    Batches have no size limit, may be empty, and may run concurrently. A span and its view have equal
+    lengths. Outcomes are in the order of the items: ``OK``; ``MISS`` if the span is not granted, or not any
+    more; ``FAILED`` for all other errors, including the transport's deadline. Peer and network errors raise
+    nothing. A call that is cancelled or times out returns soon, and does not touch the caller's memory after
+    it has returned. After a connection loss the link reconnects and resumes the transfer within the deadline.
     """
 
     @abstractmethod
     async def read(self, items: Sequence[ReadItem]) -> Sequence[Outcome]:
-        """Fill each view with the bytes of its span."""
+        """Read the bytes of each span into its view."""
 
     @abstractmethod
     async def write(self, items: Sequence[WriteItem]) -> Sequence[Outcome]:
-        """Put each view's bytes where its span is. After ``OK`` the peer's memory holds them."""
+        """Write each view's bytes to its span. After ``OK`` they are in the peer's memory."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of everything. Called once, after the last other call has ended."""
+        """Release all resources. Called once, after all other calls have returned."""
 
 
 class Transport(ABC):
-    """One way to move bytes, for all peers of this host. Subclass it and write the methods below."""
+    """Base class of transports, which move bytes between this host and all its peers."""
 
     settings_type: ClassVar[type[TransportSettings]] = TransportSettings
     one_sided: ClassVar[bool] = False
-    """Whether a read or write goes on without the other host's taking part (RDMA, NIXL).
+    """Whether reads and writes bypass the remote host's CPU (RDMA, NIXL).
 
-    Such a transfer cannot be refused. So a read counts only once the other host has confirmed, after it, that
-    the grant stood all along; and memory granted for writing is used for nothing else until its grantee has
-    given it back or is cut off.
+    The remote host cannot refuse such a transfer. So a read counts only after the remote host has confirmed
+    that the grant was valid throughout, and memory granted for writing is not reused until the grantee has
+    returned it or is cut off.
     """
 
     def __init__(self, settings: TransportSettings) -> None:  # noqa: B027 - has a default on purpose
-        """Called with a ``settings_type``, already validated. Opens nothing and does not block."""
+        """Store ``settings``, a validated ``settings_type``. Must not open anything or block."""
 
     @abstractmethod
     async def open(self, arena: Arena, grants: Grants) -> None:
-        """Make ``arena`` ready to be read and written by others, registered once where that is needed.
+        """Prepare ``arena`` for reads and writes by peers, and register it if the transport needs that.
 
-        Raises :class:`kvtier.errors.PeerError` where this host cannot do it: a library or device is missing.
+        Raises: kvtier.errors.PeerError: this host lacks a library or device.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of everything, after the last link is closed. Called once."""
+        """Release all resources. Called once, after the last link is closed."""
 
     async def cut_off(self) -> None:  # noqa: B027 - has a default on purpose
-        """End every write of others into this arena that is under way, and every way to begin one.
+        """Stop all remote writes into this arena, and revoke the access that allows new ones.
 
-        For :attr:`one_sided` transports, when a peer is gone that may still write. Those that are still there
-        lose their transfers, too, and go on with another way. Raises nothing; may be called at any time
-        between :meth:`open` and the end of :meth:`close`. Here it does nothing.
+        For :attr:`one_sided` transports, after a peer was lost that may still write. Other peers lose their
+        transfers as well, and reconnect. Raises nothing; may be called at any time between :meth:`open` and
+        the end of :meth:`close`. The default does nothing.
         """
 
     @property
     @abstractmethod
     def endpoint(self) -> bytes:
-        """What a peer's :meth:`connect` needs to know of this host. Sent over an authenticated connection."""
+        """The data that a peer's :meth:`connect` needs. Sent over an authenticated connection."""
 
     @abstractmethod
     async def connect(self, endpoint: bytes, dial: Dial) -> Link:
-        """A link to the host whose :attr:`endpoint` this is. Raises :class:`kvtier.errors.PeerError`.
+        """Return a link to the host with this :attr:`endpoint`.
 
-        ``endpoint`` comes from a peer that has proved who it is and is checked all the same.
+        ``endpoint`` comes from an authenticated peer, and must be validated nevertheless.
+
+        Raises: kvtier.errors.PeerError
         """
 
 
 @runtime_checkable
 class SupportsConnections(Protocol):
-    """A transport whose bytes go over connections that the peers open and authenticate for it."""
+    """A transport that uses connections which the peers open and authenticate."""
 
     async def serve(self, connected: socket.socket) -> None:
-        """Serve one authenticated connection of a peer until it closes, breaks or sends what it must not.
+        """Serve one authenticated connection of a peer until it closes, breaks or violates the protocol.
 
-        The socket, which may be an ``ssl.SSLSocket``, belongs to the caller, who closes it afterwards.
+        The socket may be an ``ssl.SSLSocket``. The caller owns it, and closes it afterwards.
         """
         ...

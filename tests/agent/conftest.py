@@ -1,4 +1,4 @@
-"""Instances with small tiers, registered with a controller of the test's own."""
+"""Instances with small tiers, registered with a controller that the test runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 
 from kvtier import ModelCache, Settings
 from kvtier.agent.protocol import Command, Fetch
-from kvtier.catalog import State
-from kvtier.header import HEADER_BYTES, ChunkHeader
+from kvtier.catalog.catalog import State
 from kvtier.instance import Instance
-from kvtier.keys import ChunkKey, join_keys
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader
+from kvtier.memory.keys import ChunkKey, join_keys
 from tests.agent.controlling import BUILT_IN, TOKEN, Controller
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
 
-# Imported here because that takes longer than an event loop may be blocked.
+# Imported before the event loop runs: the imports would block it for too long.
 import kvtier.agent.agent  # isort: skip
 import kvtier.peers.backend  # isort: skip
 import kvtier.peers.server  # noqa: F401 # isort: skip
@@ -29,8 +29,8 @@ import anyio.lowlevel
 SECRET = "a secret that these tests share"
 
 
-class Home:
-    """An instance, and one model in it."""
+class Node:
+    """An instance with one model."""
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
@@ -44,18 +44,18 @@ class Home:
         return status
 
     async def store(self, chunks: int, seed: int = 0) -> list[ChunkKey]:
-        """Store a prompt of so many chunks, be it longer than memory, also in the tiers below; its keys."""
+        """Store a prompt, which may exceed memory, in all tiers, and return its keys."""
         tokens = prompt(chunks, seed)
         keys = self.model.keys(tokens)
         values = rows(tokens)
         payload = CHUNK_TOKENS * TOKEN_BYTES
-        for at, key in enumerate(keys):
-            parent = keys[at - 1] if at else self.model._root
+        for index, key in enumerate(keys):
+            parent = keys[index - 1] if index else self.model._root
             header = ChunkHeader(key, parent, self.model._namespace, payload)
             while self.cache.hierarchy.catalog.state(key, 0) is State.ABSENT:
                 reservation = self.cache.reserve(header)
                 if reservation is not None:
-                    reservation.lease.view[HEADER_BYTES : HEADER_BYTES + payload] = values[at * payload :][
+                    reservation.lease.view[HEADER_BYTES : HEADER_BYTES + payload] = values[index * payload :][
                         :payload
                     ]
                     self.cache.commit([reservation])
@@ -63,18 +63,19 @@ class Home:
         assert await self.cache.drain(10)
         return keys
 
-    async def is_whole(self, chunks: int, seed: int = 0) -> bool:
-        """Whether a prompt comes back, every byte of it right."""
+    async def is_intact(self, chunks: int, seed: int = 0) -> bool:
+        """Whether a prompt is retrieved completely and unchanged."""
         tokens = prompt(chunks, seed)
         out = bytearray(len(tokens) * TOKEN_BYTES)
         return await self.model.retrieve(tokens, out) == len(tokens) and out == rows(tokens)
 
     def holds(self, keys: list[ChunkKey], tier: int) -> list[int]:
+        """Return the indexes of the keys that a tier holds."""
         catalog = self.cache.hierarchy.catalog
-        return [at for at, key in enumerate(keys) if catalog.state(key, tier) is State.READY]
+        return [index for index, key in enumerate(keys) if catalog.state(key, tier) is State.READY]
 
     def held(self) -> dict[int, set[ChunkKey]]:
-        """What the tiers of this host hold, and nothing for those that hold nothing."""
+        """Return what the tiers of this host hold, without empty tiers."""
         catalog = self.cache.hierarchy.catalog
         ready = {
             tier.index: {key for key in catalog.keys(tier.index) if tier.index in catalog.tiers(key)}
@@ -83,8 +84,8 @@ class Home:
         }
         return {tier: keys for tier, keys in ready.items() if keys}
 
-    async def at_rest(self) -> None:
-        """Wait until nothing is on its way, and nothing is leased but what memory holds."""
+    async def wait_until_idle(self) -> None:
+        """Wait until nothing is in flight, and the stored chunks hold the only leases on memory."""
         with anyio.fail_after(30):
             while (
                 self.cache.pending_bytes
@@ -94,17 +95,20 @@ class Home:
                 await anyio.sleep(0.005)
 
 
-OpenHome = Callable[..., AbstractAsyncContextManager[Home]]
+OpenNode = Callable[..., AbstractAsyncContextManager[Node]]
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> OpenHome:
-    """``async with home(controller, ram=64, ssd=0, peer={...}) as home``: nothing is leased at its end."""
+def open_node(tmp_path: Path) -> OpenNode:
+    """Open an instance: ``async with open_node(controller, ram=64, ssd=0, peer={...}) as node``.
+
+    No lease may be left at its end.
+    """
 
     @asynccontextmanager
-    async def open_home(
+    async def open_(
         controller: Controller | str, /, *, name: str = "one", ram: int = 64, ssd: int = 0, **more: Any
-    ) -> AsyncIterator[Home]:
+    ) -> AsyncIterator[Node]:
         tiers: list[dict[str, Any]] = [{"name": "ram", "type": "cpu", "capacity": ram * CHUNK_OBJECT_BYTES}]
         disk = more.pop("disk", {})
         if ssd:
@@ -112,14 +116,14 @@ def home(tmp_path: Path) -> OpenHome:
             capacity = ssd * CHUNK_OBJECT_BYTES
             tiers.append({"name": "ssd", "type": "disk", "path": folder, "capacity": capacity, **disk})
         url = controller if isinstance(controller, str) else controller.url
-        chosen = {"url": url, "token": TOKEN, "instance_id": name, **more.pop("controller", {})}
-        settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=tiers, controller=chosen, **more)
+        controller_settings = {"url": url, "token": TOKEN, "instance_id": name, **more.pop("controller", {})}
+        settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=tiers, controller=controller_settings, **more)
         async with Instance.open(settings, plugins=BUILT_IN) as instance:
-            home = Home(instance)
-            yield home
-            await home.at_rest()
+            node = Node(instance)
+            yield node
+            await node.wait_until_idle()
 
-    return open_home
+    return open_
 
 
 def prompt(chunks: int, seed: int = 0) -> list[int]:
@@ -131,15 +135,15 @@ def fetch(
     tier: int,
     peer: str | None = None,
     *,
-    home: Home | None = None,
+    node: Node | None = None,
     seconds: float | None = None,
     length: int = CHUNK_OBJECT_BYTES,
 ) -> Callable[[int], Command]:
-    namespace = bytes(32) if home is None else home.model._namespace
+    namespace = bytes(32) if node is None else node.model._namespace
     lengths = [length] * len(keys)
     return lambda ticket: Fetch(ticket, tier, peer, namespace, join_keys(keys), lengths, seconds)
 
 
-def address_of(home: Home) -> str:
-    assert home.instance.server is not None
-    return f"127.0.0.1:{home.instance.server.address[1]}"
+def address_of(node: Node) -> str:
+    assert node.instance.server is not None
+    return f"127.0.0.1:{node.instance.server.address[1]}"

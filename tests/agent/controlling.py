@@ -1,4 +1,4 @@
-"""A controller for tests: a real WebSocket server that keeps what it hears, and says what it is told to."""
+"""A controller for tests: a real WebSocket server that records messages, and sends what a test wants."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from kvtier.agent.protocol import (
     Heartbeat,
     HeldBy,
     Hello,
-    InStep,
     Lost,
     Model,
     Progress,
     Serves,
+    UpToDate,
     Welcome,
     WhoHolds,
     decode_from_instance,
 )
-from kvtier.keys import ChunkKey, split_keys
+from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.plugins import Plugins
 from kvtier.sockets.frames import MAX_FRAME_BYTES, Message, encode_body
 
 TOKEN = "a token of these tests"
 BUILT_IN = Plugins.load([])
-"""Loaded here because it imports every backend, which takes longer than a loop may be blocked."""
+"""Loaded at import, because importing every backend would block an event loop for too long."""
 Greeting = Callable[["Conversation"], Awaitable[bool]]
 
 
 class Conversation:
-    """One connection of an instance, and what it has said."""
+    """One connection of an instance, and what it has reported."""
 
     def __init__(self, socket: ServerConnection) -> None:
         self.socket = socket
@@ -52,46 +52,46 @@ class Conversation:
         self.models: list[Model] = []
         self.heartbeats: list[Heartbeat] = []
         self.held: dict[int, set[ChunkKey]] = {}
-        self.in_step = False
+        self.up_to_date = False
         self.lost = 0
         self.questions: list[WhoHolds] = []
         self.holders: tuple[list[str], list[int]] | None = ([], [])
-        """What to answer whoever asks who holds something; ``None``: nothing at all."""
+        """The reply to ``WhoHolds``; ``None`` to send no reply."""
         self.progress: list[Progress] = []
         self.answers: dict[int, Done | Failed] = {}
         self._tickets = itertools.count(1)
 
-    async def say(self, message: Message | bytes | str) -> None:
+    async def send(self, message: Message | bytes | str) -> None:
         await self.socket.send(encode_body(message) if isinstance(message, Message) else message)
 
-    async def begin(self, make: Callable[[int], Command]) -> int:
+    async def start_command(self, make: Callable[[int], Command]) -> int:
         ticket = next(self._tickets)
-        await self.say(make(ticket))
+        await self.send(make(ticket))
         return ticket
 
-    async def answered(self, ticket: int) -> Done | Failed:
+    async def wait_for_answer(self, ticket: int) -> Done | Failed:
         await until(lambda: ticket in self.answers)
         return self.answers.pop(ticket)
 
-    async def ask(self, make: Callable[[int], Command]) -> Done | Failed:
-        return await self.answered(await self.begin(make))
+    async def run_command(self, make: Callable[[int], Command]) -> Done | Failed:
+        return await self.wait_for_answer(await self.start_command(make))
 
     async def done(self, make: Callable[[int], Command]) -> Done:
-        answer = await self.ask(make)
+        answer = await self.run_command(make)
         assert isinstance(answer, Done), answer
         return answer
 
     async def failed(self, make: Callable[[int], Command]) -> str:
-        answer = await self.ask(make)
+        answer = await self.run_command(make)
         assert isinstance(answer, Failed), answer
         return answer.reason
 
     async def listen(self) -> None:
         async for body in self.socket:
             assert isinstance(body, bytes)
-            await self._hear(decode_from_instance(body))
+            await self._receive(decode_from_instance(body))
 
-    async def _hear(self, message: FromInstance) -> None:
+    async def _receive(self, message: FromInstance) -> None:
         match message:
             case Changed():
                 held = self.held.setdefault(message.tier, set())
@@ -99,10 +99,10 @@ class Conversation:
                 held.update(split_keys(message.stored))
             case Lost():
                 self.held.clear()
-                self.in_step = False
+                self.up_to_date = False
                 self.lost += 1
-            case InStep():
-                self.in_step = True
+            case UpToDate():
+                self.up_to_date = True
             case Serves():
                 self.models = message.models
             case Heartbeat():
@@ -115,21 +115,21 @@ class Conversation:
             case WhoHolds():
                 self.questions.append(message)
                 if self.holders is not None:
-                    await self.say(HeldBy(message.ticket, *self.holders))
+                    await self.send(HeldBy(message.ticket, *self.holders))
             case Hello():
                 raise AssertionError("Hello twice")
 
 
 class Controller:
-    """Takes instances in, one conversation for each connection; may be killed and come back."""
+    """Accepts instances, with one conversation per connection. Can be killed and restarted."""
 
-    def __init__(self, heartbeat: float = 0.05, silence: float = 5.0) -> None:
-        self.welcome = Welcome(VERSION, heartbeat, silence)
+    def __init__(self, heartbeat: float = 0.05, idle_timeout: float = 5.0) -> None:
+        self.welcome = Welcome(VERSION, heartbeat, idle_timeout)
         self.conversations: list[Conversation] = []
         self.attempts = 0
         self.token: str | None = TOKEN
         self.greeting: Greeting | None = None
-        """What it does instead of a welcome; whether to go on."""
+        """Called before the welcome. Returns whether to continue."""
         self._server: Server | None = None
         self._port = 0
 
@@ -151,7 +151,7 @@ class Controller:
         self._port = next(iter(self._server.sockets)).getsockname()[1]
 
     async def kill(self) -> None:
-        """End at once, without a word to anybody."""
+        """Abort all connections and stop listening."""
         server, self._server = self._server, None
         if server is not None:
             for connection in list(server.connections):
@@ -160,13 +160,13 @@ class Controller:
             await server.wait_closed()
 
     async def conversation(self, number: int = 0) -> Conversation:
-        """A conversation that has begun, counted from the first."""
+        """Return a conversation that has received its ``Hello``, by the order of connection."""
         await until(lambda: len(self.conversations) > number and self.conversations[number].hello)
         return self.conversations[number]
 
-    async def in_step(self, number: int = 0) -> Conversation:
+    async def up_to_date(self, number: int = 0) -> Conversation:
         conversation = await self.conversation(number)
-        await until(lambda: conversation.in_step)
+        await until(lambda: conversation.up_to_date)
         return conversation
 
     def _check(self, connection: ServerConnection, request: Request) -> Response | None:
@@ -186,15 +186,15 @@ class Controller:
             if self.greeting is not None and not await self.greeting(conversation):
                 return
             self.conversations.append(conversation)
-            await conversation.say(self.welcome)
+            await conversation.send(self.welcome)
             await conversation.listen()
         except ConnectionClosed:
             pass
 
 
 @asynccontextmanager
-async def controlling(**more: Any) -> AsyncIterator[Controller]:
-    controller = Controller(**more)
+async def controlling(**options: Any) -> AsyncIterator[Controller]:
+    controller = Controller(**options)
     await controller.start()
     try:
         yield controller
@@ -203,7 +203,7 @@ async def controlling(**more: Any) -> AsyncIterator[Controller]:
 
 
 async def until(condition: Callable[[], object], seconds: float = 60) -> None:
-    """Wait until something is so."""
+    """Wait until the condition holds."""
     with anyio.fail_after(seconds):
         while not condition():
             await anyio.sleep(0.005)

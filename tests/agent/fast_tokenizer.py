@@ -1,4 +1,4 @@
-"""The helper process with a tokenizer of its own: the length of each word is its token."""
+"""Run the helper process with a fake tokenizer: the token of a word is its length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtier.agent import tokenizer
 from kvtier.agent.served import TokenizerSource
 
 
-def words(text: str, **_: Any) -> SimpleNamespace:
+def word_lengths(text: str, **_: Any) -> SimpleNamespace:
     if text.startswith("print"):
         print("This is printed where answers are expected.", flush=True)
     count = 5_000_000 if text == "many" else 1
@@ -19,7 +19,7 @@ def words(text: str, **_: Any) -> SimpleNamespace:
 def load(source: TokenizerSource) -> Any:
     if source.path.endswith("nowhere"):
         raise FileNotFoundError(source.path)
-    return words
+    return word_lengths
 
 
 if __name__ == "__main__":

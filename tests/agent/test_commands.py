@@ -1,4 +1,4 @@
-"""Every command does what it says, and its answer says what it did."""
+"""Commands of the controller, and their answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.agent import session as session_module
 from kvtier.agent.protocol import (
-    MOST_KEYS,
+    MAX_KEYS,
     Cancel,
     Command,
     Delete,
@@ -21,11 +21,11 @@ from kvtier.agent.protocol import (
     Tokenize,
     Unpin,
 )
-from kvtier.catalog import State
-from kvtier.keys import join_keys, split_keys
+from kvtier.catalog.catalog import State
+from kvtier.memory.keys import join_keys, split_keys
 from kvtier.pipeline import gather as gather_module
 from kvtier.testing.backend import make_key
-from tests.agent.conftest import SECRET, OpenHome, fetch
+from tests.agent.conftest import SECRET, OpenNode, fetch
 from tests.agent.controlling import controlling
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 
@@ -35,16 +35,16 @@ FETCHES = {"secret": SECRET}
 
 
 @pytest.fixture(autouse=True)
-def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_module, "PATIENCE_SECONDS", 0.5)
+def _short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather_module, "TIMEOUT_SECONDS", 0.5)
 
 
 # Delete.
 
 
-async def test_delete_removes_from_one_tier_and_names_what_was_there(home: OpenHome) -> None:
-    async with controlling() as controller, home(controller, ssd=128) as one:
-        conversation = await controller.in_step()
+async def test_delete_removes_from_one_tier_and_returns_the_removed_keys(open_node: OpenNode) -> None:
+    async with controlling() as controller, open_node(controller, ssd=128) as one:
+        conversation = await controller.up_to_date()
         keys = await one.store(4)
         joined = join_keys([*keys[:3], make_key(99)])
         done = await conversation.done(lambda ticket: Delete(ticket, RAM, joined))
@@ -58,9 +58,9 @@ async def test_delete_removes_from_one_tier_and_names_what_was_there(home: OpenH
         assert one.held() == {RAM: {keys[3]}}
 
 
-async def test_what_is_deleted_while_it_is_read_stays_whole(home: OpenHome) -> None:
-    async with controlling() as controller, home(controller) as one:
-        conversation = await controller.in_step()
+async def test_chunks_deleted_while_leased_stay_intact(open_node: OpenNode) -> None:
+    async with controlling() as controller, open_node(controller) as one:
+        conversation = await controller.up_to_date()
         keys = await one.store(4)
         found = one.cache.look_up(keys)
         before = [bytes(chunk.lease.view) for chunk in found.chunks]
@@ -71,9 +71,9 @@ async def test_what_is_deleted_while_it_is_read_stays_whole(home: OpenHome) -> N
         found.release()
 
 
-async def test_delete_all_of_one_tier_or_of_all(home: OpenHome) -> None:
-    async with controlling() as controller, home(controller, ssd=128, peer=FETCHES) as one:
-        conversation = await controller.in_step()
+async def test_delete_all_of_one_tier_or_of_all(open_node: OpenNode) -> None:
+    async with controlling() as controller, open_node(controller, ssd=128, peer=FETCHES) as one:
+        conversation = await controller.up_to_date()
         await one.store(4)
         done = await conversation.done(lambda ticket: DeleteAll(ticket, RAM))
         assert (done.keys, done.chunks, done.bytes) == (b"", 4, 4 * CHUNK_OBJECT_BYTES)
@@ -82,20 +82,20 @@ async def test_delete_all_of_one_tier_or_of_all(home: OpenHome) -> None:
         assert (done.chunks, done.bytes) == (10, 16 * CHUNK_OBJECT_BYTES)
         assert one.held() == {}
         assert {tier for tier, held in conversation.held.items() if held} == set()
-        assert not one.cache.hierarchy.distrusted, "nobody has said that the model is another one"
+        assert not one.cache.hierarchy.invalidated, "deleting chunks does not invalidate the model"
 
 
 # Pin.
 
 
-async def test_pinned_chunks_stay_until_they_are_unpinned(home: OpenHome) -> None:
-    async with controlling() as controller, home(controller, ram=16) as one:
-        conversation = await controller.in_step()
+async def test_pinned_chunks_stay_until_they_are_unpinned(open_node: OpenNode) -> None:
+    async with controlling() as controller, open_node(controller, ram=16) as one:
+        conversation = await controller.up_to_date()
         keys = await one.store(4)
         joined = join_keys([*keys, make_key(99)])
         done = await conversation.done(lambda ticket: Pin(ticket, joined, None))
         assert (split_keys(done.keys), done.chunks, done.bytes) == (keys, 4, 4 * CHUNK_OBJECT_BYTES)
-        assert done.reason == "the others are in no tier of this instance"
+        assert done.reason == "no tier of this instance holds the others"
         for seed in range(2, 12):
             await one.store(8, seed=seed)
         assert one.holds(keys, RAM) == [0, 1, 2, 3]
@@ -106,9 +106,9 @@ async def test_pinned_chunks_stay_until_they_are_unpinned(home: OpenHome) -> Non
         assert one.holds(keys, RAM) == []
 
 
-async def test_a_pin_ends_with_its_time(home: OpenHome) -> None:
-    async with controlling() as controller, home(controller) as one:
-        conversation = await controller.in_step()
+async def test_pin_expires(open_node: OpenNode) -> None:
+    async with controlling() as controller, open_node(controller) as one:
+        conversation = await controller.up_to_date()
         keys = await one.store(2)
         await conversation.done(lambda ticket: Pin(ticket, join_keys(keys), 60.0))
         pinned, now = one.cache.hierarchy.catalog.pinned, anyio.current_time()
@@ -116,89 +116,93 @@ async def test_a_pin_ends_with_its_time(home: OpenHome) -> None:
         assert not any(pinned(key, now + 60) for key in keys)
 
 
-# What makes no sense.
+# Invalid commands.
 
 
 MALFORMED: dict[str, tuple[Callable[[int], Command], str]] = {
-    "no_such_tier": (lambda ticket: Delete(ticket, 7, b""), "there is no tier 7"),
-    "tier_below_zero": (lambda ticket: DeleteAll(ticket, -1), "there is no tier -1"),
+    "unknown_tier": (lambda ticket: Delete(ticket, 7, b""), "invalid tier number 7"),
+    "negative_tier": (lambda ticket: DeleteAll(ticket, -1), "invalid tier number -1"),
     "half_a_key": (lambda ticket: Pin(ticket, b"half a key", None), "not a whole number"),
     "too_many": (
-        lambda ticket: Unpin(ticket, bytes(32 * (MOST_KEYS + 1))),
-        f"{MOST_KEYS + 1} chunks in one command are over {MOST_KEYS}",
+        lambda ticket: Unpin(ticket, bytes(32 * (MAX_KEYS + 1))),
+        f"{MAX_KEYS + 1} chunks in one command exceed the limit of {MAX_KEYS}",
     ),
-    "no_lengths": (
+    "missing_lengths": (
         lambda ticket: Fetch(ticket, 0, None, b"", make_key(1), [], None),
-        "1 different chunks and 0 lengths",
+        "1 distinct chunks with 0 lengths",
     ),
-    "no_bytes": (lambda ticket: Fetch(ticket, 0, None, b"", make_key(1), [0], None), "one of no bytes"),
+    "zero_length": (lambda ticket: Fetch(ticket, 0, None, b"", make_key(1), [0], None), "a length below 1"),
     "into_the_peers": (
         lambda ticket: Fetch(ticket, 1, None, b"", make_key(1), [4096], None),
-        "nothing is ever put into tier peers",
+        "tier peers cannot be written to",
     ),
     "unknown_model": (
         lambda ticket: Tokenize(ticket, b"n" * 32, "Hello"),
-        "no engine of this instance has said where the model's tokenizer is",
+        "no engine of this instance has reported the location of the model's tokenizer",
     ),
 }
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
-async def test_a_command_that_cannot_be_carried_out_fails_in_words(kind: str, home: OpenHome) -> None:
+async def test_invalid_command_fails_with_a_reason(kind: str, open_node: OpenNode) -> None:
     make, reason = MALFORMED[kind]
-    async with controlling() as controller, home(controller, peer=FETCHES):
-        conversation = await controller.in_step()
+    async with controlling() as controller, open_node(controller, peer=FETCHES):
+        conversation = await controller.up_to_date()
         assert reason in await conversation.failed(make)
         assert (await conversation.done(lambda ticket: Unpin(ticket, b""))).chunks == 0
 
 
-async def test_two_commands_with_one_ticket_end_the_connection(
-    home: OpenHome, monkeypatch: pytest.MonkeyPatch
+async def test_duplicate_ticket_ends_the_connection(
+    open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gather_module, "PATIENCE_SECONDS", 60.0)
-    async with controlling() as controller, home(controller, ram=8, ssd=128) as one:
-        conversation = await controller.in_step()
-        ticket = await conversation.begin(fetch(await one.store(12), RAM))
-        await conversation.say(Unpin(ticket, b""))
+    monkeypatch.setattr(gather_module, "TIMEOUT_SECONDS", 60.0)
+    async with controlling() as controller, open_node(controller, ram=8, ssd=128) as one:
+        conversation = await controller.up_to_date()
+        ticket = await conversation.start_command(fetch(await one.store(12), RAM))
+        await conversation.send(Unpin(ticket, b""))
         await conversation.socket.wait_closed()
-        await controller.in_step(1)
+        await controller.up_to_date(1)
 
 
-async def test_too_many_commands_at_once_are_refused(home: OpenHome, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_module, "PATIENCE_SECONDS", 60.0)
-    monkeypatch.setattr(session_module, "MOST_COMMANDS", 2)
-    async with controlling() as controller, home(controller, ram=8, ssd=128) as one:
-        conversation = await controller.in_step()
+async def test_too_many_commands_at_once_are_refused(
+    open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather_module, "TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr(session_module, "MAX_COMMANDS", 2)
+    async with controlling() as controller, open_node(controller, ram=8, ssd=128) as one:
+        conversation = await controller.up_to_date()
         keys = await one.store(12)
-        tickets = [await conversation.begin(fetch(keys, RAM)) for _ in range(3)]
-        answer = await conversation.answered(tickets[2])
+        tickets = [await conversation.start_command(fetch(keys, RAM)) for _ in range(3)]
+        answer = await conversation.wait_for_answer(tickets[2])
         assert isinstance(answer, Failed)
         assert "busy with 2 commands" in answer.reason
         for ticket in tickets[:2]:
-            await conversation.say(Cancel(ticket))
-            await conversation.answered(ticket)
+            await conversation.send(Cancel(ticket))
+            await conversation.wait_for_answer(ticket)
 
 
-async def test_a_bug_in_one_command_ends_no_other(home: OpenHome, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with controlling() as controller, home(controller) as one:
-        conversation = await controller.in_step()
+async def test_exception_in_one_command_does_not_affect_others(
+    open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with controlling() as controller, open_node(controller) as one:
+        conversation = await controller.up_to_date()
         monkeypatch.setattr(one.cache, "unpin", partial(one.cache.unpin, "no such argument"))
         assert "TypeError" in await conversation.failed(lambda ticket: Unpin(ticket, make_key(1)))
         assert (await conversation.done(lambda ticket: Pin(ticket, b"", None))).chunks == 0
 
 
-# While the cache is used.
+# Concurrency.
 
 
-async def test_fetches_and_deletes_race_with_everything_else(home: OpenHome) -> None:
-    """Whatever is confirmed is there, whatever is told is true, and nothing is left leased."""
-    async with controlling() as controller, home(controller, ram=24, ssd=64) as one:
-        conversation = await controller.in_step()
+async def test_fetches_and_deletes_race_with_stores_and_retrievals(open_node: OpenNode) -> None:
+    """Reports equal what the tiers hold, nothing stays pending, and no lease is left."""
+    async with controlling() as controller, open_node(controller, ram=24, ssd=64) as one:
+        conversation = await controller.up_to_date()
         prompts = [await one.store(6, seed=seed) for seed in range(6)]
 
         async def churn() -> None:
             for seed in range(30):
-                await one.is_whole(6, seed=seed % 6)
+                await one.is_intact(6, seed=seed % 6)
                 await one.store(6, seed=seed % 9)
 
         async with anyio.create_task_group() as tasks:

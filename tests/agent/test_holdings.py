@@ -1,4 +1,4 @@
-"""What the controller is told is what the tiers hold: always in the end, whatever happened meanwhile."""
+"""The reports to the controller converge to what the tiers hold, whatever changes meanwhile."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from kvtier import Settings, TieredCache
 from kvtier.agent import holdings as holdings_module
 from kvtier.agent.holdings import Holdings
-from kvtier.agent.protocol import Changed, InStep, Lost
-from kvtier.arena import Arena
-from kvtier.catalog import Catalog, State
-from kvtier.eviction.lru import LruPolicy
-from kvtier.keys import KEY_BYTES, ChunkKey, split_keys
+from kvtier.agent.protocol import Changed, Lost, UpToDate
+from kvtier.catalog.catalog import Catalog, State
+from kvtier.catalog.lru import LruPolicy
+from kvtier.memory.arena import Arena
+from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
 from kvtier.sockets.frames import Message
 from kvtier.testing.backend import make_key
 from tests.agent.controlling import BUILT_IN, until
@@ -41,8 +41,8 @@ class Hierarchy:
         self.tiers = [Tier(0, False), Tier(1, False), Tier(SHARED, True)]
 
 
-class CatalogAlone:
-    """What of a cache is told: a catalog that a test fills itself, chunk by chunk."""
+class CatalogOnly:
+    """The part of a cache that is reported: a catalog that a test fills chunk by chunk."""
 
     def __init__(self) -> None:
         self.hierarchy = Hierarchy()
@@ -67,11 +67,11 @@ class CatalogAlone:
 
 
 class Listener:
-    """Takes in what is told, as fast as a test lets it."""
+    """Applies reports. A test can pause it."""
 
     def __init__(self) -> None:
         self.held: dict[int, set[ChunkKey]] = {tier: set() for tier in TIERS}
-        self.in_step = False
+        self.up_to_date = False
         self.lost = 0
         self.messages = 0
         self.longest = 0
@@ -84,11 +84,11 @@ class Listener:
         self.messages += 1
         if isinstance(message, Lost):
             self.lost += 1
-            self.in_step = False
+            self.up_to_date = False
             for held in self.held.values():
                 held.clear()
-        elif isinstance(message, InStep):
-            self.in_step = True
+        elif isinstance(message, UpToDate):
+            self.up_to_date = True
         else:
             assert isinstance(message, Changed)
             assert message.tier in TIERS
@@ -109,135 +109,135 @@ def keys(start: int, stop: int) -> list[ChunkKey]:
     return [make_key(number) for number in range(start, stop)]
 
 
-async def test_everything_is_told_then_what_changes_and_nothing_of_pools() -> None:
-    cache, listener = CatalogAlone(), Listener()
+async def test_snapshot_then_changes_without_shared_pools() -> None:
+    cache, listener = CatalogOnly(), Listener()
     cache.store(0, *keys(0, 100))
     cache.store(1, *keys(50, 200))
     cache.store(SHARED, *keys(0, 300))
     cache.hierarchy.catalog.add(make_key(999), 0, LENGTH, State.PENDING)
     holdings = Holdings(cache)  # type: ignore[arg-type]
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(holdings.tell, listener)
-        await until(lambda: listener.in_step)
+        tasks.start_soon(holdings.report, listener)
+        await until(lambda: listener.up_to_date)
         assert listener.held == {0: set(keys(0, 100)), 1: set(keys(50, 200))}
-        assert holdings.in_step
+        assert holdings.up_to_date
         cache.remove(0, *keys(0, 10))
         cache.store(SHARED, *keys(300, 400))
         cache.hierarchy.catalog.set_ready(make_key(999), 0)
         holdings.changed(0, [make_key(999)], ())
-        await holdings.told()
+        await holdings.flush()
         assert listener.held == {0: {*keys(10, 100), make_key(999)}, 1: set(keys(50, 200))}
         tasks.cancel_scope.cancel()
     assert not cache.observers
 
 
-async def test_told_waits_for_what_is_being_told() -> None:
-    cache, listener = CatalogAlone(), Listener()
+async def test_flush_waits_for_the_report_in_flight() -> None:
+    cache, listener = CatalogOnly(), Listener()
     holdings = Holdings(cache)  # type: ignore[arg-type]
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(holdings.tell, listener)
-        await until(lambda: listener.in_step)
-        await holdings.told()
+        tasks.start_soon(holdings.report, listener)
+        await until(lambda: listener.up_to_date)
+        await holdings.flush()
         listener.pause()
         cache.store(0, make_key(1))
-        await anyio.sleep(2 * holdings_module.GATHER_SECONDS)  # By now it is being told, and marked no more.
-        tasks.start_soon(listen_again, listener)
-        await holdings.told()
+        await anyio.sleep(2 * holdings_module.GATHER_SECONDS)  # By now it is being sent, and unmarked.
+        tasks.start_soon(resume_later, listener)
+        await holdings.flush()
         assert listener.held[0] == {make_key(1)}
         tasks.cancel_scope.cancel()
 
 
-async def listen_again(listener: Listener) -> None:
+async def resume_later(listener: Listener) -> None:
     await anyio.sleep(0.01)
     listener.resume()
 
 
-async def test_too_many_changes_are_told_from_the_start() -> None:
-    cache, listener = CatalogAlone(), Listener()
+async def test_too_many_changes_cause_a_new_snapshot() -> None:
+    cache, listener = CatalogOnly(), Listener()
     cache.store(0, *keys(0, 50))
-    holdings = Holdings(cache, most_changed=100)  # type: ignore[arg-type]
+    holdings = Holdings(cache, max_changed=100)  # type: ignore[arg-type]
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(holdings.tell, listener)
-        await until(lambda: listener.in_step)
+        tasks.start_soon(holdings.report, listener)
+        await until(lambda: listener.up_to_date)
         listener.pause()
         cache.store(1, *keys(0, 60))
         cache.remove(0, *keys(0, 50))
-        assert sum(map(len, holdings._changed.values())) == 0, "nothing is kept of what is told anew"
+        assert sum(map(len, holdings._changed.values())) == 0, "a new snapshot needs no marks"
         cache.store(1, *keys(60, 1000))
         listener.resume()
-        await until(lambda: listener.lost == 1 and listener.in_step)
+        await until(lambda: listener.lost == 1 and listener.up_to_date)
         assert listener.held == cache.held()
         assert holdings.lost == 1
-        # Whoever waits is told when it has been told anew.
+        # A flush waits for the new snapshot.
         listener.pause()
         cache.remove(1, *keys(0, 200))
-        tasks.start_soon(listen_again, listener)
-        await holdings.told()
+        tasks.start_soon(resume_later, listener)
+        await holdings.flush()
         assert listener.held == cache.held()
         tasks.cancel_scope.cancel()
 
 
-async def test_many_chunks_are_told_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop watch is what fails here."""
+async def test_large_snapshot_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop watch fails the test if a step takes too long."""
     monkeypatch.setattr(holdings_module, "PAUSE_SECONDS", 0.0)
-    cache, listener = CatalogAlone(), Counter()
+    cache, listener = CatalogOnly(), Counter()
     await fill(cache, 100_000)
     holdings = Holdings(cache)  # type: ignore[arg-type]
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(holdings.tell, listener)
-        await until(lambda: listener.in_step)
+        tasks.start_soon(holdings.report, listener)
+        await until(lambda: listener.up_to_date)
         assert listener.stored == 100_000
         tasks.cancel_scope.cancel()
 
 
 class Counter:
-    """A listener that remembers no keys."""
+    """A listener that only counts keys."""
 
     def __init__(self) -> None:
         self.stored = 0
-        self.in_step = False
+        self.up_to_date = False
 
     async def __call__(self, message: Message) -> None:
         await anyio.lowlevel.checkpoint()
-        self.in_step = isinstance(message, InStep)
+        self.up_to_date = isinstance(message, UpToDate)
         if isinstance(message, Changed):
             self.stored += len(message.stored) // KEY_BYTES
 
 
-async def fill(cache: CatalogAlone, count: int) -> None:
+async def fill(cache: CatalogOnly, count: int) -> None:
     for start in range(0, count, 1000):
         cache.store(0, *keys(start, start + 1000))
         await anyio.lowlevel.checkpoint()
 
 
-async def test_what_changes_while_it_is_told_is_told_right(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_changes_during_a_snapshot_are_reported_correctly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holdings_module, "ROWS_A_STEP", 16)
     monkeypatch.setattr(holdings_module, "GATHER_SECONDS", 0.002)
     monkeypatch.setattr(holdings_module, "KEYS_A_PART", 8)
-    cache, listener = CatalogAlone(), Listener()
+    cache, listener = CatalogOnly(), Listener()
     cache.store(0, *keys(0, 500))
     holdings = Holdings(cache)  # type: ignore[arg-type]
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(holdings.tell, listener)
+        tasks.start_soon(holdings.report, listener)
         for number in itertools.count():
-            # Removed from where the walk has been and from where it has not, and stored into both.
+            # Removes and stores on both sides of the position of the snapshot.
             low, high = number % 250, 250 + number % 250
             for tier in TIERS:
                 for key in (make_key(low), make_key(high), make_key(1000 + number)):
-                    there = tier in cache.hierarchy.catalog.tiers(key)
-                    (cache.remove if there else cache.store)(tier, key)
-            if listener.in_step:
+                    held = tier in cache.hierarchy.catalog.tiers(key)
+                    (cache.remove if held else cache.store)(tier, key)
+            if listener.up_to_date:
                 break
             await anyio.sleep(0.0005)
-        await holdings.told()
-        assert number > 10, "it was told at once"
+        await holdings.flush()
+        assert number > 10, "the snapshot took only one step"
         assert listener.held == cache.held()
         assert listener.longest <= 16
         tasks.cancel_scope.cancel()
 
 
 class HoldingsMachine(RuleBasedStateMachine):
-    """Chunks come and go while somebody tells of them, and now and then too many at once."""
+    """Chunks are stored and removed while they are reported, sometimes too many at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,10 +245,10 @@ class HoldingsMachine(RuleBasedStateMachine):
         self.patch.setattr(holdings_module, "ROWS_A_STEP", 8)
         self.portal_manager = start_blocking_portal()
         self.portal = self.portal_manager.__enter__()
-        self.cache = CatalogAlone()
+        self.cache = CatalogOnly()
         self.listener: Listener = self.portal.call(Listener)
-        self.holdings = self.portal.call(lambda: Holdings(self.cache, most_changed=40))  # type: ignore[arg-type]
-        self.telling = self.portal.start_task_soon(self.holdings.tell, self.listener)
+        self.holdings = self.portal.call(lambda: Holdings(self.cache, max_changed=40))  # type: ignore[arg-type]
+        self.reporting = self.portal.start_task_soon(self.holdings.report, self.listener)
 
     chunks = st.lists(st.integers(0, 60), max_size=30, unique=True)
 
@@ -281,9 +281,9 @@ class HoldingsMachine(RuleBasedStateMachine):
         async def compare() -> None:
             self.listener.resume()
             with anyio.fail_after(30):
-                await self.holdings.told()
-                # Nothing to tell, but that there was nothing may still have to be told.
-                await until(lambda: self.listener.in_step)
+                await self.holdings.flush()
+                # Even if nothing is held, the end of the snapshot may still be pending.
+                await until(lambda: self.listener.up_to_date)
             assert self.listener.held == self.cache.held()
 
         self.portal.call(compare)
@@ -292,7 +292,7 @@ class HoldingsMachine(RuleBasedStateMachine):
         try:
             self.compare()
         finally:
-            self.telling.cancel()
+            self.reporting.cancel()
             self.patch.undo()
             self.portal_manager.__exit__(None, None, None)
 
@@ -301,19 +301,19 @@ TestHoldings = HoldingsMachine.TestCase
 TestHoldings.settings = hypothesis_settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 
-async def test_a_real_cache_tells_all_that_it_does(leak_check: list[Arena]) -> None:
+async def test_real_cache_reports_all_changes(leak_check: list[Arena]) -> None:
     tiers = [{"name": "ram", "type": "cpu", "capacity": 16 * 4096 * 5}]
     listener = Listener()
     async with TieredCache.open(Settings(tiers=tiers, chunk_tokens=4), plugins=BUILT_IN) as cache:
         model = cache.model("llama", token_bytes=1024)
         holdings = Holdings(cache)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(holdings.tell, listener)
+            tasks.start_soon(holdings.report, listener)
             for seed in range(30):  # Ten times what fits.
                 await model.store([seed] * 40, bytes(40 * 1024))
             await model.clear([29] * 40)
-            await until(lambda: listener.in_step)
-            await holdings.told()
+            await until(lambda: listener.up_to_date)
+            await holdings.flush()
             held = set(cache.hierarchy.catalog.keys(0))
             assert held
             assert listener.held[0] == held

@@ -1,4 +1,4 @@
-"""Prompts become the token ids that the engine would make of them, and helpers come and go."""
+"""Prompts are tokenized like in the engine; helper processes start on demand and end when idle."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kvtier.agent.served import EngineModel, Served, TokenizerSource
 from kvtier.agent.tokenizing import Tokenizers
 from kvtier.demo import model as demo_model
 from kvtier.errors import ChannelClosed, ChannelError
-from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.sockets.frames import MAX_FRAME_BYTES
-from tests.agent.conftest import OpenHome
+from tests.agent.conftest import OpenNode
 from tests.agent.controlling import controlling, until
 
 if find_spec("transformers") is None:
@@ -41,7 +41,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tokenizer that adds nothing, and one that puts a token before each prompt and one behind it."""
+    """A tokenizer without special tokens, and one that adds a token before and after each prompt."""
     plain, special = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("special")
     for folder in (plain, special):
         demo_model._write_tokenizer(folder)
@@ -62,7 +62,7 @@ def served(models: dict[str, Path]) -> Served:
     served = Served()
     for number, (name, path) in enumerate(models.items()):
         model = EngineModel([name], TokenizerSource(str(path)))
-        served.came(f"engine-{number}", name.encode().ljust(32), LAYOUT, model)
+        served.add(f"engine-{number}", name.encode().ljust(32), LAYOUT, model)
     return served
 
 
@@ -76,7 +76,7 @@ async def tokenizers(served: Served) -> AsyncIterator[Tokenizers]:
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A helper as it is, but for the library, which takes seconds to import: words for tokens."""
+    """A real helper with a fake tokenizer instead of the library, which takes seconds to import."""
     command = (sys.executable, "-m", "tests.agent.fast_tokenizer")
     monkeypatch.setattr(tokenizing_module, "COMMAND", command)
 
@@ -86,14 +86,14 @@ PLAIN, SPECIAL = (name.ljust(32) for name in (b"plain", b"special"))
 
 @pytest.fixture(scope="module")
 def expected(models: dict[str, Path]) -> Callable[[str, str], list[int]]:
-    """What the library behind transformers makes of a text by itself."""
+    """Tokenize with the library behind transformers."""
     from tokenizers import Tokenizer
 
-    known = {name: Tokenizer.from_file(str(path / "tokenizer.json")) for name, path in models.items()}
-    return lambda name, text: list(known[name].encode(text).ids)
+    loaded = {name: Tokenizer.from_file(str(path / "tokenizer.json")) for name, path in models.items()}
+    return lambda name, text: list(loaded[name].encode(text).ids)
 
 
-async def test_token_ids_are_the_librarys_own(
+async def test_token_ids_equal_those_of_the_library(
     tokenizers: Tokenizers, expected: Callable[[str, str], list[int]]
 ) -> None:
     for namespace in (PLAIN, SPECIAL):
@@ -106,7 +106,7 @@ async def test_token_ids_are_the_librarys_own(
 
 
 @pytest.mark.usefixtures("fast")
-async def test_a_helper_is_kept_and_ends_when_it_is_idle(served: Served) -> None:
+async def test_helper_is_reused_and_ends_when_idle(served: Served) -> None:
     tokenizers = Tokenizers(served, idle=0.2)
     async with tokenizers.open():
         assert await tokenizers.tokenize(PLAIN, "a bcd ef") == [1, 3, 2]
@@ -119,43 +119,41 @@ async def test_a_helper_is_kept_and_ends_when_it_is_idle(served: Served) -> None
 
 
 @pytest.mark.usefixtures("fast")
-async def test_a_helper_that_is_killed_is_started_again(tokenizers: Tokenizers) -> None:
+async def test_killed_helper_is_restarted(tokenizers: Tokenizers) -> None:
     assert await tokenizers.tokenize(PLAIN, "Hello") == [5]
     (process,) = tokenizers.processes
     os.kill(process, signal.SIGKILL)
     await until(lambda: not is_running(process))
-    with suppress(ChannelClosed):  # Where its end had not been noticed.
+    with suppress(ChannelClosed):  # Its exit may not have been noticed yet.
         await tokenizers.tokenize(PLAIN, "Hello")
     assert await tokenizers.tokenize(PLAIN, "Hello") == [5]
     assert process not in tokenizers.processes
 
 
 @pytest.mark.usefixtures("fast")
-async def test_a_helper_that_hangs_is_given_up(
-    tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hanging_helper_is_killed(tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await tokenizers.tokenize(PLAIN, "Hello") == [5]
     (process,) = tokenizers.processes
     os.kill(process, signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(tokenizing_module, "ANSWER_SECONDS", 0.2)
-        with pytest.raises(ChannelClosed, match="has not answered within"):
+        with pytest.raises(ChannelClosed, match="did not answer within"):
             await tokenizers.tokenize(PLAIN, "Hello")
     await until(lambda: not is_running(process))
     assert await tokenizers.tokenize(PLAIN, "Hello") == [5]
 
 
 @pytest.mark.usefixtures("fast")
-async def test_a_cancelled_question_leaves_no_answer_behind(tokenizers: Tokenizers) -> None:
+async def test_cancelled_request_leaves_no_answer_behind(tokenizers: Tokenizers) -> None:
     assert await tokenizers.tokenize(PLAIN, "Hello") == [5]
     os.kill(tokenizers.processes[0], signal.SIGSTOP)
     with anyio.move_on_after(0.05):
-        await tokenizers.tokenize(PLAIN, "a question that nobody waits for")
+        await tokenizers.tokenize(PLAIN, "a cancelled request")
     assert await tokenizers.tokenize(PLAIN, "Hello") == [5]
 
 
 @pytest.mark.usefixtures("fast")
-async def test_an_answer_that_is_too_long_is_refused_and_no_more(tokenizers: Tokenizers) -> None:
+async def test_too_long_answer_fails_only_its_request(tokenizers: Tokenizers) -> None:
     with pytest.raises(ChannelError, match="is over"):
         await tokenizers.tokenize(PLAIN, "many")
     with pytest.raises(ChannelError, match="is over"):
@@ -164,52 +162,52 @@ async def test_an_answer_that_is_too_long_is_refused_and_no_more(tokenizers: Tok
 
 
 @pytest.mark.usefixtures("fast")
-async def test_what_it_prints_is_no_answer(tokenizers: Tokenizers) -> None:
+async def test_printed_output_is_not_an_answer(tokenizers: Tokenizers) -> None:
     assert await tokenizers.tokenize(PLAIN, "print something") == [5, 9]
 
 
 @pytest.mark.usefixtures("fast")
-async def test_there_are_never_many_helpers(tokenizers: Tokenizers, served: Served) -> None:
+async def test_number_of_helpers_is_limited(tokenizers: Tokenizers, served: Served) -> None:
     for number in range(3):
         namespace = bytes([number]) * 32
-        served.came("engine", namespace, LAYOUT, EngineModel(["m"], TokenizerSource(f"/m/{number}")))
+        served.add("engine", namespace, LAYOUT, EngineModel(["m"], TokenizerSource(f"/m/{number}")))
         assert await tokenizers.tokenize(namespace, "Hello") == [5]
     assert len(tokenizers.processes) == 2
 
 
-async def test_no_helper_is_started_in_vain(served: Served) -> None:
-    served.came("mistral", b"m" * 32, LAYOUT, EngineModel(["mistral"], TokenizerSource("/m", "mistral")))
-    served.came("silent", b"s" * 32, LAYOUT, EngineModel(["silent"]))
+async def test_no_helper_starts_without_a_usable_tokenizer(served: Served) -> None:
+    served.add("mistral", b"m" * 32, LAYOUT, EngineModel(["mistral"], TokenizerSource("/m", "mistral")))
+    served.add("unknown", b"s" * 32, LAYOUT, EngineModel(["unknown"]))
     tokenizers = Tokenizers(served)
     async with tokenizers.open():
         for namespace, reason in (
             (b"m" * 32, "cannot load a tokenizer of mode 'mistral'"),
-            (b"s" * 32, "no engine of this instance has said where"),
-            (b"x" * 32, "no engine of this instance has said where"),
+            (b"s" * 32, "no engine of this instance has reported the location"),
+            (b"x" * 32, "no engine of this instance has reported the location"),
         ):
             with pytest.raises(ChannelError, match=reason):
                 await tokenizers.tokenize(namespace, "Hello")
         assert not tokenizers.processes
-    with pytest.raises(ChannelClosed, match="about to end"):
+    with pytest.raises(ChannelClosed, match="shutting down"):
         await tokenizers.tokenize(PLAIN, "Hello")
 
 
 @pytest.mark.usefixtures("fast")
-async def test_a_tokenizer_that_is_not_there_is_said(served: Served, tmp_path: Path) -> None:
+async def test_missing_tokenizer_is_reported(served: Served, tmp_path: Path) -> None:
     source = TokenizerSource(str(tmp_path / "nowhere"))
-    served.came("broken", b"b" * 32, LAYOUT, EngineModel(["broken"], source))
+    served.add("broken", b"b" * 32, LAYOUT, EngineModel(["broken"], source))
     tokenizers = Tokenizers(served)
     async with tokenizers.open():
-        with pytest.raises(ChannelError, match="the tokenizer fails: FileNotFoundError"):
+        with pytest.raises(ChannelError, match="the tokenizer failed: FileNotFoundError"):
             await tokenizers.tokenize(b"b" * 32, "Hello")
         await until(lambda: not tokenizers.processes)
 
 
 @pytest.mark.usefixtures("fast")
-async def test_a_controller_is_answered_with_tokens(home: OpenHome) -> None:
-    async with controlling() as controller, home(controller) as one:
-        conversation = await controller.in_step()
-        one.instance.served.came("engine", PLAIN, LAYOUT, EngineModel(["m"], TokenizerSource("/models/m")))
+async def test_tokenize_command_returns_tokens(open_node: OpenNode) -> None:
+    async with controlling() as controller, open_node(controller) as one:
+        conversation = await controller.up_to_date()
+        one.instance.served.add("engine", PLAIN, LAYOUT, EngineModel(["m"], TokenizerSource("/models/m")))
         done = await conversation.done(lambda ticket: Tokenize(ticket, PLAIN, "Hello world you"))
         assert (done.tokens, done.keys, done.chunks, done.reason) == ([5, 5, 3], b"", 0, None)
         assert "is over" in await conversation.failed(lambda ticket: Tokenize(ticket, PLAIN, "many"))

@@ -1,4 +1,4 @@
-"""Backends with one fault each, to show that the conformance suite finds it."""
+"""Backends with one fault each, to check that the conformance suite detects it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import anyio.lowlevel
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.backends.cpu import CpuBackend
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.backend import BackendConformance
 
 
 class DictBackend(Backend):
-    """The simplest backend that keeps to the contract."""
+    """The simplest backend that meets the contract."""
 
     def __init__(self, folder: dict[ChunkKey, bytes]) -> None:
         self.held = folder
@@ -53,41 +53,41 @@ class DictBackend(Backend):
         yield [StoredObject(key, len(value), time.time(), value[:300]) for key, value in self.held.items()]
 
 
-class AnswersBackwards(DictBackend):
+class ReversesResults(DictBackend):
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         return list(await super().get(items))[::-1]
 
 
-class RaisesWhatIsMissing(DictBackend):
+class RaisesOnMiss(DictBackend):
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         for key, _ in items:
             self.held[key]
         return await super().get(items)
 
 
-class NeverReplaces(DictBackend):
+class NeverOverwrites(DictBackend):
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         return await super().put([item for item in items if item[0] not in self.held]) or [Outcome.OK]
 
 
-class FillsInPart(DictBackend):
+class ReadsPartially(DictBackend):
     def fill(self, key: ChunkKey, view: memoryview) -> Outcome:
         value = self.held.get(key, b"")[: len(view)]
         view[: len(value)] = value
         return Outcome.OK if value else Outcome.MISS
 
 
-class KeepsTheMemory(DictBackend):
+class KeepsCallerMemory(DictBackend):
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         self.held.update(items)
         return [Outcome.OK for _ in items]
 
 
-class DeletesNothing(DictBackend):
+class IgnoresDelete(DictBackend):
     async def delete(self, keys: Sequence[ChunkKey]) -> None: ...
 
 
-class OneMissSpoilsAll(DictBackend):
+class FailsBatchOnMiss(DictBackend):
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         outcomes = await super().get(items)
         return [Outcome.MISS] * len(items) if Outcome.MISS in outcomes else outcomes
@@ -104,9 +104,9 @@ class WritesInPlace(DictBackend):
         return [Outcome.OK for _ in items]
 
 
-class WritesAfterTheEnd(DictBackend):
+class WritesAfterCancellation(DictBackend):
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        # A task of its own, as a worker thread is: nobody waits for it when the call is cancelled.
+        # A separate task, like a worker thread: a cancelled call does not wait for it.
         self.task = asyncio.ensure_future(self.get_later(items))
         return await asyncio.shield(self.task)
 
@@ -115,13 +115,13 @@ class WritesAfterTheEnd(DictBackend):
         return await super().get(items)
 
 
-class LosesWhatItReplaces(DictBackend):
+class DeletesBeforeReplacing(DictBackend):
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         await self.delete([key for key, _ in items])
         return await super().put(items)
 
 
-class SwallowsCancellation(DictBackend):
+class ClearsOnCancellation(DictBackend):
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         try:
             return await super().put(items)
@@ -130,31 +130,31 @@ class SwallowsCancellation(DictBackend):
             raise
 
 
-class ForgetsWhenClosed(DictBackend):
+class ClearsOnClose(DictBackend):
     async def close(self) -> None:
         self.held.clear()
 
 
-class TellsTwice(DictBackend):
+class ScansTwice(DictBackend):
     async def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
         for _ in range(2):
             async for batch in super().scan():
                 yield batch
 
 
-class CannotBeEmpty(DictBackend):
+class MishandlesEmptyBatch(DictBackend):
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         return [True] if not keys else await super().contains(keys)
 
 
-class LeaksALease(CpuBackend):
+class LeaksLease(CpuBackend):
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         self.leaked = self.arena.allocate(1)
         return await super().get(items)
 
 
 class Suite(BackendConformance):
-    """The suite over one of these. Not collected: its tests are called one by one."""
+    """The conformance suite for one of these backends. Not collected: tests are called individually."""
 
     persistent = True
 

@@ -1,4 +1,4 @@
-"""Certificates of a test's own."""
+"""Self-signed certificates for tests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvtier.testing.servers.redis import TLSFiles
 
 
 def make_certificate(folder: Path, name: str = "IP:127.0.0.1") -> TLSFiles:
-    """One that vouches for itself, for a host (``DNS:...`` or ``IP:...``). Skips where openssl is missing."""
+    """Create a self-signed certificate for a host (``DNS:...`` or ``IP:...``). Skips without openssl."""
     if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl: apt-get install openssl")
+        pytest.skip("openssl is missing: apt-get install openssl")
     folder.mkdir(parents=True)
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     command = [

@@ -1,4 +1,4 @@
-"""Chunk objects to put, and backends to put them into."""
+"""Chunk objects and backends for tests."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from kvtier import native
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.backends.cpu import CpuBackend
-from kvtier.backends.disk import DiskBackend, DiskSettings
-from kvtier.header import ChunkHeader, object_bytes
-from kvtier.keys import ChunkKey
+from kvtier.backends.disk.backend import DiskBackend, DiskSettings
+from kvtier.memory.header import ChunkHeader, object_bytes
+from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.backend import blank, make_key, noise
 
@@ -23,7 +23,7 @@ BackendT = TypeVar("BackendT", bound=Backend)
 
 
 def chunk(key: ChunkKey, payload: int = PAYLOAD, *, seed: bytes = b"") -> memoryview:
-    """A chunk object as an engine leaves it in the arena: sealed without a checksum."""
+    """Return a chunk object as an engine leaves it in the arena: sealed without a checksum."""
     view = blank(object_bytes(payload))
     ChunkHeader(key, make_key(0), bytes(32), payload).seal(view, checksum=False)
     view[256 : 256 + payload] = noise(seed + key, payload)
@@ -42,8 +42,8 @@ def memory(capacity: int = 16 << 20) -> CpuBackend:
     return CpuBackend(LocalTierSettings(name="ram", type="cpu", capacity=capacity))
 
 
-def engines() -> list[str]:
-    """What may read and write a disk here."""
+def disk_engines() -> list[str]:
+    """Return the values of the setting `io` that work on this machine."""
     try:
         native.core.DiskEngine(1)
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Servers of the kinds that share a protocol."""
+"""Redis and Valkey servers, which share a protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .redis_pool import Start
 
 @pytest.fixture(params=[RedisServer, ValkeyServer], ids=["redis", "valkey"])
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
-    """Starts servers, of Redis in one run of a test and of Valkey in another, and ends them."""
+    """Start servers: Redis in one run of the test, Valkey in another. Kill them at the end."""
     kind: type[RedisServer] = request.param
     if reason := kind.missing():
         pytest.skip(reason)

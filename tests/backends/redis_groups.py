@@ -1,4 +1,4 @@
-"""Several servers that are one pool: a primary with a replica and sentinels, and a cluster of primaries."""
+"""Pools of several servers: a primary with a replica and sentinels, and a cluster of primaries."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.backends.redis.topology import SLOTS
-from kvtier.testing.servers.base import PATIENCE_SECONDS, free_port
+from kvtier.testing.servers.base import TIMEOUT_SECONDS, free_port
 from kvtier.testing.servers.redis import HOST, RedisServer
 
-from .redis_pool import asked, info
+from .redis_pool import execute, info
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll for what other processes do."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    """Poll until the condition holds."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while not condition():
-        assert time.monotonic() < deadline, "it never came"
+        assert time.monotonic() < deadline, "timed out waiting for the condition"
         time.sleep(0.02)
 
 
-def _made(folder: Path) -> Path:
+def _make_folder(folder: Path) -> Path:
     folder.mkdir()
     return folder
 
@@ -45,23 +45,23 @@ class _Sentinel(RedisServer):
 
 
 class Sentinels:
-    """A primary, its replica, and three sentinels, two of which must find that the primary is gone."""
+    """A primary, a replica, and three sentinels with a quorum of two."""
 
     def __init__(self, kind: type[RedisServer], folder: Path, stack: ExitStack) -> None:
         self._kind = kind
-        at_once = ["--repl-diskless-sync-delay", "0"]
-        self.primary = stack.enter_context(kind(_made(folder / "primary"), options=at_once))
+        sync_at_once = ["--repl-diskless-sync-delay", "0"]
+        self.primary = stack.enter_context(kind(_make_folder(folder / "primary"), options=sync_at_once))
         follow = ["--replicaof", HOST, str(self.primary.port)]
-        self.replica = stack.enter_context(kind(_made(folder / "replica"), options=follow))
+        self.replica = stack.enter_context(kind(_make_folder(folder / "replica"), options=follow))
         self.sentinels = [
-            stack.enter_context(_Sentinel(kind, _made(folder / f"sentinel {number}"), self.primary))
+            stack.enter_context(_Sentinel(kind, _make_folder(folder / f"sentinel {number}"), self.primary))
             for number in range(3)
         ]
         wait_until(lambda: info(self.replica)["master_link_status"] == "up")
         wait_until(lambda: all(self._knows_all(sentinel) for sentinel in self.sentinels))
 
     def tier(self) -> dict[str, Any]:
-        """As :meth:`Server.tier`."""
+        """See :meth:`Server.tier`."""
         addresses = ",".join(f"{HOST}:{sentinel.port}" for sentinel in self.sentinels)
         return {"type": self._kind.type, "url": f"{self._kind.type}+sentinel://{addresses}/mymaster"}
 
@@ -71,47 +71,47 @@ class Sentinels:
 
 
 class Cluster:
-    """Three primaries, each with a third of the slots."""
+    """Three primaries, each with a third of the hash slots."""
 
     def __init__(self, kind: type[RedisServer], folder: Path, stack: ExitStack) -> None:
         self._kind = kind
         self.nodes: list[RedisServer] = []
         for number in range(3):
             bus = str(free_port())
-            # Without it a node that is gone takes the slots of the others along.
+            # By default, the whole cluster stops serving when one node is down.
             partial = ["--cluster-require-full-coverage", "no", "--cluster-node-timeout", "1000"]
             options = ["--cluster-enabled", "yes", "--cluster-port", bus, *partial]
-            self.nodes.append(stack.enter_context(kind(_made(folder / str(number)), options=options)))
+            self.nodes.append(stack.enter_context(kind(_make_folder(folder / str(number)), options=options)))
             first, last = number * SLOTS // 3, (number + 1) * SLOTS // 3 - 1
-            self.nodes[-1].tell("CLUSTER", "ADDSLOTSRANGE", str(first), str(last))
-            self.nodes[-1].tell("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1))
+            self.nodes[-1].command("CLUSTER", "ADDSLOTSRANGE", str(first), str(last))
+            self.nodes[-1].command("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1))
             if number:
-                self.nodes[0].tell("CLUSTER", "MEET", HOST, str(self.nodes[-1].port), bus)
-        wait_until(self.is_whole)
+                self.nodes[0].command("CLUSTER", "MEET", HOST, str(self.nodes[-1].port), bus)
+        wait_until(self.is_healthy)
 
     def tier(self) -> dict[str, Any]:
-        """As :meth:`Server.tier`; it names one node alone, and the others are found."""
+        """See :meth:`Server.tier`. The URL names one node; the client discovers the others."""
         return {"type": self._kind.type, "url": f"{self._kind.type}+cluster://{HOST}:{self.nodes[1].port}"}
 
     def owner_of(self, slot: int) -> RedisServer:
-        """The node that has a slot, unless it was moved."""
+        """Return the node that owns a slot, unless it was migrated."""
         return self.nodes[slot * 3 // SLOTS]
 
-    def begin_to_move(self, slot: int, source: RedisServer, target: RedisServer) -> None:
-        """From now on ``source`` sends us to ``target`` for what it does not have itself."""
-        target.tell("CLUSTER", "SETSLOT", str(slot), "IMPORTING", self._name_of(source))
-        source.tell("CLUSTER", "SETSLOT", str(slot), "MIGRATING", self._name_of(target))
+    def start_migration(self, slot: int, source: RedisServer, target: RedisServer) -> None:
+        """Start moving a slot: ``source`` redirects to ``target`` for keys that it does not hold."""
+        target.command("CLUSTER", "SETSLOT", str(slot), "IMPORTING", self._name_of(source))
+        source.command("CLUSTER", "SETSLOT", str(slot), "MIGRATING", self._name_of(target))
 
-    def move(self, slot: int, target: RedisServer) -> None:
-        """A slot is ``target``'s."""
+    def finish_migration(self, slot: int, target: RedisServer) -> None:
+        """Assign a slot to ``target`` on all nodes."""
         for node in (target, *self.nodes):
-            node.tell("CLUSTER", "SETSLOT", str(slot), "NODE", self._name_of(target))
+            node.command("CLUSTER", "SETSLOT", str(slot), "NODE", self._name_of(target))
 
     def _name_of(self, node: RedisServer) -> str:
-        return str(asked(node, "CLUSTER MYID"))
+        return str(execute(node, "CLUSTER MYID"))
 
-    def is_whole(self) -> bool:
-        """Whether every node knows of the others that they are up."""
-        states = [asked(node, "CLUSTER INFO") for node in self.nodes]
+    def is_healthy(self) -> bool:
+        """Whether every node reports all nodes and slots as up."""
+        states = [execute(node, "CLUSTER INFO") for node in self.nodes]
         fields = ("cluster_state", "cluster_known_nodes", "cluster_slots_ok")
         return all([state[name] for name in fields] == ["ok", "3", str(SLOTS)] for state in states)

@@ -1,4 +1,4 @@
-"""What the tests of Redis and Valkey share: an open backend, and values to put there."""
+"""Helpers of the Redis and Valkey tests: backends and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from kvtier.backends.base import Backend, Outcome
 from kvtier.backends.redis import RedisBackend, RedisSettings
 from kvtier.backends.valkey import ValkeyBackend, ValkeySettings
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import blank, make_key, noise, same
 from kvtier.testing.servers.redis import RedisServer
 
@@ -21,20 +21,20 @@ MIB = 1 << 20
 KEYS = [make_key(number) for number in range(8)]
 
 Start = Callable[..., RedisServer]
-"""Starts a server, with options of ``RedisServer``."""
+"""Start a server, with the options of ``RedisServer``."""
 
 
 def backend_on(server: RedisServer, **settings: Any) -> RedisBackend:
-    """A backend that is not open yet; ``settings`` beside or instead of the server's own."""
-    given = {"name": "pool", **server.tier(), **settings}
-    if given["type"] == "valkey":
-        return ValkeyBackend(ValkeySettings(**given))
-    return RedisBackend(RedisSettings(**given))
+    """Return a backend that is not open yet. ``settings`` override those of the server."""
+    merged = {"name": "pool", **server.tier(), **settings}
+    if merged["type"] == "valkey":
+        return ValkeyBackend(ValkeySettings(**merged))
+    return RedisBackend(RedisSettings(**merged))
 
 
 @asynccontextmanager
 async def opened(server: RedisServer, **settings: Any) -> AsyncIterator[RedisBackend]:
-    """An open backend."""
+    """Open a backend on a server."""
     backend = backend_on(server, **settings)
     await backend.open()
     try:
@@ -44,45 +44,45 @@ async def opened(server: RedisServer, **settings: Any) -> AsyncIterator[RedisBac
 
 
 def values(size: int, keys: Sequence[ChunkKey] = KEYS) -> list[tuple[ChunkKey, memoryview]]:
-    """Something to put under each key."""
+    """Return a value of ``size`` bytes for each key."""
     return [(key, memoryview(bytearray(noise(key, size)))) for key in keys]
 
 
-def room(size: int, keys: Sequence[ChunkKey] = KEYS) -> list[tuple[ChunkKey, memoryview]]:
-    """Memory to get each key's value into."""
+def buffers(size: int, keys: Sequence[ChunkKey] = KEYS) -> list[tuple[ChunkKey, memoryview]]:
+    """Return a buffer of ``size`` bytes for each key."""
     return [(key, blank(size)) for key in keys]
 
 
-def asked(server: RedisServer, *words: str) -> Any:
-    """What a server answers, as its client library understands it."""
-    import redis  # Not by all who find the fixtures: it is an extra.
+def execute(server: RedisServer, *arguments: str) -> Any:
+    """Execute a command with the server's client library, and return its reply."""
+    import redis  # Imported here, because it is an optional dependency.
 
     with closing(redis.Redis(port=server.port, protocol=2, decode_responses=True)) as client:
-        return client.execute_command(*words)
+        return client.execute_command(*arguments)
 
 
 def info(server: RedisServer) -> dict[str, Any]:
-    """What a server says of itself."""
-    told: dict[str, Any] = asked(server, "INFO")
-    return told
+    """Return the server's INFO."""
+    reply: dict[str, Any] = execute(server, "INFO")
+    return reply
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was warned of so far."""
+    """Return the messages logged so far at WARNING or above."""
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-async def assert_says_nothing(backend: Backend) -> None:
-    """Nothing can be looked up or deleted, which is raised."""
-    for ask in (backend.contains, backend.delete):
+async def assert_unreachable(backend: Backend) -> None:
+    """Assert that lookups and deletions raise ConnectionError."""
+    for call in (backend.contains, backend.delete):
         with pytest.raises(ConnectionError, match="no server answers"):
-            await ask(KEYS)
+            await call(KEYS)
 
 
 async def assert_works(backend: Backend, size: int = MIB) -> None:
-    """Everything can be put, found and got."""
+    """Assert that all keys can be put, found and read."""
     assert list(await backend.put(values(size))) == [OK] * len(KEYS)
     assert list(await backend.contains(KEYS)) == [True] * len(KEYS)
-    items = room(size)
+    items = buffers(size)
     assert list(await backend.get(items)) == [OK] * len(KEYS)
     assert all(same(view, noise(key, size)) for key, view in items)

@@ -1,4 +1,4 @@
-"""Every backend that comes with kvtier proves itself, bare and in its wrappers."""
+"""The conformance suite for every built-in local backend, plain and in its wrappers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 from kvtier.backends.base import Backend
 from kvtier.backends.cpu import CpuBackend
-from kvtier.backends.disk import DiskBackend, DiskSettings, object_path
-from kvtier.backends.guarded import GuardedBackend
+from kvtier.backends.disk.backend import DiskBackend, DiskSettings, object_path
 from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
-from kvtier.backends.sealed import SealedBackend
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.backend import BackendConformance
+from kvtier.tiers.breaker import GuardedBackend
+from kvtier.tiers.sealed import SealedBackend
 
 CAPACITY = 256 << 20
 
@@ -40,7 +40,7 @@ class TestHugePage(BackendConformance):
 
 
 class TestDisk(BackendConformance):
-    """Through io_uring, where there is one."""
+    """Uses io_uring if available."""
 
     persistent = True
     direct = True
@@ -92,7 +92,7 @@ class TestSealedDisk(TestDisk):
 
 
 class TestUncheckedDisk(TestDisk):
-    """Without a checksum a flipped payload is not found; all else holds."""
+    """Without a checksum, a bit flip in the payload is not detected."""
 
     chunk_objects = True
 

@@ -1,4 +1,4 @@
-"""What the disk backend does beyond the conformance suite: its folder, its lock, its refusals."""
+"""The disk backend beyond the conformance suite: its folder, its lock and its errors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier.backends import disk_folder
-from kvtier.backends.disk import DiskSettings, lock_holder, object_path, walk
-from kvtier.backends.disk_folder import ObjectFolder
-from kvtier.backends.sealed import SealedBackend
+from kvtier.backends.disk import folder
+from kvtier.backends.disk.backend import DiskSettings, lock_holder, object_path, walk
+from kvtier.backends.disk.folder import ObjectFolder
+from kvtier.concurrency.threads import WORKER_NAME, WorkerThreads
 from kvtier.errors import TierError
 from kvtier.testing.backend import blank, make_key, noise, same
-from kvtier.threads import WORKER_NAME, WorkerThreads
-from tests.backends.chunks import FAILED, FULL, MISS, OK, chunks, disk, engines, opened
+from kvtier.tiers.sealed import SealedBackend
+from tests.backends.chunks import FAILED, FULL, MISS, OK, chunks, disk, disk_engines, opened
 
 pytestmark = pytest.mark.anyio
 
@@ -40,17 +40,17 @@ def filled(length: int, seed: bytes = b"") -> memoryview:
     return view
 
 
-@pytest.fixture(params=engines())
+@pytest.fixture(params=disk_engines())
 def io(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-# Where things are.
+# Files.
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, 3 * PAGE, 3 * PAGE + 5])
-async def test_a_file_is_its_object(tmp_path: Path, length: int, direct: bool, io: str) -> None:
+async def test_each_object_is_one_file(tmp_path: Path, length: int, direct: bool, io: str) -> None:
     async with opened(disk(tmp_path, direct=direct, io=io)) as backend:
         key, value = make_key(1), filled(length)
         assert list(await backend.put([(key, value)])) == [OK]
@@ -61,14 +61,14 @@ async def test_a_file_is_its_object(tmp_path: Path, length: int, direct: bool, i
         assert list(walk(tmp_path)) == [path]
 
 
-async def test_others_cannot_read_what_people_have_typed(tmp_path: Path, io: str) -> None:
+async def test_files_are_private_to_the_user(tmp_path: Path, io: str) -> None:
     async with opened(disk(tmp_path / "made", io=io)) as backend:
         await backend.put([(make_key(1), filled(PAGE))])
         for path in [tmp_path / "made", *(tmp_path / "made").rglob("*")]:
             assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
 
 
-async def test_get_notes_the_use(tmp_path: Path, io: str) -> None:
+async def test_get_updates_mtime(tmp_path: Path, io: str) -> None:
     async with opened(disk(tmp_path, io=io)) as backend:
         key = make_key(1)
         await backend.put([(key, filled(PAGE))])
@@ -79,23 +79,23 @@ async def test_get_notes_the_use(tmp_path: Path, io: str) -> None:
         assert object_path(tmp_path, key).stat().st_mtime > 1.6e9
 
 
-async def test_a_batch_takes_one_hop_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batch_is_one_executor_call_per_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(disk(tmp_path, io="threads", concurrency=3)) as backend:
-        hops = 0
+        calls = 0
         real = WorkerThreads.__call__
 
         def counted(threads: WorkerThreads, function) -> asyncio.Future[None]:
-            nonlocal hops
-            hops += 1
+            nonlocal calls
+            calls += 1
             return real(threads, function)
 
         with monkeypatch.context() as patched:
             patched.setattr(WorkerThreads, "__call__", counted)
             items = [(make_key(number), filled(PAGE)) for number in range(20)]
             assert list(await backend.put(items)) == [OK] * 20
-            assert hops == 3
+            assert calls == 3
             assert list(await backend.contains([key for key, _ in items])) == [True] * 20
-            assert hops == 4
+            assert calls == 4
 
 
 def workers() -> set[threading.Thread]:
@@ -103,39 +103,39 @@ def workers() -> set[threading.Thread]:
 
 
 @pytest.fixture(autouse=True)
-def _no_thread_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.threads.IDLE_SECONDS", 300.0)
+def _keep_idle_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.concurrency.threads.IDLE_SECONDS", 300.0)
 
 
-async def ended(threads: set[threading.Thread]) -> None:
+async def wait_until_ended(threads: set[threading.Thread]) -> None:
     with anyio.fail_after(30):
         while any(thread.is_alive() for thread in threads):
             await anyio.sleep(0.001)
 
 
-async def test_its_threads_end_with_it(tmp_path: Path, io: str) -> None:
+async def test_threads_end_with_the_backend(tmp_path: Path, io: str) -> None:
     before = workers()
     async with opened(disk(tmp_path, concurrency=5, io=io)) as backend:
         await backend.put([(make_key(number), filled(PAGE)) for number in range(20)])
         threads = workers() - before
-        assert 1 <= len(threads) <= (1 if io == "uring" else 5)  # One that is idle takes the next.
-    await ended(threads)
+        assert 1 <= len(threads) <= (1 if io == "uring" else 5)  # An idle thread takes the next call.
+    await wait_until_ended(threads)
 
 
 # O_DIRECT.
 
 
-def flags_of_opens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    seen: list[int] = []
+def record_open_flags(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    recorded_flags: list[int] = []
     real = os.open
 
-    def recorded(path, flags, *more, **named) -> int:
+    def recording_open(path, flags, *more, **named) -> int:
         if str(path).endswith((".kv", ".tmp")):
-            seen.append(flags & os.O_DIRECT)
+            recorded_flags.append(flags & os.O_DIRECT)
         return real(path, flags, *more, **named)
 
-    monkeypatch.setattr(os, "open", recorded)
-    return seen
+    monkeypatch.setattr(os, "open", recording_open)
+    return recorded_flags
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def flags_of_opens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (False, 2 * PAGE, 0, False),
     ],
 )
-async def test_aligned_objects_go_past_the_page_cache(
+async def test_aligned_objects_bypass_the_page_cache(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     direct: bool,
@@ -158,17 +158,17 @@ async def test_aligned_objects_go_past_the_page_cache(
     async with opened(disk(tmp_path, io="threads", direct=direct)) as backend:
         if direct and not backend._folder.direct:
             pytest.skip("the file system of the temporary folder has no O_DIRECT")
-        seen = flags_of_opens(monkeypatch)
+        recorded_flags = record_open_flags(monkeypatch)
         view = blank(length + shift)[shift:]
         assert list(await backend.put([(make_key(1), view)])) == [OK]
         assert list(await backend.get([(make_key(1), view)])) == [OK]
-        assert [bool(flag) for flag in seen if seen] == [expected, expected] or (
-            # The folder is made on the way: the first open found it missing.
-            [bool(flag) for flag in seen] == [expected] * 3
+        assert [bool(flag) for flag in recorded_flags if recorded_flags] == [expected, expected] or (
+            # The first open fails because the folder does not exist yet.
+            [bool(flag) for flag in recorded_flags] == [expected] * 3
         )
 
 
-async def test_a_file_system_without_direct_io(
+async def test_falls_back_to_the_page_cache_without_o_direct(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = os.open
@@ -185,13 +185,13 @@ async def test_a_file_system_without_direct_io(
             assert list(await backend.put(items)) == [OK] * 3
             assert list(await backend.get([(make_key(0), blank(PAGE))])) == [OK]
     assert [record.getMessage() for record in caplog.records] == [
-        f"tier 'ssd': the file system of {tmp_path} has no O_DIRECT, so that its page cache is used"
+        f"tier 'ssd': the file system of {tmp_path} does not support O_DIRECT; using the page cache"
     ]
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("step", [1000, PAGE])
-async def test_short_reads_and_writes_go_on(
+async def test_short_reads_and_writes_are_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, step: int
 ) -> None:
     calls = []
@@ -200,15 +200,15 @@ async def test_short_reads_and_writes_go_on(
         def move(descriptor, views, offset):
             calls.append(offset)
             aligned = offset % PAGE == 0 and step % PAGE == 0
-            if disk_folder.fcntl.fcntl(descriptor, disk_folder.fcntl.F_GETFL) & os.O_DIRECT and not aligned:
-                # As a medium that is all but full does: it takes a part of a page, and the call succeeds.
+            if folder.fcntl.fcntl(descriptor, folder.fcntl.F_GETFL) & os.O_DIRECT and not aligned:
+                # An almost full medium accepts part of a page, and the call succeeds.
                 head = bytes(views[0][:step])
-                flags = disk_folder.fcntl.fcntl(descriptor, disk_folder.fcntl.F_GETFL)
-                disk_folder.fcntl.fcntl(descriptor, disk_folder.fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                flags = folder.fcntl.fcntl(descriptor, folder.fcntl.F_GETFL)
+                folder.fcntl.fcntl(descriptor, folder.fcntl.F_SETFL, flags & ~os.O_DIRECT)
                 try:
                     return real(descriptor, [head if real is os_pwritev else views[0][:step]], offset)
                 finally:
-                    disk_folder.fcntl.fcntl(descriptor, disk_folder.fcntl.F_SETFL, flags)
+                    folder.fcntl.fcntl(descriptor, folder.fcntl.F_SETFL, flags)
             return real(descriptor, [views[0][:step]], offset)
 
         return move
@@ -227,14 +227,14 @@ async def test_short_reads_and_writes_go_on(
 # The lock.
 
 
-def test_a_folder_that_nobody_has(tmp_path: Path) -> None:
+def test_lock_holder_is_none_for_an_unused_folder(tmp_path: Path) -> None:
     assert lock_holder(tmp_path) is None
     ObjectFolder("ssd", tmp_path, direct=True).close()
     assert (tmp_path / ".lock").exists()
     assert lock_holder(tmp_path) is None
 
 
-async def test_a_second_opener_is_told_who_has_it(tmp_path: Path) -> None:
+async def test_second_open_fails_and_names_the_lock_holder(tmp_path: Path) -> None:
     async with opened(disk(tmp_path)):
         holder = lock_holder(tmp_path)
         assert holder is not None
@@ -249,23 +249,23 @@ async def test_a_second_opener_is_told_who_has_it(tmp_path: Path) -> None:
             f"tier 'ssd': path {tmp_path} is in use by {holder}: stop that process, or set this tier's "
             "`path` to a folder of its own"
         )
-        assert lock_holder(tmp_path) == holder, "the refusal has taken the lock away"
+        assert lock_holder(tmp_path) == holder, "the failed open released the lock"
     async with opened(disk(tmp_path)):
         pass
 
 
-async def test_another_process_is_refused(tmp_path: Path) -> None:
+async def test_open_fails_if_another_process_holds_the_lock(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from kvtier.backends.disk_folder import ObjectFolder\n"
+        "import sys; from pathlib import Path; from kvtier.backends.disk.folder import ObjectFolder\n"
         "ObjectFolder('other', Path(sys.argv[1]), direct=True)"
     )
     async with opened(disk(tmp_path)):
-        found = await anyio.run_process([sys.executable, "-c", code, str(tmp_path)], check=False)
-    assert found.returncode
-    assert f"is in use by process {os.getpid()} on host".encode() in found.stderr
+        result = await anyio.run_process([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert result.returncode
+    assert f"is in use by process {os.getpid()} on host".encode() in result.stderr
 
 
-async def test_inspecting_does_not_keep_anybody_out(tmp_path: Path) -> None:
+async def test_lock_holder_does_not_block_open(tmp_path: Path) -> None:
     stop = threading.Event()
 
     def inspect() -> None:
@@ -283,64 +283,64 @@ async def test_inspecting_does_not_keep_anybody_out(tmp_path: Path) -> None:
         thread.join()
 
 
-async def test_a_lock_whose_holder_has_not_written_its_name(tmp_path: Path) -> None:
+async def test_lock_holder_without_a_name(tmp_path: Path) -> None:
     async with opened(disk(tmp_path)):
         (tmp_path / ".lock").write_text("")
         assert lock_holder(tmp_path) == "another process"
 
 
-# Paths that will not do.
+# Invalid paths.
 
 
-async def refusal(path: Path) -> str:
+async def open_error(path: Path) -> str:
     before = workers()
     with pytest.raises(TierError) as refused:
         await disk(path).open()
-    await ended(workers() - before)
+    await wait_until_ended(workers() - before)
     return str(refused.value)
 
 
-async def test_a_path_that_is_a_file(tmp_path: Path) -> None:
+async def test_path_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        message = await refusal(path)
+        message = await open_error(path)
         assert message.startswith(f"tier 'ssd': path {path} cannot be used (")
-        assert message.endswith("that this user may write to, or set the tier's `path` to one")
+        assert message.endswith("set the tier's `path` to a folder that this user can write to")
 
 
-async def test_a_path_that_this_user_may_not_write_to(tmp_path: Path) -> None:
+async def test_path_without_write_permission(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         code = (
-            "import sys, os; from pathlib import Path; from kvtier.backends.disk_folder import ObjectFolder\n"
+            "import sys, os; from pathlib import Path; from kvtier.backends.disk.folder import ObjectFolder\n"
             "os.setuid(65534)\nObjectFolder('ssd', Path(sys.argv[1]), direct=True)"
         )
         for parent in tmp_path.parents[:3]:
             parent.chmod(0o755)
         command = [sys.executable, "-c", code, str(tmp_path)]
-        found = await anyio.run_process(command, check=False)
+        result = await anyio.run_process(command, check=False)
         assert (
             f"TierError: tier 'ssd': path {tmp_path} cannot be used (Permission denied)"
-            in found.stderr.decode()
+            in result.stderr.decode()
         )
     else:
         tmp_path.chmod(0o500)
-        assert "cannot be used (Permission denied)" in await refusal(tmp_path)
+        assert "cannot be used (Permission denied)" in await open_error(tmp_path)
 
 
-async def test_a_file_system_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The lock is there already; only the trial write finds out.
+async def test_read_only_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The lock file exists already; only the trial write fails.
     ObjectFolder("ssd", tmp_path, direct=True).close()
 
     def refuse(descriptor, data, offset) -> int:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(os, "pwrite", refuse)
-    assert "cannot be used (Read-only file system)" in await refusal(tmp_path)
+    assert "cannot be used (Read-only file system)" in await open_error(tmp_path)
     monkeypatch.undo()
-    assert lock_holder(tmp_path) is None, "the lock is left behind"
+    assert lock_holder(tmp_path) is None, "the lock was not released"
 
 
-async def test_a_full_disk_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_opens_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(disk(tmp_path)) as backend:
         await backend.put([(make_key(1), filled(PAGE))])
 
@@ -353,13 +353,13 @@ async def test_a_full_disk_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not (tmp_path / ".probe").exists()
 
 
-def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_expands_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     settings = DiskSettings(name="ssd", type="disk", capacity=1 << 30, path="~/chunks")
     assert settings.path == Path("/home/someone/chunks")
 
 
-def test_settings_say_what_they_are() -> None:
+def test_settings_have_descriptions() -> None:
     fields = DiskSettings.model_json_schema()["properties"]
     assert all(field.get("description") for field in fields.values())
 
@@ -378,7 +378,7 @@ def test_settings_say_what_they_are() -> None:
     ],
 )
 @pytest.mark.parametrize("after", [0, 1])
-async def test_a_write_that_fails_leaves_nothing(
+async def test_failed_write_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, outcome: object, after: int
 ) -> None:
     async with opened(disk(tmp_path, io="threads")) as backend:
@@ -401,7 +401,7 @@ async def test_a_write_that_fails_leaves_nothing(
         assert len(files(tmp_path)) == 2
 
 
-async def test_a_read_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+async def test_failed_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     async with opened(disk(tmp_path, io="threads")) as backend:
         items = [(make_key(number), filled(PAGE)) for number in range(3)]
         await backend.put(items)
@@ -417,14 +417,14 @@ async def test_a_read_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ]
 
 
-async def test_a_file_that_ends_early_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_truncated_file_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(disk(tmp_path, io="threads")) as backend:
         await backend.put([(make_key(1), filled(4 * PAGE))])
         monkeypatch.setattr(os, "preadv", lambda descriptor, views, offset: 0 if offset else PAGE)
         assert list(await backend.get([(make_key(1), blank(4 * PAGE))])) == [MISS]
 
 
-async def test_a_use_that_cannot_be_noted_is_no_failure(
+async def test_get_succeeds_if_mtime_cannot_be_updated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(disk(tmp_path, io="threads")) as backend:
@@ -437,17 +437,17 @@ async def test_a_use_that_cannot_be_noted_is_no_failure(
         assert list(await backend.get([(make_key(1), blank(PAGE))])) == [OK]
 
 
-async def test_a_delete_that_fails_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_delete_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with opened(disk(tmp_path)) as backend:
         object_path(tmp_path, make_key(1)).mkdir(parents=True)
         await backend.delete([make_key(1)])
     assert "tier 'ssd' cannot delete" in caplog.text
 
 
-# What else is in the folder.
+# Other files in the folder.
 
 
-async def test_foreign_files_are_left_alone_and_named_once(
+async def test_foreign_files_are_kept_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = make_key(1)
@@ -468,15 +468,15 @@ async def test_foreign_files_are_left_alone_and_named_once(
             (tmp_path / path).write_text("not kvtier's")
         before = files(tmp_path)
         with caplog.at_level(logging.WARNING, "kvtier"):
-            found = [stored.key async for batch in backend.scan() for stored in batch]
-        assert found == [key]
+            result = [stored.key async for batch in backend.scan() for stored in batch]
+        assert result == [key]
         assert files(tmp_path) == before
         assert list(walk(tmp_path)) == [object_path(tmp_path, key)]
     (record,) = caplog.records
     assert "7 files in" in record.getMessage()
 
 
-async def test_what_interrupted_writes_have_left_goes_but_not_what_is_being_written(
+async def test_scan_deletes_leftover_temporary_files_but_not_active_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = make_key(1)
@@ -484,11 +484,11 @@ async def test_what_interrupted_writes_have_left_goes_but_not_what_is_being_writ
     folder.mkdir()
     leftover = folder / f"{key.hex()}.0badc0de-7.tmp"
     leftover.write_text("half a chu")
-    go_on = threading.Event()
+    resume = threading.Event()
     real = os.pwritev
 
     def slowly(descriptor, views, offset) -> int:
-        assert go_on.wait(60)
+        assert resume.wait(60)
         return real(descriptor, views, offset)
 
     async with opened(disk(tmp_path, io="threads")) as backend:
@@ -505,12 +505,12 @@ async def test_what_interrupted_writes_have_left_goes_but_not_what_is_being_writ
                     await anyio.sleep(0.001)
             assert [batch async for batch in backend.scan()] == []
             assert not leftover.exists()
-            go_on.set()
+            resume.set()
         assert outcomes == [OK]
         assert files(tmp_path) == sorted([".lock", str(object_path(tmp_path, key).relative_to(tmp_path))])
 
 
-async def test_scan_of_very_many(tmp_path: Path, io: str) -> None:
+async def test_scan_of_many_objects(tmp_path: Path, io: str) -> None:
     async with opened(disk(tmp_path, io=io)) as backend:
         items = [(make_key(number), memoryview(b"x" * (number % 7 + 1))) for number in range(2500)]
         assert set(await backend.put(items)) == {OK}
@@ -521,7 +521,7 @@ async def test_scan_of_very_many(tmp_path: Path, io: str) -> None:
         }
 
 
-async def test_scan_beside_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scan_during_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(disk(tmp_path)) as backend:
         items = [(make_key(number), filled(PAGE)) for number in range(10)]
         await backend.put(items)
@@ -535,7 +535,7 @@ async def test_scan_beside_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert [stored async for batch in backend.scan() for stored in batch] == []
 
 
-async def test_what_cannot_be_read_at_the_start_is_left_alone(
+async def test_unreadable_files_are_skipped_by_scan_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sealed = SealedBackend(disk(tmp_path))
@@ -552,6 +552,6 @@ async def test_what_cannot_be_read_at_the_start_is_left_alone(
         with monkeypatch.context() as patch:
             patch.setattr(os, "pread", fail)
             assert [stored.key async for batch in sealed.scan() for stored in batch] == [make_key(0)]
-        assert "cannot read and leaves alone: [Errno 5] Input/output error" in caplog.text
-        told = [stored.key async for batch in sealed.scan() for stored in batch]
-        assert sorted(told) == sorted([make_key(0), make_key(1)])
+        assert "cannot read, ignoring: [Errno 5] Input/output error" in caplog.text
+        scanned = [stored.key async for batch in sealed.scan() for stored in batch]
+        assert sorted(scanned) == sorted([make_key(0), make_key(1)])

@@ -1,4 +1,4 @@
-"""Killed, full, damaged: what comes back from a disk is whole and right, or a miss."""
+"""Kills, full disks and damaged files: a read returns the correct object or a miss."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.backends.base import StoredObject
-from kvtier.backends.disk import lock_holder, object_path
-from kvtier.backends.sealed import SealedBackend
-from kvtier.header import HEADER_BYTES, object_bytes
+from kvtier.backends.disk.backend import lock_holder, object_path
+from kvtier.memory.header import HEADER_BYTES, object_bytes
 from kvtier.testing.backend import blank, make_key, noise
-from tests.backends.chunks import FAILED, FULL, MISS, OK, blanks, chunks, disk, engines, opened
+from kvtier.tiers.sealed import SealedBackend
+from tests.backends.chunks import FAILED, FULL, MISS, OK, blanks, chunks, disk, disk_engines, opened
 from tests.backends.writer import KEYS
 from tests.small_disk import mounted
 
@@ -31,22 +31,22 @@ async def scanned(backend: SealedBackend) -> list[StoredObject]:
     return [stored async for batch in backend.scan_inner() for stored in batch]
 
 
-@pytest.fixture(params=engines())
+@pytest.fixture(params=disk_engines())
 def io(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
 def killed(tmp_path: Path, io: str, request: pytest.FixtureRequest) -> Path:
-    """A folder that a process was killed over while it wrote, several times."""
+    """The folder of a process that was killed while writing, several times."""
     folder = tmp_path / "ssd"
-    moments = random.Random(request.node.name)
+    delays = random.Random(request.node.name)
     for _ in range(3):
         command = [sys.executable, "-m", "tests.backends.writer", str(folder), io]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            assert process.stdout.readline(), "it has not written anything"
-            time.sleep(moments.uniform(0, 0.25))
+            assert process.stdout.readline(), "the writer exited before its first write"
+            time.sleep(delays.uniform(0, 0.25))
             assert lock_holder(folder) == (folder / ".lock").read_text()
             process.kill()
         assert lock_holder(folder) is None
@@ -57,10 +57,10 @@ def killed(tmp_path: Path, io: str, request: pytest.FixtureRequest) -> Path:
 async def test_killed_while_writing(killed: Path, io: str, run: int) -> None:
     async with opened(SealedBackend(disk(killed, io=io))) as backend:
         found = await scanned(backend)
-        assert found, "nothing is left"
-        assert backend.corrupt == 0, "a torn object has got its name"
+        assert found, "no object survived"
+        assert backend.corrupt == 0, "a torn object was published"
         files = [path for path in killed.rglob("*") if path.is_file() and path.name != ".lock"]
-        assert all(path.suffix == ".kv" for path in files), "temporary files are left"
+        assert all(path.suffix == ".kv" for path in files), "temporary files remain"
         assert len(files) == len(found)
         assert sum(stored.length for stored in found) == sum(path.stat().st_size for path in files)
         assert {stored.key for stored in found} <= set(KEYS)
@@ -69,11 +69,11 @@ async def test_killed_while_writing(killed: Path, io: str, run: int) -> None:
             assert list(await backend.get([(stored.key, view)])) == [OK]
             payload_bytes = int.from_bytes(view[16:24], "little")
             payload = bytes(view[HEADER_BYTES : HEADER_BYTES + payload_bytes])
-            # Which turn wrote it is not known: one of the first thousands did, whole.
+            # The round that wrote it is unknown, but the object must be whole.
             assert any(
-                noise(b"%d" % turn + stored.key, 64) == payload[:64]
-                and noise(b"%d" % turn + stored.key, payload_bytes) == payload
-                for turn in range(5000)
+                noise(b"%d" % round_ + stored.key, 64) == payload[:64]
+                and noise(b"%d" % round_ + stored.key, payload_bytes) == payload
+                for round_ in range(5000)
             )
 
 
@@ -93,7 +93,7 @@ DAMAGES = {
     "flipped in the header": lambda path: flip(path, 33),
     "foreign": lambda path: path.write_bytes(os.urandom(path.stat().st_size)),
 }
-FOUND_WHEN_READ = {
+DETECTED_ON_READ = {
     "flipped in the payload": lambda path: flip(path, 7777),
     "zeros behind the header": lambda path: path.write_bytes(
         path.read_bytes()[:4096] + bytes(path.stat().st_size - 4096)
@@ -101,32 +101,34 @@ FOUND_WHEN_READ = {
 }
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, *FOUND_WHEN_READ])
+@pytest.mark.parametrize("damage", [*DAMAGES, *DETECTED_ON_READ])
 @pytest.mark.parametrize("direct", [True, False])
-async def test_damaged_while_it_is_open(tmp_path: Path, damage: str, direct: bool, io: str) -> None:
+async def test_damage_while_the_backend_is_open(tmp_path: Path, damage: str, direct: bool, io: str) -> None:
     async with opened(SealedBackend(disk(tmp_path, direct=direct, io=io))) as backend:
         await backend.put(chunks(range(3)))
-        (DAMAGES | FOUND_WHEN_READ)[damage](object_path(tmp_path, make_key(1)))
+        (DAMAGES | DETECTED_ON_READ)[damage](object_path(tmp_path, make_key(1)))
         assert list(await backend.get(blanks(range(3)))) == [OK, MISS, OK]
         assert list(await backend.put(chunks([1]))) == [OK]
         assert list(await backend.get(blanks([1]))) == [OK]
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, *FOUND_WHEN_READ])
-async def test_damaged_while_it_is_closed(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", [*DAMAGES, *DETECTED_ON_READ])
+async def test_damage_while_the_backend_is_closed(tmp_path: Path, damage: str) -> None:
     async with opened(SealedBackend(disk(tmp_path))) as backend:
         await backend.put(chunks(range(3)))
-    (DAMAGES | FOUND_WHEN_READ)[damage](object_path(tmp_path, make_key(1)))
+    (DAMAGES | DETECTED_ON_READ)[damage](object_path(tmp_path, make_key(1)))
     async with opened(SealedBackend(disk(tmp_path))) as backend:
         found = await scanned(backend)
-        told = sorted(stored.key for stored in found)
-        assert told == sorted(make_key(number) for number in ([0, 2] if damage in DAMAGES else range(3)))
+        scanned_keys = sorted(stored.key for stored in found)
+        assert scanned_keys == sorted(
+            make_key(number) for number in ([0, 2] if damage in DAMAGES else range(3))
+        )
         assert list(await backend.get(blanks(range(3)))) == [OK, MISS, OK]
         assert backend.corrupt == 1
         assert not object_path(tmp_path, make_key(1)).exists()
 
 
-async def test_a_file_under_another_name(tmp_path: Path) -> None:
+async def test_file_renamed_to_another_key_is_a_miss(tmp_path: Path) -> None:
     async with opened(SealedBackend(disk(tmp_path))) as backend:
         await backend.put(chunks(range(2)))
         object_path(tmp_path, make_key(0)).rename(object_path(tmp_path, make_key(1)))
@@ -141,14 +143,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-async def test_a_disk_that_is_full(small_disk: Path, io: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_full_disk(small_disk: Path, io: str, caplog: pytest.LogCaptureFixture) -> None:
     payload = 2_000_000
     async with opened(SealedBackend(disk(small_disk, io=io))) as backend:
         outcomes = list(await backend.put(chunks(range(6), payload)))
         assert set(outcomes) == {OK, FULL}
-        no_room = f"tier 'ssd': no room on the disk of {small_disk} (No space left on device): chunks"
-        assert f"{no_room} are not stored, lower the tier's capacity" in caplog.text
-        # Writes that share what is left may all be refused. Alone, as many as fit are accepted.
+        message = f"tier 'ssd': no space left in {small_disk} (No space left on device); chunks"
+        assert f"{message} are not stored: lower the tier's capacity" in caplog.text
+        # Concurrent writes that compete for the last space may all fail. Writes one at a time use all of it.
         for number in range(6):
             if outcomes[number] is FULL:
                 [outcomes[number]] = await backend.put(chunks([number], payload))
@@ -158,7 +160,7 @@ async def test_a_disk_that_is_full(small_disk: Path, io: str, caplog: pytest.Log
         assert list(await backend.get(blanks(lost, payload))) == [MISS] * len(lost)
         files = [path for path in small_disk.rglob("*") if path.is_file() and path.name != ".lock"]
         assert sum(path.stat().st_size for path in files) == len(kept) * object_bytes(payload)
-        # What is there cannot be replaced for want of room, and stays.
+        # A failed replacement keeps the old object.
         assert list(await backend.put(chunks(kept[:1], payload + 2_000_000))) == [FULL]
         assert list(await backend.get(blanks(kept, payload))) == [OK] * len(kept)
         await backend.delete([make_key(number) for number in kept[:2]])
@@ -170,7 +172,7 @@ async def test_a_disk_that_is_full(small_disk: Path, io: str, caplog: pytest.Log
 
 @pytest.fixture
 def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """A file system on an image of 64 MiB, and that image: what is cut off it cannot be read any more."""
+    """A file system on an image of 64 MiB, and the image. Truncating the image makes reads fail."""
     mount, image = tmp_path / "failing", tmp_path / "image"
     mount.mkdir()
     with image.open("wb") as file:
@@ -182,8 +184,8 @@ def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
         ["mount", "LOOP", str(mount)],
     ):
         try:
-            done = subprocess.run(
-                [loop if word == "LOOP" else word for word in command],
+            result = subprocess.run(
+                [loop if argument == "LOOP" else argument for argument in command],
                 check=True,
                 capture_output=True,
                 text=True,
@@ -192,13 +194,13 @@ def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
             if loop:
                 subprocess.run(["losetup", "--detach", loop], check=True)
             pytest.skip(f"cannot mount an image here: {error}")
-        loop = loop or done.stdout.strip()
+        loop = loop or result.stdout.strip()
     yield mount, image
     subprocess.run(["umount", str(mount)], check=True)
     subprocess.run(["losetup", "--detach", loop], check=True)
 
 
-async def test_a_disk_that_cannot_be_read_any_more(
+async def test_read_error_is_a_failure(
     failing_disk: tuple[Path, Path], io: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     mount, image = failing_disk
@@ -212,7 +214,7 @@ async def test_a_disk_that_cannot_be_read_any_more(
     assert "tier 'ssd' cannot read: [Errno 5] Input/output error" in caplog.text
 
 
-async def test_a_limit_on_the_size_of_files_is_a_failure_of_the_key(tmp_path: Path, io: str) -> None:
+async def test_write_beyond_the_file_size_limit_fails_that_key_only(tmp_path: Path, io: str) -> None:
     async with opened(disk(tmp_path, io=io)) as backend:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:

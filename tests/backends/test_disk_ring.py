@@ -1,4 +1,4 @@
-"""The disk backend through io_uring: what it does beyond what threads do, and what where there is none."""
+"""The disk backend with io_uring, and its fallback to threads."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import anyio
 import pytest
 
 from kvtier import native
-from kvtier.arena import Arena
-from kvtier.backends import disk_ring
-from kvtier.backends.disk import object_path
-from kvtier.backends.sealed import SealedBackend
+from kvtier.backends.disk import ring
+from kvtier.backends.disk.backend import object_path
 from kvtier.errors import TierError
+from kvtier.memory.arena import Arena
 from kvtier.testing.backend import blank, make_key, noise, same
-from tests.backends.chunks import FAILED, MISS, OK, chunks, disk, engines, opened
+from kvtier.tiers.sealed import SealedBackend
+from tests.backends.chunks import FAILED, MISS, OK, chunks, disk, disk_engines, opened
 from tests.open_files import open_files
 
 pytestmark = pytest.mark.anyio
 
 PAGE = 4096
 
-needs_ring = pytest.mark.skipif("uring" not in engines(), reason="no io_uring here")
+needs_ring = pytest.mark.skipif("uring" not in disk_engines(), reason="no io_uring here")
 
 
 def filled(length: int, seed: bytes = b"") -> memoryview:
@@ -41,18 +41,18 @@ def refuse(number: int):
     return make
 
 
-# Which of the two.
+# Selection.
 
 
 @needs_ring
-async def test_auto_takes_it_where_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_auto_uses_io_uring_if_available(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "kvtier"):
         async with opened(disk(tmp_path)) as backend:
             assert (await backend.check()).startswith("io_uring, ")
     assert not caplog.records
 
 
-async def test_threads_where_they_are_asked_for(tmp_path: Path) -> None:
+async def test_uses_threads_if_configured(tmp_path: Path) -> None:
     async with opened(disk(tmp_path, io="threads", direct=False)) as backend:
         assert await backend.check() == "threads, through the page cache"
         names = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
@@ -61,7 +61,7 @@ async def test_threads_where_they_are_asked_for(tmp_path: Path) -> None:
 
 @needs_ring
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP])
-async def test_a_kernel_without(
+async def test_falls_back_to_threads_if_the_kernel_lacks_io_uring(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(native.core, "DiskEngine", refuse(number))
@@ -71,57 +71,59 @@ async def test_a_kernel_without(
             assert list(await backend.put([(make_key(1), filled(PAGE))])) == [OK]
             assert list(await backend.get([(make_key(1), blank(PAGE))])) == [OK]
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("INFO", f"tier 'ssd': no io_uring ({os.strerror(number)}), so that threads read and write")
+        ("INFO", f"tier 'ssd': io_uring is unavailable ({os.strerror(number)}); using threads")
     ]
 
 
-async def test_a_kvtier_without_the_native_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_falls_back_to_threads_without_the_native_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native, "_problem", "it was not built")
     async with opened(disk(tmp_path)) as backend:
         assert (await backend.check()).startswith("threads, ")
 
 
 @needs_ring
-async def test_insisting_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_io_uring_setting_fails_if_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.core, "DiskEngine", refuse(errno.EPERM))
     with pytest.raises(TierError) as refused:
         await disk(tmp_path, io="uring").open()
     assert str(refused.value) == (
-        "tier 'ssd': there is no io_uring to be had (Operation not permitted): allow it (`kvtier doctor` "
-        "says how), or set the tier's `io` to auto"
+        "tier 'ssd': io_uring is unavailable (Operation not permitted): enable it (`kvtier doctor` "
+        "shows how), or set the tier's `io` to auto"
     )
     async with opened(disk(tmp_path, io="auto")):
-        pass  # The folder is not left locked.
+        pass  # The failed open released the lock.
 
 
 # Batches.
 
 
 @needs_ring
-async def test_the_loop_wakes_up_once_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = 0
-    settle = disk_ring.ObjectRing._settle
+async def test_event_loop_wakes_up_once_per_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wakeups = 0
+    settle = ring.ObjectRing._settle
 
-    def counted(ring: disk_ring.ObjectRing) -> None:
-        nonlocal told
-        told += 1
+    def counted(ring: ring.ObjectRing) -> None:
+        nonlocal wakeups
+        wakeups += 1
         settle(ring)
 
-    monkeypatch.setattr(disk_ring.ObjectRing, "_settle", counted)
+    monkeypatch.setattr(ring.ObjectRing, "_settle", counted)
     async with opened(disk(tmp_path, concurrency=3)) as backend:
         items = [(make_key(number), filled(PAGE)) for number in range(20)]
         assert list(await backend.put(items)) == [OK] * 20
-        assert told == 1
+        assert wakeups == 1
         assert list(await backend.get(items)) == [OK] * 20
-        assert told == 2
+        assert wakeups == 2
 
 
 @needs_ring
-async def test_batches_of_every_kind_at_once(tmp_path: Path) -> None:
+async def test_concurrent_puts_and_gets(tmp_path: Path) -> None:
     async with opened(disk(tmp_path, concurrency=2)) as backend:
         values = {make_key(number): filled(PAGE * (1 + number % 5), b"%d" % number) for number in range(60)}
 
-        async def carry(number: int) -> None:
+        async def put_and_get(number: int) -> None:
             part = list(values.items())[number::6]
             assert list(await backend.put(part)) == [OK] * len(part)
             views = [(key, blank(len(value))) for key, value in part]
@@ -130,11 +132,11 @@ async def test_batches_of_every_kind_at_once(tmp_path: Path) -> None:
 
         async with anyio.create_task_group() as group:
             for number in range(6):
-                group.start_soon(carry, number)
+                group.start_soon(put_and_get, number)
 
 
 @needs_ring
-async def test_what_is_not_a_file_has_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_directory_in_place_of_a_file_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with opened(disk(tmp_path)) as backend:
         object_path(tmp_path, make_key(1)).mkdir(parents=True)
         length = object_path(tmp_path, make_key(1)).stat().st_size
@@ -149,11 +151,11 @@ async def test_what_is_not_a_file_has_failed(tmp_path: Path, caplog: pytest.LogC
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-# Memory under a transfer.
+# Memory during a transfer.
 
 
 @needs_ring
-async def test_memory_is_held_until_the_call_has_ended(tmp_path: Path) -> None:
+async def test_buffer_is_held_until_the_call_returns(tmp_path: Path) -> None:
     async with opened(disk(tmp_path, concurrency=1)) as backend:
         view = blank(64 * PAGE)
         call = asyncio.ensure_future(backend.put([(make_key(1), view)]))
@@ -165,8 +167,8 @@ async def test_memory_is_held_until_the_call_has_ended(tmp_path: Path) -> None:
 
 
 @needs_ring
-@pytest.mark.parametrize("io", engines())
-async def test_objects_from_an_arena_that_is_registered(tmp_path: Path, io: str) -> None:
+@pytest.mark.parametrize("io", disk_engines())
+async def test_objects_in_a_registered_arena(tmp_path: Path, io: str) -> None:
     arena = Arena.create(8 << 20)
     async with opened(disk(tmp_path, io=io)) as backend:
         await backend.register(arena)
@@ -184,9 +186,9 @@ async def test_objects_from_an_arena_that_is_registered(tmp_path: Path, io: str)
 
 
 @needs_ring
-async def test_a_call_cancelled_twice_still_ends_with_its_transfers(tmp_path: Path) -> None:
+async def test_cancelling_twice_still_waits_for_transfers(tmp_path: Path) -> None:
     async with opened(disk(tmp_path, concurrency=1)) as backend:
-        # Once is enough but where this process is held up for as long as all of them take.
+        # Retry, because all writes may finish before the cancellation if this process is delayed.
         for attempt in range(100):
             items = [(make_key(attempt * 100 + number), blank(16 * PAGE)) for number in range(32)]
             call = asyncio.ensure_future(backend.put(items))
@@ -197,15 +199,15 @@ async def test_a_call_cancelled_twice_still_ends_with_its_transfers(tmp_path: Pa
             with pytest.raises(asyncio.CancelledError):
                 await call
             for _, view in items:
-                view.release()  # Nothing holds it any longer.
+                view.release()  # Raises if it is still exported.
             assert not list(tmp_path.rglob("*.tmp"))
             if not all(await backend.contains([key for key, _ in items])):
                 return
-    pytest.fail("what nobody had begun was written")
+    pytest.fail("pending writes were not cancelled")
 
 
 @needs_ring
-async def test_closing_waits(tmp_path: Path) -> None:
+async def test_close_waits_for_pending_calls(tmp_path: Path) -> None:
     backend = disk(tmp_path, concurrency=2)
     await backend.open()
     items = [(make_key(number), blank(64 * PAGE)) for number in range(8)]
@@ -216,14 +218,14 @@ async def test_closing_waits(tmp_path: Path) -> None:
 
 
 @needs_ring
-async def test_many_are_opened_and_closed(tmp_path: Path) -> None:
+async def test_repeated_open_and_close_leaks_no_descriptors(tmp_path: Path) -> None:
     def descriptors() -> int:
         return len(open_files())
 
     counts = []
-    for turn in range(10):
+    for number in range(10):
         async with opened(SealedBackend(disk(tmp_path))) as backend:
-            assert list(await backend.put(chunks([turn]))) == [OK]
+            assert list(await backend.put(chunks([number]))) == [OK]
         del backend
         counts.append(descriptors())
     assert counts[-1] <= counts[1], counts

@@ -1,4 +1,4 @@
-"""The wrappers that tests of other parts rely on do what they say."""
+"""The fault-injecting wrappers of `kvtier.testing.faults`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ ONLY = frozenset({KEYS[1]})
 
 
 @pytest.mark.parametrize("only", [None, ONLY])
-async def test_fail(only: frozenset | None) -> None:
+async def test_fault_fail(only: frozenset | None) -> None:
     async with opened(FaultyBackend(memory())) as faulty:
         await faulty.put(chunks(range(3)))
         faulty.fault, faulty.only = Fault.FAIL, only
-        befallen = [only is None or key in only for key in KEYS]
-        assert list(await faulty.contains(KEYS)) == [not bad for bad in befallen]
-        expected = [FAILED if bad else OK for bad in befallen]
+        affected = [only is None or key in only for key in KEYS]
+        assert list(await faulty.contains(KEYS)) == [not bad for bad in affected]
+        expected = [FAILED if bad else OK for bad in affected]
         assert list(await faulty.get(blanks(range(3)))) == expected
         assert list(await faulty.put(chunks(range(3)))) == expected
         await faulty.delete(KEYS)
         faulty.fault = None
-        assert list(await faulty.contains(KEYS)) == befallen
+        assert list(await faulty.contains(KEYS)) == affected
 
 
-async def test_full_and_forget() -> None:
+async def test_fault_full_and_forget() -> None:
     async with opened(FaultyBackend(memory())) as faulty:
         faulty.fault, faulty.only = Fault.FULL, ONLY
         assert list(await faulty.put(chunks(range(3)))) == [OK, FULL, OK]
@@ -40,7 +40,7 @@ async def test_full_and_forget() -> None:
         assert list(await faulty.get(blanks(range(3)))) == [OK, MISS, OK]
 
 
-async def test_raise_and_short() -> None:
+async def test_fault_raise_and_short() -> None:
     async with opened(FaultyBackend(memory())) as faulty:
         faulty.fault, faulty.only = Fault.RAISE, ONLY
         assert list(await faulty.put(chunks([0, 2]))) == [OK, OK]
@@ -52,7 +52,7 @@ async def test_raise_and_short() -> None:
         assert list(await faulty.get(blanks([0, 2]))) == [OK]
 
 
-async def test_flip_flips_one_bit() -> None:
+async def test_fault_flip_flips_one_bit() -> None:
     async with opened(FaultyBackend(memory())) as faulty:
         await faulty.put(chunks([0, 1]))
         faulty.fault, faulty.only = Fault.FLIP, ONLY
@@ -65,7 +65,7 @@ async def test_flip_flips_one_bit() -> None:
         assert differing == [0, 1]
 
 
-async def test_calls_are_counted() -> None:
+async def test_counts_calls() -> None:
     async with opened(FaultyBackend(memory())) as faulty:
         await faulty.get([])
         await faulty.get(blanks([0, 1]))
@@ -74,16 +74,16 @@ async def test_calls_are_counted() -> None:
 
 
 @pytest.mark.parametrize("method", ["contains", "put", "get", "delete"])
-async def test_hanging_until_resumed(method: str) -> None:
+async def test_hang_blocks_until_resumed(method: str) -> None:
     async with opened(SlowBackend(memory())) as slow:
         slow.hang()
         slow.hang()
-        question = KEYS if method in ("contains", "delete") else chunks(range(3))
+        arguments = KEYS if method in ("contains", "delete") else chunks(range(3))
         ended = False
 
         async def call() -> None:
             nonlocal ended
-            await getattr(slow, method)(question)
+            await getattr(slow, method)(arguments)
             ended = True
 
         async with anyio.create_task_group() as group:
@@ -95,7 +95,7 @@ async def test_hanging_until_resumed(method: str) -> None:
 
 
 @pytest.mark.parametrize("stubborn", [True, False])
-async def test_a_stubborn_call_does_not_heed_its_cancellation(stubborn: bool) -> None:
+async def test_stubborn_call_ignores_cancellation(stubborn: bool) -> None:
     async with opened(SlowBackend(memory(), stubborn=stubborn)) as slow:
         slow.hang()
         async with anyio.create_task_group() as group:
@@ -108,7 +108,7 @@ async def test_a_stubborn_call_does_not_heed_its_cancellation(stubborn: bool) ->
                 slow.resume()
 
 
-async def test_delay() -> None:
+async def test_delay_is_applied() -> None:
     async with opened(SlowBackend(memory(), 0.05)) as slow:
         began = anyio.current_time()
         await slow.contains(KEYS)

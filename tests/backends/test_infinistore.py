@@ -1,4 +1,4 @@
-"""InfiniStore on a real server over TCP: the contract, and what happens when it dies or stands still."""
+"""InfiniStore with a real server over TCP: the contract, and a server that dies or hangs."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ import pytest
 from anyio import to_thread
 from pydantic import ValidationError
 
-from kvtier.arena import Arena
 from kvtier.backends.base import Backend
 from kvtier.backends.infinistore import InfiniStoreBackend, InfiniStoreSettings
 from kvtier.backends.infinistore.drain import Drain
 from kvtier.backends.infinistore.protocol import InfiniStoreConnection
-from kvtier.backends.sealed import SealedBackend
 from kvtier.errors import TierError
-from kvtier.keys import ChunkKey
+from kvtier.memory.arena import Arena
+from kvtier.memory.keys import ChunkKey
 from kvtier.sockets.connection import Deadline
 from kvtier.testing.backend import BackendConformance, blank, make_key, noise, same
 from kvtier.testing.servers.base import free_port
 from kvtier.testing.servers.infinistore import HOST, InfiniStoreServer
+from kvtier.tiers.sealed import SealedBackend
 from tests.open_files import open_files
 
 from .chunks import FAILED, FULL, MISS, OK, blanks, chunks
 
 pytestmark = pytest.mark.anyio
 DEADLINE_SECONDS = 2.0
-"""Of a server that stands still."""
-PATIENCE = 60.0
+"""Deadline of tests with a paused server."""
+LONG_DEADLINE_SECONDS = 60.0
 MIB = 1 << 20
 
 
@@ -49,7 +49,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InfiniStoreSer
 
 @pytest.fixture
 def server(running: InfiniStoreServer) -> InfiniStoreServer:
-    """One that runs, whatever the test before has done to it."""
+    """A freshly started server."""
     running.kill()
     running.start()
     return running
@@ -65,7 +65,7 @@ def backend_on(server: InfiniStoreServer, **more: Any) -> InfiniStoreBackend:
 
 @asynccontextmanager
 async def opened(server: InfiniStoreServer, **more: Any) -> AsyncIterator[InfiniStoreBackend]:
-    backend = backend_on(server, **{"deadline": PATIENCE, **more})
+    backend = backend_on(server, **{"deadline": LONG_DEADLINE_SECONDS, **more})
     await backend.open()
     try:
         yield backend
@@ -74,7 +74,7 @@ async def opened(server: InfiniStoreServer, **more: Any) -> AsyncIterator[Infini
 
 
 def blank_pages(length: int) -> memoryview:
-    """Zeros that take no memory as long as they are only read."""
+    """Return zero pages, which use no memory until written."""
     return memoryview(mmap.mmap(-1, length))
 
 
@@ -90,7 +90,7 @@ class TestInfiniStore(BackendConformance):
 
     @pytest.fixture(autouse=True)
     def _empty(self) -> None:
-        """Nothing is ever deleted of what other tests have put, but nobody finds it."""
+        """Use a new prefix for each test. Values of other tests stay in the pool."""
         type(self).tests += 1
 
     def make_backend(self, path: Path) -> Backend:
@@ -111,8 +111,8 @@ class TestSealedInfiniStore(TestInfiniStore):
         return SealedBackend(super().make_backend(path))
 
 
-@pytest.mark.skipif(not Path("/dev/infiniband").exists(), reason="there is no RDMA device")
-async def test_chunks_of_the_arena_go_over_rdma(server: InfiniStoreServer) -> None:
+@pytest.mark.skipif(not Path("/dev/infiniband").exists(), reason="no RDMA device")
+async def test_arena_chunks_use_rdma(server: InfiniStoreServer) -> None:
     arena = Arena.create(8 * MIB)
     async with opened(server, connection="rdma") as backend:
         await backend.register(arena)
@@ -126,8 +126,8 @@ async def test_chunks_of_the_arena_go_over_rdma(server: InfiniStoreServer) -> No
     arena.close()
 
 
-async def test_what_is_not_in_the_arena_goes_over_tcp(server: InfiniStoreServer) -> None:
-    """So does everything before the arena is known."""
+async def test_other_memory_uses_tcp(server: InfiniStoreServer) -> None:
+    """Before an arena is registered, all memory uses TCP."""
     arena = Arena.create(MIB)
     async with opened(server, connection="rdma") as backend:
         assert list(await backend.put(chunks([1]))) == [OK]
@@ -137,7 +137,7 @@ async def test_what_is_not_in_the_arena_goes_over_tcp(server: InfiniStoreServer)
     arena.close()
 
 
-async def test_a_prefix_is_matched_by_the_server(server: InfiniStoreServer) -> None:
+async def test_server_matches_the_prefix(server: InfiniStoreServer) -> None:
     async with opened(server) as backend:
         items = chunks(range(6))
         keys = [key for key, _ in items]
@@ -148,8 +148,8 @@ async def test_a_prefix_is_matched_by_the_server(server: InfiniStoreServer) -> N
         assert await backend.held_prefix([]) == 0
 
 
-async def test_a_replaced_chunk_leaves_nothing_behind(server: InfiniStoreServer) -> None:
-    """A gigabyte holds two hundred values of four megabytes: it would be full of former ones."""
+async def test_replacing_a_chunk_frees_the_old_value(server: InfiniStoreServer) -> None:
+    """200 replacements of 8 MiB exceed the pool of 1 GiB, so old values must be freed."""
     async with opened(server, deadline=5.0) as backend:
         (item,) = await to_thread.run_sync(chunks, [1], 8 * MIB)
         for _ in range(200):
@@ -158,7 +158,7 @@ async def test_a_replaced_chunk_leaves_nothing_behind(server: InfiniStoreServer)
         assert list(await backend.contains([item[0]])) == [False]
 
 
-async def test_a_value_that_is_larger_than_the_pool_is_full(
+async def test_value_larger_than_the_pool_is_full(
     server: InfiniStoreServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(server, deadline=5.0) as backend:
@@ -166,10 +166,10 @@ async def test_a_value_that_is_larger_than_the_pool_is_full(
         assert list(await backend.put([(make_key(2), blank(16)), small])) == [OK, OK]
         giant = blank_pages(1100 * MIB)
         assert list(await backend.put([(make_key(3), giant), small])) == [FULL, OK]
-        assert "no room" in caplog.text
+        assert "the server is full" in caplog.text
 
 
-async def test_a_server_that_was_killed_fails_at_once_and_is_used_again(
+async def test_killed_server_fails_fast_and_is_used_after_restart(
     server: InfiniStoreServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(server) as backend:
@@ -180,11 +180,11 @@ async def test_a_server_that_was_killed_fails_at_once_and_is_used_again(
         began = time.monotonic()
         assert list(await backend.get(blanks(range(8)))) == [FAILED] * 8
         assert list(await backend.put(items)) == [FAILED] * 8
-        for ask in (backend.contains, backend.held_prefix, backend.delete):
+        for call in (backend.contains, backend.held_prefix, backend.delete):
             with pytest.raises(OSError, match=r"refused|reset|closed"):
-                await ask(keys)
-        assert time.monotonic() - began < PATIENCE / 2, "it did not wait for the deadline"
-        with pytest.raises(TierError, match="see `url`"):
+                await call(keys)
+        assert time.monotonic() - began < LONG_DEADLINE_SECONDS / 2, "calls waited for the deadline"
+        with pytest.raises(TierError, match="check that the server is running"):
             await backend.check()
         assert caplog.text.count("WARNING") == 1
         await to_thread.run_sync(server.start)
@@ -202,9 +202,7 @@ async def test_a_server_that_was_killed_fails_at_once_and_is_used_again(
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("put", "held_prefix", "delete")),
     ],
 )
-async def test_a_server_that_stands_still_fails_by_the_deadline(
-    server: InfiniStoreServer, method: str
-) -> None:
+async def test_paused_server_fails_by_the_deadline(server: InfiniStoreServer, method: str) -> None:
     async with opened(server, deadline=DEADLINE_SECONDS) as backend:
         items = chunks(range(8), MIB)
         keys = [key for key, _ in items]
@@ -226,8 +224,8 @@ async def test_a_server_that_stands_still_fails_by_the_deadline(
         assert all(same(view, item[1]) for (_, view), item in zip(views, items, strict=True))
 
 
-async def test_a_reader_amid_a_write_does_not_end_the_server(server: InfiniStoreServer) -> None:
-    """Where it ends itself when it is asked for a value that is still being written."""
+async def test_reading_during_a_write_does_not_crash_the_server(server: InfiniStoreServer) -> None:
+    """The server (0.2.35) crashes if a client reads a value that is still being written."""
     async with opened(server, deadline=20.0) as backend, opened(server, deadline=20.0) as other:
         (item,) = await to_thread.run_sync(chunks, [1], 64 * MIB)
         views = await to_thread.run_sync(blanks, [1], 64 * MIB)
@@ -248,20 +246,20 @@ async def test_a_reader_amid_a_write_does_not_end_the_server(server: InfiniStore
         assert list(await other.get(views)) == [OK]
 
 
-@pytest.mark.loop_may_block("hands half a gigabyte back")
-async def test_what_was_given_up_is_removed(server: InfiniStoreServer) -> None:
-    """A write that is cancelled is finished, and what it replaces is removed: the pool would be full else."""
+@pytest.mark.loop_may_block("frees half a gigabyte")
+async def test_values_of_cancelled_puts_are_removed(server: InfiniStoreServer) -> None:
+    """A cancelled write still completes and frees the value that it replaces; otherwise the pool fills up."""
     async with opened(server) as backend:
         items = await to_thread.run_sync(chunks, range(10), 48 * MIB)
-        for _ in range(40):  # Twice what there is room for.
+        for _ in range(40):  # Twice the capacity of the pool.
             with anyio.move_on_after(0.01):
                 await backend.put(items[:1])
     async with opened(server, deadline=20.0) as backend:
         assert list(await backend.put(items)) == [OK] * 10
 
 
-async def test_values_cut_off_by_the_deadline_do_not_end_the_server(server: InfiniStoreServer) -> None:
-    """Where it ends itself when a value that was not written to its end is deleted."""
+async def test_writes_cut_off_by_the_deadline_do_not_crash_the_server(server: InfiniStoreServer) -> None:
+    """The server (0.2.35) crashes if a partly written value is deleted."""
     value = memoryview(bytearray(32 * MIB))
     items = [(make_key(number), value) for number in range(4)]
     async with opened(server, deadline=DEADLINE_SECONDS) as backend:
@@ -271,7 +269,7 @@ async def test_values_cut_off_by_the_deadline_do_not_end_the_server(server: Infi
         finally:
             server.resume()
         small = chunks([9])
-        with anyio.fail_after(PATIENCE):
+        with anyio.fail_after(LONG_DEADLINE_SECONDS):
             while list(await backend.put(small)) != [OK]:
                 pass
         assert list(await backend.get(blanks([9]))) == [OK]
@@ -279,25 +277,25 @@ async def test_values_cut_off_by_the_deadline_do_not_end_the_server(server: Infi
         assert list(await backend.contains([small[0][0]])) == [True]
 
 
-def test_a_value_that_is_given_up_is_read_to_its_end(server: InfiniStoreServer) -> None:
-    """Where the server ends itself when a connection is closed on which it is still sending."""
+def test_drain_reads_an_abandoned_value_to_its_end(server: InfiniStoreServer) -> None:
+    """The server (0.2.35) crashes if a connection is closed while it is sending."""
     before = descriptors()
     drain = Drain()
     with server.connected() as connection:
         connection.put(b"long", bytes(64 * MIB))
         for _ in range(5):
             reader = InfiniStoreConnection(socket.AF_INET, drain)
-            reader.deadline = Deadline(PATIENCE)
+            reader.deadline = Deadline(LONG_DEADLINE_SECONDS)
             reader.connect((HOST, server.port))
             assert not reader.get(b"long", memoryview(bytearray(1)))
-            assert not reader.in_step
+            assert not reader.in_sync
             reader.close()
-        drain.close(PATIENCE)
+        drain.close(LONG_DEADLINE_SECONDS)
         assert list(connection.exist([b"long", b"short"])) == [True, False]
     assert descriptors() == before
 
 
-async def test_a_drain_hangs_up_at_last_on_a_server_that_stands_still(server: InfiniStoreServer) -> None:
+async def test_drain_closes_connections_to_a_paused_server(server: InfiniStoreServer) -> None:
     before = descriptors()
     async with opened(server, deadline=DEADLINE_SECONDS) as backend:
         assert list(await backend.put(chunks([1]))) == [OK]
@@ -309,8 +307,8 @@ async def test_a_drain_hangs_up_at_last_on_a_server_that_stands_still(server: In
     assert descriptors() == before
 
 
-async def test_a_hole_in_a_prefix_ends_it(server: InfiniStoreServer) -> None:
-    """A server that is full evicts the first chunk first, and its binary search does not notice."""
+async def test_prefix_ends_at_the_first_missing_chunk(server: InfiniStoreServer) -> None:
+    """A full server evicts the first chunk first, which its binary search does not detect."""
     keys = [key for key, _ in chunks(range(200), 10)]
     async with opened(server) as backend:
         assert set(await backend.put(chunks(range(200), 10))) == {OK}
@@ -321,10 +319,10 @@ async def test_a_hole_in_a_prefix_ends_it(server: InfiniStoreServer) -> None:
         assert list(await backend.contains(keys)).count(True) == 196
 
 
-async def test_what_was_evicted_is_no_longer_held_once_it_missed(server: InfiniStoreServer) -> None:
+async def test_evicted_chunk_is_not_reported_after_a_miss(server: InfiniStoreServer) -> None:
     value = memoryview(bytearray(16 * MIB))
     keys = [make_key(number) for number in range(80)]
-    async with opened(server, deadline=PATIENCE) as backend:
+    async with opened(server, deadline=LONG_DEADLINE_SECONDS) as backend:
         assert set(await backend.put([(key, value) for key in keys])) == {OK}
         outcomes = list(await backend.get([(key, value) for key in keys]))
         assert list(await backend.contains(keys)) == [outcome is OK for outcome in outcomes]
@@ -332,22 +330,22 @@ async def test_what_was_evicted_is_no_longer_held_once_it_missed(server: InfiniS
         assert outcomes[-1] is OK
 
 
-async def test_what_was_replaced_is_evicted_last(server: InfiniStoreServer) -> None:
-    """Where the server evicts a value with the one that it was written over."""
+async def test_replaced_chunk_is_evicted_last(server: InfiniStoreServer) -> None:
+    """The server (0.2.35) evicts a value together with the one that it overwrote."""
     (replaced,) = chunks([99])
     value = memoryview(bytearray(16 * MIB))
-    async with opened(server, deadline=PATIENCE) as backend:
+    async with opened(server, deadline=LONG_DEADLINE_SECONDS) as backend:
         assert list(await backend.put([replaced])) == [OK]
         assert set(await backend.put([(make_key(number), value) for number in range(50)])) == {OK}
         assert list(await backend.put([replaced])) == [OK]
-        # Only the oldest go: the server stops at four fifths.
+        # The server evicts the oldest values until it is 80 % full.
         assert set(await backend.put([(make_key(number), value) for number in range(50, 70)])) == {OK}
         assert list(await backend.contains([make_key(0), replaced[0]])) == [False, True]
 
 
 @pytest.mark.parametrize("pieces", [9, 18])
-async def test_values_one_after_the_other(server: InfiniStoreServer, pieces: int) -> None:
-    """Where the server takes what comes too soon after a value of just so many pieces for another request."""
+async def test_consecutive_values_of_critical_sizes(server: InfiniStoreServer, pieces: int) -> None:
+    """The server (0.2.35) misreads a request that directly follows a value of this many pieces."""
     value = memoryview(bytearray(pieces * 256 * 1024))
     items = [(make_key(number), value) for number in range(20)]
     async with opened(server, connections=1) as backend:
@@ -356,7 +354,7 @@ async def test_values_one_after_the_other(server: InfiniStoreServer, pieces: int
             assert set(await backend.get(items)) == {OK}
 
 
-async def test_nothing_is_left_open(server: InfiniStoreServer) -> None:
+async def test_leaves_no_connections_or_threads(server: InfiniStoreServer) -> None:
     before = descriptors()
     threads = threading.active_count()
     for _ in range(5):
@@ -364,13 +362,15 @@ async def test_nothing_is_left_open(server: InfiniStoreServer) -> None:
             assert list(await backend.put(chunks(range(20)))) == [OK] * 20
             assert list(await backend.get(blanks(range(20)))) == [OK] * 20
     assert descriptors() == before
-    assert threading.active_count() <= threads + 8, "anyio keeps idle threads for a while"
+    assert threading.active_count() <= threads + 8, "more than the idle threads that anyio keeps for a while"
 
 
-async def test_a_stranger_is_told_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def answer(stream: anyio.abc.ByteStream) -> None:
+async def test_check_rejects_a_server_of_another_protocol(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def reply(stream: anyio.abc.ByteStream) -> None:
         async with stream:
-            with suppress(anyio.EndOfStream):  # Not every connection is used.
+            with suppress(anyio.EndOfStream):  # Some connections stay unused.
                 await stream.receive()
                 await stream.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
@@ -381,16 +381,16 @@ async def test_a_stranger_is_told_apart(tmp_path: Path, caplog: pytest.LogCaptur
         )
         backend = InfiniStoreBackend(settings)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(listener.serve, answer)
+            tasks.start_soon(listener.serve, reply)
             assert list(await backend.get(blanks([1]))) == [FAILED]
-            with pytest.raises(TierError, match="does not answer as an InfiniStore"):
+            with pytest.raises(TierError, match="does not answer like an InfiniStore"):
                 await backend.check()
             tasks.cancel_scope.cancel()
         await backend.close()
     assert "status" in caplog.text
 
 
-async def test_rdma_without_its_library_or_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rdma_without_the_library_fails_with_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "infinistore", None)
     url = f"infinistore://127.0.0.1:{free_port()}"
     backend = InfiniStoreBackend(
@@ -400,7 +400,7 @@ async def test_rdma_without_its_library_or_device_is_said(monkeypatch: pytest.Mo
         await backend.open()
 
 
-def test_the_device_may_stand_in_the_url() -> None:
+def test_device_in_the_url() -> None:
     written = {"name": "pool", "type": "infinistore", "url": "infinistore://h:12345/?device=mlx5_1"}
     settings = InfiniStoreSettings.model_validate(written)
     assert (settings.url, settings.host, settings.port) == ("infinistore://h:12345", "h", 12345)
@@ -408,19 +408,19 @@ def test_the_device_may_stand_in_the_url() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "message"),
     [
-        ({"url": "redis://h:1"}, "is no host and port"),
-        ({"url": "infinistore://h"}, "is no host and port"),
-        ({"url": "infinistore://h:99999"}, "is no host and port"),
+        ({"url": "redis://h:1"}, "is not a valid InfiniStore URL"),
+        ({"url": "infinistore://h"}, "is not a valid InfiniStore URL"),
+        ({"url": "infinistore://h:99999"}, "is not a valid InfiniStore URL"),
         ({"url": "infinistore://h:1/x"}, "only .device=NAME"),
         ({"url": "infinistore://h:1?device=a", "device": "b"}, "only .device=NAME"),
         ({"url": "infinistore://h:1?dev=a"}, "only .device=NAME"),
-        ({"url": "infinistore://h:1", "gid_index": 3}, "write connection: rdma"),
+        ({"url": "infinistore://h:1", "gid_index": 3}, "set connection: rdma"),
         ({"url": "infinistore://h:1", "link_type": "RoCE"}, "IB"),
     ],
     ids=str,
 )
-def test_wrong_settings(written: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_invalid_settings(written: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         InfiniStoreSettings.model_validate({"name": "pool", "type": "infinistore", **written})

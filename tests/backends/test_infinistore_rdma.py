@@ -1,4 +1,4 @@
-"""InfiniStore's RDMA path without a device: a library that moves the bytes over TCP, to a real server."""
+"""InfiniStore's RDMA path without a device: a fake library transfers the bytes over TCP to a real server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.arena import Arena
 from kvtier.backends.infinistore import InfiniStoreBackend, InfiniStoreSettings
+from kvtier.memory.arena import Arena
 from kvtier.testing.backend import make_key, noise, same
 from kvtier.testing.servers.infinistore import InfiniStoreServer
 
@@ -29,7 +29,7 @@ class KeyNotFound(Exception):
 
 
 class Library:
-    """As much of ``infinistore`` as is used. ``fault`` is what transfers do instead of moving bytes."""
+    """A fake of the ``infinistore`` library. ``fault`` names how connections and transfers fail."""
 
     TYPE_RDMA = "RDMA"
     ClientConfig = SimpleNamespace
@@ -87,7 +87,7 @@ class Connection:
             yield name.encode(), base + offset
 
     async def _fail(self) -> None:
-        if self.library.fault == "silent":
+        if self.library.fault == "hang":
             await anyio.sleep_forever()
         elif self.library.fault is not None:
             raise Exception(f"Failed to write to infinistore, ret = {self.library.fault}")  # noqa: TRY002
@@ -110,8 +110,8 @@ def library(server: InfiniStoreServer, monkeypatch: pytest.MonkeyPatch) -> Libra
 
 @asynccontextmanager
 async def opened(library: Library, arena: Arena, **more: Any) -> AsyncIterator[InfiniStoreBackend]:
-    given = {**library.server.tier(), "connection": "rdma", "deadline": 1.0, **more}
-    backend = InfiniStoreBackend(InfiniStoreSettings(name="pool", **given))
+    merged = {**library.server.tier(), "connection": "rdma", "deadline": 1.0, **more}
+    backend = InfiniStoreBackend(InfiniStoreSettings(name="pool", **merged))
     await backend.open()
     try:
         await backend.register(arena)
@@ -127,7 +127,7 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-async def test_batches_of_several_lengths(library: Library, arena: Arena) -> None:
+async def test_batches_of_different_lengths(library: Library, arena: Arena) -> None:
     lengths = [MIB, 4096, MIB, 9000]
     puts = [
         (key, arena.view(n * MIB, length)) for n, (key, length) in enumerate(zip(KEYS, lengths, strict=True))
@@ -151,7 +151,7 @@ async def test_batches_of_several_lengths(library: Library, arena: Arena) -> Non
     assert connection.closed
 
 
-async def test_a_value_that_is_gone_spoils_no_other(library: Library, arena: Arena) -> None:
+async def test_missing_value_does_not_affect_others(library: Library, arena: Arena) -> None:
     puts = [(key, arena.view(n * MIB, MIB)) for n, key in enumerate(KEYS)]
     async with opened(library, arena) as backend:
         assert list(await backend.put(puts)) == [OK] * 4
@@ -163,25 +163,23 @@ async def test_a_value_that_is_gone_spoils_no_other(library: Library, arena: Are
         assert list(await backend.get(puts)) == [OK, OK, MISS, OK]
 
 
-async def test_one_that_is_never_answered_fails_and_lets_go_of_the_arena(
-    library: Library, arena: Arena
-) -> None:
+async def test_unanswered_transfer_fails_and_closes_its_connection(library: Library, arena: Arena) -> None:
     items = [(KEYS[0], arena.view(0, MIB))]
     async with opened(library, arena) as backend:
         assert list(await backend.put(items)) == [OK]
-        library.fault = "silent"
+        library.fault = "hang"
         with anyio.fail_after(60):
             assert list(await backend.get(items)) == [FAILED]
         (connection,) = library.connections
         assert connection.closed
-        assert connection.conn is None, "its queue pair lives"
+        assert connection.conn is None, "the queue pair was not destroyed"
         library.fault = None
         assert list(await backend.get(items)) == [OK]
         assert len(library.connections) == 2
 
 
 @pytest.mark.parametrize(("fault", "outcome"), [("507", FULL), ("503", FAILED)])
-async def test_refusals(library: Library, arena: Arena, fault: str, outcome: object) -> None:
+async def test_error_codes(library: Library, arena: Arena, fault: str, outcome: object) -> None:
     items = [(KEYS[0], arena.view(0, MIB))]
     async with opened(library, arena) as backend:
         library.fault = fault
@@ -190,9 +188,9 @@ async def test_refusals(library: Library, arena: Arena, fault: str, outcome: obj
         assert list(await backend.put(items)) == [OK]
 
 
-async def test_without_a_device(library: Library, arena: Arena) -> None:
+async def test_no_device(library: Library, arena: Arena) -> None:
     async with opened(library, arena) as backend:
         library.fault = "no device"
         assert list(await backend.put([(KEYS[0], arena.view(0, MIB))])) == [FAILED]
-        with pytest.raises(Exception, match="see `device`"):
+        with pytest.raises(Exception, match="check `device`"):
             await backend.check()

@@ -1,4 +1,4 @@
-"""What the memory backends do beyond the conformance suite."""
+"""The memory backends beyond the conformance suite."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import anyio
 import pytest
 
 from kvtier import native
-from kvtier.arena import Arena
 from kvtier.backends import cpu
 from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
 from kvtier.errors import ArenaError, TierError
+from kvtier.memory.arena import Arena
 from kvtier.testing.backend import blank, make_key, noise
 from tests.backends.chunks import FULL, OK, memory, opened
 
@@ -27,7 +27,7 @@ BeforeEachCopy = Callable[[Callable[[], object]], None]
 
 @pytest.fixture(params=["native", "python"])
 def before_each_copy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> BeforeEachCopy:
-    """Have something done before each copy from now on, by the native core and without it."""
+    """Call a function before each copy, with the native core and without it."""
     if request.param == "native" and not native.available():
         pytest.skip(native.summary())
 
@@ -46,7 +46,7 @@ def before_each_copy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     return patch
 
 
-async def test_full_keeps_what_is_held(leak_check: list[Arena]) -> None:
+async def test_full_backend_keeps_its_objects(leak_check: list[Arena]) -> None:
     async with opened(memory(8 * PAGE)) as backend:
         values = {make_key(number): memoryview(noise(b"%d" % number, 3 * PAGE)) for number in range(3)}
         assert list(await backend.put(list(values.items()))) == [OK, OK, FULL]
@@ -60,30 +60,30 @@ async def test_full_keeps_what_is_held(leak_check: list[Arena]) -> None:
         assert list(await backend.put([(make_key(0), blank(8 * PAGE))])) == [OK]
 
 
-async def test_what_is_read_lives_until_it_has_been_read(
+async def test_deleted_object_is_freed_after_pending_reads(
     leak_check: list[Arena], before_each_copy: BeforeEachCopy
 ) -> None:
-    go_on = threading.Event()
+    resume = threading.Event()
     async with opened(memory(4 << 20)) as backend:
         key, value = make_key(1), memoryview(noise(b"value", 1 << 20))
         assert list(await backend.put([(key, value)])) == [OK]
-        before_each_copy(lambda: go_on.wait(60))
+        before_each_copy(lambda: resume.wait(60))
         view = blank(1 << 20)
         async with anyio.create_task_group() as group:
             group.start_soon(backend.get, [(key, view)])
             await anyio.wait_all_tasks_blocked()
             await backend.delete([key])
-            assert backend.arena.used == 1 << 20, "freed while it is read"
-            go_on.set()
+            assert backend.arena.used == 1 << 20, "freed during a read"
+            resume.set()
         assert bytes(view) == value
         assert backend.arena.used == 0
 
 
-async def test_a_cancelled_put_gives_its_room_back(
+async def test_cancelled_put_frees_its_memory(
     leak_check: list[Arena], before_each_copy: BeforeEachCopy
 ) -> None:
-    go_on = threading.Event()
-    before_each_copy(lambda: go_on.wait(60))
+    resume = threading.Event()
+    before_each_copy(lambda: resume.wait(60))
     async with opened(memory(4 << 20)) as backend:
         async with anyio.create_task_group() as group:
             group.start_soon(backend.put, [(make_key(1), blank(1 << 20))])
@@ -91,13 +91,13 @@ async def test_a_cancelled_put_gives_its_room_back(
             group.cancel_scope.cancel()
             with anyio.CancelScope(shield=True):
                 await anyio.sleep(0.01)
-                assert backend.arena.used == 1 << 20, "freed while it is written"
-                go_on.set()
+                assert backend.arena.used == 1 << 20, "freed during a write"
+                resume.set()
         assert (backend.arena.used, backend.arena.leases) == (0, 0)
         assert list(await backend.contains([make_key(1)])) == [False]
 
 
-async def test_large_copies_are_made_off_the_loop(before_each_copy: BeforeEachCopy) -> None:
+async def test_large_copies_run_in_a_thread(before_each_copy: BeforeEachCopy) -> None:
     threads: list[int] = []
     before_each_copy(lambda: threads.append(threading.get_ident()))
     async with opened(memory()) as backend:
@@ -108,7 +108,7 @@ async def test_large_copies_are_made_off_the_loop(before_each_copy: BeforeEachCo
         assert threads[1] != threading.get_ident()
 
 
-async def test_memory_that_is_not_there_names_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_allocation_names_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(capacity: int, *, huge: bool = False, fallback: bool = True) -> Arena:
         raise ArenaError(f"none left: {huge=} {fallback=}")
 
@@ -120,10 +120,8 @@ async def test_memory_that_is_not_there_names_the_tier(monkeypatch: pytest.Monke
         await HugePageBackend(settings).open()
 
 
-async def test_huge_pages_that_there_are_not(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    # More than any machine that runs this has set aside.
+async def test_missing_huge_pages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    # More than any test machine has reserved.
     settings = {"name": "huge", "type": "hugepage", "capacity": 1 << 46}
     with pytest.raises(TierError, match=r"tier 'huge': .* huge pages .*fallback"):
         await HugePageBackend(HugePageSettings(fallback=False, **settings)).open()

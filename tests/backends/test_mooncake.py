@@ -1,4 +1,4 @@
-"""The Mooncake backend on a real master and a real client that gives memory: the contract."""
+"""The Mooncake backend with a real master and a real client that provides memory: the contract."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.backends.base import Backend
 from kvtier.backends.mooncake import MooncakeBackend, MooncakeSettings
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
 from kvtier.testing.servers.mooncake import MooncakeServer
 
@@ -28,8 +28,8 @@ class TestMooncake(BackendConformance):
             yield
 
     @pytest.fixture(autouse=True)
-    def _names_of_its_own(self, tmp_path: Path) -> None:
-        """Nothing in the pool is left of another test's."""
+    def _unique_prefix(self, tmp_path: Path) -> None:
+        """Use a separate prefix for each test."""
         self.server.prefix = f"{tmp_path.name}:"
 
     def make_backend(self, path: Path) -> Backend:

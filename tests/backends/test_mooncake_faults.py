@@ -1,4 +1,4 @@
-"""The Mooncake backend where things go wrong: servers that die, stand still or are none; wrong settings."""
+"""The Mooncake backend with servers that die, hang or speak another protocol, and invalid settings."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import anyio
 import pytest
 from pydantic import ValidationError
 
-from kvtier.arena import Arena
 from kvtier.backends.base import Outcome
 from kvtier.backends.mooncake import MooncakeBackend, MooncakeSettings
 from kvtier.backends.mooncake.client import address_of
 from kvtier.errors import TierError
+from kvtier.memory.arena import Arena
 from kvtier.testing.backend import blank, is_stained, make_key, noise, same, stain
 from kvtier.testing.servers.mooncake import HOST, MooncakeServer
 from tests.backends.chunks import FAILED, FULL, MISS, OK
@@ -30,13 +30,13 @@ from tests.open_files import open_files
 pytestmark = pytest.mark.anyio
 
 MIB = 1 << 20
-PATIENCE = 60.0
+TIMEOUT_SECONDS = 60.0
 KEYS = [make_key(number) for number in range(20)]
 
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServer]:
-    """Running and empty of what the test asks for, whatever the one before did to it."""
+    """A running pool, shared by the tests of this module."""
     if reason := MooncakeServer.missing():
         pytest.skip(reason)
     with MooncakeServer(tmp_path_factory.mktemp("pool")) as server:
@@ -71,16 +71,16 @@ def blanks(count: int, length: int) -> list[tuple[Any, memoryview]]:
     return [(key, blank(length)) for key in KEYS[:count]]
 
 
-async def wait_until_it_stores(backend: MooncakeBackend) -> None:
-    with anyio.fail_after(PATIENCE):
+async def wait_until_writable(backend: MooncakeBackend) -> None:
+    with anyio.fail_after(TIMEOUT_SECONDS):
         while list(await backend.put([(KEYS[-1], filled(MIB))])) != [OK]:
             await anyio.sleep(0.1)
 
 
-# Servers that die or stand still.
+# Servers that die or hang.
 
 
-async def test_killed_in_the_middle_and_started_again_empty(server: MooncakeServer) -> None:
+async def test_server_killed_during_calls_and_restarted_empty(server: MooncakeServer) -> None:
     items = [(key, filled(MIB, key)) for key in KEYS]
     rounds, dead = 0, False
     async with opened(server.tier()) as backend:
@@ -98,7 +98,7 @@ async def test_killed_in_the_middle_and_started_again_empty(server: MooncakeServ
                 if dead and OK not in put + got:
                     return
 
-        with anyio.fail_after(PATIENCE):
+        with anyio.fail_after(TIMEOUT_SECONDS):
             async with anyio.create_task_group() as group:
                 group.start_soon(work)
                 while rounds < 3:
@@ -108,30 +108,30 @@ async def test_killed_in_the_middle_and_started_again_empty(server: MooncakeServ
         with pytest.raises(ConnectionError, match="the pool does not answer"):
             await backend.contains(KEYS)
         await anyio.to_thread.run_sync(server.start)
-        await wait_until_it_stores(backend)
+        await wait_until_writable(backend)
         assert list(await backend.contains(KEYS)) == [False] * (len(KEYS) - 1) + [True]
 
 
-async def test_a_server_that_stands_still(server: MooncakeServer) -> None:
+async def test_paused_server(server: MooncakeServer) -> None:
     async with opened(server.tier(), deadline=0.5) as backend:
         assert list(await backend.put([(KEYS[0], filled(MIB))])) == [OK]
         server.pause()
         try:
-            with anyio.fail_after(PATIENCE):
+            with anyio.fail_after(TIMEOUT_SECONDS):
                 assert list(await backend.get(blanks(3, MIB))) == [FAILED] * 3
                 assert list(await backend.put([(KEYS[1], filled(MIB))])) == [FAILED]
-                for ask in (backend.contains, backend.delete):
+                for call in (backend.contains, backend.delete):
                     with pytest.raises(ConnectionError, match="the pool does not answer"):
-                        await ask(KEYS[2:4])
+                        await call(KEYS[2:4])
                 with pytest.raises(TierError, match="master"):
                     await backend.check()
         finally:
             server.resume()
-        await wait_until_it_stores(backend)
+        await wait_until_writable(backend)
         assert list(await backend.get(blanks(1, MIB))) == [OK]
 
 
-async def test_memory_whose_host_stands_still_is_not_written_to_later(server: MooncakeServer) -> None:
+async def test_late_reads_do_not_write_to_the_buffers(server: MooncakeServer) -> None:
     items = await anyio.to_thread.run_sync(lambda: [(key, filled(8 * MIB, key)) for key in KEYS[:6]])
     async with opened(server.tier()) as backend:
         assert list(await backend.put(items)) == [OK] * 6
@@ -140,19 +140,19 @@ async def test_memory_whose_host_stands_still_is_not_written_to_later(server: Mo
             timer = threading.Timer(seconds, server.pause_client)
             timer.start()
             try:
-                with anyio.fail_after(PATIENCE):
+                with anyio.fail_after(TIMEOUT_SECONDS):
                     outcomes = await backend.get(views)
                 assert set(outcomes) <= {OK, FAILED}
                 timer.join()
                 await anyio.to_thread.run_sync(lambda views=views: [stain(view) for _, view in views])
             finally:
                 server.resume()
-            await wait_until_it_stores(backend)
+            await wait_until_writable(backend)
             for _, view in views:
                 assert await anyio.to_thread.run_sync(is_stained, view)
 
 
-async def test_calls_that_find_every_thread_stuck_fail_instead_of_waiting(server: MooncakeServer) -> None:
+async def test_calls_fail_if_all_threads_are_blocked(server: MooncakeServer) -> None:
     async with opened(server.tier(), concurrency=1) as backend:
         assert list(await backend.put([(KEYS[0], filled(MIB))])) == [OK]
         server.pause()
@@ -162,24 +162,24 @@ async def test_calls_that_find_every_thread_stuck_fail_instead_of_waiting(server
             outcomes.extend(await backend.get(blanks(1, MIB)))
 
         try:
-            with anyio.fail_after(PATIENCE):
+            with anyio.fail_after(TIMEOUT_SECONDS):
                 async with anyio.create_task_group() as group:
                     for _ in range(20):
                         group.start_soon(get)
         finally:
             server.resume()
         assert outcomes == [FAILED] * 20
-        await wait_until_it_stores(backend)
+        await wait_until_writable(backend)
 
 
-# Being full.
+# Full pools.
 
 
-async def test_full(server: MooncakeServer) -> None:
+async def test_full_pool(server: MooncakeServer) -> None:
     async with opened(server.tier(), deadline=5) as backend:
         huge = memoryview(mmap.mmap(-1, 600 * MIB))
         assert list(await backend.put([(KEYS[0], huge), (KEYS[1], filled(MIB))])) == [FULL, OK]
-        # What was just looked at is under a lease, and not evicted. What was only put may be, before it is.
+        # `contains` leases a value, so that it is not evicted. Before that, it may be.
         value = await anyio.to_thread.run_sync(filled, 64 * MIB)
         for key in KEYS[2:]:
             (outcome,) = await backend.put([(key, value)])
@@ -195,14 +195,14 @@ async def test_full(server: MooncakeServer) -> None:
 # Several clients.
 
 
-async def test_what_one_puts_another_gets_replaces_and_deletes(server: MooncakeServer) -> None:
+async def test_clients_share_values(server: MooncakeServer) -> None:
     key, first, second = KEYS[0], filled(MIB, b"1"), filled(2 * MIB, b"2")
     async with opened(server.tier()) as one, opened(server.tier()) as other:
         assert list(await one.put([(key, first)])) == [OK]
         view = blank(MIB)
         assert list(await other.get([(key, view)])) == [OK]
         assert same(view, first)
-        # The lease of that read is no hindrance.
+        # The lease of that read does not block the replacement.
         assert list(await other.put([(key, second)])) == [OK]
         assert list(await one.get([(key, view)])) == [MISS]
         view = blank(2 * MIB)
@@ -212,7 +212,7 @@ async def test_what_one_puts_another_gets_replaces_and_deletes(server: MooncakeS
         assert list(await other.contains([key])) == [False]
 
 
-async def test_two_clients_that_store_the_same_chunks_at_once(server: MooncakeServer) -> None:
+async def test_two_clients_store_the_same_chunks_concurrently(server: MooncakeServer) -> None:
     items = [(key, filled(MIB, key)) for key in KEYS]
     async with opened(server.tier()) as one, opened(server.tier()) as other:
         outcomes: list[Outcome] = []
@@ -233,27 +233,27 @@ async def test_two_clients_that_store_the_same_chunks_at_once(server: MooncakeSe
 
 @pytest.fixture
 def master(tmp_path: Path) -> Iterator[MooncakeServer]:
-    """A pool to which nobody gives memory."""
+    """A pool without memory."""
     with MooncakeServer(tmp_path, segment=None) as server:
         yield server
 
 
-async def test_memory_of_its_own_and_more_than_one_copy(master: MooncakeServer) -> None:
-    async with opened(master.tier()) as pure:
-        assert list(await pure.put([(KEYS[0], filled(MIB))])) == [FULL]
-        with pytest.raises(TierError, match=r"no memory to give.*`segment_size`"):
-            await pure.check()
+async def test_backend_that_provides_memory_and_replicas(master: MooncakeServer) -> None:
+    async with opened(master.tier()) as consumer:
+        assert list(await consumer.put([(KEYS[0], filled(MIB))])) == [FULL]
+        with pytest.raises(TierError, match=r"no free memory.*`segment_size`"):
+            await consumer.check()
         async with opened(
             master.tier(), segment_size="32MiB", replicas=2, soft_pin=True, local_hostname=HOST
-        ) as giver:
+        ) as provider:
             value = filled(MIB)
-            assert list(await giver.put([(KEYS[0], value)])) == [OK]
+            assert list(await provider.put([(KEYS[0], value)])) == [OK]
             view = blank(MIB)
-            assert list(await pure.get([(KEYS[0], view)])) == [OK]
+            assert list(await consumer.get([(KEYS[0], view)])) == [OK]
             assert same(view, value)
-            assert list(await pure.put([(KEYS[1], value)])) == [OK]
-            assert master.master in await pure.check()
-        assert list(await pure.contains(KEYS[:2])) == [False, False]
+            assert list(await consumer.put([(KEYS[1], value)])) == [OK]
+            assert master.master in await consumer.check()
+        assert list(await consumer.contains(KEYS[:2])) == [False, False]
 
 
 # The arena.
@@ -264,11 +264,11 @@ def has_rdma() -> bool:
     return devices.exists() and any(devices.iterdir())
 
 
-@pytest.mark.skipif(has_rdma(), reason="the pool of the tests is one over TCP")
+@pytest.mark.skipif(has_rdma(), reason="the pool of the tests uses TCP")
 @pytest.mark.parametrize("protocol", ["tcp", "rdma"])
 @pytest.mark.parametrize("joined", [False, True], ids=["before it joins", "after"])
-async def test_an_arena_that_is_registered(server: MooncakeServer, joined: bool, protocol: str) -> None:
-    """Without devices the library says RDMA and does TCP, but wants memory to be registered."""
+async def test_registered_arena(server: MooncakeServer, joined: bool, protocol: str) -> None:
+    """Without an RDMA device, the library falls back to TCP but still requires registered memory."""
     arena = Arena.create(16 * MIB)
     source, target = arena.allocate(4 * MIB), arena.allocate(4 * MIB)
     assert source is not None
@@ -278,16 +278,16 @@ async def test_an_arena_that_is_registered(server: MooncakeServer, joined: bool,
         if joined:
             assert list(await backend.contains(KEYS[:1])) == [False]
         await backend.register(arena)
-        strange = blank(MIB)
-        assert list(await backend.put([(KEYS[0], source.view), (KEYS[1], strange)])) == [OK, OK]
-        assert list(await backend.get([(KEYS[0], target.view), (KEYS[1], strange)])) == [OK, OK]
+        unregistered = blank(MIB)
+        assert list(await backend.put([(KEYS[0], source.view), (KEYS[1], unregistered)])) == [OK, OK]
+        assert list(await backend.get([(KEYS[0], target.view), (KEYS[1], unregistered)])) == [OK, OK]
         assert same(source.view, target.view)
     for lease in (source, target):
         lease.release()
     arena.close()
 
 
-STRANGER = """
+FOREIGN_ENGINE = """
 import ctypes, mmap, sys
 from mooncake.engine import TransferEngine
 port, *addresses = map(int, sys.argv[1:])
@@ -303,36 +303,36 @@ for address in addresses:
 
 
 def listening_ports() -> set[int]:
-    """Where this process listens on IPv4."""
+    """Return the IPv4 TCP ports on which this process listens."""
     own = {file.partition(" ")[2] for file in open_files()}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     listening = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
     return {int(row[1].partition(":")[2], 16) for row in listening}
 
 
-async def test_strangers_do_not_reach_the_arena(server: MooncakeServer) -> None:
+async def test_other_processes_cannot_read_the_arena(server: MooncakeServer) -> None:
     arena = Arena.create(MIB)
     lease, known = arena.allocate(MIB), blank(MIB)
     assert lease is not None
     lease.view[:5] = known[:5] = b"money"
-    before = listening_ports()  # The library's ends of earlier connections may not be closed yet.
+    before = listening_ports()  # The library may not have closed earlier listeners yet.
     async with opened(server.tier()) as backend:
         await backend.register(arena)
         assert list(await backend.put([(KEYS[0], lease.view)])) == [OK]
-        # A stranger who is worth the name reads what is registered.
+        # Check that the foreign engine works: it can read registered memory.
         assert backend._client._joined().register_buffer(address_of(known), MIB) == 0
         addresses = [str(address_of(view)) for view in (known, lease.view)]
         (port,) = listening_ports() - before
-        result = await anyio.run_process([sys.executable, "-c", STRANGER, str(port), *addresses])
+        result = await anyio.run_process([sys.executable, "-c", FOREIGN_ENGINE, str(port), *addresses])
         assert result.stdout.split() == [b"money", b"refused"]
     lease.release()
     arena.close()
 
 
-# Nothing is left.
+# Leaks.
 
 
-async def test_nothing_is_left_after_close(server: MooncakeServer) -> None:
+async def test_close_leaks_no_descriptors_or_threads(server: MooncakeServer) -> None:
     def held() -> tuple[int, ...]:
         return tuple(len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("fd", "task"))
 
@@ -340,21 +340,23 @@ async def test_nothing_is_left_after_close(server: MooncakeServer) -> None:
         async with opened(server.tier()) as backend:
             assert list(await backend.put([(KEYS[0], filled(MIB))])) == [OK]
 
-    await use()  # What the library makes once stays.
+    await use()  # The library keeps some resources after first use.
     before = held()
     for _ in range(2):
         await use()
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while any(map(int.__gt__, held(), before)) and time.monotonic() < deadline:
         await anyio.sleep(0.05)
     assert not any(map(int.__gt__, held(), before))
 
 
-# Wrong input.
+# Invalid input.
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "a web server"])
-async def test_a_master_that_is_none(answer: bytes) -> None:
+@pytest.mark.parametrize(
+    "reply", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["no reply", "a web server"]
+)
+async def test_server_of_another_protocol(reply: bytes) -> None:
     with socket.create_server((HOST, 0)) as listener:
 
         def serve() -> None:
@@ -364,7 +366,7 @@ async def test_a_master_that_is_none(answer: bytes) -> None:
                 except OSError:
                     return
                 connections.append(connection)
-                connection.sendall(answer)
+                connection.sendall(reply)
 
         connections: list[socket.socket] = []
         thread = threading.Thread(target=serve)
@@ -373,9 +375,9 @@ async def test_a_master_that_is_none(answer: bytes) -> None:
             async with opened(
                 {"type": "mooncake", "master": f"{HOST}:{listener.getsockname()[1]}"}
             ) as backend:
-                with anyio.fail_after(PATIENCE):
+                with anyio.fail_after(TIMEOUT_SECONDS):
                     assert list(await backend.put([(KEYS[0], filled(MIB))])) == [FAILED]
-                    with pytest.raises(TierError, match="does not let this client in"):
+                    with pytest.raises(TierError, match="rejects this client"):
                         await backend.check()
         finally:
             listener.shutdown(socket.SHUT_RDWR)
@@ -385,41 +387,41 @@ async def test_a_master_that_is_none(answer: bytes) -> None:
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1:1", "[::1]:1", "nowhere.invalid:1"])
-async def test_a_master_that_is_not_there(master: str) -> None:
+async def test_unreachable_master(master: str) -> None:
     async with opened({"type": "mooncake", "master": master}) as backend:
-        for ask in (backend.contains, backend.delete):
+        for call in (backend.contains, backend.delete):
             with pytest.raises(ConnectionError, match="the pool does not answer"):
-                await ask(KEYS)
-            assert not await ask([])
+                await call(KEYS)
+            assert not await call([])
         assert list(await backend.put([(KEYS[0], filled(MIB))])) == [FAILED]
         assert list(await backend.get(blanks(1, MIB))) == [FAILED]
         with pytest.raises(TierError) as caught:
             await backend.check()
-        assert f"the master at {master} is not reached" in str(caught.value)
+        assert f"cannot reach the master at {master}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
-        ({"master": "mooncake"}, "write such as mooncake:50051"),
-        ({"master": "mooncake:"}, "write such as"),
-        ({"master": ":50051"}, "write such as"),
-        ({"master": "mooncake:70000"}, "write such as"),
+        ({"master": "mooncake"}, "use for example mooncake:50051"),
+        ({"master": "mooncake:"}, "use for example"),
+        ({"master": ":50051"}, "use for example"),
+        ({"master": "mooncake:70000"}, "use for example"),
         ({"segment_size": "1MiB"}, "at least 16MiB"),
         ({"protocol": "udp"}, "tcp"),
         ({"replicas": 0}, "greater than or equal to 1"),
         ({"capacity": "1GiB"}, "capacity"),
     ],
 )
-def test_settings_that_are_wrong(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValidationError, match=says):
+def test_invalid_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         MooncakeSettings(**{"name": "pool", "type": "mooncake", "master": "mooncake:50051", **settings})
 
 
 @pytest.mark.parametrize(
-    ("broken", "says"), [("absent", "pip install 'kvtier\\[mooncake\\]'"), ("unloadable", "libibverbs1")]
+    ("broken", "message"), [("absent", "pip install 'kvtier\\[mooncake\\]'"), ("unloadable", "libibverbs1")]
 )
-async def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch, broken: str, says: str) -> None:
+async def test_missing_library(monkeypatch: pytest.MonkeyPatch, broken: str, message: str) -> None:
     def load(name: str) -> Any:
         raise (
             ModuleNotFoundError(name) if broken == "absent" else ImportError("libibverbs.so.1: no such file")
@@ -427,11 +429,11 @@ async def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch, broken
 
     monkeypatch.setattr("importlib.import_module", load)
     backend = MooncakeBackend(MooncakeSettings(name="pool", type="mooncake", master="mooncake:50051"))
-    with pytest.raises(TierError, match=f"'pool'.*{says}"):
+    with pytest.raises(TierError, match=f"'pool'.*{message}"):
         await backend.open()
 
 
-async def test_what_the_user_has_set_for_the_library_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_environment_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_LOG_LEVEL", "WARNING")
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "77")
     async with opened({"type": "mooncake", "master": "mooncake:50051"}):

@@ -1,4 +1,4 @@
-"""Turns on keys and threads: who goes with whom, who waits for whom, and for how long."""
+"""Key locks and bounded threads of the Mooncake backend: order, sharing and timeouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = 60.0
 
 
 class Log:
-    """Batches that hold their keys until they are told to go."""
+    """Batches that hold their key locks until released."""
 
     def __init__(self, locks: KeyLocks) -> None:
         self.holding: list[str] = []
@@ -45,12 +45,12 @@ async def settle() -> None:
 
 
 @asynccontextmanager
-async def batches(*wanted: tuple[str, list[bytes], bool]) -> AsyncIterator[Log]:
-    """Come in this order; at the end, whoever still waits is cancelled, and nothing may stay locked."""
+async def batches(*specs: tuple[str, list[bytes], bool]) -> AsyncIterator[Log]:
+    """Start batches in this order. At the end, cancel those that still wait; no key may stay locked."""
     locks = KeyLocks(LONG)
     log = Log(locks)
     async with anyio.create_task_group() as group:
-        for name, keys, exclusive in wanted:
+        for name, keys, exclusive in specs:
             group.start_soon(lambda n=name, k=keys, e=exclusive: log.hold(n, k, exclusive=e))
             await settle()
         yield log
@@ -58,7 +58,7 @@ async def batches(*wanted: tuple[str, list[bytes], bool]) -> AsyncIterator[Log]:
     assert not locks._queues
 
 
-async def test_readers_go_together_and_a_writer_alone() -> None:
+async def test_readers_share_and_a_writer_is_exclusive() -> None:
     async with batches(("r1", [A], False), ("r2", [A, B], False), ("w", [A], True)) as log:
         assert log.holding == ["r1", "r2"]
         await log.release("r1")
@@ -67,7 +67,7 @@ async def test_readers_go_together_and_a_writer_alone() -> None:
         assert log.holding == ["w"]
 
 
-async def test_a_reader_does_not_overtake_a_writer_that_waits() -> None:
+async def test_reader_does_not_overtake_a_waiting_writer() -> None:
     async with batches(("r1", [A], False), ("w", [A], True), ("r2", [A], False), ("r3", [B], False)) as log:
         assert log.holding == ["r1", "r3"]
         await log.release("r1")
@@ -76,7 +76,7 @@ async def test_a_reader_does_not_overtake_a_writer_that_waits() -> None:
         assert log.holding == ["r3", "r2"]
 
 
-async def test_batches_that_share_keys_in_any_order_come_through() -> None:
+async def test_overlapping_batches_do_not_deadlock() -> None:
     async with batches(("ab", [A, B], True), ("bc", [B, C], True), ("ca", [C, A], True)) as log:
         for name in ("ab", "bc", "ca"):
             assert log.holding == [name]
@@ -84,14 +84,14 @@ async def test_batches_that_share_keys_in_any_order_come_through() -> None:
         assert log.holding == []
 
 
-async def test_a_key_that_is_named_twice() -> None:
+async def test_duplicate_key_in_a_batch() -> None:
     async with batches(("w", [A, A], True), ("r", [A, A], False)) as log:
         assert log.holding == ["w"]
         await log.release("w")
         assert log.holding == ["r"]
 
 
-async def test_one_that_is_cancelled_is_in_nobodys_way() -> None:
+async def test_cancelled_waiter_does_not_block_others() -> None:
     locks = KeyLocks(LONG)
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as group:
@@ -116,7 +116,7 @@ async def test_one_that_is_cancelled_is_in_nobodys_way() -> None:
     assert not locks._queues
 
 
-async def test_nobody_waits_for_a_key_without_end() -> None:
+async def test_waiting_for_a_key_times_out() -> None:
     locks = KeyLocks(0.01)
     async with locks.held([A], exclusive=True):
         with pytest.raises(TimeoutError):
@@ -127,20 +127,20 @@ async def test_nobody_waits_for_a_key_without_end() -> None:
     assert not locks._queues
 
 
-async def test_nobody_waits_for_a_thread_without_end() -> None:
+async def test_waiting_for_a_thread_times_out() -> None:
     threads = Threads(2, 0.01)
-    go_on = threading.Event()
+    resume = threading.Event()
     async with anyio.create_task_group() as group:
         for _ in range(2):
-            group.start_soon(threads.run, go_on.wait)
+            group.start_soon(threads.run, resume.wait)
         await settle()
         with pytest.raises(TimeoutError):
             await threads.run(lambda: 1)
-        go_on.set()
+        resume.set()
     assert await threads.run(lambda: 1) == 1
 
 
-async def test_a_thread_that_raises_is_free_again() -> None:
+async def test_thread_is_reusable_after_an_exception() -> None:
     threads = Threads(1, 0.01)
 
     def fail() -> None:

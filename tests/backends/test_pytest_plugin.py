@@ -1,4 +1,4 @@
-"""The pytest plugin: silent unless asked, and then it finds what blocks the loop, stays on it, or leaks."""
+"""The pytest plugin: off by default; if enabled, it detects a blocked loop, leftover tasks and leaks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def anyio_backend():
 TESTS = """
 import asyncio, gc, hashlib, linecache, os, socket, subprocess, threading, time
 import anyio, pytest
-from kvtier.arena import Arena
+from kvtier.memory.arena import Arena
 
 pytestmark = pytest.mark.anyio
 
@@ -124,14 +124,14 @@ def run_pytest(folder: Path, *options: str) -> str:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "--rootdir", str(folder)]
-    found = subprocess.run(
+    result = subprocess.run(
         [*command, *options, str(folder)], cwd=folder, capture_output=True, text=True, check=False
     )
-    return found.stdout
+    return result.stdout
 
 
 def results(output: str) -> dict[str, set[str]]:
-    """Which tests are named as what in the summary."""
+    """Return the names of the tests by their outcome in the summary."""
     summary = output.partition("short test summary info")[2]
     found: dict[str, set[str]] = {}
     for line in summary.splitlines():
@@ -148,7 +148,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run_pytest(folder)
 
 
-def test_what_it_finds(checked: str) -> None:
+def test_detects_blocked_loops_tasks_and_leaks(checked: str) -> None:
     found = results(checked)
     bad = {f"test_bad_{name}" for name in ("sleeps", "computes", "computes_in_c", "waits_for_a_lock")}
     bad |= {f"test_bad_{name}" for name in ("waits_for_a_process", "fixture", "leaves_a_task", "leak")}
@@ -162,38 +162,38 @@ def test_what_it_finds(checked: str) -> None:
     assert "FAILED" not in found
 
 
-def test_what_it_says(checked: str) -> None:
+def test_report_shows_duration_and_stack(checked: str) -> None:
     assert "the event loop was blocked for" in checked
-    assert "(at most 200 ms are allowed) here:" in checked
-    assert "hashlib.pbkdf2_hmac(" in checked, "the stack does not show what blocked"
+    assert "(limit: 200 ms) here:" in checked
+    assert "hashlib.pbkdf2_hmac(" in checked, "the stack does not show the blocking call"
     assert "coro=<sleep()" in checked
     assert "1 leases on 4096 bytes of an arena are open" in checked
     assert "leak_check saw no arena" in checked
 
 
-def test_it_does_nothing_unless_asked(tmp_path: Path) -> None:
+def test_does_nothing_by_default(tmp_path: Path) -> None:
     found = results(run_pytest(tmp_path, "-k", "not leak"))
     assert set(found) == {"PASSED"}
     assert "test_bad_sleeps" in found["PASSED"]
 
 
-def test_it_is_cheap_to_load() -> None:
+def test_imports_no_heavy_modules() -> None:
     code = "import sys, pytest; before = set(sys.modules); import kvtier.testing.plugin\n" + (
         "print(sorted({name.partition('.')[0] for name in sys.modules} & "
         "{'torch', 'vllm', 'numpy', 'hypothesis', 'transformers'}), "
         "[name for name in sys.modules if name in ('kvtier.testing.checks', 'kvtier.testing.backend')])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[] []"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[] []"
 
 
 @pytest.mark.anyio
-@pytest.mark.loop_may_block("it is blocked to see that it is found")
-async def test_the_watch_tells_how_long_and_where() -> None:
+@pytest.mark.loop_may_block("blocks it on purpose")
+async def test_watch_reports_duration_and_stack() -> None:
     watch = LoopWatch()
     watch.start()
     await anyio.sleep(0.05)
-    time.sleep(0.5)  # noqa: ASYNC251 - that is what is tested
+    time.sleep(0.5)  # noqa: ASYNC251 - blocks on purpose
     await anyio.sleep(0.05)
     watch.stop()
     (block,) = (block for block in watch.blocks if "time.sleep(0.5)" in block.stack)
@@ -201,8 +201,8 @@ async def test_the_watch_tells_how_long_and_where() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_watch_does_not_blame_a_loop_that_waits_for_a_core() -> None:
-    """As ``Thread.start`` does: the other thread is ready, but does not get a core or the GIL."""
+async def test_watch_ignores_a_loop_that_waits_for_a_core() -> None:
+    """Like ``Thread.start``: the other thread is ready, but waits for a core or the GIL."""
     release = threading.Lock()
     release.acquire()
 
@@ -234,8 +234,8 @@ SPINNER = "import os\nos.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\nw
 
 
 @pytest.mark.anyio
-async def test_the_watch_does_not_blame_a_loop_whose_child_waits_for_a_core() -> None:
-    """Its work of a tenth of a second takes a second beside others, and the loop waits in a blocking call."""
+async def test_watch_ignores_a_loop_whose_child_waits_for_a_core() -> None:
+    """The child needs 0.1 s of CPU time but waits for a core, while the loop waits for the child."""
     command = [sys.executable, "-S", "-c", SPINNER]
     others = [subprocess.Popen(command) for _ in range(12)]  # noqa: ASYNC220
     watch = LoopWatch(0.3)
@@ -251,5 +251,5 @@ async def test_the_watch_does_not_blame_a_loop_whose_child_waits_for_a_core() ->
         for other in others:
             other.kill()
             other.wait()
-    assert took > 0.5, "the child had to wait"
+    assert took > 0.5, "the child did not have to wait"
     assert watch.blocks == []

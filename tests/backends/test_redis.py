@@ -1,4 +1,4 @@
-"""Redis and Valkey on real servers: the contract, over TCP, a Unix socket and TLS, and in a wrapper."""
+"""Redis and Valkey with real servers: the contract over TCP, a Unix socket and TLS, and in a wrapper."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import pytest
 
 from kvtier.backends.base import Backend
-from kvtier.backends.sealed import SealedBackend
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
 from kvtier.testing.servers.redis import RedisServer
 from kvtier.testing.servers.valkey import ValkeyServer
+from kvtier.tiers.sealed import SealedBackend
 
 from .certificates import make_certificate
 from .redis_pool import backend_on
@@ -35,12 +35,12 @@ class TestRedis(BackendConformance):
 
     @classmethod
     def options(cls, folder: Path) -> dict[str, Any]:
-        """Those of ``RedisServer``."""
+        """Options of ``RedisServer``."""
         return {}
 
     @pytest.fixture(autouse=True)
     def _empty(self) -> None:
-        self.server.tell("FLUSHALL")
+        self.server.command("FLUSHALL")
 
     def make_backend(self, path: Path) -> Backend:
         return backend_on(self.server)

@@ -1,4 +1,4 @@
-"""Fail-over through real sentinels, and a real cluster whose slots move and whose nodes die."""
+"""Failover with real sentinels, and a real cluster with slot migrations and dying nodes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvtier.testing.servers.redis import HOST, RedisServer
 from kvtier.testing.servers.valkey import ValkeyServer
 
 from .redis_groups import Cluster, Sentinels, wait_until
-from .redis_pool import FAILED, KEYS, MIB, MISS, OK, assert_works, info, opened, room, values, warnings
+from .redis_pool import FAILED, KEYS, MIB, MISS, OK, assert_works, buffers, info, opened, values, warnings
 
-pytestmark = [pytest.mark.anyio, pytest.mark.loop_may_block("it starts and asks servers")]
+pytestmark = [pytest.mark.anyio, pytest.mark.loop_may_block("starts and queries servers")]
 
 
 @pytest.fixture(scope="module", params=[RedisServer, ValkeyServer], ids=["redis", "valkey"])
@@ -38,18 +38,18 @@ def sentinels(kind: type[RedisServer], tmp_path: Path) -> Iterator[Sentinels]:
 
 
 @pytest.fixture(scope="module")
-def formed(kind: type[RedisServer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def shared_cluster(kind: type[RedisServer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with ExitStack() as stack:
         yield Cluster(kind, tmp_path_factory.mktemp("c"), stack)
 
 
 @pytest.fixture
-def cluster(formed: Cluster) -> Cluster:
-    """A cluster whose nodes are all up and empty; slots may have been moved."""
-    wait_until(formed.is_whole)
-    for node in formed.nodes:
-        node.tell("FLUSHALL")
-    return formed
+def cluster(shared_cluster: Cluster) -> Cluster:
+    """A cluster with all nodes up and empty. Slots may have been migrated."""
+    wait_until(shared_cluster.is_healthy)
+    for node in shared_cluster.nodes:
+        node.command("FLUSHALL")
+    return shared_cluster
 
 
 async def all_held(backend: Backend) -> bool:
@@ -59,19 +59,19 @@ async def all_held(backend: Backend) -> bool:
         return False
 
 
-async def test_sentinels_name_another_primary(sentinels: Sentinels, caplog: pytest.LogCaptureFixture) -> None:
+async def test_sentinel_failover(sentinels: Sentinels, caplog: pytest.LogCaptureFixture) -> None:
     async with opened(sentinels, deadline=2) as backend:
         await assert_works(backend)
         assert "used" in await backend.check()
         wait_until(lambda: info(sentinels.replica)["master_repl_offset"] >= 8 * MIB)
-        # The first one that is asked is gone, too.
+        # The sentinel that is queried first is down as well.
         sentinels.sentinels[0].kill()
         sentinels.primary.kill()
-        assert list(await backend.get(room(MIB))) == [FAILED] * len(KEYS)
+        assert list(await backend.get(buffers(MIB))) == [FAILED] * len(KEYS)
         while not await all_held(backend):
             await anyio.sleep(0.05)
-        items = room(MIB)
-        assert list(await backend.get(items)) == [OK] * len(KEYS), "what the replica had is lost"
+        items = buffers(MIB)
+        assert list(await backend.get(items)) == [OK] * len(KEYS), "the replica lost data"
         assert all(same(view, noise(key, MIB)) for key, view in items)
         while FAILED in await backend.put(values(MIB)):
             await anyio.sleep(0.05)
@@ -81,28 +81,26 @@ async def test_sentinels_name_another_primary(sentinels: Sentinels, caplog: pyte
 
 
 @pytest.mark.slow
-async def test_a_primary_that_became_a_replica_is_left(
-    sentinels: Sentinels, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_demoted_primary_is_abandoned(sentinels: Sentinels, caplog: pytest.LogCaptureFixture) -> None:
     url = sentinels.tier()["url"].replace("/mymaster", "/other")
     async with opened(sentinels, url=url) as backend:
         assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
-        with pytest.raises(TierError, match="knows no 'other'"):
+        with pytest.raises(TierError, match="does not monitor 'other'"):
             await backend.check()
     (warning,) = warnings(caplog)
-    assert "knows no 'other'" in warning
+    assert "does not monitor 'other'" in warning
     async with opened(sentinels) as backend:
         await assert_works(backend)
-        sentinels.sentinels[0].tell("SENTINEL", "FAILOVER", "mymaster")
+        sentinels.sentinels[0].command("SENTINEL", "FAILOVER", "mymaster")
         wait_until(lambda: info(sentinels.replica)["role"] == "master")
-        # A sentinel would say so, too, some seconds later.
-        sentinels.primary.tell("REPLICAOF", HOST, str(sentinels.replica.port))
+        # A sentinel would do so a few seconds later.
+        sentinels.primary.command("REPLICAOF", HOST, str(sentinels.replica.port))
         while FAILED in await backend.put(values(MIB)):
             await anyio.sleep(0.05)
         assert list(await backend.contains(KEYS)) == [True] * len(KEYS)
 
 
-async def test_a_cluster_has_its_keys_on_all_nodes(
+async def test_cluster_keys_are_spread_over_all_nodes(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = [make_key(number) for number in range(60)]
@@ -111,20 +109,20 @@ async def test_a_cluster_has_its_keys_on_all_nodes(
         await backend.delete(KEYS)
         assert list(await backend.put(values(1000, keys[::2]))) == [OK] * 30
         assert list(await backend.contains(keys)) == [True, False] * 30
-        items = room(1000, keys)
+        items = buffers(1000, keys)
         assert list(await backend.get(items)) == [OK, MISS] * 30
         assert all(same(view, noise(key, 1000)) for key, view in items[::2])
-        assert sum(int(node.tell("DBSIZE")) for node in cluster.nodes) == 30
-        assert all(int(node.tell("DBSIZE")) for node in cluster.nodes)
+        assert sum(int(node.command("DBSIZE")) for node in cluster.nodes) == 30
+        assert all(int(node.command("DBSIZE")) for node in cluster.nodes)
         assert "in a cluster of 3 primaries" in await backend.check()
         await backend.delete(keys)
-        assert sum(int(node.tell("DBSIZE")) for node in cluster.nodes) == 0
+        assert sum(int(node.command("DBSIZE")) for node in cluster.nodes) == 0
     assert warnings(caplog) == []
     node = cluster.nodes[0]
     async with opened(node) as backend:
         assert FAILED in await backend.put(values(100))
     (warning,) = warnings(caplog)
-    assert warning == f"pool: {Endpoint(HOST, node.port)} is a node of a cluster: write a +cluster:// `url`"
+    assert warning == f"pool: {Endpoint(HOST, node.port)} is a cluster node: use a +cluster:// `url`"
     for name in (
         b"123456789",
         b"{user1000}.following",
@@ -133,54 +131,54 @@ async def test_a_cluster_has_its_keys_on_all_nodes(
         b"foo{bar}{zap}",
         b"a{b",
     ):
-        assert slot_of(name) == node.tell("CLUSTER", "KEYSLOT", name)
+        assert slot_of(name) == node.command("CLUSTER", "KEYSLOT", name)
 
 
-async def test_a_node_that_dies_takes_its_own_keys_alone(cluster: Cluster) -> None:
+async def test_dead_node_fails_only_its_own_keys(cluster: Cluster) -> None:
     owners = [cluster.owner_of(slot_of(b"kvtier:" + key.hex().encode())) for key in KEYS]
-    gone = owners[0]
+    dead = owners[0]
     async with opened(cluster, deadline=2) as backend:
         await assert_works(backend)
-        gone.kill()
-        expected = [FAILED if owner is gone else OK for owner in owners]
+        dead.kill()
+        expected = [FAILED if owner is dead else OK for owner in owners]
         assert set(expected) == {OK, FAILED}
-        assert list(await backend.get(room(MIB))) == expected
+        assert list(await backend.get(buffers(MIB))) == expected
         assert list(await backend.contains(KEYS)) == [outcome is OK for outcome in expected]
         await backend.delete(KEYS)
         assert True not in await backend.contains(KEYS)
-        for ask in (backend.contains, backend.delete):
+        for call in (backend.contains, backend.delete):
             with pytest.raises(ConnectionError, match="no server answers"):
-                await ask(KEYS[:1])
-        gone.start()
+                await call(KEYS[:1])
+        dead.start()
         while FAILED in await backend.put(values(MIB)):
             await anyio.sleep(0.05)
         await assert_works(backend)
 
 
-async def test_a_slot_that_moves(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """All keys are in one slot, half of them on either node while it moves."""
+async def test_slot_migration(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """All keys are in one slot. During the migration, each node holds half of them."""
     prefix = "kvtier{tag}:"
     slot = slot_of(prefix.encode())
     source = cluster.owner_of(slot)
     target = next(node for node in cluster.nodes if node is not source)
     async with opened(cluster, prefix=prefix) as backend:
         assert list(await backend.put(values(MIB, KEYS[:4]))) == [OK] * 4
-        cluster.begin_to_move(slot, source, target)
-        # Redirected with -ASK, each time.
+        cluster.start_migration(slot, source, target)
+        # Each command is redirected with -ASK.
         for _ in range(2):
             await assert_works(backend)
-            assert (source.tell("DBSIZE"), target.tell("DBSIZE")) == (4, 4)
+            assert (source.command("DBSIZE"), target.command("DBSIZE")) == (4, 4)
         await backend.delete(KEYS)
-        assert (source.tell("DBSIZE"), target.tell("DBSIZE")) == (0, 0)
-        cluster.move(slot, target)
-        # Redirected with -MOVED, then known.
+        assert (source.command("DBSIZE"), target.command("DBSIZE")) == (0, 0)
+        cluster.finish_migration(slot, target)
+        # The first command is redirected with -MOVED; then the new owner is known.
         for _ in range(2):
             await assert_works(backend)
-        assert (source.tell("DBSIZE"), target.tell("DBSIZE")) == (0, 8)
+        assert (source.command("DBSIZE"), target.command("DBSIZE")) == (0, 8)
     assert warnings(caplog) == []
 
 
-async def test_a_cluster_url_for_a_plain_server(
+async def test_cluster_url_for_a_standalone_server(
     kind: type[RedisServer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with kind(tmp_path) as server:

@@ -1,4 +1,4 @@
-"""A Redis that dies, stands still, comes back empty, is full, or refuses us: outcomes, words, and no wait."""
+"""A Redis that dies, hangs, restarts empty, is full, or rejects the client: outcomes and messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.backends.base import Outcome
 from kvtier.backends.redis import resp
-from kvtier.backends.redis.errors import refusal_in_words
+from kvtier.backends.redis.errors import describe_refusal
 from kvtier.backends.redis.resp import DRAIN_BYTES, ErrorReply, encode
 from kvtier.backends.redis.url import Endpoint
 from kvtier.errors import TierError
@@ -28,19 +28,19 @@ from .redis_pool import (
     MISS,
     OK,
     Start,
-    assert_says_nothing,
+    assert_unreachable,
     assert_works,
+    buffers,
     info,
     opened,
-    room,
     values,
     warnings,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.loop_may_block("it starts, pauses and asks servers")]
+pytestmark = [pytest.mark.anyio, pytest.mark.loop_may_block("starts, pauses and queries servers")]
 
-FOREVER = 10_000.0
-"""A deadline that no test reaches."""
+LONG_DEADLINE_SECONDS = 10_000.0
+"""A deadline beyond the duration of any test."""
 
 
 @pytest.fixture
@@ -48,47 +48,47 @@ def server(start: Start) -> RedisServer:
     return start()
 
 
-async def test_one_that_is_not_there_yet(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_server_that_starts_later(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     server.kill()
     async with opened(server) as backend:
         for _ in range(3):
-            await assert_says_nothing(backend)
+            await assert_unreachable(backend)
             assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
-            assert list(await backend.get(room(100))) == [FAILED] * len(KEYS)
+            assert list(await backend.get(buffers(100))) == [FAILED] * len(KEYS)
         (warning,) = warnings(caplog)
-        assert warning == f"pool: 127.0.0.1:{server.port} fails: Connection refused"
+        assert warning == f"pool: 127.0.0.1:{server.port} failed: Connection refused"
         server.start()
         await assert_works(backend)
 
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
-async def test_one_that_is_restarted_is_empty_and_works_at_once(server: RedisServer, end: str) -> None:
+async def test_restarted_server_is_empty_and_used_immediately(server: RedisServer, end: str) -> None:
     async with opened(server) as backend:
         await assert_works(backend)
         getattr(server, end)()
         server.start()
         assert list(await backend.contains(KEYS)) == [False] * len(KEYS)
-        assert list(await backend.get(room(MIB))) == [MISS] * len(KEYS)
+        assert list(await backend.get(buffers(MIB))) == [MISS] * len(KEYS)
         await assert_works(backend)
 
 
 @pytest.mark.parametrize("method", ["put", "get"])
-async def test_killed_in_the_middle(server: RedisServer, method: str) -> None:
+async def test_server_killed_during_a_batch(server: RedisServer, method: str) -> None:
     size = 8 * MIB
     async with opened(server, connections=2) as backend:
         await assert_works(backend, size)
-        items = values(size) if method == "put" else room(size)
+        items = values(size) if method == "put" else buffers(size)
         outcomes: Sequence[Outcome] = []
 
-        async def ask() -> None:
+        async def run_batch() -> None:
             nonlocal outcomes
             outcomes = await getattr(backend, method)(items * 20)
 
         traffic = "total_net_input_bytes" if method == "put" else "total_net_output_bytes"
         before = info(server)[traffic]
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
-            # A quarter: answers to the first have been read by then, however busy the machine is.
+            tasks.start_soon(run_batch)
+            # After a quarter, the first replies have been read, even on a busy machine.
             quarter = len(items) * 20 * size // 4
             await anyio.to_thread.run_sync(wait_for_traffic, server, traffic, before + quarter)
             server.kill()
@@ -99,28 +99,28 @@ async def test_killed_in_the_middle(server: RedisServer, method: str) -> None:
         await assert_works(backend)
 
 
-async def test_one_that_stands_still_fails_in_time(
+async def test_paused_server_fails_by_the_deadline(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(server, deadline=0.3) as backend:
         await assert_works(backend)
         server.pause()
-        assert list(await backend.get(room(MIB))) == [FAILED] * len(KEYS)
+        assert list(await backend.get(buffers(MIB))) == [FAILED] * len(KEYS)
         assert list(await backend.put(values(64 * MIB, KEYS[:1]))) == [FAILED]
-        await assert_says_nothing(backend)
+        await assert_unreachable(backend)
         (warning,) = warnings(caplog)
-        assert warning == f"pool: 127.0.0.1:{server.port} fails: no answer in time"
+        assert warning == f"pool: 127.0.0.1:{server.port} failed: no answer in time"
         server.resume()
     async with opened(server) as backend:
         await assert_works(backend)
 
 
-async def test_late_answers_go_to_nobody(server: RedisServer) -> None:
-    """What was asked before the deadline is answered later: on a connection that is closed by then."""
+async def test_late_replies_are_discarded(server: RedisServer) -> None:
+    """The server replies after the deadline, on a connection that is closed by then."""
     async with opened(server, deadline=0.3) as hasty, opened(server) as backend:
         await assert_works(backend)
         server.pause()
-        items = room(MIB)
+        items = buffers(MIB)
         assert list(await hasty.get(items)) == [FAILED] * len(KEYS)
         for _, view in items:
             stain(view)
@@ -130,32 +130,32 @@ async def test_late_answers_go_to_nobody(server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("method", ["put", "get", "contains"])
-async def test_cancelled_while_it_stands_still(server: RedisServer, method: str) -> None:
-    """The sockets are shut down: else this would last as long as the deadline."""
-    async with opened(server, deadline=FOREVER) as backend:
+async def test_cancelled_while_the_server_is_paused(server: RedisServer, method: str) -> None:
+    """Cancellation shuts down the sockets; otherwise the call would last until the deadline."""
+    async with opened(server, deadline=LONG_DEADLINE_SECONDS) as backend:
         await assert_works(backend)
         server.pause()
-        question: Any = {"put": values(64 * MIB, KEYS[:2]), "get": room(MIB), "contains": KEYS}[method]
+        arguments: Any = {"put": values(64 * MIB, KEYS[:2]), "get": buffers(MIB), "contains": KEYS}[method]
         with anyio.move_on_after(0.05) as scope:
-            await getattr(backend, method)(question)
+            await getattr(backend, method)(arguments)
         assert scope.cancelled_caught
         server.resume()
         await assert_works(backend)
 
 
-async def test_cancelled_while_many_wait_for_a_connection(server: RedisServer) -> None:
-    async with opened(server, deadline=FOREVER, connections=1) as backend:
+async def test_cancelled_while_calls_wait_for_a_connection(server: RedisServer) -> None:
+    async with opened(server, deadline=LONG_DEADLINE_SECONDS, connections=1) as backend:
         await assert_works(backend)
         server.pause()
         with anyio.move_on_after(0.05):
             async with anyio.create_task_group() as tasks:
                 for _ in range(5):
-                    tasks.start_soon(backend.get, room(MIB))
+                    tasks.start_soon(backend.get, buffers(MIB))
         server.resume()
         await assert_works(backend)
 
 
-async def test_full_is_full_and_said_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+async def test_full_server_is_logged_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     server = start(maxmemory="40mb")
     async with opened(server, connections=1) as backend:
         outcomes = await backend.put(values(8 * MIB))
@@ -168,7 +168,7 @@ async def test_full_is_full_and_said_once(start: Start, caplog: pytest.LogCaptur
         assert list(await backend.put(values(8 * MIB, KEYS[:1]))) == [OK]
 
 
-async def test_one_that_evicts_is_never_full(start: Start) -> None:
+async def test_evicting_server_is_never_full(start: Start) -> None:
     server = start(options=["--maxmemory", "40mb", "--maxmemory-policy", "allkeys-lru"])
     async with opened(server, connections=1) as backend:
         for _ in range(3):
@@ -178,30 +178,32 @@ async def test_one_that_evicts_is_never_full(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("credentials", "message"),
     [
-        ({"password": "wr{}ong"}, "refuses the user or the password: see `user` and `password`"),
-        ({"user": "nobody"}, "refuses the user or the password: see `user` and `password`"),
-        ({"password": None}, "wants a password: see `password`"),
+        ({"password": "wr{}ong"}, "rejects the user or password: check `user` and `password`"),
+        ({"user": "nobody"}, "rejects the user or password: check `user` and `password`"),
+        ({"password": None}, "requires a password: set `password`"),
     ],
 )
-async def test_a_password_that_is_refused(
-    start: Start, given: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+async def test_rejected_password(
+    start: Start, credentials: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = start(password="sesame")
     async with opened(server) as backend:
         await assert_works(backend)
-    async with opened(server, **given) as backend:
+    async with opened(server, **credentials) as backend:
         assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
-        await assert_says_nothing(backend)
+        await assert_unreachable(backend)
         with pytest.raises(TierError) as failure:
             await backend.check()
-    assert str(failure.value) == f"127.0.0.1:{server.port} {words}"
+    assert str(failure.value) == f"127.0.0.1:{server.port} {message}"
     (warning,) = warnings(caplog)
-    assert warning == f"pool: 127.0.0.1:{server.port} {words}"
+    assert warning == f"pool: 127.0.0.1:{server.port} {message}"
 
 
-async def test_a_password_where_there_is_none(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_password_for_a_server_without_one(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     async with opened(server, password="hunter2", user="me") as backend:
         assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
     async with opened(server, password="hunter2") as backend:
@@ -210,19 +212,19 @@ async def test_a_password_where_there_is_none(server: RedisServer, caplog: pytes
     assert len(warnings(caplog)) == 2
 
 
-async def test_a_user_that_may_not(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+async def test_user_without_permission(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     server = start(options=["--user", "reader", "on", ">sesame", "~kvtier:*", "+get", "+exists", "+unlink"])
     async with opened(server) as backend:
         await assert_works(backend)
     async with opened(server, user="reader", password="sesame") as reader:
-        assert list(await reader.get(room(MIB))) == [OK] * len(KEYS)
+        assert list(await reader.get(buffers(MIB))) == [OK] * len(KEYS)
         assert list(await reader.put(values(100))) == [FAILED] * len(KEYS)
-        assert "allow it GET, SET, EXISTS and UNLINK" in "".join(warnings(caplog))
-        with pytest.raises(TierError, match="forbids its user what kvtier does"):
+        assert "allow GET, SET, EXISTS and UNLINK" in "".join(warnings(caplog))
+        with pytest.raises(TierError, match="denies its user the commands that kvtier needs"):
             await reader.check()
 
 
-async def test_other_databases_and_prefixes_are_apart(server: RedisServer) -> None:
+async def test_databases_and_prefixes_are_separate(server: RedisServer) -> None:
     async with (
         opened(server) as first,
         opened(server, url=server.tier()["url"] + "/1") as second,
@@ -235,36 +237,34 @@ async def test_other_databases_and_prefixes_are_apart(server: RedisServer) -> No
             await backend.delete(KEYS)
         await assert_works(first)
     async with opened(server, url=server.tier()["url"] + "/99") as backend:
-        await assert_says_nothing(backend)
+        await assert_unreachable(backend)
 
 
-async def test_what_is_forgotten(server: RedisServer) -> None:
+async def test_expiry(server: RedisServer) -> None:
     async with opened(server, ttl=0.05) as backend:
         assert backend.ttl == 0.05
         assert list(await backend.put(values(MIB))) == [OK] * len(KEYS)
         while True in await backend.contains(KEYS):
             await anyio.sleep(0.01)
-        assert list(await backend.get(room(MIB))) == [MISS] * len(KEYS)
+        assert list(await backend.get(buffers(MIB))) == [MISS] * len(KEYS)
     async with opened(server, ttl="1h") as backend:
         await assert_works(backend)
-    assert 3_000_000 < int(server.tell("PTTL", "kvtier:" + KEYS[0].hex())) <= 3_600_000
+    assert 3_000_000 < int(server.command("PTTL", "kvtier:" + KEYS[0].hex())) <= 3_600_000
 
 
-async def test_a_strangers_value_is_a_miss_and_is_replaced(server: RedisServer) -> None:
+async def test_foreign_value_is_a_miss_and_is_replaced(server: RedisServer) -> None:
     names = ["kvtier:" + key.hex() for key in KEYS]
     async with opened(server) as backend:
-        server.tell("RPUSH", names[0], "a", "b")
-        server.tell("SET", names[1], bytes(DRAIN_BYTES + 1))
-        server.tell("SET", names[2], "")
-        server.tell("SET", names[3], bytes(1000))
-        outcomes = await backend.get(room(1000))
+        server.command("RPUSH", names[0], "a", "b")
+        server.command("SET", names[1], bytes(DRAIN_BYTES + 1))
+        server.command("SET", names[2], "")
+        server.command("SET", names[3], bytes(1000))
+        outcomes = await backend.get(buffers(1000))
         assert list(outcomes) == [MISS, MISS, MISS, OK, *[MISS] * 4]
         await assert_works(backend, 1000)
 
 
-async def test_a_value_that_is_too_large_for_the_server(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_value_larger_than_the_server_accepts(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     server = start(options=["--proto-max-bulk-len", "1mb"])
     async with opened(server) as backend:
         assert list(await backend.put(values(8 * MIB, KEYS[:1]))) == [FAILED]
@@ -272,7 +272,7 @@ async def test_a_value_that_is_too_large_for_the_server(
         await assert_works(backend, 1000)
 
 
-async def test_more_clients_than_it_admits(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+async def test_too_many_clients(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     server = start(options=["--maxclients", "1"])
     with server.connection() as connection:
         connection.send([encode(b"PING")])
@@ -284,33 +284,33 @@ async def test_more_clients_than_it_admits(start: Start, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("reply", "message"),
     [
         (
             "ERR max number of clients reached",
-            "HOST:1 has as many clients as it admits: raise its maxclients",
+            "HOST:1 has reached its client limit: raise its maxclients",
         ),
         ("LOADING Redis is loading", "HOST:1 is still loading its data"),
-        ("MOVED 1 b:2", "HOST:1 is a node of a cluster: write a +cluster:// `url`"),
-        ("READONLY You can't", "HOST:1 is a read-only replica: name its primary"),
-        ("ERR {0} \x1b[31m" + "x" * 500, "HOST:1 answers: ERR {0} ?[31m" + "x" * 187),
+        ("MOVED 1 b:2", "HOST:1 is a cluster node: use a +cluster:// `url`"),
+        ("READONLY You can't", "HOST:1 is a read-only replica: set `url` to its primary"),
+        ("ERR {0} \x1b[31m" + "x" * 500, "HOST:1 replied: ERR {0} ?[31m" + "x" * 187),
     ],
 )
-def test_refusals_in_words(message: str, words: str) -> None:
-    said = refusal_in_words(ErrorReply(message.partition(" ")[0], message), Endpoint("HOST", 1))
-    assert said.startswith(words)
-    assert len(said) < 300
+def test_describe_refusal(reply: str, message: str) -> None:
+    described = describe_refusal(ErrorReply(reply.partition(" ")[0], reply), Endpoint("HOST", 1))
+    assert described.startswith(message)
+    assert len(described) < 300
 
 
-async def test_no_more_connections_and_threads_than_it_says(server: RedisServer) -> None:
+async def test_connections_and_threads_are_bounded(server: RedisServer) -> None:
     before = descriptors()
     async with opened(server, connections=3) as backend:
         async with anyio.create_task_group() as tasks:
             for _ in range(6):
                 tasks.start_soon(backend.put, values(300_000))
-                tasks.start_soon(backend.get, room(300_000))
+                tasks.start_soon(backend.get, buffers(300_000))
                 tasks.start_soon(backend.contains, KEYS)
-        # Three for chunks, one for look-ups, and the one that asks.
+        # Three for chunks, one for lookups, and the one that runs INFO.
         assert info(server)["connected_clients"] <= 5
         for _ in range(20):
             await backend.put(values(100))
@@ -319,22 +319,22 @@ async def test_no_more_connections_and_threads_than_it_says(server: RedisServer)
     assert threading.active_count() < 20
 
 
-async def test_a_batch_of_thousands(server: RedisServer) -> None:
+async def test_large_batch(server: RedisServer) -> None:
     keys = [make_key(number) for number in range(5000)]
     async with opened(server) as backend:
         assert set(await backend.put(values(100, keys[::2]))) == {OK}
         assert list(await backend.contains(keys)) == [True, False] * 2500
-        items = room(100, keys[:200])
+        items = buffers(100, keys[:200])
         assert list(await backend.get(items)) == [OK, MISS] * 100
         await backend.delete(keys)
         assert True not in await backend.contains(keys)
 
 
 def descriptors() -> int:
-    """How many file descriptors this process has open."""
+    """Return the number of open file descriptors of this process."""
     return len(open_files())
 
 
-def wait_for_traffic(server: RedisServer, field: str, least: int) -> None:
-    while info(server)[field] < least:
+def wait_for_traffic(server: RedisServer, field: str, minimum: int) -> None:
+    while info(server)[field] < minimum:
         time.sleep(0.002)

@@ -1,4 +1,4 @@
-"""Long values, which are fetched in parts: whole ones only, whatever happens to them meanwhile."""
+"""Long values, which are read in parts: concurrent changes never yield a mix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from kvtier.backends.base import Outcome
 from kvtier.backends.redis import parts, resp
 from kvtier.backends.redis.commands import Commands
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.sockets.connection import Connection
 from kvtier.sockets.conversation import Operation, Progress
 from kvtier.testing.servers.redis import RedisServer
@@ -32,50 +32,50 @@ def fetch(server: RedisServer, length: int) -> tuple[Outcome, bytes, bool]:
     with server.connection() as connection:
         exchange = COMMANDS.get([(KEY, view)])
         (outcome,) = exchange.answers(connection, connection.exchange(exchange.operations))
-        in_step = connection.in_step
-        if in_step:
+        in_sync = connection.in_sync
+        if in_sync:
             connection.send([resp.encode(b"PING")])
             assert resp.reply(connection) == b"PONG"
-    return outcome, bytes(view), in_step
+    return outcome, bytes(view), in_sync
 
 
 @pytest.mark.parametrize("length", [parts.LONG_BYTES + 1, 3 * parts.PART_BYTES, 5 * parts.PART_BYTES + 7])
-def test_a_long_value(server: RedisServer, length: int) -> None:
+def test_long_value(server: RedisServer, length: int) -> None:
     value = os.urandom(length)
-    server.tell("SET", COMMANDS.name(KEY), value)
+    server.command("SET", COMMANDS.name(KEY), value)
     assert fetch(server, length) == (Outcome.OK, value, True)
 
 
-def test_no_value(server: RedisServer) -> None:
-    server.tell("DEL", COMMANDS.name(KEY))
-    outcome, _, in_step = fetch(server, 2 << 20)
-    assert (outcome, in_step) == (Outcome.MISS, True)
+def test_missing_value(server: RedisServer) -> None:
+    server.command("DEL", COMMANDS.name(KEY))
+    outcome, _, in_sync = fetch(server, 2 << 20)
+    assert (outcome, in_sync) == (Outcome.MISS, True)
 
 
 @pytest.mark.parametrize("length", [5, 1 << 20, 3 << 20])
-def test_a_value_of_another_length(server: RedisServer, length: int) -> None:
-    server.tell("SET", COMMANDS.name(KEY), bytes(length))
+def test_value_of_another_length(server: RedisServer, length: int) -> None:
+    server.command("SET", COMMANDS.name(KEY), bytes(length))
     outcome, _, _ = fetch(server, 2 << 20)
     assert outcome is Outcome.MISS
 
 
 @pytest.mark.parametrize("change", ["SET", "DEL", "SETRANGE"])
-def test_a_value_that_is_changed_meanwhile(
+def test_value_changed_during_the_read(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     before, after = bytes([1]) * (4 << 20), bytes([2]) * (4 << 20)
     name = COMMANDS.name(KEY)
-    server.tell("SET", name, before)
+    server.command("SET", name, before)
     exchange = Connection.exchange
 
     def interrupted(connection: Connection, operations: Sequence[Operation]) -> Progress:
-        some = 8
-        if len(operations) <= some:
+        first_part = 8
+        if len(operations) <= first_part:
             return exchange(connection, operations)
-        assert exchange(connection, operations[:some]) == Progress(some)
-        words = {"SET": (name, after), "DEL": (name,), "SETRANGE": (name, "0", b"\2")}[change]
-        server.tell(change, *words)
-        return exchange(connection, operations[some:]).after(-some)
+        assert exchange(connection, operations[:first_part]) == Progress(first_part)
+        arguments = {"SET": (name, after), "DEL": (name,), "SETRANGE": (name, "0", b"\2")}[change]
+        server.command(change, *arguments)
+        return exchange(connection, operations[first_part:]).after(-first_part)
 
     monkeypatch.setattr(Connection, "exchange", interrupted)
     outcome, value, _ = fetch(server, 4 << 20)
@@ -84,12 +84,12 @@ def test_a_value_that_is_changed_meanwhile(
     assert expected is None or value == expected
 
 
-@pytest.mark.parametrize("forbidden", [["-watch"], ["-watch", "-strlen", "-getrange"], ["-multi", "-exec"]])
-def test_a_user_that_may_not_do_all_that(server: RedisServer, forbidden: list[str]) -> None:
+@pytest.mark.parametrize("denied", [["-watch"], ["-watch", "-strlen", "-getrange"], ["-multi", "-exec"]])
+def test_user_without_some_commands(server: RedisServer, denied: list[str]) -> None:
     value = os.urandom(3 << 20)
-    server.tell("SET", COMMANDS.name(KEY), value)
-    server.tell("ACL", "SETUSER", "default", *forbidden)
+    server.command("SET", COMMANDS.name(KEY), value)
+    server.command("ACL", "SETUSER", "default", *denied)
     try:
         assert fetch(server, len(value))[:2] == (Outcome.OK, value)
     finally:
-        server.tell("ACL", "SETUSER", "default", "+@all")
+        server.command("ACL", "SETUSER", "default", "+@all")

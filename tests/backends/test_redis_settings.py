@@ -1,4 +1,4 @@
-"""Where a pool may be said to be, and that what is secret in it stays so."""
+"""The URL of a pool, and that errors do not reveal its credentials."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def settings(**given: Any) -> RedisSettings:
         ("rediss+cluster://c1", PoolURL("cluster", True, (Endpoint("c1", 6379),))),
     ],
 )
-def test_forms_of_a_url(url: str, place: PoolURL) -> None:
-    assert settings(url=url).place == place
+def test_valid_urls(url: str, place: PoolURL) -> None:
+    assert settings(url=url).pool_url == place
 
 
 @pytest.mark.parametrize(
     ("url", "remedy"),
     [
-        ("cache:6379", "write redis://HOST:PORT"),
-        ("http://cache", "write redis://HOST:PORT"),
-        ("valkey://cache", "write redis://HOST:PORT"),
-        ("redis+ring://cache", "write redis://HOST:PORT"),
+        ("cache:6379", "use redis://HOST:PORT"),
+        ("http://cache", "use redis://HOST:PORT"),
+        ("valkey://cache", "use redis://HOST:PORT"),
+        ("redis+ring://cache", "use redis://HOST:PORT"),
         ("redis://", "is not HOST:PORT"),
         ("redis://cache:port", "is not HOST:PORT"),
         ("redis://cache:0", "is not HOST:PORT"),
@@ -60,19 +60,19 @@ def test_forms_of_a_url(url: str, place: PoolURL) -> None:
         ("redis://[::1", "is not HOST:PORT"),
         ("redis://[::1]7000", "is not HOST:PORT"),
         ("redis://a,,b", "is not HOST:PORT"),
-        ("redis://cache/zero", "write /0"),
-        ("redis://cache/-1", "write /0"),
-        ("redis://cache/0/1", "write /0"),
+        ("redis://cache/zero", "use /0"),
+        ("redis://cache/-1", "use /0"),
+        ("redis://cache/0/1", "use /0"),
         ("redis://cache?db=1", "every other option is a setting"),
-        ("redis://a,b", "write redis+sentinel:// or redis+cluster://"),
-        ("redis+sentinel://a", "name the service"),
-        ("redis+cluster://a/1", "a cluster has the database 0 alone"),
-        ("unix://run/redis.sock", "write unix:///run/redis.sock"),
-        ("unix://", "write unix:///run/redis.sock"),
-        ("unix:///run/redis.sock?timeout=1", "no other option"),
+        ("redis://a,b", "use redis+sentinel:// or redis+cluster://"),
+        ("redis+sentinel://a", "add the service name"),
+        ("redis+cluster://a/1", "a cluster has only database 0"),
+        ("unix://run/redis.sock", "use unix:///run/redis.sock"),
+        ("unix://", "use unix:///run/redis.sock"),
+        ("unix:///run/redis.sock?timeout=1", "the only option"),
     ],
 )
-def test_urls_that_are_none(url: str, remedy: str) -> None:
+def test_invalid_urls(url: str, remedy: str) -> None:
     with pytest.raises(ValidationError) as failure:
         settings(url=url)
     (details,) = failure.value.errors()
@@ -81,11 +81,11 @@ def test_urls_that_are_none(url: str, remedy: str) -> None:
 
 
 def test_credentials_move_out_of_the_url() -> None:
-    made = settings(url=f"redis://me%40home:{SECRET}%2F@cache:7000/1")
-    assert (made.url, made.user) == ("redis://cache:7000/1", "me@home")
-    assert made.password is not None
-    assert made.password.get_secret_value() == f"{SECRET}/"
-    assert SECRET not in repr(made) + str(made) + made.model_dump_json()
+    created = settings(url=f"redis://me%40home:{SECRET}%2F@cache:7000/1")
+    assert (created.url, created.user) == ("redis://cache:7000/1", "me@home")
+    assert created.password is not None
+    assert created.password.get_secret_value() == f"{SECRET}/"
+    assert SECRET not in repr(created) + str(created) + created.model_dump_json()
     alone = settings(url=f"unix://:{SECRET}@/run/redis.sock")
     assert (alone.url, alone.user) == ("unix:///run/redis.sock", None)
     assert alone.password is not None
@@ -107,7 +107,7 @@ def test_credentials_move_out_of_the_url() -> None:
         {"url": f"redis://me:{SECRET}@cache", "connections": 0},
     ],
 )
-def test_no_error_shows_a_secret(given: dict[str, Any]) -> None:
+def test_errors_do_not_show_secrets(given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as failure:
         settings(**given)
     assert SECRET not in str(failure.value)
@@ -117,19 +117,19 @@ def test_no_error_shows_a_secret(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["ca_file", "certificate_file"])
-def test_files_for_tls_want_tls(name: str) -> None:
-    with pytest.raises(ValidationError, match="write rediss:// there"):
+def test_tls_files_require_a_tls_url(name: str) -> None:
+    with pytest.raises(ValidationError, match="use rediss:// there"):
         settings(url="redis://cache", **{name: "ca.pem"})
     assert getattr(settings(url="rediss://cache", **{name: "~/ca.pem"}), name) == Path.home() / "ca.pem"
 
 
-def test_a_key_wants_its_certificate() -> None:
-    with pytest.raises(ValidationError, match="write `certificate_file`, too"):
+def test_key_requires_a_certificate() -> None:
+    with pytest.raises(ValidationError, match="requires `certificate_file`: set that, too"):
         settings(url="rediss://cache", key_file="key.pem")
 
 
 @given(st.text(max_size=60))
-def test_any_text_is_a_url_or_is_refused(text: str) -> None:
+def test_any_text_is_parsed_or_rejected(text: str) -> None:
     url, _ = take_credentials(text)
     try:
         place = parse_url(url, "redis")
@@ -139,7 +139,7 @@ def test_any_text_is_a_url_or_is_refused(text: str) -> None:
 
 
 @given(st.text(st.characters(codec="utf-8"), min_size=1), st.text(st.characters(codec="utf-8")))
-def test_any_credentials_can_be_written(user: str, password: str) -> None:
+def test_quoted_credentials_round_trip(user: str, password: str) -> None:
     from urllib.parse import quote
 
     url, credentials = take_credentials(f"redis://{quote(user, safe='')}:{quote(password, safe='')}@cache/1")

@@ -1,4 +1,4 @@
-"""What answers there is no Redis, or one that speaks nonsense; and what `check` says of those that are."""
+"""Servers that are not a Redis or break its protocol, and the messages of `check`."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from .redis_pool import (
     MISS,
     OK,
     Start,
-    assert_says_nothing,
+    assert_unreachable,
+    buffers,
     info,
     opened,
-    room,
     values,
     warnings,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.loop_may_block("it starts servers")]
+pytestmark = [pytest.mark.anyio, pytest.mark.loop_may_block("starts servers")]
 
 
 @contextlib.contextmanager
-def impostor(*answers: bytes, closes: bool = False) -> Iterator[int]:
-    """The port of something that gives the next answer, or the last one, for whatever it is sent."""
-    left = list(answers)
+def scripted_server(*replies: bytes, closes: bool = False) -> Iterator[int]:
+    """Run a server that sends the next reply, or repeats the last one, for any input. Yield its port."""
+    pending = list(replies)
     with socket.create_server((HOST, 0)) as listener, contextlib.ExitStack() as stack:
 
         def converse(connection: socket.socket) -> None:
             with contextlib.suppress(OSError), connection:
                 while connection.recv(1 << 16):
-                    connection.sendall(left.pop(0) if len(left) > 1 else left[0])
+                    connection.sendall(pending.pop(0) if len(pending) > 1 else pending[0])
                     if closes:
                         return
 
@@ -52,9 +52,9 @@ def impostor(*answers: bytes, closes: bool = False) -> Iterator[int]:
                     connection, _ = listener.accept()
                 except OSError:
                     return
-                talk = threading.Thread(target=converse, args=[connection])
-                talk.start()
-                stack.callback(talk.join)
+                thread = threading.Thread(target=converse, args=[connection])
+                thread.start()
+                stack.callback(thread.join)
                 stack.callback(end, connection)
 
         def end(connection: socket.socket) -> None:
@@ -69,7 +69,7 @@ def impostor(*answers: bytes, closes: bool = False) -> Iterator[int]:
 
 
 @contextlib.asynccontextmanager
-async def talking_to(port: int, **given: Any):
+async def opened_on_port(port: int, **given: Any):
     settings = {"name": "pool", "type": "redis", "url": f"redis://{HOST}:{port}", "deadline": 0.5, **given}
     backend = RedisBackend(RedisSettings(**settings))
     await backend.open()
@@ -80,7 +80,7 @@ async def talking_to(port: int, **given: Any):
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "reply",
     [
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
         b"$99999999999999999999999\r\n",
@@ -94,76 +94,76 @@ async def talking_to(port: int, **given: Any):
     ],
 )
 @pytest.mark.parametrize("closes", [False, True])
-async def test_nonsense_fails_and_is_said_once(
-    answer: bytes, closes: bool, caplog: pytest.LogCaptureFixture
+async def test_invalid_replies_fail_and_are_logged_once(
+    reply: bytes, closes: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with impostor(answer, closes=closes) as port:
-        async with talking_to(port) as backend:
+    with scripted_server(reply, closes=closes) as port:
+        async with opened_on_port(port) as backend:
             for _ in range(2):
-                assert list(await backend.get(room(100, KEYS[:2]))) == [FAILED] * 2
+                assert list(await backend.get(buffers(100, KEYS[:2]))) == [FAILED] * 2
             assert list(await backend.put(values(100, KEYS[:2]))) == [FAILED] * 2
-            if answer == b":1\r\n":  # Which is no nonsense here.
+            if reply == b":1\r\n":  # A valid reply to these commands.
                 assert True in await backend.contains(KEYS)
                 await backend.delete(KEYS)
             else:
-                await assert_says_nothing(backend)
+                await assert_unreachable(backend)
     (warning,) = warnings(caplog)
     assert f"{HOST}:{port}" in warning
 
 
 @pytest.mark.parametrize(
-    ("answers", "outcomes"),
+    ("replies", "outcomes"),
     [
         ([b"$3\r\nabc\r\n$3\r\nab"], [OK, FAILED]),
         ([b"$3\r\nabc\r\n-ERR what\r\n"], [OK, FAILED]),
         ([b"$3\r\nabc\r\n-WRONGTYPE no\r\n"], [OK, MISS]),
         ([b"$-1\r\n$3\r\nabc\r\n"], [MISS, OK]),
-        # A value that is too long to be read out costs the connection, and the second is asked for again.
+        # A value too long to drain closes the connection, and the second key is requested again.
         ([b"$9000000000\r\nabc", b"$3\r\nabc\r\n"], [MISS, OK]),
-        # What came besides what was asked for is not the answer to the next question.
+        # Surplus data is not taken for the reply to the next request.
         ([b"$-1\r\n$-1\r\n$3\r\nxyz\r\n", b"$3\r\nabc\r\n$-1\r\n"], [MISS, MISS]),
     ],
 )
-async def test_what_was_answered_before_the_nonsense_counts(
-    answers: Sequence[bytes], outcomes: Sequence[object]
+async def test_replies_before_an_invalid_one_are_used(
+    replies: Sequence[bytes], outcomes: Sequence[object]
 ) -> None:
-    with impostor(*answers) as port:
-        async with talking_to(port, connections=1) as backend:
-            items = room(3, KEYS[:2])
+    with scripted_server(*replies) as port:
+        async with opened_on_port(port, connections=1) as backend:
+            items = buffers(3, KEYS[:2])
             assert list(await backend.get(items)) == outcomes
             for (_, view), outcome in zip(items, outcomes, strict=True):
                 assert outcome is not OK or view == b"abc"
-            if len(answers) == 2 and outcomes == [MISS, MISS]:
-                items = room(3, KEYS[:2])
+            if len(replies) == 2 and outcomes == [MISS, MISS]:
+                items = buffers(3, KEYS[:2])
                 assert list(await backend.get(items)) == [OK, MISS]
                 assert items[0][1] == b"abc"
 
 
-async def test_check_of_something_else() -> None:
-    with impostor(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
-        async with talking_to(port) as backend:
-            with pytest.raises(TierError, match=f"{HOST}:{port} does not answer as it should"):
+async def test_check_of_another_protocol() -> None:
+    with scripted_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+        async with opened_on_port(port) as backend:
+            with pytest.raises(TierError, match=f"{HOST}:{port} sent an unexpected reply"):
                 await backend.check()
 
 
-async def test_check_of_nothing() -> None:
+async def test_check_of_a_closed_port() -> None:
     port = free_port()
-    async with talking_to(port) as backend:
+    async with opened_on_port(port) as backend:
         with pytest.raises(TierError) as failure:
             await backend.check()
-    assert str(failure.value) == f"{HOST}:{port} fails: Connection refused"
+    assert str(failure.value) == f"{HOST}:{port} failed: Connection refused"
 
 
-async def test_check_of_a_name_that_is_none() -> None:
-    async with talking_to(1, url="redis://no-such-host.invalid") as backend:
+async def test_check_of_an_unresolvable_host() -> None:
+    async with opened_on_port(1, url="redis://no-such-host.invalid") as backend:
         assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
         with pytest.raises(TierError, match=r"no-such-host\.invalid:6379"):
             await backend.check()
-    async with talking_to(1, url="redis://a..b") as backend:
+    async with opened_on_port(1, url="redis://a..b") as backend:
         assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
 
 
-async def test_check_of_one_that_stands_still(start: Start) -> None:
+async def test_check_of_a_paused_server(start: Start) -> None:
     server = start()
     async with opened(server, deadline=0.3) as backend:
         assert "no maxmemory" in await backend.check()
@@ -174,31 +174,31 @@ async def test_check_of_one_that_stands_still(start: Start) -> None:
         assert "no maxmemory" in await backend.check()
 
 
-async def test_check_says_how_full_it_is_and_what_goes(start: Start) -> None:
+async def test_check_shows_memory_use_and_eviction_policy(start: Start) -> None:
     server = start(maxmemory="64mb")
     name = {"redis": "Redis", "valkey": "Valkey"}[server.type]
     version = info(server)[f"{server.type}_version"]
     async with opened(server) as backend:
-        said = await backend.check()
-    assert said.startswith(f"{name} {version}, ")
-    assert said.endswith(
-        " of 64MiB used, maxmemory-policy noeviction: once full it refuses chunks (allkeys-lru makes room)"
+        summary = await backend.check()
+    assert summary.startswith(f"{name} {version}, ")
+    assert summary.endswith(
+        " of 64MiB used, maxmemory-policy noeviction: rejects chunks when full (allkeys-lru evicts)"
     )
 
 
-async def test_a_replica_is_read_only(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+async def test_replica_is_read_only(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     primary: RedisServer = start(options=["--repl-diskless-sync-delay", "0"])
     replica: RedisServer = start(options=["--replicaof", HOST, str(primary.port)])
     wait_until(lambda: info(replica)["master_link_status"] == "up")
     async with opened(replica) as backend:
         assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
-        with pytest.raises(TierError, match="is a read-only replica: name its primary"):
+        with pytest.raises(TierError, match="is a read-only replica: set `url` to its primary"):
             await backend.check()
     (warning,) = warnings(caplog)
-    assert "is a read-only replica: name its primary" in warning
+    assert "is a read-only replica: set `url` to its primary" in warning
 
 
-async def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "redis.asyncio", None)
     backend = RedisBackend(RedisSettings(name="pool", type="redis", url="redis://cache"))
     with pytest.raises(TierError, match=r"pip install 'kvtier\[redis\]'"):

@@ -1,4 +1,4 @@
-"""Redis over TLS, through either client library: what is verified, what is refused, what is said of it."""
+"""Redis over TLS with both client libraries: verification, rejections and messages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvtier.errors import TierError
 from kvtier.testing.servers.redis import HOST, RedisServer, TLSFiles
 
 from .certificates import make_certificate
-from .redis_pool import FAILED, KEYS, assert_says_nothing, assert_works, backend_on, opened, values, warnings
+from .redis_pool import FAILED, KEYS, assert_unreachable, assert_works, backend_on, opened, values, warnings
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.loop_may_block("it starts servers"),
+    pytest.mark.loop_may_block("starts servers"),
     pytest.mark.parametrize("scheme", ["redis", "valkey"]),
 ]
 
@@ -32,84 +32,86 @@ def files(tmp_path: Path) -> TLSFiles:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """Starts a Redis, since the Valkey that a package carries has no TLS."""
+    """Start a Redis, because the packaged Valkey is built without TLS."""
     if reason := RedisServer.missing():
         pytest.skip(reason)
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(RedisServer(tmp_path, **options))
 
 
-def through(scheme: str, server: RedisServer) -> dict[str, Any]:
-    """The settings that make either backend use a server."""
+def client_settings(scheme: str, server: RedisServer) -> dict[str, Any]:
+    """Return the settings with which the redis or valkey backend uses a server."""
     return {"type": scheme, "url": f"{scheme}s://{HOST}:{server.port}"}
 
 
-async def assert_refuses(backend: RedisBackend, words: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing goes there, and why is said once in the log, and when it is checked."""
+async def assert_rejected(backend: RedisBackend, message: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Assert that all calls fail, and that the log (once) and `check` contain the message."""
     assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
-    await assert_says_nothing(backend)
+    await assert_unreachable(backend)
     (warning,) = warnings(caplog)
-    assert words in warning
+    assert message in warning
     with pytest.raises(TierError) as failure:
         await backend.check()
-    assert words in str(failure.value)
+    assert message in str(failure.value)
 
 
-async def test_a_certificate_of_its_own(scheme: str, serve: Serve, files: TLSFiles) -> None:
+async def test_self_signed_certificate_as_ca_file(scheme: str, serve: Serve, files: TLSFiles) -> None:
     server = serve(tls=files, password="sesame")
-    async with opened(server, **through(scheme, server)) as backend:
+    async with opened(server, **client_settings(scheme, server)) as backend:
         await assert_works(backend)
         assert " used" in await backend.check()
 
 
-async def test_a_certificate_that_nobody_vouches_for(
+async def test_untrusted_certificate(
     scheme: str, serve: Serve, files: TLSFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve(tls=files)
-    async with opened(server, **through(scheme, server), ca_file=None) as backend:
-        await assert_refuses(
-            backend, f"the certificate of {HOST}:{server.port} is not verified: self", caplog
+    async with opened(server, **client_settings(scheme, server), ca_file=None) as backend:
+        await assert_rejected(
+            backend, f"the certificate of {HOST}:{server.port} cannot be verified: self", caplog
         )
 
 
-async def test_a_certificate_that_another_vouches_for(
+async def test_certificate_of_another_authority(
     scheme: str, serve: Serve, files: TLSFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, other = serve(tls=files), make_certificate(tmp_path / "other")
-    async with opened(server, **through(scheme, server), ca_file=other.authority) as backend:
-        await assert_refuses(backend, f"the certificate of {HOST}:{server.port} is not verified: ", caplog)
+    async with opened(server, **client_settings(scheme, server), ca_file=other.authority) as backend:
+        await assert_rejected(
+            backend, f"the certificate of {HOST}:{server.port} cannot be verified: ", caplog
+        )
 
 
-async def test_a_certificate_for_another_host(
+async def test_certificate_for_another_host(
     scheme: str, serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve(tls=make_certificate(tmp_path / "tls", name="DNS:cache.internal"))
-    async with opened(server, **through(scheme, server)) as backend:
-        await assert_refuses(backend, "is not verified: IP address mismatch", caplog)
+    async with opened(server, **client_settings(scheme, server)) as backend:
+        await assert_rejected(backend, "cannot be verified: IP address mismatch", caplog)
 
 
-async def test_a_server_that_wants_to_see_ours(
+async def test_client_certificate(
     scheme: str, serve: Serve, files: TLSFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve(tls=files, options=["--tls-auth-clients", "yes"])
-    ours = {"certificate_file": files.certificate, "key_file": files.key}
-    async with opened(server, **through(scheme, server), **ours) as backend:
+    client_files = {"certificate_file": files.certificate, "key_file": files.key}
+    async with opened(server, **client_settings(scheme, server), **client_files) as backend:
         await assert_works(backend)
         assert " used" in await backend.check()
-    async with opened(server, **through(scheme, server)) as backend:
+    async with opened(server, **client_settings(scheme, server)) as backend:
         assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
         assert len(warnings(caplog)) == 1
         with pytest.raises(TierError):
             await backend.check()
 
 
-async def test_tls_where_there_is_none_and_none_where_there_is(
+async def test_tls_mismatch_between_client_and_server(
     scheme: str, serve: Serve, files: TLSFiles, tmp_path: Path
 ) -> None:
     server = serve()
-    async with opened(server, **through(scheme, server), deadline=0.5) as backend:
+    async with opened(server, **client_settings(scheme, server), deadline=0.5) as backend:
         assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
-        with pytest.raises(TierError, match="does it speak TLS if `url` says so"):
+        with pytest.raises(TierError, match="does `url` match its TLS"):
             await backend.check()
     server.stop()
     (tmp_path / "second").mkdir()
@@ -122,13 +124,15 @@ async def test_tls_where_there_is_none_and_none_where_there_is(
 
 
 @pytest.mark.parametrize("setting", ["ca_file", "certificate_file"])
-async def test_a_file_that_holds_no_certificate(
+async def test_file_without_a_certificate(
     scheme: str, serve: Serve, files: TLSFiles, setting: str, tmp_path: Path
 ) -> None:
     server = serve(tls=files)
     text = tmp_path / "text.pem"
     text.write_text("none")
     for path in (text, tmp_path / "missing.pem"):
-        backend = backend_on(server, **through(scheme, server), **{"ca_file": files.authority, setting: path})
-        with pytest.raises(TierError, match=f"pool: `{setting}` is {path}, which holds no certificate"):
+        backend = backend_on(
+            server, **client_settings(scheme, server), **{"ca_file": files.authority, setting: path}
+        )
+        with pytest.raises(TierError, match=f"pool: `{setting}` is {path}, which does not contain"):
             await backend.open()

@@ -1,4 +1,4 @@
-"""The connection that values travel on: whatever pieces they come in, and whatever a server may say."""
+"""The RESP connection: replies in arbitrary pieces, and invalid replies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvtier.backends.redis import resp
 from kvtier.backends.redis.resp import DRAIN_BYTES, ErrorReply, encode
-from kvtier.sockets.buffers import BUFFERS_A_CALL
+from kvtier.sockets.buffers import IOV_MAX
 from kvtier.sockets.connection import BUFFER_BYTES, Connection, Deadline, ProtocolViolation
 from kvtier.testing.backend import noise
 
@@ -34,12 +34,12 @@ def connected(deadline: Deadline | None = None) -> Iterator[tuple[Connection, so
 
 
 def received(peer: socket.socket, length: int) -> bytes:
-    """So many bytes from a connection."""
+    """Receive exactly ``length`` bytes."""
     return peer.recv(length, socket.MSG_WAITALL)
 
 
 def deliver(peer: socket.socket, data: bytes, cuts: Sequence[int]) -> None:
-    """Send in pieces that arrive one by one."""
+    """Send data in pieces, each in its own packet."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     marks = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
     for start, stop in itertools.pairwise(marks):
@@ -59,7 +59,7 @@ replies = st.one_of(
 )
 
 
-def as_sent(kind: str, number: int) -> bytes:
+def encode_reply(kind: str, number: int) -> bytes:
     value = noise(b"%d" % number, number) if kind in ("value", "other") else b""
     return {
         "status": b"+OK\r\n",
@@ -72,10 +72,12 @@ def as_sent(kind: str, number: int) -> bytes:
 
 
 @given(st.lists(replies, min_size=1, max_size=12), st.lists(st.integers(0, 1 << 30), max_size=8))
-def test_replies_in_any_pieces(told: list[tuple[str, int]], cuts: list[int]) -> None:
+def test_replies_in_any_pieces(expected_replies: list[tuple[str, int]], cuts: list[int]) -> None:
     with connected() as (connection, peer), ThreadPoolExecutor(1) as threads:
-        sending = threads.submit(deliver, peer, b"".join(as_sent(*reply) for reply in told), cuts)
-        for kind, number in told:
+        sending = threads.submit(
+            deliver, peer, b"".join(encode_reply(*reply) for reply in expected_replies), cuts
+        )
+        for kind, number in expected_replies:
             if kind in ("nothing", "value", "other"):
                 view = memoryview(bytearray(number + (kind == "other")))
                 assert resp.value_into(connection, view) is (kind == "value")
@@ -85,11 +87,11 @@ def test_replies_in_any_pieces(told: list[tuple[str, int]], cuts: list[int]) -> 
                 assert resp.reply(connection) == expected[kind]
         sending.result()
         assert connection.is_idle()
-        assert connection.in_step
+        assert connection.in_sync
 
 
-@given(st.lists(st.integers(0, 200_000), max_size=5), st.integers(0, 2 * BUFFERS_A_CALL))
-def test_what_is_sent_arrives(sizes: list[int], small: int) -> None:
+@given(st.lists(st.integers(0, 200_000), max_size=5), st.integers(0, 2 * IOV_MAX))
+def test_sent_data_arrives(sizes: list[int], small: int) -> None:
     buffers = [memoryview(noise(b"%d" % size, size)) for size in sizes] + [memoryview(b"x\r\n")] * small
     with connected() as (connection, peer), ThreadPoolExecutor(1) as threads:
         connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -116,7 +118,7 @@ def test_what_is_sent_arrives(sizes: list[int], small: int) -> None:
         b"+" + bytes(BUFFER_BYTES),
     ],
 )
-def test_garbage_for_a_value(garbage: bytes) -> None:
+def test_invalid_reply_instead_of_a_value(garbage: bytes) -> None:
     with connected() as (connection, peer):
         peer.sendall(garbage)
         with pytest.raises(ProtocolViolation):
@@ -126,7 +128,7 @@ def test_garbage_for_a_value(garbage: bytes) -> None:
 @pytest.mark.parametrize(
     "garbage", [b"$4\r\nabcd\r\n", b":\r\n", b":-1\r\n", b":1.0\r\n", b":" + b"1" * 20 + b"\r\n"]
 )
-def test_garbage_for_a_number(garbage: bytes) -> None:
+def test_invalid_reply_instead_of_a_number(garbage: bytes) -> None:
     with connected() as (connection, peer):
         peer.sendall(garbage)
         with pytest.raises(ProtocolViolation):
@@ -134,7 +136,7 @@ def test_garbage_for_a_number(garbage: bytes) -> None:
 
 
 @pytest.mark.parametrize("part", [b"", b"$", b"$4\r\n", b"$4\r\nab", b"$4\r\nabcd", b"$4\r\nabcd\r"])
-def test_cut_in_the_middle_of_a_reply(part: bytes) -> None:
+def test_connection_closed_within_a_reply(part: bytes) -> None:
     with connected() as (connection, peer):
         peer.sendall(part)
         peer.close()
@@ -142,23 +144,23 @@ def test_cut_in_the_middle_of_a_reply(part: bytes) -> None:
             resp.value_into(connection, memoryview(bytearray(4)))
 
 
-def test_an_absurd_length_is_neither_read_nor_allocated() -> None:
+def test_huge_length_is_neither_read_nor_allocated() -> None:
     with connected() as (connection, peer):
         peer.sendall(b"$9000000000000000000\r\n")
         assert resp.value_into(connection, memoryview(bytearray(4))) is False
-        assert not connection.in_step
+        assert not connection.in_sync
 
 
-def test_a_long_value_of_another_length_is_drained_up_to_a_limit() -> None:
+def test_value_of_another_length_is_drained_up_to_a_limit() -> None:
     with connected() as (connection, peer), ThreadPoolExecutor(1) as threads:
         sending = threads.submit(peer.sendall, b"$%d\r\n%b\r\n+OK\r\n" % (DRAIN_BYTES, bytes(DRAIN_BYTES)))
         assert resp.value_into(connection, memoryview(bytearray(4))) is False
-        assert connection.in_step
+        assert connection.in_sync
         assert resp.reply(connection) == b"OK"
         sending.result()
 
 
-def test_what_nobody_asked_for_is_seen() -> None:
+def test_unrequested_data_is_detected() -> None:
     with connected() as (connection, peer):
         assert connection.is_idle()
         peer.sendall(b"+OK\r\n:1\r\n")
@@ -169,14 +171,14 @@ def test_what_nobody_asked_for_is_seen() -> None:
         assert not connection.is_idle()
 
 
-def test_a_server_that_says_nothing_or_takes_nothing() -> None:
+def test_unresponsive_server_times_out() -> None:
     with connected(Deadline(0.05)) as (connection, _), pytest.raises(TimeoutError):
         resp.reply(connection)
     with connected(Deadline(0.05)) as (connection, _), pytest.raises(TimeoutError):
         connection.send([memoryview(bytes(64 << 20))])
 
 
-def test_a_server_that_gives_a_little_at_a_time() -> None:
+def test_slow_server_times_out() -> None:
     deadline, length = Deadline(0.2), 100 << 20
     with connected(deadline) as (connection, peer), ThreadPoolExecutor(1) as threads:
 
@@ -192,16 +194,16 @@ def test_a_server_that_gives_a_little_at_a_time() -> None:
         trickling.result()
 
 
-def test_cut_short_from_another_thread() -> None:
+def test_deadline_expired_from_another_thread() -> None:
     deadline = Deadline(1000 * SECONDS)
     with connected(deadline) as (connection, peer), ThreadPoolExecutor(1) as threads:
         peer.sendall(b"$4\r\nab")
         waiting = threads.submit(resp.value_into, connection, memoryview(bytearray(4)))
-        deadline.cut_short()
+        deadline.expire()
         assert isinstance(waiting.exception(), OSError)
         with pytest.raises(TimeoutError):
             deadline.remaining()
 
 
-def test_a_command_as_it_travels() -> None:
+def test_encode_command() -> None:
     assert encode(b"SET", b"a b", b"") == b"*3\r\n$3\r\nSET\r\n$3\r\na b\r\n$0\r\n\r\n"

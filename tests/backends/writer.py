@@ -1,4 +1,4 @@
-"""Writes chunks to a disk tier until it is killed: ``python -m tests.backends.writer DIR uring``."""
+"""Write chunks to a disk tier until killed: ``python -m tests.backends.writer DIR uring``."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from pathlib import Path
 
 import anyio
 
-from kvtier.backends.sealed import SealedBackend
 from kvtier.testing.backend import make_key
+from kvtier.tiers.sealed import SealedBackend
 from tests.backends.chunks import chunk, disk
 
 KEYS = [make_key(number) for number in range(24)]
 
 
-def payload_bytes(turn: int, number: int) -> int:
-    return 1000 + (turn * 7919 + number * 104_729) % 600_000
+def payload_bytes(round_: int, number: int) -> int:
+    return 1000 + (round_ * 7919 + number * 104_729) % 600_000
 
 
 async def main(path: Path, io: str) -> None:
     backend = SealedBackend(disk(path, io=io))
     await backend.open()
-    for turn in itertools.count():
+    for round_ in itertools.count():
         items = [
-            (key, chunk(key, payload_bytes(turn, number), seed=b"%d" % turn))
+            (key, chunk(key, payload_bytes(round_, number), seed=b"%d" % round_))
             for number, key in enumerate(KEYS)
-            if (turn + number) % 3
+            if (round_ + number) % 3
         ]
         outcomes = await backend.put(items)
-        await backend.delete([key for number, key in enumerate(KEYS) if not (turn + number) % 5])
-        print(turn, [outcome.value for outcome in outcomes].count("ok"), flush=True)
+        await backend.delete([key for number, key in enumerate(KEYS) if not (round_ + number) % 5])
+        print(round_, [outcome.value for outcome in outcomes].count("ok"), flush=True)
 
 
 if __name__ == "__main__":

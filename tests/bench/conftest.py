@@ -1,4 +1,4 @@
-"""Commands, as the tests of the command line run them."""
+"""Fixtures of the CLI tests, and a Redis server."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.servers.redis import RedisServer
-from tests.cli.conftest import _no_variables, kvtier
+from tests.cli.conftest import _clean_environment, kvtier
 
-__all__ = ["_no_variables", "kvtier"]
+__all__ = ["_clean_environment", "kvtier"]
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A real Redis that holds one key of somebody else."""
+    """A real Redis that holds one key of another client."""
     missing = RedisServer.missing()
     if missing:
         pytest.skip(missing)
     folder = tmp_path / "server"
     folder.mkdir()
     with RedisServer(folder) as server:
-        server.tell("SET", "others", "value")
+        server.command("SET", "others", "value")
         yield server

@@ -1,4 +1,4 @@
-"""What the figures are made of: turns, ratios, percentiles, words."""
+"""Parts of `kvtier bench`: turns, ratios, percentiles, tables, error messages, raw limits."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvtier.arena import Arena
 from kvtier.backends.redis.settings import RedisSettings
-from kvtier.bench.chunks import make_chunks, own_keys
+from kvtier.bench.chunks import make_chunks, random_keys
 from kvtier.bench.errors import BenchFailed
 from kvtier.bench.limits import limit_of
 from kvtier.bench.raw_files import RawFiles
 from kvtier.bench.raw_resp import LogIn, RawRESP
 from kvtier.bench.report import remarks_of, table_of
 from kvtier.bench.rows import Extent, Row, Samples
-from kvtier.bench.run import in_words
-from kvtier.bench.timing import percentile, ratio, rotated, take_turns
+from kvtier.bench.run import describe_error
+from kvtier.bench.timing import interleave, percentile, ratio, rotated
+from kvtier.memory.arena import Arena
 from kvtier.testing.servers.redis import RedisServer
 from tests.backends.broken import DictBackend
 
 pytestmark = pytest.mark.anyio
 
 
-def test_percentiles_are_values_that_were_seen() -> None:
+def test_percentiles() -> None:
     values = [float(value) for value in range(1, 101)]
     assert percentile(values, 0.5) == 50.5
     assert percentile(values, 0.99) == 99.0
     assert percentile([3.0], 0.99) == 3.0
 
 
-def test_a_ratio_is_the_median_of_the_turns() -> None:
+def test_ratio_is_the_median_of_the_turns() -> None:
     assert ratio([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == 1.0
 
 
-def test_who_begins_changes() -> None:
+def test_order_rotates_by_turn() -> None:
     assert [rotated(["a", "b"], turn) for turn in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
 
 
-async def test_the_first_turn_is_not_counted() -> None:
+async def test_first_turn_is_not_counted() -> None:
     calls: list[str] = []
 
     async def work() -> None:
         calls.append("work")
 
-    seconds = await take_turns({"work": work}, 3, lambda: calls.append("before"))
+    seconds = await interleave({"work": work}, 3, lambda: calls.append("before"))
     assert len(seconds["work"]) == 3
     assert calls == ["before", "work"] * 4
 
@@ -60,7 +60,7 @@ def test_samples_without_a_limit_have_no_ratio() -> None:
     assert direction.ratio is direction.limit_gb_s is None
 
 
-def test_the_table_shows_a_dash_for_what_is_not_known() -> None:
+def test_table_shows_a_dash_for_missing_values() -> None:
     samples = Samples()
     samples.turns |= {"kvtier": [2.0], "limit": [1.0]}
     samples.singles = [0.0005]
@@ -83,16 +83,17 @@ def test_the_table_shows_a_dash_for_what_is_not_known() -> None:
     assert lines[5] == "pool: Connection refused [not markup]"
 
 
-def test_words_for_errors() -> None:
-    assert in_words(ConnectionRefusedError(111, "Connection refused")) == "Connection refused"
-    assert in_words(ExceptionGroup("several", [BenchFailed("it is full")])) == "it is full"
-    assert in_words(ValueError("odd")) == "ValueError: odd"
-    assert "install what provides it" in in_words(ModuleNotFoundError("No module named 'nixl'"))
+def test_describe_error() -> None:
+    assert describe_error(ConnectionRefusedError(111, "Connection refused")) == "Connection refused"
+    assert describe_error(ExceptionGroup("several", [BenchFailed("it is full")])) == "it is full"
+    assert describe_error(ValueError("odd")) == "ValueError: odd"
+    missing = ModuleNotFoundError("No module named 'nixl'")
+    assert "install the package that provides it" in describe_error(missing)
 
 
 async def test_raw_files(tmp_path: Path) -> None:
     arena = Arena.create(1 << 20)
-    chunks = make_chunks(arena, own_keys(3), 8192)
+    chunks = make_chunks(arena, random_keys(3), 8192)
     side, keys = RawFiles(tmp_path, 2), [key for key, _ in chunks]
     content = [bytes(view) for _, view in chunks]
     await side.put(chunks)
@@ -109,11 +110,11 @@ async def test_raw_files(tmp_path: Path) -> None:
     arena.close()
 
 
-async def test_raw_resp_logs_in_and_takes_its_own_away(tmp_path: Path) -> None:
+async def test_raw_resp_logs_in_and_deletes_its_keys(tmp_path: Path) -> None:
     if missing := RedisServer.missing():
         pytest.skip(missing)
     arena = Arena.create(1 << 20)
-    chunks = make_chunks(arena, own_keys(3), 8192)
+    chunks = make_chunks(arena, random_keys(3), 8192)
     with RedisServer(tmp_path, password="secret") as server:
         side = RawRESP(("127.0.0.1", server.port), 2, LogIn(None, "secret", 3))
         content = [bytes(view) for _, view in chunks]
@@ -123,10 +124,10 @@ async def test_raw_resp_logs_in_and_takes_its_own_away(tmp_path: Path) -> None:
         await side.get(chunks)
         assert [bytes(view) for _, view in chunks] == content
         await side.look_up([key for key, _ in chunks])
-        assert server.tell("DBSIZE") == 0, "not the database that was asked for"
+        assert server.command("DBSIZE") == 0, "the keys are in database 3"
         await side.forget([key for key, _ in chunks])
-        server.tell("SWAPDB", "0", "3")
-        assert server.tell("DBSIZE") == 0
+        server.command("SWAPDB", "0", "3")
+        assert server.command("DBSIZE") == 0
         await side.close()
         with pytest.raises(BenchFailed, match="WRONGPASS"):
             RawRESP(("127.0.0.1", server.port), 1, LogIn(None, "guess"))
@@ -134,9 +135,9 @@ async def test_raw_resp_logs_in_and_takes_its_own_away(tmp_path: Path) -> None:
     arena.close()
 
 
-async def test_a_server_that_says_nothing_is_waited_for_no_longer_than_asked() -> None:
+async def test_raw_resp_times_out() -> None:
     arena = Arena.create(1 << 20)
-    (chunk,) = make_chunks(arena, own_keys(1), 8192)
+    (chunk,) = make_chunks(arena, random_keys(1), 8192)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         side = RawRESP(listener.getsockname()[:2], 1, timeout=0.05)
         with pytest.raises(TimeoutError):
@@ -149,7 +150,7 @@ async def test_a_server_that_says_nothing_is_waited_for_no_longer_than_asked() -
 @pytest.mark.parametrize(
     "url", ["rediss://127.0.0.1:1", "redis+cluster://127.0.0.1:1", "redis+sentinel://127.0.0.1:1/main"]
 )
-def test_no_limit_goes_by_another_way_than_the_tier(url: str) -> None:
+def test_no_limit_for_unsupported_connections(url: str) -> None:
     tier = RedisSettings(name="pool", type="redis", url=url)
     arena = Arena.create(1 << 20)
     assert limit_of(tier, DictBackend({}), arena, 1 << 20) is None

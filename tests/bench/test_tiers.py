@@ -1,4 +1,4 @@
-"""One tier beside its limit: what is measured, and what a backend that does wrong comes to."""
+"""Measuring one tier next to its limit, and errors of faulty backends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 
 from kvtier.backends.base import Backend, Outcome, PutItem
 from kvtier.backends.cpu import CpuBackend
-from kvtier.backends.disk import DiskBackend, DiskSettings
+from kvtier.backends.disk.backend import DiskBackend, DiskSettings
 from kvtier.bench.errors import BenchFailed, Stuck
 from kvtier.bench.rows import Extent, Row
-from kvtier.bench.run import in_words, run
+from kvtier.bench.run import describe_error, run
 from kvtier.bench.tiers import measure_tier, steps_of, tier_bytes
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings, TierSettings
 from kvtier.testing.faults import Fault, FaultyBackend
 from kvtier.units import MIB
@@ -29,16 +29,16 @@ EXTENT = Extent(size=64 << 10, chunks=3, in_flight=2, turns=2, look_ups=2)
 SHELF = TierSettings(name="shelf", type="shelf", deadline=0.2)
 
 
-def measured(backend: Backend, tier: TierSettings = SHELF) -> tuple[Row, int]:
-    """The row, and how many steps were told of."""
+def measure(backend: Backend, tier: TierSettings = SHELF) -> tuple[Row, int]:
+    """Return the row, and the number of reported steps."""
     steps: list[None] = []
     row = run(partial(measure_tier, backend, tier, EXTENT, lambda: steps.append(None)))
     return row, len(steps)
 
 
-def test_a_third_partys_backend_has_no_limit_and_is_left_empty() -> None:
+def test_third_party_backend_has_no_limit_and_is_left_unchanged() -> None:
     others = {ChunkKey(bytes(32)): b"others"}
-    row, steps = measured(DictBackend(others))
+    row, steps = measure(DictBackend(others))
     assert (row.limit, row.error) == (None, None)
     assert row.put is not None
     assert row.put.ratio is None
@@ -47,50 +47,50 @@ def test_a_third_partys_backend_has_no_limit_and_is_left_empty() -> None:
     assert steps == steps_of(EXTENT)
 
 
-def test_memory_is_held_against_memcpy() -> None:
+def test_limit_of_memory_is_memcpy() -> None:
     capacity = tier_bytes(EXTENT) + 2 * MIB
     tier = LocalTierSettings(name="ram", type="cpu", capacity=capacity)
-    row, steps = measured(CpuBackend(tier), tier)
+    row, steps = measure(CpuBackend(tier), tier)
     assert row.limit == "memcpy"
     assert steps == steps_of(EXTENT)
 
 
-def test_a_disk_whose_file_system_has_no_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_without_direct_io_has_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.bench.limits._has_direct", lambda _: False)
     tier = DiskSettings(name="ssd", type="disk", capacity="1GiB", path=tmp_path)
-    row, _ = measured(DiskBackend(tier), tier)
+    row, _ = measure(DiskBackend(tier), tier)
     assert (row.limit, row.error) == (None, None)
     assert not list(tmp_path.rglob("*.kv"))
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "message"),
     [
-        (Fault.FAIL, "it did not store what it was asked to: failed"),
-        (Fault.FULL, "it did not store what it was asked to: full"),
-        (Fault.FLIP, "it did not give back what it was asked to: miss"),
-        (Fault.FORGET, "it did not give back what it was asked to: miss"),
+        (Fault.FAIL, "it did not store all chunks: failed"),
+        (Fault.FULL, "it did not store all chunks: full"),
+        (Fault.FLIP, "it did not return all chunks: miss"),
+        (Fault.FORGET, "it did not return all chunks: miss"),
     ],
 )
-def test_what_a_backend_does_wrong_is_said(fault: Fault, words: str) -> None:
+def test_backend_faults_are_reported(fault: Fault, message: str) -> None:
     held: dict[ChunkKey, bytes] = {}
     backend = FaultyBackend(DictBackend(held))
     backend.fault = fault
     with pytest.raises(BenchFailed) as failed:
-        measured(backend)
-    assert in_words(failed.value) == words
+        measure(backend)
+    assert describe_error(failed.value) == message
     assert held == {}
 
 
-class LooksUpWrong(DictBackend):
+class FindsNothing(DictBackend):
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         return [False for _ in keys]
 
 
-def test_a_look_up_that_finds_nothing() -> None:
+def test_lookup_that_finds_nothing() -> None:
     held: dict[ChunkKey, bytes] = {}
     with pytest.raises(BenchFailed, match="it holds 0 of 128 chunks"):
-        measured(LooksUpWrong(held))
+        measure(FindsNothing(held))
     assert held == {}
 
 
@@ -98,9 +98,9 @@ class NeverDeletes(DictBackend):
     async def delete(self, keys: Sequence[ChunkKey]) -> None: ...
 
 
-def test_a_backend_that_deletes_nothing() -> None:
+def test_backend_that_never_deletes() -> None:
     with pytest.raises(BenchFailed, match="still holds chunks 200ms after they were deleted"):
-        measured(NeverDeletes({}))
+        measure(NeverDeletes({}))
 
 
 class Hangs(DictBackend):
@@ -109,34 +109,34 @@ class Hangs(DictBackend):
         return []
 
 
-def test_a_call_that_hangs_is_ended() -> None:
-    with pytest.raises(BenchFailed, match="storing one chunk takes longer than 200ms"):
-        measured(Hangs({}))
+def test_hanging_call_times_out() -> None:
+    with pytest.raises(BenchFailed, match="storing one chunk exceeded the deadline of 200ms"):
+        measure(Hangs({}))
 
 
-class CannotBeEnded(DictBackend):
+class IgnoresCancellation(DictBackend):
     def __init__(self) -> None:
         super().__init__({})
-        self.let_go = threading.Event()
+        self.released = threading.Event()
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        while not self.let_go.is_set():
+        while not self.released.is_set():
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.01)
         return []
 
 
-def test_a_call_that_cannot_be_ended_keeps_nobody_waiting() -> None:
-    backend = CannotBeEnded()
+def test_call_that_ignores_cancellation_does_not_block() -> None:
+    backend = IgnoresCancellation()
     try:
         with pytest.raises(Stuck) as stuck:
-            measured(backend)
+            measure(backend)
     finally:
-        backend.let_go.set()
-    assert "may be left behind" in in_words(stuck.value)
+        backend.released.set()
+    assert "may be left behind" in describe_error(stuck.value)
 
 
-def test_ending_the_wait_ends_the_work_and_cleans_up() -> None:
+def test_interrupt_stops_the_run_and_cleans_up() -> None:
     held: dict[ChunkKey, bytes] = {}
     with pytest.raises(KeyboardInterrupt):
         run(partial(interrupted, Interrupts(held)))
@@ -144,7 +144,7 @@ def test_ending_the_wait_ends_the_work_and_cleans_up() -> None:
 
 
 class Interrupts(DictBackend):
-    """Presses Ctrl-C when the first chunk is stored."""
+    """Sends SIGINT once the first chunk is stored."""
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         outcomes = await super().put(items)

@@ -1,4 +1,4 @@
-"""A real `kvtier serve` for each test, and engines that are scripted through the bridge's own clients."""
+"""A real `kvtier serve` for each test, and engine stand-ins that use the clients of the bridge."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvtier.bridge.bridge import Bridge, Question
 from kvtier.bridge.client import SchedulerBridge, Slots, WorkerBridge, status
 from kvtier.bridge.protocol import Hello, Run
 from kvtier.errors import ChannelError
-from kvtier.header import HEADER_BYTES
-from kvtier.keys import ChunkKey, chunk_keys, join_keys, root_key
-from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.memory.header import HEADER_BYTES
+from kvtier.memory.keys import ChunkKey, chunk_keys, join_keys, root_key
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 
 CHUNK_TOKENS = 64
 LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (65_536,)),))
@@ -34,11 +34,11 @@ Start = Callable[..., subprocess.Popen[str]]
 def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, f"timed out after {seconds} s"
         time.sleep(0.01)
 
 
-def answers(socket: Path) -> bool:
+def is_serving(socket: Path) -> bool:
     try:
         return bool(status(socket))
     except ChannelError:
@@ -86,7 +86,7 @@ _bridges: list[SchedulerBridge | WorkerBridge] = []
 
 
 @pytest.fixture(autouse=True)
-def _engines_leave() -> Iterator[None]:
+def _close_bridges() -> Iterator[None]:
     yield
     while _bridges:
         _bridges.pop().close()
@@ -96,26 +96,26 @@ def hello(role: protocol.Role) -> Hello:
     return Hello(protocol.VERSION, "engine", role, 0, LAYOUT, NAMESPACE)
 
 
-def answer(bridge: Bridge, question: Question[AnswerT] | None) -> AnswerT:
-    """Wait for it, as no hook would."""
-    assert question is not None, "it could not be asked"
+def wait_for_answer(bridge: Bridge, question: Question[AnswerT] | None) -> AnswerT:
+    """Block until a question is answered. Hooks of the connector never block this way."""
+    assert question is not None, "the question was not sent"
     wait_until(lambda: (bridge.poll(0.1), not question.open)[1])
-    assert question.answer is not None, "the connection is lost"
+    assert question.answer is not None, "the connection was lost"
     return question.answer
 
 
 def reserve(
     scheduler: SchedulerBridge, parent: ChunkKey, keys: list[ChunkKey], last_tokens: int = CHUNK_TOKENS
 ) -> Slots:
-    return answer(scheduler, scheduler.reserve([Run(parent, join_keys(keys), last_tokens)]))[0]
+    return wait_for_answer(scheduler, scheduler.reserve([Run(parent, join_keys(keys), last_tokens)]))[0]
 
 
 def confirm(worker: WorkerBridge, leases: list[int]) -> bool:
-    return answer(worker, worker.confirm(leases))
+    return wait_for_answer(worker, worker.confirm(leases))
 
 
 def store(socket: Path, keys: list[ChunkKey]) -> tuple[SchedulerBridge, WorkerBridge]:
-    """Store chunks that are filled with their keys; the engine stays connected."""
+    """Store chunks filled with their keys, and keep the engine connected."""
     worker = WorkerBridge(hello("worker"), socket)
     scheduler = SchedulerBridge(hello("scheduler"), socket)
     worker.connect()

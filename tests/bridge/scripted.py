@@ -1,4 +1,4 @@
-"""Engines that are scripted frame by frame, and a cache process's insides on a socket, in one loop."""
+"""Scripted engines, and the bridge server of a cache process on a socket, in one event loop."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import anyio
 from anyio.abc import UNIXSocketStream
 
 from kvtier import Settings
-from kvtier.arena import ArenaMap
 from kvtier.bridge import protocol
 from kvtier.bridge.listen import listening
 from kvtier.bridge.protocol import Commit, Hello, Reserve, Reserved, Run, Status, StatusReport, Welcome
 from kvtier.bridge.server import BridgeServer
-from kvtier.header import HEADER_BYTES
 from kvtier.instance import Instance
-from kvtier.keys import ChunkKey, chunk_keys, join_keys, root_key
-from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.memory.arena import ArenaMap
+from kvtier.memory.header import HEADER_BYTES
+from kvtier.memory.keys import ChunkKey, chunk_keys, join_keys, root_key
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.sockets.frames import FrameReader, Message, encode
 
 CHUNK_TOKENS = 64
@@ -39,18 +39,18 @@ class Peer:
         self.reader = FrameReader()
         self.arena: ArenaMap
 
-    async def say(self, *messages: Message) -> None:
+    async def send(self, *messages: Message) -> None:
         await self.stream.send(b"".join(map(encode, messages)))
 
-    async def hear(self) -> protocol.FromCache:
+    async def receive(self) -> protocol.FromCache:
         with anyio.fail_after(30):
             while not self.frames:
                 self.frames += self.reader.feed(await self.stream.receive(65536))
         return protocol.decode_from_cache(self.frames.pop(0))
 
-    async def ask(self, message: Message) -> protocol.FromCache:
-        await self.say(message)
-        return await self.hear()
+    async def request(self, message: Message) -> protocol.FromCache:
+        await self.send(message)
+        return await self.receive()
 
     async def greet(
         self,
@@ -62,7 +62,7 @@ class Peer:
         **more: object,
     ) -> Welcome:
         hello = Hello(protocol.VERSION, "engine", role, rank, layout, namespace, **more)  # type: ignore[arg-type]
-        await self.say(hello)
+        await self.send(hello)
         with anyio.fail_after(30):
             data, fds = await self.stream.receive_fds(65536, 1)
         self.frames += self.reader.feed(data)
@@ -72,14 +72,14 @@ class Peer:
         return welcome
 
     async def status(self) -> dict[str, object]:
-        report = await self.ask(Status(99))
+        report = await self.request(Status(99))
         assert isinstance(report, StatusReport)
         parsed: dict[str, object] = json.loads(report.report)
         return parsed
 
 
 class Host:
-    """A cache process's insides on a socket."""
+    """The bridge server of a cache process on a socket."""
 
     def __init__(self, path: Path, server: BridgeServer) -> None:
         self.path = path
@@ -90,8 +90,8 @@ class Host:
         async with await anyio.connect_unix(self.path) as stream:
             yield Peer(stream)
 
-    async def nobody(self) -> None:
-        """Wait until every engine has left; then nothing is leased but what the first tier holds."""
+    async def wait_until_idle(self) -> None:
+        """Wait until all engines are disconnected, and only the chunks of the first tier are leased."""
         with anyio.fail_after(30):
             while self.server.engines:
                 await anyio.sleep(0.005)
@@ -101,7 +101,7 @@ class Host:
 
 
 @asynccontextmanager
-async def host(tmp_path: Path, **more: object) -> AsyncIterator[Host]:
+async def open_host(tmp_path: Path, **more: object) -> AsyncIterator[Host]:
     tiers = [
         {"name": "ram", "type": "cpu", "capacity": "4MiB"},
         {"name": "ssd", "type": "disk", "path": str(tmp_path / "ssd"), "capacity": "8MiB"},
@@ -114,15 +114,15 @@ async def host(tmp_path: Path, **more: object) -> AsyncIterator[Host]:
 
 
 async def store(scheduler: Peer, workers: list[Peer], keys: list[ChunkKey]) -> list[int]:
-    """Reserve, fill and commit chunks, each filled with its key."""
-    reserved = await scheduler.ask(Reserve(1, [Run(ROOT, join_keys(keys), CHUNK_TOKENS)]))
+    """Reserve chunks, fill each with its key, and commit them. Return the leases."""
+    reserved = await scheduler.request(Reserve(1, [Run(ROOT, join_keys(keys), CHUNK_TOKENS)]))
     assert isinstance(reserved, Reserved)
-    half = LAYOUT.rank_bytes(CHUNK_TOKENS)
+    rank_bytes = LAYOUT.rank_bytes(CHUNK_TOKENS)
     for rank, worker in enumerate(workers):
         for key, lease, offset in zip(keys, reserved.leases, reserved.offsets, strict=True):
             if lease:
-                start = offset + HEADER_BYTES + rank * half
-                worker.arena.view(start, half)[:] = key * (half // len(key))
-        await worker.say(Commit(reserved.leases))
+                start = offset + HEADER_BYTES + rank * rank_bytes
+                worker.arena.view(start, rank_bytes)[:] = key * (rank_bytes // len(key))
+        await worker.send(Commit(reserved.leases))
         await worker.status()
     return reserved.leases

@@ -1,4 +1,4 @@
-"""A cache process that is scripted message by message, for what a real one cannot be made to do."""
+"""A cache process scripted message by message, for behaviour that a real one cannot be made to show."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ MessageT = TypeVar("MessageT")
 
 
 class ScriptedCache:
-    """Listens on a path, and does nothing but what the test says."""
+    """Listens on a socket path. The test scripts every message."""
 
     def __init__(self, path: Path, epoch: int = 7) -> None:
-        self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(str(path))
-        self._listening.listen()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
         self._epoch = epoch
         self._connection: socket.socket | None = None
         self._reader = FrameReader()
-        self._heard: list[FromEngine] = []
+        self._received: list[FromEngine] = []
 
     def accept(self) -> None:
-        """Take in a connection that waits, without a greeting."""
+        """Accept a pending connection, without a welcome."""
         if self._connection is not None:
             self._connection.close()
-        self._listening.settimeout(10)
-        self._connection, _ = self._listening.accept()
+        self._listener.settimeout(10)
+        self._connection, _ = self._listener.accept()
         self._connection.settimeout(10)
         self._reader = FrameReader()
 
     def greet(self) -> None:
-        """Accept, and answer ``Hello``."""
+        """Accept a connection, and answer its ``Hello``."""
         self.accept()
-        self.hear(Hello)
+        self.receive(Hello)
         self.welcome()
 
     def welcome(self) -> None:
@@ -56,65 +56,65 @@ class ScriptedCache:
         socket.send_fds(self._connection, [encode(welcome)], [fd])
         os.close(fd)
 
-    def hear(self, kind: type[MessageT]) -> MessageT:
-        """The next message, which is one of ``kind``."""
+    def receive(self, kind: type[MessageT]) -> MessageT:
+        """Return the next message, which must be a ``kind``."""
         assert self._connection is not None
-        while not self._heard:
+        while not self._received:
             bodies = self._reader.feed(self._connection.recv(1 << 16))
-            self._heard += [protocol.decode_from_engine(body) for body in bodies]
-        message = self._heard.pop(0)
+            self._received += [protocol.decode_from_engine(body) for body in bodies]
+        message = self._received.pop(0)
         assert isinstance(message, kind), message
         return message
 
-    def nothing(self) -> bool:
-        """Whether no message waits to be heard."""
+    def nothing_received(self) -> bool:
+        """Whether no message is pending."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)  # type: ignore[arg-type]
-        return not self._heard and not poll.poll(0)
+        return not self._received and not poll.poll(0)
 
-    def is_left(self) -> bool:
-        """Whether the other side closes, without another message; waits for it."""
+    def is_disconnected(self) -> bool:
+        """Wait for the client to disconnect; ``False`` if it sends a message instead."""
         assert self._connection is not None
-        return not self._heard and not self._connection.recv(1)
+        return not self._received and not self._connection.recv(1)
 
-    def say(self, *messages: Message) -> None:
+    def send(self, *messages: Message) -> None:
         assert self._connection is not None
         self._connection.sendall(b"".join(map(encode, messages)))
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         assert self._connection is not None
         self._connection.close()
 
     def close(self) -> None:
-        self._listening.close()
+        self._listener.close()
         if self._connection is not None:
             self._connection.close()
 
 
 @contextmanager
 def scheduler_of(path: Path) -> Iterator[tuple[ScriptedCache, SchedulerBridge]]:
-    """A scripted cache process, and a scheduler that is connected to it."""
+    """Open a scripted cache process, and a scheduler connected to it."""
     bridge = SchedulerBridge(hello("scheduler"), path)
-    with connected(path, bridge) as there:
-        yield there, bridge
+    with connected(path, bridge) as cache:
+        yield cache, bridge
 
 
 @contextmanager
 def worker_of(path: Path) -> Iterator[tuple[ScriptedCache, WorkerBridge]]:
-    """A scripted cache process, and a worker that is connected to it."""
+    """Open a scripted cache process, and a worker connected to it."""
     bridge = WorkerBridge(hello("worker"), path)
-    with connected(path, bridge) as there:
-        yield there, bridge
+    with connected(path, bridge) as cache:
+        yield cache, bridge
 
 
 @contextmanager
 def connected(path: Path, bridge: SchedulerBridge | WorkerBridge) -> Iterator[ScriptedCache]:
-    there = ScriptedCache(path)
+    cache = ScriptedCache(path)
     try:
-        assert not bridge.ready(), "it does not wait for the greeting"
-        there.greet()
+        assert not bridge.ready(), "it waited for the welcome"
+        cache.greet()
         wait_until(bridge.ready)
-        yield there
+        yield cache
     finally:
         bridge.close()
-        there.close()
+        cache.close()

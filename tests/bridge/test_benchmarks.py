@@ -1,4 +1,4 @@
-"""The bridge's benchmarks run, in small, so that they cannot rot."""
+"""Run the benchmarks of the bridge in quick mode, to keep them working."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from tests.bridge.conftest import wait_until
 
 
 def test_look_up() -> None:
-    shown = run_benchmark("look_up", "--runs", "2", "--tokens", "2048")
-    for row in ("look-up: hashing and the socket", "limit: a bare round trip", "confirm all chunks"):
-        assert row in shown
+    output = run_benchmark("look_up", "--runs", "2", "--tokens", "2048")
+    for row in ("lookup: hashing and the socket", "limit: plain round trip", "confirm all chunks"):
+        assert row in output
 
 
 @pytest.mark.slow
 def test_busy(tmp_path: Path) -> None:
     conditions = ("idle", "memory", "disk", "nice")
-    shown = run_benchmark("busy", "--small", "--folder", str(tmp_path), "--conditions", *conditions)
+    output = run_benchmark("busy", "--small", "--folder", str(tmp_path), "--conditions", *conditions)
     for row in (
         "first load from disk",
-        "look-up of 32,768 tokens",
+        "lookup of 32,768 tokens",
         "retrieve 8 MiB",
-        "loop blocked, wall, 99 %",
+        "loop blocked, wall, p99",
     ):
-        assert shown.count(row) == 2, "milliseconds, and ratios to the idle machine"
+        assert output.count(row) == 2, "one row in ms, and one relative to the idle machine"
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_loads_end_with_their_benchmark(tmp_path: Path, end: signal.Signals) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
+def test_loads_end_with_their_benchmark(tmp_path: Path, signal_number: signal.Signals) -> None:
     command = [sys.executable, "-m", "benchmarks.busy", "--small", "--conditions", "nice"]
     process = subprocess.Popen([*command, "--folder", str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)
 
-    def started() -> list[Path]:
+    def children() -> list[Path]:
         return [path for path in Path("/proc").glob("[0-9]*") if descends(path, process.pid)]
 
     def is_loaded() -> bool:
-        lines = [(path / "cmdline").read_bytes() for path in started()]
+        lines = [(path / "cmdline").read_bytes() for path in children()]
         return any(b"loads.py" in line for line in lines) and any(b"busy_process" in line for line in lines)
 
     try:
         wait_until(is_loaded, seconds=120)
-        left = started()
-        process.send_signal(end)
+        processes = children()
+        process.send_signal(signal_number)
         process.wait(60)
-        wait_until(lambda: not any(is_running(path) for path in left), seconds=60)
+        wait_until(lambda: not any(is_running(path) for path in processes), seconds=60)
     finally:
         process.kill()
         process.wait()
-    assert end is signal.SIGKILL or list(tmp_path.iterdir()) == []
+    assert signal_number is signal.SIGKILL or list(tmp_path.iterdir()) == []
 
 
 def descends(process: Path, parent: int) -> bool:
@@ -66,7 +66,7 @@ def descends(process: Path, parent: int) -> bool:
 
 
 def is_running(process: Path) -> bool:
-    """Whether it is there and no zombie."""
+    """Whether the process runs. A zombie does not."""
     try:
         return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -76,6 +76,6 @@ def is_running(process: Path) -> bool:
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_steps() -> None:
-    shown = run_benchmark("steps", "--small")
-    for row in ("stopped: first step", "killed: first step", "until it stores again", "nice 19, beside them"):
-        assert row in shown
+    output = run_benchmark("steps", "--small")
+    for row in ("stopped: first step", "killed: first step", "until it stores again", "nice 19, spinning"):
+        assert row in output

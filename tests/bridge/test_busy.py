@@ -1,4 +1,4 @@
-"""A cache process whose machine has saturated cores: nothing that is on disk is given up on the way up."""
+"""A cache process on a machine with saturated cores: no promotion from disk times out."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from benchmarks.loads import MIB, saturated
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello, Role
-from kvtier.header import HEADER_BYTES
-from kvtier.keys import chunk_keys, root_key
-from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.memory.header import HEADER_BYTES
+from kvtier.memory.keys import chunk_keys, root_key
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 
-from .conftest import answers, confirm, reserve, wait_until
+from .conftest import confirm, is_serving, reserve, wait_until
 
 CHUNK_TOKENS, CHUNKS = 256, 64
 PAYLOAD_BYTES = 4 * MIB - 4096
@@ -32,7 +32,7 @@ KEYS = chunk_keys(ROOT, list(range(CHUNK_TOKENS * CHUNKS)), CHUNK_TOKENS)
 
 @contextmanager
 def cache_process(folder: Path) -> Iterator[Path]:
-    """A `kvtier serve` on the chunks in ``folder``, with default deadlines, and its socket."""
+    """Run `kvtier serve` on the chunks in ``folder``, with default deadlines. Yields its socket."""
     socket = folder / "socket"
     tiers = [
         {"name": "ram", "type": "cpu", "capacity": "512MiB"},
@@ -46,7 +46,7 @@ def cache_process(folder: Path) -> Iterator[Path]:
     }
     process = subprocess.Popen([sys.executable, "-m", "kvtier", "serve"], env=environment)
     try:
-        wait_until(lambda: answers(socket))
+        wait_until(lambda: is_serving(socket))
         yield socket
         process.terminate()
         assert process.wait(60) == 0
@@ -60,7 +60,7 @@ def hello(role: Role) -> Hello:
 
 
 def store(socket: Path) -> None:
-    """Have the chunks on disk, each filled with its key."""
+    """Store the chunks on disk, each filled with its key."""
     scheduler, worker = SchedulerBridge(hello("scheduler"), socket), WorkerBridge(hello("worker"), socket)
     worker.connect()
     scheduler.connect()
@@ -76,7 +76,7 @@ def store(socket: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_load_from_disk_beside_saturated_cores(tmp_path: Path) -> None:
+def test_first_load_from_disk_with_saturated_cores(tmp_path: Path) -> None:
     with cache_process(tmp_path) as socket:
         store(socket)
     with saturated(), cache_process(tmp_path) as socket:
@@ -88,16 +88,16 @@ def test_the_first_load_from_disk_beside_saturated_cores(tmp_path: Path) -> None
         assert ticket is not None
 
         def is_final() -> bool:
-            finding = scheduler.found(ticket)
-            assert finding is not None
-            return finding.final
+            lookup = scheduler.found(ticket)
+            assert lookup is not None
+            return lookup.final
 
         wait_until(is_final)
-        finding = scheduler.found(ticket)
-        assert finding is not None
-        assert len(finding.leases) == CHUNKS, "some were given up"
-        assert confirm(worker, finding.leases)
-        for key, offset in zip(KEYS, finding.offsets, strict=True):
+        lookup = scheduler.found(ticket)
+        assert lookup is not None
+        assert len(lookup.leases) == CHUNKS, "some promotions timed out"
+        assert confirm(worker, lookup.leases)
+        for key, offset in zip(KEYS, lookup.offsets, strict=True):
             payload = worker.arena.view(offset + HEADER_BYTES, PAYLOAD_BYTES)
             assert payload == key * (PAYLOAD_BYTES // len(key))
             payload.release()

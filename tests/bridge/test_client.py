@@ -1,4 +1,4 @@
-"""The engine's end: a cache process that is slow, stopped, killed or replaced is never in the way."""
+"""Bridge clients: a slow, stopped, killed or replaced cache process never blocks the engine."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from kvtier.bridge.protocol import (
     Confirmed,
     Found,
     Hello,
-    LookUp,
+    Lookup,
     Reserve,
     Reserved,
     Run,
 )
 from kvtier.errors import ChannelError
-from kvtier.header import HEADER_BYTES
-from kvtier.keys import KEY_BYTES, ChunkKey, join_keys
+from kvtier.memory.header import HEADER_BYTES
+from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys
 
 from .conftest import (
     CHUNK_TOKENS,
     KEYS,
     LAYOUT,
     ROOT,
-    answer,
-    answers,
     confirm,
     hello,
+    is_serving,
     reserve,
     store,
+    wait_for_answer,
     wait_until,
 )
 from .scripted_cache import ScriptedCache, scheduler_of, worker_of
@@ -56,7 +56,7 @@ TOKENS = CHUNK_TOKENS * len(KEYS)
 @pytest.fixture
 def running(tmp_path: Path, start: Start) -> subprocess.Popen[str]:
     process = start()
-    wait_until(lambda: answers(tmp_path / "socket"))
+    wait_until(lambda: is_serving(tmp_path / "socket"))
     return process
 
 
@@ -65,10 +65,10 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "socket"
 
 
-def engine(path: Path) -> dict[str, int]:
-    """What the only engine holds."""
-    (held,) = status(path)["engines"]
-    return {name: held[name] for name in ("leases", "reservations", "tickets")}
+def held_by_engine(path: Path) -> dict[str, int]:
+    """Return what the only engine holds."""
+    (engine,) = status(path)["engines"]
+    return {name: engine[name] for name in ("leases", "reservations", "tickets")}
 
 
 NOTHING_HELD = {"leases": 0, "reservations": 0, "tickets": 0}
@@ -79,35 +79,35 @@ def test_found_chunks_are_leased_until_released(path: Path) -> None:
     scheduler, worker = store(path, KEYS)
     ticket = scheduler.look_up(KEYS, TOKENS)
     assert ticket is not None
-    finding = scheduler.found(ticket, wait=60)
-    assert finding is not None
-    assert (len(finding.leases), finding.final, set(finding.sources)) == (len(KEYS), True, {0})
+    lookup = scheduler.found(ticket, wait=60)
+    assert lookup is not None
+    assert (len(lookup.leases), lookup.final, set(lookup.sources)) == (len(KEYS), True, {0})
     assert worker.arena is not None
-    payload = worker.arena.view(finding.offsets[3] + HEADER_BYTES, KEY_BYTES)
+    payload = worker.arena.view(lookup.offsets[3] + HEADER_BYTES, KEY_BYTES)
     assert payload == KEYS[3]
-    assert confirm(worker, finding.leases)
-    assert engine(path)["leases"] == len(KEYS)
+    assert confirm(worker, lookup.leases)
+    assert held_by_engine(path)["leases"] == len(KEYS)
     scheduler.take(ticket)
-    scheduler.release(finding.leases)
-    assert not confirm(worker, finding.leases)
-    wait_until(lambda: engine(path) == NOTHING_HELD)
+    scheduler.release(lookup.leases)
+    assert not confirm(worker, lookup.leases)
+    wait_until(lambda: held_by_engine(path) == NOTHING_HELD)
 
 
 @pytest.mark.usefixtures("running")
-def test_a_cancelled_look_up_gives_everything_back(path: Path) -> None:
+def test_cancelled_lookup_releases_everything(path: Path) -> None:
     scheduler, _ = store(path, KEYS)
-    asked = scheduler.look_up(KEYS, TOKENS)
+    unanswered = scheduler.look_up(KEYS, TOKENS)
     answered = scheduler.look_up(KEYS, TOKENS)
-    assert asked is not None
+    assert unanswered is not None
     assert answered is not None
     assert scheduler.found(answered, wait=60) is not None
-    scheduler.cancel(asked)
+    scheduler.cancel(unanswered)
     scheduler.cancel(answered)
     assert scheduler.found(answered) is None
-    wait_until(lambda: engine(path) == NOTHING_HELD)
+    wait_until(lambda: held_by_engine(path) == NOTHING_HELD)
 
 
-def test_a_stopped_cache_process_costs_a_moment_and_leaves_nothing_behind(
+def test_stopped_cache_process_delays_only_once_and_leaks_nothing(
     path: Path, running: subprocess.Popen[str]
 ) -> None:
     scheduler, worker = store(path, KEYS[:4])
@@ -118,28 +118,28 @@ def test_a_stopped_cache_process_costs_a_moment_and_leaves_nothing_behind(
         assert late is not None
         assert scheduler.await_answer(late, 0.05) is None
         assert scheduler.late
-        assert scheduler.reserve([run]) is None, "nothing is asked of one that is late"
+        assert scheduler.reserve([run]) is None, "no request is sent while one is late"
         ticket = scheduler.look_up(KEYS, TOKENS)
         assert ticket is not None
         waited = scheduler.waited
-        finding = scheduler.found(ticket, wait=5)
-        assert finding is not None
-        assert not finding.answered
-        assert scheduler.waited == waited, "it is not waited for again"
+        lookup = scheduler.found(ticket, wait=5)
+        assert lookup is not None
+        assert not lookup.answered
+        assert scheduler.waited == waited, "no second wait"
         assert worker.await_answer(worker.confirm([1]), 0.05) is None
     finally:
         running.send_signal(signal.SIGCONT)
     wait_until(lambda: bool((late := scheduler.found(ticket)) and late.final))
     assert not scheduler.late
-    slots = answer(scheduler, late)[0]
-    assert all(slots), "a late answer finds its question"
+    slots = wait_for_answer(scheduler, late)[0]
+    assert all(slots), "a late answer is matched to its question"
     scheduler.abandon([slot.lease for slot in slots if slot is not None])
     scheduler.cancel(ticket)
-    wait_until(lambda: engine(path) == NOTHING_HELD)
-    assert all(reserve(scheduler, KEYS[3], KEYS[4:8])), "they were given back"
+    wait_until(lambda: held_by_engine(path) == NOTHING_HELD)
+    assert all(reserve(scheduler, KEYS[3], KEYS[4:8])), "the late slots were released"
 
 
-def test_a_cache_process_that_is_silent_for_long_is_asked_nothing_until_it_answers(
+def test_unresponsive_cache_process_gets_no_requests_until_it_answers(
     path: Path, running: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -158,37 +158,35 @@ def test_a_cache_process_that_is_silent_for_long_is_asked_nothing_until_it_answe
     finally:
         running.send_signal(signal.SIGCONT)
     wait_until(lambda: (scheduler.update(), scheduler.responsive)[1])
-    wait_until(lambda: engine(path) == NOTHING_HELD)
-    again = scheduler.look_up(KEYS, TOKENS)
-    assert again is not None
-    scheduler.cancel(again)
+    wait_until(lambda: held_by_engine(path) == NOTHING_HELD)
+    ticket_after = scheduler.look_up(KEYS, TOKENS)
+    assert ticket_after is not None
+    scheduler.cancel(ticket_after)
     warnings = [record.message for record in caplog.records if "has not answered" in record.message]
     assert len(warnings) == 1
     assert "1 lookups" in warnings[0]
     assert caplog.text.count("answers again") == 1
 
 
-def test_a_fetch_that_stands_still_is_noticed(path: Path) -> None:
-    """While chunks are fetched nothing is outstanding: a probe shows that the process is alive."""
-    with scheduler_of(path) as (there, scheduler):
+def test_stalled_fetch_is_detected_by_probe(path: Path) -> None:
+    """During a fetch no request is pending, so a probe checks that the process is alive."""
+    with scheduler_of(path) as (cache, scheduler):
         ticket = scheduler.look_up(KEYS, TOKENS)
         assert ticket is not None
-        there.hear(LookUp)
-        there.say(Found(ticket, [], [], [], 40))
-        wait_until(lambda: bool((finding := scheduler.found(ticket)) and finding.answered))
-        assert there.nothing()
-        wait_until(lambda: (scheduler.update(), scheduler.probe(), not there.nothing())[2])
-        probe = there.hear(Reserve)
+        cache.receive(Lookup)
+        cache.send(Found(ticket, [], [], [], 40))
+        wait_until(lambda: bool((lookup := scheduler.found(ticket)) and lookup.answered))
+        assert cache.nothing_received()
+        wait_until(lambda: (scheduler.update(), scheduler.probe(), not cache.nothing_received())[2])
+        probe = cache.receive(Reserve)
         assert probe == Reserve(probe.ticket, [])
-        there.say(Reserved(probe.ticket, [], []))
+        cache.send(Reserved(probe.ticket, [], []))
         wait_until(lambda: (scheduler.update(), not scheduler._questions)[1])
         assert scheduler.responsive
         wait_until(lambda: (scheduler.update(), scheduler.probe(), not scheduler.responsive)[2])
 
 
-def test_a_cache_process_that_never_reads_again_is_given_up(
-    path: Path, running: subprocess.Popen[str]
-) -> None:
+def test_cache_process_that_never_reads_is_disconnected(path: Path, running: subprocess.Popen[str]) -> None:
     scheduler, _ = store(path, KEYS[:1])
     running.send_signal(signal.SIGSTOP)
     try:
@@ -196,7 +194,7 @@ def test_a_cache_process_that_never_reads_again_is_given_up(
         refused = False
         for _ in range(20):
             refused = refused or scheduler.look_up(keys, CHUNK_TOKENS * len(keys)) is None
-        assert refused, "look-ups are not piled up"
+        assert refused, "lookups are not queued without limit"
         for _ in range(200):
             scheduler.release(list(range(1, 50_000)))
         assert not scheduler.connected
@@ -204,70 +202,70 @@ def test_a_cache_process_that_never_reads_again_is_given_up(
         running.send_signal(signal.SIGCONT)
 
 
-def test_a_killed_cache_process_is_a_miss_and_its_successor_is_found(
+def test_killed_cache_process_is_a_miss_and_successor_is_connected(
     path: Path, running: subprocess.Popen[str], start: Start
 ) -> None:
     scheduler, worker = store(path, KEYS)
     ticket = scheduler.look_up(KEYS, TOKENS)
     assert ticket is not None
-    finding = scheduler.found(ticket, wait=60)
-    assert finding is not None
+    lookup = scheduler.found(ticket, wait=60)
+    assert lookup is not None
     old_epoch, arena = worker.epoch, worker.arena
     assert arena is not None
     running.kill()
     running.wait()
-    assert not worker.await_answer(worker.confirm(finding.leases), 5), "a load in flight does not count"
-    assert bytes(arena.view(finding.offsets[0] + HEADER_BYTES, KEY_BYTES)) == KEYS[0], "memory stays mapped"
+    assert not worker.await_answer(worker.confirm(lookup.leases), 5), "a load in flight is not confirmed"
+    assert bytes(arena.view(lookup.offsets[0] + HEADER_BYTES, KEY_BYTES)) == KEYS[0], "memory stays mapped"
     scheduler.poll()
     assert not scheduler.connected
     assert scheduler.found(ticket) is None
     assert scheduler.reserve([Run(ROOT, KEYS[0], CHUNK_TOKENS)]) is None
     start()
-    wait_until(lambda: answers(path))
+    wait_until(lambda: is_serving(path))
     wait_until(lambda: scheduler.ready() and worker.ready(), seconds=4 * FIRST_RETRY_SECONDS + 10)
     assert worker.epoch == scheduler.epoch != old_epoch
-    again = scheduler.look_up(KEYS, TOKENS)
-    assert again is not None
+    ticket_after = scheduler.look_up(KEYS, TOKENS)
+    assert ticket_after is not None
 
 
-def test_nobody_there_is_told_and_tried_again_rarely(path: Path) -> None:
+def test_missing_cache_process_is_reported_and_retried_rarely(path: Path) -> None:
     scheduler = SchedulerBridge(hello("scheduler"), path)
     with pytest.raises(ChannelError, match="no cache process answers"):
         scheduler.connect()
     started = time.monotonic()
-    tries = 0
+    starts = 0
 
     def start_one() -> None:
-        nonlocal tries
-        tries += 1
+        nonlocal starts
+        starts += 1
 
     scheduler = SchedulerBridge(hello("scheduler"), path, start_one)
     while time.monotonic() < started + 0.3:
         assert scheduler.look_up(KEYS, TOKENS) is None
-    assert tries == 1
+    assert starts == 1
 
 
 @pytest.mark.usefixtures("running")
-def test_an_engine_of_another_version_is_told_why(path: Path) -> None:
+def test_version_mismatch_is_reported(path: Path) -> None:
     old = hello("scheduler")
-    stranger = type(old)(999, old.engine, old.role, old.rank, old.layout, old.namespace)
+    mismatched = type(old)(999, old.engine, old.role, old.rank, old.layout, old.namespace)
     with pytest.raises(ChannelError, match="restart both with the same kvtier"):
-        SchedulerBridge(stranger, path).connect()
+        SchedulerBridge(mismatched, path).connect()
 
 
 @pytest.mark.usefixtures("running")
 def test_clear_and_changes(path: Path) -> None:
     watching = hello("scheduler")
-    told = type(watching)(
+    with_changes = type(watching)(
         watching.version, "watcher", "scheduler", 0, LAYOUT, watching.namespace, changes=True
     )
-    watcher = SchedulerBridge(told, path)
+    watcher = SchedulerBridge(with_changes, path)
     watcher.connect()
     try:
         store(path, KEYS)
         stored: dict[int, bytes] = {}
 
-        def all_told() -> bool:
+        def all_reported() -> bool:
             watcher.poll()
             for change in watcher.changes():
                 stored[change.tier] = stored.get(change.tier, b"") + change.stored
@@ -275,7 +273,7 @@ def test_clear_and_changes(path: Path) -> None:
                 (0, 1), len(KEYS) * KEY_BYTES
             )
 
-        wait_until(all_told)
+        wait_until(all_reported)
         assert watcher.clear(5) == len(KEYS)
         wait_until(lambda: not status(path)["tiers"][1]["chunks"])
     finally:
@@ -283,17 +281,17 @@ def test_clear_and_changes(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("running")
-def test_a_worker_that_reconnects_maps_the_new_arena_and_does_not_wait_for_the_old_one(
+def test_worker_maps_new_arena_after_reconnect_without_waiting_for_the_old_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread may get no processor for 0.2 s, and unmapping holds a lock that mapping waits for."""
+    """A thread may wait 0.2 s for a processor, and unmapping holds the lock that mapping waits for."""
     threads: list[Callable[[], None]] = []
     monkeypatch.setattr(client, "run_in_background", threads.append)
     worker = WorkerBridge(hello("worker"), path)
     worker.connect()
     first = worker.arena
     assert first is not None
-    worker._give_up(ChannelError("cut"))  # A cut that the cache process does not see cannot be had otherwise.
+    worker._give_up(ChannelError("cut"))  # Simulates a loss that the cache process does not see.
     wait_until(worker.ready)
     assert worker.arena is not None
     assert worker.arena is not first
@@ -305,139 +303,137 @@ def test_a_worker_that_reconnects_maps_the_new_arena_and_does_not_wait_for_the_o
     worker.close()
 
 
-def test_an_answer_that_does_not_fit_the_question_ends_the_connection(path: Path) -> None:
-    with scheduler_of(path) as (there, scheduler):
+def test_mismatched_answer_closes_connection(path: Path) -> None:
+    with scheduler_of(path) as (cache, scheduler):
         question = scheduler.reserve([Run(ROOT, KEYS[0], 1), Run(ROOT, join_keys(KEYS[1:3]), 1)])
         assert question is not None
-        there.hear(Reserve)
-        there.say(Reserved(question.ticket, [1, 2], [0, 4096]))
+        cache.receive(Reserve)
+        cache.send(Reserved(question.ticket, [1, 2], [0, 4096]))
         wait_until(lambda: (scheduler.poll(), not scheduler.connected)[1])
         assert question.lost
 
 
 def test_each_run_gets_its_slots(path: Path) -> None:
-    with scheduler_of(path) as (there, scheduler):
+    with scheduler_of(path) as (cache, scheduler):
         runs = [
-            Run(ROOT, KEYS[0], 1, hand_over=5),
+            Run(ROOT, KEYS[0], 1, kv_transfer=5),
             Run(ROOT, KEYS[0], 1),
             Run(KEYS[0], join_keys(KEYS[1:3]), 1),
         ]
         question = scheduler.reserve(runs)
         assert question is not None
-        assert there.hear(Reserve) == Reserve(question.ticket, runs)
-        there.say(Reserved(question.ticket, [4, 5, 0, 7], [0, 64, 0, 128], staging=3))
-        assert answer(scheduler, question) == [[(4, 0, 3)], [(5, 64, 0)], [None, (7, 128, 0)]]
+        assert cache.receive(Reserve) == Reserve(question.ticket, runs)
+        cache.send(Reserved(question.ticket, [4, 5, 0, 7], [0, 64, 0, 128], staging=3))
+        assert wait_for_answer(scheduler, question) == [[(4, 0, 3)], [(5, 64, 0)], [None, (7, 128, 0)]]
         assert not scheduler._reserving
 
 
-def test_waiting_for_a_greeting_ends_and_leaves_no_connection(path: Path) -> None:
-    there = ScriptedCache(path)
+def test_await_welcome_times_out_and_closes_connection(path: Path) -> None:
+    cache = ScriptedCache(path)
     connection = Connection(path, hello("scheduler"))
     with pytest.raises(ChannelError, match=r"no cache process answers on .*: no welcome within 0.05 s"):
         connection.await_welcome(0.05)
-    there.accept()
-    assert there.hear(Hello)
-    assert there.is_left()
-    there.close()
+    cache.accept()
+    assert cache.receive(Hello)
+    assert cache.is_disconnected()
+    cache.close()
 
 
-def test_a_listener_that_never_greets_costs_no_time_and_is_left(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_listener_that_sends_no_welcome_does_not_block(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bridge, "GREETING_SECONDS", 0.05)
-    there = ScriptedCache(path)
+    cache = ScriptedCache(path)
     scheduler = SchedulerBridge(hello("scheduler"), path)
-    monkeypatch.setattr(scheduler, "_wait", lambda *_: pytest.fail("it waits"))
+    monkeypatch.setattr(scheduler, "_wait", lambda *_: pytest.fail("it blocks"))
     assert not scheduler.ready()
-    there.accept()
+    cache.accept()
     greeting = scheduler._greeting
     assert greeting is not None
     assert not scheduler.ready()
     assert scheduler._greeting is greeting, "one attempt at a time"
     wait_until(lambda: (scheduler.ready(), scheduler._greeting is not greeting)[1])
-    assert there.hear(Hello)
+    assert cache.receive(Hello)
     assert scheduler.look_up(KEYS, TOKENS) is None
     scheduler._retry_at = 0.0
     assert not scheduler.ready()
-    there.greet()
+    cache.greet()
     wait_until(scheduler.ready)
     scheduler.close()
-    there.close()
+    cache.close()
 
 
-def test_a_backlog_that_is_full_costs_no_time(path: Path) -> None:
-    """connect(2) would wait for a place in it."""
-    there = socket.socket(socket.AF_UNIX)
-    there.bind(str(path))
-    there.listen(0)
+def test_full_backlog_does_not_block(path: Path) -> None:
+    """A blocking connect(2) would wait for room in the backlog."""
+    cache = socket.socket(socket.AF_UNIX)
+    cache.bind(str(path))
+    cache.listen(0)
     schedulers = [SchedulerBridge(hello("scheduler"), path) for _ in range(8)]
     assert not any(scheduler.ready() for scheduler in schedulers)
     assert any(scheduler._greeting is None for scheduler in schedulers), "the backlog is not full"
     for scheduler in schedulers:
         scheduler.close()
-    there.close()
+    cache.close()
 
 
 @pytest.mark.usefixtures("running")
 def test_descriptors_beyond_a_thousand(path: Path) -> None:
-    """select(2) refuses them with a ``ValueError``, in a hook."""
+    """``select.select`` would raise ``ValueError`` for them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2048)), hard))
-    taken = [os.dup(0)]
+    descriptors = [os.dup(0)]
     try:
-        while taken[-1] < 1024:
-            taken.append(os.dup(0))
+        while descriptors[-1] < 1024:
+            descriptors.append(os.dup(0))
         scheduler, worker = store(path, KEYS[:2])
         ticket = scheduler.look_up(KEYS[:2], 2 * CHUNK_TOKENS)
         assert ticket is not None
-        finding = scheduler.found(ticket, wait=5)
-        assert finding is not None
-        assert len(finding.leases) == 2
-        assert worker.await_answer(worker.confirm(finding.leases), 5)
+        lookup = scheduler.found(ticket, wait=5)
+        assert lookup is not None
+        assert len(lookup.leases) == 2
+        assert worker.await_answer(worker.confirm(lookup.leases), 5)
         scheduler.cancel(ticket)
     finally:
-        for descriptor in taken:
+        for descriptor in descriptors:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_reservations_of_a_process_that_is_not_yet_connected_are_given_back_to_it(path: Path) -> None:
-    """Scheduler and worker reconnect at different times, and numbers mean nothing to another process."""
-    with worker_of(path) as (there, worker):
+def test_abandoned_leases_are_sent_to_the_process_of_their_epoch(path: Path) -> None:
+    """Scheduler and worker reconnect at different times, and lease numbers are valid in one process only."""
+    with worker_of(path) as (cache, worker):
         worker.abandon([1, 2], epoch=8)
         worker.abandon([3], epoch=7)
         worker.abandon([4], epoch=9)
-        assert there.hear(Abandon) == Abandon([3])
-        there.hang_up()
+        assert cache.receive(Abandon) == Abandon([3])
+        cache.disconnect()
         wait_until(lambda: (worker.poll(), not worker.connected)[1])
-        there._epoch = 8
+        cache._epoch = 8
         worker.retry_now()
         assert not worker.ready()
-        there.greet()
+        cache.greet()
         wait_until(worker.ready)
-        assert there.hear(Abandon) == Abandon([1, 2])
+        assert cache.receive(Abandon) == Abandon([1, 2])
 
 
-def test_a_cancelled_look_up_that_is_answered_late_holds_nothing(path: Path) -> None:
-    with scheduler_of(path) as (there, scheduler):
+def test_late_answer_to_cancelled_lookup_holds_nothing(path: Path) -> None:
+    with scheduler_of(path) as (cache, scheduler):
         ticket = scheduler.look_up(KEYS, TOKENS)
         assert ticket is not None
         scheduler.cancel(ticket)
-        there.hear(LookUp)
-        there.hear(Cancel)
-        there.say(Found(ticket, [1, 2], [0, 0], [0, 0], 0))
+        cache.receive(Lookup)
+        cache.receive(Cancel)
+        cache.send(Found(ticket, [1, 2], [0, 0], [0, 0], 0))
         wait_until(lambda: (scheduler.poll(), not scheduler._questions)[1])
         assert scheduler.found(ticket) is None
         assert not scheduler._in_use
 
 
-def test_a_confirmation_that_comes_late_is_still_an_answer(path: Path) -> None:
-    with worker_of(path) as (there, worker):
+def test_late_confirmation_is_used(path: Path) -> None:
+    with worker_of(path) as (cache, worker):
         question = worker.confirm([1])
         assert question is not None
         assert worker.await_answer(question, 0.002) is None
         assert worker.late
-        assert there.hear(Confirm) == Confirm(question.ticket, [1])
-        there.say(Confirmed(question.ticket, held=True))
-        assert answer(worker, question) is True
+        assert cache.receive(Confirm) == Confirm(question.ticket, [1])
+        cache.send(Confirmed(question.ticket, held=True))
+        assert wait_for_answer(worker, question) is True
         assert not worker.late

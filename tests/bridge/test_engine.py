@@ -1,4 +1,4 @@
-"""What an engine holds, lease by lease and many at once: against a model, and what nobody should send."""
+"""Leases and reservations of an engine, compared with a model, and invalid messages."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from kvtier.backends.base import Backend, SupportsLeases
 from kvtier.backends.cpu import MemoryBackend
 from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
-from kvtier.bridge.protocol import Found, Hello, LookUp, Release, Reserve, Reserved, Run
+from kvtier.bridge.protocol import Found, Hello, Lookup, Release, Reserve, Reserved, Run
 from kvtier.bridge.server import BridgeServer, Connection
 from kvtier.cache import TieredCache
-from kvtier.catalog import State
+from kvtier.catalog.catalog import State
 from kvtier.errors import ProtocolError
-from kvtier.header import ChunkHeader, object_bytes
 from kvtier.instance import Instance
-from kvtier.keys import ChunkKey, chunk_keys, join_keys, root_key
-from kvtier.layout import ChunkLayout, GroupLayout
-from kvtier.peers.staging import EngineStaging
+from kvtier.memory.header import ChunkHeader, object_bytes
+from kvtier.memory.keys import ChunkKey, chunk_keys, join_keys, root_key
+from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.memory.slices import Lease, Slices
+from kvtier.peers.staging.buffers import EngineStaging
 from kvtier.plugins import Plugins
-from kvtier.router import FIRST
-from kvtier.slices import Lease, Slices
 from kvtier.sockets.frames import encode
+from kvtier.tiers.router import FIRST
 
 pytestmark = pytest.mark.anyio
 
 BUILT_IN = Plugins.load([])
-"""Loaded here: it takes longer than a loop may be blocked."""
+"""Loaded at import time: loading would block the event loop for too long."""
 CHUNK_TOKENS = 64
 LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024,)),))
 OBJECT_BYTES = object_bytes(LAYOUT.payload_bytes(CHUNK_TOKENS))
@@ -71,15 +71,15 @@ def store(engine: Engine, keys: list[ChunkKey]) -> None:
 
 
 def look_up(engine: Engine, ticket: int, keys: list[ChunkKey]) -> Found:
-    found, coming = engine.look_up(LookUp(ticket, join_keys(keys), len(keys) * CHUNK_TOKENS))
-    assert coming is None
+    found, pending = engine.look_up(Lookup(ticket, join_keys(keys), len(keys) * CHUNK_TOKENS))
+    assert pending is None
     return found
 
 
 # Leases.
 
 
-async def test_leases_are_counted_one_by_one_and_all_at_once() -> None:
+async def test_leases_are_released_singly_and_in_bulk() -> None:
     async with engine_of() as (engine, cache):
         store(engine, KEYS)
         first, second = look_up(engine, 1, KEYS), look_up(engine, 2, KEYS)
@@ -97,7 +97,7 @@ async def test_leases_are_counted_one_by_one_and_all_at_once() -> None:
         assert cache.arena.leases == 12
 
 
-async def test_numbers_that_are_not_the_engines_are_passed_over() -> None:
+async def test_unknown_lease_numbers_are_ignored() -> None:
     async with engine_of() as (engine, cache):
         store(engine, KEYS)
         found = look_up(engine, 1, KEYS)
@@ -109,7 +109,7 @@ async def test_numbers_that_are_not_the_engines_are_passed_over() -> None:
         assert cache.arena.leases == 12
 
 
-async def test_a_ticket_that_is_used_again_is_another() -> None:
+async def test_reused_ticket_is_a_new_lookup() -> None:
     async with engine_of() as (engine, cache):
         store(engine, KEYS)
         first, second = look_up(engine, 1, KEYS), look_up(engine, 1, KEYS[:3])
@@ -120,42 +120,42 @@ async def test_a_ticket_that_is_used_again_is_another() -> None:
         assert (cache.arena.leases, engine.status()["tickets"]) == (12, 0)
 
 
-async def test_it_agrees_with_a_model() -> None:
-    """Look-ups, releases of anything in any order, cancellations and take-overs, at random."""
-    chance = random.Random(7)
+async def test_random_operations_match_a_model() -> None:
+    """Random lookups, releases in any order, cancellations and reconnects."""
+    rng = random.Random(7)
     async with engine_of() as (engine, cache):
         store(engine, KEYS)
         held: dict[int, set[int]] = {}
         for ticket in range(1, 400):
-            found = look_up(engine, ticket, KEYS[: chance.randint(1, len(KEYS))])
+            found = look_up(engine, ticket, KEYS[: rng.randint(1, len(KEYS))])
             held[ticket] = set(found.leases)
-            every = sorted(set().union(*held.values()))
-            doing = chance.randrange(6)
-            if doing == 0:
-                gone = set(chance.sample(every, chance.randint(0, len(every))))
-                engine.release(chance.sample(sorted(gone), len(gone)))
-            elif doing == 1:
-                gone = set(found.leases)
+            all_leases = sorted(set().union(*held.values()))
+            operation = rng.randrange(6)
+            if operation == 0:
+                released = set(rng.sample(all_leases, rng.randint(0, len(all_leases))))
+                engine.release(rng.sample(sorted(released), len(released)))
+            elif operation == 1:
+                released = set(found.leases)
                 engine.release(found.leases)
-            elif doing == 2:
-                gone = set(every) - set(kept := chance.sample(every, len(every) // 2))
-                engine.keep_only(kept)
-            elif doing == 3:
-                cancelled = chance.choice(sorted(held))
-                gone = held[cancelled]
+            elif operation == 2:
+                released = set(all_leases) - set(retained := rng.sample(all_leases, len(all_leases) // 2))
+                engine.keep_only(retained)
+            elif operation == 3:
+                cancelled = rng.choice(sorted(held))
+                released = held[cancelled]
                 engine.cancel(cancelled)
             else:
-                gone = set()
-            held = {number: left for number, leases in held.items() if (left := leases - gone)}
+                released = set()
+            held = {number: remaining for number, leases in held.items() if (remaining := leases - released)}
             status = engine.status()
             assert status["tickets"] == len(held)
             assert status["leases"] == sum(map(len, held.values()))
             assert engine.holds([lease for leases in held.values() for lease in leases])
-            assert not any(engine.holds([lease]) for lease in gone)
+            assert not any(engine.holds([lease]) for lease in released)
             assert cache.arena.leases == 12 + sum(map(len, held.values()))
 
 
-async def test_bytes_stay_until_the_last_lease_is_gone() -> None:
+async def test_memory_is_freed_with_the_last_lease() -> None:
     async with engine_of() as (engine, cache):
         store(engine, KEYS)
         found = look_up(engine, 1, KEYS)
@@ -171,27 +171,27 @@ async def test_bytes_stay_until_the_last_lease_is_gone() -> None:
 
 
 class Buffer:
-    """Some chunks were pushed into it."""
+    """A staging buffer that holds pushed chunks."""
 
     number = 7
     closed = False
 
     def __init__(self, engine: Engine, keys: list[ChunkKey]) -> None:
         self.slices = Slices(1 << 20)
-        self.there = {key: lease for key in keys if (lease := self.slices.allocate(4096))}
+        self.chunks = {key: lease for key in keys if (lease := self.slices.allocate(4096))}
         engine.staging = cast("EngineStaging", SimpleNamespace(current=self))
 
     def find(self, key: ChunkKey) -> Lease | None:
-        lease = self.there.get(key)
+        lease = self.chunks.get(key)
         return None if lease is None else lease.share()
 
     def drop(self, key: ChunkKey) -> None:
-        lease = self.there.pop(key, None)
+        lease = self.chunks.pop(key, None)
         if lease is not None:
             lease.release()
 
 
-async def test_arena_and_buffer_are_leased_in_turn_and_released_in_one_go() -> None:
+async def test_arena_and_buffer_leases_interleave_and_are_released_together() -> None:
     async with engine_of() as (engine, cache):
         store(engine, KEYS[:3])
         store(engine, KEYS[6:])
@@ -209,16 +209,16 @@ async def test_arena_and_buffer_are_leased_in_turn_and_released_in_one_go() -> N
         assert look_up(engine, 2, KEYS).sources == [FIRST] * 3
 
 
-async def test_what_is_staged_goes_with_its_lease_and_is_found_until_then() -> None:
+async def test_staged_chunk_is_removed_when_its_lease_is_released() -> None:
     async with engine_of() as (engine, _):
         buffer = Buffer(engine, KEYS)
         first, second = look_up(engine, 1, KEYS), look_up(engine, 2, KEYS)
         engine.release(first.leases[2:4])
-        assert sorted(buffer.there) == sorted(KEYS[:2] + KEYS[4:])
+        assert sorted(buffer.chunks) == sorted(KEYS[:2] + KEYS[4:])
         assert engine.holds(second.leases)
         assert len(look_up(engine, 3, KEYS).leases) == 2
         engine.cancel(1)
-        assert (buffer.there, buffer.slices.leases) == ({}, 12 + 2)
+        assert (buffer.chunks, buffer.slices.leases) == ({}, 12 + 2)
         engine.keep_only(())
         assert (buffer.slices.leases, buffer.slices.used) == (0, 0)
 
@@ -239,7 +239,7 @@ async def test_leases_do_not_outlive_their_buffer() -> None:
 # Reservations.
 
 
-async def test_room_for_a_prompt_is_headed_pending_and_in_order() -> None:
+async def test_reserved_chunks_have_headers_and_are_pending_in_order() -> None:
     async with engine_of() as (engine, cache):
         reserved = reserve(engine, KEYS, last=10)
         assert all(reserved.leases)
@@ -254,23 +254,23 @@ async def test_room_for_a_prompt_is_headed_pending_and_in_order() -> None:
         assert cache.hierarchy.catalog.keys(FIRST, NAMESPACE) == KEYS
 
 
-async def test_what_is_held_or_twice_is_refused_and_the_rest_is_not() -> None:
+async def test_held_and_duplicate_chunks_are_refused() -> None:
     async with engine_of() as (engine, cache):
         store(engine, KEYS[3:6])
         granted = reserve(engine, KEYS).leases
         assert [bool(lease) for lease in granted] == [True] * 3 + [False] * 3 + [True] * 6
         engine.abandon(granted)
         engine.abandon(granted)
-        twice = reserve(engine, [KEYS[0], KEYS[1], KEYS[0], KEYS[1]]).leases
-        assert [bool(lease) for lease in twice] == [True, True, False, False]
-        engine.abandon(twice)
+        repeated = reserve(engine, [KEYS[0], KEYS[1], KEYS[0], KEYS[1]]).leases
+        assert [bool(lease) for lease in repeated] == [True, True, False, False]
+        engine.abandon(repeated)
         counts = cache.hierarchy.counts
         assert (counts["store_known"], counts["store_abandoned"]) == (5, 11)
         assert cache.arena.used == 3 * OBJECT_BYTES
         assert len(cache.hierarchy.catalog) == 3
 
 
-async def test_memory_into_which_another_rank_may_be_writing_is_not_free() -> None:
+async def test_memory_is_kept_while_another_rank_may_write() -> None:
     layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024,)),), ranks=2)
     settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": "cpu", "capacity": "4MiB"}])
     async with TieredCache.open(settings, plugins=BUILT_IN) as cache:
@@ -288,53 +288,53 @@ async def test_memory_into_which_another_rank_may_be_writing_is_not_free() -> No
         engine.close()
 
 
-async def test_room_ends_where_memory_does_and_what_is_cold_goes_first() -> None:
+async def test_reserve_evicts_cold_chunks_and_ends_at_capacity() -> None:
     async with engine_of("1MiB") as (engine, cache):
-        fits = cache.arena.capacity // OBJECT_BYTES
-        many = chunk_keys(ROOT, range(CHUNK_TOKENS * (fits + 5)), CHUNK_TOKENS)
-        reserved = reserve(engine, many)
-        assert [bool(lease) for lease in reserved.leases] == [True] * fits + [False] * 5
+        fitting = cache.arena.capacity // OBJECT_BYTES
+        keys = chunk_keys(ROOT, range(CHUNK_TOKENS * (fitting + 5)), CHUNK_TOKENS)
+        reserved = reserve(engine, keys)
+        assert [bool(lease) for lease in reserved.leases] == [True] * fitting + [False] * 5
         assert cache.hierarchy.counts["store_dropped"] == 5
         engine.commit(reserved.leases, 0)
         others = chunk_keys(root_key(bytes(32)), range(CHUNK_TOKENS * 4), CHUNK_TOKENS)
         assert all(reserve(engine, others).leases)
-        assert cache.hierarchy.catalog.prefix(many) == [FIRST] * (fits - 4)
+        assert cache.hierarchy.catalog.prefix(keys) == [FIRST] * (fitting - 4)
 
 
 @pytest.mark.parametrize("last", [0, -1, CHUNK_TOKENS + 1, 2**62])
-async def test_a_last_chunk_of_no_size_is_refused(last: int) -> None:
+async def test_invalid_size_of_last_chunk_is_refused(last: int) -> None:
     async with engine_of() as (engine, cache):
-        with pytest.raises(ProtocolError, match="cannot be"):
+        with pytest.raises(ProtocolError, match="invalid run"):
             reserve(engine, KEYS, last=last)
         assert (cache.arena.used, len(cache.hierarchy.catalog)) == (0, 0)
 
 
 @pytest.mark.parametrize("parent", [b"", bytes(31), bytes(33)])
-async def test_a_parent_that_is_no_key_is_refused(parent: bytes) -> None:
+async def test_invalid_parent_key_is_refused(parent: bytes) -> None:
     async with engine_of() as (engine, cache):
-        with pytest.raises(ProtocolError, match="cannot be"):
+        with pytest.raises(ProtocolError, match="invalid run"):
             reserve(engine, KEYS, parent=ChunkKey(parent))
         assert (cache.arena.used, len(cache.hierarchy.catalog)) == (0, 0)
 
 
-# What it stands on.
+# Backends and scheduling.
 
 
-class OneByOne(MemoryBackend):
-    """Memory of a plugin, without the optional method that leases many chunks at once."""
+class SingleLeaseBackend(MemoryBackend):
+    """A memory backend of a plugin, without the optional ``lease_all``."""
 
     lease_all = None  # type: ignore[assignment]
 
 
-class OneByOnePlugin:
+class SingleLeasePlugin:
     @hookimpl
     def kvtier_backends(self) -> dict[str, type[Backend]]:
-        return {"one-by-one": OneByOne}
+        return {"one-by-one": SingleLeaseBackend}
 
 
-async def test_memory_that_leases_one_by_one_will_do() -> None:
+async def test_backend_without_lease_all_is_supported() -> None:
     plugins = Plugins.load([])
-    plugins.register(OneByOnePlugin(), "one-by-one", "a test")
+    plugins.register(SingleLeasePlugin(), "one-by-one", "a test")
     async with engine_of(tier_type="one-by-one", plugins=plugins) as (engine, cache):
         store(engine, KEYS)
         assert not isinstance(cache.hierarchy.memory, SupportsLeases)
@@ -342,7 +342,7 @@ async def test_memory_that_leases_one_by_one_will_do() -> None:
         assert found.offsets == look_up(engine, 2, KEYS).offsets
         assert engine.holds(found.leases)
         assert cache.arena.leases == 36
-        # The catalog still has what memory has lost: nothing after that is leased.
+        # The catalog still lists a chunk that memory has lost: no chunk after it is leased.
         cache.hierarchy.memory.discard(KEYS[2])
         leases = cache.hierarchy.lease_all(KEYS)
         assert leases.offsets == found.offsets[:2]
@@ -350,21 +350,21 @@ async def test_memory_that_leases_one_by_one_will_do() -> None:
         cache.hierarchy.drop(KEYS[2:3])
 
 
-async def test_an_engine_that_never_stops_talking_leaves_others_their_turn() -> None:
-    """Neither reading nor answering waits: all others wait for this task."""
+async def test_flooding_engine_does_not_starve_other_tasks() -> None:
+    """Neither its reads nor its replies ever block, so the server must yield."""
 
     class Flood:
         peer_uid = 0
 
         def __init__(self) -> None:
             self.questions = iter([encode(HELLO)])
-            self.answers = 0
+            self.replies = 0
 
         async def receive(self) -> bytes:
-            return next(self.questions, encode(Release([1])) + encode(LookUp(1, b"", 0)))
+            return next(self.questions, encode(Release([1])) + encode(Lookup(1, b"", 0)))
 
         async def send(self, data: bytes, fds: object = ()) -> None:
-            self.answers += 1
+            self.replies += 1
 
     settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": "cpu", "capacity": "1MiB"}])
     flood = Flood()
@@ -372,6 +372,6 @@ async def test_an_engine_that_never_stops_talking_leaves_others_their_turn() -> 
         server = BridgeServer(instance)
 
         tasks.start_soon(Connection(server, flood, tasks).serve)  # type: ignore[arg-type]
-        while flood.answers < 20:
+        while flood.replies < 20:
             await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()

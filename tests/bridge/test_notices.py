@@ -1,4 +1,4 @@
-"""What the cache process warns of is in the engine's log as well, bounded and without a loop."""
+"""Warnings of the cache process are forwarded to the engine's log, bounded and without recursion."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from kvtier.bridge.notices import MAX_CHARACTERS, MAX_NOTICES, Notices
 from kvtier.bridge.protocol import Notice, decode_from_cache
 from kvtier.sockets.frames import FrameReader, encode
 
-from .conftest import KEYS, answers, hello, store, wait_until
-from .scripted import host
+from .conftest import KEYS, hello, is_serving, store, wait_until
+from .scripted import open_host
 
 Start = Callable[..., subprocess.Popen[str]]
 logger = logging.getLogger("kvtier.test_notices")
 
 
 @asynccontextmanager
-async def forwarding(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[str]]:
+async def forwarded(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[str]]:
     monkeypatch.setattr(notices, "INTERVAL_SECONDS", 0.01)
     sent: list[str] = []
 
     async def send(texts: list[str]) -> None:
         sent.extend(texts)
 
-    found = Notices()
-    with found.listening(logger):
+    forwarder = Notices()
+    with forwarder.listening(logger):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(found.forward, send)
+            tasks.start_soon(forwarder.forward, send)
             await anyio.wait_all_tasks_blocked()
             yield sent
             tasks.cancel_scope.cancel()
@@ -51,8 +51,8 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.mark.anyio
-async def test_warnings_and_errors_are_forwarded_and_nothing_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with forwarding(monkeypatch) as sent:
+async def test_only_warnings_and_errors_are_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with forwarded(monkeypatch) as sent:
         logger.info("connected")
         logger.warning("tier %s: deadline of %d s exceeded", "ssd", 5)
         try:
@@ -64,8 +64,8 @@ async def test_warnings_and_errors_are_forwarded_and_nothing_less(monkeypatch: p
 
 
 @pytest.mark.anyio
-async def test_what_is_too_much_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with forwarding(monkeypatch) as sent:
+async def test_excess_notices_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with forwarded(monkeypatch) as sent:
         for number in range(MAX_NOTICES + 30):
             logger.warning("%d%s", number, "x" * 10_000)
         await until(lambda: sent)
@@ -77,8 +77,8 @@ async def test_what_is_too_much_is_dropped_and_counted(monkeypatch: pytest.Monke
 
 
 @pytest.mark.anyio
-async def test_a_thread_may_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with forwarding(monkeypatch) as sent:
+async def test_warning_of_a_thread_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with forwarded(monkeypatch) as sent:
         thread = threading.Thread(target=logger.warning, args=("from a thread",))
         thread.start()
         await until(lambda: sent == ["from a thread"])
@@ -86,21 +86,19 @@ async def test_a_thread_may_warn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.anyio
-async def test_schedulers_are_notified_and_nobody_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_schedulers_are_notified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "INTERVAL_SECONDS", 0.01)
-    async with host(tmp_path) as home, home.peer() as scheduler, home.peer() as worker:
-        with home.server.notices.listening(logger):
+    async with open_host(tmp_path) as host, host.peer() as scheduler, host.peer() as worker:
+        with host.server.notices.listening(logger):
             await scheduler.greet()
             await worker.greet("worker")
             await anyio.wait_all_tasks_blocked()
             logger.warning("tier ssd: circuit breaker open for 1 s")
-            assert await scheduler.hear() == Notice("tier ssd: circuit breaker open for 1 s")
-            assert len(home.server.notices._queues) == 1
+            assert await scheduler.receive() == Notice("tier ssd: circuit breaker open for 1 s")
+            assert len(host.server.notices._queues) == 1
 
 
-def test_a_notice_is_logged_by_the_engine(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_engine_logs_notice(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     bridge = SchedulerBridge(hello("scheduler"), tmp_path / "nobody", logger=logging.getLogger("vllm.kvtier"))
     (body,) = FrameReader().feed(encode(Notice("tier ssd: " + "x" * 10_000)))
     with caplog.at_level(logging.WARNING):
@@ -111,7 +109,7 @@ def test_a_notice_is_logged_by_the_engine(caplog: pytest.LogCaptureFixture, tmp_
     assert len(record.getMessage()) < MAX_CHARACTERS + 20
 
 
-def test_a_tier_that_is_too_slow_is_named_in_both_logs(
+def test_slow_tier_is_named_in_both_logs(
     tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "config.yaml"
@@ -119,7 +117,7 @@ def test_a_tier_that_is_too_slow_is_named_in_both_logs(
     config["tiers"][1]["deadline"] = "1us"
     file.write_text(yaml.safe_dump(config))
     process = start()
-    wait_until(lambda: answers(tmp_path / "socket"), 60)
+    wait_until(lambda: is_serving(tmp_path / "socket"), 60)
     with caplog.at_level(logging.WARNING, "vllm.kvtier"):
         scheduler, _ = store(tmp_path / "socket", KEYS)
 

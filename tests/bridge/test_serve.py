@@ -1,4 +1,4 @@
-"""`kvtier serve` as a process: it starts once, drains on SIGTERM, and survives kill -9."""
+"""`kvtier serve` as a process: it starts once, drains on SIGTERM, and survives SIGKILL."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from pathlib import Path
 import pytest
 
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
-from kvtier.header import HEADER_BYTES
+from kvtier.memory.header import HEADER_BYTES
 
-from .conftest import CHUNK_TOKENS, KEYS, LAYOUT, answers, hello, store, wait_until
+from .conftest import CHUNK_TOKENS, KEYS, LAYOUT, hello, is_serving, store, wait_until
 
 Start = Callable[..., subprocess.Popen[str]]
 
 
-def test_sigterm_writes_everything_before_it_ends(tmp_path: Path, start: Start) -> None:
+def test_sigterm_writes_everything_before_exit(tmp_path: Path, start: Start) -> None:
     process = start()
-    wait_until(lambda: answers(tmp_path / "socket"))
+    wait_until(lambda: is_serving(tmp_path / "socket"))
     store(tmp_path / "socket", KEYS)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     assert not (tmp_path / "socket").exists()
     assert process.stderr is not None
-    said = process.stderr.read().splitlines()
-    assert [line for line in said if " INFO kvtier: " not in line] == [], "it ends without a warning"
+    lines = process.stderr.read().splitlines()
+    assert [line for line in lines if " INFO kvtier: " not in line] == [], "it exits without a warning"
     start()
-    wait_until(lambda: answers(tmp_path / "socket"))
+    wait_until(lambda: is_serving(tmp_path / "socket"))
     report = status(tmp_path / "socket")
     assert report["tiers"][1]["chunks"] == len(KEYS)
 
 
-def test_kill_9_in_the_middle_of_writing_leaves_only_whole_chunks(tmp_path: Path, start: Start) -> None:
+def test_sigkill_during_writes_leaves_only_whole_chunks(tmp_path: Path, start: Start) -> None:
     for pause in (0, 0.002, 0.005, 0.01, 0.03):
         process = start()
-        wait_until(lambda: answers(tmp_path / "socket"))
+        wait_until(lambda: is_serving(tmp_path / "socket"))
         scheduler, worker = store(tmp_path / "socket", KEYS)
         time.sleep(pause)
         process.kill()
         process.wait()
         scheduler.close()
         worker.close()
-        again = start()
-        wait_until(lambda: answers(tmp_path / "socket"))
+        restarted = start()
+        wait_until(lambda: is_serving(tmp_path / "socket"))
         report = status(tmp_path / "socket")
         files = list((tmp_path / "ssd").rglob("*.kv"))
         assert report["tiers"][1]["chunks"] == len(files)
@@ -60,25 +60,25 @@ def test_kill_9_in_the_middle_of_writing_leaves_only_whole_chunks(tmp_path: Path
         assert worker.arena is not None
         ticket = scheduler.look_up(KEYS, CHUNK_TOKENS * len(KEYS))
         assert ticket is not None
-        finding = scheduler.found(ticket, wait=60)
-        while finding is not None and not finding.final:
+        lookup = scheduler.found(ticket, wait=60)
+        while lookup is not None and not lookup.final:
             time.sleep(0.01)
-            finding = scheduler.found(ticket)
-        assert finding is not None
-        for key, offset in zip(KEYS, finding.offsets, strict=False):
+            lookup = scheduler.found(ticket)
+        assert lookup is not None
+        for key, offset in zip(KEYS, lookup.offsets, strict=False):
             payload = bytes(worker.arena.view(offset + HEADER_BYTES, LAYOUT.payload_bytes(CHUNK_TOKENS)))
             assert payload == key * (len(payload) // len(key))
         scheduler.close()
         worker.close()
-        again.kill()
-        again.wait()
+        restarted.kill()
+        restarted.wait()
         for file in files:
             file.unlink(missing_ok=True)
 
 
-def test_a_second_process_on_one_socket_names_the_first(tmp_path: Path, start: Start) -> None:
+def test_second_process_on_one_socket_names_the_first(tmp_path: Path, start: Start) -> None:
     first = start()
-    wait_until(lambda: answers(tmp_path / "socket"))
+    wait_until(lambda: is_serving(tmp_path / "socket"))
     second = start()
     _, message = second.communicate(timeout=60)
     assert second.returncode != 0
@@ -87,24 +87,24 @@ def test_a_second_process_on_one_socket_names_the_first(tmp_path: Path, start: S
     assert status(tmp_path / "socket")["pid"] == first.pid
 
 
-@pytest.mark.parametrize("taken", ["a file", "a folder"])
-def test_a_socket_that_is_something_else_is_left_alone(tmp_path: Path, start: Start, taken: str) -> None:
+@pytest.mark.parametrize("obstacle", ["a file", "a folder"])
+def test_path_that_is_not_a_socket_is_not_removed(tmp_path: Path, start: Start, obstacle: str) -> None:
     path = tmp_path / "socket"
-    if taken == "a file":
+    if obstacle == "a file":
         path.write_text("dear")
     else:
         path.mkdir()
     process = start()
     _, message = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert f"socket {path} is there already, and is no socket" in message
+    assert f"{path} exists and is not a socket" in message
     assert "Traceback" not in message
-    assert path.is_dir() if taken == "a folder" else path.read_text() == "dear"
+    assert path.is_dir() if obstacle == "a folder" else path.read_text() == "dear"
 
 
-def test_a_killed_engine_leaves_nothing(tmp_path: Path, start: Start) -> None:
+def test_killed_engine_leaks_nothing(tmp_path: Path, start: Start) -> None:
     start()
-    wait_until(lambda: answers(tmp_path / "socket"))
+    wait_until(lambda: is_serving(tmp_path / "socket"))
     pid = os.fork()
     if pid == 0:
         store(tmp_path / "socket", KEYS[:3])
@@ -115,7 +115,10 @@ def test_a_killed_engine_leaves_nothing(tmp_path: Path, start: Start) -> None:
     assert report["tiers"][0]["chunks"] == 3
 
 
-def test_it_runs_without_torch(tmp_path: Path) -> None:
-    code = "import sys, kvtier.bridge.serve, kvtier.backends.disk, kvtier.cli; print('torch' in sys.modules)"
+def test_cache_process_does_not_import_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys, kvtier.bridge.serve, kvtier.backends.disk.backend, kvtier.cli\n"
+        "print('torch' in sys.modules)"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False"

@@ -1,4 +1,4 @@
-"""The cache process against engines that are scripted frame by frame, in one loop."""
+"""The bridge server with scripted engines, in one event loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvtier.bridge.protocol import (
     Confirmed,
     Found,
     Hello,
-    LookUp,
+    Lookup,
     Refused,
     Release,
     Reserve,
@@ -32,106 +32,121 @@ from kvtier.bridge.protocol import (
     Run,
     Status,
 )
-from kvtier.header import HEADER_BYTES
-from kvtier.keys import chunk_keys, join_keys
+from kvtier.memory.header import HEADER_BYTES
+from kvtier.memory.keys import chunk_keys, join_keys
 from kvtier.pipeline import prefetch
 from kvtier.sockets.frames import encode
 
-from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, NAMESPACE, ROOT, TOKENS, Peer, host, store
+from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, NAMESPACE, ROOT, TOKENS, Peer, open_host, store
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_an_instance_knows_which_models_its_engines_serve(tmp_path: Path) -> None:
+async def test_instance_tracks_models_of_its_engines(tmp_path: Path) -> None:
     model = EngineModel(["llama"], TokenizerSource("/models/llama"))
-    async with host(tmp_path) as home:
-        served = home.server._instance.served
-        async with home.peer() as worker, home.peer() as scheduler:
+    async with open_host(tmp_path) as host:
+        served = host.server._instance.served
+        async with host.peer() as worker, host.peer() as scheduler:
             await worker.greet("worker")
             assert (served.engines, served.models) == (["engine"], [])
             await scheduler.greet(model=model)
-            assert [(one.names, one.namespace) for one in served.models] == [(["llama"], NAMESPACE)]
+            assert [(model.names, model.namespace) for model in served.models] == [(["llama"], NAMESPACE)]
             assert served.tokenizer(NAMESPACE) == model.tokenizer
-        await home.nobody()
+        await host.wait_until_idle()
         assert (served.engines, len(served.models)) == ([], 1)
 
 
-async def test_what_one_engine_stored_is_found_when_every_rank_has_committed(tmp_path: Path) -> None:
-    async with host(tmp_path) as home, home.peer() as scheduler, home.peer() as one, home.peer() as two:
+async def test_chunks_are_found_once_every_rank_has_committed(tmp_path: Path) -> None:
+    async with (
+        open_host(tmp_path) as host,
+        host.peer() as scheduler,
+        host.peer() as worker0,
+        host.peer() as worker1,
+    ):
         await scheduler.greet()
-        await one.greet("worker", 0)
-        await two.greet("worker", 1)
-        leases = await store(scheduler, [one], KEYS)
+        await worker0.greet("worker", 0)
+        await worker1.greet("worker", 1)
+        leases = await store(scheduler, [worker0], KEYS)
         assert all(leases)
-        assert await scheduler.ask(LookUp(5, join_keys(KEYS), TOKENS)) == Found(5, [], [], [], 0)
-        await two.say(Commit(leases))
-        await two.status()
-        found = await scheduler.ask(LookUp(6, join_keys(KEYS), TOKENS))
+        assert await scheduler.request(Lookup(5, join_keys(KEYS), TOKENS)) == Found(5, [], [], [], 0)
+        await worker1.send(Commit(leases))
+        await worker1.status()
+        found = await scheduler.request(Lookup(6, join_keys(KEYS), TOKENS))
         assert isinstance(found, Found)
         assert (len(found.leases), found.fetching, set(found.sources)) == (6, 0, {0})
-        assert bytes(one.arena.view(found.offsets[2] + HEADER_BYTES, 32)) == KEYS[2]
-        assert await one.ask(Confirm(7, found.leases)) == Confirmed(7, held=True)
-        await scheduler.say(Release(found.leases[:3]))
-        assert await scheduler.ask(Confirm(8, found.leases)) == Confirmed(8, held=False)
-        await scheduler.say(Cancel(6))
+        assert bytes(worker0.arena.view(found.offsets[2] + HEADER_BYTES, 32)) == KEYS[2]
+        assert await worker0.request(Confirm(7, found.leases)) == Confirmed(7, held=True)
+        await scheduler.send(Release(found.leases[:3]))
+        assert await scheduler.request(Confirm(8, found.leases)) == Confirmed(8, held=False)
+        await scheduler.send(Cancel(6))
         assert (await scheduler.status())["engines"] == [
             {"name": "engine", "leases": 0, "reservations": 0, "tickets": 0}
         ]
 
 
-async def test_what_is_on_disk_is_fetched_and_told_when_it_is_there(tmp_path: Path) -> None:
-    async with host(tmp_path) as home, home.peer() as scheduler, home.peer() as one, home.peer() as two:
+async def test_chunks_on_disk_are_promoted_and_reported(tmp_path: Path) -> None:
+    async with (
+        open_host(tmp_path) as host,
+        host.peer() as scheduler,
+        host.peer() as worker0,
+        host.peer() as worker1,
+    ):
         await scheduler.greet()
-        await one.greet("worker", 0)
-        await two.greet("worker", 1)
-        await store(scheduler, [one, two], KEYS)
-        cache = home.server.cache
+        await worker0.greet("worker", 0)
+        await worker1.greet("worker", 1)
+        await store(scheduler, [worker0, worker1], KEYS)
+        cache = host.server.cache
         assert await cache.drain(5)
         assert await cache.move(KEYS[2:], "ram", "ssd") == 4
-        first = await scheduler.ask(LookUp(1, join_keys(KEYS), TOKENS))
+        first = await scheduler.request(Lookup(1, join_keys(KEYS), TOKENS))
         assert isinstance(first, Found)
         assert (len(first.leases), first.fetching) == (2, 4)
-        final = await scheduler.hear()
+        final = await scheduler.receive()
         assert isinstance(final, Found)
         assert (final.ticket, len(final.leases), final.fetching, set(final.sources)) == (1, 4, 0, {1})
-        assert bytes(one.arena.view(final.offsets[0] + HEADER_BYTES, 32)) == KEYS[2]
+        assert bytes(worker0.arena.view(final.offsets[0] + HEADER_BYTES, 32)) == KEYS[2]
 
 
-async def test_an_engine_hears_of_each_batch_that_has_arrived(
+async def test_engine_is_notified_of_each_arrived_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetch, "READ_BYTES", 1)
     monkeypatch.setattr(prefetch, "READS_IN_FLIGHT", 1)
-    async with host(tmp_path) as home, home.peer() as scheduler, home.peer() as one, home.peer() as two:
+    async with (
+        open_host(tmp_path) as host,
+        host.peer() as scheduler,
+        host.peer() as worker0,
+        host.peer() as worker1,
+    ):
         await scheduler.greet()
-        await one.greet("worker", 0)
-        await two.greet("worker", 1)
-        await store(scheduler, [one, two], KEYS)
-        assert await home.server.cache.drain(5)
-        assert await home.server.cache.move(KEYS, "ram", "ssd") == 6
-        answers = [await scheduler.ask(LookUp(1, join_keys(KEYS), TOKENS))]
+        await worker0.greet("worker", 0)
+        await worker1.greet("worker", 1)
+        await store(scheduler, [worker0, worker1], KEYS)
+        assert await host.server.cache.drain(5)
+        assert await host.server.cache.move(KEYS, "ram", "ssd") == 6
+        answers = [await scheduler.request(Lookup(1, join_keys(KEYS), TOKENS))]
         while answers[-1].fetching:
-            answers.append(await scheduler.hear())
+            answers.append(await scheduler.receive())
         assert [answer.fetching for answer in answers] == [6, 5, 4, 3, 2, 1, 0]
         assert [len(answer.leases) for answer in answers] == [0] * 6 + [6]
 
 
-async def test_an_engine_that_is_gone_leaves_nothing(tmp_path: Path) -> None:
-    async with host(tmp_path) as home:
-        async with home.peer() as scheduler, home.peer() as one, home.peer() as two:
+async def test_disconnected_engine_leaks_nothing(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        async with host.peer() as scheduler, host.peer() as worker0, host.peer() as worker1:
             await scheduler.greet()
-            await one.greet("worker", 0)
-            await two.greet("worker", 1)
-            await store(scheduler, [one, two], KEYS[:3])
-            await store(scheduler, [one], KEYS[3:])
-            await scheduler.ask(LookUp(5, join_keys(KEYS), TOKENS))
-        await home.nobody()
-        assert home.server.cache.hierarchy.catalog.count(0) == 3
+            await worker0.greet("worker", 0)
+            await worker1.greet("worker", 1)
+            await store(scheduler, [worker0, worker1], KEYS[:3])
+            await store(scheduler, [worker0], KEYS[3:])
+            await scheduler.request(Lookup(5, join_keys(KEYS), TOKENS))
+        await host.wait_until_idle()
+        assert host.server.cache.hierarchy.catalog.count(0) == 3
 
 
-async def test_half_an_engine_keeps_what_it_may_still_write_to(tmp_path: Path) -> None:
-    async with host(tmp_path) as home, home.peer() as worker:
-        async with home.peer() as scheduler:
+async def test_reservations_are_kept_while_a_worker_is_connected(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host, host.peer() as worker:
+        async with host.peer() as scheduler:
             await scheduler.greet()
             await worker.greet("worker", 0)
             await store(scheduler, [worker], KEYS)
@@ -139,77 +154,87 @@ async def test_half_an_engine_keeps_what_it_may_still_write_to(tmp_path: Path) -
         assert (await worker.status())["engines"][0]["reservations"] == 6  # type: ignore[index]
 
 
-async def test_a_new_scheduler_takes_over_what_it_names(tmp_path: Path) -> None:
-    async with host(tmp_path) as home, home.peer() as one, home.peer() as two:
-        await one.greet("worker", 0)
-        await two.greet("worker", 1)
-        async with home.peer() as scheduler:
+async def test_new_scheduler_takes_over_the_leases_it_names(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host, host.peer() as worker0, host.peer() as worker1:
+        await worker0.greet("worker", 0)
+        await worker1.greet("worker", 1)
+        async with host.peer() as scheduler:
             await scheduler.greet()
-            await store(scheduler, [one, two], KEYS)
-            found = await scheduler.ask(LookUp(5, join_keys(KEYS), TOKENS))
+            await store(scheduler, [worker0, worker1], KEYS)
+            found = await scheduler.request(Lookup(5, join_keys(KEYS), TOKENS))
             assert isinstance(found, Found)
-        async with home.peer() as successor:
+        async with host.peer() as successor:
             await successor.greet(holding=found.leases[:2])
-            assert await one.ask(Confirm(1, found.leases[:2])) == Confirmed(1, held=True)
-            assert await one.ask(Confirm(2, found.leases[2:3])) == Confirmed(2, held=False)
+            assert await worker0.request(Confirm(1, found.leases[:2])) == Confirmed(1, held=True)
+            assert await worker0.request(Confirm(2, found.leases[2:3])) == Confirmed(2, held=False)
 
 
-async def test_reservations_are_refused_where_known_or_full_and_can_be_given_back(tmp_path: Path) -> None:
-    async with host(tmp_path) as home, home.peer() as scheduler:
+async def test_reservations_of_known_chunks_or_beyond_capacity_are_refused(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host, host.peer() as scheduler:
         await scheduler.greet()
-        first = await scheduler.ask(Reserve(1, [Run(ROOT, join_keys(KEYS), CHUNK_TOKENS)]))
-        again = await scheduler.ask(Reserve(2, [Run(ROOT, join_keys(KEYS), CHUNK_TOKENS)]))
+        first = await scheduler.request(Reserve(1, [Run(ROOT, join_keys(KEYS), CHUNK_TOKENS)]))
+        repeated = await scheduler.request(Reserve(2, [Run(ROOT, join_keys(KEYS), CHUNK_TOKENS)]))
         assert isinstance(first, Reserved)
-        assert again == Reserved(2, [0] * 6, [0] * 6)
-        await scheduler.say(Abandon(first.leases))
+        assert repeated == Reserved(2, [0] * 6, [0] * 6)
+        await scheduler.send(Abandon(first.leases))
         many = chunk_keys(ROOT, list(range(CHUNK_TOKENS * 300)), CHUNK_TOKENS)
-        flood = await scheduler.ask(Reserve(3, [Run(ROOT, join_keys(many), CHUNK_TOKENS)]))
-        assert isinstance(flood, Reserved)
-        granted = sum(map(bool, flood.leases))
+        oversized = await scheduler.request(Reserve(3, [Run(ROOT, join_keys(many), CHUNK_TOKENS)]))
+        assert isinstance(oversized, Reserved)
+        granted = sum(map(bool, oversized.leases))
         assert 0 < granted < 300
-        assert not any(flood.leases[granted:])
+        assert not any(oversized.leases[granted:])
 
 
-async def test_clear_takes_one_namespace(tmp_path: Path) -> None:
-    async with host(tmp_path) as home, home.peer() as scheduler, home.peer() as one, home.peer() as two:
+async def test_clear_removes_one_namespace(tmp_path: Path) -> None:
+    async with (
+        open_host(tmp_path) as host,
+        host.peer() as scheduler,
+        host.peer() as worker0,
+        host.peer() as worker1,
+    ):
         await scheduler.greet()
-        await one.greet("worker", 0)
-        await two.greet("worker", 1)
-        await store(scheduler, [one, two], KEYS)
-        await home.server.cache.drain(5)
-        assert await scheduler.ask(Clear(1)) == Cleared(1, 6)
-        assert await scheduler.ask(LookUp(2, join_keys(KEYS), TOKENS)) == Found(2, [], [], [], 0)
+        await worker0.greet("worker", 0)
+        await worker1.greet("worker", 1)
+        await store(scheduler, [worker0, worker1], KEYS)
+        await host.server.cache.drain(5)
+        assert await scheduler.request(Clear(1)) == Cleared(1, 6)
+        assert await scheduler.request(Lookup(2, join_keys(KEYS), TOKENS)) == Found(2, [], [], [], 0)
 
 
-async def test_changes_are_told_to_who_wants_them(tmp_path: Path) -> None:
-    async with host(tmp_path) as home, home.peer() as scheduler, home.peer() as one, home.peer() as two:
+async def test_changes_are_sent_to_subscribers(tmp_path: Path) -> None:
+    async with (
+        open_host(tmp_path) as host,
+        host.peer() as scheduler,
+        host.peer() as worker0,
+        host.peer() as worker1,
+    ):
         await scheduler.greet(changes=True)
-        await one.greet("worker", 0)
-        await two.greet("worker", 1)
-        reserved = await scheduler.ask(Reserve(1, [Run(ROOT, join_keys(KEYS), CHUNK_TOKENS)]))
+        await worker0.greet("worker", 0)
+        await worker1.greet("worker", 1)
+        reserved = await scheduler.request(Reserve(1, [Run(ROOT, join_keys(KEYS), CHUNK_TOKENS)]))
         assert isinstance(reserved, Reserved)
-        await one.say(Commit(reserved.leases))
-        await two.say(Commit(reserved.leases))
-        told: dict[int, bytes] = {}
-        while len(told) < 2:
-            changed = await scheduler.hear()
+        await worker0.send(Commit(reserved.leases))
+        await worker1.send(Commit(reserved.leases))
+        stored: dict[int, bytes] = {}
+        while len(stored) < 2:
+            changed = await scheduler.receive()
             assert isinstance(changed, Changed)
-            told[changed.tier] = told.get(changed.tier, b"") + changed.stored
-        assert told == {0: join_keys(KEYS), 1: join_keys(KEYS)}
+            stored[changed.tier] = stored.get(changed.tier, b"") + changed.stored
+        assert stored == {0: join_keys(KEYS), 1: join_keys(KEYS)}
 
 
-async def test_an_observer_may_only_watch(tmp_path: Path) -> None:
-    async with host(tmp_path) as home, home.peer() as observer:
+async def test_observer_may_only_query_status(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host, host.peer() as observer:
         await observer.greet("observer")
         assert (await observer.status())["pid"] == os.getpid()
-        assert isinstance(await observer.ask(LookUp(1, join_keys(KEYS), TOKENS)), Refused)
+        assert isinstance(await observer.request(Lookup(1, join_keys(KEYS), TOKENS)), Refused)
 
 
-async def test_a_status_counts_the_tasks_by_name(tmp_path: Path) -> None:
-    async with host(tmp_path) as home, home.peer() as observer:
+async def test_status_counts_tasks_by_name(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host, host.peer() as observer:
         await observer.greet("observer")
         before = await tasks_of(observer)
-        async with home.peer() as engine:
+        async with host.peer() as engine:
             await engine.greet()
             assert sum((await tasks_of(observer)).values()) > sum(before.values())
         with anyio.fail_after(60):
@@ -232,28 +257,28 @@ async def tasks_of(observer: Peer) -> dict[str, int]:
         encode(Hello(999, "engine", "scheduler", 0, LAYOUT, NAMESPACE)),
         encode(Hello(protocol.VERSION, "engine", "worker", 7, LAYOUT, NAMESPACE)),
     ],
-    ids=["endless", "not-msgpack", "no-hello", "wrong-version", "rank-that-is-none"],
+    ids=["endless", "not-msgpack", "no-hello", "wrong-version", "invalid-rank"],
 )
-async def test_nonsense_is_refused_and_others_are_served_on(tmp_path: Path, frame: bytes) -> None:
-    async with host(tmp_path) as home, home.peer() as good, home.peer() as bad:
-        await good.greet()
-        await bad.stream.send(frame)
-        assert isinstance(await bad.hear(), Refused)
-        assert await good.ask(LookUp(1, join_keys(KEYS), TOKENS)) == Found(1, [], [], [], 0)
+async def test_invalid_frame_is_refused_and_others_are_served(tmp_path: Path, frame: bytes) -> None:
+    async with open_host(tmp_path) as host, host.peer() as healthy, host.peer() as faulty:
+        await healthy.greet()
+        await faulty.stream.send(frame)
+        assert isinstance(await faulty.receive(), Refused)
+        assert await healthy.request(Lookup(1, join_keys(KEYS), TOKENS)) == Found(1, [], [], [], 0)
 
 
-async def test_keys_that_are_cut_short_are_refused(tmp_path: Path) -> None:
-    async with host(tmp_path) as home, home.peer() as bad:
-        await bad.greet()
-        assert isinstance(await bad.ask(LookUp(1, join_keys(KEYS)[:-1], TOKENS)), Refused)
-        assert home.server.engines == 1, "it may still be copying until it closes"
+async def test_truncated_keys_are_refused(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host, host.peer() as faulty:
+        await faulty.greet()
+        assert isinstance(await faulty.request(Lookup(1, join_keys(KEYS)[:-1], TOKENS)), Refused)
+        assert host.server.engines == 1, "it may still be copying until it disconnects"
 
 
-async def test_a_file_descriptor_comes_with_the_welcome_only(tmp_path: Path) -> None:
-    async with host(tmp_path) as home:
+async def test_descriptor_is_sent_with_welcome_only(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
         with socket.socket(socket.AF_UNIX) as raw:
             raw.settimeout(5)
-            await to_thread.run_sync(raw.connect, str(home.path))
+            await to_thread.run_sync(raw.connect, str(host.path))
             raw.sendall(encode(Hello(protocol.VERSION, "e", "observer", 0, LAYOUT, NAMESPACE)))
             _, control, _, _ = await to_thread.run_sync(raw.recvmsg, 65536, 64)
             fds = array.array("i", control[0][2])

@@ -1,4 +1,4 @@
-"""A cache process that an engine starts: one for equal settings, and loud where it cannot start."""
+"""Cache processes started by engines: one per settings, and errors if one cannot start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtier.bridge.client import SchedulerBridge, status
 from kvtier.bridge.spawn import CacheProcess, default_address
 from kvtier.errors import ChannelError
 
-from .conftest import answers, hello, wait_until
+from .conftest import hello, is_serving, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +28,10 @@ def _own_runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Iterator[Settings]:
-    made = make_settings(tmp_path)
-    yield made
-    path = default_address(made)
-    if answers(path):
+    config = make_settings(tmp_path)
+    yield config
+    path = default_address(config)
+    if is_serving(path):
         os.kill(status(path)["pid"], signal.SIGKILL)
 
 
@@ -43,35 +43,35 @@ def make_settings(tmp_path: Path, **more: Any) -> Settings:
     return Settings(tiers=tiers, linger=0.3, **more)
 
 
-def test_the_address_follows_from_the_settings(tmp_path: Path) -> None:
-    one = default_address(make_settings(tmp_path))
-    assert one == default_address(make_settings(tmp_path))
-    assert one != default_address(make_settings(tmp_path, chunk_tokens=512))
-    assert one.parent.stat().st_mode & 0o777 == 0o700
+def test_address_is_derived_from_settings(tmp_path: Path) -> None:
+    address = default_address(make_settings(tmp_path))
+    assert address == default_address(make_settings(tmp_path))
+    assert address != default_address(make_settings(tmp_path, chunk_tokens=512))
+    assert address.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+def test_folder_accessible_to_others_is_refused(tmp_path: Path) -> None:
     default_address(make_settings(tmp_path)).parent.chmod(0o755)
-    with pytest.raises(ChannelError, match="open to others"):
+    with pytest.raises(ChannelError, match="accessible to other users"):
         default_address(make_settings(tmp_path))
 
 
-def test_it_is_started_once_and_leaves_after_its_engine(settings: Settings) -> None:
+def test_process_is_shared_and_exits_after_last_engine(settings: Settings) -> None:
     path = default_address(settings)
     process = CacheProcess(settings, path)
     scheduler = SchedulerBridge(hello("scheduler"), path, process.start)
     process.start_and_wait(scheduler.connect)
     pid = status(path)["pid"]
-    other = CacheProcess(settings, path)
-    second = SchedulerBridge(hello("scheduler"), path, other.start)
-    other.start_and_wait(second.connect)
+    second_process = CacheProcess(settings, path)
+    second = SchedulerBridge(hello("scheduler"), path, second_process.start)
+    second_process.start_and_wait(second.connect)
     assert status(path)["pid"] == pid
     second.close()
     scheduler.close()
     wait_until(lambda: not path.exists())
 
 
-def test_many_that_start_at_once_end_up_with_one(settings: Settings) -> None:
+def test_concurrent_starts_share_one_process(settings: Settings) -> None:
     path = default_address(settings)
     code = (
         "import sys\n"
@@ -83,20 +83,20 @@ def test_many_that_start_at_once_end_up_with_one(settings: Settings) -> None:
         "CacheProcess(settings, path).start_and_wait(lambda: print(status(path)['pid']))\n"
     )
     command = [sys.executable, "-W", "ignore", "-c", code, settings.model_dump_json()]
-    starters = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    pids = {starter.communicate(timeout=60)[0].strip() for starter in starters}
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    pids = {process.communicate(timeout=60)[0].strip() for process in processes}
     assert pids == {str(status(path)["pid"])}
 
 
-def test_one_that_cannot_start_says_why(settings: Settings, tmp_path: Path) -> None:
+def test_failed_start_is_reported(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "ssd").write_text("a file where the folder should be")
     process = CacheProcess(settings, default_address(settings))
     scheduler = SchedulerBridge(hello("scheduler"), default_address(settings))
-    with pytest.raises(ChannelError, match=r"could not start: .*ssd"):
+    with pytest.raises(ChannelError, match=r"failed to start: .*ssd"):
         process.start_and_wait(scheduler.connect)
 
 
-def test_it_is_started_again_after_it_was_killed(settings: Settings) -> None:
+def test_killed_process_is_restarted(settings: Settings) -> None:
     path = default_address(settings)
     process = CacheProcess(settings, path)
     scheduler = SchedulerBridge(hello("scheduler"), path, process.start_in_background)
@@ -107,7 +107,7 @@ def test_it_is_started_again_after_it_was_killed(settings: Settings) -> None:
     scheduler.close()
 
 
-def test_an_engine_that_runs_does_not_wait_while_it_is_started(
+def test_running_engine_does_not_wait_for_restart(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_start, started = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Caches of a few megabytes over real memory and a real disk, and tokens to put into them."""
+"""Settings of small caches with real memory and a real disk, and prompts with matching KV."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 from kvtier import Settings
 from kvtier.plugins import Plugins
 
-Plugins.load([])  # What is built in takes longer to import than an event loop may be blocked.
+Plugins.load([])  # Importing the built-in plugins takes longer than the loop watch allows.
 
 TOKEN_BYTES = 64
 CHUNK_TOKENS = 256
 CHUNK_OBJECT_BYTES = 20_480
-"""256 tokens of 64 bytes behind a header, in whole pages."""
+"""256 tokens of 64 bytes and a header, rounded up to whole pages."""
 
 
 def rows(tokens: list[int], token_bytes: int = TOKEN_BYTES) -> bytearray:
-    """KV that tells which token it belongs to and what came before: as a model's would."""
+    """Return KV that depends on each token and its prefix, like that of a model."""
     state = 0
     out = bytearray()
     for token in tokens:
@@ -32,7 +32,7 @@ def rows(tokens: list[int], token_bytes: int = TOKEN_BYTES) -> bytearray:
 
 @pytest.fixture
 def prompt() -> Callable[[int, int], list[int]]:
-    """A prompt of so many tokens, another for each seed."""
+    """Make a prompt of a number of tokens; each seed gives another prompt."""
 
     def make(tokens: int, seed: int = 0) -> list[int]:
         return random.Random(seed).choices(range(50_000), k=tokens)
@@ -42,9 +42,9 @@ def prompt() -> Callable[[int, int], list[int]]:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Callable[..., Settings]:
-    """Settings with a memory tier of ``ram`` chunks and a disk tier of ``ssd`` chunks.
+    """Make settings with a memory tier of ``ram`` chunks and a disk tier of ``ssd`` chunks.
 
-    Requests wait for as long as a busy machine takes; tests of the wait itself configure ``prefetch``.
+    The deadlines suit a busy machine; tests of the deadline itself configure ``prefetch``.
     """
 
     def make(*, ram: int = 64, ssd: int = 512, disk: dict[str, Any] | None = None, **more: Any) -> Settings:

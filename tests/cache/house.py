@@ -1,4 +1,4 @@
-"""A cache over shared sources that fail, hang and forget as a test tells them to."""
+"""A test cache with shared sources that fail, hang and lose chunks on demand."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import anyio
 
 from kvtier import ModelCache, Settings, TieredCache
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
-from kvtier.catalog import State
-from kvtier.costs import ReadCost
+from kvtier.catalog.catalog import State
 from kvtier.events import Prefetch, Report
-from kvtier.header import ChunkHeader
-from kvtier.keys import ChunkKey
+from kvtier.memory.header import ChunkHeader
+from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import TierSettings
 from kvtier.testing.faults import FaultyBackend, SlowBackend
-from kvtier.tier import Tier
+from kvtier.tiers.costs import ReadCost
+from kvtier.tiers.tier import Tier
 
 from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
 
 MakeSettings = Callable[..., Settings]
 BUILT_IN = Plugins.load([])
-"""Loaded here because it imports every backend, which takes longer than a loop may be blocked."""
+"""Loaded at import, because importing every backend takes longer than the loop watch allows."""
 
 
-class Shelf(Backend):
-    """What other hosts have: a dictionary that the test fills."""
+class DictBackend(Backend):
+    """A pool of other hosts: a dictionary that the test fills."""
 
     def __init__(self) -> None:
         self.held: dict[ChunkKey, bytes] = {}
@@ -61,13 +61,13 @@ class Shelf(Backend):
 
 @dataclass
 class Source:
-    """One tier of what others hold: its shelf behind a wrapper that fails and one that hangs, as told."""
+    """A shared tier: a dictionary behind a wrapper that fails and one that hangs, on demand."""
 
     name: str
-    shelf: Shelf = field(default_factory=Shelf)
+    pool: DictBackend = field(default_factory=DictBackend)
 
     def __post_init__(self) -> None:
-        self.faults = FaultyBackend(self.shelf)
+        self.faults = FaultyBackend(self.pool)
         self.delays = SlowBackend(self.faults, stubborn=True)
 
     @property
@@ -76,15 +76,15 @@ class Source:
         return settings, self.delays
 
 
-class House:
-    """An open cache over memory, a disk where the test wants one, and shared sources."""
+class CacheHarness:
+    """An open cache with a memory tier, optionally a disk tier, and shared sources."""
 
     def __init__(self, cache: TieredCache, sources: Sequence[Source]) -> None:
         self.cache = cache
         self.model: ModelCache = cache.model("llama", token_bytes=TOKEN_BYTES)
         self.sources = {source.name: source for source in sources}
         self.reads: list[tuple[str, int]] = []
-        """The source and number of chunks of each read of a prefetch, in the order in which they ended."""
+        """The source and number of chunks of each prefetch read, in order of completion."""
         cache.add_observer(self)
 
     def observe(self, report: Report) -> None:
@@ -96,14 +96,14 @@ class House:
     def tier(self, name: str) -> Tier:
         return next(tier for tier in self.cache.hierarchy.tiers if tier.name == name)
 
-    def holds(self, tokens: list[int], name: str) -> list[int]:
-        """Which chunks of a prompt a tier is known to hold."""
+    def held_chunks(self, tokens: list[int], name: str) -> list[int]:
+        """Return the numbers of the chunks of a prompt that are READY in a tier."""
         catalog, tier = self.cache.hierarchy.catalog, self.tier(name).index
         keys = self.model.keys(tokens)
         return [at for at, key in enumerate(keys) if catalog.state(key, tier) is State.READY]
 
     async def fill(self, tokens: list[int], *names: str) -> None:
-        """Let the tiers named hold a prompt, and memory not."""
+        """Store a prompt in the given tiers, but not in memory."""
         cache, catalog = self.cache, self.cache.hierarchy.catalog
         keys = self.model.keys(tokens)
         assert await self.model.store(tokens, rows(tokens)) == len(tokens)
@@ -114,47 +114,47 @@ class House:
                 assert await cache.move(keys, "ram", name, copy=True) == len(keys)
                 continue
             for key in keys:
-                lease = cache.hierarchy.share(key)
+                lease = cache.hierarchy.lease(key)
                 assert lease is not None
                 sealed = bytearray(lease.view)
                 lease.release()
                 ChunkHeader.parse(memoryview(sealed)).seal(memoryview(sealed))
-                self.sources[name].shelf.held[key] = bytes(sealed)
+                self.sources[name].pool.held[key] = bytes(sealed)
                 if catalog.state(key, tier) is State.ABSENT:
                     catalog.add(key, tier, CHUNK_OBJECT_BYTES, State.READY)
         cache.hierarchy.drop(keys)
         self.reads.clear()
 
-    def lose(self, tokens: list[int], name: str, chunks: Sequence[int]) -> None:
-        """Let a source have lost some chunks of a prompt, and the cache know of it."""
+    def lose_chunks(self, tokens: list[int], name: str, chunks: Sequence[int]) -> None:
+        """Remove chunks of a prompt from a source and from the catalog."""
         keys = self.model.keys(tokens)
         for at in chunks:
-            self.sources[name].shelf.held.pop(keys[at])
+            self.sources[name].pool.held.pop(keys[at])
             self.cache.hierarchy.catalog.remove(keys[at], self.tier(name).index)
 
     def hang(self, name: str) -> None:
-        """Let calls to a source hang from now on, and its tier give them up soon."""
+        """Make calls to a source hang, with a short deadline."""
         self.sources[name].delays.hang()
-        self._limit_calls(name, 0.3)
+        self._set_deadline(name, 0.3)
 
     def resume(self, name: str) -> None:
-        """Let calls to a source go on, and from now on take as long as a busy machine makes them."""
+        """Resume calls to a source, with a deadline that suits a busy machine."""
         self.sources[name].delays.resume()
-        self._limit_calls(name, 60)
+        self._set_deadline(name, 60)
 
-    def _limit_calls(self, name: str, seconds: float) -> None:
+    def _set_deadline(self, name: str, seconds: float) -> None:
         tier = self.tier(name)
         tier.settings = tier.settings.model_copy(update={"deadline": seconds})
 
     async def retrieve(self, tokens: list[int]) -> int:
-        """How many tokens come back; every one of them right."""
+        """Retrieve a prompt, check the bytes, and return the number of tokens found."""
         out = bytearray(len(tokens) * TOKEN_BYTES)
         count = await self.model.retrieve(tokens, out)
         assert out[: count * TOKEN_BYTES] == rows(tokens)[: count * TOKEN_BYTES]
         return count
 
-    async def at_rest(self) -> None:
-        """Wait until nothing is on its way, and nothing is leased but what memory holds."""
+    async def wait_until_idle(self) -> None:
+        """Wait until nothing is in flight, and only the chunks in memory are leased."""
         cache, catalog = self.cache, self.cache.hierarchy.catalog
         with anyio.fail_after(60):
             while (
@@ -167,30 +167,32 @@ class House:
 
 
 @asynccontextmanager
-async def opened(settings: MakeSettings, *names: str, ssd: int = 0, **more: Any) -> AsyncIterator[House]:
-    """A cache over memory and shared sources of these names; at the end nothing may be leased."""
+async def opened(
+    settings: MakeSettings, *names: str, ssd: int = 0, **more: Any
+) -> AsyncIterator[CacheHarness]:
+    """Open a cache with a memory tier and shared sources. At the end, check for leaked leases."""
     sources = [Source(name) for name in names]
-    chosen = settings(ssd=ssd, **more)
+    configured = settings(ssd=ssd, **more)
     pools = [source.tier for source in sources]
-    async with TieredCache.open(chosen, plugins=BUILT_IN, pools=pools) as cache:
-        house = House(cache, sources)
+    async with TieredCache.open(configured, plugins=BUILT_IN, pools=pools) as cache:
+        harness = CacheHarness(cache, sources)
         try:
-            yield house
+            yield harness
         finally:
             for source in sources:
                 source.faults.fault = None
                 source.delays.resume()
-        await house.at_rest()
+        await harness.wait_until_idle()
 
 
-def costs(house: House, **seconds: float) -> None:
-    """Let it be known what reading a chunk from each source costs."""
+def set_costs(harness: CacheHarness, **seconds: float) -> None:
+    """Set the measured seconds for reading a chunk from each source."""
     for name, value in seconds.items():
-        house.tier(name).reading = reading = ReadCost()
+        harness.tier(name).reading = reading = ReadCost()
         reading.succeeded(CHUNK_OBJECT_BYTES, value)
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(60):
         while not condition():
             await anyio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Chunks on their way from one tier to a lower one."""
+"""Demotion of chunks to a lower tier."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 
 from kvtier import Settings
 from kvtier.events import Evict
-from kvtier.router import Transfer
+from kvtier.tiers.router import Transfer
 
 from .test_sealing import opened, store
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_chunk_that_has_gone_since_it_was_chosen_costs_itself_alone(
+async def test_chunk_removed_after_being_chosen_does_not_affect_others(
     settings: Callable[..., Settings], prompt: Callable[..., list[int]]
 ) -> None:
     async with opened(settings()) as cache:
@@ -27,7 +27,7 @@ async def test_a_chunk_that_has_gone_since_it_was_chosen_costs_itself_alone(
         for tier in hierarchy.catalog.tiers(keys[1]):
             await cache._evicting.delete(event, Transfer(tier, None, [keys[1]]))
         assert keys[1] not in hierarchy.catalog
-        lifted = await hierarchy.lift(event, ssd, keys, cache._evicting.allocate)
-        assert [chunk.key for chunk in lifted] == [keys[0], *keys[2:]]
-        for chunk in lifted:
+        read = await hierarchy.read_copies(event, ssd, keys, cache._evicting.allocate)
+        assert [chunk.key for chunk in read] == [keys[0], *keys[2:]]
+        for chunk in read:
             chunk.lease.release()

@@ -1,4 +1,4 @@
-"""A source that fails, forgets or hangs: what it does not give comes from another, and no memory is lost."""
+"""Fallback to another source if one fails, loses chunks or hangs, without leaking memory."""
 
 from __future__ import annotations
 
@@ -8,275 +8,281 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline import prefetch
 from kvtier.testing.faults import Fault
 
 from .conftest import CHUNK_OBJECT_BYTES, rows
-from .house import MakeSettings, Source, costs, opened, until
+from .house import MakeSettings, Source, opened, set_costs, wait_until
 
 pytestmark = pytest.mark.anyio
 Prompt = Callable[..., list[int]]
 
 
-Break = Callable[[Source, Sequence[ChunkKey]], None]
+BreakSource = Callable[[Source, Sequence[ChunkKey]], None]
 
 
-def _break_by(fault: Fault) -> Break:
+def _break_with(fault: Fault) -> BreakSource:
     def set_fault(source: Source, keys: Sequence[ChunkKey]) -> None:
         source.faults.fault, source.faults.only = fault, frozenset(keys)
 
     return set_fault
 
 
-def _forget(source: Source, keys: Sequence[ChunkKey]) -> None:
+def _lose_chunks(source: Source, keys: Sequence[ChunkKey]) -> None:
     for key in keys:
-        del source.shelf.held[key]
+        del source.pool.held[key]
 
 
-BREAKS = {
-    "forgotten": _forget,
-    "failed": _break_by(Fault.FAIL),
-    "raised": _break_by(Fault.RAISE),
-    "short": _break_by(Fault.SHORT),
-    "flipped": _break_by(Fault.FLIP),
+FAULTS = {
+    "forgotten": _lose_chunks,
+    "failed": _break_with(Fault.FAIL),
+    "raised": _break_with(Fault.RAISE),
+    "short": _break_with(Fault.SHORT),
+    "flipped": _break_with(Fault.FLIP),
 }
 
 
-@pytest.mark.parametrize("how", BREAKS)
-async def test_what_one_does_not_give_comes_from_the_next(
-    settings: MakeSettings, prompt: Prompt, how: str
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_missing_chunks_come_from_the_next_source(
+    settings: MakeSettings, prompt: Prompt, fault: str
 ) -> None:
-    async with opened(settings, "near", "far") as house:
+    async with opened(settings, "near", "far") as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "near", "far")
-        keys = house.model.keys(tokens)
-        BREAKS[how](house.sources["near"], keys[1:3])
-        found = house.cache.look_up(keys)
+        await harness.fill(tokens, "near", "far")
+        keys = harness.model.keys(tokens)
+        FAULTS[fault](harness.sources["near"], keys[1:3])
+        found = harness.cache.look_up(keys)
         await found.settle(None)
         assert found.ready == 4
-        near, far = house.tier("near").index, house.tier("far").index
-        came_from = [chunk.source for chunk in found.chunks]
-        assert came_from[1:3] == [far, far]
-        assert set(came_from) == ({far} if how in ("raised", "short") else {near, far})
+        near, far = harness.tier("near").index, harness.tier("far").index
+        sources = [chunk.source for chunk in found.chunks]
+        assert sources[1:3] == [far, far]
+        assert set(sources) == ({far} if fault in ("raised", "short") else {near, far})
         found.release()
-        assert await house.retrieve(tokens) == 1024, "in memory, and right"
-        assert house.cache.hierarchy.counts["fell_back"] == came_from.count(far)
-        if how in ("forgotten", "flipped"):
-            assert house.holds(tokens, "near") == [0, 3]
+        assert await harness.retrieve(tokens) == 1024, "the chunks in memory are wrong or missing"
+        assert harness.cache.hierarchy.counts["fell_back"] == sources.count(far)
+        if fault in ("forgotten", "flipped"):
+            assert harness.held_chunks(tokens, "near") == [0, 3]
 
 
-async def test_what_the_disk_has_lost_comes_from_peers(
+async def test_chunks_lost_by_the_disk_come_from_peers(
     settings: MakeSettings, prompt: Prompt, tmp_path: Path
 ) -> None:
-    async with opened(settings, "peers", ssd=64) as house:
+    async with opened(settings, "peers", ssd=64) as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "ssd", "peers")
+        await harness.fill(tokens, "ssd", "peers")
         for file in [path for path in (tmp_path / "ssd").rglob("*") if path.is_file()]:
             file.write_bytes(b"")
-        assert await house.retrieve(tokens) == 1024
-        assert house.reads == [("ssd", 4), ("peers", 4)]
-        assert house.holds(tokens, "ssd") == []
+        assert await harness.retrieve(tokens) == 1024
+        assert harness.reads == [("ssd", 4), ("peers", 4)]
+        assert harness.held_chunks(tokens, "ssd") == []
 
 
-async def test_the_next_is_the_cheapest_that_is_left(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings, "near", "far", "peers") as house:
+async def test_next_source_is_the_cheapest_remaining(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, "near", "far", "peers") as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "near", "far", "peers")
-        costs(house, near=1.0, far=1.0, peers=0.1)
-        house.sources["peers"].faults.fault = Fault.FAIL
-        house.sources["near"].faults.fault = Fault.FAIL
-        assert await house.retrieve(tokens) == 1024
-        assert house.reads == [("peers", 4), ("near", 4), ("far", 4)]
+        await harness.fill(tokens, "near", "far", "peers")
+        set_costs(harness, near=1.0, far=1.0, peers=0.1)
+        harness.sources["peers"].faults.fault = Fault.FAIL
+        harness.sources["near"].faults.fault = Fault.FAIL
+        assert await harness.retrieve(tokens) == 1024
+        assert harness.reads == [("peers", 4), ("near", 4), ("far", 4)]
 
 
-async def test_the_beginning_of_a_prompt_is_mended_first(
+async def test_missing_first_chunks_are_read_first(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetch, "READS_IN_FLIGHT", 1)
     monkeypatch.setattr(prefetch, "READ_BYTES", 2 * CHUNK_OBJECT_BYTES)
-    async with opened(settings, "near", "far") as house:
+    async with opened(settings, "near", "far") as harness:
         tokens = prompt(1536)
-        await house.fill(tokens, "near", "far")
-        _forget(house.sources["near"], house.model.keys(tokens)[:1])
-        assert await house.retrieve(tokens) == 1536
-        assert house.reads == [("near", 2), ("far", 1), ("near", 2), ("near", 2)]
+        await harness.fill(tokens, "near", "far")
+        _lose_chunks(harness.sources["near"], harness.model.keys(tokens)[:1])
+        assert await harness.retrieve(tokens) == 1536
+        assert harness.reads == [("near", 2), ("far", 1), ("near", 2), ("near", 2)]
 
 
-async def test_the_rest_of_a_run_leaves_a_source_that_fails(
+async def test_rest_of_a_run_moves_away_from_a_failing_source(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetch, "READS_IN_FLIGHT", 1)
     monkeypatch.setattr(prefetch, "READ_BYTES", 2 * CHUNK_OBJECT_BYTES)
-    async with opened(settings, "near", "far") as house:
+    async with opened(settings, "near", "far") as harness:
         tokens = prompt(2048)
-        await house.fill(tokens, "near", "far")
-        house.lose(tokens, "far", [7])
-        house.sources["near"].faults.fault = Fault.FAIL
-        assert await house.retrieve(tokens) == 1792
-        assert house.reads == [("near", 2), ("far", 2), ("far", 2), ("far", 2), ("far", 1), ("near", 1)]
+        await harness.fill(tokens, "near", "far")
+        harness.lose_chunks(tokens, "far", [7])
+        harness.sources["near"].faults.fault = Fault.FAIL
+        assert await harness.retrieve(tokens) == 1792
+        assert harness.reads == [("near", 2), ("far", 2), ("far", 2), ("far", 2), ("far", 1), ("near", 1)]
 
 
-async def test_all_sources_fail_and_are_asked_once_each(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings, "near", "far", "peers") as house:
+async def test_all_sources_fail_and_are_read_once_each(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, "near", "far", "peers") as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "near", "far", "peers")
-        for source, fault in zip(house.sources.values(), (Fault.FAIL, Fault.RAISE, Fault.SHORT), strict=True):
+        await harness.fill(tokens, "near", "far", "peers")
+        for source, fault in zip(
+            harness.sources.values(), (Fault.FAIL, Fault.RAISE, Fault.SHORT), strict=True
+        ):
             source.faults.fault = fault
-        assert await house.retrieve(tokens) == 0
-        assert house.reads == [("near", 4), ("far", 4), ("peers", 4)]
-        assert [source.faults.calls["get"] for source in house.sources.values()] == [1, 1, 1]
-        await house.at_rest()
-        assert house.cache.arena.used == 0
-        assert house.holds(tokens, "near") == [0, 1, 2, 3], "to fail is not to lack"
-        for source in house.sources.values():
+        assert await harness.retrieve(tokens) == 0
+        assert harness.reads == [("near", 4), ("far", 4), ("peers", 4)]
+        assert [source.faults.calls["get"] for source in harness.sources.values()] == [1, 1, 1]
+        await harness.wait_until_idle()
+        assert harness.cache.arena.used == 0
+        assert harness.held_chunks(tokens, "near") == [0, 1, 2, 3], (
+            "a failure does not remove chunks from the catalog"
+        )
+        for source in harness.sources.values():
             source.faults.fault = None
-        assert await house.retrieve(tokens) == 1024
+        assert await harness.retrieve(tokens) == 1024
 
 
-async def test_all_sources_have_lost_it(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings, "near", "far") as house:
+async def test_all_sources_have_lost_the_chunks(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, "near", "far") as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "near", "far")
-        for source in house.sources.values():
-            source.shelf.held.clear()
-        assert await house.retrieve(tokens) == 0
-        await house.at_rest()
-        assert len(house.cache.hierarchy.catalog) == 0
+        await harness.fill(tokens, "near", "far")
+        for source in harness.sources.values():
+            source.pool.held.clear()
+        assert await harness.retrieve(tokens) == 0
+        await harness.wait_until_idle()
+        assert len(harness.cache.hierarchy.catalog) == 0
 
 
-async def test_a_source_whose_breaker_is_open_is_not_asked(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings, "near", "far") as house:
+async def test_source_with_an_open_breaker_is_not_read(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, "near", "far") as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "near", "far")
-        house.sources["near"].faults.fault = Fault.RAISE
-        while house.tier("near").available:
-            assert await house.retrieve(tokens) == 1024
-            house.cache.hierarchy.drop(house.model.keys(tokens))
-        house.tier("near").backend._open_until = float("inf")
-        house.reads.clear()
-        assert await house.retrieve(tokens) == 1024
-        assert house.reads == [("far", 4)]
+        await harness.fill(tokens, "near", "far")
+        harness.sources["near"].faults.fault = Fault.RAISE
+        while harness.tier("near").available:
+            assert await harness.retrieve(tokens) == 1024
+            harness.cache.hierarchy.drop(harness.model.keys(tokens))
+        harness.tier("near").backend._open_until = float("inf")
+        harness.reads.clear()
+        assert await harness.retrieve(tokens) == 1024
+        assert harness.reads == [("far", 4)]
 
 
-# Out of time.
+# Timeouts.
 
 
-async def test_a_late_answer_overwrites_nothing(settings: MakeSettings, prompt: Prompt) -> None:
-    """The slice is the late one's until it lets go: no other source is given it, nor is it freed."""
-    async with opened(settings, "near", "far", ram=10) as house:
+async def test_late_read_overwrites_nothing(settings: MakeSettings, prompt: Prompt) -> None:
+    """Until the late read ends, its slice is neither freed nor given to another source."""
+    async with opened(settings, "near", "far", ram=10) as harness:
         tokens, other = prompt(1024), prompt(1024, 1)
-        await house.fill(tokens, "near", "far")
-        near = house.sources["near"]
-        house.hang("near")
+        await harness.fill(tokens, "near", "far")
+        near = harness.sources["near"]
+        harness.hang("near")
         with anyio.fail_after(60):
-            assert await house.retrieve(tokens) == 0
-        assert house.sources["far"].faults.calls["get"] == 0
-        assert house.cache.arena.used == 4 * CHUNK_OBJECT_BYTES, "it may still be written to"
-        await house.model.store(other, rows(other))
-        # What it answers late is garbage, which must be found out, and must not hit what others hold.
+            assert await harness.retrieve(tokens) == 0
+        assert harness.sources["far"].faults.calls["get"] == 0
+        assert harness.cache.arena.used == 4 * CHUNK_OBJECT_BYTES, (
+            "memory that may still be written to was freed"
+        )
+        await harness.model.store(other, rows(other))
+        # The late read writes garbage, which must be detected and must not overwrite other chunks.
         near.faults.fault = Fault.FLIP
-        house.resume("near")
-        await house.at_rest()
-        assert house.holds(tokens, "ram") == []
-        assert await house.retrieve(other) == 1024
-        assert await house.retrieve(tokens) == 1024
-        assert house.reads[-1] == ("far", 4), "the near one has lost what it corrupted"
+        harness.resume("near")
+        await harness.wait_until_idle()
+        assert harness.held_chunks(tokens, "ram") == []
+        assert await harness.retrieve(other) == 1024
+        assert await harness.retrieve(tokens) == 1024
+        assert harness.reads[-1] == ("far", 4), "the near source must have dropped the corrupt chunks"
 
 
-async def test_a_late_answer_that_is_right_is_kept(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings, "near", "far") as house:
+async def test_valid_late_read_is_kept(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, "near", "far") as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "near", "far")
-        house.hang("near")
+        await harness.fill(tokens, "near", "far")
+        harness.hang("near")
         with anyio.fail_after(60):
-            assert await house.retrieve(tokens) == 0
-        house.resume("near")
-        await house.at_rest()
-        assert house.holds(tokens, "ram") == [0, 1, 2, 3]
-        assert await house.retrieve(tokens) == 1024
+            assert await harness.retrieve(tokens) == 0
+        harness.resume("near")
+        await harness.wait_until_idle()
+        assert harness.held_chunks(tokens, "ram") == [0, 1, 2, 3]
+        assert await harness.retrieve(tokens) == 1024
 
 
-async def test_the_rest_of_a_run_does_not_wait_for_a_source_that_hangs(
+async def test_rest_of_a_run_does_not_wait_for_a_hanging_source(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetch, "READS_IN_FLIGHT", 1)
     monkeypatch.setattr(prefetch, "READ_BYTES", 2 * CHUNK_OBJECT_BYTES)
-    async with opened(settings, "near", "far") as house:
+    async with opened(settings, "near", "far") as harness:
         tokens = prompt(2048)
-        await house.fill(tokens, "near", "far")
-        house.hang("near")
+        await harness.fill(tokens, "near", "far")
+        harness.hang("near")
         with anyio.fail_after(60):
-            assert await house.retrieve(tokens) == 0
-            while house.holds(tokens, "ram") != [2, 3, 4, 5, 6, 7]:
+            assert await harness.retrieve(tokens) == 0
+            while harness.held_chunks(tokens, "ram") != [2, 3, 4, 5, 6, 7]:
                 await anyio.sleep(0.01)
-        assert house.reads == [("near", 2), ("far", 2), ("far", 2), ("far", 2)]
-        house.resume("near")
-        await house.at_rest()
-        assert await house.retrieve(tokens) == 2048
+        assert harness.reads == [("near", 2), ("far", 2), ("far", 2), ("far", 2)]
+        harness.resume("near")
+        await harness.wait_until_idle()
+        assert await harness.retrieve(tokens) == 2048
 
 
 async def test_two_reads_are_in_flight(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetch, "READ_BYTES", 2 * CHUNK_OBJECT_BYTES)
-    async with opened(settings, "near") as house:
+    async with opened(settings, "near") as harness:
         tokens = prompt(2048)
-        await house.fill(tokens, "near")
-        delays = house.sources["near"].delays
+        await harness.fill(tokens, "near")
+        delays = harness.sources["near"].delays
         delays.hang()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(house.retrieve, tokens)
-            await until(lambda: delays.waiting == 2)
+            tasks.start_soon(harness.retrieve, tokens)
+            await wait_until(lambda: delays.waiting == 2)
             await anyio.wait_all_tasks_blocked()
             assert delays.waiting == 2
             delays.resume()
-        assert house.reads == [("near", 2)] * 4
-        assert await house.retrieve(tokens) == 2048
+        assert harness.reads == [("near", 2)] * 4
+        assert await harness.retrieve(tokens) == 2048
 
 
-async def test_reads_that_get_no_turn_are_read_from_elsewhere(settings: MakeSettings, prompt: Prompt) -> None:
-    """The medium has not got their memory: another may read into it at once."""
-    async with opened(settings, "near", "far") as house:
+async def test_reads_without_a_free_slot_use_another_source(settings: MakeSettings, prompt: Prompt) -> None:
+    """The backend never received the buffers, so another source may use them immediately."""
+    async with opened(settings, "near", "far") as harness:
         first, second = prompt(1024, 1), prompt(1024, 2)
-        await house.fill(first, "near")
-        await house.fill(second, "near", "far")
-        near = house.cache.hierarchy.tiers[1]
+        await harness.fill(first, "near")
+        await harness.fill(second, "near", "far")
+        near = harness.cache.hierarchy.tiers[1]
         near._slots = anyio.Semaphore(1)
-        house.hang("near")
+        harness.hang("near")
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(house.retrieve, first)
-            await until(lambda: house.sources["near"].delays.waiting == 1)
-            assert await house.retrieve(second) == 1024
-            house.sources["near"].delays.resume()
-        await house.at_rest()
-        assert house.sources["near"].faults.calls["get"] == 1
+            tasks.start_soon(harness.retrieve, first)
+            await wait_until(lambda: harness.sources["near"].delays.waiting == 1)
+            assert await harness.retrieve(second) == 1024
+            harness.sources["near"].delays.resume()
+        await harness.wait_until_idle()
+        assert harness.sources["near"].faults.calls["get"] == 1
 
 
-# Ended on the way.
+# Cancellation and close.
 
 
 @pytest.mark.parametrize("hanging", ["near", "far"])
-async def test_a_request_is_cancelled_while_its_chunks_fly(
+async def test_request_is_cancelled_during_its_reads(
     settings: MakeSettings, prompt: Prompt, hanging: str
 ) -> None:
-    async with opened(settings, "near", "far") as house:
+    async with opened(settings, "near", "far") as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "near", "far")
-        house.sources["near"].faults.fault = Fault.FAIL
-        house.sources[hanging].delays.hang()
+        await harness.fill(tokens, "near", "far")
+        harness.sources["near"].faults.fault = Fault.FAIL
+        harness.sources[hanging].delays.hang()
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(house.retrieve, tokens)
-            await until(lambda: house.sources[hanging].delays.waiting > 0)
+            tasks.start_soon(harness.retrieve, tokens)
+            await wait_until(lambda: harness.sources[hanging].delays.waiting > 0)
             tasks.cancel_scope.cancel()
-        house.sources[hanging].delays.resume()
-        await house.at_rest()
-        assert house.holds(tokens, "ram") == [0, 1, 2, 3]
+        harness.sources[hanging].delays.resume()
+        await harness.wait_until_idle()
+        assert harness.held_chunks(tokens, "ram") == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("hanging", ["near", "far"])
-async def test_the_cache_is_closed_while_chunks_fly(
+async def test_cache_is_closed_during_reads(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, hanging: str
 ) -> None:
     monkeypatch.setattr(prefetch, "READ_BYTES", 2 * CHUNK_OBJECT_BYTES)
@@ -287,34 +293,32 @@ async def test_the_cache_is_closed_while_chunks_fly(
 
     async with (
         anyio.create_task_group() as tasks,
-        opened(settings, "near", "far", drain_timeout=0.1) as house,
+        opened(settings, "near", "far", drain_timeout=0.1) as harness,
     ):
         tokens = prompt(1024)
-        await house.fill(tokens, "near", "far")
-        house.sources["near"].faults.fault = Fault.FAIL
-        house.sources[hanging].delays.hang()
-        house.cache.look_up(house.model.keys(tokens)).release()
-        await until(lambda: house.sources[hanging].delays.waiting > 0)
-        arena = house.cache.arena
-        tasks.start_soon(resume_later, house.sources[hanging])
-        house.cache.hierarchy.tasks.cancel_scope.cancel()
+        await harness.fill(tokens, "near", "far")
+        harness.sources["near"].faults.fault = Fault.FAIL
+        harness.sources[hanging].delays.hang()
+        harness.cache.look_up(harness.model.keys(tokens)).release()
+        await wait_until(lambda: harness.sources[hanging].delays.waiting > 0)
+        arena = harness.cache.arena
+        tasks.start_soon(resume_later, harness.sources[hanging])
+        harness.cache.hierarchy.tasks.cancel_scope.cancel()
     assert arena.leases == 0
 
 
-async def test_what_is_cleared_while_it_falls_back_does_not_arrive(
-    settings: MakeSettings, prompt: Prompt
-) -> None:
-    async with opened(settings, "near", "far") as house:
+async def test_chunks_cleared_during_a_fallback_do_not_arrive(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, "near", "far") as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "near", "far")
-        house.sources["near"].faults.fault = Fault.FAIL
-        far = house.sources["far"]
+        await harness.fill(tokens, "near", "far")
+        harness.sources["near"].faults.fault = Fault.FAIL
+        far = harness.sources["far"]
         far.delays.hang()
-        house.cache.look_up(house.model.keys(tokens)).release()
-        await until(lambda: far.delays.waiting > 0)
+        harness.cache.look_up(harness.model.keys(tokens)).release()
+        await wait_until(lambda: far.delays.waiting > 0)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(house.model.clear)
-            await until(lambda: far.delays.waiting > 1)
+            tasks.start_soon(harness.model.clear)
+            await wait_until(lambda: far.delays.waiting > 1)
             far.delays.resume()
-        await house.at_rest()
-        assert len(house.cache.hierarchy.catalog) == 0
+        await harness.wait_until_idle()
+        assert len(harness.cache.hierarchy.catalog) == 0

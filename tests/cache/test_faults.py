@@ -1,4 +1,4 @@
-"""A tier that fails, hangs or lies: requests go on, memory stays leased as long as it is written to."""
+"""A tier that fails, hangs or corrupts data: requests continue, and its memory stays leased."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from kvtier import ModelCache, Settings, TieredCache, hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings
 
@@ -22,28 +22,28 @@ Prompt = Callable[..., list[int]]
 MakeSettings = Callable[..., Settings]
 
 
-class Puppet(Backend):
-    """A backend that does what the test says: answers, fails, raises, or waits until it may go on."""
+class ScriptedBackend(Backend):
+    """A backend controlled by the test: it succeeds, fails, raises, or waits for :attr:`resumed`."""
 
     settings_type = LocalTierSettings
 
     def __init__(self, settings: object) -> None:
         self.held: dict[ChunkKey, bytes] = {}
-        self.may_go_on = anyio.Event()
-        self.may_go_on.set()
+        self.resumed = anyio.Event()
+        self.resumed.set()
         self.waiting = 0
-        """Calls that wait for :attr:`may_go_on`."""
+        """Number of calls that wait for :attr:`resumed`."""
         self.fails = False
         self.raises = False
         self.gets = 0
-        Puppet.latest = self
+        ScriptedBackend.latest = self
 
     async def _act(self) -> bool:
         if self.raises:
-            raise ConnectionError("cut")
+            raise ConnectionError("disconnected")
         self.waiting += 1
         with anyio.CancelScope(shield=True):
-            await self.may_go_on.wait()
+            await self.resumed.wait()
         self.waiting -= 1
         return not self.fails
 
@@ -74,58 +74,58 @@ class Puppet(Backend):
             self.held.pop(key, None)
 
 
-class PuppetPlugin:
+class ScriptedPlugin:
     @hookimpl
     def kvtier_backends(self) -> dict[str, type[Backend]]:
-        return {"puppet": Puppet}
+        return {"scripted": ScriptedBackend}
 
 
 @asynccontextmanager
 async def opened(
     settings: MakeSettings, **more: Any
-) -> AsyncIterator[tuple[TieredCache, ModelCache, Puppet]]:
+) -> AsyncIterator[tuple[TieredCache, ModelCache, ScriptedBackend]]:
     plugins = Plugins.load([])
-    plugins.register(PuppetPlugin(), "puppet", "a test")
+    plugins.register(ScriptedPlugin(), "scripted", "a test")
     base = settings(ssd=0, ram=more.pop("ram", 16), **more)
-    tiers = [*base.tiers, {"name": "doll", "type": "puppet", "capacity": 2**30, "deadline": "60s"}]
+    tiers = [*base.tiers, {"name": "doll", "type": "scripted", "capacity": 2**30, "deadline": "60s"}]
     chosen = base.model_copy(update={"tiers": tiers})
     async with TieredCache.open(chosen, plugins=plugins) as cache:
-        puppet = Puppet.latest
+        backend = ScriptedBackend.latest
         try:
-            yield cache, cache.model("llama", token_bytes=TOKEN_BYTES), puppet
+            yield cache, cache.model("llama", token_bytes=TOKEN_BYTES), backend
         finally:
-            puppet.fails = puppet.raises = False
-            puppet.may_go_on.set()
+            backend.fails = backend.raises = False
+            backend.resumed.set()
         with anyio.fail_after(60):
             while cache.pending_bytes or cache.arena.leases != cache.hierarchy.catalog.count(0):
                 await anyio.sleep(0.01)
 
 
-def hang(cache: TieredCache, puppet: Puppet) -> None:
-    """Let calls hang from now on, and the tier give them up soon."""
-    puppet.may_go_on = anyio.Event()
-    limit_calls(cache, 0.2)
+def hang(cache: TieredCache, backend: ScriptedBackend) -> None:
+    """Make calls hang, with a short deadline."""
+    backend.resumed = anyio.Event()
+    set_deadline(cache, 0.2)
 
 
-def resume(cache: TieredCache, puppet: Puppet) -> None:
-    """Let calls go on, and from now on take as long as a busy machine makes them."""
-    puppet.may_go_on.set()
-    limit_calls(cache, 60)
+def resume(cache: TieredCache, backend: ScriptedBackend) -> None:
+    """Resume calls, with a deadline that suits a busy machine."""
+    backend.resumed.set()
+    set_deadline(cache, 60)
 
 
-def limit_calls(cache: TieredCache, seconds: float) -> None:
+def set_deadline(cache: TieredCache, seconds: float) -> None:
     tier = cache.hierarchy.tiers[1]
     tier.settings = tier.settings.model_copy(update={"deadline": seconds})
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(60):
         while not condition():
             await anyio.sleep(0.005)
 
 
-async def stored_below_only(cache: TieredCache, model: ModelCache, tokens: list[int]) -> None:
-    """Store a prompt and take it out of memory again."""
+async def store_in_lower_tier_only(cache: TieredCache, model: ModelCache, tokens: list[int]) -> None:
+    """Store a prompt and evict it from memory."""
     assert await model.store(tokens, rows(tokens)) == len(tokens)
     assert await cache.drain(60)
     assert await model.move(tokens, "ram", "doll") == len(tokens)
@@ -133,23 +133,23 @@ async def stored_below_only(cache: TieredCache, model: ModelCache, tokens: list[
 
 
 @pytest.mark.parametrize("fault", ["fails", "raises"])
-async def test_a_tier_that_fails_costs_a_miss(settings: MakeSettings, prompt: Prompt, fault: str) -> None:
-    async with opened(settings) as (cache, model, puppet):
+async def test_failing_tier_is_a_miss(settings: MakeSettings, prompt: Prompt, fault: str) -> None:
+    async with opened(settings) as (cache, model, backend):
         tokens = prompt(1024)
-        await stored_below_only(cache, model, tokens)
-        setattr(puppet, fault, True)
+        await store_in_lower_tier_only(cache, model, tokens)
+        setattr(backend, fault, True)
         out = bytearray(len(tokens) * TOKEN_BYTES)
         assert await model.retrieve(tokens, out) == 0
-        setattr(puppet, fault, False)
+        setattr(backend, fault, False)
         with anyio.fail_after(60):
             while await model.retrieve(tokens, out) != 1024:
                 await anyio.sleep(0.05)
         assert out == rows(tokens)
 
 
-async def test_a_write_that_fails_leaves_the_chunk_in_memory(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings) as (cache, model, puppet):
-        puppet.fails = True
+async def test_failed_write_keeps_the_chunk_in_memory(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings) as (cache, model, backend):
+        backend.fails = True
         tokens = prompt(1024)
         await model.store(tokens, rows(tokens))
         await cache.drain(60)
@@ -157,137 +157,135 @@ async def test_a_write_that_fails_leaves_the_chunk_in_memory(settings: MakeSetti
         assert model.held_tokens(tokens) == 1024
 
 
-async def test_memory_that_an_outage_left_full_takes_chunks_again(
-    settings: MakeSettings, prompt: Prompt
-) -> None:
-    """Full below its watermark: less than a chunk is free, and nothing may go before it is written."""
-    async with opened(settings, ram=15.8) as (cache, model, puppet):
-        puppet.fails = True
+async def test_full_memory_accepts_chunks_after_an_outage(settings: MakeSettings, prompt: Prompt) -> None:
+    """Memory is below its watermark, but less than a chunk is free, and unwritten chunks are not evicted."""
+    async with opened(settings, ram=15.8) as (cache, model, backend):
+        backend.fails = True
         tokens = prompt(256 * 15)
         assert await model.store(tokens, rows(tokens)) == len(tokens)
         assert await cache.drain(60)
         assert not cache.hierarchy.tiers[0].excess_bytes(0)
-        puppet.fails = False
+        backend.fails = False
         tokens = prompt(256, 1)
         with anyio.fail_after(60):
-            while not cache.hierarchy.tiers[1].available:  # Else what it would inherit is dropped.
+            while not cache.hierarchy.tiers[
+                1
+            ].available:  # Otherwise evicted chunks are dropped instead of demoted.
                 await anyio.sleep(0.01)
             while await model.store(tokens, rows(tokens)) != 256:
                 await anyio.sleep(0.01)
 
 
-async def test_a_tier_that_hangs_is_given_up_and_its_memory_stays_leased(
+async def test_hanging_read_times_out_and_keeps_its_memory_leased(
     settings: MakeSettings, prompt: Prompt
 ) -> None:
-    async with opened(settings) as (cache, model, puppet):
+    async with opened(settings) as (cache, model, backend):
         tokens = prompt(1024)
-        await stored_below_only(cache, model, tokens)
-        hang(cache, puppet)
+        await store_in_lower_tier_only(cache, model, tokens)
+        hang(cache, backend)
         out = bytearray(len(tokens) * TOKEN_BYTES)
         with anyio.fail_after(60):
             assert await model.retrieve(tokens, out) == 0
         assert cache.arena.used == 4 * CHUNK_OBJECT_BYTES, "the backend may still write into it"
-        resume(cache, puppet)
+        resume(cache, backend)
         with anyio.fail_after(60):
             while await model.retrieve(tokens, out) != 1024:
                 await anyio.sleep(0.01)
         assert out == rows(tokens)
 
 
-async def test_a_hanging_write_keeps_its_memory_and_is_entered_late(
+async def test_hanging_write_keeps_its_memory_and_is_recorded_late(
     settings: MakeSettings, prompt: Prompt
 ) -> None:
-    async with opened(settings) as (cache, model, puppet):
-        hang(cache, puppet)
+    async with opened(settings) as (cache, model, backend):
+        hang(cache, backend)
         tokens = prompt(1024)
         await model.store(tokens, rows(tokens))
-        assert await cache.drain(60), "the write is given up"
+        assert await cache.drain(60), "the write did not time out"
         assert cache.arena.leases > cache.hierarchy.catalog.count(0)
         assert not any(cache.hierarchy.catalog.tiers(key) == [0, 1] for key in model.keys(tokens))
-        resume(cache, puppet)
-        await until(lambda: cache.arena.leases == cache.hierarchy.catalog.count(0))
+        resume(cache, backend)
+        await wait_until(lambda: cache.arena.leases == cache.hierarchy.catalog.count(0))
         assert all(cache.hierarchy.catalog.tiers(key) == [0, 1] for key in model.keys(tokens))
 
 
-async def test_many_requests_for_one_prompt_are_one_flight_each_chunk(
-    settings: MakeSettings, prompt: Prompt
-) -> None:
-    async with opened(settings) as (cache, model, puppet):
+async def test_concurrent_requests_share_one_read_per_chunk(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings) as (cache, model, backend):
         tokens = prompt(2048)
-        await stored_below_only(cache, model, tokens)
+        await store_in_lower_tier_only(cache, model, tokens)
         hits = []
 
-        async def ask() -> None:
+        async def request() -> None:
             out = bytearray(len(tokens) * TOKEN_BYTES)
             hits.append(await model.retrieve(tokens, out))
             assert out == rows(tokens)
 
         async with anyio.create_task_group() as tasks:
             for _ in range(8):
-                tasks.start_soon(ask)
+                tasks.start_soon(request)
         assert hits == [2048] * 8
-        assert puppet.gets == 8
+        assert backend.gets == 8
 
 
-async def test_a_cancelled_request_frees_what_it_held(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings) as (cache, model, puppet):
+async def test_cancelled_request_frees_its_leases(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings) as (cache, model, backend):
         tokens = prompt(1024)
-        await stored_below_only(cache, model, tokens)
-        puppet.may_go_on = anyio.Event()
+        await store_in_lower_tier_only(cache, model, tokens)
+        backend.resumed = anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(model.retrieve, tokens, bytearray(len(tokens) * TOKEN_BYTES))
-            await until(lambda: puppet.waiting > 0)
+            await wait_until(lambda: backend.waiting > 0)
             tasks.cancel_scope.cancel()
 
 
-async def test_what_finds_the_queue_full_is_written_later(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings, ram=64) as (cache, model, puppet):
-        puppet.may_go_on = anyio.Event()
+async def test_chunks_beyond_the_write_queue_are_written_later(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    async with opened(settings, ram=64) as (cache, model, backend):
+        backend.resumed = anyio.Event()
         for seed in range(6):
             tokens = prompt(2048, seed=seed)
             await model.store(tokens, rows(tokens))
         assert cache.hierarchy.counts["write_deferred"] > 0
-        assert cache.pending_bytes <= 2 * 64 * CHUNK_OBJECT_BYTES // 4, "memory is not held by what waits"
+        assert cache.pending_bytes <= 2 * 64 * CHUNK_OBJECT_BYTES // 4, "waiting chunks hold memory"
         assert model.held_tokens(prompt(2048, seed=5)) == 2048
-        puppet.may_go_on.set()
-        await until(lambda: len(puppet.held) == 48)
+        backend.resumed.set()
+        await wait_until(lambda: len(backend.held) == 48)
 
 
-async def test_what_is_cleared_on_its_way_in_does_not_arrive(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings) as (cache, model, puppet):
+async def test_chunks_cleared_during_a_write_do_not_arrive(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings) as (cache, model, backend):
         tokens = prompt(1024)
-        hang(cache, puppet)
+        hang(cache, backend)
         await model.store(tokens, rows(tokens))
-        await until(lambda: puppet.waiting > 0)
+        await wait_until(lambda: backend.waiting > 0)
         assert await model.clear() == 4
-        resume(cache, puppet)
-        await until(lambda: not puppet.held and not len(cache.hierarchy.catalog))
+        resume(cache, backend)
+        await wait_until(lambda: not backend.held and not len(cache.hierarchy.catalog))
 
 
-async def test_a_lying_tier_is_found_out(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings) as (cache, model, puppet):
+async def test_swapped_value_is_detected(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings) as (cache, model, backend):
         tokens = prompt(1024)
-        await stored_below_only(cache, model, tokens)
-        one, two, *_ = model.keys(tokens)
-        puppet.held[one] = puppet.held[two]
+        await store_in_lower_tier_only(cache, model, tokens)
+        first_key, second_key, *_ = model.keys(tokens)
+        backend.held[first_key] = backend.held[second_key]
         out = bytearray(len(tokens) * TOKEN_BYTES)
         assert await model.retrieve(tokens, out) == 0
-        assert one not in puppet.held
+        assert first_key not in backend.held
 
 
-async def test_what_is_cleared_while_it_waits_to_be_written_is_not_written(
-    settings: MakeSettings, prompt: Prompt
-) -> None:
-    async with opened(settings, ram=64) as (cache, model, puppet):
-        hang(cache, puppet)
+async def test_chunks_cleared_while_queued_are_not_written(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, ram=64) as (cache, model, backend):
+        hang(cache, backend)
         first, waiting = prompt(256, seed=1), prompt(1024, seed=2)
         await model.store(first, rows(first))
-        await until(lambda: puppet.waiting > 0)
+        await wait_until(lambda: backend.waiting > 0)
         await model.store(waiting, rows(waiting))
         assert await model.clear() == 5
         assert await model.store(waiting, rows(waiting)[::-1]) == 1024, "with other weights"
-        resume(cache, puppet)
-        await until(lambda: len(puppet.held) == 4)
+        resume(cache, backend)
+        await wait_until(lambda: len(backend.held) == 4)
         assert await model.move(waiting, "ram", "doll") == 1024
         out = bytearray(len(waiting) * TOKEN_BYTES)
         assert await model.retrieve(waiting, out) == 1024

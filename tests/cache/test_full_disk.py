@@ -1,4 +1,4 @@
-"""A disk that is full below the tier's capacity, since others use it too."""
+"""A disk that is full before the tier reaches its capacity, because it is shared."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-async def test_what_is_cold_makes_room_for_what_is_new(
+async def test_new_chunks_evict_cold_ones_on_a_full_disk(
     small_disk: Path, settings: Callable[..., Settings], prompt: Callable[..., list[int]]
 ) -> None:
-    made = settings(ssd=512, disk={"path": str(small_disk)})  # A capacity of 10 MiB.
-    async with TieredCache.open(made, plugins=BUILT_IN) as cache:
+    configured = settings(ssd=512, disk={"path": str(small_disk)})  # A capacity of 10 MiB.
+    async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
         keys = []
         for seed in range(16):  # 5 MiB
             keys.append(store(cache, prompt(4096, seed)))
             assert await cache.drain(30)
         assert cache.hierarchy.counts["put_full"]
-    async with TieredCache.open(made, plugins=BUILT_IN) as cache:
+    async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
         kept = [sum(key in cache.hierarchy.catalog for key in prompt_keys) for prompt_keys in keys]
     assert kept[-1] > len(keys[-1]) // 2, kept
     assert kept[0] == 0, kept

@@ -1,4 +1,4 @@
-"""A prompt is gathered into one tier from wherever it is; whenever it is cancelled nothing is left behind."""
+"""Gathering a prompt into one tier from all others, also with cancellation at any await."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import anyio.lowlevel
 import pytest
 
 from kvtier import Settings
-from kvtier.catalog import State
+from kvtier.catalog.catalog import State
 from kvtier.errors import ChannelClosed
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline import gather as gather_module
 from kvtier.pipeline.discover import Expected
-from kvtier.pipeline.gather import Gathering, Lender
+from kvtier.pipeline.gather import ChunkProvider, Gathering
 from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.testing.faults import Fault
 
 from .conftest import CHUNK_OBJECT_BYTES
-from .house import House, opened
+from .house import CacheHarness, opened
 
 pytestmark = pytest.mark.anyio
 MakeSettings = Callable[..., Settings]
@@ -27,102 +27,104 @@ Prompt = Callable[..., list[int]]
 
 
 @pytest.fixture(autouse=True)
-def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_module, "PATIENCE_SECONDS", 0.2)
+def _short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather_module, "TIMEOUT_SECONDS", 0.2)
 
 
-def gathering(house: House, tokens: list[int], target: str) -> Gathering:
-    keys = house.model.keys(tokens)
-    expected = Expected(house.model._namespace, [CHUNK_OBJECT_BYTES] * len(keys))
-    return house.cache.gather(keys, expected, target)
+def gathering(harness: CacheHarness, tokens: list[int], target: str) -> Gathering:
+    keys = harness.model.keys(tokens)
+    expected = Expected(harness.model._namespace, [CHUNK_OBJECT_BYTES] * len(keys))
+    return harness.cache.gather(keys, expected, target)
 
 
-def lender(house: House, name: str) -> Lender:
-    """A source that is asked, and says what it holds."""
+def provider(harness: CacheHarness, name: str) -> ChunkProvider:
+    """Return a source that reports its chunks when queried."""
 
     async def ask(keys: Sequence[ChunkKey]) -> list[int]:
         await anyio.lowlevel.checkpoint()
-        return [at for at, key in enumerate(keys) if key in house.sources[name].shelf.held]
+        return [at for at, key in enumerate(keys) if key in harness.sources[name].pool.held]
 
-    return Lender(house.tier(name), ask, f"the {name}")
+    return ChunkProvider(harness.tier(name), ask, f"the {name}")
 
 
-async def test_one_prompt_from_three_tiers_and_a_lender(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_prompt_from_three_tiers_and_a_provider(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(8 * 256)
-    async with opened(settings, "near", "far", ssd=64) as house:
-        await house.fill(tokens, "ssd", "near", "far")
-        keys = house.model.keys(tokens)
-        house.lose(tokens, "near", range(4))
-        await house.cache.clear(keys[2:], tiers=["ssd"])
-        # What is left of the far one is not known here.
-        house.lose(tokens, "near", [6, 7])
+    async with opened(settings, "near", "far", ssd=64) as harness:
+        await harness.fill(tokens, "ssd", "near", "far")
+        keys = harness.model.keys(tokens)
+        harness.lose_chunks(tokens, "near", range(4))
+        await harness.cache.clear(keys[2:], tiers=["ssd"])
+        # The catalog does not know the chunks that remain in the far tier.
+        harness.lose_chunks(tokens, "near", [6, 7])
         for key in keys:
-            house.cache.hierarchy.catalog.remove(key, house.tier("far").index)
-        whole = gathering(house, tokens, "ram")
-        assert whole.lacking()
-        await whole.run(lender(house, "far"))
+            harness.cache.hierarchy.catalog.remove(key, harness.tier("far").index)
+        whole = gathering(harness, tokens, "ram")
+        assert whole.is_incomplete()
+        await whole.run(provider(harness, "far"))
         assert (whole.held(), whole.reason) == (keys, None)
         assert whole.transferred_bytes == 8 * CHUNK_OBJECT_BYTES
-        assert house.holds(tokens, "far") == [], "it was believed for as long as it was needed"
-        assert await house.retrieve(tokens) == len(tokens)
+        assert harness.held_chunks(tokens, "far") == [], (
+            "chunks of the provider are removed from the catalog afterwards"
+        )
+        assert await harness.retrieve(tokens) == len(tokens)
 
 
-async def test_what_a_tier_has_lost_comes_from_the_next(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_chunks_lost_by_a_tier_come_from_the_next(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(4 * 256)
-    async with opened(settings, "near", "far", ssd=64, disk={"write": "never"}) as house:
-        await house.fill(tokens, "near", "far")
-        house.sources["near"].shelf.held.clear()
-        below = gathering(house, tokens, "ssd")
+    async with opened(settings, "near", "far", ssd=64, disk={"write": "never"}) as harness:
+        await harness.fill(tokens, "near", "far")
+        harness.sources["near"].pool.held.clear()
+        below = gathering(harness, tokens, "ssd")
         await below.run()
         assert (len(below.held()), below.reason) == (4, None)
-        assert house.holds(tokens, "near") == [], "it is not believed to be there any longer"
-        assert house.holds(tokens, "ram") == []
+        assert harness.held_chunks(tokens, "near") == [], "lost chunks are removed from the catalog"
+        assert harness.held_chunks(tokens, "ram") == []
 
 
-async def test_a_source_that_fails_is_said(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_failing_source_is_reported(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(4 * 256)
-    async with opened(settings, "near") as house:
-        await house.fill(tokens, "near")
-        house.sources["near"].faults.fault = Fault.FAIL
-        failed = gathering(house, tokens, "ram")
+    async with opened(settings, "near") as harness:
+        await harness.fill(tokens, "near")
+        harness.sources["near"].faults.fault = Fault.FAIL
+        failed = gathering(harness, tokens, "ram")
         await failed.run()
         assert failed.held() == []
         assert failed.reason
 
 
-async def test_what_a_lender_raises_comes_out(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_exception_of_a_provider_propagates(settings: MakeSettings, prompt: Prompt) -> None:
     async def ask(keys: Sequence[ChunkKey]) -> list[int]:
-        raise ChannelClosed("gone")
+        raise ChannelClosed("closed")
 
-    async with opened(settings, "near") as house:
-        lost = gathering(house, prompt(1024), "ram")
-        with pytest.raises(ChannelClosed, match="gone"):
-            await lost.run(Lender(house.tier("near"), ask, "nobody"))
+    async with opened(settings, "near") as harness:
+        lost = gathering(harness, prompt(1024), "ram")
+        with pytest.raises(ChannelClosed, match="closed"):
+            await lost.run(ChunkProvider(harness.tier("near"), ask, "a provider"))
         assert lost.held() == []
 
 
 @pytest.mark.parametrize("through", ["scope", "task"])
 @pytest.mark.parametrize("target", ["ram", "ssd"])
-async def test_it_is_cancelled_at_every_await(
+async def test_cancelled_at_every_await(
     target: str, through: Through, settings: MakeSettings, prompt: Prompt
 ) -> None:
     tokens = prompt(4 * 256)
-    async with opened(settings, "near", ssd=64, disk={"write": "never"}) as house:
-        await house.fill(tokens, "near")
-        keys = house.model.keys(tokens)
-        catalog = house.cache.hierarchy.catalog
-        near, tier = house.tier("near"), house.tier(target).index
+    async with opened(settings, "near", ssd=64, disk={"write": "never"}) as harness:
+        await harness.fill(tokens, "near")
+        keys = harness.model.keys(tokens)
+        catalog = harness.cache.hierarchy.catalog
+        near, tier = harness.tier("near"), harness.tier(target).index
 
         async def gather() -> None:
-            await gathering(house, tokens, target).run(lender(house, "near"))
+            await gathering(harness, tokens, target).run(provider(harness, "near"))
 
         async def forget() -> None:
-            """Until nobody knows any longer what the lender has."""
-            await house.at_rest()
+            """Wait for pending work, and remove all copies from the target and the catalog."""
+            await harness.wait_until_idle()
             with anyio.fail_after(60):
                 while any(catalog.state(key, tier) is State.PENDING for key in keys):
                     await anyio.sleep(0.005)
-            await house.cache.clear(keys, tiers=[target])
+            await harness.cache.clear(keys, tiers=[target])
             for key in keys:
                 if near.index in catalog.tiers(key):
                     catalog.remove(key, near.index)
@@ -133,5 +135,5 @@ async def test_it_is_cancelled_at_every_await(
             await forget()
             step += 1
         assert step > 2
-        assert house.holds(tokens, target) == [0, 1, 2, 3]
-        assert house.holds(tokens, "near") == []
+        assert harness.held_chunks(tokens, target) == [0, 1, 2, 3]
+        assert harness.held_chunks(tokens, "near") == []

@@ -1,4 +1,4 @@
-"""Tokens in, the same bytes out: from memory, from disk, after a restart, and never from another prompt."""
+"""Store and retrieve: from memory, from disk, after a restart, and never for another prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MakeSettings = Callable[..., Settings]
 
 @asynccontextmanager
 async def opened(settings: Settings) -> AsyncIterator[tuple[TieredCache, ModelCache]]:
-    """A cache and a model in it; at the end nobody holds a lease but the first tier itself."""
+    """Open a cache with one model. At the end, only the first tier may hold leases."""
     async with TieredCache.open(settings) as cache:
         yield cache, cache.model("llama", token_bytes=TOKEN_BYTES)
         with anyio.fail_after(60):
@@ -35,7 +35,7 @@ async def retrieve(model: ModelCache, tokens: list[int]) -> tuple[int, bytearray
     return await model.retrieve(tokens, out), out
 
 
-async def test_what_was_stored_comes_back(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_store_and_retrieve(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings(ssd=0)) as (_, model):
         tokens = prompt(1100)
         assert await model.store(tokens, rows(tokens)) == 1024
@@ -54,14 +54,14 @@ async def test_a_longer_prompt_hits_its_prefix(settings: MakeSettings, prompt: P
         assert out[: hit * TOKEN_BYTES] == rows(longer)[: hit * TOKEN_BYTES]
 
 
-async def test_equal_tokens_behind_another_prefix_are_a_miss(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_equal_tokens_with_another_prefix_are_a_miss(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings(ssd=0)) as (_, model):
         tokens = prompt(1024)
         await model.store(tokens, rows(tokens))
         assert (await retrieve(model, [1, *tokens[1:]]))[0] == 0
 
 
-async def test_models_sizes_and_salts_are_apart(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_models_sizes_and_salts_are_separate(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings(ssd=0)) as (cache, model):
         tokens = prompt(512)
         await model.store(tokens, rows(tokens))
@@ -71,7 +71,7 @@ async def test_models_sizes_and_salts_are_apart(settings: MakeSettings, prompt: 
         assert cache.model("llama", token_bytes=TOKEN_BYTES, salt="tenant").held_tokens(tokens) == 0
 
 
-async def test_partial_chunks_are_kept_where_wanted(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_partial_chunks_are_stored_if_enabled(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings(ssd=0, partial_chunks=True)) as (_, model):
         tokens = prompt(1100)
         assert await model.store(tokens, rows(tokens)) == 1100
@@ -79,7 +79,7 @@ async def test_partial_chunks_are_kept_where_wanted(settings: MakeSettings, prom
         assert (hit, out) == (1100, rows(tokens))
 
 
-async def test_a_restart_finds_everything_on_disk(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_chunks_on_disk_survive_a_restart(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(2048)
     async with opened(settings()) as (_, model):
         await model.store(tokens, rows(tokens))
@@ -92,7 +92,7 @@ async def test_a_restart_finds_everything_on_disk(settings: MakeSettings, prompt
         assert counts["found_ssd"] == 8
 
 
-async def test_corrupt_and_truncated_files_are_misses_and_go(
+async def test_corrupt_and_truncated_files_are_misses_and_deleted(
     settings: MakeSettings, prompt: Prompt, tmp_path: Path
 ) -> None:
     tokens = prompt(2048)
@@ -127,7 +127,7 @@ async def test_capacities_are_never_exceeded(settings: MakeSettings, prompt: Pro
         assert (hit, out) == (1024, rows(prompt(1024, seed=29)))
 
 
-async def test_on_evict_writes_only_what_must_go(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_write_on_evict_writes_only_evicted_chunks(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings(ram=16, disk={"write": "on_evict"})) as (cache, model):
         first = prompt(2048, seed=1)
         await model.store(first, rows(first))
@@ -144,7 +144,7 @@ async def test_on_evict_writes_only_what_must_go(settings: MakeSettings, prompt:
         assert out[: hit * TOKEN_BYTES] == rows(first)[: hit * TOKEN_BYTES]
 
 
-async def test_never_keeps_a_tier_out_of_it(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_write_never_writes_nothing(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings(ram=16, disk={"write": "never"})) as (cache, model):
         for seed in range(6):
             tokens = prompt(1024, seed=seed)
@@ -165,12 +165,12 @@ async def test_move_and_copy_between_tiers(settings: MakeSettings, prompt: Promp
         assert await model.move(tokens, "ssd", "ram") == 1024
         assert (catalog.count(0), catalog.count(1)) == (4, 0)
         assert (await retrieve(model, tokens)) == (1024, rows(tokens))
-        assert await model.move(tokens, "ssd", "ram") == 1024, "a move that is done stays done"
-        with pytest.raises(SettingsError, match="there are ram, ssd"):
+        assert await model.move(tokens, "ssd", "ram") == 1024, "repeating a move must not fail"
+        with pytest.raises(SettingsError, match="use one of ram, ssd"):
             await model.move(tokens, "ram", "tape")
 
 
-async def test_what_goes_while_it_is_moved_is_left_out(
+async def test_chunks_removed_during_a_move_are_skipped(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier.pipeline.move.BATCH_BYTES", CHUNK_OBJECT_BYTES)
@@ -209,39 +209,39 @@ async def test_pinned_chunks_stay(settings: MakeSettings, prompt: Prompt) -> Non
 
 
 async def test_clear_removes_one_prompt_or_one_model(settings: MakeSettings, prompt: Prompt) -> None:
-    one, two = prompt(1024, seed=1), prompt(1024, seed=2)
+    first, second = prompt(1024, seed=1), prompt(1024, seed=2)
     async with opened(settings()) as (cache, model):
         other = cache.model("qwen", token_bytes=TOKEN_BYTES)
-        for tokens in (one, two):
+        for tokens in (first, second):
             await model.store(tokens, rows(tokens))
-        await other.store(one, rows(one))
+        await other.store(first, rows(first))
         await cache.drain(60)
-        assert await model.clear(one) == 4
-        assert (model.held_tokens(one), model.held_tokens(two)) == (0, 1024)
+        assert await model.clear(first) == 4
+        assert (model.held_tokens(first), model.held_tokens(second)) == (0, 1024)
         assert await model.clear() == 4
-        assert (model.held_tokens(two), other.held_tokens(one)) == (0, 1024)
+        assert (model.held_tokens(second), other.held_tokens(first)) == (0, 1024)
         cleared = await cache.clear()
         assert (cleared.chunks, cleared.bytes) == (4, 2 * 4 * CHUNK_OBJECT_BYTES)
         assert len(cache.hierarchy.catalog) == 0
 
 
-async def test_clear_removes_from_one_tier_alone(settings: MakeSettings, prompt: Prompt) -> None:
-    one, two = prompt(1024, seed=1), prompt(1024, seed=2)
+async def test_clear_of_one_tier_keeps_the_others(settings: MakeSettings, prompt: Prompt) -> None:
+    first, second = prompt(1024, seed=1), prompt(1024, seed=2)
     async with opened(settings()) as (cache, model):
-        for tokens in (one, two):
+        for tokens in (first, second):
             await model.store(tokens, rows(tokens))
         await cache.drain(60)
-        catalog, keys = cache.hierarchy.catalog, model.keys(one)
+        catalog, keys = cache.hierarchy.catalog, model.keys(first)
         cleared = await cache.clear(keys[:3], tiers=["ram"])
         assert (sorted(cleared.keys), cleared.bytes) == (sorted(keys[:3]), 3 * CHUNK_OBJECT_BYTES)
         assert [catalog.tiers(key) for key in keys] == [[1], [1], [1], [0, 1]]
         assert (await cache.clear(keys[:3], tiers=["ram"])).chunks == 0
         assert (await cache.clear(tiers=["ssd"])).chunks == 8
         assert (catalog.count(0), catalog.count(1)) == (5, 0)
-        assert not cache.hierarchy.distrusted
+        assert not cache.hierarchy.invalidated
 
 
-async def test_what_is_leased_survives_a_clear(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_leased_chunks_survive_a_clear(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(1024)
     async with opened(settings(ssd=0)) as (cache, model):
         await model.store(tokens, rows(tokens))
@@ -254,21 +254,19 @@ async def test_what_is_leased_survives_a_clear(settings: MakeSettings, prompt: P
         assert cache.arena.used == 0
 
 
-async def test_wrong_buffers_are_refused(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_buffers_of_wrong_size_are_rejected(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings(ssd=0)) as (_, model):
-        with pytest.raises(LayoutError, match="are not 10 bytes"):
+        with pytest.raises(LayoutError, match="do not fit 10 bytes"):
             await model.store(prompt(256), bytes(10))
 
 
-async def test_errors_in_the_block_come_out_as_they_are(settings: MakeSettings) -> None:
+async def test_exceptions_in_the_block_propagate(settings: MakeSettings) -> None:
     with pytest.raises(ZeroDivisionError):
         async with TieredCache.open(settings(ssd=0)):
             raise ZeroDivisionError
 
 
-async def test_nothing_that_a_lower_tier_would_take_is_lost_at_the_end(
-    settings: MakeSettings, prompt: Prompt
-) -> None:
+async def test_close_writes_memory_to_the_lower_tier(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(2048)
     async with opened(settings(disk={"write": "on_evict"})) as (_, model):
         await model.store(tokens, rows(tokens))

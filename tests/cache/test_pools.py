@@ -1,4 +1,4 @@
-"""Tiers that others fill and empty, too: what they hold is asked for, and believed for a while."""
+"""Pools that other hosts fill and empty as well: lookups query them and cache the result for a while."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import anyio
 import pytest
 
-from kvtier import ModelCache, Settings, TieredCache, hookimpl, tier
+from kvtier import ModelCache, Settings, TieredCache, hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import TierSettings
 
@@ -28,7 +28,7 @@ class SharedSettings(TierSettings):
 
 
 class Shared(Backend):
-    """A pool in this process: one for each name, whatever cache has it open."""
+    """A pool in this process, shared by all caches that open the same name."""
 
     settings_type = SharedSettings
     pools: ClassVar[dict[str, dict[ChunkKey, bytes]]] = {}
@@ -36,9 +36,9 @@ class Shared(Backend):
     def __init__(self, settings: SharedSettings) -> None:
         self.settings = settings
         self.held = Shared.pools.setdefault(settings.name, {})
-        self.asked: list[int] = []
-        self.may_answer = anyio.Event()
-        self.may_answer.set()
+        self.queried: list[int] = []
+        self.may_reply = anyio.Event()
+        self.may_reply.set()
         Shared.latest = self
 
     @property
@@ -50,9 +50,9 @@ class Shared(Backend):
     async def close(self) -> None: ...
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        self.asked.append(len(keys))
+        self.queried.append(len(keys))
         with anyio.CancelScope(shield=True):
-            await self.may_answer.wait()
+            await self.may_reply.wait()
         return [key in self.held for key in keys]
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
@@ -89,24 +89,24 @@ def empty_pools() -> None:
 async def opened(
     settings: MakeSettings, *pools: dict[str, Any], **more: Any
 ) -> AsyncIterator[tuple[TieredCache, ModelCache]]:
-    """A cache of memory and the pools named, ``pool`` where none is; at the end nothing may be leased."""
+    """Open a cache with memory and pools, by default one named ``pool``. Checks for leaks at the end."""
     plugins = Plugins.load([])
     plugins.register(SharedPlugin(), "shared", "a test")
     base = settings(ssd=0, **more)
     shared = [{"type": "shared", "deadline": "60s", **pool} for pool in pools or [{"name": "pool"}]]
-    chosen = base.model_copy(update={"tiers": [*base.tiers, *shared]})
-    async with TieredCache.open(chosen, plugins=plugins) as cache:
+    configured = base.model_copy(update={"tiers": [*base.tiers, *shared]})
+    async with TieredCache.open(configured, plugins=plugins) as cache:
         try:
             yield cache, cache.model("llama", token_bytes=TOKEN_BYTES)
         finally:
-            Shared.latest.may_answer.set()
+            Shared.latest.may_reply.set()
         with anyio.fail_after(60):
             while cache.pending_bytes or cache.arena.leases != cache.hierarchy.catalog.count(0):
                 await anyio.sleep(0.01)
 
 
 async def store(settings: MakeSettings, *prompts: list[int], pool: str = "pool") -> None:
-    """Another host stores prompts in a pool."""
+    """Store prompts in a pool from another cache."""
     async with opened(settings, {"name": pool}) as (cache, model):
         for tokens in prompts:
             assert await model.store(tokens, rows(tokens)) == len(tokens)
@@ -114,7 +114,7 @@ async def store(settings: MakeSettings, *prompts: list[int], pool: str = "pool")
 
 
 async def retrieve(model: ModelCache, tokens: list[int]) -> int:
-    """How many tokens come back; every one of them right."""
+    """Retrieve a prompt, check the bytes, and return the number of tokens found."""
     out = bytearray(len(tokens) * TOKEN_BYTES)
     count = await model.retrieve(tokens, out)
     assert out[: count * TOKEN_BYTES] == rows(tokens)[: count * TOKEN_BYTES]
@@ -122,7 +122,7 @@ async def retrieve(model: ModelCache, tokens: list[int]) -> int:
 
 
 @pytest.mark.parametrize("partial", [False, True])
-async def test_what_another_host_stored_is_found(
+async def test_chunks_of_another_host_are_found(
     settings: MakeSettings, prompt: Prompt, partial: bool
 ) -> None:
     tokens = prompt(1024 + 100 * partial)
@@ -131,24 +131,22 @@ async def test_what_another_host_stored_is_found(
         assert await cache.drain(60)
     async with opened(settings, partial_chunks=partial) as (cache, model):
         assert await retrieve(model, tokens) == len(tokens)
-        assert Shared.latest.asked == [len(model.keys(tokens))], "one round trip for a whole prompt"
+        assert Shared.latest.queried == [len(model.keys(tokens))], "more than one round trip for a prompt"
         assert await retrieve(model, tokens) == len(tokens)
-        assert len(Shared.latest.asked) == 1, "what is in memory is not asked for"
-        assert cache.hierarchy.counts["put_ok"] == 0, "what came from the pool is not written back"
+        assert len(Shared.latest.queried) == 1, "the pool was queried for chunks in memory"
+        assert cache.hierarchy.counts["put_ok"] == 0, "chunks of the pool were written back"
 
 
-async def test_a_prompt_that_begins_here_and_goes_on_in_the_pool(
-    settings: MakeSettings, prompt: Prompt
-) -> None:
+async def test_prompt_split_between_memory_and_pool(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(2048)
     await store(settings, tokens)
     async with opened(settings) as (_, model):
         await model.store(tokens[:512], rows(tokens[:512]))
         assert await retrieve(model, tokens) == 2048
-        assert Shared.latest.asked == [6]
+        assert Shared.latest.queried == [6]
 
 
-async def test_two_pools_that_hold_parts_of_one_prompt(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_prompt_split_between_two_pools(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(1280)
     await store(settings, tokens, pool="near")
     keys: list[ChunkKey] = []
@@ -161,7 +159,7 @@ async def test_two_pools_that_hold_parts_of_one_prompt(settings: MakeSettings, p
         assert cache.hierarchy.counts["found_far"] == 2
 
 
-async def test_what_a_pool_has_forgotten_is_stored_again(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_chunks_lost_by_a_pool_are_stored_again(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(1024)
     async with opened(settings) as (cache, model):
         await model.store(tokens, rows(tokens))
@@ -174,77 +172,75 @@ async def test_what_a_pool_has_forgotten_is_stored_again(settings: MakeSettings,
         assert len(Shared.pools["pool"]) == 4
 
 
-async def test_another_value_under_our_key_is_a_miss(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_foreign_value_under_a_key_is_a_miss(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(1024)
     await store(settings, tokens)
     async with opened(settings) as (_, model):
         held = Shared.pools["pool"]
         first, second, third, _ = model.keys(tokens)
-        held[second] = held[first]  # Whole and with a good checksum, but another chunk's.
+        held[second] = held[first]  # Valid checksum, but another chunk.
         assert await retrieve(model, tokens) == 256
-        held[third] = b"a stranger's"
+        held[third] = b"foreign data"
         assert await retrieve(model, tokens) == 256
         assert second not in held
 
 
-async def test_a_pool_that_does_not_answer_costs_a_miss(
+async def test_unresponsive_pool_is_a_miss(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = prompt(1024)
     await store(settings, tokens)
     async with opened(settings, {"name": "pool", "deadline": "200ms"}) as (cache, model):
-        Shared.latest.may_answer = anyio.Event()
+        Shared.latest.may_reply = anyio.Event()
         backend = cache.hierarchy.tiers[1].backend
         now = time.monotonic()
         monkeypatch.setattr(backend, "_clock", lambda: now)
         with anyio.fail_after(60):
-            for _ in range(5):  # As many as it takes for the breaker.
+            for _ in range(5):  # The breaker opens after five failures.
                 assert await retrieve(model, tokens) == 0
             assert not cache.hierarchy.tiers[1].available
             assert await retrieve(model, tokens) == 0
-        assert len(Shared.latest.asked) == 5, "it is not asked while its breaker is open"
+        assert len(Shared.latest.queried) == 5, "the pool was queried while its breaker was open"
         monkeypatch.setattr(backend, "_clock", time.monotonic)
-        Shared.latest.may_answer.set()
+        Shared.latest.may_reply.set()
         with anyio.fail_after(60):
             while await retrieve(model, tokens) != 1024:
                 await anyio.sleep(0.05)
 
 
-async def test_who_waits_for_nothing_finds_it_later(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_best_effort_lookup_finds_chunks_later(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(1024)
     await store(settings, tokens)
     async with opened(settings, prefetch={"policy": "best_effort"}) as (_, model):
-        Shared.latest.may_answer = anyio.Event()
-        with anyio.fail_after(30):  # Half the deadline, in which the pool does not answer.
+        Shared.latest.may_reply = anyio.Event()
+        with anyio.fail_after(30):  # Half the pool's deadline.
             assert await retrieve(model, tokens) == 0
-        Shared.latest.may_answer.set()
+        Shared.latest.may_reply.set()
         with anyio.fail_after(60):
             while await retrieve(model, tokens) != 1024:
                 await anyio.sleep(0.01)
 
 
-async def test_a_look_up_that_is_given_up_leaves_nothing_behind(
-    settings: MakeSettings, prompt: Prompt
-) -> None:
+async def test_cancelled_lookup_leaks_nothing(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(1024)
     await store(settings, tokens)
     async with opened(settings) as (cache, model):
-        Shared.latest.may_answer = anyio.Event()
+        Shared.latest.may_reply = anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(retrieve, model, tokens)
             with anyio.fail_after(60):
-                while not Shared.latest.asked:
+                while not Shared.latest.queried:
                     await anyio.sleep(0.01)
             tasks.cancel_scope.cancel()
-        Shared.latest.may_answer.set()
+        Shared.latest.may_reply.set()
         with anyio.fail_after(60):
             while model.held_tokens(tokens) != 1024:
                 await anyio.sleep(0.01)
-        assert cache.arena.leases == 0, "nobody wants it any more"
+        assert cache.arena.leases == 0, "the cancelled lookup holds leases"
 
 
-async def test_what_was_cleared_is_not_fetched_from_others(settings: MakeSettings, prompt: Prompt) -> None:
-    """A model's weights have changed: what another host stored before must not come back."""
+async def test_cleared_chunks_are_not_read_from_pools(settings: MakeSettings, prompt: Prompt) -> None:
+    """After new weights, chunks that another host stored earlier must not be used."""
     theirs, ours = prompt(1024, 1), prompt(1024, 2)
     await store(settings, theirs)
     async with opened(settings) as (cache, model):
@@ -252,33 +248,31 @@ async def test_what_was_cleared_is_not_fetched_from_others(settings: MakeSetting
         assert await cache.drain(60)
         await model.clear()
         assert await retrieve(model, theirs) == 0
-        assert len(Shared.pools["pool"]) == 4, "theirs stays, ours is gone"
+        assert len(Shared.pools["pool"]) == 4, "only our chunks are deleted"
         await model.store(ours, rows(ours))
         assert await cache.drain(60)
         await model.move(ours, "ram", "pool")
-        assert await retrieve(model, ours) == 1024, "what was stored since is believed"
+        assert await retrieve(model, ours) == 1024, "chunks stored after the clear must be used"
 
 
-async def test_what_is_known_of_a_pool_is_bounded(
+async def test_tracked_chunks_of_a_pool_are_bounded(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "KNOWN_CHUNKS", 6)
+    monkeypatch.setattr("kvtier.tiers.tier.MAX_TRACKED_CHUNKS", 6)
     prompts = [prompt(1024, seed) for seed in range(5)]
     async with opened(settings) as (cache, model):
         for tokens in prompts:
             await model.store(tokens, rows(tokens))
             assert await cache.drain(60)
         assert cache.hierarchy.catalog.count(1) <= 6 + 4
-        assert len(Shared.pools["pool"]) == 20, "nothing is deleted"
+        assert len(Shared.pools["pool"]) == 20, "chunks were deleted from the pool"
         await cache.move(cache.hierarchy.catalog.keys(0), "ram", "pool")
         for tokens in prompts:
             assert await retrieve(model, tokens) == 1024
 
 
-async def test_what_a_pool_will_have_forgotten_is_not_believed(
-    settings: MakeSettings, prompt: Prompt
-) -> None:
-    """What the pool forgets by itself is demoted again rather than dropped."""
+async def test_chunks_expire_with_the_ttl_of_the_pool(settings: MakeSettings, prompt: Prompt) -> None:
+    """An expired chunk is demoted to the pool again instead of dropped."""
     tokens = prompt(1024)
     async with opened(settings, {"name": "pool", "ttl": 0.2}, ram=8) as (cache, model):
         await model.store(tokens, rows(tokens))

@@ -1,4 +1,4 @@
-"""Checksums in a whole cache: one hash a chunk, and a corrupt chunk in memory costs itself alone."""
+"""Checksums in a whole cache: one hash per chunk, and a corrupt chunk in memory affects no other."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from kvtier import Settings, TieredCache
 from kvtier.backends.base import Outcome
 from kvtier.events import Store
-from kvtier.header import HEADER_BYTES, ChunkHeader, is_sealed
-from kvtier.keys import ChunkKey
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, is_sealed
+from kvtier.memory.keys import ChunkKey
+from kvtier.memory.slices import Leases
 from kvtier.settings import TierSettings
-from kvtier.slices import Leases
 from tests.hashing import Hashing
 
 from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
-from .house import BUILT_IN, Shelf
+from .house import BUILT_IN, DictBackend
 
 pytestmark = pytest.mark.anyio
 Prompt = Callable[..., list[int]]
@@ -30,14 +30,14 @@ MakeSettings = Callable[..., Settings]
 def hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hashing]:
     hashing = Hashing(monkeypatch)
     yield hashing
-    hashing.may_go_on.set()
+    hashing.resume.set()
 
 
 @asynccontextmanager
 async def opened(settings: Settings) -> AsyncIterator[TieredCache]:
-    """A cache with the tiers of the settings and a pool ``pool``; at the end nothing is leased."""
+    """Open a cache with these settings and a pool named ``pool``. At the end, check for leaked leases."""
     pool = TierSettings(name="pool", type="shelf", write="through")
-    async with TieredCache.open(settings, plugins=BUILT_IN, pools=[(pool, Shelf())]) as cache:
+    async with TieredCache.open(settings, plugins=BUILT_IN, pools=[(pool, DictBackend())]) as cache:
         yield cache
         with anyio.fail_after(10):
             while cache.pending_bytes or cache.arena.leases != cache.hierarchy.catalog.count(0):
@@ -45,15 +45,15 @@ async def opened(settings: Settings) -> AsyncIterator[TieredCache]:
 
 
 def corrupt(cache: TieredCache, key: ChunkKey, at: int = 30) -> None:
-    """Flip a bit of the header of a chunk in memory."""
-    lease = cache.hierarchy.share(key)
+    """Flip a bit of a chunk in memory."""
+    lease = cache.hierarchy.lease(key)
     assert lease is not None
     lease.view[at] ^= 1
     lease.release()
 
 
 def store(cache: TieredCache, tokens: list[int]) -> list[ChunkKey]:
-    """Store a prompt without giving the loop a turn: it is READY in memory and written nowhere yet."""
+    """Store a prompt without yielding to the loop: it is READY in memory and not yet written anywhere."""
     model = cache.model("llama", token_bytes=TOKEN_BYTES)
     keys, filling = model.keys(tokens), rows(tokens)
     parent, reservations = ChunkKey(bytes(32)), []
@@ -68,9 +68,9 @@ def store(cache: TieredCache, tokens: list[int]) -> list[ChunkKey]:
     return keys
 
 
-def heads(cache: TieredCache, keys: list[ChunkKey]) -> list[bytes]:
-    """The headers of chunks in memory, as they are now."""
-    chunks = cache.hierarchy.shares(keys)
+def headers(cache: TieredCache, keys: list[ChunkKey]) -> list[bytes]:
+    """Return the current headers of chunks in memory."""
+    chunks = cache.hierarchy.lease_ready(keys)
     found = [bytes(chunk.lease.view[:HEADER_BYTES]) for chunk in chunks]
     for chunk in chunks:
         chunk.lease.release()
@@ -78,12 +78,12 @@ def heads(cache: TieredCache, keys: list[ChunkKey]) -> list[bytes]:
 
 
 def held(cache: TieredCache, keys: list[ChunkKey], tier: str) -> list[int]:
-    """The numbers of the chunks that are READY in a tier."""
+    """Return the numbers of the chunks that are READY in a tier."""
     index = cache._index(tier)
     return [at for at, key in enumerate(keys) if index in cache.hierarchy.catalog.tiers(key)]
 
 
-async def test_each_payload_is_hashed_once_whatever_the_number_of_tiers(
+async def test_each_payload_is_hashed_once_for_all_tiers(
     settings: MakeSettings, prompt: Prompt, hashing: Hashing
 ) -> None:
     async with opened(settings()) as cache:
@@ -96,38 +96,38 @@ async def test_each_payload_is_hashed_once_whatever_the_number_of_tiers(
         assert hashing.count == 8
 
 
-async def test_nothing_is_read_by_a_medium_or_a_stage_while_it_is_hashed(
+async def test_chunks_are_not_written_before_they_are_sealed(
     settings: MakeSettings, prompt: Prompt, hashing: Hashing
 ) -> None:
-    """Two tiers write chunks through while these are copied to a third: one hash, one header for all."""
-    hashing.may_go_on.clear()
-    chosen = settings()
+    """Write-through to two tiers and a copy to a third share one hash and one header per chunk."""
+    hashing.resume.clear()
+    configured = settings()
     spare = {"name": "spare", "type": "cpu", "capacity": 64 * CHUNK_OBJECT_BYTES, "write": "never"}
-    async with opened(chosen.model_copy(update={"tiers": [*chosen.tiers, spare]})) as cache:
+    async with opened(configured.model_copy(update={"tiers": [*configured.tiers, spare]})) as cache:
         keys = store(cache, prompt(1024))
-        unsealed = heads(cache, keys)
+        unsealed = headers(cache, keys)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: cache.move(keys, "ram", "spare", copy=True))
-            await hashing.until_begun(1)
+            await hashing.wait_until_started(1)
             await anyio.wait_all_tasks_blocked()
-            assert heads(cache, keys) == unsealed
+            assert headers(cache, keys) == unsealed
             for tier in ("ssd", "pool", "spare"):
                 assert held(cache, keys, tier) == []
-            hashing.may_go_on.set()
+            hashing.resume.set()
         assert await cache.drain(10)
         for tier in ("ssd", "pool", "spare"):
             assert held(cache, keys, tier) == [0, 1, 2, 3]
         assert hashing.count == 4
-        spared = cache.hierarchy.tiers[cache._index("spare")].backend.inner.inner  # type: ignore[attr-defined]
+        spare_backend = cache.hierarchy.tiers[cache._index("spare")].backend.inner.inner  # type: ignore[attr-defined]
         for key in keys:
-            lease = spared.lease(key)
+            lease = spare_backend.lease(key)
             assert is_sealed(lease.view)
             assert ChunkHeader.verify(lease.view, key)
             lease.release()
 
 
-async def serves_on(cache: TieredCache, tokens: list[int]) -> None:
-    """New chunks are stored in every tier."""
+async def assert_still_stores(cache: TieredCache, tokens: list[int]) -> None:
+    """Assert that new chunks are stored in every tier."""
     keys = store(cache, tokens)
     assert await cache.drain(10)
     for tier in ("ssd", "pool"):
@@ -136,7 +136,7 @@ async def serves_on(cache: TieredCache, tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("at", [0, 10, 30, 60, 100, 140, 200])
 @pytest.mark.parametrize("checksum", [True, False])
-async def test_a_corrupt_chunk_that_is_to_be_written_costs_itself_alone(
+async def test_corrupt_chunk_affects_no_other_on_write_through(
     settings: MakeSettings, prompt: Prompt, at: int, checksum: bool
 ) -> None:
     async with opened(settings(checksum=checksum)) as cache:
@@ -148,12 +148,10 @@ async def test_a_corrupt_chunk_that_is_to_be_written_costs_itself_alone(
         assert cache.hierarchy.sealer.corrupt >= 1
         assert cache.hierarchy.counts["put_miss"] >= 1
         assert [tier.backend.outages for tier in cache.hierarchy.tiers] == [0, 0, 0]
-        await serves_on(cache, prompt(1024, 1))
+        await assert_still_stores(cache, prompt(1024, 1))
 
 
-async def test_a_corrupt_chunk_that_is_to_be_demoted_costs_itself_alone(
-    settings: MakeSettings, prompt: Prompt
-) -> None:
+async def test_corrupt_chunk_affects_no_other_on_demotion(settings: MakeSettings, prompt: Prompt) -> None:
     async with TieredCache.open(settings(ram=8, disk={"write": "on_evict"}), plugins=BUILT_IN) as cache:
         first = store(cache, prompt(1024))
         corrupt(cache, first[1])
@@ -171,9 +169,7 @@ async def test_a_corrupt_chunk_that_is_to_be_demoted_costs_itself_alone(
         assert cache.hierarchy.tiers[1].backend.outages == 0
 
 
-async def test_a_corrupt_chunk_that_is_to_be_moved_costs_itself_alone(
-    settings: MakeSettings, prompt: Prompt
-) -> None:
+async def test_corrupt_chunk_affects_no_other_on_move(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings(disk={"write": "never"})) as cache:
         keys = store(cache, prompt(1024))
         assert await cache.drain(10)
@@ -184,19 +180,19 @@ async def test_a_corrupt_chunk_that_is_to_be_moved_costs_itself_alone(
         assert cache.hierarchy.sealer.corrupt == 1
 
 
-async def test_a_corrupt_chunk_that_is_to_be_written_at_the_end_costs_itself_alone(
+async def test_corrupt_chunk_affects_no_other_on_close(
     settings: MakeSettings, prompt: Prompt, tmp_path: Path
 ) -> None:
-    chosen = settings(disk={"write": "on_evict"})
-    async with TieredCache.open(chosen, plugins=BUILT_IN) as cache:
+    configured = settings(disk={"write": "on_evict"})
+    async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
         keys = store(cache, prompt(1024))
         corrupt(cache, keys[0])
-    async with TieredCache.open(chosen, plugins=BUILT_IN) as cache:
+    async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
         assert held(cache, keys, "ssd") == [1, 2, 3]
 
 
-async def test_only_the_copy_that_is_corrupt_is_dropped(settings: MakeSettings, prompt: Prompt) -> None:
-    """A corrupt copy elsewhere in memory says nothing of the chunk that is served."""
+async def test_only_the_corrupt_copy_is_dropped(settings: MakeSettings, prompt: Prompt) -> None:
+    """A corrupt copy elsewhere in memory does not invalidate the chunk in the tier."""
     async with opened(settings()) as cache:
         keys = store(cache, prompt(256))
         assert await cache.drain(10)
@@ -208,11 +204,11 @@ async def test_only_the_copy_that_is_corrupt_is_dropped(settings: MakeSettings, 
         assert held(cache, keys, "ram") == [0]
 
 
-async def test_what_has_left_every_tier_is_not_written(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_cleared_chunk_is_not_written(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings(disk={"write": "never"})) as cache:
         keys = store(cache, prompt(512))
         assert await cache.drain(10)
-        chunks = cache.hierarchy.shares(keys)
+        chunks = cache.hierarchy.lease_ready(keys)
         await cache.clear(keys[:1])
         outcomes = await cache.hierarchy.write(Store(keys=keys), 1, chunks)
         assert list(outcomes) == [Outcome.MISS, Outcome.OK]

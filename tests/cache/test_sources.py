@@ -1,4 +1,4 @@
-"""Chunks that several lower tiers hold: read from the cheapest. And what others hold is not relied on."""
+"""Chunks that several lower tiers hold are read from the cheapest. Chunks of peers may disappear."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtier.costs import HALF_LIFE_SECONDS, ReadCost
 from kvtier.testing.faults import Fault
+from kvtier.tiers.costs import HALF_LIFE_SECONDS, ReadCost
 
 from .conftest import CHUNK_OBJECT_BYTES, rows
-from .house import MakeSettings, costs, opened, until
+from .house import MakeSettings, opened, set_costs, wait_until
 
 pytestmark = pytest.mark.anyio
 Prompt = Callable[..., list[int]]
@@ -21,144 +21,140 @@ Prompt = Callable[..., list[int]]
     [({}, "ssd"), ({"ssd": 1.0, "peers": 0.9}, "ssd"), ({"ssd": 1.0, "peers": 0.1}, "peers")],
     ids=["unmeasured", "alike", "clearly cheaper"],
 )
-async def test_a_prompt_comes_from_the_cheapest(
+async def test_prompt_is_read_from_the_cheapest_source(
     settings: MakeSettings, prompt: Prompt, seconds: dict[str, float], source: str
 ) -> None:
-    async with opened(settings, "peers", ssd=64) as house:
+    async with opened(settings, "peers", ssd=64) as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "ssd", "peers")
-        costs(house, **seconds)
-        found = house.cache.look_up(house.model.keys(tokens))
-        assert [chunk.source for chunk in found.chunks] == [house.tier(source).index] * 4
+        await harness.fill(tokens, "ssd", "peers")
+        set_costs(harness, **seconds)
+        found = harness.cache.look_up(harness.model.keys(tokens))
+        assert [chunk.source for chunk in found.chunks] == [harness.tier(source).index] * 4
         await found.settle(None)
         assert found.ready == 4
         found.release()
-        assert house.reads == [(source, 4)]
-        assert house.cache.hierarchy.counts[f"found_{source}"] == 4
+        assert harness.reads == [(source, 4)]
+        assert harness.cache.hierarchy.counts[f"found_{source}"] == 4
 
 
-async def test_costs_are_learnt_from_reads(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings, "near", "far") as house:
+async def test_costs_are_learned_from_reads(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, "near", "far") as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "near", "far")
-        house.sources["near"].delays.delay = 0.05
-        assert house.tier("near").cost(CHUNK_OBJECT_BYTES) is None
-        assert await house.retrieve(tokens) == 1024
-        cost = house.tier("near").cost(4 * CHUNK_OBJECT_BYTES)
+        await harness.fill(tokens, "near", "far")
+        harness.sources["near"].delays.delay = 0.05
+        assert harness.tier("near").cost(CHUNK_OBJECT_BYTES) is None
+        assert await harness.retrieve(tokens) == 1024
+        cost = harness.tier("near").cost(4 * CHUNK_OBJECT_BYTES)
         assert cost is not None
         assert cost >= 0.05
-        assert house.tier("far").cost(CHUNK_OBJECT_BYTES) is None
-        costs(house, far=1e-6)
-        house.cache.hierarchy.drop(house.model.keys(tokens))
-        assert await house.retrieve(tokens) == 1024
-        assert house.reads == [("near", 4), ("far", 4)]
+        assert harness.tier("far").cost(CHUNK_OBJECT_BYTES) is None
+        set_costs(harness, far=1e-6)
+        harness.cache.hierarchy.drop(harness.model.keys(tokens))
+        assert await harness.retrieve(tokens) == 1024
+        assert harness.reads == [("near", 4), ("far", 4)]
 
 
-async def test_failures_and_time_outs_make_a_source_dearer(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings, "near") as house:
+async def test_failures_and_timeouts_raise_the_cost(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, "near") as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "near")
-        near = house.sources["near"]
-        costs(house, near=1.0)
-        near.faults.fault, near.faults.only = Fault.FAIL, frozenset(house.model.keys(tokens))
-        assert await house.retrieve(tokens) == 0
-        failed = house.tier("near").cost(CHUNK_OBJECT_BYTES)
+        await harness.fill(tokens, "near")
+        near = harness.sources["near"]
+        set_costs(harness, near=1.0)
+        near.faults.fault, near.faults.only = Fault.FAIL, frozenset(harness.model.keys(tokens))
+        assert await harness.retrieve(tokens) == 0
+        failed = harness.tier("near").cost(CHUNK_OBJECT_BYTES)
         assert failed is not None
         assert failed > 1.0
-        house.hang("near")
-        assert await house.retrieve(tokens) == 0
-        out_of_time = house.tier("near").cost(CHUNK_OBJECT_BYTES)
-        assert out_of_time is not None
-        assert out_of_time > 1.2 * failed
+        harness.hang("near")
+        assert await harness.retrieve(tokens) == 0
+        timed_out = harness.tier("near").cost(CHUNK_OBJECT_BYTES)
+        assert timed_out is not None
+        assert timed_out > 1.2 * failed
 
 
-async def test_what_was_slow_once_is_tried_again(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_slow_source_is_tried_again_later(settings: MakeSettings, prompt: Prompt) -> None:
     now = 0.0
-    async with opened(settings, "near", "far") as house:
+    async with opened(settings, "near", "far") as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "near", "far")
-        costs(house, far=0.001)
-        house.tier("near").reading = ReadCost(lambda: now)
-        house.tier("near").reading.succeeded(CHUNK_OBJECT_BYTES, 10.0)
-        for later, source in [(0.0, "far"), (HALF_LIFE_SECONDS, "far"), (10 * HALF_LIFE_SECONDS, "near")]:
-            now += later
-            assert await house.retrieve(tokens) == 1024
-            assert house.reads.pop() == (source, 4)
-            house.cache.hierarchy.drop(house.model.keys(tokens))
+        await harness.fill(tokens, "near", "far")
+        set_costs(harness, far=0.001)
+        harness.tier("near").reading = ReadCost(lambda: now)
+        harness.tier("near").reading.succeeded(CHUNK_OBJECT_BYTES, 10.0)
+        for elapsed, source in [(0.0, "far"), (HALF_LIFE_SECONDS, "far"), (10 * HALF_LIFE_SECONDS, "near")]:
+            now += elapsed
+            assert await harness.retrieve(tokens) == 1024
+            assert harness.reads.pop() == (source, 4)
+            harness.cache.hierarchy.drop(harness.model.keys(tokens))
 
 
-async def test_a_prompt_that_three_sources_hold_together(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings, "near", "far", "peers") as house:
+async def test_prompt_split_over_three_sources(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, "near", "far", "peers") as harness:
         tokens = prompt(3072)
-        await house.fill(tokens, "near", "far", "peers")
-        house.lose(tokens, "near", range(4, 12))
-        house.lose(tokens, "far", [*range(4), *range(8, 12)])
-        house.lose(tokens, "peers", range(8))
-        assert await house.retrieve(tokens) == 3072
-        assert sorted(house.reads) == [("far", 4), ("near", 4), ("peers", 4)]
+        await harness.fill(tokens, "near", "far", "peers")
+        harness.lose_chunks(tokens, "near", range(4, 12))
+        harness.lose_chunks(tokens, "far", [*range(4), *range(8, 12)])
+        harness.lose_chunks(tokens, "peers", range(8))
+        assert await harness.retrieve(tokens) == 3072
+        assert sorted(harness.reads) == [("far", 4), ("near", 4), ("peers", 4)]
 
 
-# What peers hold.
+# Chunks of peers.
 
 
-async def test_what_only_peers_hold_is_demoted_and_not_dropped(
-    settings: MakeSettings, prompt: Prompt
-) -> None:
-    async with opened(settings, "peers", ssd=64, ram=8, disk={"write": "on_evict"}) as house:
+async def test_chunks_held_only_by_peers_are_demoted(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, "peers", ssd=64, ram=8, disk={"write": "on_evict"}) as harness:
         tokens, more = prompt(1024), prompt(2048, 1)
-        await house.fill(tokens, "peers")
-        assert await house.retrieve(tokens) == 1024
-        assert house.holds(tokens, "ssd") == []
-        assert await house.model.store(more, rows(more)) > 0
-        await until(lambda: bool(house.holds(tokens, "ssd")))
+        await harness.fill(tokens, "peers")
+        assert await harness.retrieve(tokens) == 1024
+        assert harness.held_chunks(tokens, "ssd") == []
+        assert await harness.model.store(more, rows(more)) > 0
+        await wait_until(lambda: bool(harness.held_chunks(tokens, "ssd")))
 
 
-async def test_a_move_to_peers_takes_nothing_away(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings, "peers") as house:
+async def test_move_to_peers_keeps_the_source_copy(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, "peers") as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "peers")
-        assert await house.retrieve(tokens) == 1024
-        assert await house.model.move(tokens, "ram", "peers") == 1024
-        assert house.holds(tokens, "ram") == [0, 1, 2, 3]
+        await harness.fill(tokens, "peers")
+        assert await harness.retrieve(tokens) == 1024
+        assert await harness.model.move(tokens, "ram", "peers") == 1024
+        assert harness.held_chunks(tokens, "ram") == [0, 1, 2, 3]
 
 
-async def test_a_look_up_for_others_reads_from_this_host_alone(
-    settings: MakeSettings, prompt: Prompt
-) -> None:
-    async with opened(settings, "peers", ssd=64) as house:
+async def test_local_lookup_reads_only_from_this_host(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, "peers", ssd=64) as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "ssd", "peers")
-        costs(house, ssd=1.0, peers=0.001)
-        found = house.cache.look_up(house.model.keys(tokens), local=True)
+        await harness.fill(tokens, "ssd", "peers")
+        set_costs(harness, ssd=1.0, peers=0.001)
+        found = harness.cache.look_up(harness.model.keys(tokens), local=True)
         await found.settle(None)
         assert found.ready == 4
         found.release()
-        assert house.reads == [("ssd", 4)]
+        assert harness.reads == [("ssd", 4)]
 
 
-async def test_a_look_up_for_others_waits_for_no_other_host(settings: MakeSettings, prompt: Prompt) -> None:
-    """Two hosts that fetch the same chunk from each other would wait for each other."""
-    async with opened(settings, "peers", ssd=64) as house:
+async def test_local_lookup_does_not_wait_for_other_hosts(settings: MakeSettings, prompt: Prompt) -> None:
+    """Otherwise, two hosts that fetch the same chunk from each other would deadlock."""
+    async with opened(settings, "peers", ssd=64) as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "ssd", "peers")
-        costs(house, ssd=1.0, peers=0.001)
-        house.sources["peers"].delays.hang()
-        ours = house.cache.look_up(house.model.keys(tokens))
-        theirs = house.cache.look_up(house.model.keys(tokens), local=True)
+        await harness.fill(tokens, "ssd", "peers")
+        set_costs(harness, ssd=1.0, peers=0.001)
+        harness.sources["peers"].delays.hang()
+        ours = harness.cache.look_up(harness.model.keys(tokens))
+        theirs = harness.cache.look_up(harness.model.keys(tokens), local=True)
         assert (len(ours.chunks), len(theirs.chunks)) == (4, 0)
-        house.sources["peers"].delays.resume()
+        harness.sources["peers"].delays.resume()
         await ours.settle(None)
         assert ours.ready == 4
         ours.release()
 
 
-async def test_what_peers_ask_for_is_not_what_engines_ask_for(settings: MakeSettings, prompt: Prompt) -> None:
+async def test_lookups_of_peers_are_not_counted(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(1024)
-    async with opened(settings) as house:
-        await house.model.store(tokens, rows(tokens))
-        keys = house.model.keys(tokens)
-        house.cache.look_up(keys, local=True).release()
-        counts = house.cache.hierarchy.counts
+    async with opened(settings) as harness:
+        await harness.model.store(tokens, rows(tokens))
+        keys = harness.model.keys(tokens)
+        harness.cache.look_up(keys, local=True).release()
+        counts = harness.cache.hierarchy.counts
         assert (counts["looked_up"], counts["found_ram"]) == (0, 0)
-        house.cache.look_up(keys).release()
+        harness.cache.look_up(keys).release()
         assert (counts["looked_up"], counts["found_ram"]) == (4, 4)

@@ -1,4 +1,4 @@
-"""Whatever is done in whatever order: only right bytes come back, nothing overflows, nothing leaks."""
+"""Random operations in any order: retrieved bytes are correct, no tier overflows, nothing leaks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
 
 RAM_CHUNKS, SSD_CHUNKS = 6, 10
 
-# Prompts that branch: equal first chunks, different ends.
+# Branching prompts: equal first chunks, different ends.
 prompts = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 4)).map(
     lambda branch: [branch[0]] * CHUNK_TOKENS + [branch[1]] * CHUNK_TOKENS * (branch[2] - 1)
 )
-ways = st.sampled_from([("ram", "ssd"), ("ssd", "ram")])
+routes = st.sampled_from([("ram", "ssd"), ("ssd", "ram")])
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Rules are what users do; the bytes of a prompt follow from its tokens alone."""
+    """The rules are user operations. The bytes of a prompt depend only on its tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,9 +64,9 @@ class CacheMachine(RuleBasedStateMachine):
         hit = self.portal.call(self.model.retrieve, tokens, out)
         assert out[: hit * TOKEN_BYTES] == rows(tokens)[: hit * TOKEN_BYTES]
 
-    @rule(tokens=prompts, way=ways, copy=st.booleans())
-    def move(self, tokens: list[int], way: tuple[str, str], copy: bool) -> None:
-        self.portal.call(lambda: self.model.move(tokens, *way, copy=copy))
+    @rule(tokens=prompts, route=routes, copy=st.booleans())
+    def move(self, tokens: list[int], route: tuple[str, str], copy: bool) -> None:
+        self.portal.call(lambda: self.model.move(tokens, *route, copy=copy))
 
     @rule(tokens=prompts)
     def prefetch(self, tokens: list[int]) -> None:
@@ -92,7 +92,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.bytes_on_disk() <= SSD_CHUNKS * CHUNK_OBJECT_BYTES
 
     def bytes_on_disk(self) -> int:
-        """While writing goes on: what comes or goes under our eyes is passed over."""
+        """Return the size of all chunk files. Ignores files that disappear meanwhile."""
         total = 0
         for file in self.folder.glob("*/*.kv"):
             with suppress(FileNotFoundError):
@@ -103,7 +103,7 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             assert self.portal.call(self.cache.drain, 10)
             catalog = self.cache.hierarchy.catalog
-            # What was cleared while it was written is deleted in the background.
+            # Chunks cleared during a write are deleted in the background.
             deadline = time.monotonic() + 60
             while self.bytes_on_disk() != catalog.used(1) and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Every miss that was not expected is in the log: the tier, the operation, bytes, elapsed time, deadline."""
+"""Unexpected misses are logged with tier, operation, bytes, elapsed time and deadline."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from kvtier import Settings, TieredCache
-from kvtier.header import HEADER_BYTES, ChunkHeader
-from kvtier.keys import ChunkKey
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader
+from kvtier.memory.keys import ChunkKey
 from kvtier.testing.faults import Fault
 
 from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES
@@ -25,7 +25,7 @@ Log = Callable[[str], list[str]]
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[Log]:
-    """The warnings that contain a text."""
+    """Return the logged warnings that contain a text."""
 
     def find(text: str) -> list[str]:
         messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -35,114 +35,112 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[Log]:
         yield find
 
 
-async def test_a_deadline_that_is_exceeded(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
-    async with opened(settings, "away") as house:
+async def test_read_deadline_exceeded(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
+    async with opened(settings, "away") as harness:
         for seed in range(5):
-            await house.fill(prompt(1024, seed), "away")
-        house.hang("away")
+            await harness.fill(prompt(1024, seed), "away")
+        harness.hang("away")
         for seed in range(5):
-            assert await house.retrieve(prompt(1024, seed)) == 0
-        (missed,) = log("deadline")[:1]
-        assert missed.startswith("tier away: deadline of 300ms exceeded reading 80KiB (4 chunks) after ")
-        assert missed.endswith("s; they count as missing")
+            assert await harness.retrieve(prompt(1024, seed)) == 0
+        (message,) = log("deadline")[:1]
+        assert message.startswith("tier away: deadline of 300ms exceeded reading 80KiB (4 chunks) after ")
+        assert message.endswith("s; counted as misses")
         assert len(log("exceeded")) == 1, "the others are counted, not logged"
-        # Four hang, which is as many as may be in flight: the fifth gets no turn.
+        # Four reads hang, the maximum in flight, so the fifth gets no slot.
         assert log("could not be read") == [
-            "tier away: 80KiB (4 chunks) could not be read; they count as missing"
+            "tier away: 80KiB (4 chunks) could not be read; counted as misses"
         ]
         assert log("circuit") == [
             "tier away: circuit breaker open for 1 s after 5 consecutive failures "
-            "(last: no turn within 300ms for reading 80KiB (4 chunks))"
+            "(last: no free slot within 300ms for reading 80KiB (4 chunks))"
         ]
 
 
-async def test_a_write_that_exceeds_it(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
+async def test_write_deadline_exceeded(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
     async with TieredCache.open(settings(disk={"deadline": "1us"}), plugins=BUILT_IN) as cache:
         store(cache, prompt(512))
         assert await cache.drain(10)
         assert log("tier ssd: deadline of 1us exceeded writing 40KiB (2 chunks)")
-        assert log("it counts as failed")
+        assert log("counted as failed")
 
 
-async def test_a_medium_that_fails(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
-    async with opened(settings, "away") as house:
+async def test_failing_backend(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
+    async with opened(settings, "away") as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "away")
-        house.sources["away"].faults.fault = Fault.FAIL
-        assert await house.retrieve(tokens) == 0
+        await harness.fill(tokens, "away")
+        harness.sources["away"].faults.fault = Fault.FAIL
+        assert await harness.retrieve(tokens) == 0
         assert log("tier away: 4 of 4 chunks failed")
-        assert log("tier away: 80KiB (4 chunks) could not be read; they count as missing")
+        assert log("tier away: 80KiB (4 chunks) could not be read; counted as misses")
 
 
-async def test_what_a_pool_does_not_hold_any_longer_is_no_surprise(
-    settings: MakeSettings, prompt: Prompt, log: Log
-) -> None:
-    async with opened(settings, "away") as house:
+async def test_chunks_lost_by_a_pool_are_not_logged(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
+    async with opened(settings, "away") as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "away")
-        house.sources["away"].shelf.held.clear()
-        assert await house.retrieve(tokens) == 0
+        await harness.fill(tokens, "away")
+        harness.sources["away"].pool.held.clear()
+        assert await harness.retrieve(tokens) == 0
         assert log("") == []
 
 
-async def test_what_the_disk_has_lost_is_one(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
-    async with opened(settings, ssd=64) as house:
+async def test_chunks_lost_by_the_disk_are_logged(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
+    async with opened(settings, ssd=64) as harness:
         tokens = prompt(512)
-        await house.fill(tokens, "ssd")
-        folder = house.cache.settings.tiers[1]["path"]
+        await harness.fill(tokens, "ssd")
+        folder = harness.cache.settings.tiers[1]["path"]
         for path in anyio.Path(folder)._path.rglob("*.kv"):
             path.unlink()
-        assert await house.retrieve(tokens) == 0
-        assert log("tier ssd: 40KiB (2 chunks) could not be read; they count as missing")
+        assert await harness.retrieve(tokens) == 0
+        assert log("tier ssd: 40KiB (2 chunks) could not be read; counted as misses")
 
 
-async def test_memory_without_room(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
+async def test_no_room_to_store(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
     async with TieredCache.open(settings(ram=4, ssd=0), plugins=BUILT_IN) as cache:
         leases = cache.arena.allocate_all(CHUNK_OBJECT_BYTES, 3)
         keys = cache.model("llama", token_bytes=TOKEN_BYTES).keys(prompt(1024))
         size = CHUNK_OBJECT_BYTES - HEADER_BYTES
         headers = [ChunkHeader(key, ChunkKey(bytes(32)), bytes(32), size) for key in keys]
         reserved = cache.reserve_all(headers)
-        assert [one is not None for one in reserved] == [True, False, False, False]
-        cache.abandon([one for one in reserved if one is not None])
+        assert [reservation is not None for reservation in reserved] == [True, False, False, False]
+        cache.abandon([reservation for reservation in reserved if reservation is not None])
         assert log("tier ram: no room to store 60KiB (3 chunks); they are not cached")
         for lease in leases:
             lease.release()
 
 
 async def test_no_room_to_load(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
-    async with opened(settings, "away", ram=8) as house:
+    async with opened(settings, "away", ram=8) as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "away")
-        leases = house.cache.arena.allocate_all(CHUNK_OBJECT_BYTES, 6)
-        assert await house.retrieve(tokens) == 512
-        assert log("tier ram: no room to load 2 chunks from tier away; they count as missing")
+        await harness.fill(tokens, "away")
+        leases = harness.cache.arena.allocate_all(CHUNK_OBJECT_BYTES, 6)
+        assert await harness.retrieve(tokens) == 512
+        assert log("tier ram: no room to load 2 chunks from tier away; counted as misses")
         for lease in leases:
             lease.release()
 
 
-async def test_a_tier_that_is_full(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
+async def test_full_tier(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
     async with TieredCache.open(settings(ssd=2), plugins=BUILT_IN) as cache:
         store(cache, prompt(1024))
         assert await cache.drain(10)
         assert log("tier ssd: no room for 2 of 4 chunks; they are dropped")
 
 
-async def test_a_queue_that_is_full(
+async def test_full_write_queue(
     settings: MakeSettings, prompt: Prompt, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.pipeline.store.OVERFLOW_KEYS", 1)
+    monkeypatch.setattr("kvtier.pipeline.store.MAX_OVERFLOW_KEYS", 1)
     async with TieredCache.open(settings(disk={"queue": CHUNK_OBJECT_BYTES}), plugins=BUILT_IN) as cache:
         store(cache, prompt(1024))
-        assert log("tier ssd: 1 chunks wait to be written, which is the limit; others are dropped")
+        assert log("tier ssd: write backlog is full (1 chunks); further chunks are dropped")
 
 
-async def test_a_prefetch_that_takes_too_long(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
-    async with opened(settings, "away", prefetch={"policy": "timeout", "deadline": "50ms"}) as house:
+async def test_prefetch_deadline_exceeded(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
+    async with opened(settings, "away", prefetch={"policy": "timeout", "deadline": "50ms"}) as harness:
         tokens = prompt(1024)
-        await house.fill(tokens, "away")
-        house.hang("away")
-        found = house.cache.look_up(house.model.keys(tokens))
-        await house.cache.settle(found)
+        await harness.fill(tokens, "away")
+        harness.hang("away")
+        found = harness.cache.look_up(harness.model.keys(tokens))
+        await harness.cache.settle(found)
         found.release()
-        assert log("prefetch.deadline of 0.05 s exceeded: 4 of 4 chunks are not there; they are computed")
+        assert log("prefetch.deadline of 0.05 s exceeded: 4 of 4 chunks did not arrive and are recomputed")

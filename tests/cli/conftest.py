@@ -1,4 +1,4 @@
-"""Commands, run in this process or in one of their own, and a disk tier's folder to look into."""
+"""Run commands in this process or in their own, and create a disk tier's folder to inspect."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 import pytest
 
-from kvtier.backends.disk import object_path
+from kvtier.backends.disk.backend import object_path
 from kvtier.cli import main
-from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
-from kvtier.keys import ChunkKey
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.memory.keys import ChunkKey
 
 PAYLOAD_BYTES = 5000
 
 
 class Result(NamedTuple):
-    """What a command has printed."""
+    """A command's exit status and output."""
 
     status: int
     output: str
@@ -31,7 +31,7 @@ Kvtier = Callable[..., Result]
 
 
 @pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.upper().startswith("KVTIER_"):
             monkeypatch.delenv(name)
@@ -42,17 +42,17 @@ def kvtier(capsys: pytest.CaptureFixture[str]) -> Kvtier:
     """Run a command in this process."""
 
     def run(*arguments: object) -> Result:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exited:
             main([str(argument) for argument in arguments])
         printed = capsys.readouterr()
-        code = ended.value.code
+        code = exited.value.code
         return Result(code if isinstance(code, int) else 0, printed.out, printed.err)
 
     return run
 
 
 def spawn(*arguments: object, **variables: str) -> subprocess.Popen[str]:
-    """Start a command in a process of its own."""
+    """Start a command in its own process."""
     return subprocess.Popen(
         [sys.executable, "-m", "kvtier", *map(str, arguments)],
         env={**os.environ, **variables},
@@ -79,7 +79,7 @@ def store(folder: Path, number: int, *, last_used: float = 1e9) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A disk tier's folder with three chunks, number 2 the last used."""
+    """A disk tier's folder with three chunks, of which number 2 was used last."""
     path = tmp_path / "disk"
     for number in range(3):
         store(path, number, last_used=1e9 + number)

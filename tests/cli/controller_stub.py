@@ -1,4 +1,4 @@
-"""An HTTP server on loopback that answers as it is told: for what a real controller cannot be made to do."""
+"""An HTTP server on loopback with scripted answers, for cases that a real controller cannot produce."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ EVENT: dict[str, Any] = {
 }
 
 
-class Asked(NamedTuple):
-    """One request that has arrived."""
+class StubRequest(NamedTuple):
+    """One received request."""
 
     call: str
     """``METHOD PATH``."""
@@ -48,27 +48,27 @@ class Raw(NamedTuple):
 
 
 class Stub:
-    """Answers each call with what it was told last, or with the next of what it was told.
+    """Answers each call with the next of its scripted answers, and repeats the last.
 
-    What nothing was told about is answered by 404. ``None`` ends the connection without an answer.
+    Other calls are answered with 404. The answer ``None`` closes the connection without a response.
     """
 
     def __init__(self, port: int = 0) -> None:
-        self.asked: list[Asked] = []
+        self.requests: list[StubRequest] = []
         self._answers: dict[str, deque[tuple[int, Any]]] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         self.port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
-    def tell(self, call: str, *answers: Any, status: int = 200) -> None:
-        """What to answer from now on; the last of ``answers`` again and again."""
+    def respond(self, call: str, *answers: Any, status: int = 200) -> None:
+        """Set the answers to a call; the last of ``answers`` is repeated."""
         self._answers[call] = deque((status, answer) for answer in answers)
 
-    def answer(self, asked: Asked) -> tuple[int, Any]:
-        self.asked.append(asked)
-        answers = self._answers.get(asked.call)
+    def answer(self, request: StubRequest) -> tuple[int, Any]:
+        self.requests.append(request)
+        answers = self._answers.get(request.call)
         if answers is None:
-            return 404, {"detail": f"nothing was told about {asked.call}", "known": []}
+            return 404, {"detail": f"no answer is set for {request.call}", "known": []}
         return answers.popleft() if len(answers) > 1 else answers[0]
 
     @contextmanager
@@ -93,8 +93,10 @@ def _handler(stub: Stub) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self, body: Any) -> None:
             parts = urlsplit(self.path)
-            asked = Asked(f"{self.command} {parts.path}", parts.query, body, self.headers["Authorization"])
-            status, answer = stub.answer(asked)
+            request = StubRequest(
+                f"{self.command} {parts.path}", parts.query, body, self.headers["Authorization"]
+            )
+            status, answer = stub.answer(request)
             if answer is None:
                 return
             raw = answer if isinstance(answer, Raw) else Raw(json.dumps(answer).encode(), "application/json")
@@ -104,6 +106,6 @@ def _handler(stub: Stub) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(raw.content)
 
         def log_message(self, *_: object) -> None:
-            """Nothing on standard error: that is the command's."""
+            """Log nothing: standard error belongs to the command."""
 
     return Handler

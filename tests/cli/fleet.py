@@ -1,4 +1,4 @@
-"""A real controller and real instances in the test's own event loop, and commands that ask it in a thread."""
+"""A real controller and real instances in the test's event loop, with commands in a thread."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import anyio
 import httpx
 from anyio import to_thread
 
-# What an instance imports when it is opened would block the loop then.
+# Imported early: opening an instance would import these and block the event loop.
 import kvtier.agent.agent
 import kvtier.agent.commands
 import kvtier.agent.tokenizing
 import kvtier.peers.backend
 import kvtier.peers.server  # noqa: F401
 from kvtier.agent.served import EngineModel
-from kvtier.controller.serve import Controller, controlling
+from kvtier.controller.serve import Controller, run_controller
 from kvtier.controller.settings import service_settings
 from kvtier.instance import Instance
-from kvtier.layout import ChunkLayout, GroupLayout, namespace
+from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.plugins import Plugins
 from kvtier.settings import load_settings
 
@@ -33,12 +33,12 @@ MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 CHUNK_TOKENS = 16
 TOKEN_BYTES = 512
 SECRET = "sixteen or more characters"
-PATIENCE_SECONDS = 30
+TIMEOUT_SECONDS = 30
 PLUGINS = Plugins.load([])
 
 
 class Fleet(NamedTuple):
-    """What is running, and the way to ask it."""
+    """A running controller and its instances."""
 
     controller: Controller
     instances: dict[str, Instance]
@@ -50,27 +50,27 @@ class Fleet(NamedTuple):
         return f"http://{host}:{port}"
 
     async def store(self, name: str, tokens: list[int]) -> None:
-        """Have an instance hold a prompt in its first tier, and the controller know of it."""
+        """Store a prompt in an instance's first tier, and wait until the controller has indexed it."""
         instance = self.instances[name]
         rows = os.urandom(len(tokens) * TOKEN_BYTES)
         model = instance.cache.model(MODEL, token_bytes=TOKEN_BYTES)
         assert await model.store(tokens, rows) == len(tokens)
-        await self.until_held(tokens, name, "ram")
+        await self.wait_until_held(tokens, name, "ram")
 
-    async def until_held(self, tokens: list[int], name: str, tier: str) -> None:
-        """Wait until the controller knows that a tier holds all of a prompt."""
+    async def wait_until_held(self, tokens: list[int], name: str, tier: str) -> None:
+        """Wait until the controller has indexed all of a prompt in a tier."""
         async with httpx.AsyncClient(base_url=self.url, trust_env=False) as http:
-            with anyio.fail_after(PATIENCE_SECONDS):
+            with anyio.fail_after(TIMEOUT_SECONDS):
                 while True:
                     found = (await http.post("/lookup", json={"tokens": tokens})).json()
                     if found.get("instances", {}).get(name, {}).get(tier) == len(tokens):
                         return
                     await anyio.sleep(0.01)
 
-    async def until_heard(self) -> None:
-        """Wait until every instance has told how it is."""
+    async def wait_for_heartbeats(self) -> None:
+        """Wait until every instance has sent a heartbeat."""
         members = self.controller.registry.members
-        with anyio.fail_after(PATIENCE_SECONDS):
+        with anyio.fail_after(TIMEOUT_SECONDS):
             while not all(members[name].heartbeat for name in self.instances):
                 await anyio.sleep(0.01)
 
@@ -79,7 +79,7 @@ class Fleet(NamedTuple):
         return await to_thread.run_sync(lambda: self.kvtier(*arguments, "--url", self.url))
 
     async def json(self, *arguments: object) -> Any:
-        """What a command that goes well answers with ``--json``."""
+        """Run a command with ``--json``, and return its output."""
         result = await self.run(*arguments, "--json")
         assert result.status == 0, result.errors
         return json.loads(result.output)
@@ -87,20 +87,20 @@ class Fleet(NamedTuple):
 
 @asynccontextmanager
 async def fleet(folder: Path, kvtier: Kvtier, *names: str, **options: Any) -> AsyncIterator[Fleet]:
-    """Instances of these names, each with memory and a disk, that serve one model; all of them registered."""
+    """Run registered instances with these names. Each has memory and a disk, and serves one model."""
     settings = service_settings(listen="127.0.0.1:0", state=folder / "state.sqlite", **options)
     async with AsyncExitStack() as stack:
-        controller = await stack.enter_async_context(controlling(settings))
+        controller = await stack.enter_async_context(run_controller(settings))
         running = Fleet(controller, {}, kvtier)
         for name in names:
             instance = await stack.enter_async_context(
                 Instance.open(_settings(folder, name, running.url), plugins=PLUGINS)
             )
             layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(1, (TOKEN_BYTES,)),), platform="rows")
-            instance.served.came("vllm", namespace(MODEL, layout), layout, EngineModel([MODEL]))
+            instance.served.add("vllm", namespace(MODEL, layout), layout, EngineModel([MODEL]))
             running.instances[name] = instance
         members = controller.registry.members
-        with anyio.fail_after(PATIENCE_SECONDS):
+        with anyio.fail_after(TIMEOUT_SECONDS):
             while not all(
                 name in members and members[name].in_step and members[name].models for name in names
             ):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvtier.cli.settings_reference import json_schema, markdown_page
 from kvtier.plugins import Plugins
-from kvtier.settings_schema import json_schema, markdown_page
 
 from .conftest import Kvtier
 
@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_show_tells_each_value_and_where_it_comes_from(
+def test_show_prints_each_value_and_its_source(
     kvtier: Kvtier, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTIER_PREFETCH__DEADLINE", "250ms")
@@ -39,7 +39,7 @@ def test_show_tells_each_value_and_where_it_comes_from(
     assert rows["tiers[1].queue"] == ["16MiB", "default"]
 
 
-def test_show_as_json_holds_plain_values(kvtier: Kvtier, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_as_json_has_plain_values(kvtier: Kvtier, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_CONFIG_FILE", str(file))
     shown = json.loads(kvtier("config", "show", "--json").output)
     assert shown["linger"] == {"value": 2.0, "source": f"file {file}"}
@@ -64,7 +64,7 @@ def test_show_as_json_holds_plain_values(kvtier: Kvtier, file: Path, monkeypatch
     ],
     ids=str,
 )
-def test_no_secret_is_shown_be_it_right_or_wrong(
+def test_valid_and_invalid_secrets_are_not_shown(
     kvtier: Kvtier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: dict[str, Any]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -83,31 +83,31 @@ def test_no_secret_is_shown_be_it_right_or_wrong(
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "message"),
     [
-        ({"env": "NOWHERE"}, "the variable NOWHERE that it names is not set, or empty: export it"),
-        ({"file": "/nowhere/secret"}, "the file /nowhere/secret that it names cannot be read"),
-        ({"vault": "x"}, "'vault' is no place for a secret: write {env: NAME}"),
+        ({"env": "NOWHERE"}, "the environment variable NOWHERE is not set or empty"),
+        ({"file": "/nowhere/secret"}, "cannot read the file /nowhere/secret"),
+        ({"vault": "x"}, "'vault' is not a source of secrets: use a string, {env: NAME}"),
     ],
 )
-def test_a_secret_that_is_nowhere_is_named(
-    kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch, place: dict[str, str], said: str
+def test_missing_secret_is_reported_with_its_source(
+    kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch, place: dict[str, str], message: str
 ) -> None:
     pool = {"name": "pool", "type": "redis", "url": "redis://cache:6379/0", "password": place}
     tiers = [{"name": "ram", "type": "cpu", "capacity": "64MiB"}, pool]
     monkeypatch.setenv("KVTIER_TIERS", json.dumps(tiers))
     errors = kvtier("config", "check").errors
     assert "tiers[1].password" in errors
-    assert said in errors
+    assert message in errors
 
 
 def test_check_names_the_tiers(kvtier: Kvtier, file: Path) -> None:
     result = kvtier("config", "check", "-c", file)
     assert result.status == 0
-    assert result.output == "The settings are right. Tiers, fastest first: ram (cpu), ssd (disk).\n"
+    assert result.output == "The settings are valid. Tiers, fastest first: ram (cpu), ssd (disk).\n"
 
 
-def test_check_says_what_to_write(kvtier: Kvtier, file: Path) -> None:
+def test_check_names_the_valid_values(kvtier: Kvtier, file: Path) -> None:
     file.write_text(file.read_text().replace("on_evict", "sometimes"))
     result = kvtier("config", "check", "-c", file)
     assert result.status == 1
@@ -115,7 +115,7 @@ def test_check_says_what_to_write(kvtier: Kvtier, file: Path) -> None:
     assert f"tiers[1].write (in {file}) is 'sometimes': it should be 'through', 'on_evict'" in result.errors
 
 
-def test_schema_works_where_the_settings_are_wrong(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schema_works_with_invalid_settings(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_CHUNK_TOKENS", "none")
     plugins = Plugins.load()
     assert json.loads(kvtier("config", "schema").output) == json_schema(plugins)

@@ -1,4 +1,4 @@
-"""The commands that ask a controller: what they send, what they say, and what they do where it fails."""
+"""The commands that query a controller: their requests, output and error handling."""
 
 from __future__ import annotations
 
@@ -68,22 +68,24 @@ def stub() -> Iterator[Stub]:
     stub = Stub()
     with stub.serving():
         for path in ("move", "prefetch", "pin", "unpin", "clear"):
-            stub.tell(f"POST /{path}", ACCEPTED)
-        stub.tell("POST /lookup", FOUND)
-        stub.tell("GET /events/e1", EVENT)
-        stub.tell("GET /events", {"events": [EVENT]})
-        stub.tell("GET /instances", {"instances": [INSTANCE]})
-        stub.tell("GET /instances/a", {**INSTANCE, "history": [{"time": 1.7e9, "looked_up": 1, "tiers": []}]})
+            stub.respond(f"POST /{path}", ACCEPTED)
+        stub.respond("POST /lookup", FOUND)
+        stub.respond("GET /events/e1", EVENT)
+        stub.respond("GET /events", {"events": [EVENT]})
+        stub.respond("GET /instances", {"instances": [INSTANCE]})
+        stub.respond(
+            "GET /instances/a", {**INSTANCE, "history": [{"time": 1.7e9, "looked_up": 1, "tiers": []}]}
+        )
         yield stub
 
 
 @pytest.fixture(autouse=True)
-def _at_the_stub(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def _use_the_stub(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_CONTROLLER__URL", stub.url)
 
 
-def words(text: str) -> str:
-    """What a message says, without the frame and the line breaks that it is shown in."""
+def flatten(text: str) -> str:
+    """Return a message without the frame and line breaks of its display."""
     return " ".join(text.replace("│", " ").split())
 
 
@@ -94,19 +96,19 @@ def test_lookup(kvtier: Kvtier, stub: Stub) -> None:
         ["b", "ssd", "12", "100%"],
         ["a", "ssd", "4", "33%"],
     ]
-    assert stub.asked[0].body == {"tokens": [1, 2, 3], "model": "m", "salt": "s"}
+    assert stub.requests[0].body == {"tokens": [1, 2, 3], "model": "m", "salt": "s"}
     assert json.loads(kvtier("lookup", "--tokens", "[1]", "--json").output) == FOUND
 
 
-def test_lookup_of_what_nobody_holds(kvtier: Kvtier, stub: Stub) -> None:
-    stub.tell("POST /lookup", {**FOUND, "instances": {"a": {}}})
+def test_lookup_without_a_hit(kvtier: Kvtier, stub: Stub) -> None:
+    stub.respond("POST /lookup", {**FOUND, "instances": {"a": {}}})
     result = kvtier("lookup", "--prompt", "Why?")
-    said = "No instance holds the beginning of this prompt: 12 tokens of m.\n"
-    assert (result.status, result.output) == (0, said)
-    assert stub.asked[0].body == {"prompt": "Why?"}
+    message = "No instance holds a prefix of this prompt (12 tokens, model m).\n"
+    assert (result.status, result.output) == (0, message)
+    assert stub.requests[0].body == {"prompt": "Why?"}
 
 
-def test_ways_to_give_a_prompt(
+def test_sources_of_a_prompt(
     kvtier: Kvtier, stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, ids, answer = tmp_path / "p.txt", tmp_path / "t.json", tmp_path / "a.json"
@@ -118,7 +120,7 @@ def test_ways_to_give_a_prompt(
     kvtier("lookup", "--tokens-file", answer)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"[8]")))
     kvtier("lookup", "--tokens-file", "-")
-    assert [asked.body for asked in stub.asked] == [
+    assert [request.body for request in stub.requests] == [
         {"prompt": "Wörter\n"},
         {"tokens": [4, 5]},
         {"tokens": [6, 7]},
@@ -127,40 +129,40 @@ def test_ways_to_give_a_prompt(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        ([], "which prompt? Write --prompt, --prompt-file, --tokens or --tokens-file"),
-        (["--model", "m"], "say more of a prompt: write that, too"),
-        (["--prompt", "x", "--tokens", "[1]"], "--prompt and --tokens name one prompt each"),
-        (["--tokens", "[1, -1]"], "these are no token ids"),
-        (["--tokens", "[1.5]"], "these are no token ids"),
-        (["--tokens", "1, 2"], "these are no token ids"),
-        (["--tokens", '{"words": []}'], "these are no token ids"),
+        ([], "no prompt: use --prompt, --prompt-file, --tokens or --tokens-file"),
+        (["--model", "m"], "--model and --salt require a prompt"),
+        (["--prompt", "x", "--tokens", "[1]"], "--prompt and --tokens exclude each other"),
+        (["--tokens", "[1, -1]"], "invalid token ids"),
+        (["--tokens", "[1.5]"], "invalid token ids"),
+        (["--tokens", "1, 2"], "invalid token ids"),
+        (["--tokens", '{"words": []}'], "invalid token ids"),
         (["--prompt-file", "/nowhere"], "/nowhere cannot be read: No such file or directory"),
         (["--tokens-file", "/dev/zero"], "/dev/zero is longer than 64MiB"),
     ],
 )
-def test_prompts_that_are_none(kvtier: Kvtier, stub: Stub, options: list[str], said: str) -> None:
+def test_invalid_prompt_options(kvtier: Kvtier, stub: Stub, options: list[str], message: str) -> None:
     result = kvtier("lookup", *options)
     assert result.status == 2
-    assert said in words(result.errors)
-    assert not stub.asked
+    assert message in flatten(result.errors)
+    assert not stub.requests
 
 
 @pytest.mark.parametrize("places", [["a", "b/ram"], ["a/ram", "b/"], ["/ram", "b/ram"], ["a/b/c", "b/ram"]])
-def test_places_that_are_none(kvtier: Kvtier, stub: Stub, places: list[str]) -> None:
+def test_invalid_places(kvtier: Kvtier, stub: Stub, places: list[str]) -> None:
     result = kvtier("move", *places, "--tokens", "[1]")
     assert result.status == 2
-    assert "write INSTANCE/TIER, like decode-1/ram" in words(result.errors)
-    assert not stub.asked
+    assert "use INSTANCE/TIER, as in decode-1/ram" in flatten(result.errors)
+    assert not stub.requests
 
 
 def test_move(kvtier: Kvtier, stub: Stub) -> None:
     running = {**EVENT, "state": "running", "chunks_done": 1, "ended_at": None}
-    stub.tell("GET /events/e1", {**running, "state": "queued"}, running, running, EVENT)
+    stub.respond("GET /events/e1", {**running, "state": "queued"}, running, running, EVENT)
     result = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]", "--copy")
     assert result.output == "12 tokens moved (a/ram -> b/ram): 4 of 4 chunks, 4KiB in 2s (2KiB/s).\n"
-    move, *polls = stub.asked
+    move, *polls = stub.requests
     assert (move.call, move.body) == (
         "POST /move",
         {"old_position": ["a", "ram"], "new_position": ["b", "ram"], "tokens": [1], "copy": True},
@@ -168,13 +170,15 @@ def test_move(kvtier: Kvtier, stub: Stub) -> None:
     assert [poll.query for poll in polls] == ["wait=0.5"] * 4
 
 
-def test_a_move_on_a_terminal(kvtier: Kvtier, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_move_shows_progress_on_a_terminal(
+    kvtier: Kvtier, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     screen = io.StringIO()
-    monkeypatch.setenv("TERM", "xterm")  # On one that is "dumb" nothing moves.
+    monkeypatch.setenv("TERM", "xterm")  # A "dumb" terminal shows no progress.
     console = Console(file=screen, force_terminal=True, width=100)
     monkeypatch.setattr(controller_follow, "messages", lambda: console)
     running = {**EVENT, "state": "running", "chunks_done": 1, "bytes_done": 1024, "ended_at": None}
-    stub.tell("GET /events/e1", running, running, EVENT)
+    stub.respond("GET /events/e1", running, running, EVENT)
     kvtier("move", "a/ram", "b/ram", "--tokens", "[1]")
     shown = Text.from_ansi(screen.getvalue()).plain
     assert "move running" in shown
@@ -185,11 +189,11 @@ def test_move_without_waiting(kvtier: Kvtier, stub: Stub) -> None:
     arguments = ["move", "a/ram", "b/ram", "--tokens", "[1]", "--no-wait"]
     assert kvtier(*arguments).output == "e1\n"
     assert json.loads(kvtier(*arguments, "--json").output) == ACCEPTED
-    assert {asked.call for asked in stub.asked} == {"POST /move"}
+    assert {request.call for request in stub.requests} == {"POST /move"}
 
 
-def test_a_move_that_fails(kvtier: Kvtier, stub: Stub) -> None:
-    stub.tell("GET /events/e1", {**EVENT, "state": "failed", "error": "b is gone"})
+def test_failed_move(kvtier: Kvtier, stub: Stub) -> None:
+    stub.respond("GET /events/e1", {**EVENT, "state": "failed", "error": "b is gone"})
     result = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]")
     assert (result.status, result.output) == (1, "")
     assert result.errors == "error: move e1 failed: b is gone\n"
@@ -198,32 +202,32 @@ def test_a_move_that_fails(kvtier: Kvtier, stub: Stub) -> None:
     assert json.loads(shown.output)["error"] == "b is gone"
 
 
-def test_a_move_of_nothing(kvtier: Kvtier, stub: Stub) -> None:
-    stub.tell("GET /events/e1", {**EVENT, "chunks": 0, "num_tokens": 0})
+def test_move_of_nothing(kvtier: Kvtier, stub: Stub) -> None:
+    stub.respond("GET /events/e1", {**EVENT, "chunks": 0, "num_tokens": 0})
     result = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]")
-    said = "Nothing of this is held there: no chunk was moved (a/ram -> b/ram).\n"
-    assert (result.status, result.output) == (0, said)
+    message = "No chunk of it is held there: none was moved (a/ram -> b/ram).\n"
+    assert (result.status, result.output) == (0, message)
 
 
-def test_a_move_of_less_than_was_asked_for(kvtier: Kvtier, stub: Stub) -> None:
+def test_partial_move(kvtier: Kvtier, stub: Stub) -> None:
     result = {**EVENT["result"], "tokens": 9, "chunks": 3, "reason": "b/ram is full"}
-    stub.tell("GET /events/e1", {**EVENT, "chunks_done": 3, "result": result})
-    said = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]").output
-    assert said.startswith("9 tokens moved (a/ram -> b/ram): 3 of 4 chunks, ")
-    assert said.endswith(". b/ram is full\n")
+    stub.respond("GET /events/e1", {**EVENT, "chunks_done": 3, "result": result})
+    message = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]").output
+    assert message.startswith("9 tokens moved (a/ram -> b/ram): 3 of 4 chunks, ")
+    assert message.endswith(". b/ram is full\n")
 
 
-def test_ctrl_c_ends_the_waiting_alone(stub: Stub) -> None:
+def test_ctrl_c_does_not_end_the_operation(stub: Stub) -> None:
     polled = threading.Event()
-    tell = stub.answer
+    original = stub.answer
 
-    def answer(asked: Any) -> tuple[int, Any]:
-        if asked.call == "GET /events/e1":
+    def answer(request: Any) -> tuple[int, Any]:
+        if request.call == "GET /events/e1":
             polled.set()
-        return tell(asked)
+        return original(request)
 
     stub.answer = answer  # type: ignore[method-assign]
-    stub.tell("GET /events/e1", {**EVENT, "state": "running"})
+    stub.respond("GET /events/e1", {**EVENT, "state": "running"})
     process = spawn("move", "a/ram", "b/ram", "--tokens", "[1]")
     try:
         assert polled.wait(60)
@@ -232,18 +236,16 @@ def test_ctrl_c_ends_the_waiting_alone(stub: Stub) -> None:
     finally:
         process.kill()
     assert process.returncode == 130
-    assert errors == "It goes on at the controller. Follow it with: kvtier events e1 --follow\n"
+    assert errors == "The operation continues. Follow it with: kvtier events e1 --follow\n"
 
 
-def test_a_controller_that_goes_away_during_a_move(
-    kvtier: Kvtier, stub: Stub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(controller_client, "PATIENCE_SECONDS", 0.0)
-    stub.tell("GET /events/e1", {**EVENT, "state": "running"}, None)
+def test_controller_lost_during_a_move(kvtier: Kvtier, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_client, "TIMEOUT_SECONDS", 0.0)
+    stub.respond("GET /events/e1", {**EVENT, "state": "running"}, None)
     result = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]")
     assert (result.status, result.output) == (1, "")
-    assert "went away before it had answered" in result.errors
-    assert result.errors.endswith("; later, ask again with: kvtier events e1\n")
+    assert "disconnected before it responded" in result.errors
+    assert result.errors.endswith("; check it later with: kvtier events e1\n")
 
 
 def test_prefetch_pin_and_unpin(kvtier: Kvtier, stub: Stub) -> None:
@@ -252,7 +254,7 @@ def test_prefetch_pin_and_unpin(kvtier: Kvtier, stub: Stub) -> None:
     kvtier("pin", "a/ram", "--prompt", "x", "--no-wait")
     kvtier("unpin", "a/ram", "--tokens", "[1]", "--no-wait")
     at = {"instance": "a", "tier": "ram"}
-    assert [(asked.call, asked.body) for asked in stub.asked] == [
+    assert [(request.call, request.body) for request in stub.requests] == [
         ("POST /prefetch", {**at, "tokens": [1], "deadline": 0.25}),
         ("POST /pin", {**at, "tokens": [1], "ttl": 3600}),
         ("POST /pin", {**at, "prompt": "x"}),
@@ -260,26 +262,26 @@ def test_prefetch_pin_and_unpin(kvtier: Kvtier, stub: Stub) -> None:
     ]
     result = kvtier("pin", "a/ram", "--tokens", "[1]", "--ttl", "soon")
     assert result.status == 2
-    assert "'soon' is no duration" in words(result.errors)
+    assert "'soon' is not a duration" in flatten(result.errors)
 
 
-def test_clear_asks_first(kvtier: Kvtier, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(answer: str) -> None:
+def test_clear_asks_for_confirmation(kvtier: Kvtier, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def enter(answer: str) -> None:
         monkeypatch.setattr("sys.stdin", io.StringIO(answer))
 
-    told("n\n")
+    enter("n\n")
     result = kvtier("clear", "a")
     assert result.status == 1
     assert "Remove 8 chunks, 1MiB, from ram; 8 chunks, 1MiB, from pool of a? [y/N]" in result.errors
-    told("\n")
+    enter("\n")
     result = kvtier("clear", "a/ram", "--tokens", "[1]")
     assert "Remove, of 12 tokens, 12 from ram of a? [y/N]" in result.errors
-    assert "POST /clear" not in [asked.call for asked in stub.asked]
-    told("y\n")
-    stub.tell("GET /events/e1", {**EVENT, "kind": "clear", "source": None, "target": ["a", None]})
+    assert "POST /clear" not in [request.call for request in stub.requests]
+    enter("y\n")
+    stub.respond("GET /events/e1", {**EVENT, "kind": "clear", "source": None, "target": ["a", None]})
     assert kvtier("clear", "a/ram", "--tokens", "[1]").output.strip() == "4 chunks removed (a), 4KiB freed."
     kvtier("clear", "a", "--yes")
-    bodies = [asked.body for asked in stub.asked if asked.call == "POST /clear"]
+    bodies = [request.body for request in stub.requests if request.call == "POST /clear"]
     assert bodies == [{"instance": "a", "tier": "ram", "tokens": [1]}, {"instance": "a"}]
 
 
@@ -288,28 +290,28 @@ def test_instances(kvtier: Kvtier, stub: Stub) -> None:
     assert lines[1][:9] == ["a", "ram", "cpu", "1MiB", "(25%)", "4MiB", "8", "30%", "m"]
     assert lines[2][:7] == ["a", "pool", "redis", "-", "shared", "8", "30%"]
     assert json.loads(kvtier("instances", "--json").output) == {"instances": [INSTANCE]}
-    one = kvtier("instances", "a").output
-    assert "nowhere: peer.listen is not set there" in one
-    assert "30% of 10 chunks looked up" in one
+    details = kvtier("instances", "a").output
+    assert "none: peer.listen is not set" in details
+    assert "30% of 10 chunks looked up" in details
     assert json.loads(kvtier("instances", "a", "--json").output)["history"]
-    stub.tell("GET /instances", {"instances": []})
-    assert kvtier("instances").output.startswith("No instance is registered: write controller.url")
+    stub.respond("GET /instances", {"instances": []})
+    assert kvtier("instances").output.startswith("No instance is registered: set controller.url")
 
 
 def test_events(kvtier: Kvtier, stub: Stub) -> None:
     listed = kvtier("events", "--limit", "5").output.splitlines()
-    assert stub.asked[-1].query == "limit=5"
+    assert stub.requests[-1].query == "limit=5"
     assert listed[1].split()[:6] == ["e1", "move", "done", "a/ram", "->", "b/ram"]
     assert json.loads(kvtier("events", "--json").output) == {"events": [EVENT]}
     assert "4 of 4 chunks, 4KiB" in kvtier("events", "e1").output
     assert json.loads(kvtier("events", "e1", "--json").output) == EVENT
-    stub.tell("GET /events", {"events": []})
-    assert kvtier("events").output == "The controller was asked for nothing yet.\n"
+    stub.respond("GET /events", {"events": []})
+    assert kvtier("events").output == "No events.\n"
 
 
-def test_events_are_followed(kvtier: Kvtier, stub: Stub) -> None:
+def test_event_is_followed(kvtier: Kvtier, stub: Stub) -> None:
     assert kvtier("events", "e1", "--follow").output.startswith("12 tokens moved")
-    stub.tell("GET /events/e1", {**EVENT, "state": "failed", "error": "b is gone"})
+    stub.respond("GET /events/e1", {**EVENT, "state": "failed", "error": "b is gone"})
     assert kvtier("events", "e1", "--follow").status == 1
 
 
@@ -321,7 +323,7 @@ def test_all_events_are_followed(kvtier: Kvtier, stub: Stub) -> None:
         f"event: event\ndata: {json.dumps(running)}",
         f"event: event\ndata: {json.dumps(EVENT)}",
     ]
-    stub.tell("GET /stream", Raw("".join(f"{part}\n\n" for part in parts).encode(), "text/event-stream"))
+    stub.respond("GET /stream", Raw("".join(f"{part}\n\n" for part in parts).encode(), "text/event-stream"))
     result = kvtier("events", "--follow")
     assert result.output.splitlines() == [
         "e1 move a/ram -> b/ram running 1 of 4 chunks",
@@ -333,8 +335,8 @@ def test_all_events_are_followed(kvtier: Kvtier, stub: Stub) -> None:
 
 
 @by_name
-def test_nobody_there(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
-    monkeypatch.setattr(controller_client, "PATIENCE_SECONDS", 0.0)
+def test_unreachable_controller(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    monkeypatch.setattr(controller_client, "TIMEOUT_SECONDS", 0.0)
     url = f"http://127.0.0.1:{free_port()}"
     result = kvtier(*command, "--url", url)
     assert (result.status, result.output) == (1, "")
@@ -345,23 +347,21 @@ def test_nobody_there(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch, command: 
 
 
 @by_name
-def test_a_controller_that_wants_a_token(
-    kvtier: Kvtier, stub: Stub, tmp_path: Path, command: list[str]
-) -> None:
+def test_controller_requires_a_token(kvtier: Kvtier, stub: Stub, tmp_path: Path, command: list[str]) -> None:
     for call in {f"{method} /{name}" for name in [command[0]] for method in ("GET", "POST")}:
-        stub.tell(call, {"detail": "a token is needed"}, status=401)
+        stub.respond(call, {"detail": "a token is needed"}, status=401)
     result = kvtier(*command)
     assert result.status == 1
-    assert "lets in nobody without a token: name the file that holds its token" in result.errors
+    assert "requires a token: set --token-file to the file of its token" in result.errors
     token = tmp_path / "token"
     token.write_text("wrong-token\n")
     result = kvtier(*command, "--token-file", token)
-    assert stub.asked[-1].authorization == "Bearer wrong-token"
-    assert "does not know this token" in result.errors
+    assert stub.requests[-1].authorization == "Bearer wrong-token"
+    assert "rejects this token" in result.errors
     assert "wrong-token" not in result.errors
 
 
-def test_where_url_and_token_come_from(
+def test_sources_of_url_and_token(
     kvtier: Kvtier, stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "token").write_text("of-the-option")
@@ -375,15 +375,15 @@ def test_where_url_and_token_come_from(
     kvtier("instances", "--config", config, "--token-file", tmp_path / "token")
     monkeypatch.setenv("KVTIER_CONTROLLER__TOKEN", "of-the-variable")
     kvtier("instances", "--url", stub.url + "/")
-    asked = [request.authorization for request in stub.asked]
-    assert asked == ["Bearer of-the-file", "Bearer of-the-option", "Bearer of-the-variable"]
+    tokens = [request.authorization for request in stub.requests]
+    assert tokens == ["Bearer of-the-file", "Bearer of-the-option", "Bearer of-the-variable"]
     assert "controller.url" in kvtier("instances", "--url", "nowhere").errors
     missing = kvtier("instances", "--token-file", tmp_path / "none")
     assert (missing.status, "--token-file" in missing.errors) == (1, True)
 
 
 @pytest.mark.parametrize(
-    ("status", "answer", "said"),
+    ("status", "answer", "message"),
     [
         (404, {"detail": "no instance is called x", "known": ["i-1", "i-2"]}, "x (known: i-1, i-2)"),
         (
@@ -392,19 +392,21 @@ def test_where_url_and_token_come_from(
             "x: known: i-1, i-2\n",
         ),
         (422, {"detail": [{"loc": ["body", "tokens"], "msg": "too long"}]}, "body.tokens: too long"),
-        (502, Raw(b"<html>"), "answers at {url} with 502 Bad Gateway is no controller"),
-        (200, Raw(b"<html>"), "is no controller that kvtier"),
-        (200, {"num_tokens": "many"}, "is no controller that kvtier"),
+        (502, Raw(b"<html>"), "at {url} responded 502 Bad Gateway and is not a controller"),
+        (200, Raw(b"<html>"), "is not a controller that kvtier"),
+        (200, {"num_tokens": "many"}, "is not a controller that kvtier"),
     ],
 )
-def test_answers_that_are_none(kvtier: Kvtier, stub: Stub, status: int, answer: Any, said: str) -> None:
-    stub.tell("POST /lookup", answer, status=status)
+def test_error_and_invalid_responses(
+    kvtier: Kvtier, stub: Stub, status: int, answer: Any, message: str
+) -> None:
+    stub.respond("POST /lookup", answer, status=status)
     result = kvtier("lookup", "--tokens", "[1]")
     assert (result.status, result.output) == (1, "")
-    assert said.format(url=stub.url) in result.errors
+    assert message.format(url=stub.url) in result.errors
 
 
-def test_a_controller_that_is_just_starting_is_waited_for(
+def test_connection_is_retried_while_the_controller_starts(
     kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
@@ -412,11 +414,11 @@ def test_a_controller_that_is_just_starting_is_waited_for(
     with ExitStack() as stack:
 
         def sleep(pause: float) -> None:
-            """Instead of waiting: start the server when it has been missed twice."""
+            """Start the server at the second retry, instead of sleeping."""
             slept.append(pause)
             if len(slept) == 2:
                 late = stack.enter_context(Stub(port).serving())
-                late.tell("POST /move", ACCEPTED)
+                late.respond("POST /move", ACCEPTED)
 
         monkeypatch.setattr(controller_client.time, "sleep", sleep)
         move = ["move", "a/ram", "b/ram", "--tokens", "[1]", "--no-wait"]
@@ -424,16 +426,16 @@ def test_a_controller_that_is_just_starting_is_waited_for(
     assert (result.output, len(slept)) == ("e1\n", 2)
 
 
-def test_what_was_cut_off_is_asked_again_but_not_done_again(kvtier: Kvtier, stub: Stub) -> None:
-    stub.tell("GET /events/e1", None, None, EVENT)
+def test_lost_responses_are_retried_for_reads_only(kvtier: Kvtier, stub: Stub) -> None:
+    stub.respond("GET /events/e1", None, None, EVENT)
     assert kvtier("move", "a/ram", "b/ram", "--tokens", "[1]").status == 0
-    stub.asked.clear()
-    stub.tell("POST /move", None)
+    stub.requests.clear()
+    stub.respond("POST /move", None)
     result = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]")
     assert result.status == 1
-    assert "went away before it had answered" in result.errors
+    assert "disconnected before it responded" in result.errors
     assert "`kvtier events` shows it" in result.errors
-    assert len(stub.asked) == 1
+    assert len(stub.requests) == 1
 
 
 @by_name

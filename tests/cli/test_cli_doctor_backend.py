@@ -1,4 +1,4 @@
-"""`kvtier doctor --backend`: on this machine's memory and disk, and on pools that fail in every way."""
+"""`kvtier doctor --backend`: on memory, a disk, and pools with every kind of fault."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pydantic import Field
 
 from kvtier import hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome
-from kvtier.backends.disk_folder import ObjectFolder
+from kvtier.backends.disk.folder import ObjectFolder
 from kvtier.cli import checks, checks_backend, doctor
-from kvtier.cli.checks_backend import chosen, without_secrets
+from kvtier.cli.checks_backend import select_tiers, without_secrets
 from kvtier.errors import SettingsError, TierError
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, TierSettings
-from kvtier.settings_secret import Secret
+from kvtier.settings.secret import Secret
 from kvtier.testing.faults import Fault, FaultyBackend
 from kvtier.testing.servers.base import free_port
 from tests.backends.broken import DictBackend
@@ -31,7 +31,7 @@ from tests.plugins.conftest import write_metadata
 from .conftest import Kvtier, Result, spawn, store
 
 RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
-PATIENCE_SECONDS = 60
+TIMEOUT_SECONDS = 60
 TIMES = r"written in \S+ \(\S+ [GM]B/s\), read in \S+ \(\S+ [GM]B/s\), looked up in \S+"
 DISK = "(?:io_uring|threads), (?:O_DIRECT|through the page cache)"
 
@@ -40,13 +40,13 @@ class PoolSettings(TierSettings):
     fault: Fault | None = None
     password: Secret | None = None
     hangs_in: str = ""
-    said: str = "a shelf"
+    description: str = "a shelf"
     refusal: str = ""
-    loud: str = Field(default="", description="What it warns of when it is opened.")
+    warning: str = Field(default="", description="A warning that is logged on open.")
 
 
 class PoolBackend(FaultyBackend):
-    """A shared pool in a dict, with the faults of its settings."""
+    """A shared pool in a dict, with the faults from its settings."""
 
     settings_type: ClassVar[type[TierSettings]] = PoolSettings
 
@@ -68,8 +68,8 @@ class CheckedDict(DictBackend):
     async def open(self) -> None:
         CheckedDict.opened += 1
         await self.maybe_hang("open")
-        if self.settings.loud:
-            checks_backend.logging.getLogger("kvtier").warning(self.settings.loud)
+        if self.settings.warning:
+            checks_backend.logging.getLogger("kvtier").warning(self.settings.warning)
 
     async def close(self) -> None:
         CheckedDict.opened -= 1
@@ -78,7 +78,7 @@ class CheckedDict(DictBackend):
         await self.maybe_hang("check")
         if self.settings.refusal:
             raise TierError(self.settings.refusal)
-        return self.settings.said
+        return self.settings.description
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         await self.maybe_hang("get")
@@ -112,22 +112,22 @@ Doctor = Callable[..., list[Found]]
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing of the machine is looked at, the shelf is there, and what is opened is closed."""
+def _only_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Skip the checks of the machine, register the shelf, and check that every backend is closed."""
     load = Plugins.load
 
-    def with_the_shelf(only: Sequence[str] | None = None) -> Plugins:
+    def with_shelf(only: Sequence[str] | None = None) -> Plugins:
         plugins = load(only)
         plugins.register(PoolPlugin(), "shelf", "the test")
         return plugins
 
-    monkeypatch.setattr(Plugins, "load", with_the_shelf)
+    monkeypatch.setattr(Plugins, "load", with_shelf)
     monkeypatch.setattr(checks, "check_machine", lambda _: [])
     monkeypatch.setattr(CheckedDict, "opened", 0)
     threads = threading.enumerate()
     yield
     assert CheckedDict.opened == 0
-    assert checks_backend.end_threads(threads)
+    assert checks_backend.join_threads(threads)
 
 
 @pytest.fixture
@@ -140,24 +140,24 @@ def tiers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def examine(kvtier: Kvtier) -> Doctor:
-    """Run the doctor, and have what it says of backends."""
+    """Run the doctor, and return its checks of backends."""
 
     def run(*arguments: object, status: int = 0) -> list[Found]:
         result = kvtier("doctor", "--json", *arguments)
         assert result.status == status, result
-        told = json.loads(result.output)
-        assert told["ok"] is (status == 0)
-        return [Found(**check) for check in told["checks"] if check["name"].startswith("backend ")]
+        report = json.loads(result.output)
+        assert report["ok"] is (status == 0)
+        return [Found(**check) for check in report["checks"] if check["name"].startswith("backend ")]
 
     return run
 
 
-def disk(path: Path, **more: object) -> dict[str, Any]:
-    return {"name": "ssd", "type": "disk", "capacity": "64MiB", "path": str(path), **more}
+def disk(path: Path, **options: object) -> dict[str, Any]:
+    return {"name": "ssd", "type": "disk", "capacity": "64MiB", "path": str(path), **options}
 
 
-def shelf(**more: object) -> dict[str, Any]:
-    return {"name": "pool", "type": "shelf", "deadline": "200ms", **more}
+def shelf(**options: object) -> dict[str, Any]:
+    return {"name": "pool", "type": "shelf", "deadline": "200ms", **options}
 
 
 def test_memory_and_disk(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
@@ -170,26 +170,26 @@ def test_memory_and_disk(examine: Doctor, tiers: Callable[..., None], tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_chunk_of_another_size(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
+def test_chunk_size_option(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
     tiers(disk(tmp_path / "disk", capacity="1MiB"), shelf())
     _, ssd, pool = examine("--backend", "all", "--size", "1100000")
-    assert "; 1MiB written" in ssd.found, "no more than the tier holds"
-    assert "1.05MiB written" in pool.found, "whole pages"
+    assert "; 1MiB written" in ssd.found, "at most the capacity of the tier"
+    assert "1.05MiB written" in pool.found, "rounded up to whole pages"
 
 
-def test_a_tier_of_less_than_two_pages(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
+def test_tier_of_less_than_two_pages(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
     tiers(disk(tmp_path / "disk", capacity="8191"))
     (ssd,) = examine("--backend", "ssd")
     assert "; 4KiB written" in ssd.found
 
 
-def test_memory_takes_only_what_the_chunk_needs(examine: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_allocated_only_for_the_chunk(examine: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_TIERS", json.dumps([{**RAM, "capacity": "1000TiB"}]))
     (ram,) = examine("--backend", "ram")
     assert ram.status == "ok"
 
 
-def test_a_disk_that_a_cache_process_has_is_not_disturbed(
+def test_disk_in_use_by_a_cache_process_is_not_affected(
     examine: Doctor, tiers: Callable[..., None], tmp_path: Path
 ) -> None:
     chunk = store(tmp_path, 1)
@@ -200,12 +200,12 @@ def test_a_disk_that_a_cache_process_has_is_not_disturbed(
     (ssd,) = examine("--backend", "ssd")
     folder.close()
     assert ssd.status == "ok"
-    assert re.search(rf"{tmp_path} is in use by process \d+ on host .*, which was not disturbed", ssd.found)
+    assert re.search(rf"{tmp_path} is in use by process \d+ on host .*, which is not affected", ssd.found)
     assert sorted(tmp_path.rglob("*")) == before
     assert chunk.read_bytes() == content
 
 
-def test_a_disk_that_cannot_be_written(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
+def test_unwritable_disk(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     tiers(disk(tmp_path / "file" / "disk"))
     (ssd,) = examine("--backend", "ssd", status=1)
@@ -214,7 +214,7 @@ def test_a_disk_that_cannot_be_written(examine: Doctor, tiers: Callable[..., Non
     assert f"mkdir -p {tmp_path}/file/disk" in ssd.remedy
 
 
-def test_a_pool_says_what_it_is(examine: Doctor, tiers: Callable[..., None]) -> None:
+def test_pool_describes_itself(examine: Doctor, tiers: Callable[..., None]) -> None:
     tiers(shelf())
     (pool,) = examine("--backend", "shelf")
     assert pool[:2] == ("backend pool (shelf)", "ok")
@@ -227,13 +227,13 @@ def test_a_pool_says_what_it_is(examine: Doctor, tiers: Callable[..., None]) -> 
     [
         ("fail", "it did not store a chunk"),
         ("full", "it has no room for a chunk of 4MiB"),
-        ("raise", "it could not be asked for a chunk: a fault that a test has asked for"),
-        ("short", "looking a chunk up it gave 0 answers to one question"),
-        ("flip", "it gave back other bytes than were written"),
-        ("forget", "it does not hold a chunk that it said it had stored"),
+        ("raise", "the lookup of a chunk failed: injected fault"),
+        ("short", "looking a chunk up: it returned 0 results for one item"),
+        ("flip", "it returned other bytes than were written"),
+        ("forget", "it does not hold a chunk whose write it confirmed"),
     ],
 )
-def test_a_pool_that_fails_or_lies(
+def test_faulty_pool(
     fault: str,
     found: str,
     checksum: str,
@@ -249,42 +249,42 @@ def test_a_pool_that_fails_or_lies(
     assert pool.remedy
 
 
-def test_a_server_that_is_not_there(examine: Doctor, tiers: Callable[..., None]) -> None:
+def test_unreachable_server(examine: Doctor, tiers: Callable[..., None]) -> None:
     tiers({"name": "pool", "type": "redis", "url": f"redis://127.0.0.1:{free_port()}"})
     (pool,) = examine("--backend", "pool", status=1)
     assert pool.status == "fail"
     assert "Connection refused" in pool.found
-    assert pool.remedy.startswith("see that it runs and can be reached")
+    assert pool.remedy.startswith("check that it runs and is reachable")
 
 
-def test_corruption_is_told_with_what_was_logged(examine: Doctor, tiers: Callable[..., None]) -> None:
+def test_corruption_is_reported_with_the_logged_warning(examine: Doctor, tiers: Callable[..., None]) -> None:
     tiers(shelf(fault="flip"))
     (pool,) = examine("--backend", "pool", status=1)
     assert pool.found.endswith("payload that does not match its checksum")
 
 
-def test_a_pool_that_never_deletes(examine: Doctor, tiers: Callable[..., None]) -> None:
+def test_pool_that_never_deletes(examine: Doctor, tiers: Callable[..., None]) -> None:
     tiers(shelf(hangs_in="never delete"))
     (pool,) = examine("--backend", "pool", status=1)
     assert pool.found == "it still holds a chunk 200ms after it was deleted"
 
 
-def test_a_pool_that_warns(examine: Doctor, tiers: Callable[..., None]) -> None:
-    tiers(shelf(loud="it is getting late"))
+def test_pool_that_logs_a_warning(examine: Doctor, tiers: Callable[..., None]) -> None:
+    tiers(shelf(warning="it is getting late"))
     (pool,) = examine("--backend", "pool")
     assert pool.status == "warn"
     assert pool.found.endswith("; it is getting late")
 
 
-def test_what_a_pool_says_is_wrong(examine: Doctor, tiers: Callable[..., None]) -> None:
+def test_error_of_a_pool_without_secrets(examine: Doctor, tiers: Callable[..., None]) -> None:
     refusal = "shelf://user:letmein@host refuses the password letmein too: see `password`"
     tiers(shelf(refusal=refusal, password="letmein"))
     (pool,) = examine("--backend", "pool", status=1)
     assert pool.found == "shelf://**********@host refuses the password ********** too: see `password`"
 
 
-@pytest.mark.parametrize(("method", "doing"), [("check", "asking what it is"), ("get", "reading a chunk")])
-def test_a_pool_that_hangs(method: str, doing: str, examine: Doctor, tiers: Callable[..., None]) -> None:
+@pytest.mark.parametrize(("method", "doing"), [("check", "checking the backend"), ("get", "reading a chunk")])
+def test_hanging_pool(method: str, doing: str, examine: Doctor, tiers: Callable[..., None]) -> None:
     tiers(shelf(hangs_in=method))
     (pool,) = examine("--backend", "pool", status=1)
     assert pool.found == f"{doing} takes longer than 200ms, the tier's `deadline`"
@@ -297,7 +297,7 @@ from concurrent.futures import ThreadPoolExecutor
 import anyio
 from kvtier import hookimpl
 from kvtier.backends.cpu import CpuBackend
-from kvtier.threads import WorkerThreads, spread
+from kvtier.concurrency.threads import WorkerThreads, spread
 
 def hang(item=None):
     threading.Event().wait()
@@ -317,10 +317,10 @@ def kvtier_backends():
     [
         pytest.param("anyio.to_thread.run_sync(hang)", marks=pytest.mark.slow),
         "asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(), hang)",
-        "spread(hang, items, parts=1, hop=WorkerThreads(1))",
+        "spread(hang, items, parts=1, executor=WorkerThreads(1))",
     ],
 )
-def test_a_thread_that_never_returns_keeps_nobody_waiting(call: str, tmp_path: Path) -> None:
+def test_hanging_thread_does_not_block_the_command(call: str, tmp_path: Path) -> None:
     (tmp_path / "stuck_pool.py").write_text(STUCK_PLUGIN.format(call=call))
     write_metadata(tmp_path, "stuck-pool", "1.0", {"stuck": "stuck_pool"})
     stuck = {"name": "pool", "type": "stuck", "capacity": "64MiB", "deadline": "200ms"}
@@ -333,7 +333,7 @@ def test_a_thread_that_never_returns_keeps_nobody_waiting(call: str, tmp_path: P
         PYTHONPATH=str(tmp_path),
     )
     try:
-        output, errors = process.communicate(timeout=PATIENCE_SECONDS)
+        output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     finally:
         process.kill()
     assert (process.returncode, errors) == (1, "")
@@ -343,7 +343,7 @@ def test_a_thread_that_never_returns_keeps_nobody_waiting(call: str, tmp_path: P
     assert pool["found"].endswith("does not end when it is cancelled") is call.startswith("spread")
 
 
-def test_the_table(kvtier: Kvtier, tiers: Callable[..., None], tmp_path: Path) -> None:
+def test_table(kvtier: Kvtier, tiers: Callable[..., None], tmp_path: Path) -> None:
     tiers(disk(tmp_path / "disk"), shelf(fault="full"))
     result = kvtier("doctor", "--backend", "ssd", "-b", "pool")
     assert result.status == 1
@@ -352,9 +352,7 @@ def test_the_table(kvtier: Kvtier, tiers: Callable[..., None], tmp_path: Path) -
     assert doctor.HINT not in result.output
 
 
-def test_without_backend_nothing_is_tried_and_a_hint_is_given(
-    kvtier: Kvtier, tiers: Callable[..., None]
-) -> None:
+def test_without_backend_only_a_hint_is_given(kvtier: Kvtier, tiers: Callable[..., None]) -> None:
     tiers(shelf(fault="full"))
     result = kvtier("doctor")
     assert result.status == 0
@@ -363,8 +361,8 @@ def test_without_backend_nothing_is_tried_and_a_hint_is_given(
     assert result.output.splitlines()[-1] == doctor.HINT
 
 
-def flat(result: Result) -> str:
-    """The message in its box, as one line."""
+def flatten(result: Result) -> str:
+    """Return the framed message as one line."""
     return " ".join(result.errors.replace("│", " ").split())
 
 
@@ -373,43 +371,43 @@ def flat(result: Result) -> str:
     [
         (
             ("--backend", "tape"),
-            "no tier has the name or the type 'tape': write one of ram (cpu), pool (shelf), or all",
+            "no tier has the name or type 'tape': use one of ram (cpu), pool (shelf), or all",
         ),
-        (("--backend", "pool", "--size", "large"), "'large' is no size"),
-        (("--backend", "pool", "--size", "0"), "write a size from 1 to 1GiB"),
-        (("--backend", "pool", "--size", "2GiB"), "write a size from 1 to 1GiB"),
-        (("--size", "4MiB"), "goes with --backend"),
+        (("--backend", "pool", "--size", "large"), "'large' is not a size"),
+        (("--backend", "pool", "--size", "0"), "use a size from 1 to 1GiB"),
+        (("--backend", "pool", "--size", "2GiB"), "use a size from 1 to 1GiB"),
+        (("--size", "4MiB"), "requires --backend"),
     ],
 )
-def test_wrong_options(
+def test_invalid_options(
     arguments: tuple[str, ...], message: str, kvtier: Kvtier, tiers: Callable[..., None]
 ) -> None:
     tiers(shelf())
     result = kvtier("doctor", *arguments)
     assert (result.status, result.output) == (2, "")
-    assert message in flat(result)
+    assert message in flatten(result)
 
 
-def test_wrong_settings_are_told_as_ever(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_settings_are_reported(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_CHUNK_TOKEN", "1")
     result = kvtier("doctor", "--backend", "pool")
     assert result.status == 1
     assert "did you mean KVTIER_CHUNK_TOKENS?" in result.output
 
 
-def test_a_name_wins_over_a_type() -> None:
+def test_name_takes_precedence_over_type() -> None:
     local = [
         LocalTierSettings(name=name, type=type_, capacity=4096)
         for name, type_ in [("a", "cpu"), ("disk", "cpu"), ("b", "disk")]
     ]
-    assert [tier.name for tier in chosen(local, ["disk"])] == ["disk"]
-    assert [tier.name for tier in chosen(local, ["disk", "cpu"])] == ["a", "disk"]
-    assert [tier.name for tier in chosen(local, ["b", "all"])] == ["a", "disk", "b"]
+    assert [tier.name for tier in select_tiers(local, ["disk"])] == ["disk"]
+    assert [tier.name for tier in select_tiers(local, ["disk", "cpu"])] == ["a", "disk"]
+    assert [tier.name for tier in select_tiers(local, ["b", "all"])] == ["a", "disk", "b"]
     with pytest.raises(SettingsError):
-        chosen(local, ["all", "c"])
+        select_tiers(local, ["all", "c"])
 
 
-def test_no_secret_is_an_empty_one() -> None:
+def test_empty_secret_masks_nothing() -> None:
     settings = PoolSettings(name="pool", type="shelf", password="")
     assert without_secrets("as it is", settings) == "as it is"
 

@@ -1,4 +1,4 @@
-"""`kvtier doctor` with peers: each is called, and what is wrong with it is said in words."""
+"""`kvtier doctor` with peers: each is contacted, and errors are described."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .conftest import Kvtier
 
 SECRET = "sixteen or more characters"
 RAM = {"name": "ram", "type": "cpu", "capacity": "16MiB"}
-PATIENCE_SECONDS = 30
+TIMEOUT_SECONDS = 30
 
 Serve = Callable[..., str]
 Doctor = Callable[..., dict[str, Any]]
@@ -29,7 +29,7 @@ Doctor = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """Runs instances that listen, and tells their addresses."""
+    """Start a listening instance, and return its address."""
     running: list[subprocess.Popen[bytes]] = []
 
     def start(**peer: Any) -> str:
@@ -49,13 +49,13 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
                 stderr=subprocess.DEVNULL,
             )
         )
-        until = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while True:
             try:
                 client.status(path)
                 return address
             except ChannelError:
-                assert time.monotonic() < until
+                assert time.monotonic() < deadline
                 time.sleep(0.02)
 
     yield start
@@ -66,9 +66,9 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 @pytest.fixture
 def doctor(kvtier: Kvtier, tmp_path: Path) -> Doctor:
-    """What the doctor says of the peers, by the names of its checks."""
+    """Run the doctor with peers, and return its checks by name."""
 
-    def ask(*others: str, **peer: Any) -> dict[str, Any]:
+    def run(*others: str, **peer: Any) -> dict[str, Any]:
         config = tmp_path / "doctor.yaml"
         settings = {"tiers": [RAM], "peer": {"others": list(others), "secret": SECRET, **peer}}
         config.write_text(json.dumps(settings))
@@ -76,18 +76,18 @@ def doctor(kvtier: Kvtier, tmp_path: Path) -> Doctor:
         assert SECRET not in result.output + result.errors
         return {check["name"]: check for check in json.loads(result.output)["checks"]}
 
-    return ask
+    return run
 
 
-def test_a_peer_that_is_well(serve: Serve, doctor: Doctor) -> None:
+def test_healthy_peer(serve: Serve, doctor: Doctor) -> None:
     address = serve()
     check = doctor(address)[f"peer {address}"]
     assert check["status"] == "ok"
-    assert "tcp, called in" in check["found"]
-    assert "answers a read in" in check["found"]
+    assert "tcp, connected in" in check["found"]
+    assert "read answered in" in check["found"]
 
 
-def test_a_peer_over_nixl(serve: Serve, doctor: Doctor) -> None:
+def test_healthy_peer_over_nixl(serve: Serve, doctor: Doctor) -> None:
     pytest.importorskip("nixl", reason="NIXL is not installed")
     address = serve(transport="nixl")
     check = doctor(address, transport="nixl")[f"peer {address}"]
@@ -95,21 +95,21 @@ def test_a_peer_over_nixl(serve: Serve, doctor: Doctor) -> None:
     assert check["found"].endswith("linked")
 
 
-def test_what_is_wrong_is_said_in_words(serve: Serve, doctor: Doctor) -> None:
+def test_errors_are_described(serve: Serve, doctor: Doctor) -> None:
     address = serve()
-    stranger = serve(secret=SECRET[::-1])
-    nobody = f"127.0.0.1:{free_port()}"
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        mute = f"127.0.0.1:{silent.getsockname()[1]}"
-        checks = doctor(address, stranger, nobody, mute)
+    other_secret = serve(secret=SECRET[::-1])
+    no_listener = f"127.0.0.1:{free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        no_answer = f"127.0.0.1:{listener.getsockname()[1]}"
+        checks = doctor(address, other_secret, no_listener, no_answer)
     assert checks[f"peer {address}"]["status"] == "ok"
-    said = {name: check["found"] for name, check in checks.items() if check["status"] == "fail"}
-    assert "peer.secret is another one there" in said[f"peer {stranger}"]
-    assert "Connection refused" in said[f"peer {nobody}"]
-    assert "in time" in said[f"peer {mute}"]
+    errors = {name: check["found"] for name, check in checks.items() if check["status"] == "fail"}
+    assert "its peer.secret differs" in errors[f"peer {other_secret}"]
+    assert "Connection refused" in errors[f"peer {no_listener}"]
+    assert "in time" in errors[f"peer {no_answer}"]
 
 
-def test_another_transport_there(serve: Serve, doctor: Doctor) -> None:
+def test_peer_with_another_transport(serve: Serve, doctor: Doctor) -> None:
     pytest.importorskip("nixl", reason="NIXL is not installed")
     address = serve(transport="nixl")
     check = doctor(address)[f"peer {address}"]
@@ -117,7 +117,7 @@ def test_another_transport_there(serve: Serve, doctor: Doctor) -> None:
     assert "peer.transport is nixl there and tcp here" in check["remedy"]
 
 
-def test_the_port_to_listen_on(serve: Serve, doctor: Doctor) -> None:
+def test_listen_address(serve: Serve, doctor: Doctor) -> None:
     address = serve()
     assert "in use" in doctor(listen=address)[f"listening on {address}"]["found"]
     free = f"127.0.0.1:{free_port()}"
@@ -125,11 +125,11 @@ def test_the_port_to_listen_on(serve: Serve, doctor: Doctor) -> None:
     elsewhere = doctor(listen="192.0.2.1:8200")["listening on 192.0.2.1:8200"]
     assert (elsewhere["status"], elsewhere["remedy"]) == (
         "fail",
-        "write an address of this host in peer.listen",
+        "set peer.listen to an address of this host",
     )
 
 
-def test_certificates_that_are_missing(doctor: Doctor) -> None:
+def test_missing_certificates(doctor: Doctor) -> None:
     tls = {"certificate": "/nonexistent/a", "key": "/nonexistent/b", "authority": "/nonexistent/c"}
     check = doctor("127.0.0.1:1", tls=tls)["peers"]
     assert check["status"] == "fail"

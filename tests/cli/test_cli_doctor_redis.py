@@ -1,4 +1,4 @@
-"""`kvtier doctor --backend` on a real Redis: well, gone, standing still, closed to us, full."""
+"""`kvtier doctor --backend` on a real Redis: healthy, down, paused, refusing access, full."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def examine(kvtier: Kvtier, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Examine:
-    """What the doctor says of the pool, whose settings may be others than the server's."""
+    """Run the doctor on the pool, with settings that override those of the server, and return the check."""
     monkeypatch.setattr(checks, "check_machine", lambda _: [])
 
     def run(*, status: int, **settings: Any) -> dict[str, str]:
@@ -44,16 +44,16 @@ def examine(kvtier: Kvtier, server: RedisServer, monkeypatch: pytest.MonkeyPatch
         result = kvtier("doctor", "--backend", "pool", "--json")
         assert result.status == status, result
         assert result.errors == ""
-        told: dict[str, str] = json.loads(result.output)["checks"][-1]
-        assert told["name"] == "backend pool (redis)"
-        assert told["status"] == ("fail" if status else "ok")
-        return told
+        check: dict[str, str] = json.loads(result.output)["checks"][-1]
+        assert check["name"] == "backend pool (redis)"
+        assert check["status"] == ("fail" if status else "ok")
+        return check
 
     return run
 
 
-def tell(server: RedisServer, *commands: str) -> str:
-    """What the server answers to the last of some commands, in one line."""
+def send_commands(server: RedisServer, *commands: str) -> str:
+    """Send commands to the server, and return the one-line answer to the last."""
     with (
         socket.create_connection(("127.0.0.1", server.port)) as connection,
         connection.makefile("rw") as stream,
@@ -65,21 +65,21 @@ def tell(server: RedisServer, *commands: str) -> str:
         return answer
 
 
-def test_a_server_that_is_well_and_left_as_it_was(examine: Examine, server: RedisServer) -> None:
+def test_healthy_server_is_left_unchanged(examine: Examine, server: RedisServer) -> None:
     found = examine(status=0)["found"]
     times = r"written in \S+ \(\S+ [GM]B/s\), read in \S+ \(\S+ [GM]B/s\), looked up in \S+"
     assert re.fullmatch(rf"Redis [\d.]+.*; 4MiB {times}", found)
-    assert tell(server, "DBSIZE") == ":0"
+    assert send_commands(server, "DBSIZE") == ":0"
 
 
-def test_a_server_that_is_gone(examine: Examine, server: RedisServer) -> None:
+def test_server_is_down(examine: Examine, server: RedisServer) -> None:
     server.kill()
     assert str(server.port) in examine(status=1)["found"]
     server.start()
     examine(status=0)
 
 
-def test_a_server_that_stands_still(examine: Examine, server: RedisServer) -> None:
+def test_server_is_paused(examine: Examine, server: RedisServer) -> None:
     server.pause()
     try:
         assert str(server.port) in examine(status=1)["found"]
@@ -88,8 +88,8 @@ def test_a_server_that_stands_still(examine: Examine, server: RedisServer) -> No
     examine(status=0)
 
 
-def test_a_wrong_password(examine: Examine, server: RedisServer) -> None:
-    tell(server, "CONFIG SET requirepass open-sesame")
+def test_wrong_password(examine: Examine, server: RedisServer) -> None:
+    send_commands(server, "CONFIG SET requirepass open-sesame")
     for wrong in ({}, {"password": "letmein"}):
         found = examine(status=1, **wrong)["found"]
         assert "`password`" in found
@@ -97,12 +97,12 @@ def test_a_wrong_password(examine: Examine, server: RedisServer) -> None:
     examine(status=0, password="open-sesame")
 
 
-def test_a_server_that_is_full(examine: Examine, server: RedisServer) -> None:
-    tell(server, "CONFIG SET maxmemory-policy noeviction", "CONFIG SET maxmemory 1mb")
+def test_server_is_full(examine: Examine, server: RedisServer) -> None:
+    send_commands(server, "CONFIG SET maxmemory-policy noeviction", "CONFIG SET maxmemory 1mb")
     assert "it has no room for a chunk of 4MiB" in examine(status=1)["found"]
 
 
-def test_a_user_who_may_not_delete(examine: Examine, server: RedisServer) -> None:
-    tell(server, "ACL SETUSER kvtier on >secret ~* +@all -del -unlink -expire -pexpire")
+def test_user_without_the_permission_to_delete(examine: Examine, server: RedisServer) -> None:
+    send_commands(server, "ACL SETUSER kvtier on >secret ~* +@all -del -unlink -expire -pexpire")
     found = examine(status=1, user="kvtier", password="secret")["found"]
     assert "it still holds a chunk" in found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backends.disk_folder import ObjectFolder
+from kvtier.backends.disk.folder import ObjectFolder
 from kvtier.cli import inspect
 
 from .conftest import Kvtier, store
@@ -17,7 +17,7 @@ OBJECT_BYTES = 8192
 
 @contextmanager
 def held(folder: Path) -> Iterator[str]:
-    """Hold a folder as a cache process does; yields how the holder is named."""
+    """Lock a folder as a cache process does, and yield the name of the holder."""
     claimed = ObjectFolder("ssd", folder, direct=False)
     try:
         yield (folder / ".lock").read_text()
@@ -29,7 +29,7 @@ def chunks(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.kv"))
 
 
-def test_ls_lists_the_last_used_first(kvtier: Kvtier, folder: Path) -> None:
+def test_ls_lists_the_most_recently_used_first(kvtier: Kvtier, folder: Path) -> None:
     lines = kvtier("inspect", "ls", folder).output.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == [
         "0002" + "0" * 12,
@@ -62,7 +62,7 @@ def test_ls_as_json(kvtier: Kvtier, folder: Path) -> None:
     }
 
 
-def test_ls_says_what_is_wrong_with_a_header(kvtier: Kvtier, folder: Path) -> None:
+def test_ls_describes_an_invalid_header(kvtier: Kvtier, folder: Path) -> None:
     chunks(folder)[0].write_bytes(b"torn")
     assert "is 4 bytes, shorter than a header" in kvtier("inspect", "ls", folder).output
 
@@ -71,25 +71,25 @@ def test_ls_of_an_empty_folder(kvtier: Kvtier, tmp_path: Path) -> None:
     assert kvtier("inspect", "ls", tmp_path).output == "0 chunks, 0B. In use by no process.\n"
 
 
-def test_ls_names_who_has_the_folder(kvtier: Kvtier, folder: Path) -> None:
+def test_ls_names_the_holder_of_the_folder(kvtier: Kvtier, folder: Path) -> None:
     with held(folder) as holder:
         assert f"In use by {holder}." in kvtier("inspect", "ls", folder).output
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "purge"])
-def test_a_folder_that_does_not_exist(kvtier: Kvtier, tmp_path: Path, command: str) -> None:
+def test_missing_folder(kvtier: Kvtier, tmp_path: Path, command: str) -> None:
     result = kvtier("inspect", command, tmp_path / "none")
     assert result.status == 2
     assert "does not exist" in " ".join(result.errors.replace("│", " ").split())
     assert not (tmp_path / "none").exists()
 
 
-def test_verify_of_sound_chunks(kvtier: Kvtier, folder: Path) -> None:
+def test_verify_of_valid_chunks(kvtier: Kvtier, folder: Path) -> None:
     result = kvtier("inspect", "verify", folder)
     assert (result.status, result.output) == (0, "3 chunks, 24KiB read, 0 corrupt.\n")
 
 
-def spoil(path: Path, how: str) -> None:
+def damage(path: Path, how: str) -> None:
     content = bytearray(path.read_bytes())
     if how == "flipped":
         content[1000] ^= 1
@@ -111,9 +111,9 @@ def spoil(path: Path, how: str) -> None:
         ("another's", "holds chunk 0009000000000000, not 0001000000000000"),
     ],
 )
-def test_verify_finds_what_is_corrupt(kvtier: Kvtier, folder: Path, how: str, problem: str) -> None:
+def test_verify_finds_corrupt_chunks(kvtier: Kvtier, folder: Path, how: str, problem: str) -> None:
     path = chunks(folder)[1]
-    spoil(path, how)
+    damage(path, how)
     result = kvtier("inspect", "verify", folder)
     assert result.status == 1
     assert f"corrupt {path}: {problem}" in result.output
@@ -122,9 +122,9 @@ def test_verify_finds_what_is_corrupt(kvtier: Kvtier, folder: Path, how: str, pr
     assert path.exists()
 
 
-def test_verify_removes_what_is_corrupt_where_it_is_told_to(kvtier: Kvtier, folder: Path) -> None:
+def test_verify_with_delete_removes_corrupt_chunks(kvtier: Kvtier, folder: Path) -> None:
     before = chunks(folder)
-    spoil(before[1], "flipped")
+    damage(before[1], "flipped")
     result = kvtier("inspect", "verify", folder, "--delete")
     assert result.status == 1
     assert "1 corrupt and removed." in result.output
@@ -133,7 +133,7 @@ def test_verify_removes_what_is_corrupt_where_it_is_told_to(kvtier: Kvtier, fold
 
 
 def test_verify_while_a_cache_process_runs(kvtier: Kvtier, folder: Path) -> None:
-    spoil(chunks(folder)[1], "flipped")
+    damage(chunks(folder)[1], "flipped")
     with held(folder) as holder:
         assert "1 corrupt." in kvtier("inspect", "verify", folder).output
         result = kvtier("inspect", "verify", folder, "--delete")
@@ -141,7 +141,7 @@ def test_verify_while_a_cache_process_runs(kvtier: Kvtier, folder: Path) -> None
     assert len(chunks(folder)) == 3
 
 
-def test_a_chunk_that_goes_while_it_is_verified_is_not_corrupt(
+def test_chunk_removed_during_verify_is_not_corrupt(
     kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = list(inspect._files(folder))
@@ -151,9 +151,7 @@ def test_a_chunk_that_goes_while_it_is_verified_is_not_corrupt(
     assert (result.status, result.output) == (0, "2 chunks, 16KiB read, 0 corrupt.\n")
 
 
-def test_purge_removes_chunks_and_what_interrupted_writes_left_but_nothing_else(
-    kvtier: Kvtier, folder: Path
-) -> None:
+def test_purge_removes_only_chunks_and_temporary_files(kvtier: Kvtier, folder: Path) -> None:
     path = chunks(folder)[0]
     temporary = path.with_name(f"{path.stem}.0011aabb-0.tmp")
     temporary.write_bytes(b"half")
@@ -163,20 +161,20 @@ def test_purge_removes_chunks_and_what_interrupted_writes_left_but_nothing_else(
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "notes.txt"]
 
 
-def test_purge_asks_first(kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_purge_asks_for_confirmation(kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions = []
 
     def refuse(question: str, **_: object) -> bool:
-        asked.append(question)
+        questions.append(question)
         raise inspect.typer.Abort
 
     monkeypatch.setattr(inspect.typer, "confirm", refuse)
     assert kvtier("inspect", "purge", folder).status == 1
-    assert asked == [f"Remove 3 chunks, 24KiB, from {folder}?"]
+    assert questions == [f"Remove 3 chunks, 24KiB, from {folder}?"]
     assert len(chunks(folder)) == 3
 
 
-def test_purge_is_refused_while_a_cache_process_has_the_folder(kvtier: Kvtier, folder: Path) -> None:
+def test_purge_is_refused_while_the_folder_is_in_use(kvtier: Kvtier, folder: Path) -> None:
     with held(folder) as holder:
         result = kvtier("inspect", "purge", folder, "--yes")
     assert result.status == 1

@@ -1,4 +1,4 @@
-"""What holds for every command."""
+"""Properties of every command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .conftest import Kvtier
 COMMANDS = ["demo", "serve", "doctor", "bench", "plugins", "config", "inspect"]
 
 
-def test_the_commands_are_listed(kvtier: Kvtier) -> None:
+def test_commands_are_listed(kvtier: Kvtier) -> None:
     result = kvtier("--help")
     assert result.status == 0
     for command in COMMANDS:
@@ -36,25 +36,25 @@ def test_the_commands_are_listed(kvtier: Kvtier) -> None:
         "inspect purge",
     ],
 )
-def test_every_command_says_what_it_does(kvtier: Kvtier, command: str) -> None:
+def test_every_command_has_help(kvtier: Kvtier, command: str) -> None:
     result = kvtier(*command.split(), "--help")
     assert result.status == 0
     assert f"Usage: kvtier {command} " in result.output
 
 
-def test_no_command_at_all_shows_the_help(kvtier: Kvtier) -> None:
+def test_no_command_shows_the_help(kvtier: Kvtier) -> None:
     assert "Usage:" in kvtier().output + kvtier().errors
 
 
-def test_the_version(kvtier: Kvtier) -> None:
+def test_version(kvtier: Kvtier) -> None:
     assert kvtier("--version").output == f"kvtier {package.__version__}\n"
 
 
-def test_an_unknown_command_is_a_usage_error(kvtier: Kvtier) -> None:
+def test_unknown_command_is_a_usage_error(kvtier: Kvtier) -> None:
     assert kvtier("serv").status == 2
 
 
-def test_an_error_is_one_message_and_no_traceback(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_is_one_message_without_traceback(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_CHUNK_TOKEN", "1")
     result = kvtier("serve")
     assert result.status == 1
@@ -63,7 +63,9 @@ def test_an_error_is_one_message_and_no_traceback(kvtier: Kvtier, monkeypatch: p
     )
 
 
-def test_errors_of_several_tasks_are_told_one_by_one(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_several_tasks_are_printed_one_by_one(
+    kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ExceptionGroup("tasks", [TierError("one"), ExceptionGroup("more", [SettingsError("[two]")])])
 
@@ -72,7 +74,7 @@ def test_errors_of_several_tasks_are_told_one_by_one(kvtier: Kvtier, monkeypatch
     assert (result.status, result.errors) == (1, "error: one\nerror: [two]\n")
 
 
-def test_an_error_that_is_not_meant_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_error_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ExceptionGroup("tasks", [TierError("one"), ZeroDivisionError("bug")])
 
@@ -82,8 +84,8 @@ def test_an_error_that_is_not_meant_is_not_swallowed(monkeypatch: pytest.MonkeyP
     assert caught.group_contains(ZeroDivisionError)
 
 
-@pytest.mark.parametrize("module", ["kvtier.cli", "kvtier.bridge.serve", "kvtier.backends.disk"])
-def test_neither_the_commands_nor_a_cache_process_import_torch(module: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["kvtier.cli", "kvtier.bridge.serve", "kvtier.backends.disk.backend"])
+def test_commands_and_cache_process_do_not_import_torch(module: str, tmp_path: Path) -> None:
     script = f"import {module}, sys; print({{'torch', 'vllm', 'numpy'}} & set(sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path

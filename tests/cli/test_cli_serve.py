@@ -1,4 +1,4 @@
-"""``kvtier serve``, in a process of its own."""
+"""``kvtier serve`` in its own process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def address(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serving(address: Path) -> Iterator[subprocess.Popen[str]]:
-    """A cache process that has said that it serves."""
+    """A cache process that has logged that it serves."""
     process = spawn("serve", "--socket", address, KVTIER_TIERS=TIERS)
     assert process.stderr is not None
     try:
@@ -43,26 +43,24 @@ def serving(address: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_serves_until_it_is_told_to_stop(
-    serving: subprocess.Popen[str], address: Path, number: signal.Signals
-) -> None:
+def test_serves_until_a_signal(serving: subprocess.Popen[str], address: Path, number: signal.Signals) -> None:
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(address))
     serving.send_signal(number)
     _, errors = serving.communicate(timeout=60)
     assert serving.returncode == 0
-    assert f"INFO kvtier: {number.name}: leaving" in errors
+    assert f"INFO kvtier: {number.name}: shutting down" in errors
     assert not address.exists()
 
 
-def test_a_second_one_on_the_same_socket_is_refused(serving: subprocess.Popen[str], address: Path) -> None:
+def test_second_process_on_the_same_socket_is_refused(serving: subprocess.Popen[str], address: Path) -> None:
     second = spawn("serve", "--socket", address, KVTIER_TIERS=TIERS)
     _, errors = second.communicate(timeout=60)
     assert second.returncode == 1
     assert errors.startswith(f"error: process {serving.pid} already serves on {address}")
 
 
-def test_a_path_that_cannot_be_written(tmp_path: Path, address: Path) -> None:
+def test_unwritable_path(tmp_path: Path, address: Path) -> None:
     (tmp_path / "file").touch()
     disk = {"name": "ssd", "type": "disk", "capacity": "1MiB", "path": str(tmp_path / "file" / "disk")}
     process = spawn("serve", "--socket", address, KVTIER_TIERS=json.dumps([*json.loads(TIERS), disk]))
@@ -74,7 +72,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path, address: Path) -> None:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Sequence[tuple[Settings, dict[str, Any]]]:
-    """What the cache process would have been started with."""
+    """The arguments that the cache process would have been started with."""
     calls: list[tuple[Settings, dict[str, Any]]] = []
 
     def run(function: partial[None]) -> None:
@@ -86,7 +84,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Sequence[tuple[Settings, dict[str
     return calls
 
 
-def test_options_win_over_the_file(
+def test_options_override_the_file(
     kvtier: Kvtier, served: Sequence[tuple[Settings, dict[str, Any]]], tmp_path: Path
 ) -> None:
     file = tmp_path / "kvtier.yaml"
@@ -98,7 +96,7 @@ def test_options_win_over_the_file(
     assert logging.getLogger("kvtier").level == logging.DEBUG
 
 
-def test_an_option_that_is_wrong_names_the_setting(kvtier: Kvtier) -> None:
+def test_invalid_option_names_the_setting(kvtier: Kvtier) -> None:
     result = kvtier("serve", "--log-level", "loud")
     assert result.status == 1
-    assert result.errors.startswith("error: log_level (given on the command line, ")
+    assert result.errors.startswith("error: log_level (set on the command line, ")

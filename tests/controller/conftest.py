@@ -1,4 +1,4 @@
-"""What the controller's tests share."""
+"""Fixtures of the controller's tests."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-async def patient_registry() -> AsyncIterator[RunningRegistry]:
-    """A registry behind a real server, which takes a while to end."""
-    async with running_registry(heartbeat=2.0, silence=60.0) as running:
+async def module_registry() -> AsyncIterator[RunningRegistry]:
+    """A registry behind a real server, shared by a module because it takes a while to stop."""
+    async with running_registry(heartbeat=2.0, idle_timeout=60.0) as running:
         yield running
 
 
 @pytest.fixture
-async def running(patient_registry: RunningRegistry) -> AsyncIterator[RunningRegistry]:
-    """The same for every test of a module, but without any instances."""
-    yield patient_registry
-    registry = patient_registry.registry
+async def running(module_registry: RunningRegistry) -> AsyncIterator[RunningRegistry]:
+    """The registry of the module, without instances at the start of each test."""
+    yield module_registry
+    registry = module_registry.registry
     for member in list(registry.members.values()):
         registry.leave(member, "the test is over")
-    await patient_registry.until(lambda: len(registry.holders) == 0)
+    await module_registry.wait_until(lambda: len(registry.holders) == 0)
 
 
 @pytest.fixture(scope="module")
 async def browser() -> AsyncIterator[Browser]:
-    """Chromium; the tests of a module that ask for it are skipped where there is none."""
+    """Chromium. Tests that use it are skipped if it is not installed."""
     from tests.controller.visiting import chromium
 
     async with chromium() as started:
@@ -43,6 +43,6 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest.fixture
 async def controller(tmp_path: Path) -> AsyncIterator[RunningController]:
-    """A whole controller, without a token."""
+    """A complete controller without a token."""
     async with running_controller(tmp_path) as running:
         yield running

@@ -1,4 +1,4 @@
-"""A whole controller in the test's own process, and scripted instances that do what it says."""
+"""A complete controller in the test process, and scripted instances that execute its commands."""
 
 from __future__ import annotations
 
@@ -24,25 +24,33 @@ from kvtier.agent.protocol import (
     Done,
     Failed,
     Fetch,
-    InStep,
     Model,
     Pin,
     Progress,
     Serves,
     Tokenize,
     Unpin,
+    UpToDate,
     Welcome,
     decode_from_controller,
 )
 from kvtier.controller.models import Models
-from kvtier.controller.serve import Controller, controlling
+from kvtier.controller.serve import Controller, run_controller
 from kvtier.controller.settings import service_settings
-from kvtier.keys import ChunkKey, join_keys, split_keys
-from tests.controller.registering import DISK, MODEL, PATIENCE, RAM, TIERS, RegisteringInstance, heartbeat
+from kvtier.memory.keys import ChunkKey, join_keys, split_keys
+from tests.controller.registering import (
+    DISK,
+    MODEL,
+    RAM,
+    TIERS,
+    TIMEOUT_SECONDS,
+    RegisteringInstance,
+    heartbeat,
+)
 
 CHUNK = MODEL.layout.chunk_tokens
 TOKENS = list(range(4 * CHUNK + 44))
-"""Four whole chunks and a part of one."""
+"""Four whole chunks and a partial one."""
 KEYS = list(Models().prompt(MODEL, TOKENS).keys)
 LENGTHS = list(Models().prompt(MODEL, TOKENS).lengths)
 
@@ -53,7 +61,7 @@ B_TO_A = {"old_position": ["b", "ram"], "new_position": ["a", "ram"], "tokens": 
 
 
 class Gate:
-    """Holds up commands of some kind until it is opened."""
+    """Blocks commands of one type until it is opened."""
 
     def __init__(self, kind: type[Command] = Fetch) -> None:
         self.reached, self.opened = anyio.Event(), anyio.Event()
@@ -65,39 +73,39 @@ class Gate:
             await self.opened.wait()
 
 
-class World:
-    """Scripted instances, by the address at which others reach them."""
+class Network:
+    """Scripted instances, by their peer addresses."""
 
     def __init__(self) -> None:
-        self.instances: dict[str, ObedientInstance] = {}
+        self.instances: dict[str, ScriptedInstance] = {}
 
 
-class ObedientInstance(RegisteringInstance):
-    """Keeps book of keys in tiers, and does to it what the controller says."""
+class ScriptedInstance(RegisteringInstance):
+    """Tracks keys by tier, and applies the controller's commands to them."""
 
     name: str
-    world: World
+    network: Network
 
-    def begin(self, name: str, world: World) -> None:
+    def set_up(self, name: str, network: Network) -> None:
         self.name = name
-        self.world = world
+        self.network = network
         self.held: list[dict[ChunkKey, None]] = [{}, {}, {}]
         self.pinned: dict[ChunkKey, float | None] = {}
         self.commands: list[Command] = []
         self.before: Callable[[Command], Awaitable[None]] | None = None
-        """Awaited before a command is carried out."""
+        """Awaited before a command is executed."""
         self.refuse: str | None = None
-        self.room: int | None = None
-        """How many chunks its memory takes."""
+        self.capacity: int | None = None
+        """Capacity of its memory in chunks."""
         self.cancelled: list[int] = []
-        world.instances[f"{name}:8200"] = self
+        network.instances[f"{name}:8200"] = self
 
     async def store(self, tier: int, keys: Sequence[ChunkKey]) -> None:
         self.held[tier].update(dict.fromkeys(keys))
-        await self.tell(keys, tier)
+        await self.report(keys, tier)
 
-    async def obey(self, tasks: TaskGroup) -> None:
-        """Take commands until the connection ends."""
+    async def run(self, tasks: TaskGroup) -> None:
+        """Execute commands until the connection ends."""
         while True:
             try:
                 body = await self.websocket.recv()
@@ -108,21 +116,21 @@ class ObedientInstance(RegisteringInstance):
             if isinstance(message, Cancel):
                 self.cancelled.append(message.ticket)
             elif isinstance(message, Command):
-                tasks.start_soon(self._obey_one, message)
+                tasks.start_soon(self._run_command, message)
 
-    async def _obey_one(self, command: Command) -> None:
+    async def _run_command(self, command: Command) -> None:
         self.commands.append(command)
         try:
             if self.before is not None:
                 await self.before(command)
             if self.refuse is not None:
-                await self.say(Failed(command.ticket, self.refuse))
+                await self.send(Failed(command.ticket, self.refuse))
             else:
-                await self.say(await self._carry_out(command))
+                await self.send(await self._execute(command))
         except ConnectionClosed:
             return
 
-    async def _carry_out(self, command: Command) -> Done:
+    async def _execute(self, command: Command) -> Done:
         match command:
             case Fetch():
                 return await self._fetch(command)
@@ -132,10 +140,10 @@ class ObedientInstance(RegisteringInstance):
                 return Done(command.ticket, join_keys(keys), len(keys), 100 * len(keys))
             case DeleteAll():
                 tiers = range(len(self.held)) if command.tier is None else [command.tier]
-                gone = {key for tier in tiers for key in self.held[tier]}
+                removed = {key for tier in tiers for key in self.held[tier]}
                 for tier in tiers:
                     await self._remove(tier, list(self.held[tier]))
-                return Done(command.ticket, b"", len(gone), 100 * len(gone))
+                return Done(command.ticket, b"", len(removed), 100 * len(removed))
             case Pin():
                 keys = [key for key in split_keys(command.keys) if any(key in held for held in self.held)]
                 self.pinned.update(dict.fromkeys(keys, command.seconds))
@@ -154,30 +162,30 @@ class ObedientInstance(RegisteringInstance):
         for count, key in enumerate(keys):
             if key in self.held[command.tier]:
                 continue
-            other = self.world.instances.get(command.peer or "")
-            here = any(key in held for held in self.held)
-            if not here and (other is None or not any(key in held for held in other.held)):
-                reason = "the peer has it not"
+            other = self.network.instances.get(command.peer or "")
+            is_local = any(key in held for held in self.held)
+            if not is_local and (other is None or not any(key in held for held in other.held)):
+                reason = "the peer does not hold it"
                 break
-            if command.tier == RAM and self.room is not None and len(self.held[RAM]) >= self.room:
+            if command.tier == RAM and self.capacity is not None and len(self.held[RAM]) >= self.capacity:
                 reason = "no room"
                 break
-            if not here and other is not None and key not in other.held[RAM]:
-                await other.store(RAM, [key])  # As a peer does that must read it from its disk.
+            if not is_local and other is not None and key not in other.held[RAM]:
+                await other.store(RAM, [key])  # Like a peer that reads the chunk from its disk first.
             await self.store(command.tier, [key])
             fetched += 1
-            await self.say(Progress(command.ticket, count + 1, 100 * fetched))
-        there = [key for key in keys if key in self.held[command.tier]]
-        return Done(command.ticket, join_keys(there), len(there), 100 * fetched, reason)
+            await self.send(Progress(command.ticket, count + 1, 100 * fetched))
+        held = [key for key in keys if key in self.held[command.tier]]
+        return Done(command.ticket, join_keys(held), len(held), 100 * fetched, reason)
 
     async def _remove(self, tier: int, keys: Sequence[ChunkKey]) -> None:
         for key in keys:
             self.held[tier].pop(key, None)
-        await self.say(Changed(tier, b"", join_keys(keys)))
+        await self.send(Changed(tier, b"", join_keys(keys)))
 
 
 class RunningController:
-    """One that runs in this process, and who asks it over HTTP."""
+    """A controller in this process, and an HTTP client of it."""
 
     def __init__(self, controller: Controller, client: httpx.AsyncClient, token: str | None) -> None:
         self.controller = controller
@@ -185,21 +193,21 @@ class RunningController:
         self.registry = controller.registry
         self.events = controller.operations.events
         self.token = token
-        self.world = World()
+        self.network = Network()
 
     @property
     def url(self) -> str:
         host, port = self.controller.address
         return f"http://{host}:{port}"
 
-    async def ask(self, path: str, **body: Any) -> Any:
-        """POST; the answer of one that succeeds."""
+    async def post(self, path: str, **body: Any) -> Any:
+        """Send a POST that succeeds, and return the response."""
         answer = await self.client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    async def refused(self, path: str, status: int, **body: Any) -> Any:
-        """POST; what one that fails in this way says."""
+    async def post_refused(self, path: str, status: int, **body: Any) -> Any:
+        """Send a POST that fails with ``status``, and return the response."""
         answer = await self.client.post(path, json=body)
         assert answer.status_code == status, answer.text
         return answer.json()
@@ -209,27 +217,27 @@ class RunningController:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    async def ended(self, accepted: Any) -> Any:
-        """The event, when it has ended."""
-        event = await self.get(f"/events/{accepted['event_id']}", wait=PATIENCE)
+    async def wait_for_end(self, accepted: Any) -> Any:
+        """Wait for the end of an event, and return it."""
+        event = await self.get(f"/events/{accepted['event_id']}", wait=TIMEOUT_SECONDS)
         assert event["state"] in ("done", "failed"), event
         return event
 
     async def done(self, path: str, **body: Any) -> Any:
-        """POST, and the event when it is done."""
-        event = await self.ended(await self.ask(path, **body))
+        """Send a POST, wait until its event is done, and return the event."""
+        event = await self.wait_for_end(await self.post(path, **body))
         assert event["state"] == "done", event
         return event
 
     async def held(self, **body: Any) -> dict[str, dict[str, int]]:
-        """By instance and tier: how many leading tokens of the prompt it holds."""
-        found: dict[str, dict[str, int]] = (await self.ask("/lookup", **({"tokens": TOKENS} | body)))[
+        """Look the prompt up: the number of leading tokens by instance and tier."""
+        found: dict[str, dict[str, int]] = (await self.post("/lookup", **({"tokens": TOKENS} | body)))[
             "instances"
         ]
         return found
 
-    async def until(self, condition: Callable[[], object]) -> None:
-        with anyio.fail_after(PATIENCE):
+    async def wait_until(self, condition: Callable[[], object]) -> None:
+        with anyio.fail_after(TIMEOUT_SECONDS):
             while not condition():
                 await anyio.sleep(0.005)
 
@@ -242,8 +250,8 @@ class RunningController:
         disk: Sequence[ChunkKey] = (),
         models: Sequence[Model] = (MODEL,),
         **changes: Any,
-    ) -> AsyncIterator[ObedientInstance]:
-        """A scripted one that has registered, has told all that it holds, and obeys."""
+    ) -> AsyncIterator[ScriptedInstance]:
+        """Run a scripted instance that has registered and reported everything that it holds."""
         headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
         url = self.url.replace("http", "ws") + CONNECT_PATH
         async with (
@@ -252,17 +260,19 @@ class RunningController:
             ) as websocket,
             anyio.create_task_group() as tasks,
         ):
-            instance = ObedientInstance(websocket)
-            instance.begin(name, self.world)
+            instance = ScriptedInstance(websocket)
+            instance.set_up(name, self.network)
             welcome = await instance.register(name, **changes)
             assert isinstance(welcome, Welcome)
-            tasks.start_soon(instance.obey, tasks)
-            await instance.say(Serves(list(models)))
+            tasks.start_soon(instance.run, tasks)
+            await instance.send(Serves(list(models)))
             await instance.store(RAM, ram)
             await instance.store(DISK, disk)
             states = heartbeat().tiers[: len(changes.get("tiers", TIERS))]
-            await instance.say(InStep(), msgspec.structs.replace(heartbeat(), tiers=states))
-            await self.until(lambda: name in self.registry.members and self.registry.find(name).heartbeat)
+            await instance.send(UpToDate(), msgspec.structs.replace(heartbeat(), tiers=states))
+            await self.wait_until(
+                lambda: name in self.registry.members and self.registry.find(name).heartbeat
+            )
             try:
                 yield instance
             finally:
@@ -271,12 +281,16 @@ class RunningController:
 
 @asynccontextmanager
 async def running_controller(folder: Path, **changes: Any) -> AsyncIterator[RunningController]:
-    """A controller on a free port; afterwards every event has ended."""
-    given = {"listen": "127.0.0.1:0", "state": folder / "controller.sqlite", "silence": 60} | changes
-    settings = service_settings(**given)
+    """Run a controller on a free port. At its end every event must have ended."""
+    values = {
+        "listen": "127.0.0.1:0",
+        "state": folder / "controller.sqlite",
+        "instance_timeout": 60,
+    } | changes
+    settings = service_settings(**values)
     token = settings.token.get_secret_value() if settings.token is not None else None
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    async with controlling(settings) as controller:
+    async with run_controller(settings) as controller:
         host, port = controller.address
         async with httpx.AsyncClient(
             base_url=f"http://{host}:{port}", headers=headers, timeout=30, trust_env=False
@@ -286,5 +300,5 @@ async def running_controller(folder: Path, **changes: Any) -> AsyncIterator[Runn
 
 
 def tokens_of(chunks: int) -> list[int]:
-    """The tokens of so many leading chunks of the prompt."""
+    """Return the tokens of the leading chunks of the prompt."""
     return TOKENS[: chunks * CHUNK]

@@ -1,4 +1,4 @@
-"""Real instances of a test, whose chunks can be told from others byte by byte."""
+"""Real instances whose chunks have distinct, verifiable contents."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import anyio
 
 from kvtier import Settings
 from kvtier.agent.served import EngineModel
-from kvtier.catalog import State
-from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.catalog.catalog import State
 from kvtier.instance import Instance
-from kvtier.keys import ChunkKey
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.memory.keys import ChunkKey
 from kvtier.model import ModelCache
 from kvtier.plugins import Plugins
 
-# Imported here because that takes longer than an event loop may be blocked.
+# Imported before the event loop runs: the imports would block it for too long.
 import kvtier.agent.agent  # isort: skip
 import kvtier.agent.tokenizing  # isort: skip
 import kvtier.peers.backend  # isort: skip
@@ -30,16 +30,16 @@ CHUNK_BYTES = object_bytes(CHUNK_TOKENS * TOKEN_BYTES)
 SECRET = "what the instances of these tests know"
 MODEL = "llama"
 BUILT_IN = Plugins.load([])
-PATIENCE = 60.0
+TIMEOUT_SECONDS = 60.0
 
 
 def prompt(chunks: int, number: int = 0) -> list[int]:
-    """Tokens of so many chunks; other ones for another number."""
-    return [number * 1_000_000 + at for at in range(chunks * CHUNK_TOKENS)]
+    """Return the tokens of ``chunks`` chunks, distinct for each number."""
+    return [number * 1_000_000 + index for index in range(chunks * CHUNK_TOKENS)]
 
 
 def rows(tokens: Sequence[int]) -> bytes:
-    """What stands for the KV of these tokens: every token has its own."""
+    """Return substitute KV for tokens, distinct for every token."""
     return b"".join(token.to_bytes(4, "little") * (TOKEN_BYTES // 4) for token in tokens)
 
 
@@ -53,9 +53,9 @@ def settings_of(
     listen: str | None = "127.0.0.1:0",
     write: str = "never",
 ) -> Settings:
-    """An instance whose memory holds ``ram`` chunks, and whose disk what was moved there."""
+    """Return settings with ``ram`` chunks of memory, and a disk that holds only what was moved there."""
     capacity = ram * CHUNK_BYTES
-    # Nothing is evicted below its capacity, and what is there in the end can be foretold.
+    # Nothing is evicted below the capacity, so the final contents are deterministic.
     tiers: list[dict[str, Any]] = [
         {"name": "ram", "type": "cpu", "capacity": capacity, "high_watermark": 1.0, "low_watermark": 1.0}
     ]
@@ -70,26 +70,26 @@ def settings_of(
     )
 
 
-class Holder:
-    """One open instance, and one model in it that an engine serves."""
+class Node:
+    """An open instance with one model that an engine serves."""
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
         self.cache = instance.cache
         self.model: ModelCache = self.cache.model(MODEL, token_bytes=TOKEN_BYTES)
-        instance.served.came("engine", self.model._namespace, self.model._layout, EngineModel([MODEL]))
+        instance.served.add("engine", self.model._namespace, self.model._layout, EngineModel([MODEL]))
 
     async def store(self, tokens: Sequence[int]) -> None:
-        """As an engine does, into memory."""
+        """Store into memory, like an engine."""
         assert await self.model.store(tokens, rows(tokens)) == len(tokens)
 
     def held(self, tokens: Sequence[int], tier: int) -> list[ChunkKey]:
-        """The chunks of a prompt that a tier holds."""
+        """Return the chunks of a prompt that a tier holds."""
         catalog = self.cache.hierarchy.catalog
         return [key for key in self.model.keys(tokens) if catalog.state(key, tier) is State.READY]
 
-    def intact(self, tokens: Sequence[int]) -> bool:
-        """Whether whatever memory holds of a prompt is what was stored."""
+    def is_intact(self, tokens: Sequence[int]) -> bool:
+        """Whether memory holds the chunks of a prompt as they were stored. Missing chunks are ignored."""
         for index, key in enumerate(self.model.keys(tokens)):
             lease = self.cache.hierarchy.memory.lease(key)
             if lease is None:
@@ -106,20 +106,20 @@ class Holder:
 
     @property
     def leaked(self) -> int:
-        """Leases that nobody should have when all is quiet."""
+        """The number of leases beyond those of stored chunks; 0 when idle."""
         return self.cache.arena.leases - self.cache.hierarchy.catalog.count(0)
 
-    async def at_rest(self) -> None:
-        """Wait until nothing is under way, and check that nothing is leased."""
-        with anyio.fail_after(PATIENCE):
+    async def wait_until_idle(self) -> None:
+        """Wait until nothing is in flight and nothing is leased."""
+        with anyio.fail_after(TIMEOUT_SECONDS):
             while self.leaked or self.cache.pending_bytes or self.cache.status()["flights"]:
                 await anyio.sleep(0.01)
 
 
 @asynccontextmanager
-async def holding(name: str, url: str, **settings: Any) -> AsyncIterator[Holder]:
-    """A real instance in this process, registered; at its end nothing of it is leased."""
+async def open_node(name: str, url: str, **settings: Any) -> AsyncIterator[Node]:
+    """Open a real instance in this process. At its end no lease may be left."""
     async with Instance.open(settings_of(name, url, **settings), plugins=BUILT_IN) as instance:
-        holder = Holder(instance)
-        yield holder
-        await holder.at_rest()
+        node = Node(instance)
+        yield node
+        await node.wait_until_idle()

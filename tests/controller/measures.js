@@ -1,4 +1,4 @@
-// Measured in the page, by the standards for accessible pages (WCAG 2): numbers, not looks.
+// Measurements in the page, by the Web Content Accessibility Guidelines (WCAG 2).
 
 function channels(colour) {
   const [red, green, blue, alpha = 1] = colour.match(/[\d.]+/g).map(Number);
@@ -28,41 +28,41 @@ function opacity(element) {
 function ratio(element, style) {
   const back = background(element);
   const { colour, alpha } = channels(style.color);
-  const [one, other] = [over(colour, alpha * opacity(element), back), back].map(luminance);
-  return (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+  const [first, second] = [over(colour, alpha * opacity(element), back), back].map(luminance);
+  return (Math.max(first, second) + 0.05) / (Math.min(first, second) + 0.05);
 }
 
-const isSeen = (element) => element.checkVisibility() && element.getBoundingClientRect().width > 1;
+const isVisible = (element) => element.checkVisibility() && element.getBoundingClientRect().width > 1;
 
-/** How many texts there are, and those whose contrast with what is behind them is below 4.5. */
+/** Count the texts, and list those whose contrast with their background is below 4.5. */
 function contrast() {
   const texts = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
     const element = node.parentElement;
-    if (node.data.trim() && isSeen(element)) texts.push([node.data.trim(), ratio(element, getComputedStyle(element))]);
+    if (node.data.trim() && isVisible(element)) texts.push([node.data.trim(), ratio(element, getComputedStyle(element))]);
   }
   for (const element of document.querySelectorAll("input:not([type=radio]), select, textarea")) {
-    if (!isSeen(element)) continue;
+    if (!isVisible(element)) continue;
     texts.push([`#${element.id}`, ratio(element, getComputedStyle(element))]);
     texts.push([`#${element.id} placeholder`, ratio(element, getComputedStyle(element, "::placeholder"))]);
   }
   return { texts: texts.length, poor: texts.filter(([, value]) => value < 4.5) };
 }
 
-/** Elements that reach out of the window, other than those that scroll by themselves. */
+/** List the elements that extend beyond the window, except scrollable ones. */
 function overflowing() {
   const width = document.documentElement.clientWidth;
   const wide = [...document.querySelectorAll("body *")].filter(
-    (element) => isSeen(element) && !element.closest("pre") && element.getBoundingClientRect().right > width + 0.5,
+    (element) => isVisible(element) && !element.closest("pre") && element.getBoundingClientRect().right > width + 0.5,
   );
   return [document.documentElement.scrollWidth - width, ...wide.map((element) => element.outerHTML.slice(0, 80))];
 }
 
-/** Fields and buttons without a name, and ids that are not unique. */
+/** List the fields and buttons without a name, and duplicate ids. */
 function nameless() {
   const fields = [...document.querySelectorAll("input, select, textarea")].filter((field) => !field.labels.length);
-  const buttons = [...document.querySelectorAll("button")].filter((button) => isSeen(button) && !button.textContent.trim());
+  const buttons = [...document.querySelectorAll("button")].filter((button) => isVisible(button) && !button.textContent.trim());
   const ids = [...document.querySelectorAll("[id]")].map(({ id }) => id);
   return [...fields, ...buttons].map(({ outerHTML }) => outerHTML).concat(ids.filter((id, index) => ids.indexOf(id) !== index));
 }

@@ -1,4 +1,4 @@
-"""A registry behind a real server on loopback, and instances that say to it what a test has them say."""
+"""A registry behind a real server on loopback, and instances whose messages a test chooses."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from kvtier.agent.protocol import (
     FromController,
     Heartbeat,
     Hello,
-    InStep,
     Model,
     Refused,
     Serves,
     TierDescription,
     TierState,
+    UpToDate,
     Welcome,
     decode_from_controller,
 )
+from kvtier.concurrency.tasks import open_tasks
 from kvtier.controller import connection
 from kvtier.controller.member import Member
 from kvtier.controller.registry import Registry
 from kvtier.http import serving
-from kvtier.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
-from kvtier.layout import ChunkLayout, GroupLayout, namespace
+from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
+from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.sockets.frames import MAX_FRAME_BYTES, Message, encode_body
-from kvtier.tasks import open_tasks
 
-PATIENCE = 60.0
-"""What a test waits for comes long before, or never."""
+TIMEOUT_SECONDS = 60.0
+"""Upper bound for whatever a test waits for."""
 RAM, DISK, POOL = 0, 1, 2
 TIERS = [
     TierDescription("ram", "cpu", 1 << 30, False),
@@ -55,7 +55,7 @@ _incarnations = itertools.count(1)
 
 
 def keys_of(name: str, count: int) -> list[ChunkKey]:
-    """As many keys, other ones for another name."""
+    """Return ``count`` keys, distinct for each name."""
     return split_keys(blake3(name.encode()).digest(KEY_BYTES * count))
 
 
@@ -84,36 +84,36 @@ class RegisteringInstance:
     def __init__(self, websocket: ClientConnection) -> None:
         self.websocket = websocket
 
-    async def say(self, *messages: Message) -> None:
+    async def send(self, *messages: Message) -> None:
         for message in messages:
             await self.websocket.send(encode_body(message))
 
-    async def hear(self) -> FromController:
-        with anyio.fail_after(PATIENCE):
+    async def receive(self) -> FromController:
+        with anyio.fail_after(TIMEOUT_SECONDS):
             body = await self.websocket.recv()
         assert isinstance(body, bytes)
         return decode_from_controller(body)
 
     async def register(self, instance: str = "one", **changes: Any) -> Welcome:
-        await self.say(hello(instance, **changes))
-        answer = await self.hear()
+        await self.send(hello(instance, **changes))
+        answer = await self.receive()
         assert isinstance(answer, Welcome), answer
         return answer
 
-    async def tell(
+    async def report(
         self, stored: Sequence[ChunkKey], tier: int = RAM, removed: Sequence[ChunkKey] = ()
     ) -> None:
-        await self.say(Changed(tier, join_keys(stored), join_keys(removed)))
+        await self.send(Changed(tier, join_keys(stored), join_keys(removed)))
 
     async def refusal(self) -> str:
-        """Why the controller ends the connection, which it then does."""
-        while not isinstance(answer := await self.hear(), Refused):
+        """Return the reason of the controller's refusal, once it has closed the connection."""
+        while not isinstance(answer := await self.receive(), Refused):
             pass
-        await self.closed()
+        await self.wait_closed()
         return answer.reason
 
-    async def closed(self) -> None:
-        with anyio.fail_after(PATIENCE):
+    async def wait_closed(self) -> None:
+        with anyio.fail_after(TIMEOUT_SECONDS):
             try:
                 while True:
                     await self.websocket.recv()
@@ -130,7 +130,7 @@ class RunningRegistry:
 
     @asynccontextmanager
     async def instance(self, name: str | None = None, **changes: Any) -> AsyncIterator[RegisteringInstance]:
-        """One that has connected, and has registered where it has a name."""
+        """Connect an instance, and register it if it has a name."""
         url = f"ws://127.0.0.1:{self.port}{CONNECT_PATH}"
         async with connect(url, compression=None, proxy=None, close_timeout=1) as websocket:
             instance = RegisteringInstance(websocket)
@@ -139,30 +139,30 @@ class RunningRegistry:
             yield instance
 
     @asynccontextmanager
-    async def holding(
+    async def instance_holding(
         self, name: str, keys: Sequence[ChunkKey], tier: int = RAM, **changes: Any
     ) -> AsyncIterator[RegisteringInstance]:
-        """One that serves a model, holds some chunks and has told all of it."""
+        """Connect an instance that serves a model, and has reported the chunks that it holds."""
         async with self.instance(name, **changes) as instance:
-            await instance.say(Serves([MODEL]))
-            await instance.tell(keys, tier)
-            await instance.say(InStep(), heartbeat())
-            await self.until(lambda: self.member(name).heartbeat is not None)
+            await instance.send(Serves([MODEL]))
+            await instance.report(keys, tier)
+            await instance.send(UpToDate(), heartbeat())
+            await self.wait_until(lambda: self.member(name).heartbeat is not None)
             yield instance
 
     def member(self, name: str = "one") -> Member:
         return self.registry.find(name)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until the registry has come to this."""
-        with anyio.fail_after(PATIENCE):
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition holds."""
+        with anyio.fail_after(TIMEOUT_SECONDS):
             while not condition():
                 await anyio.sleep(0.005)
 
 
 @asynccontextmanager
 async def running_registry(port: int = 0, **settings: Any) -> AsyncIterator[RunningRegistry]:
-    """A registry that takes instances in, on a free port where none is given."""
+    """Run a registry that accepts instances, by default on a free port."""
     registry = Registry(**settings)
 
     async def endpoint(websocket: WebSocket) -> None:

@@ -1,6 +1,6 @@
-"""A controller that does as a test says: for what a real one would not do at a test's word.
+"""A scripted controller, for cases that a real one cannot produce on demand.
 
-It speaks the same HTTP as the real one (:mod:`kvtier.controller.api`), from data that the test sets.
+It has the HTTP API of the real one (:mod:`kvtier.controller.api`), with data that the test sets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GIB = 1 << 30
 RESULT: dict[str, Any] = {"tokens": 0, "chunks": 0, "bytes": 0, "removed": 0, "reason": None}
 
 
-def tier(name: str, kind: str, capacity: int | None, used: int, **more: Any) -> dict[str, Any]:
+def tier(name: str, kind: str, capacity: int | None, used: int, **fields: Any) -> dict[str, Any]:
     return {
         "name": name,
         "type": kind,
@@ -33,10 +33,10 @@ def tier(name: str, kind: str, capacity: int | None, used: int, **more: Any) -> 
         "available": True,
         "shared": capacity is None,
         "found": used >> 20,
-    } | more
+    } | fields
 
 
-def instance(name: str, *tiers: dict[str, Any], **more: Any) -> dict[str, Any]:
+def instance(name: str, *tiers: dict[str, Any], **fields: Any) -> dict[str, Any]:
     now = time.time()
     return {
         "instance": name,
@@ -54,10 +54,10 @@ def instance(name: str, *tiers: dict[str, Any], **more: Any) -> dict[str, Any]:
         "tiers": list(tiers or [tier("ram", "cpu", 20 * GIB, 9 * GIB)]),
         "looked_up": 10_000,
         "hit_rate": 0.8,
-    } | more
+    } | fields
 
 
-def event(number: str, kind: str = "move", state: str = "running", **more: Any) -> dict[str, Any]:
+def event(number: str, kind: str = "move", state: str = "running", **fields: Any) -> dict[str, Any]:
     now = time.time()
     ended = state in {"done", "failed"}
     return {
@@ -76,11 +76,11 @@ def event(number: str, kind: str = "move", state: str = "running", **more: Any) 
         "ended_at": now if ended else None,
         "error": "decode-2 · ram is full" if state == "failed" else None,
         "result": RESULT,
-    } | more
+    } | fields
 
 
 class ScriptedController:
-    """Its data may be changed at any time; the page learns of it by :meth:`tell`."""
+    """The test may change its data at any time; :meth:`publish` sends it to the page."""
 
     def __init__(self, token: str | None = None) -> None:
         self.token = token
@@ -88,50 +88,50 @@ class ScriptedController:
         self.histories: dict[str, list[dict[str, Any]]] = {}
         self.events: list[dict[str, Any]] = []
         self.answers: dict[str, tuple[int, Any]] = {}
-        """By path: the status and body of the answer to a POST."""
-        self.asked: list[tuple[str, Any]] = []
-        """The POSTs: path and body."""
+        """Status and body of the response to a POST, by path."""
+        self.requests: list[tuple[str, Any]] = []
+        """Path and body of each POST."""
         self.streams: set[MemoryObjectSendStream[bytes]] = set()
         self.refuse_streams: int | None = None
-        """The status that streams are refused with, if any."""
+        """The status with which streams are refused, if any."""
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         self._add_routes()
         page.mount(self.app)
 
-    def tell_instances(self) -> None:
-        self.tell("instances", {"instances": self.instances})
+    def publish_instances(self) -> None:
+        self.publish("instances", {"instances": self.instances})
 
-    def tell_event(self, value: dict[str, Any]) -> None:
+    def publish_event(self, value: dict[str, Any]) -> None:
         self.events = [value, *(known for known in self.events if known["event_id"] != value["event_id"])]
-        self.tell("event", value)
+        self.publish("event", value)
 
-    def tell(self, name: str, value: Any) -> None:
+    def publish(self, name: str, value: Any) -> None:
         self.send(f"event: {name}\ndata: {json.dumps(value)}\n\n".encode())
 
     def send(self, text: bytes) -> None:
         for stream in self.streams:
             stream.send_nowait(text)
 
-    def cut(self) -> None:
+    def cut_streams(self) -> None:
         """End every stream."""
         for stream in tuple(self.streams):
             stream.close()
 
     def _add_routes(self) -> None:
         @self.app.middleware("http")
-        async def check(request: Request, go_on: Any) -> Any:
+        async def check(request: Request, call_next: Any) -> Any:
             public = request.url.path in {"/", "/healthz"} or request.url.path.startswith("/page/")
-            given = request.headers.get("Authorization")
-            if self.token and not public and given != f"Bearer {self.token}":
+            authorization = request.headers.get("Authorization")
+            if self.token and not public and authorization != f"Bearer {self.token}":
                 return JSONResponse({"detail": "the token is missing or wrong"}, 401)
-            return await go_on(request)
+            return await call_next(request)
 
         @self.app.get("/instances")
         async def instances() -> Any:
             return {"instances": self.instances}
 
         @self.app.get("/instances/{name}")
-        async def one(name: str) -> Any:
+        async def one_instance(name: str) -> Any:
             for known in self.instances:
                 if known["instance"] == name:
                     return known | {"history": self.histories.get(name, [])}
@@ -153,7 +153,7 @@ class ScriptedController:
 
         @self.app.post("/{path}")
         async def post(path: str, request: Request) -> Any:
-            self.asked.append((path, await request.json()))
+            self.requests.append((path, await request.json()))
             status, answer = self.answers[path]
             return JSONResponse(answer() if callable(answer) else answer, status)
 
@@ -171,9 +171,9 @@ class ScriptedController:
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[str]:
-        """Serve on loopback until the block is left; the URL."""
+        """Serve on loopback for the duration of the block, and yield the URL."""
         async with serving(self.app, ("127.0.0.1", port)) as (host, bound):
             try:
                 yield f"http://{host}:{bound}"
             finally:
-                self.cut()
+                self.cut_streams()

@@ -1,4 +1,4 @@
-"""Instances and the controller over a real WebSocket: who comes, who goes, and what may not be said."""
+"""Instances and the controller over a real WebSocket: registration, duplicates, invalid messages."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from websockets.exceptions import ConnectionClosed
 
 from kvtier import http
 from kvtier.agent.protocol import (
-    MOST_KEYS,
+    MAX_KEYS,
     Changed,
     Done,
     HeldBy,
-    InStep,
     Model,
     Refused,
     Serves,
     TierState,
     Unpin,
+    UpToDate,
     Welcome,
     WhoHolds,
 )
 from kvtier.controller import connection, registry
 from kvtier.controller import member as member_module
-from kvtier.controller.checks import MOST_MODELS
+from kvtier.controller.checks import MAX_MODELS
 from kvtier.controller.errors import MemberGone
-from kvtier.keys import KEY_BYTES, join_keys
-from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.memory.keys import KEY_BYTES, join_keys
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.sockets.frames import MAX_FRAME_BYTES, encode_body
 from tests.controller.registering import (
     DISK,
@@ -53,69 +53,69 @@ pytestmark = pytest.mark.anyio
 KEYS = keys_of("prompt", 5)
 
 
-async def test_an_instance_registers_tells_what_it_holds_and_leaves(running: RunningRegistry) -> None:
-    known = running.registry
+async def test_instance_registers_reports_its_chunks_and_disconnects(running: RunningRegistry) -> None:
+    registered = running.registry
     async with running.instance() as instance:
         welcome = await instance.register("one")
-        assert (welcome.heartbeat, welcome.silence) == (2.0, 60.0)
+        assert (welcome.heartbeat, welcome.idle_timeout) == (2.0, 60.0)
         member = running.member()
-        await instance.say(Serves([MODEL]))
-        await instance.tell(KEYS[:3], RAM)
-        await instance.tell(KEYS, DISK, removed=keys_of("never told", 2))
-        await running.until(lambda: known.holders.count(member.places[DISK]) == 5)
+        await instance.send(Serves([MODEL]))
+        await instance.report(KEYS[:3], RAM)
+        await instance.report(KEYS, DISK, removed=keys_of("never reported", 2))
+        await running.wait_until(lambda: registered.holders.count(member.places[DISK]) == 5)
         assert not member.in_step
-        await instance.say(InStep(), heartbeat(used=8192))
-        await running.until(lambda: member.heartbeat is not None)
+        await instance.send(UpToDate(), heartbeat(used=8192))
+        await running.wait_until(lambda: member.heartbeat is not None)
         assert member.in_step
         assert member.heartbeat is not None
         assert member.heartbeat.tiers[RAM].used == 8192
         assert member.models == (MODEL,)
-        assert known.holders.prefixes(KEYS) == {member.places[RAM]: 3, member.places[DISK]: 5}
-        await instance.tell(KEYS[2:3], RAM, removed=KEYS)
-        await running.until(lambda: known.holders.count(member.places[RAM]) == 1)
-        assert known.holders.held(member.places[RAM], KEYS) == [False, False, True, False, False]
-    await running.until(lambda: not known.members)
-    assert known.holders.prefixes(KEYS) == {}
-    await running.until(lambda: len(known.holders) == 0)
-    assert known.models.find("llama") == [MODEL], "known although nobody serves it now"
+        assert registered.holders.prefixes(KEYS) == {member.places[RAM]: 3, member.places[DISK]: 5}
+        await instance.report(KEYS[2:3], RAM, removed=KEYS)
+        await running.wait_until(lambda: registered.holders.count(member.places[RAM]) == 1)
+        assert registered.holders.held(member.places[RAM], KEYS) == [False, False, True, False, False]
+    await running.wait_until(lambda: not registered.members)
+    assert registered.holders.prefixes(KEYS) == {}
+    await running.wait_until(lambda: len(registered.holders) == 0)
+    assert registered.models.find("llama") == [MODEL], "known although no instance serves it now"
 
 
-async def test_as_many_keys_as_fit_are_taken_in(running: RunningRegistry) -> None:
-    many, others = keys_of("many", MOST_KEYS), keys_of("others", MOST_KEYS)
+async def test_messages_of_the_maximum_number_of_keys(running: RunningRegistry) -> None:
+    many, others = keys_of("many", MAX_KEYS), keys_of("others", MAX_KEYS)
     async with running.instance("one") as instance:
-        await instance.tell(many, RAM)
-        await instance.tell(others, RAM, removed=many)
-        await instance.say(WhoHolds(1, join_keys(many)))
-        assert isinstance(await instance.hear(), HeldBy)
-        assert running.registry.holders.prefixes(others) == {running.member().places[RAM]: MOST_KEYS}
+        await instance.report(many, RAM)
+        await instance.report(others, RAM, removed=many)
+        await instance.send(WhoHolds(1, join_keys(many)))
+        assert isinstance(await instance.receive(), HeldBy)
+        assert running.registry.holders.prefixes(others) == {running.member().places[RAM]: MAX_KEYS}
         assert running.registry.holders.prefixes(many) == {}
 
 
-async def test_a_controller_that_is_restarted_is_told_all_again() -> None:
-    async with running_registry() as before, before.holding("one", KEYS) as instance:
+async def test_restarted_controller_receives_all_reports_again() -> None:
+    async with running_registry() as before, before.instance_holding("one", KEYS) as instance:
         port = before.port
         assert before.registry.holders.prefixes(KEYS)
     assert not before.registry.members
-    await instance.closed()
+    await instance.wait_closed()
     async with running_registry(port) as after:
         assert after.registry.holders.prefixes(KEYS) == {}
-        async with after.holding("one", KEYS):
+        async with after.instance_holding("one", KEYS):
             assert after.registry.holders.prefixes(KEYS) == {after.member().places[RAM]: 5}
 
 
-async def test_one_who_says_nothing_is_dropped() -> None:
-    async with running_registry(heartbeat=0.05, silence=0.3) as running:
-        async with running.holding("one", KEYS) as instance:
+async def test_unresponsive_instance_is_disconnected() -> None:
+    async with running_registry(heartbeat=0.05, idle_timeout=0.3) as running:
+        async with running.instance_holding("one", KEYS) as instance:
             assert await instance.refusal() == "it has said nothing for 0.3 s"
         assert not running.registry.members
         async with running.instance("one") as instance:
             for _ in range(10):
                 await anyio.sleep(0.05)
-                await instance.say(heartbeat())
+                await instance.send(heartbeat())
             assert running.member().over is None
 
 
-async def test_one_who_does_not_say_who_it_is_is_let_go(
+async def test_connection_without_hello_is_closed(
     running: RunningRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HELLO_SECONDS", 0.1)
@@ -123,78 +123,85 @@ async def test_one_who_does_not_say_who_it_is_is_let_go(
         assert await instance.refusal() == "it has said nothing for 0.1 s"
 
 
-# Two of one name.
+# Duplicate ids.
 
 
-async def test_a_second_instance_of_a_name_is_refused(running: RunningRegistry) -> None:
+async def test_second_instance_with_the_same_id_is_refused(running: RunningRegistry) -> None:
     async with running.instance("one", host="first-host", process=11) as first, running.instance() as second:
-        await second.say(hello("one"))
-        ping = await first.hear()
+        await second.send(hello("one"))
+        ping = await first.receive()
         assert isinstance(ping, Unpin)
         assert not ping.keys
-        await first.say(Done(ping.ticket, b"", 0, 0))
+        await first.send(Done(ping.ticket, b"", 0, 0))
         assert await second.refusal() == (
-            "instance id 'one' is taken by process 11 on host first-host, which is alive: set another "
-            "controller.instance_id"
+            "instance id 'one' is in use by process 11 on host first-host: set another controller.instance_id"
         )
         assert running.member().hello.process == 11
 
 
-async def test_whatever_the_first_says_shows_that_it_is_alive(running: RunningRegistry) -> None:
+async def test_any_message_answers_the_ping(running: RunningRegistry) -> None:
     async with running.instance("one") as first, running.instance() as second:
-        await second.say(hello("one"))
-        await first.hear()
-        await first.say(heartbeat())
-        assert "is alive" in await second.refusal()
+        await second.send(hello("one"))
+        await first.receive()
+        await first.send(heartbeat())
+        assert "is in use" in await second.refusal()
 
 
-async def test_one_that_does_not_answer_gives_way(
+async def test_unresponsive_instance_is_replaced(
     running: RunningRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "PING_SECONDS", 0.1)
-    async with running.holding("one", KEYS, process=11) as first, running.instance("one", process=12):
+    async with (
+        running.instance_holding("one", KEYS, process=11) as first,
+        running.instance("one", process=12),
+    ):
         assert running.member().hello.process == 12
         assert running.registry.holders.prefixes(KEYS) == {}
-        assert await first.refusal() == "another instance of its id has come, and it has not answered"
+        assert await first.refusal() == (
+            "another instance with its id has connected, and it did not answer a ping"
+        )
         assert running.member().hello.process == 12, "the end of the first is not the end of the second"
         assert len(running.registry.members) == 1
 
 
-async def test_one_that_connects_anew_takes_its_own_place_at_once(running: RunningRegistry) -> None:
-    async with running.holding("one", KEYS, incarnation=5) as first, running.instance("one", incarnation=5):
-        assert await first.refusal() == "it has connected anew"
+async def test_reconnected_instance_replaces_its_old_connection(running: RunningRegistry) -> None:
+    async with (
+        running.instance_holding("one", KEYS, incarnation=5) as first,
+        running.instance("one", incarnation=5),
+    ):
+        assert await first.refusal() == "it has reconnected"
         assert running.registry.holders.prefixes(KEYS) == {}
         assert len(running.registry.members) == 1
 
 
-async def test_of_many_that_come_at_once_one_is_registered(
+async def test_one_of_many_concurrent_duplicates_is_registered(
     running: RunningRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Long enough for one that is there to answer on the busiest machine; the silent one costs as much.
+    # Long enough for an answer on the busiest machine; the unresponsive instance costs as much.
     monkeypatch.setattr(registry, "PING_SECONDS", 2.0)
     answers: list[str] = []
 
-    async def come(*, task_status: TaskStatus[None]) -> None:
+    async def register(*, task_status: TaskStatus[None]) -> None:
         async with running.instance() as instance:
-            await instance.say(hello("one"))
+            await instance.send(hello("one"))
             task_status.started()
-            answers.append(type(await instance.hear()).__name__)
+            answers.append(type(await instance.receive()).__name__)
             with suppress(ConnectionClosed):
-                while True:  # One that is registered answers for its name.
+                while True:  # A registered instance answers pings.
                     await instance.websocket.recv()
-                    await instance.say(heartbeat())
+                    await instance.send(heartbeat())
 
-    async with running.instance("one") as silent, anyio.create_task_group() as tasks:
+    async with running.instance("one") as unresponsive, anyio.create_task_group() as tasks:
         for _ in range(5):
-            await tasks.start(come)
-        await silent.closed()
-        await running.until(lambda: len(answers) == 5)
+            await tasks.start(register)
+        await unresponsive.wait_closed()
+        await running.wait_until(lambda: len(answers) == 5)
         assert sorted(answers) == ["Refused"] * 4 + ["Welcome"]
         assert len(running.registry.members) == 1
         tasks.cancel_scope.cancel()
 
 
-async def test_a_sign_of_life_is_one_to_each_who_asks(running: RunningRegistry) -> None:
+async def test_one_message_answers_all_pings(running: RunningRegistry) -> None:
     answers: list[bool] = []
 
     async def ask() -> None:
@@ -203,12 +210,12 @@ async def test_a_sign_of_life_is_one_to_each_who_asks(running: RunningRegistry) 
     async with running.instance("one") as instance, anyio.create_task_group() as tasks:
         for _ in range(3):
             tasks.start_soon(ask)
-            await instance.hear()
-        await instance.say(heartbeat())
-        await running.until(lambda: answers == [True] * 3)
+            await instance.receive()
+        await instance.send(heartbeat())
+        await running.wait_until(lambda: answers == [True] * 3)
 
 
-# What may not be said.
+# Invalid messages.
 
 
 def layout(**changes: Any) -> ChunkLayout:
@@ -224,57 +231,57 @@ def pack(*elements: object) -> bytes:
     return msgspec.msgpack.encode(elements)
 
 
-HOSTILE = {
+INVALID_MESSAGES = {
     "nothing": (b"", "sends text or nothing"),
-    "garbage": (b"\xc1" * 100, "not a message of an instance"),
-    "noise": (random.Random(0).randbytes(1000), "not a message of an instance"),
-    "no tag": (pack(99, 1), "not a message of an instance"),
-    "truncated": (encode_body(heartbeat())[:-3], "not a message of an instance"),
-    "deep": (b"\x91" * 100_000, "not a message of an instance"),
+    "garbage": (b"\xc1" * 100, "not a message from an instance"),
+    "noise": (random.Random(0).randbytes(1000), "not a message from an instance"),
+    "no tag": (pack(99, 1), "not a message from an instance"),
+    "truncated": (encode_body(heartbeat())[:-3], "not a message from an instance"),
+    "deep": (b"\x91" * 100_000, "not a message from an instance"),
     "long list": (pack(8, [], 0, [""] * 300_000, 0, 0), "is over 262144"),
-    "too long": (bytes([0x94, 5, 0, 0xC6]) + bytes(MAX_FRAME_BYTES - 10), "not a message of an instance"),
+    "too long": (bytes([0x94, 5, 0, 0xC6]) + bytes(MAX_FRAME_BYTES - 10), "not a message from an instance"),
     "hello again": (encode_body(hello()), "Hello twice"),
-    "welcome": (encode_body(Welcome(1, 1.0, 1.0)), "not a message of an instance"),
+    "welcome": (encode_body(Welcome(1, 1.0, 1.0)), "not a message from an instance"),
     "no keys": (encode_body(Changed(RAM, bytes(33), b"")), "33 bytes are not a whole number"),
     "nothing removed": (encode_body(Changed(RAM, b"", bytes(1))), "1 bytes are not a whole number"),
     "too many keys": (
-        encode_body(Changed(RAM, bytes(KEY_BYTES * (MOST_KEYS + 1)), b"")),
+        encode_body(Changed(RAM, bytes(KEY_BYTES * (MAX_KEYS + 1)), b"")),
         "names 32769 chunks in one message",
     ),
-    "asks for too many": (encode_body(WhoHolds(1, bytes(KEY_BYTES * (MOST_KEYS + 1)))), "more than 32768"),
+    "asks for too many": (encode_body(WhoHolds(1, bytes(KEY_BYTES * (MAX_KEYS + 1)))), "more than 32768"),
     "tier 3": (encode_body(Changed(3, b"", b"")), "tells of tier 3, and has 3 of them"),
     "tier -1": (encode_body(Changed(-1, b"", b"")), "tells of tier -1"),
     "ticket": (encode_body(Done(77, b"", 0, 0)), "ticket 77"),
-    "fewer tiers": (pack(8, [], 0, [], 0, 0), "0 tiers where it said 3"),
-    "negative bytes": (pack(8, [TierState(-1, 0, True, 0)] * 3, 0, [], 0, 0), "-1 is less than 0"),
-    "huge count": (pack(8, [TierState(1 << 63, 0, True, 0)] * 3, 0, [], 0, 0), "or over"),
+    "fewer tiers": (pack(8, [], 0, [], 0, 0), "0 tiers, but it registered 3"),
+    "negative bytes": (pack(8, [TierState(-1, 0, True, 0)] * 3, 0, [], 0, 0), "-1 is not between 0"),
+    "huge count": (pack(8, [TierState(1 << 63, 0, True, 0)] * 3, 0, [], 0, 0), "is not between 0 and"),
     "engines": (pack(8, [TierState(0, 0, True, 0)] * 3, 0, ["e"] * 500, 0, 0), "500 engines"),
     "engine": (pack(8, [TierState(0, 0, True, 0)] * 3, 0, ["\x07"], 0, 0), "not printable"),
     "no names": (serves(names=[]), "has 0 names"),
     "name": (serves(names=["<b>\n"]), "not printable"),
     "namespace": (serves(namespace=b"short"), "has 5 bytes, not 32"),
-    "models": (encode_body(Serves([MODEL] * (MOST_MODELS + 1))), "serves 65 models"),
-    "chunk": (serves(layout=layout(chunk_tokens=0)), "makes no sense"),
+    "models": (encode_body(Serves([MODEL] * (MAX_MODELS + 1))), "serves 65 models"),
+    "chunk": (serves(layout=layout(chunk_tokens=0)), "is invalid"),
     "block": (pack(4, [[["m"], bytes(32), [256, [[0, [1], 0]], 1, ""], False]]), "makes no sense"),
     "odd block": (pack(4, [[["m"], bytes(32), [256, [[33, [1], 0]], 1, ""], False]]), "makes no sense"),
-    "window": (serves(layout=layout(groups=(GroupLayout(32, (1,), -1),))), "makes no sense"),
-    "page": (serves(layout=layout(groups=(GroupLayout(32, (-1,)),))), "makes no sense"),
-    "big": (serves(layout=layout(groups=(GroupLayout(32, (1 << 40,)),))), "makes no sense"),
-    "groups": (serves(layout=layout(groups=(GroupLayout(32, (1,)),) * 65)), "makes no sense"),
-    "ranks": (serves(layout=layout(ranks=0)), "makes no sense"),
+    "window": (serves(layout=layout(groups=(GroupLayout(32, (1,), -1),))), "is invalid"),
+    "page": (serves(layout=layout(groups=(GroupLayout(32, (-1,)),))), "is invalid"),
+    "big": (serves(layout=layout(groups=(GroupLayout(32, (1 << 40,)),))), "is invalid"),
+    "groups": (serves(layout=layout(groups=(GroupLayout(32, (1,)),) * 65)), "is invalid"),
+    "ranks": (serves(layout=layout(ranks=0)), "is invalid"),
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-async def test_what_may_not_be_said_ends_that_connection_alone(running: RunningRegistry, name: str) -> None:
-    body, reason = HOSTILE[name]
-    async with running.holding("well", KEYS) as well, running.holding("bad", KEYS) as bad:
+@pytest.mark.parametrize("name", INVALID_MESSAGES)
+async def test_invalid_message_ends_only_that_connection(running: RunningRegistry, name: str) -> None:
+    body, reason = INVALID_MESSAGES[name]
+    async with running.instance_holding("well", KEYS) as well, running.instance_holding("bad", KEYS) as bad:
         await bad.websocket.send(body)
         assert reason in await bad.refusal()
         assert list(running.registry.members) == ["well"]
         assert running.registry.holders.prefixes(KEYS) == {running.member("well").places[RAM]: 5}
-        await well.say(WhoHolds(1, join_keys(KEYS)))
-        assert await well.hear() == HeldBy(1, [], [])
+        await well.send(WhoHolds(1, join_keys(KEYS)))
+        assert await well.receive() == HeldBy(1, [], [])
 
 
 async def test_text_is_refused(running: RunningRegistry) -> None:
@@ -283,89 +290,93 @@ async def test_text_is_refused(running: RunningRegistry) -> None:
         assert "sends text" in await instance.refusal()
 
 
-@pytest.mark.parametrize("message", [heartbeat(), InStep(), Changed(RAM, join_keys(KEYS), b"")])
-async def test_nothing_is_heard_before_hello(running: RunningRegistry, message: Any) -> None:
+@pytest.mark.parametrize("message", [heartbeat(), UpToDate(), Changed(RAM, join_keys(KEYS), b"")])
+async def test_messages_before_hello_are_refused(running: RunningRegistry, message: Any) -> None:
     async with running.instance() as instance:
-        await instance.say(message)
+        await instance.send(message)
         assert await instance.refusal() == f"it says {type(message).__name__} before Hello"
         assert not running.registry.members
 
 
-async def test_one_that_may_not_register_is_told_why(running: RunningRegistry) -> None:
+async def test_refused_registration_has_a_reason(running: RunningRegistry) -> None:
     async with running.instance() as instance:
-        await instance.say(hello("one", tiers=TIERS * 6))
-        assert await instance.refusal() == "it has 18 tiers, and can have 1 to 16"
+        await instance.send(hello("one", tiers=TIERS * 6))
+        assert await instance.refusal() == "it has 18 tiers, not 1 to 16"
 
 
-async def test_a_frame_that_is_longer_than_may_be_is_not_read(running: RunningRegistry) -> None:
+async def test_oversized_frame_is_not_read(running: RunningRegistry) -> None:
     async with running.instance("one") as instance:
         with suppress(ConnectionClosed):
             await instance.websocket.send(bytes(2 * MAX_FRAME_BYTES))
-        await instance.closed()
-        await running.until(lambda: not running.registry.members)
+        await instance.wait_closed()
+        await running.wait_until(lambda: not running.registry.members)
 
 
-# One that reads nothing.
+# Instances that read nothing.
 
 
-async def test_one_that_reads_nothing_is_dropped() -> None:
-    async with running_registry(heartbeat=0.1, silence=0.5) as running, running.instance("deaf") as deaf:
-        for number in range(8):  # So that its questions have long answers.
-            said = hello(f"holder-{number}", peer="h" * 240 + ":8200")
-            holder = await running.registry.admit(said, lambda: None)
+async def test_instance_that_reads_nothing_is_disconnected() -> None:
+    async with (
+        running_registry(heartbeat=0.1, idle_timeout=0.5) as running,
+        running.instance("stalled") as stalled,
+    ):
+        for number in range(8):  # So that WhoHolds has a long answer.
+            message = hello(f"holder-{number}", peer="h" * 240 + ":8200")
+            holder = await running.registry.admit(message, lambda: None)
             running.registry.stored(holder, RAM, KEYS)
-        member = running.member("deaf")
-        deaf.websocket.transport.pause_reading()
+        member = running.member("stalled")
+        stalled.websocket.transport.pause_reading()
         question = encode_body(WhoHolds(1, join_keys(KEYS)))
 
-        async def ask_without_end() -> None:  # Silent it is not.
+        async def send_questions() -> None:  # It is not idle.
             while True:
-                await deaf.websocket.send(question)
+                await stalled.websocket.send(question)
                 await anyio.lowlevel.checkpoint()
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask_without_end)
-            await running.until(lambda: "deaf" not in running.registry.members)
+            tasks.start_soon(send_questions)
+            await running.wait_until(lambda: "stalled" not in running.registry.members)
             tasks.cancel_scope.cancel()
         assert member.over == "it has taken nothing in for 0.5 s"
-        deaf.websocket.transport.abort()
+        stalled.websocket.transport.abort()
 
 
-async def test_what_waits_for_one_that_reads_nothing_is_bounded(
-    running: RunningRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(member_module, "MOST_UNSENT_BYTES", 1 << 20)
-    async with running.instance("deaf") as deaf:
-        member = running.member("deaf")
-        deaf.websocket.transport.pause_reading()
-        told = 0
+async def test_send_queue_is_bounded(running: RunningRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_module, "MAX_UNSENT_BYTES", 1 << 20)
+    async with running.instance("stalled") as stalled:
+        member = running.member("stalled")
+        stalled.websocket.transport.pause_reading()
+        sent = 0
         with suppress(MemberGone):
-            while told < 200:
+            while sent < 200:
                 member.say(Refused("x" * 100_000))
-                told += 1
+                sent += 1
                 await anyio.lowlevel.checkpoint()
-        assert 5 < told < 200
+        assert 5 < sent < 200
         assert member.over == "it takes in nothing of what it is told"
-        await running.until(lambda: not running.registry.members)
-        deaf.websocket.transport.abort()
+        await running.wait_until(lambda: not running.registry.members)
+        stalled.websocket.transport.abort()
 
 
-async def test_the_socket_of_one_that_reads_nothing_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_socket_of_an_instance_that_reads_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "UNREAD_SECONDS", 1.0)
-    async with running_registry(heartbeat=0.1, silence=0.5) as running, running.instance("deaf") as deaf:
-        deaf.websocket.transport.pause_reading()
-        member = running.member("deaf")
+    async with (
+        running_registry(heartbeat=0.1, idle_timeout=0.5) as running,
+        running.instance("stalled") as stalled,
+    ):
+        stalled.websocket.transport.pause_reading()
+        member = running.member("stalled")
         for _ in range(3):
             member.say(Refused("x" * 3_000_000))
-        await running.until(lambda: not running.registry.members)
-        assert accepted(running.port) == 1, "what it has not read is still to be sent"
-        await running.until(lambda: accepted(running.port) == 0)
-        deaf.websocket.transport.abort()
+        await running.wait_until(lambda: not running.registry.members)
+        assert accepted(running.port) == 1, "unread data is still queued"
+        await running.wait_until(lambda: accepted(running.port) == 0)
+        stalled.websocket.transport.abort()
 
 
 def accepted(port: int) -> int:
-    """How many connections to a port there are, seen from where they were accepted."""
-    ends_in = f":{port:04X}"
-    lines = [line for line in Path("/proc/self/net/tcp").read_text().splitlines() if ends_in in line]
+    """Return the number of accepted connections to a port."""
+    suffix = f":{port:04X}"
+    lines = [line for line in Path("/proc/self/net/tcp").read_text().splitlines() if suffix in line]
     connections = [line.split() for line in lines]
-    return sum(local.endswith(ends_in) and state == "01" for _, local, _, state, *_ in connections)
+    return sum(local.endswith(suffix) and state == "01" for _, local, _, state, *_ in connections)

@@ -1,4 +1,4 @@
-"""With a token whoever has it is let in; without one this host, but no other site through its browsers."""
+"""A token grants access. Without one, this host has access, but no other site through a browser."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Mapping
 import pytest
 from starlette.requests import HTTPConnection
 
-from kvtier.controller.door import Door, denial
+from kvtier.controller.auth import Authenticator, denial_response
 
 
-def asking(headers: Mapping[str, str]) -> HTTPConnection:
+def connection_with(headers: Mapping[str, str]) -> HTTPConnection:
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     return HTTPConnection({"type": "http", "headers": raw, "path": "/clear", "query_string": b""})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:9000", "localhost:9000", "[::1]:9000", "localhost", "127.8.8.8"])
-def test_without_a_token_this_host_is_let_in(host: str) -> None:
-    assert Door(None).refusal(asking({"Host": host})) is None
-    assert Door(None).refusal(asking({"Host": host, "Origin": f"http://{host}"})) is None
+def test_without_a_token_this_host_has_access(host: str) -> None:
+    assert Authenticator(None).refusal(connection_with({"Host": host})) is None
+    assert Authenticator(None).refusal(connection_with({"Host": host, "Origin": f"http://{host}"})) is None
 
 
 @pytest.mark.parametrize(
@@ -35,24 +35,28 @@ def test_without_a_token_this_host_is_let_in(host: str) -> None:
         {},
     ],
 )
-def test_without_a_token_no_other_site_is(headers: dict[str, str]) -> None:
-    refusal = Door(None).refusal(asking(headers))
+def test_without_a_token_other_sites_have_no_access(headers: dict[str, str]) -> None:
+    refusal = Authenticator(None).refusal(connection_with(headers))
     assert refusal is not None
     assert refusal.status_code == 403
     assert "--token-file" in refusal.detail
 
 
-@pytest.mark.parametrize("said", ["Bearer right", "bearer right", "Bearer  right "])
-def test_the_token_lets_in_from_anywhere(said: str) -> None:
-    headers = {"Host": "evil.example", "Origin": "http://elsewhere.example", "Authorization": said}
-    assert Door("right").refusal(asking(headers)) is None
+@pytest.mark.parametrize("authorization", ["Bearer right", "bearer right", "Bearer  right "])
+def test_token_grants_access_from_anywhere(authorization: str) -> None:
+    headers = {"Host": "evil.example", "Origin": "http://elsewhere.example", "Authorization": authorization}
+    assert Authenticator("right").refusal(connection_with(headers)) is None
 
 
-@pytest.mark.parametrize("said", ["", "right", "Bearer", "Bearer wrong", "Basic right", "Bearer r\xefght"])
-def test_a_wrong_token_does_not(said: str) -> None:
-    refusal = Door("right").refusal(asking({"Host": "localhost", "Authorization": said}))
+@pytest.mark.parametrize(
+    "authorization", ["", "right", "Bearer", "Bearer wrong", "Basic right", "Bearer r\xefght"]
+)
+def test_wrong_token_is_refused(authorization: str) -> None:
+    refusal = Authenticator("right").refusal(
+        connection_with({"Host": "localhost", "Authorization": authorization})
+    )
     assert refusal is not None
     assert refusal.status_code == 401
-    answer = denial(refusal)
+    answer = denial_response(refusal)
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"

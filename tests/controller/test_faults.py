@@ -1,7 +1,6 @@
-"""Source, target and controller killed in the middle of a move: every event ends, and nothing is lost.
+"""Source, target and controller are killed during a move: every event ends, and nothing is lost.
 
-All of them are processes of their own. A relay stands before the source, so that the middle of a move lasts
-as long as a test likes.
+Each runs in its own process. A relay in front of the source lets a test hold a move halfway.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import pytest
 
 from kvtier.testing.relay import Relay
 from kvtier.testing.servers.base import free_port
-from tests.controller.holding import CHUNK_BYTES, CHUNK_TOKENS, PATIENCE, prompt
+from tests.controller.holding import CHUNK_BYTES, CHUNK_TOKENS, TIMEOUT_SECONDS, prompt
 from tests.controller.instance_process import InstanceProcess
 
 CHUNKS = 20
@@ -29,7 +28,7 @@ MOVE = {"old_position": ["a", "ssd"], "new_position": ["b", "ram"], "tokens": TO
 
 
 class Controller:
-    """``kvtier controller`` on a port that outlives it."""
+    """``kvtier controller`` on a fixed port, so that it can be restarted."""
 
     def __init__(self, folder: Path) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -41,11 +40,13 @@ class Controller:
         listen, state = self.url.removeprefix("http://"), str(self._folder / "state.sqlite")
         command = [sys.executable, "-m", "kvtier", "controller", "--listen", listen, "--state", state]
         with (self._folder / "controller.log").open("ab") as log:
-            self._process = subprocess.Popen([*command, "--silence", "2s", "--heartbeat", "0.2s"], stderr=log)
-        until(self._is_up)
+            self._process = subprocess.Popen(
+                [*command, "--instance-timeout", "2s", "--heartbeat", "0.2s"], stderr=log
+            )
+        wait_until(self._is_up)
 
     def kill(self) -> None:
-        """``kill -9``. Harmless when repeated."""
+        """Send SIGKILL, and wait. Idempotent."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -54,7 +55,7 @@ class Controller:
         self.kill()
         self._client.close()
 
-    def ask(self, path: str, **body: Any) -> Any:
+    def post(self, path: str, **body: Any) -> Any:
         answer = self._client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -62,20 +63,19 @@ class Controller:
     def get(self, path: str, **query: Any) -> Any:
         return self._client.get(path, params=query).raise_for_status().json()
 
-    def ended(self, accepted: Any) -> Any:
-        event = self.get(f"/events/{accepted['event_id']}", wait=PATIENCE)
+    def wait_for_end(self, accepted: Any) -> Any:
+        event = self.get(f"/events/{accepted['event_id']}", wait=TIMEOUT_SECONDS)
         assert event["state"] in ("done", "failed"), event
         return event
 
     def held(self, instance: str, tier: str) -> int:
-        """How many leading chunks of the prompt."""
-        tokens: int = self.ask("/lookup", tokens=TOKENS)["instances"].get(instance, {}).get(tier, 0)
+        """Return the number of leading chunks of the prompt that a tier holds."""
+        tokens: int = self.post("/lookup", tokens=TOKENS)["instances"].get(instance, {}).get(tier, 0)
         return tokens // CHUNK_TOKENS
 
-    def in_step(self) -> set[str]:
-        return {
-            one["instance"] for one in self.get("/instances")["instances"] if one["in_step"] and one["models"]
-        }
+    def up_to_date(self) -> set[str]:
+        instances = self.get("/instances")["instances"]
+        return {found["instance"] for found in instances if found["in_step"] and found["models"]}
 
     def _is_up(self) -> bool:
         try:
@@ -84,15 +84,15 @@ class Controller:
             return False
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while not condition():
-        assert time.monotonic() < deadline, "did not happen"
+        assert time.monotonic() < deadline, "condition not met"
         time.sleep(0.01)
 
 
 class Cluster:
-    """A controller and two instances. The source has the prompt on its disk, behind a relay."""
+    """A controller and two instances. The source, behind a relay, holds the prompt on its disk."""
 
     def __init__(self, folder: Path, relay: Relay, port: int) -> None:
         self.relay = relay
@@ -107,37 +107,37 @@ class Cluster:
         self.controller.start()
         self.a.start()
         self.b.start()
-        until(lambda: self.controller.in_step() == {"a", "b"})
+        wait_until(lambda: self.controller.up_to_date() == {"a", "b"})
         self.a.store(CHUNKS)
-        until(lambda: self.controller.held("a", "ram") == CHUNKS)
+        wait_until(lambda: self.controller.held("a", "ram") == CHUNKS)
         places = {"old_position": ["a", "ram"], "new_position": ["a", "ssd"]}
-        self.controller.ended(self.controller.ask("/move", **places, tokens=TOKENS))
+        self.controller.wait_for_end(self.controller.post("/move", **places, tokens=TOKENS))
         assert self.controller.held("a", "ssd") == CHUNKS
 
-    def begin(self) -> Any:
-        """A move that is held up when some chunks have arrived."""
+    def start_move(self) -> Any:
+        """Start a move, and hold it once some chunks have arrived."""
         self.relay.hold_after(9 * CHUNK_BYTES)
-        accepted = self.controller.ask("/move", **MOVE)
+        accepted = self.controller.post("/move", **MOVE)
         assert accepted["num_tokens"] == len(TOKENS)
-        until(lambda: self.relay.is_holding)
+        wait_until(lambda: self.relay.is_holding)
         return accepted
 
     def complete(self) -> None:
-        """Ask for the move again: then everything is at the target, and whole."""
-        until(lambda: self.controller.in_step() == {"a", "b"})
-        event = self.controller.ended(self.controller.ask("/move", **MOVE))
+        """Repeat the move, and check that everything is at the target, unchanged."""
+        wait_until(lambda: self.controller.up_to_date() == {"a", "b"})
+        event = self.controller.wait_for_end(self.controller.post("/move", **MOVE))
         assert event["state"] == "done", event
         assert event["result"]["reason"] is None
         assert self.controller.held("b", "ram") == CHUNKS
-        # Its memory may still have what it raised for a move that failed, as it has whatever was asked for.
+        # Memory may still hold chunks that were promoted for the failed move.
         assert self.controller.held("a", "ssd") == 0
-        assert self.b.intact(CHUNKS)
-        assert self.a.at_rest()
-        assert self.b.at_rest()
+        assert self.b.is_intact(CHUNKS)
+        assert self.a.wait_until_idle()
+        assert self.b.wait_until_idle()
 
     def close(self) -> None:
         for process in (self.a, self.b):
-            # It may be stopped: a kill ends it all the same.
+            # SIGKILL works on a paused process, too.
             process.kill()
         self.controller.close()
 
@@ -152,57 +152,57 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             yield cluster
 
 
-def test_the_source_is_killed_in_the_middle_of_a_move(cluster: Cluster) -> None:
-    accepted = cluster.begin()
+def test_source_killed_during_a_move(cluster: Cluster) -> None:
+    accepted = cluster.start_move()
     cluster.a.kill()
     cluster.relay.cut()
-    event = cluster.controller.ended(accepted)
+    event = cluster.controller.wait_for_end(accepted)
     assert event["state"] == "failed"
     assert "'a'" in event["error"]
     cluster.relay.heal()
-    cluster.relay.let_go()
+    cluster.relay.release()
     cluster.a.start()
-    until(lambda: cluster.controller.in_step() == {"a", "b"})
+    wait_until(lambda: cluster.controller.up_to_date() == {"a", "b"})
     arrived = cluster.controller.held("b", "ram")
     assert arrived == event["result"]["chunks"]
-    assert cluster.controller.held("a", "ssd") == CHUNKS, "nobody could tell it to delete anything"
+    assert cluster.controller.held("a", "ssd") == CHUNKS, "it received no command to delete"
     cluster.complete()
 
 
 @pytest.mark.slow
-def test_the_target_is_killed_in_the_middle_of_a_move(cluster: Cluster) -> None:
-    accepted = cluster.begin()
+def test_target_killed_during_a_move(cluster: Cluster) -> None:
+    accepted = cluster.start_move()
     cluster.b.kill()
-    event = cluster.controller.ended(accepted)
+    event = cluster.controller.wait_for_end(accepted)
     assert event["state"] == "failed"
-    assert "the target 'b' went away" in event["error"]
+    assert "the target 'b' disconnected" in event["error"]
     assert cluster.controller.held("a", "ssd") == CHUNKS
-    cluster.relay.let_go()
+    cluster.relay.release()
     cluster.b.start()
     cluster.complete()
 
 
-def test_the_controller_is_killed_in_the_middle_of_a_move(cluster: Cluster) -> None:
-    accepted = cluster.begin()
+def test_controller_killed_during_a_move(cluster: Cluster) -> None:
+    accepted = cluster.start_move()
     cluster.controller.kill()
-    cluster.relay.let_go()
+    cluster.relay.release()
     cluster.controller.start()
-    event = cluster.controller.ended(accepted)
+    event = cluster.controller.wait_for_end(accepted)
     assert event["state"] == "failed"
     assert "the controller was restarted" in event["error"]
-    until(lambda: cluster.controller.in_step() == {"a", "b"})
-    assert cluster.controller.held("a", "ssd") == CHUNKS, "nothing was confirmed to it"
+    wait_until(lambda: cluster.controller.up_to_date() == {"a", "b"})
+    assert cluster.controller.held("a", "ssd") == CHUNKS, "it received no confirmation"
     cluster.complete()
 
 
 @pytest.mark.slow
-def test_an_instance_that_is_silent_is_dropped_and_taken_back(cluster: Cluster) -> None:
+def test_unresponsive_instance_is_disconnected_and_readmitted(cluster: Cluster) -> None:
     cluster.b.signal(signal.SIGSTOP)
-    accepted = cluster.controller.ask("/move", **MOVE)
-    event = cluster.controller.ended(accepted)
+    accepted = cluster.controller.post("/move", **MOVE)
+    event = cluster.controller.wait_for_end(accepted)
     assert event["state"] == "failed"
     assert "it has said nothing for 2 s" in event["error"]
-    assert cluster.controller.in_step() == {"a"}
+    assert cluster.controller.up_to_date() == {"a"}
     assert cluster.controller.held("a", "ssd") == CHUNKS
     cluster.b.signal(signal.SIGCONT)
     cluster.complete()

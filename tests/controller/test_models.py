@@ -1,4 +1,4 @@
-"""Models by their names, and what prompts are made of in them."""
+"""Models by name, and the chunks of their prompts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 
 from kvtier.agent.protocol import Model
 from kvtier.controller.errors import AmbiguousModel, UnknownModel, WrongPrompt
-from kvtier.controller.models import MOST_MODELS, Models
-from kvtier.header import object_bytes
-from kvtier.keys import chunk_keys, root_key
-from kvtier.layout import ChunkLayout, GroupLayout, namespace
+from kvtier.controller.models import MAX_MODELS, Models
+from kvtier.memory.header import object_bytes
+from kvtier.memory.keys import chunk_keys, root_key
+from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from tests.controller.registering import LAYOUT, MODEL
 
 OTHER_LAYOUT = ChunkLayout(128, (GroupLayout(32, (64,)),), ranks=2)
@@ -19,7 +19,7 @@ def model(*names: str, layout: ChunkLayout = LAYOUT) -> Model:
     return Model(list(names), namespace(names[0], layout), layout, False)
 
 
-def test_a_model_is_found_by_each_of_its_names() -> None:
+def test_model_is_found_by_each_of_its_names() -> None:
     models = Models()
     qwen = model("qwen")
     models.add([MODEL, qwen])
@@ -27,18 +27,18 @@ def test_a_model_is_found_by_each_of_its_names() -> None:
     assert models.find("qwen") == [qwen]
 
 
-def test_one_name_may_be_of_several_layouts() -> None:
+def test_name_with_several_layouts() -> None:
     models = Models()
     both = [model("llama"), model("llama", layout=OTHER_LAYOUT)]
     models.add(both)
     assert models.find("llama") == both
-    assert models.find(None) == both, "there is no other"
+    assert models.find(None) == both, "the only model"
     assert models.find("llama", both[1:]) == both[1:]
 
 
-def test_what_is_unknown_or_ambiguous_is_told_with_what_there_is() -> None:
+def test_unknown_and_ambiguous_models_are_reported_with_the_known_names() -> None:
     models = Models()
-    with pytest.raises(UnknownModel, match="there is no model yet: no engine has said"):
+    with pytest.raises(UnknownModel, match="no model is known yet: no engine has connected"):
         models.find(None)
     models.add([MODEL, model("qwen")])
     with pytest.raises(UnknownModel, match="no model 'gpt'; known: llama, meta/llama, qwen") as unknown:
@@ -52,7 +52,7 @@ def test_what_is_unknown_or_ambiguous_is_told_with_what_there_is() -> None:
         models.find("qwen", [MODEL])
 
 
-def test_names_that_other_engines_give_a_model_are_added() -> None:
+def test_names_from_several_engines_are_merged() -> None:
     models = Models()
     models.add([model("llama", "chat")])
     models.add([model("llama", "assistant")])
@@ -60,20 +60,20 @@ def test_names_that_other_engines_give_a_model_are_added() -> None:
     assert found.names == ["llama", "assistant", "chat"]
 
 
-def test_there_is_a_most_of_models() -> None:
+def test_number_of_models_is_limited() -> None:
     models = Models()
     models.add([MODEL])
-    models.add(model(f"model {number}") for number in range(MOST_MODELS - 1))
+    models.add(model(f"model {number}") for number in range(MAX_MODELS - 1))
     models.add([MODEL])
     models.add([model("one more")])
-    assert len(models.all()) == MOST_MODELS
-    assert models.find("llama") == [MODEL], "it was told of lately"
+    assert len(models.all()) == MAX_MODELS
+    assert models.find("llama") == [MODEL], "it was reported recently"
     with pytest.raises(UnknownModel):
         models.find("model 0")
 
 
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 1000, 1024])
-def test_a_prompt_is_cut_into_chunks_as_an_engine_cuts_it(count: int) -> None:
+def test_prompt_is_split_into_chunks_like_in_an_engine(count: int) -> None:
     tokens = list(range(count))
     prompt = Models().prompt(MODEL, tokens, "tenant")
     root = root_key(MODEL.namespace, "tenant")
@@ -85,11 +85,11 @@ def test_a_prompt_is_cut_into_chunks_as_an_engine_cuts_it(count: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [[-1], [1 << 32], ["1"], [1.5], [None]])
-def test_what_are_no_token_ids_is_told(tokens: list[int]) -> None:
-    with pytest.raises(WrongPrompt, match="whole numbers from 0 to 4294967295"):
+def test_invalid_token_ids_are_refused(tokens: list[int]) -> None:
+    with pytest.raises(WrongPrompt, match="must be integers from 0 to 4294967295"):
         Models().prompt(MODEL, tokens)
 
 
-def test_a_salt_that_is_no_text_is_told() -> None:
+def test_invalid_salt_is_refused() -> None:
     with pytest.raises(WrongPrompt):
         Models().prompt(MODEL, [1], "\ud800")

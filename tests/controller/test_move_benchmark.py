@@ -1,4 +1,4 @@
-"""The benchmark of moves runs, in small, so that it cannot rot."""
+"""The benchmark of moves runs at a small size."""
 
 from __future__ import annotations
 

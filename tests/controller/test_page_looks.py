@@ -1,4 +1,4 @@
-"""How the controller's page looks and is made: contrast, room, names, charts, and only text from others."""
+"""The controller's page: escaping, contrast, layout, accessible names, charts, packaging."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAYLOADS = [
 ]
 
 
-async def test_names_are_text_and_nothing_else(browser: Browser) -> None:
+async def test_names_are_shown_as_text(browser: Browser) -> None:
     image, script, quoted, address = PAYLOADS
     async with scripted(browser) as (controller, page):
         parts = {
@@ -38,20 +38,20 @@ async def test_names_are_text_and_nothing_else(browser: Browser) -> None:
             "version": image,
         }
         controller.instances = [instance(image, tier(script, quoted, 1 << 30, 1 << 20), **parts)]
-        controller.tell_instances()
+        controller.publish_instances()
         controller.answers["lookup"] = (
             200,
             {"model": quoted, "num_tokens": 9, "instances": {image: {script: 9}}},
         )
         controller.answers["pin"] = 404, {"detail": f"there is no instance {image}"}
-        controller.tell_event(event("e1", "move", "failed", source=[image, script], error=quoted))
+        controller.publish_event(event("e1", "move", "failed", source=[image, script], error=quoted))
         await expect(page.card(image)).to_contain_text(script)
         await expect(page.events.first).to_contain_text(f"Failed: {quoted}.")
         await page.look_up(image)
         await expect(page.found).to_contain_text(f"9 tokens for {quoted}")
         await page.choose("Pin")
         await page.button("Pin").click()
-        await expect(page.outcome).to_have_text(f"The controller says: there is no instance {image}.")
+        await expect(page.outcome).to_have_text(f"Controller error: there is no instance {image}.")
         assert await page.page.evaluate("window.hacked") is None
         assert await page.page.locator("img, body script, body svg[onload], [onerror], #main a").count() == 0
         with pytest.raises(Exception, match="TrustedHTML"):
@@ -60,8 +60,8 @@ async def test_names_are_text_and_nothing_else(browser: Browser) -> None:
 
 
 @pytest.fixture(scope="module")
-async def everything(browser: Browser) -> AsyncIterator[Visit]:
-    """A page on which there is something of everything, with names as long as they may be."""
+async def full_page(browser: Browser) -> AsyncIterator[Visit]:
+    """A page with every kind of content, and names of maximum length."""
     async with scripted(browser) as (controller, page):
         long = "a-name-of-an-instance-that-somebody-thought-was-a-good-idea." * 2
         full = tier("ram", "hugepage", 20 << 30, 19 << 30)
@@ -80,27 +80,27 @@ async def everything(browser: Browser) -> AsyncIterator[Visit]:
             },
         )
         controller.answers["move"] = 503, {"detail": "x" * 300}
-        controller.tell_instances()
+        controller.publish_instances()
         await expect(page.cards).to_have_count(4)
         controller.instances.pop()
-        controller.tell_instances()
+        controller.publish_instances()
         states = ("queued", "running", "done", "failed")
         for number, state in enumerate(states):
-            controller.tell_event(
+            controller.publish_event(
                 event(f"e{number}", state=state, source=[long, pool["name"]], chunks_done=3)
             )
         await page.look_up("word " * 400)
         await page.button("Move").click()
-        await expect(page.outcome).to_contain_text("The controller says: xxx")
+        await expect(page.outcome).to_contain_text("Controller error: xxx")
         controller.refuse_streams = 503
-        controller.cut()
+        controller.cut_streams()
         await expect(page.page.locator("#banner")).to_be_visible()
         yield page
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_contrast(everything: Visit, scheme: Any) -> None:
-    page = everything
+async def test_contrast(full_page: Visit, scheme: Any) -> None:
+    page = full_page
     await page.page.emulate_media(color_scheme=scheme)
     measured = await page.measure("contrast")
     assert measured["poor"] == []
@@ -114,15 +114,15 @@ async def test_contrast(everything: Visit, scheme: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [320, 360, 700, 1100, 1600])
-async def test_nothing_reaches_out_of_the_window(everything: Visit, width: int) -> None:
-    await everything.page.set_viewport_size({"width": width, "height": 740})
+async def test_nothing_overflows_the_window(full_page: Visit, width: int) -> None:
+    await full_page.page.set_viewport_size({"width": width, "height": 740})
     for action in ("Move", "Pin", "Prefetch"):
-        await everything.choose(action)
-        assert await everything.measure("overflowing") == [0]
+        await full_page.choose(action)
+        assert await full_page.measure("overflowing") == [0]
 
 
-async def test_everything_has_a_name(everything: Visit) -> None:
-    assert await everything.measure("nameless") == []
+async def test_controls_have_accessible_names(full_page: Visit) -> None:
+    assert await full_page.measure("nameless") == []
 
 
 async def test_charts(browser: Browser) -> None:
@@ -134,10 +134,10 @@ async def test_charts(browser: Browser) -> None:
     controller.histories["one"] = [
         {
             "time": now - 600 + 120 * n,
-            "looked_up": asked,
+            "looked_up": looked_up,
             "tiers": [{"used": used, "found": found}, {"used": 0, "found": 0}],
         }
-        for n, (asked, used, found) in enumerate(counts)
+        for n, (looked_up, used, found) in enumerate(counts)
     ]
     async with controller.serving() as url, visiting(browser, url) as page:
         fill = page.page.get_by_role("img", name="Fill of each tier in the last 10 min")
@@ -153,7 +153,7 @@ async def test_charts(browser: Browser) -> None:
         )
 
 
-def test_the_page_asks_nothing_of_anybody_else() -> None:
+def test_page_loads_nothing_from_other_hosts() -> None:
     sources = {path.name: path.read_text() for path in FILES.iterdir()}
     assert set(sources) >= {"index.html", "style.css", "main.js"}
     for name, text in sources.items():
@@ -164,9 +164,10 @@ def test_the_page_asks_nothing_of_anybody_else() -> None:
         assert len(text.splitlines()) <= 500
 
 
-def test_the_files_are_in_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_in_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FILES.parents[2])
-    wheel = build_wheel(str(tmp_path), {"wheel.cmake": "false"})  # Without the native core: seconds less.
+    # Without the native core, which saves seconds.
+    wheel = build_wheel(str(tmp_path), {"wheel.cmake": "false"})
     with zipfile.ZipFile(tmp_path / wheel) as archive:
         packed = {
             Path(name).name for name in archive.namelist() if name.startswith("kvtier/controller/page/")

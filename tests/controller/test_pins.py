@@ -1,4 +1,4 @@
-"""What is pinned is remembered, and no longer than it is pinned."""
+"""Pins are persisted until they end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def state(tmp_path: Path) -> Iterator[State]:
         yield opened
 
 
-def test_pins_outlive_the_controller(state: State) -> None:
+def test_pins_survive_a_restart(state: State) -> None:
     clock = Clock()
     pins = Pins(state, clock=clock)
     pins.add("a", KEYS, None, ())
@@ -49,7 +49,7 @@ def test_pins_outlive_the_controller(state: State) -> None:
     assert len(Pins(state, clock=clock)) == 6
 
 
-def test_a_pin_replaces_one_on_the_same_chunks(state: State) -> None:
+def test_pin_replaces_one_of_the_same_chunks(state: State) -> None:
     pins = Pins(state, clock=Clock())
     pins.add("a", KEYS, 10, ())
     pins.add("a", KEYS, None, ())
@@ -57,26 +57,26 @@ def test_a_pin_replaces_one_on_the_same_chunks(state: State) -> None:
     assert len(pins) == 6
 
 
-def test_what_is_unpinned_is_taken_out_of_every_pin(state: State) -> None:
+def test_unpinned_chunks_are_removed_from_every_pin(state: State) -> None:
     pins = Pins(state, clock=Clock())
     pins.add("a", KEYS[:3], None, ())
     pins.add("a", KEYS, None, ())
     pins.add("b", KEYS, None, ())
     assert set(pins.keys("a")) == set(KEYS)
     pins.drop("a", KEYS[:4])
-    for known in (pins, Pins(state)):
-        assert known.of("a") == [(KEYS[4:], None)]
-        assert known.of("b") == [(KEYS, None)]
-        assert len(known) == 8
+    for loaded in (pins, Pins(state)):
+        assert loaded.of("a") == [(KEYS[4:], None)]
+        assert loaded.of("b") == [(KEYS, None)]
+        assert len(loaded) == 8
     pins.drop("a", KEYS)
     pins.drop("a", KEYS)
     assert not pins.has("a")
     assert pins.keys("a") == []
 
 
-def test_there_are_no_more_than_there_may_be_and_those_who_have_left_make_room(state: State) -> None:
+def test_limit_evicts_the_pins_of_disconnected_instances(state: State) -> None:
     clock = Clock()
-    pins = Pins(state, most=10, clock=clock)
+    pins = Pins(state, max_keys=10, clock=clock)
     pins.add("gone", KEYS[:2], None, ())
     clock.now += 1
     pins.add("gone", KEYS[:4], None, ())

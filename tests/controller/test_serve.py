@@ -1,4 +1,4 @@
-"""``kvtier controller``: how it starts, why it does not, and how it ends."""
+"""``kvtier controller``: settings, start, errors and shutdown."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 from kvtier.cli import main
-from kvtier.controller.serve import controlling, serve
+from kvtier.controller.serve import run_controller, serve
 from kvtier.controller.settings import ServiceSettings, default_state, service_settings
 from kvtier.errors import ChannelError, ControllerError, SettingsError
-from tests.controller.registering import PATIENCE
+from tests.controller.registering import TIMEOUT_SECONDS
 from tests.peers.authority import Authority
 
 TOKEN = "a token that nobody guesses"
@@ -28,11 +28,11 @@ TOKEN = "a token that nobody guesses"
 # Settings
 
 
-def test_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/var/state")
     settings = service_settings(listen=None, token=None)
     assert settings == ServiceSettings()
-    assert (settings.listen, settings.heartbeat, settings.silence) == ("127.0.0.1:9000", 2.0, 10.0)
+    assert (settings.listen, settings.heartbeat, settings.instance_timeout) == ("127.0.0.1:9000", 2.0, 10.0)
     assert (settings.keep_events, settings.token) == (3600.0, None)
     assert settings.state == Path("/var/state/kvtier/controller.sqlite")
     for nothing in ("", "relative"):
@@ -53,28 +53,28 @@ def test_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         ("controller:9000", False),
     ],
 )
-def test_who_can_be_reached_from_other_hosts_has_a_token(listen: str, local: bool) -> None:
+def test_listening_for_other_hosts_requires_a_token(listen: str, local: bool) -> None:
     assert service_settings(listen=listen, token=TOKEN).is_local == local
     if local:
         service_settings(listen=listen)
     else:
-        with pytest.raises(SettingsError, match="write --token-file with the file of a token"):
+        with pytest.raises(SettingsError, match="set --token-file to the file of a token"):
             service_settings(listen=listen)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
-        ({"listen": "9000"}, "--listen: .*write HOST:PORT"),
-        ({"silence": "3s"}, "--silence: .*at least twice"),
-        ({"heartbeat": "never"}, "--heartbeat: 'never' is no duration"),
+        ({"listen": "9000"}, "--listen: .*use HOST:PORT"),
+        ({"instance_timeout": "3s"}, "--instance-timeout: .*at least twice"),
+        ({"heartbeat": "never"}, "--heartbeat: 'never' is not a duration"),
         ({"heartbeat": "0s"}, "--heartbeat: "),
         ({"token": "short"}, "--token: it has fewer than 16 characters"),
         ({"tls_key": "key.pem"}, "--tls-certificate and --tls-key"),
     ],
 )
-def test_what_is_wrong_is_named(wrong: dict[str, str], said: str) -> None:
-    with pytest.raises(SettingsError, match=said) as raised:
+def test_invalid_settings_are_named(wrong: dict[str, str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as raised:
         service_settings(**wrong)
     assert wrong.get("token", "?") not in str(raised.value)
 
@@ -83,22 +83,22 @@ def test_what_is_wrong_is_named(wrong: dict[str, str], said: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_port_that_is_taken_is_one_clear_error(tmp_path: Path) -> None:
+async def test_port_in_use_is_one_clear_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         settings = service_settings(listen=f"127.0.0.1:{port}", state=tmp_path / "state")
         with pytest.raises(ChannelError, match=rf"127.0.0.1:{port}: Address already in use.*--listen"):
-            async with controlling(settings):
+            async with run_controller(settings):
                 pass
 
 
 @pytest.mark.anyio
-async def test_two_controllers_do_not_share_what_they_remember(tmp_path: Path) -> None:
+async def test_state_is_not_shared_by_two_controllers(tmp_path: Path) -> None:
     settings = service_settings(listen="127.0.0.1:0", state=tmp_path / "state")
-    async with controlling(settings):
+    async with run_controller(settings):
         with pytest.raises(ControllerError, match="another controller uses"):
             await serve(settings)
-    async with controlling(settings):
+    async with run_controller(settings):
         pass
 
 
@@ -108,21 +108,21 @@ def certificates(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.anyio
-async def test_it_serves_over_tls(tmp_path: Path, certificates: dict[str, str]) -> None:
+async def test_serves_over_tls(tmp_path: Path, certificates: dict[str, str]) -> None:
     certificate, key = certificates["certificate"], certificates["key"]
     settings = service_settings(
         listen="127.0.0.1:0", state=tmp_path / "state", tls_certificate=certificate, tls_key=key
     )
     context = ssl.create_default_context(cafile=certificates["authority"])
     context.check_hostname = False
-    async with controlling(settings) as controller:
+    async with run_controller(settings) as controller:
         host, port = controller.address
         async with httpx.AsyncClient(verify=context, trust_env=False) as client:
             answer = await client.get(f"https://{host}:{port}/healthz")
             assert answer.json()["status"] == "ok"
     broken = settings.model_copy(update={"tls_key": certificate})
     with pytest.raises(SettingsError, match="cannot be used"):
-        async with controlling(broken):
+        async with run_controller(broken):
             pass
 
 
@@ -130,8 +130,8 @@ async def test_it_serves_over_tls(tmp_path: Path, certificates: dict[str, str]) 
 
 
 @contextmanager
-def started(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """The command, killed at the end if it still runs."""
+def start_command(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the command, and kill it at the end if it is still running."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     with subprocess.Popen(
         [sys.executable, "-m", "kvtier", "controller", *arguments],
@@ -146,17 +146,17 @@ def started(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[st
 
 
 def address_of(process: subprocess.Popen[str]) -> str:
-    """What it says when it is there."""
+    """Return the address that the command logs once it listens."""
     assert process.stderr is not None
     line = process.stderr.readline()
-    assert "the controller is at " in line, line
-    return line.partition("the controller is at ")[2].partition(",")[0]
+    assert "controller listening on " in line, line
+    return line.partition("controller listening on ")[2].partition(",")[0]
 
 
-def test_the_command_starts_answers_and_leaves(tmp_path: Path) -> None:
+def test_command_starts_answers_and_exits(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN + "\n")
     state = tmp_path / "folder" / "state.sqlite"
-    with started(
+    with start_command(
         "--listen", "127.0.0.1:0", "--token-file", str(tmp_path / "token"), "--state", str(state)
     ) as process:  # fmt: skip
         url = address_of(process)
@@ -168,41 +168,41 @@ def test_the_command_starts_answers_and_leaves(tmp_path: Path) -> None:
             with client.stream("GET", "/stream") as stream:
                 assert next(stream.iter_lines()) == "event: instances"
                 process.send_signal(signal.SIGTERM)
-                # A reader that has no end keeps nobody.
-                assert process.wait(PATIENCE) == 0
+                # An open stream does not delay the exit.
+                assert process.wait(TIMEOUT_SECONDS) == 0
         assert process.stderr is not None
         rest = process.stderr.read()
-        assert "SIGTERM: leaving" in rest
+        assert "SIGTERM: shutting down" in rest
         assert "Traceback" not in rest
         assert TOKEN not in rest
     assert state.exists()
 
 
-def test_the_token_comes_from_the_settings_as_clients_have_it(tmp_path: Path) -> None:
-    with started(
+def test_token_comes_from_the_settings_of_clients(tmp_path: Path) -> None:
+    with start_command(
         "--listen", "127.0.0.1:0", "--state", str(tmp_path / "state"), KVTIER_CONTROLLER__TOKEN=TOKEN
     ) as process:  # fmt: skip
         assert httpx.get(address_of(process) + "/events", trust_env=False).status_code == 401
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said", "status"),
+    ("arguments", "message", "status"),
     [
-        (["--listen", "0.0.0.0:0"], "write --token-file", 1),
+        (["--listen", "0.0.0.0:0"], "set --token-file", 1),
         (["--token-file", "/nowhere/at/all"], "/nowhere/at/all", 1),
         (["--log-level", "loud"], "loud", 2),
     ],
 )
-def test_why_it_does_not_start(
+def test_start_errors(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
-    said: str,
+    message: str,
     status: int,
 ) -> None:
     monkeypatch.setattr("kvtier.cli.controller.set_up_logging", lambda _: None)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         main(["controller", "--state", str(tmp_path / "state"), *arguments])
-    assert ended.value.code == status
-    assert said in capsys.readouterr().err.replace("\n", " ")
+    assert exited.value.code == status
+    assert message in capsys.readouterr().err.replace("\n", " ")

@@ -1,4 +1,4 @@
-"""The controller's page in a real browser, Debian's Chromium, of which no request and no error is missed."""
+"""The controller's page in a real browser, Debian's Chromium, with all requests and errors recorded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from playwright.async_api import Browser, ConsoleMessage, Locator, Page, Request
 
 from tests.controller.scripted import ScriptedController, instance
 
-REMEDY = "there is no chromium: apt-get install chromium"
+REMEDY = "Chromium is not installed: apt-get install chromium"
 ARGUMENTS = [
-    "--no-sandbox",  # Which root cannot have.
+    "--no-sandbox",  # The sandbox does not work for root.
     "--disable-gpu",
     "--disable-quic",
     "--disable-sync",
@@ -26,16 +26,16 @@ ARGUMENTS = [
     "--no-first-run",
 ]
 MEASURES = (Path(__file__).with_name("measures.js")).read_text()
-"""What is measured in the page, as functions."""
+"""JavaScript functions that take measurements in the page."""
 FAILED_REQUEST = "Failed to load resource"
-"""Chromium's words about an answer such as 401, or about none: whether it is due, tests see elsewhere."""
+"""Chromium's message for a response such as 401, or for a missing one. Tests check these elsewhere."""
 
 expect.set_options(timeout=30_000)
 
 
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Browser]:
-    """A browser; skips the test where the system has none."""
+    """Run a browser; skip the test if none is installed."""
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     if path is None:
         pytest.skip(REMEDY)
@@ -46,7 +46,7 @@ async def chromium() -> AsyncIterator[Browser]:
 
 
 class Visit:
-    """One visitor's page, with the things on it that tests speak of."""
+    """One open page, with locators of its parts."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -66,7 +66,7 @@ class Visit:
         return self.page.get_by_role("article", name=f"Instance {instance}", exact=True)
 
     def held(self, instance: str, tier: str) -> Locator:
-        """The radio button of a place that holds some of the prompt."""
+        """Return the radio button of a tier that holds some of the prompt."""
         return self.found.get_by_role("radio", name=f"{instance} · {tier}")
 
     def button(self, name: str) -> Locator:
@@ -80,11 +80,11 @@ class Visit:
     async def choose(self, action: str) -> None:
         await self.found.locator(".segments").get_by_text(action, exact=True).click()
 
-    async def live(self) -> None:
+    async def wait_until_live(self) -> None:
         await expect(self.connection).to_have_text("Live")
 
     async def measure(self, name: str) -> Any:
-        """What a function of ``measures.js`` returns."""
+        """Run a function of ``measures.js``, and return its result."""
         return await self.page.evaluate(f"{MEASURES}\n{name}()")
 
     def _note_request(self, request: Request) -> None:
@@ -99,9 +99,9 @@ class Visit:
 async def visiting(
     browser: Browser, url: str, *, clock: bool = False, at: datetime | None = None, **context: Any
 ) -> AsyncIterator[Visit]:
-    """Visit the page; with ``clock`` its time can be put forward, and it is ``at`` some time.
+    """Open the page. With ``clock`` a test can advance its time; ``at`` sets it.
 
-    At the end nothing has gone wrong in it.
+    At the end the page must have had no errors and no requests to other hosts.
     """
     async with await browser.new_context(**context) as opened:
         page = await opened.new_page()
@@ -111,16 +111,16 @@ async def visiting(
         await page.goto(url)
         yield visit
         assert not visit.problems
-        assert {urlsplit(one)[:2] for one in visit.requested} == {urlsplit(url)[:2]}
+        assert {urlsplit(address)[:2] for address in visit.requested} == {urlsplit(url)[:2]}
 
 
 @asynccontextmanager
 async def scripted(browser: Browser, **visit: Any) -> AsyncIterator[tuple[ScriptedController, Visit]]:
-    """A scripted controller of two instances, one of which holds some of every prompt, and its page."""
+    """Run a scripted controller and its page. One of its two instances holds a part of every prompt."""
     controller = ScriptedController()
     controller.instances = [instance("decode-1"), instance("decode-2")]
     found = {"decode-1": {"ram": 1024}}
     controller.answers["lookup"] = 200, {"model": "llama", "num_tokens": 1100, "instances": found}
     async with controller.serving() as url, visiting(browser, url, **visit) as page:
-        await page.live()
+        await page.wait_until_live()
         yield controller, page

@@ -1,4 +1,4 @@
-"""`kvtier demo` itself, with a real vLLM server."""
+"""`kvtier demo` with a real vLLM server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Short, as there are sockets below it whose paths may have 107 bytes only."""
+    """A short path: it contains Unix sockets, whose paths are limited to 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="kvt-") as name:
         yield Path(name)
 
@@ -40,7 +40,7 @@ def start_demo(folder: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def processes_that_mention(folder: Path) -> list[str]:
+def processes_using(folder: Path) -> list[str]:
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
@@ -53,13 +53,13 @@ def processes_that_mention(folder: Path) -> list[str]:
     return found
 
 
-def test_the_demo_passes_and_cleans_up(folder: Path) -> None:
+def test_demo_passes_and_cleans_up(folder: Path) -> None:
     with start_demo(folder) as demo:
         shown = demo.communicate()[0]
     assert demo.returncode == 0, shown
     assert shown.count("yes") == 3
     assert [path.name for path in folder.iterdir()] == ["model"]
-    assert processes_that_mention(folder) == []
+    assert processes_using(folder) == []
 
 
 SLOW_DISK = """
@@ -82,7 +82,7 @@ main()
 """
 
 
-def test_a_demo_whose_disk_is_too_slow_names_the_cause_and_keeps_the_logs(folder: Path) -> None:
+def test_slow_disk_is_named_as_the_cause_and_logs_are_kept(folder: Path) -> None:
     command = ["demo", "--tokens", "2000", "--work-dir", str(folder)]
     demo = subprocess.run(
         [sys.executable, "-c", SLOW_DISK, *command],
@@ -99,21 +99,21 @@ def test_a_demo_whose_disk_is_too_slow_names_the_cause_and_keeps_the_logs(folder
     assert str(kept) in demo.stdout
     assert {"cache.log", "vllm.log"} <= {path.name for path in kept.iterdir()}
     assert "cache process: tier ssd: deadline of 1ms exceeded" in (kept / "vllm.log").read_text()
-    assert processes_that_mention(folder) == []
+    assert processes_using(folder) == []
 
 
-def test_the_disaggregated_demo_passes_and_cleans_up(folder: Path) -> None:
+def test_disaggregated_demo_passes_and_cleans_up(folder: Path) -> None:
     with start_demo(folder, "--disaggregated") as demo:
         shown = demo.communicate()[0]
     assert demo.returncode == 0, shown
     assert "│ prefiller and decoder │" in shown
     assert "yes" in shown
     assert [path.name for path in folder.iterdir()] == ["model"]
-    assert processes_that_mention(folder) == []
+    assert processes_using(folder) == []
 
 
 @pytest.mark.parametrize("options", [[], ["--disaggregated"]], ids=["one", "disaggregated"])
-def test_an_interrupted_demo_leaves_nothing(folder: Path, options: list[str]) -> None:
+def test_interrupted_demo_leaves_nothing(folder: Path, options: list[str]) -> None:
     with start_demo(folder, *options) as demo:
         assert demo.stdout is not None
         while "starting vLLM" not in demo.stdout.readline():
@@ -123,12 +123,12 @@ def test_an_interrupted_demo_leaves_nothing(folder: Path, options: list[str]) ->
         demo.communicate()
     assert demo.returncode != 0
     assert [path.name for path in folder.iterdir()] == ["model"]
-    assert processes_that_mention(folder) == []
+    assert processes_using(folder) == []
 
 
-def test_a_model_that_is_not_there(folder: Path) -> None:
+def test_missing_model(folder: Path) -> None:
     with start_demo(folder, "--model", json.dumps(str(folder / "nothing"))) as demo:
         shown = demo.communicate()[0]
     assert demo.returncode == 1
     assert "its log ends in" in shown
-    assert processes_that_mention(folder) == []
+    assert processes_using(folder) == []

@@ -1,4 +1,4 @@
-"""The demo's subprocesses: they start, they fail with a useful message, and nothing of them is left."""
+"""The demo's subprocesses: start, failure with a useful message, and complete removal."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ def test_kill_reaches_the_children(tmp_path: Path) -> None:
     server = python(PARENT, log)
     server.wait_until(lambda: log.read_text().endswith("\n"), 30)
     child = os.pidfd_open(int(log.read_text()))
-    assert not ended(child, 0)
+    assert not has_exited(child, 0)
     server.kill()
-    assert ended(child, 30)
+    assert has_exited(child, 30)
     os.close(child)
     server.kill()
 
 
-def ended(process: int, seconds: float) -> bool:
-    """Whether a process, named by a pidfd, ends in so many seconds."""
+def has_exited(process: int, seconds: float) -> bool:
+    """Whether a process, given by its pidfd, exits within ``seconds``."""
     return bool(select.select([process], [], [], seconds)[0])
 
 
-def test_a_server_that_ends_tells_its_first_error(tmp_path: Path) -> None:
+def test_exited_server_reports_its_first_error(tmp_path: Path) -> None:
     code = "print('ValueError: the cause'); print('noise\\n' * 100); raise SystemExit(3)"
     server = python(code, tmp_path / "log")
     with pytest.raises(DemoFailed) as failed:
         server.wait_until(lambda: False, 30)
     message = str(failed.value)
-    assert message.startswith("it ended with status 3; its log ends in\nnoise")
+    assert message.startswith("it exited with status 3; its log ends in\nnoise")
     assert message.endswith("ValueError: the cause")
     server.kill()
 
 
-def test_a_server_that_is_never_ready(tmp_path: Path) -> None:
+def test_server_that_is_never_ready(tmp_path: Path) -> None:
     server = python("import time; time.sleep(1000)", tmp_path / "log")
     with pytest.raises(DemoFailed, match="was not ready in 0 s"):
         server.wait_until(lambda: False, 0.2)

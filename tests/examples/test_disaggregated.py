@@ -1,4 +1,4 @@
-"""The files of examples/disaggregated fit each other, the commands, and what Kubernetes asks for."""
+"""The files of examples/disaggregated are consistent with each other, the commands and Kubernetes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIELDS = {
     "Deployment": ("spec.replicas", "spec.selector.matchLabels", "spec.template.spec.containers"),
     "NetworkPolicy": ("spec.podSelector", "spec.policyTypes", "spec.ingress"),
 }
-"""What each kind cannot do without, beside apiVersion, kind and metadata.name."""
+"""Required fields by kind, in addition to apiVersion, kind and metadata.name."""
 API_VERSIONS = {
     "Namespace": "v1",
     "Service": "v1",
@@ -52,9 +52,9 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(place: Path) -> dict[str, Settings]:
-    """The settings of both roles, by role."""
+    """Load the settings of both roles, by role."""
     both = [load_settings(yaml.safe_load((place / f"{name}.yaml").read_text())) for name in ENGINES]
-    return {one.role: one for one in both}
+    return {loaded.role: loaded for loaded in both}
 
 
 def port_of(address: str | None) -> int:
@@ -66,7 +66,7 @@ def port_of(address: str | None) -> int:
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
-def test_both_sides_fit_each_other(place: Path) -> None:
+def test_settings_of_both_roles_are_consistent(place: Path) -> None:
     both = settings(place)
     assert set(both) == {"prefill", "decode"}
     prefill, decode = both["prefill"], both["decode"]
@@ -75,22 +75,22 @@ def test_both_sides_fit_each_other(place: Path) -> None:
     assert prefill.peer.secret == decode.peer.secret
     assert (port_of(prefill.peer.listen), port_of(decode.peer.listen)) == (8101, 8201)
     assert prefill.controller.url == decode.controller.url
-    assert (prefill.hand_over.device, decode.hand_over.device) == ("cpu", "cpu")
+    assert (prefill.kv_transfer.device, decode.kv_transfer.device) == ("cpu", "cpu")
     first = Plugins.load([]).tier_settings(decode)[0]
     assert isinstance(first, LocalTierSettings)
-    # No more can be reserved than may be kept for peers.
-    assert decode.hand_over.buffer is not None
-    assert decode.hand_over.buffer <= first.capacity * decode.peer.share
+    # The reserved bytes must fit into the share for peers.
+    assert decode.kv_transfer.buffer is not None
+    assert decode.kv_transfer.buffer <= first.capacity * decode.peer.share
 
 
 def commands(text: str, name: str) -> list[str]:
-    """The commands of a page that have ``name`` in them, a line each."""
+    """Return the commands of a page that contain ``name``, one line each."""
     lines = text.replace("\\\n", " ").splitlines()
     return [line.strip() for line in lines if re.search(rf"(^|\s){name}(\s|$)", line) and "`" not in line]
 
 
 @pytest.mark.parametrize("text", [README, PAGE], ids=["README", "page"])
-def test_each_engine_is_served_with_its_file_role_and_port(text: str) -> None:
+def test_engine_commands_use_their_settings_role_and_port(text: str) -> None:
     served = commands(text, "vllm serve")
     assert len(served) >= 2
     for command in served:
@@ -104,7 +104,7 @@ def test_each_engine_is_served_with_its_file_role_and_port(text: str) -> None:
 
 
 def options_of(command: str) -> dict[str, Any]:
-    """The options of ``kvtier proxy`` that a command line sets. Raises where there is no such option."""
+    """Return the options that a ``kvtier proxy`` command line sets. Raises for an unknown option."""
     group = typer.main.get_command(make_app())
     words = command.split("kvtier proxy", 1)[1].removesuffix("&").split()
     known = group.commands["proxy"]  # type: ignore[attr-defined]
@@ -112,16 +112,16 @@ def options_of(command: str) -> dict[str, Any]:
 
 
 def proxy_of(command: str) -> ProxySettings:
-    """What the proxy makes of a command line, but for files."""
+    """Return the proxy settings of a command line, without options that name files."""
     options = options_of(command)
-    return proxy_settings(**{name: value for name, value in options.items() if name in NO_FILES})
+    return proxy_settings(**{name: value for name, value in options.items() if name in NON_FILE_OPTIONS})
 
 
-NO_FILES = ("prefill", "decode", "listen", "controller")
+NON_FILE_OPTIONS = ("prefill", "decode", "listen", "controller")
 
 
 @pytest.mark.parametrize("text", [README, PAGE], ids=["README", "page"])
-def test_the_proxy_is_told_where_the_engines_are(text: str) -> None:
+def test_proxy_commands_name_the_engines(text: str) -> None:
     found = commands(text, "kvtier proxy")
     assert found
     for command in found:
@@ -130,7 +130,7 @@ def test_the_proxy_is_told_where_the_engines_are(text: str) -> None:
         assert {httpx.URL(url).port for url in proxy.decode} == {HTTP_PORTS["decode"]}
         assert port_of(proxy.listen) == 9000
         if proxy.controller is not None:
-            (controller,) = {one.controller.url for one in settings(HERE / "hosts").values()}
+            (controller,) = {role.controller.url for role in settings(HERE / "hosts").values()}
             assert proxy.controller == controller
             assert any(f":{httpx.URL(controller).port} " in line for line in commands(text, "controller"))
 
@@ -172,17 +172,24 @@ def kustomization() -> dict[str, Any]:
 
 
 def workloads() -> dict[str, Workload]:
-    found = [one for one in manifests() if one["kind"] in ("StatefulSet", "Deployment")]
+    found = [manifest for manifest in manifests() if manifest["kind"] in ("StatefulSet", "Deployment")]
     return {
-        one["metadata"]["name"]: Workload(one["metadata"]["name"], one["kind"], one["spec"]) for one in found
+        manifest["metadata"]["name"]: Workload(
+            manifest["metadata"]["name"], manifest["kind"], manifest["spec"]
+        )
+        for manifest in found
     }
 
 
 def services() -> dict[str, dict[str, Any]]:
-    return {one["metadata"]["name"]: one["spec"] for one in manifests() if one["kind"] == "Service"}
+    return {
+        manifest["metadata"]["name"]: manifest["spec"]
+        for manifest in manifests()
+        if manifest["kind"] == "Service"
+    }
 
 
-def test_every_manifest_has_what_its_kind_needs() -> None:
+def test_manifests_have_the_required_fields() -> None:
     names = [path.name for path in KUBERNETES.glob("*.yaml") if path.name != "kustomization.yaml"]
     assert sorted(names) == sorted(kustomization()["resources"])
     for manifest in manifests():
@@ -195,25 +202,26 @@ def test_every_manifest_has_what_its_kind_needs() -> None:
                 value = value[name]
 
 
-def test_the_kustomization_names_what_there_is() -> None:
-    chosen = kustomization()
-    named = {one["name"]: one["count"] for one in chosen["replicas"]}
-    assert named.keys() == {one.name for one in workloads().values() if one.kind == "StatefulSet"}
-    (image,) = chosen["images"]
-    assert {one.container["image"] for one in workloads().values()} == {image["name"]}
+def test_kustomization_is_consistent_with_the_manifests() -> None:
+    content = kustomization()
+    replicas = {entry["name"]: entry["count"] for entry in content["replicas"]}
+    stateful = {workload.name for workload in workloads().values() if workload.kind == "StatefulSet"}
+    assert replicas.keys() == stateful
+    (image,) = content["images"]
+    assert {workload.container["image"] for workload in workloads().values()} == {image["name"]}
     assert f"{image['newName']}:{image['newTag']}" in (KUBERNETES / "Dockerfile").read_text()
-    for config in chosen["configMapGenerator"]:
+    for config in content["configMapGenerator"]:
         (file,) = config["files"]
         key, _, path = file.partition("=")
         workload = workloads()[config["name"]]
         assert (KUBERNETES / path).is_file()
         assert {"name": "settings", "configMap": {"name": config["name"]}} in workload.pod["volumes"]
-        (mount,) = [one for one in workload.container["volumeMounts"] if one["name"] == "settings"]
-        variables = {one["name"]: one.get("value") for one in workload.container["env"]}
+        (mount,) = [each for each in workload.container["volumeMounts"] if each["name"] == "settings"]
+        variables = {variable["name"]: variable.get("value") for variable in workload.container["env"]}
         assert variables["KVTIER_CONFIG_FILE"] == f"{mount['mountPath']}/{key}"
 
 
-def test_services_reach_their_pods() -> None:
+def test_services_select_their_pods() -> None:
     assert services().keys() == workloads().keys() == {"prefiller", "decoder", "proxy", "controller"}
     for name, service in services().items():
         workload = workloads()[name]
@@ -221,12 +229,12 @@ def test_services_reach_their_pods() -> None:
         assert service["selector"].items() <= labels.items()
         assert workload.spec["selector"]["matchLabels"].items() <= labels.items()
         assert {port["name"]: port["port"] for port in service["ports"]} == workload.ports
-        # Each engine is addressed by a name of its own.
+        # Each engine has its own DNS name.
         assert (service.get("clusterIP") == "None") == (workload.kind == "StatefulSet")
         assert workload.spec.get("serviceName", name) == name
 
 
-def test_pods_are_probed_and_bounded_and_mount_what_they_have() -> None:
+def test_pods_have_probes_limits_and_mounted_volumes() -> None:
     for workload in workloads().values():
         container = workload.container
         path = "/healthz" if workload.name == "controller" else "/health"
@@ -242,10 +250,10 @@ def test_pods_are_probed_and_bounded_and_mount_what_they_have() -> None:
         assert workload.pod["enableServiceLinks"] is False
 
 
-def test_every_secret_is_made_by_the_command_beside() -> None:
+def test_every_secret_is_created_by_the_documented_command() -> None:
     (command,) = commands(README, "secret")
     (name,) = re.findall(r"create secret generic (\S+)", command)
-    made = set(re.findall(r"--from-literal=([a-z-]+)=", command))
+    created = set(re.findall(r"--from-literal=([a-z-]+)=", command))
     used = set()
     for workload in workloads().values():
         for variable in workload.container.get("env", ()):
@@ -256,12 +264,12 @@ def test_every_secret_is_made_by_the_command_beside() -> None:
             if secret := volume.get("secret"):
                 assert secret["secretName"] == name
                 used |= {item["key"] for item in secret["items"]}
-    assert used == made
+    assert used == created
     assert kustomization()["namespace"] in command
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_engines_listen_where_their_settings_and_ports_say(name: str) -> None:
+def test_engine_ports_match_their_settings(name: str) -> None:
     role, workload = ENGINES[name], workloads()[name]
     own = settings(KUBERNETES / "settings")[role]
     arguments = workload.container["args"]
@@ -271,16 +279,16 @@ def test_engines_listen_where_their_settings_and_ports_say(name: str) -> None:
     assert transfer == {"kv_connector": "KVTierConnector", "kv_role": KV_ROLES[role]}
     controller = httpx.URL(str(own.controller.url))
     assert controller.port in workloads()[controller.host].ports.values()
-    variables = {one["name"] for one in workload.container["env"]}
+    variables = {variable["name"] for variable in workload.container["env"]}
     text = (KUBERNETES / "settings" / f"{name}.yaml").read_text()
     assert set(re.findall(r"\{env: (\w+)\}", text)) <= variables
 
 
-def test_the_proxy_names_every_engine_by_its_service() -> None:
+def test_proxy_names_every_engine_by_its_service() -> None:
     workload = workloads()["proxy"]
     command = " ".join([*workload.container["command"], *workload.container["args"]])
     proxy = proxy_of(command)
-    replicas = {one["name"]: one["count"] for one in kustomization()["replicas"]}
+    replicas = {entry["name"]: entry["count"] for entry in kustomization()["replicas"]}
     for name, urls in (("prefiller", proxy.prefill), ("decoder", proxy.decode)):
         port = workloads()[name].ports["http"]
         assert list(urls) == [f"http://{name}-{number}.{name}:{port}" for number in range(replicas[name])]
@@ -295,7 +303,7 @@ def test_the_proxy_names_every_engine_by_its_service() -> None:
     assert {str(options["token_file"]), str(options["controller_token_file"])} == files
 
 
-def test_the_controller_listens_where_it_is_called() -> None:
+def test_controller_listens_on_the_port_of_its_service() -> None:
     workload = workloads()["controller"]
     arguments = dict(argument.removeprefix("--").split("=") for argument in workload.container["args"])
     assert workload.ports == {"http": port_of(arguments["listen"])}
@@ -305,11 +313,15 @@ def test_the_controller_listens_where_it_is_called() -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_kustomize_renders_them() -> None:
+def test_kustomize_renders_the_manifests() -> None:
     rendered = subprocess.run(
         ["kubectl", "kustomize", str(KUBERNETES)], capture_output=True, text=True, check=True
     ).stdout
     found = list(yaml.safe_load_all(rendered))
     assert len(found) == len(list(manifests())) + len(kustomization()["configMapGenerator"])
-    replicas = {one["metadata"]["name"]: one["spec"].get("replicas") for one in found if "spec" in one}
+    replicas = {
+        manifest["metadata"]["name"]: manifest["spec"].get("replicas")
+        for manifest in found
+        if "spec" in manifest
+    }
     assert (replicas["prefiller"], replicas["decoder"]) == (2, 2)

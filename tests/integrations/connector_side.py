@@ -1,4 +1,4 @@
-"""What the connector says of a vLLM it was not made for, and what it counts. See ``test_with_vllm.py``."""
+"""Version check, idle waits, registration and counters of the connector. See ``test_with_vllm.py``."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from kvtier.integrations.vllm.metadata import Job, StepMetadata
 DOCUMENT = Path(__file__).parents[2] / "docs" / "vllm.md"
 
 
-def test_another_minor_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
     with pytest.raises(UnsupportedEngine, match=r'0\.99\.1.*pip install "vllm==0\.32\.\*"'):
         connector._check_version()
 
 
 class Worker:
-    """Counts how often it may rest."""
+    """Counts its idle waits."""
 
     def __init__(self) -> None:
-        self.rests = 0
+        self.waits = 0
 
     def load(self, jobs: Sequence[Job]) -> None:
         pass
 
-    def rest(self) -> None:
-        self.rests += 1
+    def idle_wait(self) -> None:
+        self.waits += 1
 
 
 @pytest.mark.parametrize(
-    ("spins", "computes", "rests"), [(True, False, 1), (True, True, 0), (False, False, 0)]
+    ("spins", "computes", "waits"), [(True, False, 1), (True, True, 0), (False, False, 0)]
 )
-def test_ranks_that_spin_rest_in_steps_that_compute_nothing(spins: bool, computes: bool, rests: int) -> None:
-    made, worker, nothing = object.__new__(connector.KVTierConnector), Worker(), cast("Any", None)
-    made._worker, made._spins = cast("Any", worker), spins
-    made.bind_connector_metadata(StepMetadata(computes=computes))
-    made.start_load_kv(nothing)
-    assert worker.rests == rests
+def test_spinning_ranks_wait_in_steps_without_computation(spins: bool, computes: bool, waits: int) -> None:
+    instance, worker, unused = object.__new__(connector.KVTierConnector), Worker(), cast("Any", None)
+    instance._worker, instance._spins = cast("Any", worker), spins
+    instance.bind_connector_metadata(StepMetadata(computes=computes))
+    instance.start_load_kv(unused)
+    assert worker.waits == waits
 
 
-def test_the_plugin_makes_the_short_name_known() -> None:
+def test_plugin_registers_short_name() -> None:
     register()
     register()
     assert KVConnectorFactory.get_connector_class_by_name("KVTierConnector") is connector.KVTierConnector

@@ -1,4 +1,4 @@
-"""What a request may tell an engine, and what becomes of everything else."""
+"""Hints of a request, and the handling of invalid ones."""
 
 from __future__ import annotations
 
@@ -8,52 +8,52 @@ from typing import Any
 
 import pytest
 
-from kvtier.bridge.protocol import HandedOver
-from kvtier.integrations.vllm.handing import HandOvers, role_of
-from kvtier.integrations.vllm.hints import ExpectHint, HandOverHint, Hints, has_hints, read_hints
+from kvtier.bridge.protocol import KVTransferResult
+from kvtier.integrations.vllm.hints import ExpectHint, Hints, KVTransferHint, has_hints, read_hints
+from kvtier.integrations.vllm.kv_transfer import KVTransfers, role_of
 from kvtier.integrations.vllm.request import RequestState, request_root
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.settings import load_settings
 
 TOKENS = list(range(100))
-TO = {"hand_over": {"to": "10.0.0.2:8200"}}
+TRANSFER = {"kv_transfer": {"to": "10.0.0.2:8200"}}
 EXPECT = {"expect": {"tokens": 100, "seconds": 2.5}}
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"),
+    ("hints", "expected"),
     [
         ({}, Hints()),
-        (TO, Hints(hand_over=HandOverHint("10.0.0.2:8200"))),
-        ({"hand_over": {"to": "[::1]:8200"}}, Hints(hand_over=HandOverHint("[::1]:8200"))),
+        (TRANSFER, Hints(kv_transfer=KVTransferHint("10.0.0.2:8200"))),
+        ({"kv_transfer": {"to": "[::1]:8200"}}, Hints(kv_transfer=KVTransferHint("[::1]:8200"))),
         (EXPECT, Hints(expect=ExpectHint(100, 2.5))),
         ({"expect": {"tokens": 1, "seconds": 3}}, Hints(expect=ExpectHint(1, 3))),
         ({"expect": {"tokens": 1}}, Hints(expect=ExpectHint(1))),
-        ({"hand_over": None, "expect": None}, Hints()),
+        ({"kv_transfer": None, "expect": None}, Hints()),
     ],
 )
-def test_what_is_right_is_understood(written: object, meant: Hints) -> None:
-    assert has_hints({"kvtier": written})
-    assert read_hints({"kvtier": written, "other": 1}) == meant
+def test_valid_hints_are_parsed(hints: object, expected: Hints) -> None:
+    assert has_hints({"kvtier": hints})
+    assert read_hints({"kvtier": hints, "other": 1}) == expected
 
 
 @pytest.mark.parametrize(
-    "written",
+    "hints",
     [
         None,
         [],
         "x",
         7,
         {"hand-over": {}},
-        {"hand_over": {}},
-        {"hand_over": {"to": 8200}},
-        {"hand_over": {"to": "8200"}},
-        {"hand_over": {"to": "host:0"}},
-        {"hand_over": {"to": "host:99999"}},
-        {"hand_over": {"to": "::1:8200"}},
-        {"hand_over": {"to": "a\nb:8200"}},
-        {"hand_over": {"to": "a" * 400 + ":8200"}},
-        {"hand_over": {"to": "host:8200", "more": 1}},
+        {"kv_transfer": {}},
+        {"kv_transfer": {"to": 8200}},
+        {"kv_transfer": {"to": "8200"}},
+        {"kv_transfer": {"to": "host:0"}},
+        {"kv_transfer": {"to": "host:99999"}},
+        {"kv_transfer": {"to": "::1:8200"}},
+        {"kv_transfer": {"to": "a\nb:8200"}},
+        {"kv_transfer": {"to": "a" * 400 + ":8200"}},
+        {"kv_transfer": {"to": "host:8200", "more": 1}},
         {"expect": {}},
         {"expect": {"tokens": 0}},
         {"expect": {"tokens": True}},
@@ -67,48 +67,48 @@ def test_what_is_right_is_understood(written: object, meant: Hints) -> None:
         {"expect": {"tokens": 1, "seconds": "1s"}},
     ],
 )
-def test_what_is_wrong_is_refused(written: object) -> None:
+def test_invalid_hints_are_refused(hints: object) -> None:
     with pytest.raises(ValueError, match=r"\w"):
-        read_hints({"kvtier": written})
+        read_hints({"kvtier": hints})
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": True}, ["kvtier"], "kvtier"])
-def test_others_parameters_are_not_ours(params: Any) -> None:
+def test_foreign_parameters_are_ignored(params: Any) -> None:
     assert not has_hints(params)
 
 
 class Bridge:
-    """What is used of a bridge, without a cache process."""
+    """A stand-in for a bridge, with the used methods."""
 
     def __init__(self) -> None:
         self.welcome = SimpleNamespace(peer="0.0.0.0:8200")
-        self.told: HandedOver | None = None
-        self.begun: list[tuple[str, int, int]] = []
+        self.result: KVTransferResult | None = None
+        self.started: list[tuple[str, int, int]] = []
         self.ended: list[tuple[int, bool]] = []
 
-    def hand_over(self, to: str, root: bytes, keys: list[bytes], tokens: int) -> int:
-        self.begun.append((to, len(keys), tokens))
-        return len(self.begun)
+    def transfer_kv(self, to: str, root: bytes, keys: list[bytes], tokens: int) -> int:
+        self.started.append((to, len(keys), tokens))
+        return len(self.started)
 
-    def handed_over(self, ticket: int) -> HandedOver | None:
-        return self.told
+    def transferred(self, ticket: int) -> KVTransferResult | None:
+        return self.result
 
-    def end_hand_over(self, ticket: int, *, complete: bool) -> None:
+    def end_kv_transfer(self, ticket: int, *, complete: bool) -> None:
         self.ended.append((ticket, complete))
 
 
 class Stats(Counter[str]):
-    """What is used of vLLM's counters."""
+    """A stand-in for vLLM's counters."""
 
     def add(self, name: str, amount: float) -> None:
         self[name] += int(amount)
 
 
-def hand_overs(bridge: Bridge, **settings: Any) -> HandOvers:
-    return HandOvers(load_settings(settings), 64, bridge, Stats())  # type: ignore[arg-type]
+def kv_transfers(bridge: Bridge, **settings: Any) -> KVTransfers:
+    return KVTransfers(load_settings(settings), 64, bridge, Stats())  # type: ignore[arg-type]
 
 
-def state_of(handing: HandOvers, params: object) -> RequestState:
+def state_of(transfer: KVTransfers, params: object) -> RequestState:
     request: Any = SimpleNamespace(
         request_id="a",
         kv_transfer_params=params,
@@ -120,88 +120,88 @@ def state_of(handing: HandOvers, params: object) -> RequestState:
         mm_features=[],
     )
     state = RequestState(request, request_root(bytes(32), request), 64)
-    state.hints = handing.hints(request)
+    state.hints = transfer.hints(request)
     return state
 
 
-def test_a_prompt_is_handed_over_with_its_tail_and_the_answer_says_so() -> None:
+def test_prompt_is_transferred_with_its_tail_and_answered() -> None:
     bridge = Bridge()
-    handing = hand_overs(bridge)
-    state = state_of(handing, {"kvtier": TO})
-    handing.begin(state)
-    handing.begin(state)
-    assert bridge.begun == [("10.0.0.2:8200", 2, 100)]
-    assert handing.wants_tail(state)
-    assert handing.finish(state) == 100
-    assert bridge.ended == [], "room for its last chunks may still have to be asked for"
-    handing.end_finished()
+    transfer = kv_transfers(bridge)
+    state = state_of(transfer, {"kvtier": TRANSFER})
+    transfer.begin(state)
+    transfer.begin(state)
+    assert bridge.started == [("10.0.0.2:8200", 2, 100)]
+    assert transfer.wants_tail(state)
+    assert transfer.finish(state) == 100
+    assert bridge.ended == [], "its last chunks may not be reserved yet"
+    transfer.end_finished()
     assert bridge.ended == [(1, True)]
-    assert handing.answer(state.request, 100) == {
-        "kvtier": {"peer": "0.0.0.0:8200", "handed_over": {"tokens": 100, "from": "0.0.0.0:8200"}}
+    assert transfer.answer(state.request, 100) == {
+        "kvtier": {"peer": "0.0.0.0:8200", "transferred": {"tokens": 100, "from": "0.0.0.0:8200"}}
     }
 
 
-def test_only_what_found_room_is_promised() -> None:
+def test_answer_promises_only_transferred_tokens() -> None:
     bridge = Bridge()
-    handing = hand_overs(bridge)
-    state = state_of(handing, {"kvtier": TO})
-    handing.begin(state)
-    bridge.told = HandedOver(1, 64, "no room")
-    assert handing.finish(state) == 64
-    assert handing.answer(state.request, 0) == {"kvtier": {"peer": "0.0.0.0:8200"}}
+    transfer = kv_transfers(bridge)
+    state = state_of(transfer, {"kvtier": TRANSFER})
+    transfer.begin(state)
+    bridge.result = KVTransferResult(1, 64, "no room")
+    assert transfer.finish(state) == 64
+    assert transfer.answer(state.request, 0) == {"kvtier": {"peer": "0.0.0.0:8200"}}
 
 
-def test_one_that_was_given_up_begins_anew_unless_a_load_has_failed() -> None:
+def test_abandoned_kv_transfer_restarts_unless_a_load_failed() -> None:
     bridge = Bridge()
-    handing = hand_overs(bridge)
-    state = state_of(handing, {"kvtier": TO})
-    handing.begin(state)
-    handing.give_up(state)
-    handing.give_up(state)
+    transfer = kv_transfers(bridge)
+    state = state_of(transfer, {"kvtier": TRANSFER})
+    transfer.begin(state)
+    transfer.give_up(state)
+    transfer.give_up(state)
     assert bridge.ended == [(1, False)]
-    handing.begin(state)
-    assert len(bridge.begun) == 2
-    handing.give_up(state)
+    transfer.begin(state)
+    assert len(bridge.started) == 2
+    transfer.give_up(state)
     state.load_failed = True
-    handing.begin(state)
-    assert len(bridge.begun) == 2
-    assert handing.finish(state) == 0
+    transfer.begin(state)
+    assert len(bridge.started) == 2
+    assert transfer.finish(state) == 0
 
 
-def test_a_request_waits_no_longer_than_the_settings_allow() -> None:
-    handing = hand_overs(Bridge(), hand_over={"patience": "1s"})
+def test_expected_wait_is_limited_by_settings() -> None:
+    transfer = kv_transfers(Bridge(), kv_transfer={"timeout": "1s"})
     keys = [ChunkKey(bytes(32))] * 2
-    patient = state_of(handing, {"kvtier": {"expect": {"tokens": 100, "seconds": 1e9}}})
-    expected = handing.expected(patient, keys)
+    state = state_of(transfer, {"kvtier": {"expect": {"tokens": 100, "seconds": 1e9}}})
+    expected = transfer.expected(state, keys)
     assert expected.chunks == 2
     assert 0 < expected.seconds <= 1
-    part = state_of(handing, {"kvtier": {"expect": {"tokens": 99, "seconds": 0.5}}})
-    expected = handing.expected(part, keys)
+    shorter = state_of(transfer, {"kvtier": {"expect": {"tokens": 99, "seconds": 0.5}}})
+    expected = transfer.expected(shorter, keys)
     assert expected.chunks == 1
     assert 0 < expected.seconds <= 0.5
-    assert not handing.wants_tail(part)
-    part.expect_until = 0.0
-    assert handing.expected(part, keys) == (0, 0.0)
-    assert handing.expected(state_of(handing, None), keys) == (0, 0.0)
+    assert not transfer.wants_tail(shorter)
+    shorter.expect_until = 0.0
+    assert transfer.expected(shorter, keys) == (0, 0.0)
+    assert transfer.expected(state_of(transfer, None), keys) == (0, 0.0)
 
 
-def test_hints_that_are_of_no_use_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    """And the request is served, and told where this instance listens, as if they had been right."""
+def test_invalid_hints_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The request is served, and its answer names the address of this instance."""
     bridge = Bridge()
-    handing = hand_overs(bridge)
+    transfer = kv_transfers(bridge)
     with caplog.at_level("WARNING"):
         for _ in range(3):
-            state = state_of(handing, {"kvtier": {"hand_over": {"to": "nonsense"}}})
-            handing.begin(state)
-            assert handing.answer(state.request, 0) == {"kvtier": {"peer": "0.0.0.0:8200"}}
-    assert bridge.begun == []
+            state = state_of(transfer, {"kvtier": {"kv_transfer": {"to": "nonsense"}}})
+            transfer.begin(state)
+            assert transfer.answer(state.request, 0) == {"kvtier": {"peer": "0.0.0.0:8200"}}
+    assert bridge.started == []
     assert len([record for record in caplog.records if "kv_transfer_params" in record.message]) == 1
 
 
-@pytest.mark.parametrize(("role", "hint"), [("decode", TO), ("prefill", EXPECT)])
-def test_a_role_does_its_half_alone(role: str, hint: dict[str, Any]) -> None:
-    handing = hand_overs(Bridge(), role=role)
-    assert handing.hints(SimpleNamespace(request_id="a", kv_transfer_params={"kvtier": hint})) == Hints()
+@pytest.mark.parametrize(("role", "hint"), [("decode", TRANSFER), ("prefill", EXPECT)])
+def test_role_ignores_hints_of_the_other_role(role: str, hint: dict[str, Any]) -> None:
+    transfer = kv_transfers(Bridge(), role=role)
+    assert transfer.hints(SimpleNamespace(request_id="a", kv_transfer_params={"kvtier": hint})) == Hints()
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,5 @@ def test_a_role_does_its_half_alone(role: str, hint: dict[str, Any]) -> None:
         ({"role": "decode"}, "kv_both", "decode"),
     ],
 )
-def test_the_role_is_what_the_settings_say_or_else_vllm(
-    settings: dict[str, Any], kv_role: str | None, role: str
-) -> None:
+def test_role_of_settings_overrides_vllm(settings: dict[str, Any], kv_role: str | None, role: str) -> None:
     assert role_of(load_settings(settings), kv_role) == role

@@ -1,4 +1,4 @@
-"""The thread that writes the connector's log."""
+"""The log thread of the connector."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tests.bridge.conftest import wait_until
 
 
 class SlowDisk(Handler):
-    """Takes no line before it may."""
+    """A handler that blocks until an event is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.may = threading.Event()
+        self.may_write = threading.Event()
         self.lines: list[str] = []
 
     def emit(self, record: LogRecord) -> None:
-        self.may.wait()
+        self.may_write.wait()
         self.lines.append(f"{record.levelname} {record.getMessage()}")
 
 
@@ -41,32 +41,32 @@ def logger(disk: SlowDisk) -> Iterator[Logger]:
     parent.addHandler(disk)
     child = parent.getChild("kvtier")
     yield child
-    disk.may.set()
+    disk.may_write.set()
     child.handlers.clear()
     child.propagate = True
     parent.handlers.clear()
 
 
-def test_who_logs_does_not_wait_for_the_disk(logger: Logger, disk: SlowDisk) -> None:
+def test_logging_does_not_wait_for_the_disk(logger: Logger, disk: SlowDisk) -> None:
     thread = LogThread.of(logger)
     logger.info("%d tokens hit", 5)
-    logger.debug("not wanted")
+    logger.debug("not logged")
     logger.warning("late")
     assert disk.lines == []
-    disk.may.set()
+    disk.may_write.set()
     thread.flush()
     assert disk.lines == ["INFO 5 tokens hit", "WARNING late"]
 
 
-def test_there_is_one_for_all_connectors_of_a_process(logger: Logger, disk: SlowDisk) -> None:
+def test_connectors_of_a_process_share_one_thread(logger: Logger, disk: SlowDisk) -> None:
     assert LogThread.of(logger) is LogThread.of(logger)
-    disk.may.set()
+    disk.may_write.set()
     logger.info("once")
     LogThread.of(logger).flush()
     assert disk.lines == ["INFO once"]
 
 
-def test_a_disk_that_hangs_costs_lines_and_a_second_at_the_end(
+def test_hanging_disk_drops_lines_and_flush_times_out(
     logger: Logger, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_thread, "MAX_RECORDS", 10)
@@ -74,18 +74,18 @@ def test_a_disk_that_hangs_costs_lines_and_a_second_at_the_end(
     thread = LogThread.of(logger)
     for number in range(100):
         logger.info("%d", number)
-    started = time.monotonic()
+    start = time.monotonic()
     thread.flush()
-    assert time.monotonic() - started >= 0.2
-    disk.may.set()
+    assert time.monotonic() - start >= 0.2
+    disk.may_write.set()
     wait_until(lambda: not thread._records.unfinished_tasks)
     assert 10 <= len(disk.lines) <= 11
     assert disk.lines[0] == "INFO 0"
 
 
-def test_the_child_of_a_fork_writes_itself(logger: Logger, disk: SlowDisk) -> None:
+def test_forked_child_writes_directly(logger: Logger, disk: SlowDisk) -> None:
     LogThread.of(logger)
-    disk.may.set()
+    disk.may_write.set()
     child = os.fork()
     if child == 0:
         logger.info("from the child")

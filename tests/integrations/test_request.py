@@ -1,4 +1,4 @@
-"""A request's keys follow from all that its KV depends on, and are never hashed twice."""
+"""The keys of a request depend on everything that its KV depends on, and are never hashed twice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvtier.integrations.vllm.request import RequestState, cacheable, request_root
-from kvtier.keys import chunk_keys
+from kvtier.memory.keys import chunk_keys
 
 CHUNK = 64
 NAMESPACE = bytes(32)
@@ -14,7 +14,7 @@ TOKENS = list(range(1000, 1000 + 3 * CHUNK + 10))
 
 
 def request(**more: Any) -> Any:
-    """What is used of vLLM's request."""
+    """A stand-in for a vLLM request, with the used attributes."""
     fields = {
         "all_token_ids": list(TOKENS),
         "prompt_token_ids": list(TOKENS),
@@ -26,15 +26,15 @@ def request(**more: Any) -> Any:
     return SimpleNamespace(**{**fields, **more})
 
 
-def keys(of: Any, tokens: int = len(TOKENS)) -> list[bytes]:
-    return list(RequestState(of, request_root(NAMESPACE, of), CHUNK).extend(tokens))
+def keys(source: Any, tokens: int = len(TOKENS)) -> list[bytes]:
+    return list(RequestState(source, request_root(NAMESPACE, source), CHUNK).extend(tokens))
 
 
 def image(identifier: str, offset: int, length: int) -> Any:
     return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
 
 
-def test_plain_keys_are_those_of_everybody_else() -> None:
+def test_plain_request_has_the_common_keys() -> None:
     plain = request()
     assert keys(plain) == chunk_keys(request_root(NAMESPACE, plain), TOKENS, CHUNK)
 
@@ -50,7 +50,7 @@ def test_keys_grow_with_the_tokens() -> None:
     assert state.parent(2) == state.keys[1]
 
 
-def test_the_tail_has_a_key_of_its_own() -> None:
+def test_tail_has_its_own_key() -> None:
     plain = request()
     state = RequestState(plain, request_root(NAMESPACE, plain), CHUNK)
     tails = {state.tail_key(3 * CHUNK + more) for more in range(1, 10)}
@@ -59,20 +59,20 @@ def test_the_tail_has_a_key_of_its_own() -> None:
     assert state.tail_key(3 * CHUNK) is None
 
 
-def test_tenants_and_adapters_share_nothing() -> None:
-    one = SimpleNamespace(lora_name="one", lora_path="/adapters/one")
+def test_salts_and_adapters_do_not_share_keys() -> None:
+    adapter = SimpleNamespace(lora_name="one", lora_path="/adapters/one")
     moved = SimpleNamespace(lora_name="one", lora_path="/adapters/other")
-    kinds = [
+    requests = [
         request(),
         request(cache_salt="a"),
         request(cache_salt="b"),
-        request(lora_request=one),
+        request(lora_request=adapter),
         request(lora_request=moved),
     ]
-    assert len({key for kind in kinds for key in keys(kind)}) == 3 * len(kinds)
+    assert len({key for variant in requests for key in keys(variant)}) == 3 * len(requests)
 
 
-def test_an_image_changes_its_chunk_and_all_after_it() -> None:
+def test_image_changes_its_chunk_and_all_following() -> None:
     plain = keys(request())
     second = keys(request(mm_features=[image("cat", CHUNK + 5, 20)]))
     assert second[0] == plain[0]
@@ -81,14 +81,14 @@ def test_an_image_changes_its_chunk_and_all_after_it() -> None:
     assert keys(request(mm_features=[image("cat", CHUNK + 6, 20)]))[1] != second[1]
 
 
-def test_an_image_over_two_chunks_is_in_both() -> None:
+def test_image_across_two_chunks_changes_both() -> None:
     wide = image("cat", CHUNK - 4, 8)
     assert keys(request(mm_features=[wide]))[0] != keys(request())[0]
     other = image("dog", CHUNK - 4, 8)
     assert keys(request(mm_features=[wide]))[1] != keys(request(mm_features=[other]))[1]
 
 
-def test_prompts_that_are_no_tokens_are_not_cached() -> None:
+def test_prompts_without_tokens_are_not_cacheable() -> None:
     assert cacheable(request())
     assert not cacheable(request(prompt_embeds=object()))
     assert not cacheable(request(prompt_token_ids=None))

@@ -1,4 +1,4 @@
-"""What needs vLLM beside it, in processes of its own: vLLM changes the interpreter it is imported into."""
+"""Runs the tests that need vLLM in separate processes: vLLM changes the interpreter that imports it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FOLDER = Path(__file__).parent
 
 
 def run(tests: Path, log: Path) -> None:
-    """The process's main function."""
+    """Main function of the process."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    # vLLM and torch warn of what they do themselves.
+    # Ignore warnings that vLLM and torch cause themselves.
     sys.exit(pytest.main(["-q", "-o", "filterwarnings=", "-p", "no:cacheprovider", str(tests)]))
 
 
@@ -32,6 +32,6 @@ def test_with_vllm(tmp_path: Path, tests: str, count: int) -> None:
     process = forks().Process(target=run, args=(FOLDER / tests, log))
     process.start()
     process.join()
-    told = log.read_text()
-    assert process.exitcode == 0, told
-    assert f"{count} passed" in told
+    output = log.read_text()
+    assert process.exitcode == 0, output
+    assert f"{count} passed" in output

@@ -1,4 +1,4 @@
-"""A worker's book-keeping of copies that are under way, as they are on a GPU. See ``test_with_vllm.py``."""
+"""Worker side of the connector: tracking of asynchronous copies. See ``test_with_vllm.py``."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from kvtier.integrations.vllm.copies import ChunkCopy
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.worker import WorkerSide
-from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 
 LAYOUT = ChunkLayout(64, (GroupLayout(16, (4096,)),))
 CONFIRM_TIMEOUT = 3.5
-"""Seconds after which a load that nobody confirms has failed."""
+"""Seconds after which an unconfirmed load fails."""
 
 
 class Bridge:
-    """Answers as a cache process would, and writes down what it was asked."""
+    """A stand-in for a bridge that answers like a cache process, and records the calls."""
 
     def __init__(self) -> None:
         self.epoch = 1
         self.waited = 0.0
         self.answers = True
-        self.asked: list[Question[bool]] = []
+        self.questions: list[Question[bool]] = []
         self.arena = object()
-        self.here = True
+        self.connected = True
         self.held = True
         self.waits: list[float] = []
         self.polls: list[float] = []
@@ -48,8 +48,8 @@ class Bridge:
 
     def confirm(self, leases: list[int]) -> Question[bool] | None:
         self.confirmed.append(leases)
-        self.asked.append(Question(1, "confirmations"))
-        return self.asked[-1] if self.here else None
+        self.questions.append(Question(1, "confirmations"))
+        return self.questions[-1] if self.connected else None
 
     def await_answer(self, question: Question[bool] | None, wait: float) -> bool | None:
         self.waits.append(wait)
@@ -59,7 +59,7 @@ class Bridge:
 
     def commit(self, leases: list[int]) -> bool:
         self.committed.append(leases)
-        return self.here
+        return self.connected
 
     def abandon(self, leases: list[int], epoch: int = 0) -> None:
         self.abandoned.append(leases)
@@ -69,19 +69,19 @@ class Bridge:
 
 
 class Copies:
-    """Copies that are done when the test says so."""
+    """Copies that the test completes."""
 
     def __init__(self) -> None:
         self.finished: set[int] = set()
-        self.begun: list[Sequence[ChunkCopy]] = []
+        self.started: list[Sequence[ChunkCopy]] = []
         self.memories: list[object] = []
         self.broken = False
         self.closed = False
 
     def load(self, memory: object, chunks: Sequence[ChunkCopy]) -> int:
         self.memories.append(memory)
-        self.begun.append(chunks)
-        return len(self.begun)
+        self.started.append(chunks)
+        return len(self.started)
 
     save = load
 
@@ -91,7 +91,7 @@ class Copies:
         return ticket in self.finished
 
     def close(self) -> None:
-        self.finished.update(range(1, len(self.begun) + 1))
+        self.finished.update(range(1, len(self.started) + 1))
         self.closed = True
 
 
@@ -108,12 +108,12 @@ def copies() -> Copies:
 @pytest.fixture
 def side(bridge: Bridge, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> WorkerSide:
     monkeypatch.setattr(worker, "page_copies", lambda *_: copies)
-    there: Any = bridge
-    return WorkerSide(ModelLayout(LAYOUT, b"n" * 32, (), 40), there, 0, confirm_timeout=CONFIRM_TIMEOUT)
+    any_bridge: Any = bridge
+    return WorkerSide(ModelLayout(LAYOUT, b"n" * 32, (), 40), any_bridge, 0, confirm_timeout=CONFIRM_TIMEOUT)
 
 
 class Buffer:
-    """A staging buffer that is lost when the test says so."""
+    """A staging buffer that the test can lose."""
 
     number = 5
 
@@ -141,7 +141,7 @@ def job(name: str, lease: int, *, epoch: int = 1, last: bool = False) -> Job:
     return Job(name, epoch, [ChunkCopy(lease, 0, 64, ([1, 2, 3, 4],))], last)
 
 
-def test_a_load_counts_once_its_copies_are_done(
+def test_load_is_confirmed_once_its_copies_are_done(
     side: WorkerSide, bridge: Bridge, copies: Copies, buffer: Buffer
 ) -> None:
     side.load([job("a", 9), mixed("b")])
@@ -155,30 +155,28 @@ def test_a_load_counts_once_its_copies_are_done(
     assert side.take_results() == (set(), set(), set())
 
 
-def test_a_confirmation_that_comes_late_does_not_hold_a_step_up(
-    side: WorkerSide, bridge: Bridge, copies: Copies
-) -> None:
+def test_late_confirmation_does_not_block_a_step(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
     bridge.answers = False
     copies.finished.update((1, 2))
     side.load([job("a", 1)])
     assert side.take_results() == (set(), set(), set())
     side.load([job("b", 2)])
     assert side.take_results() == (set(), set(), set())
-    assert bridge.confirmed == [[1], [2]], "each is asked about once"
+    assert bridge.confirmed == [[1], [2]], "one question per load"
     assert max(bridge.waits) <= worker.CONFIRM_WAIT_SECONDS
-    bridge.asked[1].answer = True
+    bridge.questions[1].answer = True
     assert side.take_results() == (set(), {"b"}, set())
-    bridge.asked[0].answer = True
+    bridge.questions[0].answer = True
     assert side.take_results() == (set(), {"a"}, set())
 
 
-def test_a_confirmation_that_never_comes_fails_the_load(
+def test_missing_confirmation_fails_the_load(
     side: WorkerSide, bridge: Bridge, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
     monkeypatch.setattr(worker.time, "monotonic", lambda: now)
     warnings: list[str] = []
-    monkeypatch.setattr(side, "_warn", lambda message, *about: warnings.append(message % about))
+    monkeypatch.setattr(side, "_warn", lambda message, *arguments: warnings.append(message % arguments))
     bridge.answers = False
     copies.finished.add(1)
     side.load([job("a", 1)])
@@ -188,36 +186,34 @@ def test_a_confirmation_that_never_comes_fails_the_load(
     assert side.take_results() == (set(), {"a"}, {"a"})
     (warning,) = warnings
     assert warning.startswith("request a: loading 64 tokens (16KiB) failed after ")
-    assert warning.endswith(" s, so they are computed: the cache process has not confirmed it within 3.5 s")
-    bridge.asked[0].answer = True
+    assert warning.endswith(" s, computing them instead: no confirmation from the cache process within 3.5 s")
+    bridge.questions[0].answer = True
     assert side.take_results() == (set(), set(), set())
 
 
 @pytest.mark.parametrize("confirms", [True, False])
-def test_a_step_that_computes_nothing_rests_until_there_are_results(
+def test_idle_step_waits_until_results_arrive(
     side: WorkerSide, bridge: Bridge, copies: Copies, confirms: bool
 ) -> None:
     bridge.answers = confirms
     copies.finished.add(1)
     side.load([job("a", 1)])
-    side.rest()
-    assert [wait for wait in bridge.polls if wait] == ([] if confirms else [worker.REST_SECONDS])
+    side.idle_wait()
+    assert [wait for wait in bridge.polls if wait] == ([] if confirms else [worker.IDLE_WAIT_SECONDS])
 
 
-@pytest.mark.parametrize("gone", [False, True])
-def test_leases_that_have_ended_fail_the_load(
-    side: WorkerSide, bridge: Bridge, copies: Copies, gone: bool
-) -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_expired_leases_fail_the_load(side: WorkerSide, bridge: Bridge, copies: Copies, lost: bool) -> None:
     bridge.held = False
-    bridge.answers = not gone
+    bridge.answers = not lost
     copies.finished.add(1)
     side.load([job("a", 1)])
-    if gone:
-        bridge.asked[0].lost = True
+    if lost:
+        bridge.questions[0].lost = True
     assert side.take_results() == (set(), {"a"}, {"a"})
 
 
-def test_loads_need_not_wait_for_one_another(side: WorkerSide, copies: Copies) -> None:
+def test_loads_finish_independently(side: WorkerSide, copies: Copies) -> None:
     side.load([job("a", 1)])
     side.save([job("b", 2, last=True)])
     side.load([job("c", 3)])
@@ -229,7 +225,7 @@ def test_loads_need_not_wait_for_one_another(side: WorkerSide, copies: Copies) -
     assert side.take_results() == (set(), {"a"}, set())
 
 
-def test_a_later_hook_commits_what_is_saved(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
+def test_later_hook_commits_finished_saves(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
     side.save([job("a", 1)])
     assert bridge.committed == []
     copies.finished.add(1)
@@ -237,27 +233,23 @@ def test_a_later_hook_commits_what_is_saved(side: WorkerSide, bridge: Bridge, co
     assert bridge.committed == [[1]]
 
 
-def test_a_cache_process_that_went_meanwhile_fails_the_load(
-    side: WorkerSide, bridge: Bridge, copies: Copies
-) -> None:
+def test_replaced_cache_process_fails_the_load(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
     side.load([job("a", 1)])
     side.save([job("b", 2, last=True)])
-    bridge.epoch = 2  # Another one is there: lease 1 may be one of its own.
+    bridge.epoch = 2  # Another process: lease 1 may be one of its own.
     copies.finished.update((1, 2))
     assert side.take_results() == ({"b"}, {"a"}, {"a"})
     assert [1] not in bridge.confirmed
     assert [2] not in bridge.committed
 
 
-def test_a_job_for_a_cache_process_that_is_gone_fails_at_once(side: WorkerSide, copies: Copies) -> None:
+def test_job_of_previous_cache_process_fails_immediately(side: WorkerSide, copies: Copies) -> None:
     side.load([job("a", 1, epoch=7)])
-    assert copies.begun == []
+    assert copies.started == []
     assert side.take_results() == (set(), {"a"}, {"a"})
 
 
-def test_room_of_a_process_that_is_not_yet_connected_is_given_back(
-    side: WorkerSide, bridge: Bridge, copies: Copies
-) -> None:
+def test_save_of_another_epoch_is_abandoned(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
     side.save([job("a", 1, epoch=7), job("b", 2, last=True)])
     copies.finished.add(1)
     assert side.take_results() == ({"b"}, set(), set())
@@ -265,7 +257,7 @@ def test_room_of_a_process_that_is_not_yet_connected_is_given_back(
     assert bridge.committed == [[2]]
 
 
-def test_a_device_that_fails_fails_the_load(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
+def test_device_error_fails_the_load(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
     side.load([job("a", 1)])
     side.save([job("b", 2, last=True)])
     copies.broken = True
@@ -274,7 +266,7 @@ def test_a_device_that_fails_fails_the_load(side: WorkerSide, bridge: Bridge, co
     assert [2] not in bridge.committed
 
 
-def test_the_end_commits_what_was_under_way(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
+def test_close_commits_saves_in_flight(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
     side.save([job("a", 1)])
     side.close()
     assert copies.closed
@@ -282,18 +274,18 @@ def test_the_end_commits_what_was_under_way(side: WorkerSide, bridge: Bridge, co
     assert bridge.closed
 
 
-def test_each_chunk_is_copied_from_where_it_lies(
+def test_chunks_are_copied_from_their_memory(
     side: WorkerSide, bridge: Bridge, copies: Copies, buffer: Buffer
 ) -> None:
     side.load([mixed("a"), job("b", 9)])
-    assert [[chunk.lease for chunk in chunks] for chunks in copies.begun] == [[1, 4, 9], [2, 3]]
-    assert copies.memories == [bridge.arena, buffer], "one copy for each memory"
+    assert [[chunk.lease for chunk in chunks] for chunks in copies.started] == [[1, 4, 9], [2, 3]]
+    assert copies.memories == [bridge.arena, buffer], "one copy per memory"
     copies.finished.update((1, 2))
     assert side.take_results() == (set(), {"a", "b"}, set())
     assert bridge.confirmed == [[1, 2, 3, 4, 9]]
 
 
-def test_a_load_from_a_buffer_that_was_lost_fails(
+def test_load_from_lost_buffer_fails(
     side: WorkerSide, bridge: Bridge, copies: Copies, buffer: Buffer
 ) -> None:
     buffer.number = 6
@@ -303,7 +295,7 @@ def test_a_load_from_a_buffer_that_was_lost_fails(
     assert bridge.confirmed == [[9]]
 
 
-def test_a_save_into_a_buffer_that_was_lost_keeps_what_goes_to_the_arena(
+def test_save_to_lost_buffer_commits_the_arena_part(
     side: WorkerSide, bridge: Bridge, copies: Copies, buffer: Buffer
 ) -> None:
     buffer.number = 6
@@ -314,7 +306,7 @@ def test_a_save_into_a_buffer_that_was_lost_keeps_what_goes_to_the_arena(
     assert bridge.abandoned == [[2, 3]]
 
 
-def test_a_device_that_fails_gives_back_all_room(
+def test_device_error_abandons_all_reservations(
     side: WorkerSide, bridge: Bridge, copies: Copies, buffer: Buffer
 ) -> None:
     side.save([mixed("a", last=True)])

@@ -1,4 +1,4 @@
-"""A real cache whose metrics are read as Prometheus reads them: over HTTP, as text."""
+"""A real cache, and a client that scrapes its metrics the way Prometheus does: over HTTP, as text."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtier import ModelCache, Settings, TieredCache
 from kvtier.backends.base import Backend
 from kvtier.http import serving
-from kvtier.metrics import MOST_REQUESTS, CacheMetrics, application
+from kvtier.metrics import MAX_REQUESTS, CacheMetrics, application
 from kvtier.plugins import Plugins
 from kvtier.settings import TierSettings
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
 
 BUILT_IN = Plugins.load([])
-"""Here, since importing every backend blocks."""
+"""Loaded at import, because importing every backend blocks."""
 
 
 class Scrape:
-    """What one answer says."""
+    """The metrics of one scrape."""
 
     def __init__(self, text: str) -> None:
         self.families: dict[str, Metric] = {}
         for family in text_string_to_metric_families(text):
-            assert family.name not in self.families, f"{family.name} is there twice"
+            assert family.name not in self.families, f"duplicate family {family.name}"
             self.families[family.name] = family
         self.series = {
             (sample.name, frozenset(sample.labels.items())): sample.value
@@ -38,11 +38,11 @@ class Scrape:
         }
 
     def __call__(self, name: str, **labels: str) -> float:
-        """The value of one series of kvtier's."""
+        """Return the value of one kvtier series."""
         return self.series[f"kvtier_{name}", frozenset(labels.items())]
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """The values that are not 0 of a metric with one label."""
+        """Return the nonzero values of a metric with a single label, by label value."""
         return {
             dict(labels)[label]: value
             for (series, labels), value in self.series.items()
@@ -50,8 +50,8 @@ class Scrape:
         }
 
 
-class Watched:
-    """An open cache, its metrics, and who reads them."""
+class ScrapedCache:
+    """An open cache, its metrics, and an HTTP client that scrapes them."""
 
     def __init__(self, cache: TieredCache, metrics: CacheMetrics, client: httpx.AsyncClient) -> None:
         self.cache = cache
@@ -60,26 +60,26 @@ class Watched:
         self.model: ModelCache = cache.model("llama", token_bytes=TOKEN_BYTES)
 
     async def scrape(self) -> Scrape:
-        answer = await self.client.get("/metrics")
-        assert answer.status_code == 200
-        return Scrape(answer.text)
+        response = await self.client.get("/metrics")
+        assert response.status_code == 200
+        return Scrape(response.text)
 
     async def store(self, tokens: Sequence[int]) -> None:
-        """Until it is in every tier that wants it."""
+        """Store a prompt, and wait until it is written to all tiers."""
         assert await self.model.store(tokens, rows(list(tokens))) == len(tokens)
         assert await self.cache.drain(60)
 
     async def retrieve(self, tokens: Sequence[int]) -> int:
-        """How many chunks came back."""
+        """Retrieve a prompt, and return the number of chunks found."""
         return await self.model.retrieve(tokens, bytearray(len(tokens) * TOKEN_BYTES)) // CHUNK_TOKENS
 
-    def forget(self, tokens: Sequence[int]) -> None:
-        """Take a prompt out of memory: only lower tiers hold it now."""
+    def drop_from_memory(self, tokens: Sequence[int]) -> None:
+        """Drop a prompt from memory, so that only lower tiers hold it."""
         self.cache.hierarchy.drop(self.model.keys(tokens))
 
 
 def settings(folder: Path, ram: int = 64, ssd: int = 512, **more: Any) -> Settings:
-    """Memory and a disk with room for so many chunks."""
+    """Return settings with a memory and a disk tier of the given numbers of chunks."""
     tiers = [
         {"name": "ram", "type": "cpu", "capacity": ram * CHUNK_OBJECT_BYTES},
         {"name": "ssd", "type": "disk", "path": str(folder / "ssd"), "capacity": ssd * CHUNK_OBJECT_BYTES},
@@ -88,22 +88,25 @@ def settings(folder: Path, ram: int = 64, ssd: int = 512, **more: Any) -> Settin
 
 
 @asynccontextmanager
-async def scraping(
+async def serving_metrics(
     cache: TieredCache, status: Callable[[], Mapping[str, Any]] | None = None
-) -> AsyncIterator[Watched]:
+) -> AsyncIterator[ScrapedCache]:
     with CacheMetrics.of(cache, status) as metrics:
         async with (
-            serving(application(metrics), "127.0.0.1:0", limit_concurrency=MOST_REQUESTS) as (host, port),
+            serving(application(metrics), "127.0.0.1:0", limit_concurrency=MAX_REQUESTS) as (host, port),
             httpx.AsyncClient(
                 base_url=f"http://{host}:{port}", trust_env=False, verify=False, timeout=30
             ) as client,
         ):
-            yield Watched(cache, metrics, client)
+            yield ScrapedCache(cache, metrics, client)
 
 
 @asynccontextmanager
-async def watched(
+async def scraped_cache(
     settings: Settings, pools: Sequence[tuple[TierSettings, Backend]] = ()
-) -> AsyncIterator[Watched]:
-    async with TieredCache.open(settings, plugins=BUILT_IN, pools=pools) as cache, scraping(cache) as one:
-        yield one
+) -> AsyncIterator[ScrapedCache]:
+    async with (
+        TieredCache.open(settings, plugins=BUILT_IN, pools=pools) as cache,
+        serving_metrics(cache) as scraped,
+    ):
+        yield scraped

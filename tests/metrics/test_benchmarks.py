@@ -1,4 +1,4 @@
-"""The benchmark of metrics runs, in small, so that it cannot rot."""
+"""A small run of the metrics benchmark, so that it stays usable."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from tests.benchmark import run_benchmark
 
 
 def test_metrics() -> None:
-    shown = run_benchmark("metrics", "--runs", "5", "--chunks", "2000")
-    for row in ("count a batch of 128 chunks", "scrape, 2,000 chunks held", "of that reading the values"):
-        assert row in shown
+    output = run_benchmark("metrics", "--runs", "5", "--chunks", "2000")
+    for row in ("count a batch of 128 chunks", "scrape, 2,000 chunks held", "of which reading the values"):
+        assert row in output

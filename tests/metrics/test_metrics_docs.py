@@ -1,4 +1,4 @@
-"""The page on metrics and the dashboard say what the processes say."""
+"""The metrics page and the dashboard match the exported metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.controller.controlling import running_controller
-from tests.metrics.scraping import settings, watched
+from tests.metrics.scraping import scraped_cache, settings
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +30,7 @@ UNITS = ("bytes", "seconds", "chunks")
 
 
 class Row(NamedTuple):
-    """One of a table on the page."""
+    """A row of a table on the page."""
 
     kind: str
     unit: str
@@ -48,49 +48,49 @@ def table(heading: str) -> dict[str, Row]:
     return rows
 
 
-CACHE, CONTROLLER = table("Of a cache process"), table("Of the controller")
+CACHE, CONTROLLER = table("Metrics of a cache process"), table("Metrics of the controller")
 ENGINE = set(re.findall(r"^\| `(kvtier_\w+)[`{]", VLLM, re.MULTILINE))
 
 
 def as_row(family: Metric) -> tuple[str, Row]:
-    ends = {"counter": "_total", "info": "_info"}
-    name = family.name + ends.get(family.type, "")
+    suffixes = {"counter": "_total", "info": "_info"}
+    name = family.name + suffixes.get(family.type, "")
     unit = next((unit for unit in UNITS if unit in family.name.split("_")), "")
     labels = {label for sample in family.samples for label in sample.labels} - {"le"}
-    labels.update(getattr(family, "_labelnames", ()))  # Also where nothing has been counted yet.
+    labels.update(getattr(family, "_labelnames", ()))  # For families without samples yet.
     kind = "gauge" if family.type == "info" else family.type
     return name, Row(kind, unit, frozenset(labels), family.documentation.rstrip("."))
 
 
-def check(told: dict[str, Row], documented: dict[str, Row]) -> None:
-    assert told.keys() == documented.keys()
-    for name, row in told.items():
+def check(exported: dict[str, Row], documented: dict[str, Row]) -> None:
+    assert exported.keys() == documented.keys()
+    for name, row in exported.items():
         listed = documented[name]
         assert listed._replace(unit="") == row._replace(unit=""), name
         assert not row.unit or listed.unit == row.unit, name
 
 
-async def test_the_table_lists_all_metrics_of_a_cache_process_and_no_other(tmp_path: Path) -> None:
-    async with watched(settings(tmp_path)) as one:
-        told = dict(as_row(family) for family in one.metrics.registry.collect())
-        check(told, CACHE)
-        served = await one.scrape()
-        assert {name.removesuffix("_total").removesuffix("_info") for name in told} == {
+async def test_table_of_cache_metrics_is_complete(tmp_path: Path) -> None:
+    async with scraped_cache(settings(tmp_path)) as scraped:
+        exported = dict(as_row(family) for family in scraped.metrics.registry.collect())
+        check(exported, CACHE)
+        served = await scraped.scrape()
+        assert {name.removesuffix("_total").removesuffix("_info") for name in exported} == {
             name.removesuffix("_info") for name in served.families
         }
 
 
 @pytest.mark.loop_may_block("the controller describes its calls")
-async def test_the_table_lists_all_metrics_of_the_controller_and_no_other(tmp_path: Path) -> None:
+async def test_table_of_controller_metrics_is_complete(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as running, running.instance("decode-1"):
-        accepted = await running.ask("/clear", instance="decode-1", tier="ram")
-        await running.ended(accepted)
+        accepted = await running.post("/clear", instance="decode-1", tier="ram")
+        await running.wait_for_end(accepted)
         text = (await running.client.get("/metrics")).text
-    told = dict(as_row(family) for family in text_string_to_metric_families(text))
-    check(told, CONTROLLER)
+    exported = dict(as_row(family) for family in text_string_to_metric_families(text))
+    check(exported, CONTROLLER)
 
 
-def test_names_have_units_where_they_have_any() -> None:
+def test_names_include_units() -> None:
     for name, row in {**CACHE, **CONTROLLER}.items():
         assert name.startswith(("kvtier_", "process_"))
         assert (row.kind == "counter") == name.endswith("_total")
@@ -115,7 +115,7 @@ SUFFIXES = ("_bucket", "_sum", "_count")
 
 
 @pytest.mark.parametrize("query", queries())
-def test_every_query_asks_for_what_there_is(query: str) -> None:
+def test_queries_use_existing_metrics_and_labels(query: str) -> None:
     known = {**CACHE, **CONTROLLER}
     names = re.findall(r"\b(?:kvtier|process)_\w+", query)
     assert names
@@ -124,21 +124,21 @@ def test_every_query_asks_for_what_there_is(query: str) -> None:
         if histogram in known and known[histogram].kind == "histogram":
             labels = known[histogram].labels | {"le"}
         else:
-            assert name in known or name in ENGINE, f"there is no {name}"
+            assert name in known or name in ENGINE, f"unknown metric {name}"
             labels = known[name].labels if name in known else frozenset({"tier"})
-        asked = set(re.findall(rf"{name}{{([^}}]*)}}", query))
-        for label in re.findall(r"(\w+)(?:=~|!=|=)", " ".join(asked)):
+        selectors = set(re.findall(rf"{name}{{([^}}]*)}}", query))
+        for label in re.findall(r"(\w+)(?:=~|!=|=)", " ".join(selectors)):
             assert label in labels | {"instance"}, f"{name} has no label {label}"
     for by in re.findall(r"by \(([^)]*)\)", query):
         known_labels = {label for row in known.values() for label in row.labels} | {"le", "instance"}
         assert {label.strip() for label in by.split(",")} <= known_labels
 
 
-def test_the_dashboard_is_one() -> None:
+def test_dashboard_is_valid() -> None:
     identifiers = [panel["id"] for panel in panels()]
     assert len(set(identifiers)) == len(identifiers)
     assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {"datasource", "instance"}
-    taken: set[tuple[int, int]] = set()
+    occupied: set[tuple[int, int]] = set()
     for panel in panels():
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24
@@ -147,21 +147,21 @@ def test_the_dashboard_is_one() -> None:
             for x in range(place["x"], place["x"] + place["w"])
             for y in range(place["y"], place["y"] + place["h"])
         }
-        assert not cells & taken, f"{panel['title']} lies on another"
-        taken |= cells
+        assert not cells & occupied, f"{panel['title']} overlaps another panel"
+        occupied |= cells
         assert panel["title"]
         for target in panel.get("targets", ()):
             assert target["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
 
 
-def test_the_dashboard_shows_what_matters() -> None:
-    asked = " ".join(queries())
+def test_dashboard_shows_every_cache_metric() -> None:
+    expressions = " ".join(queries())
     for name in CACHE:
         if name.startswith("kvtier_") and name != "kvtier_tier_info":
-            assert name.removesuffix("_total") in asked, f"no panel shows {name}"
+            assert name.removesuffix("_total") in expressions, f"no panel shows {name}"
 
 
-def test_the_examples_are_yaml() -> None:
+def test_examples_are_valid_yaml() -> None:
     examples = [yaml.safe_load(code) for code in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
     assert examples[0]["metrics"]["listen"] == "127.0.0.1:9464"
     assert [job["job_name"] for job in examples[1]["scrape_configs"]] == [
@@ -171,13 +171,13 @@ def test_the_examples_are_yaml() -> None:
     ]
 
 
-async def test_a_real_prometheus_takes_all_of_it(tmp_path: Path) -> None:
-    """It scrapes a cache, and understands every query."""
+async def test_real_prometheus_accepts_metrics_and_queries(tmp_path: Path) -> None:
+    """Prometheus scrapes a cache and evaluates every query."""
     program = shutil.which("prometheus")
     if program is None:
-        pytest.skip("there is no prometheus: apt-get install prometheus")
-    async with watched(settings(tmp_path)) as one:
-        target = str(one.client.base_url).removeprefix("http://")
+        pytest.skip("prometheus is missing: apt-get install prometheus")
+    async with scraped_cache(settings(tmp_path)) as scraped:
+        target = str(scraped.client.base_url).removeprefix("http://")
         job = {"job_name": "kvtier", "scrape_interval": "1s", "static_configs": [{"targets": [target]}]}
         (tmp_path / "prometheus.yml").write_text(yaml.safe_dump({"scrape_configs": [job]}))
         with (tmp_path / "log").open("wb") as log:
@@ -209,17 +209,17 @@ async def address(log: Path) -> str:
 async def query_all(server: str) -> None:
     async with httpx.AsyncClient(base_url=f"http://{server}/api/v1", trust_env=False, verify=False) as client:
 
-        async def ask(query: str) -> Any:
+        async def evaluate(query: str) -> Any:
             query = query.replace("$__rate_interval", "1m").replace("$instance", ".*")
-            answer = await client.get("/query", params={"query": query})
-            assert answer.json()["status"] == "success", f"{query}: {answer.text}"
-            return answer.json()["data"]["result"]
+            response = await client.get("/query", params={"query": query})
+            assert response.json()["status"] == "success", f"{query}: {response.text}"
+            return response.json()["data"]["result"]
 
         with anyio.fail_after(30):
-            while not await ask("kvtier_build_info"):
+            while not await evaluate("kvtier_build_info"):
                 await anyio.sleep(0.1)
-        assert [series["value"][1] for series in await ask("up")] == ["1"]
+        assert [series["value"][1] for series in await evaluate("up")] == ["1"]
         for query in queries():
             if not query.startswith("label_values"):
-                await ask(query)
-        assert await ask("kvtier_tier_used_bytes / kvtier_tier_capacity_bytes")
+                await evaluate(query)
+        assert await evaluate("kvtier_tier_used_bytes / kvtier_tier_capacity_bytes")

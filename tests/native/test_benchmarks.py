@@ -1,4 +1,4 @@
-"""The benchmark of copies in small: it must not rot."""
+"""A small run of the copy benchmark, so that it stays usable."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from tests.benchmark import run_benchmark
 
 
 def test_copies() -> None:
-    told = run_benchmark("copies", "--small", "--runs", "1")
-    assert "Llama 3.1 8B, bf16, save" in told
-    assert "memcpy GB/s" in told
+    output = run_benchmark("copies", "--small", "--runs", "1")
+    assert "Llama 3.1 8B, bf16, save" in output
+    assert "memcpy GB/s" in output

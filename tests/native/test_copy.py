@@ -1,4 +1,4 @@
-"""Copies of pages and of buffers: the native ones and torch's do the same, byte for byte."""
+"""Copies of pages and buffers: the native core and torch give identical bytes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from xxhash import xxh3_128_digest
 
 from kvtier import native
-from kvtier.arena import Arena, ArenaMap
-from kvtier.header import HEADER_BYTES
 from kvtier.integrations.vllm.copies import ChunkCopy, NativeCopies, PageCopies, TorchCopies, page_copies
-from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.memory.arena import Arena, ArenaMap
+from kvtier.memory.header import HEADER_BYTES
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.summary())
 
@@ -37,43 +37,43 @@ LAYOUTS = {
 
 @pytest.fixture
 def arena() -> Iterator[ArenaMap]:
-    made = Arena.create(4 << 20)
-    mapped = ArenaMap(os.dup(made.fd), made.capacity)
+    created = Arena.create(4 << 20)
+    mapped = ArenaMap(os.dup(created.fd), created.capacity)
     yield mapped
     mapped.close()
-    made.close()
+    created.close()
 
 
 def engine(layout: ChunkLayout, seed: int) -> list[list[torch.Tensor]]:
-    """KV memory full of noise. The layers of a group lie in one storage, as some engines have them."""
+    """Return random KV memory. The layers of a group share one storage, as in some engines."""
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    created = []
     for group in layout.groups:
         storage = torch.randint(
             0, 256, (BLOCKS * sum(group.page_bytes),), dtype=torch.uint8, generator=generator
         )
         layers = storage.split([BLOCKS * page_bytes for page_bytes in group.page_bytes])
-        made.append([layer.view(BLOCKS, -1) for layer in layers])
-    return made
+        created.append([layer.view(BLOCKS, -1) for layer in layers])
+    return created
 
 
 def chunks(layout: ChunkLayout, seed: int) -> list[ChunkCopy]:
-    """Chunks in a row, the last a short one, some pages of them nobody's."""
+    """Return consecutive chunks. The last one is short, and some pages are the null block."""
     order = random.Random(seed)
     free = [order.sample(range(1, BLOCKS), BLOCKS - 1) for _ in layout.groups]
-    made, offset = [], 4096
+    created, offset = [], 4096
     for tokens in (64, 64, 64, 40):
         blocks = []
         for group, unused in zip(layout.groups, free, strict=True):
             table = [unused.pop() for _ in group.blocks(tokens)]
-            if len(made) == 1:
+            if len(created) == 1:
                 table[0] = NULL
-            if len(made) == 2:
+            if len(created) == 2:
                 table = [NULL if page % 2 else block for page, block in enumerate(table)]
             blocks.append(table)
-        made.append(ChunkCopy(0, offset, tokens, tuple(blocks)))
+        created.append(ChunkCopy(0, offset, tokens, tuple(blocks)))
         offset += -(-(HEADER_BYTES + layout.payload_bytes(tokens)) // 4096) * 4096
-    return made
+    return created
 
 
 def rank_of(layout: ChunkLayout) -> int:
@@ -89,7 +89,7 @@ def copies(kind: str, layout: ChunkLayout, pages: list[list[torch.Tensor]]) -> P
 
 
 def expected_pages(layout: ChunkLayout, chunk: ChunkCopy) -> Iterator[tuple[int, int, int, int, int]]:
-    """Group, layer, block, where its page lies in the arena and its bytes, by the layout's own words."""
+    """Yield (group, layer, block, offset of the page in the arena, bytes) according to the layout."""
     for span in layout.spans(chunk.tokens, rank_of(layout)):
         for page, block in enumerate(chunk.blocks[span.group]):
             if block != NULL:
@@ -99,7 +99,7 @@ def expected_pages(layout: ChunkLayout, chunk: ChunkCopy) -> Iterator[tuple[int,
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("kind", ["native", "torch"])
-def test_in_a_staging_buffer_lies_one_rank_without_a_header(
+def test_staging_buffer_holds_one_rank_without_a_header(
     kind: str, layout: ChunkLayout, arena: ArenaMap
 ) -> None:
     pages, loaded = engine(layout, 1), engine(layout, 3)
@@ -118,17 +118,17 @@ def test_in_a_staging_buffer_lies_one_rank_without_a_header(
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("kind", ["native", "torch"])
-def test_a_save_puts_each_page_where_the_layout_says(kind: str, layout: ChunkLayout, arena: ArenaMap) -> None:
-    pages, wanted = engine(layout, 1), chunks(layout, 2)
+def test_save_places_pages_according_to_the_layout(kind: str, layout: ChunkLayout, arena: ArenaMap) -> None:
+    pages, selected = engine(layout, 1), chunks(layout, 2)
     before = [[layer.clone() for layer in group] for group in pages]
     memory = arena.view(0, arena.capacity)
     memory[:] = b"\xee" * arena.capacity
     expected = bytearray(memory)
-    for chunk in wanted:
+    for chunk in selected:
         for group, layer, block, at, length in expected_pages(layout, chunk):
             expected[at : at + length] = pages[group][layer][block].numpy().tobytes()
     saving = copies(kind, layout, pages)
-    saving.wait(saving.save(arena, wanted))
+    saving.wait(saving.save(arena, selected))
     assert memory == expected
     assert all(
         torch.equal(*pair) for group in zip(pages, before, strict=True) for pair in zip(*group, strict=True)
@@ -137,19 +137,19 @@ def test_a_save_puts_each_page_where_the_layout_says(kind: str, layout: ChunkLay
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("kind", ["native", "torch"])
-def test_a_load_fills_the_blocks_and_no_others(kind: str, layout: ChunkLayout, arena: ArenaMap) -> None:
-    pages, wanted = engine(layout, 1), chunks(layout, 2)
+def test_load_fills_only_the_given_blocks(kind: str, layout: ChunkLayout, arena: ArenaMap) -> None:
+    pages, selected = engine(layout, 1), chunks(layout, 2)
     expected = [[layer.clone() for layer in group] for group in pages]
     memory = arena.view(0, arena.capacity)
     memory[:] = random.Random(3).randbytes(arena.capacity)
     before = bytes(memory)
-    for chunk in wanted:
+    for chunk in selected:
         for group, layer, block, at, length in expected_pages(layout, chunk):
             expected[group][layer][block] = torch.frombuffer(
                 bytearray(memory[at : at + length]), dtype=torch.uint8
             )
     loading = copies(kind, layout, pages)
-    loading.wait(loading.load(arena, wanted))
+    loading.wait(loading.load(arena, selected))
     assert all(
         torch.equal(*pair) for group in zip(pages, expected, strict=True) for pair in zip(*group, strict=True)
     )
@@ -157,7 +157,7 @@ def test_a_load_fills_the_blocks_and_no_others(kind: str, layout: ChunkLayout, a
 
 
 @pytest.mark.parametrize("kind", ["native", "torch"])
-def test_no_chunk_is_no_work(kind: str, arena: ArenaMap) -> None:
+def test_no_chunks_is_a_no_op(kind: str, arena: ArenaMap) -> None:
     layout = LAYOUTS["one group"]
     pages = engine(layout, 1)
     copying = copies(kind, layout, pages)
@@ -177,14 +177,14 @@ def test_no_chunk_is_no_work(kind: str, arena: ArenaMap) -> None:
         ChunkCopy(0, 4096, 64, ([1, 2, 3, 4], [1])),
     ],
     ids=[
-        "a block too far",
-        "a block before the first",
-        "past the end",
-        "behind the arena",
-        "a group too many",
+        "block too large",
+        "negative block",
+        "past the end of the arena",
+        "offset beyond the arena",
+        "too many groups",
     ],
 )
-def test_nothing_is_touched_where_anything_is_outside(bad: ChunkCopy, arena: ArenaMap) -> None:
+def test_invalid_chunk_fails_the_whole_batch(bad: ChunkCopy, arena: ArenaMap) -> None:
     layout = LAYOUTS["one group"]
     pages = engine(layout, 1)
     before = [layer.clone() for layer in pages[0]]
@@ -200,15 +200,15 @@ def test_nothing_is_touched_where_anything_is_outside(bad: ChunkCopy, arena: Are
 
 
 @needs_native
-def test_memory_on_the_host_is_copied_natively(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_copied_natively(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = LAYOUTS["one group"]
     pages = engine(layout, 1)
     assert isinstance(page_copies(layout, 0, pages, NULL), NativeCopies)
     monkeypatch.setattr(native, "available", lambda: False)
     assert isinstance(page_copies(layout, 0, pages, NULL), TorchCopies)
-    elsewhere = [[layer.to("meta") for layer in group] for group in pages]
+    on_device = [[layer.to("meta") for layer in group] for group in pages]
     monkeypatch.undo()
-    assert isinstance(page_copies(layout, 0, elsewhere, NULL), TorchCopies)
+    assert isinstance(page_copies(layout, 0, on_device, NULL), TorchCopies)
 
 
 @needs_native
@@ -222,7 +222,7 @@ def test_buffers_are_copied(length: int) -> None:
 
 
 @needs_native
-def test_buffers_must_fit_and_be_writable() -> None:
+def test_buffers_must_match_in_length_and_be_writable() -> None:
     target = memoryview(bytearray(10))
     with pytest.raises(ValueError, match="length"):
         native.core.copy_buffers([(target, bytes(10)), (target, bytes(11))])
@@ -232,14 +232,14 @@ def test_buffers_must_fit_and_be_writable() -> None:
 
 @needs_native
 @pytest.mark.parametrize("length", [241, 1024, 1025, 4096, 100_003])
-def test_checksums_are_those_of_the_library(length: int) -> None:
+def test_checksums_match_the_xxhash_package(length: int) -> None:
     data = os.urandom(length + 1)
     assert native.core.xxh3_128(data[:length]) == xxh3_128_digest(data[:length])
     assert native.core.xxh3_128(memoryview(bytearray(data))[1:]) == xxh3_128_digest(data[1:])
 
 
 @needs_native
-def test_a_short_checksum_is_refused() -> None:
+def test_checksum_of_short_data_is_rejected() -> None:
     with pytest.raises(ValueError, match="short"):
         native.core.xxh3_128(bytes(240))
 
@@ -271,14 +271,14 @@ finally:
 
 
 @needs_native
-def test_a_copy_beside_saturated_processors_waits_for_no_helper() -> None:
+def test_copy_on_saturated_cpus_starts_no_helper_threads() -> None:
     result = subprocess.run([sys.executable, "-c", SATURATED], capture_output=True, text=True, check=True)
     assert int(result.stdout) == 0
 
 
 @needs_native
-def test_copies_from_many_threads_do_not_mix(arena: ArenaMap) -> None:
-    """Each caller has its own part of the memory; they share the helpers."""
+def test_concurrent_copies_do_not_interfere(arena: ArenaMap) -> None:
+    """Each caller has its own memory; the helper threads are shared."""
     sources = [os.urandom(3 << 20) for _ in range(4)]
     targets = [memoryview(bytearray(len(source))) for source in sources]
 

@@ -1,4 +1,4 @@
-"""Copies between a GPU and the arena: the same bytes, in order with the engine's stream, without waiting."""
+"""Copies between a GPU and the arena: correct bytes, ordered with the engine's stream, without blocking."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from kvtier import native
-from kvtier.arena import HUGE_PAGE_BYTES, Arena, ArenaMap
 from kvtier.errors import ArenaError
 from kvtier.integrations.vllm.copies import ChunkCopy, page_copies
 from kvtier.integrations.vllm.cuda_copies import CudaCopies
-from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.memory.arena import HUGE_PAGE_BYTES, Arena, ArenaMap
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 from tests.native.test_copy import BLOCKS, LAYOUTS, NULL, chunks, engine, expected_pages, rank_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(bool(native.cuda_problem()), reason=native.cuda_problem() or "there is CUDA"),
+    pytest.mark.skipif(bool(native.cuda_problem()), reason=native.cuda_problem() or "CUDA is available"),
 ]
 
-CARRIERS = ["BEST", "KERNEL", "COPY_ENGINES"]
+METHODS = ["BEST", "KERNEL", "COPY_ENGINES"]
 Pages = list[list[torch.Tensor]]
 
 
@@ -58,9 +58,9 @@ def copies(layout: ChunkLayout, pages: Pages, arena: ArenaMap) -> CudaCopies:
     return made
 
 
-@pytest.fixture(params=CARRIERS)
-def carried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every batch by this carrier."""
+@pytest.fixture(params=METHODS)
+def copy_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use this copy method for every batch."""
     carrier = native.cuda.Carrier[request.param]
     for verb in ("load", "save"):
         call: Callable[..., int] = getattr(native.cuda.DevicePages, verb)
@@ -69,47 +69,47 @@ def carried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         )
 
 
-@pytest.mark.usefixtures("carried")
+@pytest.mark.usefixtures("copy_method")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_save_puts_each_page_where_the_layout_says(layout: ChunkLayout, arena: ArenaMap) -> None:
-    pages, wanted = on_device(engine(layout, 1)), chunks(layout, 2)
+def test_save_places_pages_according_to_the_layout(layout: ChunkLayout, arena: ArenaMap) -> None:
+    pages, selected = on_device(engine(layout, 1)), chunks(layout, 2)
     memory = arena.view(0, arena.capacity)
     memory[:] = b"\xee" * arena.capacity
     expected = bytearray(memory)
-    for chunk in wanted:
+    for chunk in selected:
         for group, layer, block, at, length in expected_pages(layout, chunk):
             expected[at : at + length] = pages[group][layer][block].cpu().numpy().tobytes()
     saving = copies(layout, pages, arena)
-    saving.wait(saving.save(arena, wanted))
+    saving.wait(saving.save(arena, selected))
     assert memory == expected
     saving.close()
 
 
-@pytest.mark.usefixtures("carried")
+@pytest.mark.usefixtures("copy_method")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_load_fills_the_blocks_and_no_others(layout: ChunkLayout, arena: ArenaMap) -> None:
-    expected, wanted = engine(layout, 1), chunks(layout, 2)
+def test_load_fills_only_the_given_blocks(layout: ChunkLayout, arena: ArenaMap) -> None:
+    expected, selected = engine(layout, 1), chunks(layout, 2)
     pages = on_device(expected)
     memory = arena.view(0, arena.capacity)
     memory[:] = random.Random(3).randbytes(arena.capacity)
-    for chunk in wanted:
+    for chunk in selected:
         for group, layer, block, at, length in expected_pages(layout, chunk):
             expected[group][layer][block] = torch.frombuffer(
                 bytearray(memory[at : at + length]), dtype=torch.uint8
             )
     loading = copies(layout, pages, arena)
-    loading.wait(loading.load(arena, wanted))
+    loading.wait(loading.load(arena, selected))
     assert same(pages, expected)
     loading.close()
 
 
 def delay() -> None:
-    """Keep the engine's stream busy for a while (a spin on the device, in its clock's ticks)."""
+    """Keep the engine's stream busy with a spin kernel, for a number of device clock ticks."""
     torch.cuda._sleep(200_000_000)
 
 
-@pytest.mark.usefixtures("carried")
-def test_a_save_waits_for_the_engine_and_the_engine_for_the_save(arena: ArenaMap) -> None:
+@pytest.mark.usefixtures("copy_method")
+def test_save_and_engine_are_ordered_on_the_stream(arena: ArenaMap) -> None:
     layout = LAYOUTS["one group"]
     pages = on_device(engine(layout, 1))
     saving = copies(layout, pages, arena)
@@ -117,7 +117,7 @@ def test_a_save_waits_for_the_engine_and_the_engine_for_the_save(arena: ArenaMap
     for layer in pages[0]:
         layer.fill_(1)
     ticket = saving.save(arena, chunks(layout, 2))
-    assert not saving.done(ticket)  # The engine has not come so far; the call did not wait for it.
+    assert not saving.done(ticket)  # The engine's work is still running, and the call did not block.
     for layer in pages[0]:
         layer.fill_(2)
     saving.wait(ticket)
@@ -128,8 +128,8 @@ def test_a_save_waits_for_the_engine_and_the_engine_for_the_save(arena: ArenaMap
     saving.close()
 
 
-@pytest.mark.usefixtures("carried")
-def test_a_load_waits_for_what_the_engine_did_before(arena: ArenaMap) -> None:
+@pytest.mark.usefixtures("copy_method")
+def test_load_waits_for_earlier_engine_work(arena: ArenaMap) -> None:
     layout = LAYOUTS["one group"]
     pages = on_device(engine(layout, 1))
     loading = copies(layout, pages, arena)
@@ -139,7 +139,7 @@ def test_a_load_waits_for_what_the_engine_did_before(arena: ArenaMap) -> None:
         layer.fill_(1)
     ticket = loading.load(arena, chunks(layout, 2))
     assert not loading.done(ticket)
-    while not loading.done(ticket):  # As the connector does, hook by hook.
+    while not loading.done(ticket):  # Poll, like the connector in its hooks.
         time.sleep(0.001)
     for chunk in chunks(layout, 2):
         for group, layer, block, _, _ in expected_pages(layout, chunk):
@@ -152,7 +152,7 @@ def test_a_load_waits_for_what_the_engine_did_before(arena: ArenaMap) -> None:
     [ChunkCopy(0, 4096, 64, ([1, 2, 3, BLOCKS],)), ChunkCopy(0, 64 << 20, 64, ([1, 2, 3, 4],))],
     ids=["block", "chunk"],
 )
-def test_nothing_is_touched_where_anything_is_outside(bad: ChunkCopy, arena: ArenaMap) -> None:
+def test_invalid_chunk_fails_the_whole_batch(bad: ChunkCopy, arena: ArenaMap) -> None:
     layout = LAYOUTS["one group"]
     before = engine(layout, 1)
     pages = on_device(before)
@@ -164,41 +164,41 @@ def test_nothing_is_touched_where_anything_is_outside(bad: ChunkCopy, arena: Are
     loading.close()
 
 
-def test_many_batches_are_under_way_at_once(arena: ArenaMap) -> None:
+def test_many_batches_are_in_flight_concurrently(arena: ArenaMap) -> None:
     layout = LAYOUTS["one group"]
     pages = on_device(engine(layout, 1))
     before = [[layer.cpu().clone() for layer in group] for group in pages]
-    moving = copies(layout, pages, arena)
-    wanted = chunks(layout, 2)[:1]
+    copying = copies(layout, pages, arena)
+    selected = chunks(layout, 2)[:1]
     tickets = []
     for _ in range(50):
-        tickets.append(moving.save(arena, wanted))
-        tickets.append(moving.load(arena, wanted))
+        tickets.append(copying.save(arena, selected))
+        tickets.append(copying.load(arena, selected))
     for ticket in reversed(tickets):
-        moving.wait(ticket)
-    assert all(moving.done(ticket) for ticket in tickets)
+        copying.wait(ticket)
+    assert all(copying.done(ticket) for ticket in tickets)
     assert same(pages, before)
-    moving.close()
+    copying.close()
 
 
-def test_an_arena_in_the_place_of_another_is_registered_anew(arena: ArenaMap) -> None:
+def test_replacement_arena_is_registered(arena: ArenaMap) -> None:
     layout = LAYOUTS["one group"]
     pages = on_device(engine(layout, 1))
-    moving = copies(layout, pages, arena)
-    moving.save(arena, chunks(layout, 2))
+    copying = copies(layout, pages, arena)
+    copying.save(arena, chunks(layout, 2))
     made = Arena.create(4 << 20)
     other = ArenaMap(os.dup(made.fd), made.capacity)
-    assert moving.pin(other)
-    moving.wait(moving.save(other, chunks(layout, 2)))
+    assert copying.pin(other)
+    copying.wait(copying.save(other, chunks(layout, 2)))
     for chunk in chunks(layout, 2):
         for _, _, _, at, length in expected_pages(layout, chunk):
             assert other.view(at, length) == arena.view(at, length)
-    moving.close()
+    copying.close()
     other.close()
     made.close()
 
 
-def test_torch_copies_where_the_arena_cannot_be_registered(
+def test_falls_back_to_torch_if_the_arena_cannot_be_registered(
     arena: ArenaMap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(memory: memoryview) -> None:
@@ -208,11 +208,11 @@ def test_torch_copies_where_the_arena_cannot_be_registered(
     before = engine(layout, 1)
     pages = on_device(before)
     monkeypatch.setattr(native.cuda, "PinnedMemory", refuse)
-    moving = page_copies(layout, 0, pages, NULL)
-    assert isinstance(moving, CudaCopies)
-    assert not moving.pin(arena)
-    wanted = [ChunkCopy(0, 4096, 64, ([5, 3, 9, 1],))]
-    assert moving.done(moving.save(arena, wanted))
-    assert moving.done(moving.load(arena, wanted))
+    copying = page_copies(layout, 0, pages, NULL)
+    assert isinstance(copying, CudaCopies)
+    assert not copying.pin(arena)
+    selected = [ChunkCopy(0, 4096, 64, ([5, 3, 9, 1],))]
+    assert copying.done(copying.save(arena, selected))
+    assert copying.done(copying.load(arena, selected))
     assert same(pages, before)
-    moving.close()
+    copying.close()

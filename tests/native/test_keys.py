@@ -1,4 +1,4 @@
-"""The native keys are those of Python, byte for byte, whatever the tokens come as."""
+"""The native keys equal those of Python, for all token types."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier import native
-from kvtier.keys import ChunkKey, chunk_keys, encode_tokens, root_key
+from kvtier.memory.keys import ChunkKey, chunk_keys, encode_tokens, root_key
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.summary())
 
 ROOT = root_key(bytes(range(32)))
 BIG = 200_000
-"""Tokens for which the GIL is released."""
+"""A number of tokens for which the native core releases the GIL."""
 
 token_ids = st.integers(0, 2**32 - 1) | st.integers(0, 2**15)
 
@@ -48,13 +48,13 @@ def python_keys(
 @pytest.mark.parametrize(
     "length", [0, 1, 63, 64, 65, 1023, 1024, 1025, 1060, 2048, 2049, 3073, 8193, 102_400]
 )
-def test_hashes_are_those_of_the_blake3_package(length: int) -> None:
+def test_hashes_match_the_blake3_package(length: int) -> None:
     data = random.Random(length).randbytes(length)
     assert native.core.blake3(data) == blake3(data).digest()
 
 
 @given(st.binary(max_size=5000))
-def test_hashes_of_anything(data: bytes) -> None:
+def test_hashes_of_random_data_match_the_blake3_package(data: bytes) -> None:
     assert native.core.blake3(data) == blake3(data).digest()
 
 
@@ -64,7 +64,7 @@ def test_hashes_of_anything(data: bytes) -> None:
     st.booleans(),
     st.lists(st.binary(max_size=80), max_size=5),
 )
-def test_keys_are_those_of_python(tokens: list[int], size: int, tail: bool, extras: list[bytes]) -> None:
+def test_native_keys_match_python(tokens: list[int], size: int, tail: bool, extras: list[bytes]) -> None:
     assert native_keys(tokens, size, tail=tail, extras=extras) == python_keys(
         tokens, size, tail=tail, extras=extras
     )
@@ -92,7 +92,7 @@ def test_keys_are_those_of_python(tokens: list[int], size: int, tail: bool, extr
     ],
 )
 @pytest.mark.parametrize("with_native", [True, False], ids=["native", "python"])
-def test_tokens_come_as_many_things(kind: Any, with_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_token_types(kind: Any, with_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = random.Random(1).choices(range(2**16), k=1000)
     expected = python_keys(tokens, 64, tail=True)
     if not with_native:
@@ -118,7 +118,7 @@ def test_tokens_come_as_many_things(kind: Any, with_native: bool, monkeypatch: p
     ],
     ids=str,
 )
-def test_what_is_no_token_id_is_refused(
+def test_invalid_token_ids_are_rejected(
     tokens: Any, error: type[Exception], with_native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_native:
@@ -127,7 +127,7 @@ def test_what_is_no_token_id_is_refused(
         chunk_keys(ROOT, tokens, 1)
 
 
-def test_whatever_has_an_index_is_an_integer() -> None:
+def test_objects_with_index_are_accepted() -> None:
     class Seven:
         def __index__(self) -> int:
             return 7
@@ -135,7 +135,7 @@ def test_whatever_has_an_index_is_an_integer() -> None:
     assert native_keys([Seven(), True], 2) == python_keys([7, 1], 2)
 
 
-def test_a_list_that_shrinks_while_it_is_read_is_no_prompt() -> None:
+def test_list_that_shrinks_while_read_is_rejected() -> None:
     tokens: list[Any] = []
 
     class Shrinking:
@@ -148,7 +148,7 @@ def test_a_list_that_shrinks_while_it_is_read_is_no_prompt() -> None:
         native_keys(tokens, 10)
 
 
-def test_a_list_that_grows_while_it_is_read_is_what_it_was() -> None:
+def test_list_that_grows_while_read_keeps_its_original_length() -> None:
     tokens: list[Any] = []
 
     class Growing:
@@ -161,7 +161,7 @@ def test_a_list_that_grows_while_it_is_read_is_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, lambda tokens: array("I", tokens), encode_tokens])
-def test_long_prompts_hash_without_the_gil_to_the_same_keys(kind: Any) -> None:
+def test_long_prompts_give_the_same_keys_without_the_gil(kind: Any) -> None:
     tokens = random.Random(2).choices(range(100_000), k=BIG)
     expected = python_keys(tokens, 256)
     results: list[list[bytes]] = []
@@ -175,8 +175,8 @@ def test_long_prompts_hash_without_the_gil_to_the_same_keys(kind: Any) -> None:
     assert results == [expected] * 3
 
 
-def test_nothing_is_kept_or_lost() -> None:
-    """Reference counts of all that goes in, where it succeeds and where it fails."""
+def test_references_are_balanced() -> None:
+    """Reference counts of all arguments are unchanged after success and failure."""
     number, extra = 10**6, bytes(range(200))
     tokens = [number, number + 1]
     data = bytearray(8)
@@ -187,15 +187,15 @@ def test_nothing_is_kept_or_lost() -> None:
         with pytest.raises(OverflowError):
             native_keys([tokens[0], -1], 1, extras=[extra])
     assert (sys.getrefcount(tokens[0]), sys.getrefcount(extra), sys.getrefcount(tokens)) == before
-    data.append(1)  # Nobody holds its memory any longer.
+    data.append(1)  # Raises BufferError if its memory is still exported.
 
 
 @pytest.mark.parametrize("key", [b"", bytes(31), bytes(33)])
-def test_half_a_key_is_no_parent(key: bytes) -> None:
+def test_parent_of_wrong_length_is_rejected(key: bytes) -> None:
     with pytest.raises(ValueError, match="32 bytes"):
         native.core.chunk_keys(key, [1], 1, False, [])
 
 
-def test_chunks_of_no_token_are_refused() -> None:
-    with pytest.raises(ValueError, match="no tokens"):
+def test_chunk_size_of_zero_is_rejected() -> None:
+    with pytest.raises(ValueError, match="must not be 0"):
         native.core.chunk_keys(ROOT, [1], 0, False, [])

@@ -1,4 +1,4 @@
-"""What is left when an interpreter ends is no fault, and nobody is told of one."""
+"""Objects that remain when the interpreter exits cause no warnings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 CODE = """
 import gc
-from kvtier.arena import Arena
+from kvtier.memory.arena import Arena
 
 arena = Arena.create(4 << 20)
 arena.itself = arena
@@ -15,6 +15,6 @@ gc.freeze()
 """
 
 
-def test_a_program_that_ends_with_an_arena_in_use_says_nothing() -> None:
-    ended = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
-    assert (ended.stdout, ended.stderr) == ("", "")
+def test_exit_with_an_open_arena_prints_nothing() -> None:
+    result = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("", "")

@@ -1,4 +1,4 @@
-"""Whether the native core was built, and that kvtier says so where it was not."""
+"""The native core: whether it was built, and the warnings if not."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvtier import native
 from kvtier.cli.checks import check_native
 
 
-def test_it_was_built_where_a_compiler_is() -> None:
-    """Fails, not skips: an install that silently fell back to Python alone would pass everything else."""
+def test_native_core_is_built_if_a_compiler_exists() -> None:
+    """Fails instead of skipping: an installation that fell back to pure Python would pass all other tests."""
     if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("there is no C++ compiler")
+        pytest.skip("no C++ compiler")
     assert native.available(), native.summary()
 
 
-def test_it_says_what_it_is() -> None:
+def test_build_info() -> None:
     if not native.available():
         pytest.skip(native.summary())
     info = native.core.build_info()
@@ -31,7 +31,7 @@ def test_it_says_what_it_is() -> None:
     assert str(info["compiler"]) in native.summary()
 
 
-def test_the_flags_are_those_of_the_processor() -> None:
+def test_cpu_flags_match_proc_cpuinfo() -> None:
     if not native.available():
         pytest.skip(native.summary())
     with open("/proc/cpuinfo") as file:  # noqa: PTH123
@@ -40,58 +40,58 @@ def test_the_flags_are_those_of_the_processor() -> None:
 
 
 def run(program: str, **environment: str) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=True,
     )
-    return done.stdout + done.stderr
+    return result.stdout + result.stderr
 
 
-def test_it_can_be_left_out() -> None:
-    told = run("from kvtier import native; print(native.available(), native.summary())", KVTIER_NATIVE="0")
-    assert told.startswith("False missing (KVTIER_NATIVE leaves it out)")
+def test_disabled_by_kvtier_native() -> None:
+    output = run("from kvtier import native; print(native.available(), native.summary())", KVTIER_NATIVE="0")
+    assert output.startswith("False missing (disabled by KVTIER_NATIVE)")
 
 
-@pytest.mark.parametrize("told", [{"compiler": "gcc"}, {"abi": native.ABI + 1}], ids=["none", "another"])
-def test_one_of_other_sources_is_left_out(told: dict[str, object]) -> None:
-    """Not called with what it does not know."""
+@pytest.mark.parametrize("info", [{"compiler": "gcc"}, {"abi": native.ABI + 1}], ids=["none", "another"])
+def test_outdated_build_is_ignored(info: dict[str, object]) -> None:
+    """A build from other sources may not know the current functions."""
     program = (
         "import sys, types\n"
         "outdated = sys.modules['kvtier._native'] = types.ModuleType('kvtier._native')\n"
-        f"outdated.build_info = lambda: {told}\n"
+        f"outdated.build_info = lambda: {info}\n"
         "from kvtier import native\n"
-        "from kvtier.keys import chunk_keys, root_key\n"
+        "from kvtier.memory.keys import chunk_keys, root_key\n"
         "print(native.available(), native.summary(), len(chunk_keys(root_key(bytes(32)), range(128), 64)))"
     )
-    said = run(program, KVTIER_NATIVE="")
-    assert said.startswith("False missing (it was built of other sources")
-    assert said.strip().endswith("2")
+    output = run(program, KVTIER_NATIVE="")
+    assert output.startswith("False missing (built from other sources")
+    assert output.strip().endswith("2")
 
 
-def test_one_warning_where_it_is_missing() -> None:
+def test_missing_core_is_logged_once() -> None:
     program = (
         "import sys; sys.modules['kvtier._native'] = None\n"
         "from kvtier import native\n"
         "native.warn_if_missing(); native.warn_if_missing()"
     )
-    told = run(program, KVTIER_NATIVE="")
-    assert told.count("without its native core") == 1
-    assert "g++" in told
+    output = run(program, KVTIER_NATIVE="")
+    assert output.count("without the native core") == 1
+    assert "g++" in output
 
 
-def test_doctor_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_the_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "why_not", lambda: "no such file")
+    monkeypatch.setattr(native, "missing_reason", lambda: "no such file")
     assert check_native() == ("native core", "warn", "missing: no such file", native.ADVICE)
     monkeypatch.undo()
     if native.available():
         assert check_native() == ("native core", "ok", native.summary(), "")
 
 
-def test_no_warning_where_it_is_there(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_warning_if_available(caplog: pytest.LogCaptureFixture) -> None:
     if not native.available():
         pytest.skip(native.summary())
     with caplog.at_level(logging.WARNING, logger="kvtier"):

@@ -1,6 +1,6 @@
-"""An arena that is replaced while it is being registered, or copied from: no step waits for either.
+"""Replacing an arena during its registration, or during copies from it, never blocks an engine step.
 
-Without a GPU: what CUDA does is scripted, as no GPU can be made to take its time.
+Runs without a GPU: CUDA is simulated, because a real one cannot be delayed on demand.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from kvtier import native
-from kvtier.arena import ArenaMap
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.cuda_copies import CudaCopies
-from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.memory.arena import ArenaMap
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 from tests.bridge.conftest import wait_until
 
 LAYOUT = ChunkLayout(64, (GroupLayout(16, (4096,)),))
@@ -24,7 +24,7 @@ CHUNKS = [ChunkCopy(1, 0, 64, ([1, 2, 3, 4],))]
 
 
 class Arena(ArenaMap):
-    """Registering it takes until the test says so."""
+    """An arena whose registration blocks until the test allows it."""
 
     def __init__(self) -> None:
         self.capacity = 1
@@ -42,25 +42,25 @@ class Arena(ArenaMap):
 
 
 class DevicePages:
-    """Copies that are done when the test says so."""
+    """Copies that are done once the test marks them as finished."""
 
     def __init__(self, *_: object) -> None:
-        self.begun = 0
+        self.started = 0
         self.finished: set[int] = set()
 
     def load(self, *_: object) -> int:
-        self.begun += 1
-        return self.begun
+        self.started += 1
+        return self.started
 
     def done(self, ticket: int) -> bool:
         return ticket in self.finished
 
     def wait(self, ticket: int) -> None:
-        raise AssertionError("a hook waits for a copy")
+        raise AssertionError("a hook waited for a copy")
 
 
 class Memory:
-    """Registered memory, until it is deleted."""
+    """Registered memory; deleting it unregisters."""
 
     def __init__(self, _: object) -> None:
         pass
@@ -68,25 +68,25 @@ class Memory:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> CudaCopies:
-    scripted: Any = SimpleNamespace(PinnedMemory=Memory, DevicePages=DevicePages, CudaError=RuntimeError)
-    monkeypatch.setattr(native, "cuda", scripted, raising=False)
+    simulated: Any = SimpleNamespace(PinnedMemory=Memory, DevicePages=DevicePages, CudaError=RuntimeError)
+    monkeypatch.setattr(native, "cuda", simulated, raising=False)
     monkeypatch.setattr(CudaCopies, "_stream", lambda _: 0)
     return CudaCopies(LAYOUT, 0, [[torch.zeros((5, 4096), dtype=torch.uint8)]], NULL_BLOCK)
 
 
-def test_an_arena_that_is_replaced_while_it_is_registered_is_not_waited_for(copies: CudaCopies) -> None:
+def test_replacing_an_arena_does_not_wait_for_its_registration(copies: CudaCopies) -> None:
     first, second = Arena(), Arena()
     copies.load(first, CHUNKS)
     pinning = copies._pinning
     assert pinning is not None
-    copies.load(second, CHUNKS)  # Returns, though the first has not been registered yet.
+    copies.load(second, CHUNKS)  # Returns although the first arena is not registered yet.
     first.may_be_pinned.set()
     second.may_be_pinned.set()
     pinning.wait()
     wait_until(lambda: pinning.memory is None)
 
 
-def test_an_arena_stays_registered_until_the_last_copy_from_it_is_done(copies: CudaCopies) -> None:
+def test_arena_stays_registered_until_its_last_copy_is_done(copies: CudaCopies) -> None:
     first, second = Arena(), Arena()
     first.may_be_pinned.set()
     second.may_be_pinned.set()

@@ -1,4 +1,4 @@
-"""An authority of a test's own, and the certificates that it signs."""
+"""A throwaway certificate authority for tests, and the certificates that it signs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes
 
 
 class Authority:
-    """Signs certificates in a folder. Skips where openssl is missing."""
+    """Signs certificates in a folder. Skips the test if openssl is missing."""
 
     def __init__(self, folder: Path, name: str) -> None:
         if shutil.which("openssl") is None:
-            pytest.skip("there is no openssl: apt-get install openssl")
+            pytest.skip("openssl is not installed: apt-get install openssl")
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._key = folder / f"{name}.key"
@@ -27,7 +27,7 @@ class Authority:
         )
 
     def sign(self, name: str, days: int = 2) -> dict[str, str]:
-        """What ``peer.tls`` is for one instance. Negative ``days``: it has expired."""
+        """Return the ``peer.tls`` settings of one instance. Negative ``days``: an expired certificate."""
         key, request, certificate = (self._folder / f"{name}{end}" for end in ("-key.pem", ".csr", ".pem"))
         self._run("req", "-subj", f"/CN={name}", *_NEW_KEY, "-keyout", str(key), "-out", str(request))
         self._run(

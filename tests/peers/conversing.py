@@ -1,4 +1,4 @@
-"""A session over a real cache that is told any bytes at all; nothing of it may be left afterwards."""
+"""A session over a real cache that accepts arbitrary client bytes, and a check that it leaks nothing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import anyio
 
 from kvtier import Settings, TieredCache
 from kvtier.errors import ChannelClosed, ProtocolError
-from kvtier.header import ChunkHeader
-from kvtier.keys import ChunkKey
+from kvtier.memory.header import ChunkHeader
+from kvtier.memory.keys import ChunkKey
 from kvtier.peers.grants import GrantBook
 from kvtier.peers.holdings import Holdings
-from kvtier.peers.protocol import Granted, LookUp, Reserve, Reserved, decode_from_server
+from kvtier.peers.protocol import Granted, Lookup, Reserve, Reserved, decode_from_server
 from kvtier.peers.reservations import Reservations
 from kvtier.peers.session import Session
-from kvtier.settings_peer import PeerSettings
+from kvtier.settings.peer import PeerSettings
 from kvtier.sockets.channel import Channel
 from kvtier.sockets.frames import Message, encode
 from kvtier.testing.backend import make_key
@@ -28,13 +28,13 @@ from kvtier.testing.backend import make_key
 from .serving import BUILT_IN, CHUNK, PAYLOAD, NoTransport
 
 HELD = [make_key(number) for number in range(1, 6)]
-Said = Message | bytes | Callable[[int], Message]
-"""What a client says; what needs a grant is made of the number of the latest that was given, or 0."""
+ClientMessage = Message | bytes | Callable[[int], Message]
+"""A message, raw bytes, or a function that builds the message from the latest grant number (0 if none)."""
 _LENGTH = struct.Struct("<I")
 
 
-class Conversing:
-    """One cache, to which any number of conversations are led, one after the other."""
+class SessionHarness:
+    """One cache, for any number of sessions one after the other."""
 
     def __init__(self, cache: TieredCache) -> None:
         self.cache = cache
@@ -51,15 +51,15 @@ class Conversing:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls) -> AsyncIterator[Conversing]:
+    async def open(cls) -> AsyncIterator[SessionHarness]:
         tiers = [{"name": "ram", "type": "cpu", "capacity": 8 * CHUNK}]
         async with TieredCache.open(Settings(tiers=tiers), plugins=BUILT_IN) as cache:
             yield cls(cache)
 
-    async def lead(self, *said: Said) -> tuple[list[Any], Exception]:
-        """Say all this and hang up; what is answered, and how the session ended."""
+    async def run(self, *messages: ClientMessage) -> tuple[list[Any], Exception]:
+        """Send the messages, close, and return the replies and the exception that ended the session."""
         ours, theirs = socket.socketpair()
-        ends: list[Exception] = []
+        errors: list[Exception] = []
 
         async def serve() -> None:
             session = Session(
@@ -73,58 +73,58 @@ class Conversing:
             try:
                 await session.serve()
             except (ChannelClosed, ProtocolError) as error:
-                ends.append(error)
+                errors.append(error)
             theirs.close()
 
-        answers: list[Any] = []
+        replies: list[Any] = []
         with ours, theirs, anyio.fail_after(30):
             channel = Channel(ours)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(serve)
-                tasks.start_soon(self._hear, channel, answers)
-                for at, one in enumerate(said):
-                    if callable(one):
-                        await self._answered(said[:at], answers, ends)
-                        grants = [
-                            answer.grant for answer in answers if isinstance(answer, Granted | Reserved)
-                        ]
-                        one = one(grants[-1] if grants else 0)
-                    if not await self._say(channel, one):
+                tasks.start_soon(self._receive, channel, replies)
+                for at, message in enumerate(messages):
+                    if callable(message):
+                        await self._wait_for_grants(messages[:at], replies, errors)
+                        grants = [reply.grant for reply in replies if isinstance(reply, Granted | Reserved)]
+                        message = message(grants[-1] if grants else 0)
+                    if not await self._send(channel, message):
                         break
                 ours.shutdown(socket.SHUT_WR)
-        await self._at_rest()
-        (end,) = ends
-        return answers, end
+        await self._assert_idle()
+        (error,) = errors
+        return replies, error
 
-    async def _answered(self, said: Sequence[Said], answers: list[Any], ends: list[Exception]) -> None:
-        """Wait for the grants that were asked for; briefly where garbage may have swallowed some."""
+    async def _wait_for_grants(
+        self, sent: Sequence[ClientMessage], replies: list[Any], errors: list[Exception]
+    ) -> None:
+        """Wait until all requested grants have arrived; only briefly if garbage may have swallowed some."""
         await anyio.sleep(0.001)
-        if any(isinstance(one, bytes) for one in said):
+        if any(isinstance(message, bytes) for message in sent):
             return
-        asked = sum(isinstance(one, LookUp | Reserve) for one in said)
-        while not ends and sum(isinstance(one, Granted | Reserved) for one in answers) < asked:
+        requests = sum(isinstance(message, Lookup | Reserve) for message in sent)
+        while not errors and sum(isinstance(reply, Granted | Reserved) for reply in replies) < requests:
             await anyio.sleep(0.001)
 
-    async def _say(self, channel: Channel, message: Message | bytes) -> bool:
+    async def _send(self, channel: Channel, message: Message | bytes) -> bool:
         try:
             await channel.send(message if isinstance(message, bytes) else encode(message))
         except ChannelClosed:
             return False
         return True
 
-    async def _hear(self, channel: Channel, answers: list[Any]) -> None:
-        heard = bytearray()
+    async def _receive(self, channel: Channel, replies: list[Any]) -> None:
+        buffer = bytearray()
         try:
             while True:
-                heard += await channel.receive()
-                while len(heard) >= 4 and len(heard) >= 4 + _LENGTH.unpack_from(heard)[0]:
-                    end = 4 + _LENGTH.unpack_from(heard)[0]
-                    answers.append(decode_from_server(bytes(heard[4:end])))
-                    del heard[:end]
+                buffer += await channel.receive()
+                while len(buffer) >= 4 and len(buffer) >= 4 + _LENGTH.unpack_from(buffer)[0]:
+                    end = 4 + _LENGTH.unpack_from(buffer)[0]
+                    replies.append(decode_from_server(bytes(buffer[4:end])))
+                    del buffer[:end]
         except ChannelClosed:
             pass
 
-    async def _at_rest(self) -> None:
+    async def _assert_idle(self) -> None:
         grants, cache = self.grants, self.cache
         assert grants.open == 0
         assert grants.promised == 0

@@ -1,4 +1,4 @@
-"""An instance on a host of its own: a program that a test drives by :mod:`tests.hosts`."""
+"""An instance on its own network host: a program that a test drives through :mod:`tests.hosts`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import anyio
 
-from kvtier.catalog import State
-from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.catalog.catalog import State
 from kvtier.instance import Instance
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.pipeline.discover import Expected
 from kvtier.testing.backend import make_key, same
-from tests.hosts import LEAK_PATIENCE_SECONDS, LeakCheck, obey
+from tests.hosts import LEAK_TIMEOUT_SECONDS, LeakCheck, serve_commands
 from tests.peers.peer_process import payload_of, settings_of, store
 
 NAMESPACE = bytes(32)
@@ -22,7 +22,7 @@ CAPACITY = 128 << 20
 
 
 class Commands(LeakCheck):
-    """What it can be told to do."""
+    """The commands that a test can run."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
@@ -33,23 +33,23 @@ class Commands(LeakCheck):
 
     async def close(self) -> None:
         await self._stack.aclose()
-        # An arena that was closed while garbage held a view of it is unmapped with its object.
+        # An arena that is closed while garbage holds a view of it is unmapped only with its object.
         del self._instance
 
     async def store(self, start: int, count: int, payload: int) -> None:
         store(self._instance, range(start, start + count), payload)
 
     async def fetch(self, start: int, count: int, payload: int) -> tuple[int, float]:
-        """How many leading chunks of a prompt come, all of them right, and the seconds until that was known.
+        """Look a prompt up; return the number of leading chunks that arrive intact, and the seconds taken.
 
-        As a request does that waits for all that is promised. It is forgotten afterwards.
+        Waits for every promised chunk, as a request does. Clears the chunks afterwards.
         """
         cache = self._instance.cache
         keys = [make_key(number) for number in range(start, start + count)]
-        began = time.monotonic()
+        started = time.monotonic()
         found = cache.look_up(keys, Expected(NAMESPACE, [object_bytes(payload)] * count))
         await found.settle(None)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started
         for chunk in found.chunks:
             payload_view = chunk.lease.view[HEADER_BYTES : HEADER_BYTES + payload]
             assert same(payload_view, payload_of(chunk.key, payload)), "wrong bytes"
@@ -58,24 +58,24 @@ class Commands(LeakCheck):
         await cache.clear(keys)
         return ready, seconds
 
-    async def hand_over(self, to: str, start: int, count: int) -> None:
-        """Begin to push a prompt."""
+    async def transfer_kv(self, to: str, start: int, count: int) -> None:
+        """Start the KV transfer of a prompt."""
         keys = [make_key(number) for number in range(start, start + count)]
-        self._handing = self._instance.hand_over(to, keys)
+        self._kv_transfers = self._instance.transfer_kv(to, keys)
 
     async def finish(self, seconds: float) -> int:
-        """End that; how many leading chunks the other is known to have."""
-        leading = (await self._handing.finish(seconds)).leading
-        await self._handing.ended.wait()
+        """Finish the KV transfer; return the number of leading chunks that the receiver holds."""
+        leading = (await self._kv_transfers.finish(seconds)).leading
+        await self._kv_transfers.ended.wait()
         return leading
 
     async def await_pushed(self, start: int, count: int, seconds: float) -> tuple[int, float]:
-        """Like :meth:`fetch`, of what is pushed here. It is kept."""
+        """Like :meth:`fetch`, for pushed chunks, which are kept."""
         cache = self._instance.cache
-        began = time.monotonic()
+        started = time.monotonic()
         found = cache.look_up([make_key(number) for number in range(start, start + count)], expect=seconds)
         await cache.settle(found)
-        taken = time.monotonic() - began
+        taken = time.monotonic() - started
         for chunk in found.chunks:
             length = ChunkHeader.verify(chunk.lease.view, chunk.key).payload_bytes
             payload_view = chunk.lease.view[HEADER_BYTES : HEADER_BYTES + length]
@@ -87,11 +87,11 @@ class Commands(LeakCheck):
     async def status(self) -> dict[str, object]:
         return self._instance.status()
 
-    async def is_at_rest(self) -> bool:
-        """Wait until nothing is on its way, granted or leased but what memory holds; whether so."""
+    async def is_idle(self) -> bool:
+        """Wait until no chunk is pending and only READY chunks are leased. Return ``False`` on a timeout."""
         cache = self._instance.cache
         catalog = cache.hierarchy.catalog
-        with anyio.move_on_after(LEAK_PATIENCE_SECONDS):
+        with anyio.move_on_after(LEAK_TIMEOUT_SECONDS):
             while (
                 cache.pending_bytes
                 or any(catalog.state(key, 0) is State.PENDING for key in catalog.keys(0))
@@ -103,4 +103,4 @@ class Commands(LeakCheck):
 
 
 if __name__ == "__main__":
-    obey(Commands())
+    serve_commands(Commands())

@@ -1,7 +1,6 @@
-"""An instance in a process of its own, which holds chunks and serves them until it is killed.
+"""An instance in its own process, which holds chunks and serves them until it is killed.
 
-As a program it reads one line of JSON, its settings and what to hold, and answers each further line with one
-of its own: its status.
+The program reads one line of JSON: settings and chunk numbers. It answers every further line with its status.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import anyio
 import anyio.to_thread
 
 from kvtier import Settings
-from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.instance import Instance
-from kvtier.keys import ChunkKey
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import make_key, noise
 
 SECRET = "what the processes of these tests know"
@@ -29,13 +28,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def payload_of(key: ChunkKey, length: int) -> bytes:
-    """Bytes that only this chunk has; a MiB of them repeated, so that gigabytes take no seconds to make."""
+    """Bytes unique to this chunk: 1 MiB of noise repeated, since gigabytes of noise take seconds to make."""
     pattern = noise(b"payload" + key, min(length, 1 << 20))
     return (pattern * (-(-length // len(pattern))))[:length]
 
 
 def store(instance: Instance, numbers: Sequence[int], payload: int) -> None:
-    """Chunks in memory, as engines leave them there."""
+    """Store chunks in memory, as an engine does."""
     for number in numbers:
         key = make_key(number)
         reservation = instance.cache.reserve(ChunkHeader(key, make_key(number - 1), bytes(32), payload))
@@ -57,12 +56,12 @@ def settings_of(
 
 
 class PeerProcess:
-    """One such process, started, stopped, killed and started again on the same port."""
+    """The test's handle of the process, which can be restarted on the same port."""
 
     def __init__(
         self, numbers: Sequence[int], payload: int = 20_000, folder: str | None = None, **peer: Any
     ) -> None:
-        """With ``folder``, memory holds half of them at once and a disk tier there all."""
+        """With ``folder``, memory holds half of the chunks, and a disk tier in that folder all of them."""
         self.numbers = list(numbers)
         self.payload = payload
         self.port = 0
@@ -75,25 +74,25 @@ class PeerProcess:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._process = _started()
-        wanted = {
+        self._process = _spawn()
+        config = {
             "listen": self.address,
             "numbers": self.numbers,
             "payload": self.payload,
             "folder": self._folder,
             "peer": self._peer,
         }
-        self.port = (await self._ask(json.dumps(wanted)))["port"]
+        self.port = (await self._request(json.dumps(config)))["port"]
 
     async def status(self) -> dict[str, Any]:
-        return await self._ask("")
+        return await self._request("")
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
         os.kill(self._process.pid, number)
 
     async def kill(self) -> None:
-        """``kill -9``, and gone. Harmless when repeated."""
+        """Kill the process with SIGKILL and reap it. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -103,7 +102,7 @@ class PeerProcess:
             process.stdin.close()
             process.stdout.close()
 
-    async def _ask(self, line: str) -> dict[str, Any]:
+    async def _request(self, line: str) -> dict[str, Any]:
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -111,26 +110,26 @@ class PeerProcess:
         process.stdin.write(line + "\n")
         process.stdin.flush()
         with anyio.fail_after(60):
-            answer = await anyio.to_thread.run_sync(process.stdout.readline, abandon_on_cancel=True)
-        assert answer, "the process has ended"
-        decoded: dict[str, Any] = json.loads(answer)
+            reply = await anyio.to_thread.run_sync(process.stdout.readline, abandon_on_cancel=True)
+        assert reply, "the process has ended"
+        decoded: dict[str, Any] = json.loads(reply)
         return decoded
 
 
-def _started() -> subprocess.Popen[str]:
+def _spawn() -> subprocess.Popen[str]:
     program = [sys.executable, "-m", "tests.peers.peer_process"]
     return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 async def main() -> None:
-    wanted = json.loads(sys.stdin.readline())
-    numbers, length, folder = wanted["numbers"], object_bytes(wanted["payload"]), wanted["folder"]
+    config = json.loads(sys.stdin.readline())
+    numbers, length, folder = config["numbers"], object_bytes(config["payload"]), config["folder"]
     capacity = length * (len(numbers) // 2 if folder else 2 * len(numbers) + 2)
-    settings = settings_of(wanted["listen"], [], capacity, folder, **wanted["peer"])
+    settings = settings_of(config["listen"], [], capacity, folder, **config["peer"])
     async with Instance.open(settings) as instance:
         assert instance.server is not None
         for number in numbers:
-            store(instance, [number], wanted["payload"])
+            store(instance, [number], config["payload"])
             await instance.cache.drain(60)
         print(json.dumps({"port": instance.server.address[1]}), flush=True)
         while await anyio.to_thread.run_sync(sys.stdin.readline):

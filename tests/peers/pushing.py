@@ -1,4 +1,4 @@
-"""Two real instances, of which one pushes to the other; nothing of either may be left afterwards."""
+"""Real instances that push to each other, and a check that they leak nothing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from anyio import to_thread
 from anyio.lowlevel import checkpoint
 
 from kvtier import Settings
-from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.instance import Instance
-from kvtier.keys import ChunkKey
-from kvtier.peers.handing import HandOver
-from kvtier.pipeline.found import FoundChunk, LookUp
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.memory.keys import ChunkKey
+from kvtier.peers.kv_transfer import KVTransfer
+from kvtier.pipeline.found import FoundChunk, Lookup
 from kvtier.plugins import Plugins
 from kvtier.testing.backend import make_key, same
 
@@ -26,7 +26,7 @@ from .scripted import until
 PAYLOAD = 20_000
 CHUNK = object_bytes(PAYLOAD)
 PLUGINS = Plugins.load(())
-"""Here, since importing what they stand on blocks."""
+"""Loaded at import time, because importing the plugins blocks."""
 
 
 def keys_of(numbers: Sequence[int]) -> list[ChunkKey]:
@@ -37,7 +37,7 @@ def settings_of(
     kind: str,
     chunks: int,
     folder: Path | None = None,
-    hand_over: dict[str, Any] | None = None,
+    kv_transfer: dict[str, Any] | None = None,
     checksum: bool = True,
     **peer: Any,
 ) -> Settings:
@@ -47,13 +47,13 @@ def settings_of(
     return Settings(
         tiers=tiers,
         checksum=checksum,
-        hand_over=hand_over or {},
+        kv_transfer=kv_transfer or {},
         peer={"listen": "127.0.0.1:0", "secret": SECRET, "transport": {"type": kind, "deadline": 20}, **peer},
     )
 
 
 class Host:
-    """One instance."""
+    """An instance, with helpers for tests."""
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
@@ -65,32 +65,32 @@ class Host:
         return f"127.0.0.1:{self.instance.server.address[1]}"
 
     def compute(self, numbers: Sequence[int], payload: int = PAYLOAD) -> None:
-        """Chunks become READY, as engines leave them there."""
+        """Make chunks READY, as an engine does."""
         store(self.instance, numbers, payload)
 
     async def compute_many(self, numbers: Sequence[int], payload: int) -> None:
-        """Large ones, and others get their turn meanwhile."""
+        """Make large chunks READY, and yield to other tasks in between."""
         for number in numbers:
             self.compute([number], payload)
             await checkpoint()
 
-    def hand_over(self, to: Host, numbers: Sequence[int]) -> HandOver:
-        return self.instance.hand_over(to.address, keys_of(numbers))
+    def transfer_kv(self, to: Host, numbers: Sequence[int]) -> KVTransfer:
+        return self.instance.transfer_kv(to.address, keys_of(numbers))
 
-    def look_up(self, numbers: Sequence[int], expect: float = 60.0, **more: Any) -> LookUp:
+    def look_up(self, numbers: Sequence[int], expect: float = 60.0, **more: Any) -> Lookup:
         return self.cache.look_up(keys_of(numbers), expect=expect, **more)
 
-    async def settled(self, found: LookUp, seconds: float = 30) -> int:
-        """How many chunks came, their bytes checked, and released."""
+    async def settle(self, found: Lookup, seconds: float = 30) -> int:
+        """Wait for a lookup, check its bytes, release it, and return the number of chunks."""
         with anyio.fail_after(seconds):
             await self.cache.settle(found)
         count = len(found.chunks)
-        assert await to_thread.run_sync(lambda: all(map(_is_right, found.chunks)))
+        assert await to_thread.run_sync(lambda: all(map(_is_intact, found.chunks)))
         found.release()
         return count
 
     def held(self, numbers: Sequence[int]) -> list[int]:
-        """Which chunks are READY in memory."""
+        """Return the numbers of the chunks that are READY in memory."""
         catalog = self.cache.hierarchy.catalog
         return [number for number in numbers if 0 in catalog.tiers(make_key(number))]
 
@@ -102,20 +102,20 @@ class Host:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of what was pushed here."""
+        """Counters of the chunks that were pushed to this instance."""
         counts: dict[str, int] = self.reserving["counts"]
         return counts
 
-    async def at_rest(self) -> None:
-        """No lease, no reservation, no announcement, no hand-over, nothing PENDING."""
+    async def wait_until_idle(self) -> None:
+        """Wait until there is no lease, reservation, announcement, KV transfer or PENDING chunk."""
         cache, server = self.cache, self.instance.server
         assert server is not None
-        await until(lambda: not self.instance.status()["hand_overs"]["open"])  # type: ignore[index]
+        await until(lambda: not self.instance.status()["kv_transfers"]["open"])  # type: ignore[index]
         await until(lambda: not cache.pending_bytes)
         await until(lambda: cache.arena.leases == cache.hierarchy.catalog.count(0))
         await until(lambda: not self.reserving["announcements"])
-        handing: Any = self.instance.status()["hand_overs"]
-        assert (handing["open"], handing["leased_bytes"], handing["awaited"]) == (0, 0, 0)
+        transfer: Any = self.instance.status()["kv_transfers"]
+        assert (transfer["open"], transfer["leased_bytes"], transfer["awaited"]) == (0, 0, 0)
         assert (self.reserving["reserved_bytes"], self.reserving["reservations"]) == (0, 0)
         serving: Any = server.status()
         assert (serving["grants"], serving["promised_bytes"]) == (0, 0)
@@ -128,17 +128,17 @@ class Host:
 async def hosts(
     kind: str, *chunks: int, folder: Path | None = None, **more: Any
 ) -> AsyncIterator[list[Host]]:
-    """As many as there are capacities, in chunks; the last one has a disk where there is a folder."""
+    """Open one instance per capacity in ``chunks``. The last one gets a disk tier if ``folder`` is set."""
     async with AsyncExitStack() as stack:
-        found = []
+        instances = []
         for index, capacity in enumerate(chunks):
-            its = settings_of(kind, capacity, folder if index == len(chunks) - 1 else None, **more)
-            found.append(Host(await stack.enter_async_context(Instance.open(its, plugins=PLUGINS))))
-        yield found
-        for host in found:
-            await host.at_rest()
+            settings = settings_of(kind, capacity, folder if index == len(chunks) - 1 else None, **more)
+            instances.append(Host(await stack.enter_async_context(Instance.open(settings, plugins=PLUGINS))))
+        yield instances
+        for host in instances:
+            await host.wait_until_idle()
 
 
-def _is_right(chunk: FoundChunk) -> bool:
+def _is_intact(chunk: FoundChunk) -> bool:
     length = ChunkHeader.parse(chunk.lease.view).payload_bytes
     return same(chunk.lease.view[HEADER_BYTES : HEADER_BYTES + length], payload_of(chunk.key, length))

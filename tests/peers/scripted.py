@@ -1,4 +1,4 @@
-"""Peers that do as a test tells them, over real sockets, and a transport that copies within this process."""
+"""Scripted peers over real sockets, and a transport that copies within this process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
-from kvtier.arena import Arena
 from kvtier.backends.base import Outcome
 from kvtier.errors import ChannelError, PeerError
-from kvtier.keys import ChunkKey, split_keys
+from kvtier.memory.arena import Arena
+from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.peers.authentication import Credentials
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.protocol import (
@@ -29,7 +29,7 @@ from kvtier.peers.protocol import (
     Contains,
     Granted,
     Hello,
-    LookUp,
+    Lookup,
     Ping,
     Pong,
     Readable,
@@ -39,7 +39,7 @@ from kvtier.peers.protocol import (
     decode_from_client,
 )
 from kvtier.settings import TierSettings
-from kvtier.settings_peer import PeerSettings
+from kvtier.settings.peer import PeerSettings
 from kvtier.sockets.channel import Channel
 from kvtier.sockets.connection import Connection
 from kvtier.sockets.frames import FrameReader, Message, encode
@@ -55,13 +55,13 @@ from kvtier.transports.base import (
 )
 
 CHUNK = 5000
-PATIENCE = 20.0
-"""Of tests in which every peer answers: a busy machine must not decide them."""
+TIMEOUT = 20.0
+"""For tests in which every peer answers. Long, so that a busy machine does not fail them."""
 SECRET = "a secret of these tests"
 
 
-class OpenDoor:
-    """Stands in the place of ``Credentials`` where nobody proves anything."""
+class NoAuthentication:
+    """A stand-in for ``Credentials`` that skips authentication."""
 
     def connection(self, family: int, host: str) -> Connection:
         return Connection(family)
@@ -74,7 +74,7 @@ def value(key: ChunkKey, length: int = CHUNK) -> bytes:
     return noise(b"value" + key, length)
 
 
-def _happened() -> anyio.Event:
+def _set_event() -> anyio.Event:
     event = anyio.Event()
     event.set()
     return event
@@ -82,34 +82,35 @@ def _happened() -> anyio.Event:
 
 @dataclass
 class ScriptedPeer:
-    """Holds chunks and answers about them, unless ``script`` answers otherwise."""
+    """A peer that holds chunks and answers requests, unless ``script`` overrides a reply."""
 
     name: str = "there"
     transport: str = "memory"
     lease: float = 10.0
     credentials: Credentials | None = None
-    """By which who connects has to prove who it is."""
+    """If set, clients must authenticate."""
     instance: str = ""
     port: int = 0
     script: Callable[[Message], Sequence[Message | bytes] | None] = lambda _: None
-    """What to answer in place of the usual; ``None`` for the usual. Bytes are sent as they are."""
+    """Replies that replace the default ones; ``None`` for the default. Bytes are sent verbatim."""
     late: frozenset[ChunkKey] = frozenset()
-    """Chunks that are readable only when ``landed`` is set."""
-    landed: anyio.Event = field(default_factory=_happened)
-    answering: anyio.Event = field(default_factory=_happened)
-    """Cleared by putting another in its place: questions wait for it."""
+    """Chunks that become readable once ``landed`` is set."""
+    landed: anyio.Event = field(default_factory=_set_event)
+    answering: anyio.Event = field(default_factory=_set_event)
+    """Requests wait for this event. Replace it with an unset one to stall the peer."""
     chunks: dict[ChunkKey, bytes] = field(default_factory=dict)
     granted: dict[int, dict[int, ChunkKey]] = field(default_factory=dict)
-    """Grants that are open, and their chunks by number."""
-    asked: Counter[str] = field(default_factory=Counter)
+    """Open grants, and their chunks by number."""
+    requests: Counter[str] = field(default_factory=Counter)
+    """Received requests by message name, and accepted ``connections``."""
     reads: Counter[ChunkKey] = field(default_factory=Counter)
     read_calls: int = 0
     links: int = 0
-    """Open ones."""
+    """Number of open links."""
     connections: int = 0
     reading: anyio.Event = field(default_factory=anyio.Event)
-    """Set when a read has begun."""
-    may_read: anyio.Event = field(default_factory=_happened)
+    """Set when a read has started."""
+    may_read: anyio.Event = field(default_factory=_set_event)
     read_outcome: Outcome | None = None
 
     def __post_init__(self) -> None:
@@ -131,7 +132,7 @@ class ScriptedPeer:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[ScriptedPeer]:
-        """Listens, on the same port as before where there was one."""
+        """Listen, on the previous port if there is one."""
         with socket.create_server(("127.0.0.1", self.port)) as listener:
             listener.setblocking(False)
             self.port = listener.getsockname()[1]
@@ -140,8 +141,8 @@ class ScriptedPeer:
                 yield self
                 tasks.cancel_scope.cancel()
 
-    def hang_up(self) -> None:
-        """Close every connection, as a peer does that ends."""
+    def disconnect(self) -> None:
+        """Close every connection, as a peer does when it exits."""
         for channel in self._channels:
             channel._socket.shutdown(socket.SHUT_RDWR)
 
@@ -153,7 +154,7 @@ class ScriptedPeer:
             tasks.start_soon(self._serve, connected)
 
     async def _serve(self, connected: socket.socket) -> None:
-        self.asked["connections"] += 1
+        self.requests["connections"] += 1
         if self.credentials is not None:
             try:
                 connected = await self.credentials.accept(connected)
@@ -163,39 +164,39 @@ class ScriptedPeer:
         self._channels.add(channel)
         self.connections += 1
         reader = FrameReader()
-        mine: list[int] = []
+        own_grants: list[int] = []
         try:
             async with anyio.create_task_group() as tasks:
                 with suppress(ChannelError):
                     while True:
                         for body in reader.feed(await channel.receive()):
                             message = decode_from_client(body)
-                            tasks.start_soon(self._respond, channel, message, mine)
+                            tasks.start_soon(self._respond, channel, message, own_grants)
                             if isinstance(message, Hello) and message.purpose == "data":
                                 await self.serve_data(channel)
                 tasks.cancel_scope.cancel()
         finally:
-            for grant in mine:
+            for grant in own_grants:
                 self.granted.pop(grant, None)
             self._channels.discard(channel)
             self.connections -= 1
             channel.close()
 
     async def serve_data(self, channel: Channel) -> None:
-        """Until the connection ends."""
+        """Serve a data connection until it closes."""
         await channel.receive()
 
-    async def _respond(self, channel: Channel, message: Any, mine: list[int]) -> None:
-        self.asked[type(message).__name__] += 1
+    async def _respond(self, channel: Channel, message: Any, own_grants: list[int]) -> None:
+        self.requests[type(message).__name__] += 1
         await self.answering.wait()
-        answers = self.script(message)
-        if answers is None:
-            answers = [await self._usual(message, mine)]
+        replies = self.script(message)
+        if replies is None:
+            replies = [await self._default_reply(message, own_grants)]
         with suppress(ChannelError):
-            for answer in answers:
-                await channel.send(answer if isinstance(answer, bytes) else encode(answer))
+            for reply in replies:
+                await channel.send(reply if isinstance(reply, bytes) else encode(reply))
 
-    async def _usual(self, message: Any, mine: list[int]) -> Message:
+    async def _default_reply(self, message: Any, own_grants: list[int]) -> Message:
         match message:
             case Hello():
                 return Welcome(
@@ -205,38 +206,38 @@ class ScriptedPeer:
                 return Pong(ticket)
             case Contains(ticket, keys):
                 return Contained(ticket, [key in self.chunks for key in split_keys(keys)])
-            case LookUp():
-                return self.grant(message, mine)
+            case Lookup():
+                return self.grant(message, own_grants)
             case Await(ticket, grant, chunks):
                 await self.landed.wait()
-                there = self.granted.get(grant, {})
-                return Readable(ticket, [there.get(number) in self.chunks for number in chunks])
+                granted = self.granted.get(grant, {})
+                return Readable(ticket, [granted.get(number) in self.chunks for number in chunks])
             case Release(ticket, grant, chunks):
-                there = self.granted.get(grant, {})
-                stood = [there.pop(number, None) is not None for number in chunks]
-                if not there:
+                granted = self.granted.get(grant, {})
+                valid = [granted.pop(number, None) is not None for number in chunks]
+                if not granted:
                     self.granted.pop(grant, None)
-                return Released(ticket, all(stood))
+                return Released(ticket, all(valid))
         raise AssertionError(message)
 
     def length_of(self, key: ChunkKey) -> int:
         return len(self.chunks[key])
 
-    def grant(self, question: LookUp, mine: list[int]) -> Granted:
-        keys = split_keys(question.keys)
+    def grant(self, request: Lookup, own_grants: list[int]) -> Granted:
+        keys = split_keys(request.keys)
         positions = [at for at, key in enumerate(keys) if key in self.chunks]
-        if question.prefix:
+        if request.prefix:
             positions = [at for index, at in enumerate(positions) if at == index]
         positions.sort(key=lambda at: keys[at] in self.late)
         if not positions:
-            return Granted(question.ticket, NO_GRANT, [], [], [], 0)
+            return Granted(request.ticket, NO_GRANT, [], [], [], 0)
         number = next(self._numbers)
-        mine.append(number)
+        own_grants.append(number)
         self.granted[number] = {index: keys[at] for index, at in enumerate(positions)}
         asyncio.get_running_loop().call_later(self.lease, self.granted.pop, number, None)
         order = list(self.chunks)
         return Granted(
-            question.ticket,
+            request.ticket,
             number,
             positions,
             [order.index(keys[at]) << 24 for at in positions],
@@ -260,7 +261,7 @@ class ScriptedPeer:
 
 
 class MemoryTransport(Transport):
-    """Reads from scripted peers."""
+    """A transport that reads from scripted peers."""
 
     def __init__(self, peers: Sequence[ScriptedPeer], *, one_sided: bool = False) -> None:
         self._peers = {peer.name.encode(): peer for peer in peers}
@@ -304,7 +305,7 @@ class MemoryLink(Link):
         raise NotImplementedError
 
     async def close(self) -> None:
-        assert not self._calls, "closed while it reads"
+        assert not self._calls, "closed during a read"
         self._peer.links -= 1
 
 
@@ -315,23 +316,23 @@ async def reading_from(
     one_sided: bool = False,
     opened: bool = True,
     credentials: Credentials | None = None,
-    strangers: Sequence[ScriptedPeer] = (),
+    unauthenticated: Sequence[ScriptedPeer] = (),
     idle: float = 60.0,
     **more: Any,
 ) -> AsyncIterator[PeersBackend]:
-    """A backend whose peers these are, whether they serve yet or not; afterwards nothing of it is left.
+    """Open a backend with these configured peers, serving or not. Check on exit that nothing is leaked.
 
-    ``strangers`` are not named in its settings, and it can read from them all the same.
+    ``unauthenticated`` peers are not in its settings, but it can read from them.
     """
     settings = PeerSettings(
         others=[peer.address for peer in peers],
-        **{"secret": SECRET, "transport": "memory", "patience": PATIENCE} | more,
+        **{"secret": SECRET, "transport": "memory", "timeout": TIMEOUT} | more,
     )
-    transport = MemoryTransport([*peers, *strangers], one_sided=one_sided)
+    transport = MemoryTransport([*peers, *unauthenticated], one_sided=one_sided)
     backend = PeersBackend(
         TierSettings(name="peers", type="peers", write="never", deadline=deadline),
         settings,
-        credentials or OpenDoor(),  # type: ignore[arg-type]
+        credentials or NoAuthentication(),  # type: ignore[arg-type]
         transport,
         "here",
         idle=idle,
@@ -344,11 +345,11 @@ async def reading_from(
     finally:
         await backend.close()
         await transport.close()
-        assert all(not client.pace.under_way for client in backend.clients)
+        assert all(not client.pace.in_flight for client in backend.clients)
 
 
 async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    """Wait until something is so."""
+    """Wait until a condition is true."""
     with anyio.fail_after(seconds):
         while not condition():
             await anyio.sleep(0.005)

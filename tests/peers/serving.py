@@ -1,4 +1,4 @@
-"""A real server over a real cache, and clients that say byte for byte what a test tells them."""
+"""A real server over a real cache, and raw clients that send exactly what a test specifies."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import anyio
 import anyio.lowlevel
 
 from kvtier import Settings, TieredCache
-from kvtier.arena import Arena
+from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
-from kvtier.header import ChunkHeader, object_bytes
-from kvtier.keys import ChunkKey, join_keys
+from kvtier.memory.arena import Arena
+from kvtier.memory.header import ChunkHeader, object_bytes
+from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.peers.authentication import Credentials, receive_exactly, send_all
 from kvtier.peers.grants import GrantBook
 from kvtier.peers.protocol import (
     VERSION,
     Granted,
     Hello,
-    LookUp,
+    Lookup,
     Refused,
     Release,
     Released,
@@ -32,11 +33,10 @@ from kvtier.peers.protocol import (
 )
 from kvtier.peers.server import PeerServer
 from kvtier.plugins import Plugins
-from kvtier.settings_peer import PeerSettings
+from kvtier.settings.peer import PeerSettings
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.sockets.frames import Message, encode
 from kvtier.testing.backend import make_key, noise
-from kvtier.threads import WorkerThreads
 from kvtier.transports.base import Dial, Grants, Link, Transport, TransportSettings
 from tests.open_files import open_files
 
@@ -47,7 +47,7 @@ BUILT_IN = Plugins.load([])
 
 
 class NoTransport(Transport):
-    """Moves nothing."""
+    """A transport that moves nothing."""
 
     def __init__(self) -> None:
         super().__init__(TransportSettings(type="none"))
@@ -65,7 +65,7 @@ class NoTransport(Transport):
 
 
 class EchoTransport(NoTransport):
-    """Says on a data connection what it hears there."""
+    """Echoes the bytes of data connections."""
 
     serving = 0
 
@@ -79,53 +79,53 @@ class EchoTransport(NoTransport):
 
 
 class RawClient:
-    """One connection to a server. Says what it is told to, and nothing by itself."""
+    """One connection to a server. Sends nothing by itself."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self.socket = connected
 
-    async def say(self, *messages: Message | bytes) -> None:
-        joined = b"".join(message if isinstance(message, bytes) else encode(message) for message in messages)
-        await send_all(self.socket, joined)
+    async def send(self, *messages: Message | bytes) -> None:
+        data = b"".join(message if isinstance(message, bytes) else encode(message) for message in messages)
+        await send_all(self.socket, data)
 
-    async def hear(self) -> Any:
+    async def receive(self) -> Any:
         with anyio.fail_after(30):
             (length,) = struct.unpack("<I", await receive_exactly(self.socket, 4))
             return decode_from_server(await receive_exactly(self.socket, length))
 
-    async def ask(self, message: Message) -> Any:
-        await self.say(message)
-        return await self.hear()
+    async def request(self, message: Message) -> Any:
+        await self.send(message)
+        return await self.receive()
 
-    async def closed(self, seconds: float = 10) -> bytes:
-        """What still comes until the server closes."""
-        heard = bytearray()
+    async def read_to_end(self, seconds: float = 10) -> bytes:
+        """Return the remaining bytes until the server closes the connection."""
+        received = bytearray()
         with anyio.fail_after(seconds):
             try:
                 while True:
-                    heard += await receive_exactly(self.socket, 1)
+                    received += await receive_exactly(self.socket, 1)
             except ConnectionError:
-                return bytes(heard)
+                return bytes(received)
 
     async def look_up(self, keys: Sequence[ChunkKey], *, prefix: bool = True, ticket: int = 1) -> Granted:
-        granted = await self.ask(LookUp(ticket, join_keys(keys), prefix))
+        granted = await self.request(Lookup(ticket, join_keys(keys), prefix))
         assert isinstance(granted, Granted)
         assert granted.ticket == ticket
         return granted
 
     async def release(self, granted: Granted, chunks: Sequence[int] | None = None) -> bool:
         every = range(len(granted.positions))
-        released = await self.ask(Release(2, granted.grant, list(every if chunks is None else chunks)))
+        released = await self.request(Release(2, granted.grant, list(every if chunks is None else chunks)))
         assert isinstance(released, Released)
-        return released.stood
+        return released.valid
 
     def close(self) -> None:
         self.socket.close()
 
 
-class Door:
-    """An open cache that serves peers."""
+class ServedCache:
+    """An open cache, and the server through which peers read it."""
 
     def __init__(
         self, cache: TieredCache, server: PeerServer, grants: GrantBook, settings: PeerSettings
@@ -133,15 +133,15 @@ class Door:
         self.cache = cache
         self.server = server
         self.grants = grants
-        self.credentials = Credentials.of(settings)
-        self.hop = WorkerThreads(4)
+        self.credentials = Credentials.from_settings(settings)
+        self.executor = WorkerThreads(4)
         self.sockets: list[socket.socket] = []
-        """Of clients: closed at the end."""
-        self.kept: list[socket.socket] = []
-        """Those that a test closes itself, later."""
+        """Client sockets, closed at the end."""
+        self.unmanaged_sockets: list[socket.socket] = []
+        """Client sockets that the test closes itself."""
 
     def store(self, *numbers: int) -> list[ChunkKey]:
-        """Chunks in memory, whole and without a checksum."""
+        """Store whole chunks in memory, without checksums."""
         keys = [make_key(number) for number in numbers]
         reservations = []
         for key in keys:
@@ -153,23 +153,23 @@ class Door:
         return keys
 
     async def store_many(self, count: int) -> list[ChunkKey]:
-        """The chunks 1 to ``count``, and others get their turn meanwhile."""
+        """Store chunks 1 to ``count``, and yield to other tasks in between."""
         keys = []
         for number in range(1, count + 1):
             keys += self.store(number)
             await anyio.lowlevel.checkpoint()
         return keys
 
-    async def dial(self) -> socket.socket:
-        """Connected, and nothing said."""
+    async def connect(self) -> socket.socket:
+        """Connect without sending anything."""
         raw = socket.socket()
         raw.setblocking(False)
         self.sockets.append(raw)
         await _connect(raw, self.server.address)
         return raw
 
-    async def authenticated(self, credentials: Credentials | None = None) -> socket.socket:
-        """Connected and let in; raises what the client's side raises."""
+    async def connect_authenticated(self, credentials: Credentials | None = None) -> socket.socket:
+        """Connect and authenticate. Raises what the client side raises."""
         chosen = credentials or self.credentials
         deadline = Deadline(10)
         connection = chosen.connection(socket.AF_INET, "127.0.0.1")
@@ -180,7 +180,7 @@ class Door:
                 chosen.prove_to_server(connection)
 
         try:
-            await self.hop(lambda: prove(connection))
+            await self.executor(lambda: prove(connection))
         except BaseException:
             connection.close()
             raise
@@ -189,19 +189,19 @@ class Door:
         return connected
 
     async def client(self, purpose: Any = "control", version: int = VERSION) -> RawClient:
-        """One that was let in and has said Hello."""
-        client = RawClient(await self.authenticated())
-        welcome = await client.ask(Hello(version, "a test", purpose))
+        """Connect, authenticate and exchange Hello and Welcome."""
+        client = RawClient(await self.connect_authenticated())
+        welcome = await client.request(Hello(version, "a test", purpose))
         assert isinstance(welcome, Welcome), welcome
         return client
 
     async def refusal(self, message: Message | bytes) -> str:
-        """Why the server goes no further with one that was let in."""
-        client = RawClient(await self.authenticated())
-        await client.say(message)
-        refused = await client.hear()
+        """Send a message on an authenticated connection; return why the server refuses it."""
+        client = RawClient(await self.connect_authenticated())
+        await client.send(message)
+        refused = await client.receive()
         assert isinstance(refused, Refused)
-        assert not await client.closed()
+        assert not await client.read_to_end()
         return refused.reason
 
     def refused(self) -> dict[str, int]:
@@ -209,10 +209,10 @@ class Door:
         assert isinstance(refused, dict)
         return refused
 
-    async def at_rest(self) -> None:
-        """Wait until nobody is connected, and check that nothing is promised or leased."""
+    async def wait_until_idle(self) -> None:
+        """Wait until all clients are disconnected, and check that nothing is promised or leased."""
         with anyio.fail_after(30):
-            while self.server.status()["connections"] or self.server.status()["strangers"]:
+            while self.server.status()["connections"] or self.server.status()["unauthenticated"]:
                 await anyio.sleep(0.005)
             while self.cache.pending_bytes or self.cache.status()["flights"]:
                 await anyio.sleep(0.005)
@@ -225,7 +225,7 @@ class Door:
         assert not self.cache.expecting.waiting
         assert self.grants.open == 0
         assert self.grants.promised == 0
-        assert not self.grants._times
+        assert not self.grants._refcounts
         assert not self.grants._slices
 
 
@@ -244,8 +244,8 @@ async def serving(
     checksum: bool = True,
     transport: Transport | None = None,
     **more: Any,
-) -> AsyncIterator[Door]:
-    """A cache of ``ram`` chunks in memory that serves peers. Afterwards nothing of it is left."""
+) -> AsyncIterator[ServedCache]:
+    """Open a cache of ``ram`` chunks in memory that serves peers. Check on exit that nothing is leaked."""
     tiers: list[dict[str, Any]] = [{"name": "ram", "type": "cpu", "capacity": ram * CHUNK}]
     if disk is not None:
         tiers.append({"name": "ssd", "type": "disk", "path": str(disk), "capacity": 4096 * CHUNK})
@@ -256,14 +256,14 @@ async def serving(
         grants = GrantBook(cache.arena, settings, one_sided=transport.one_sided)
         server = PeerServer(cache, settings, transport, grants, "there")
         async with server.serving():
-            door = Door(cache, server, grants, settings)
+            served = ServedCache(cache, server, grants, settings)
             try:
-                yield door
+                yield served
             finally:
-                for connected in door.sockets:
+                for connected in served.sockets:
                     connected.close()
-        await door.at_rest()
-    await until(lambda: open_descriptors() <= descriptors + len(door.kept))
+        await served.wait_until_idle()
+    await until(lambda: open_descriptors() <= descriptors + len(served.unmanaged_sockets))
 
 
 def open_descriptors() -> int:
@@ -271,7 +271,7 @@ def open_descriptors() -> int:
 
 
 async def until(condition: Any, seconds: float = 10) -> None:
-    """Wait until something is so."""
+    """Wait until a condition is true."""
     with anyio.fail_after(seconds):
         while not condition():
             await anyio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Who is let in and who is not, whichever side lies, and that nobody else is hurt by it."""
+"""Authentication of peers: which connections are accepted, and that a refused one disturbs no other."""
 
 from __future__ import annotations
 
@@ -14,207 +14,209 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError, SettingsError
 from kvtier.peers import authentication
 from kvtier.peers.authentication import Credentials, receive_exactly, send_all
 from kvtier.peers.handshake import OPENING_BYTES, PROOF_BYTES, Handshake, RefusedHandshake
 from kvtier.peers.protocol import VERSION, Hello, Ping, Pong, Refused
-from kvtier.settings_peer import PeerSettings
+from kvtier.settings.peer import PeerSettings
 from kvtier.sockets.connection import Connection, Deadline, ProtocolViolation
 from kvtier.sockets.frames import encode
 from kvtier.testing.backend import make_key
-from kvtier.threads import WorkerThreads
 
 from .authority import Authority
 from .serving import SECRET, RawClient, serving, until
 
 pytestmark = pytest.mark.anyio
 
-OTHER = "another secret altogether"
+OTHER_SECRET = "another secret altogether"
 
 
 def credentials(secret: str | None = SECRET, tls: dict[str, str] | None = None) -> Credentials:
-    return Credentials.of(PeerSettings.model_validate({"secret": secret, "tls": tls, "others": ["a:1"]}))
+    return Credentials.from_settings(
+        PeerSettings.model_validate({"secret": secret, "tls": tls, "others": ["a:1"]})
+    )
 
 
-def run(
+def run_handshake(
     client: Handshake, server: Handshake, change: Callable[[str, bytes], bytes] = lambda _, data: data
 ) -> None:
-    """Let two sides talk through somebody who may change what they say."""
+    """Run a handshake through a man in the middle, which may change the bytes."""
     to_server, to_client = change("client", client.opening), change("server", server.opening)
-    while client.wanted or server.wanted:
-        progress = False
-        while server.wanted and len(to_server) >= server.wanted:
-            data, to_server = to_server[: server.wanted], to_server[server.wanted :]
+    while client.needed or server.needed:
+        progressed = False
+        while server.needed and len(to_server) >= server.needed:
+            data, to_server = to_server[: server.needed], to_server[server.needed :]
             to_client += change("server", server.feed(data))
-            progress = True
-        while client.wanted and len(to_client) >= client.wanted:
-            data, to_client = to_client[: client.wanted], to_client[client.wanted :]
+            progressed = True
+        while client.needed and len(to_client) >= client.needed:
+            data, to_client = to_client[: client.needed], to_client[client.needed :]
             to_server += change("client", client.feed(data))
-            progress = True
-        assert progress, "both wait"
+            progressed = True
+        assert progressed, "deadlock"
     assert not to_server
     assert not to_client
 
 
-# The state machine, without I/O.
+# State machine, without I/O.
 
 
-def test_both_sides_that_know_the_secret_come_together() -> None:
-    run(Handshake("client", b"secret"), Handshake("server", b"secret"))
+def test_handshake_succeeds_with_same_secret() -> None:
+    run_handshake(Handshake("client", b"secret"), Handshake("server", b"secret"))
 
 
-def test_who_does_not_know_the_secret_is_found_out_by_the_server_first() -> None:
+def test_server_rejects_wrong_secret_before_client_does() -> None:
     client, server = Handshake("client", b"secret"), Handshake("server", b"other")
     with pytest.raises(RefusedHandshake, match=r"peer\.secret"):
-        run(client, server)
-    assert client.wanted == PROOF_BYTES, "it waits for a proof and has said nothing else"
+        run_handshake(client, server)
+    assert client.needed == PROOF_BYTES, "it waits for a proof and has sent nothing else"
 
 
 @given(st.data())
-def test_any_changed_bit_is_found_out(data: st.DataObject) -> None:
+def test_any_flipped_bit_is_refused(data: st.DataObject) -> None:
     side = data.draw(st.sampled_from(["client", "server"]))
     at = data.draw(st.integers(0, OPENING_BYTES + PROOF_BYTES - 1))
     bit = data.draw(st.integers(0, 7))
-    passed = {"client": 0, "server": 0}
+    passed_bytes = {"client": 0, "server": 0}
 
-    def flip(who: str, sent: bytes) -> bytes:
-        start = passed[who]
-        passed[who] += len(sent)
-        if who != side or not start <= at < start + len(sent):
+    def flip(sender: str, sent: bytes) -> bytes:
+        start = passed_bytes[sender]
+        passed_bytes[sender] += len(sent)
+        if sender != side or not start <= at < start + len(sent):
             return sent
         changed = bytearray(sent)
         changed[at - start] ^= 1 << bit
         return bytes(changed)
 
     with pytest.raises(RefusedHandshake):
-        run(Handshake("client", b"secret"), Handshake("server", b"secret"), flip)
+        run_handshake(Handshake("client", b"secret"), Handshake("server", b"secret"), flip)
 
 
-def test_no_proof_is_worth_anything_elsewhere() -> None:
-    said: list[bytes] = []
+def test_replayed_proof_is_refused() -> None:
+    sent: list[bytes] = []
 
-    def record(who: str, data: bytes) -> bytes:
-        if who == "client":
-            said.append(data)
+    def record(sender: str, data: bytes) -> bytes:
+        if sender == "client":
+            sent.append(data)
         return data
 
-    run(Handshake("client", b"secret"), Handshake("server", b"secret"), record)
+    run_handshake(Handshake("client", b"secret"), Handshake("server", b"secret"), record)
     server = Handshake("server", b"secret")
     with pytest.raises(RefusedHandshake, match="secret"):
-        feed_all(server, b"".join(said))
+        feed_all(server, b"".join(sent))
 
 
 def feed_all(side: Handshake, data: bytes) -> bytes:
     answers = b""
-    while side.wanted and len(data) >= side.wanted:
-        part, data = data[: side.wanted], data[side.wanted :]
+    while side.needed and len(data) >= side.needed:
+        part, data = data[: side.needed], data[side.needed :]
         answers += side.feed(part)
     return answers
 
 
-def test_a_mirror_is_no_peer() -> None:
+def test_echoed_opening_is_refused() -> None:
     client = Handshake("client", b"secret")
-    with pytest.raises(RefusedHandshake, match="mirror"):
+    with pytest.raises(RefusedHandshake, match="echoes"):
         feed_all(client, client.opening)
 
 
-def test_a_proof_cannot_be_sent_back() -> None:
-    """To the client its own proof, and to the server what another connection to it has proved."""
+def test_proof_cannot_be_reflected() -> None:
+    """Neither the client's own proof to the client, nor the proof of another connection to the server."""
     client, server = Handshake("client", b"secret"), Handshake("server", b"secret")
     proof = feed_all(client, server.opening)
     with pytest.raises(RefusedHandshake):
         client.feed(proof)
-    # An attacker has the server prove something to it by asking it in the role of the server.
+    # The attacker relays the opening of one server connection to another, to obtain a proof.
     first, second = Handshake("server", b"secret"), Handshake("server", b"secret")
-    assert feed_all(first, second.opening) == b"", "nobody is proved anything who has not proved himself"
+    assert feed_all(first, second.opening) == b"", "a server sends no proof before it has verified the peer's"
 
 
 @given(st.binary(min_size=6, max_size=200))
-def test_garbage_is_refused_in_words(data: bytes) -> None:
+def test_garbage_is_refused(data: bytes) -> None:
     for role in ("client", "server"):
         side = Handshake(role, b"secret")  # type: ignore[arg-type]
         with pytest.raises(RefusedHandshake):
             feed_all(side, data.ljust(OPENING_BYTES + PROOF_BYTES, b"\0"))
 
 
-def test_another_version_is_said_in_words() -> None:
+def test_version_mismatch_is_reported() -> None:
     other = bytearray(Handshake("server", b"secret").opening)
     other[6] += 1
     with pytest.raises(RefusedHandshake, match=f"version {VERSION + 1} .* version {VERSION}"):
         feed_all(Handshake("client", b"secret"), bytes(other))
 
 
-def test_only_what_is_wanted_may_be_fed() -> None:
-    with pytest.raises(ValueError, match="wanted"):
+def test_feed_requires_exact_length() -> None:
+    with pytest.raises(ValueError, match="expected"):
         Handshake("client", b"secret").feed(b"")
 
 
-# Over sockets, against a server that serves.
+# Over sockets, against a running server.
 
 
-async def test_a_wrong_secret_is_refused_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    async with serving() as door:
+async def test_wrong_secret_is_refused_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as served:
         for _ in range(5):
-            with pytest.raises(PeerError, match=r"peer\.secret is another one there"):
-                await door.authenticated(credentials(OTHER))
-        await until(lambda: door.refused() == {"wrong secret": 5})
+            with pytest.raises(PeerError, match=r"its peer\.secret differs"):
+                await served.connect_authenticated(credentials(OTHER_SECRET))
+        await until(lambda: served.refused() == {"wrong secret": 5})
         warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert len(warnings) == 1
         assert "127.0.0.1 port" in warnings[0]
         assert SECRET not in caplog.text
-        assert OTHER not in caplog.text
-        await door.client()
+        assert OTHER_SECRET not in caplog.text
+        await served.client()
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-async def test_a_refusal_tells_nothing(recorded: bool) -> None:
-    """Whatever is wrong with a proof, what comes back is the server's opening and the end."""
-    async with serving() as door:
-        raw = RawClient(await door.dial())
+async def test_refusal_sends_no_reason(recorded: bool) -> None:
+    """After a wrong proof the server closes, without any bytes beyond its opening."""
+    async with serving() as served:
+        raw = RawClient(await served.connect())
         side = Handshake("client", SECRET.encode())
         theirs = await receive_exactly(raw.socket, OPENING_BYTES)
         proof = bytes(PROOF_BYTES)
         if recorded:
             proof = feed_all(Handshake("client", SECRET.encode()), theirs)
-        await raw.say(side.opening, proof)
-        assert await raw.closed() == b""
+        await raw.send(side.opening, proof)
+        assert await raw.read_to_end() == b""
 
 
-async def test_a_server_that_does_not_know_the_secret_hears_nothing() -> None:
-    heard = await heard_by(_pretend_without_secret)
-    assert len(heard) == OPENING_BYTES + PROOF_BYTES
+async def test_server_without_secret_receives_only_opening_and_proof() -> None:
+    received = await received_by(_impersonate_without_secret)
+    assert len(received) == OPENING_BYTES + PROOF_BYTES
 
 
-async def _pretend_without_secret(connected: socket.socket) -> bytes:
+async def _impersonate_without_secret(connected: socket.socket) -> bytes:
     await send_all(connected, Handshake("server", b"").opening)
-    heard = await receive_exactly(connected, OPENING_BYTES + PROOF_BYTES)
+    received = await receive_exactly(connected, OPENING_BYTES + PROOF_BYTES)
     await send_all(connected, bytes(PROOF_BYTES))
-    return heard
+    return received
 
 
-async def _mirror(connected: socket.socket) -> bytes:
-    heard = await receive_exactly(connected, OPENING_BYTES)
-    await send_all(connected, heard)
-    return heard
+async def _echo(connected: socket.socket) -> bytes:
+    received = await receive_exactly(connected, OPENING_BYTES)
+    await send_all(connected, received)
+    return received
 
 
-async def _speak_http(connected: socket.socket) -> bytes:
+async def _reply_http(connected: socket.socket) -> bytes:
     await send_all(connected, b"HTTP/1.1 400 Bad Request\r\n\r\n".ljust(200))
     return await receive_exactly(connected, OPENING_BYTES)
 
 
-async def test_a_mirror_hears_no_proof() -> None:
-    assert len(await heard_by(_mirror)) == OPENING_BYTES
+async def test_echoing_server_receives_no_proof() -> None:
+    assert len(await received_by(_echo)) == OPENING_BYTES
 
 
-async def test_another_protocol_hears_no_proof() -> None:
-    assert len(await heard_by(_speak_http)) == OPENING_BYTES
+async def test_http_server_receives_no_proof() -> None:
+    assert len(await received_by(_reply_http)) == OPENING_BYTES
 
 
-async def heard_by(pretend: Callable[[socket.socket], Awaitable[bytes]]) -> bytes:
-    """All that a client says to one that only pretends to be a server."""
-    hop = WorkerThreads(1)
+async def received_by(impersonate: Callable[[socket.socket], Awaitable[bytes]]) -> bytes:
+    """Return all bytes that a client sends to an impostor of a server."""
+    executor = WorkerThreads(1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         errors: list[Exception] = []
@@ -230,54 +232,54 @@ async def heard_by(pretend: Callable[[socket.socket], Awaitable[bytes]]) -> byte
             finally:
                 connection.close()
 
-        done = hop(connect)
+        done = executor(connect)
         listener.setblocking(False)
         await anyio.wait_readable(listener)
         connected, _ = listener.accept()
         with connected:
             connected.setblocking(False)
-            heard = await pretend(connected)
+            received = await impersonate(connected)
             try:
                 while True:
-                    heard += await receive_exactly(connected, 1)
+                    received += await receive_exactly(connected, 1)
             except ConnectionError:
                 pass
         await done
-    hop.close()
+    executor.close()
     assert len(errors) == 1
-    return heard
+    return received
 
 
-async def test_silence_and_drops_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unresponsive_and_slow_clients_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(authentication, "ACCEPT_SECONDS", 0.5)
-    async with serving() as door:
-        silent = RawClient(await door.dial())
-        dripping = RawClient(await door.dial())
+    async with serving() as served:
+        unresponsive = RawClient(await served.connect())
+        slow = RawClient(await served.connect())
         opening = Handshake("client", SECRET.encode()).opening
 
-        async def drip() -> None:
+        async def send_slowly() -> None:
             for at in range(len(opening)):
-                await dripping.say(opening[at : at + 1])
+                await slow.send(opening[at : at + 1])
                 await anyio.sleep(0.05)
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(drip)
-            assert len(await silent.closed()) == OPENING_BYTES
-            assert len(await dripping.closed()) == OPENING_BYTES
+            tasks.start_soon(send_slowly)
+            assert len(await unresponsive.read_to_end()) == OPENING_BYTES
+            assert len(await slow.read_to_end()) == OPENING_BYTES
             tasks.cancel_scope.cancel()
-        assert door.refused() == {"too slow": 2}
+        assert served.refused() == {"too slow": 2}
 
 
-async def test_two_hundred_that_say_nothing_keep_nobody_out() -> None:
-    async with serving() as door:
-        strangers = [await door.dial() for _ in range(200)]
-        await until(lambda: door.refused().get("too many strangers", 0) >= 136)
-        assert door.server.status()["strangers"] == 64
-        client = await door.client()
-        assert await client.ask(Ping(1)) == Pong(1)
-        for stranger in strangers:
-            stranger.close()
-        await until(lambda: not door.server.status()["strangers"])
+async def test_idle_unauthenticated_connections_do_not_block_clients() -> None:
+    async with serving() as served:
+        unauthenticated = [await served.connect() for _ in range(200)]
+        await until(lambda: served.refused().get("too many strangers", 0) >= 136)
+        assert served.server.status()["unauthenticated"] == 64
+        client = await served.client()
+        assert await client.request(Ping(1)) == Pong(1)
+        for connected in unauthenticated:
+            connected.close()
+        await until(lambda: not served.server.status()["unauthenticated"])
 
 
 @pytest.mark.parametrize(
@@ -289,162 +291,162 @@ async def test_two_hundred_that_say_nothing_keep_nobody_out() -> None:
         b"\x16\x03\x01" + b"x" * 500,
     ],
 )
-async def test_garbage_is_hung_up_on(garbage: bytes) -> None:
-    async with serving() as door:
-        raw = RawClient(await door.dial())
-        await raw.say(garbage)
-        assert len(await raw.closed()) in (0, OPENING_BYTES)
-        assert sum(door.refused().values()) == 1
+async def test_garbage_closes_connection(garbage: bytes) -> None:
+    async with serving() as served:
+        raw = RawClient(await served.connect())
+        await raw.send(garbage)
+        assert len(await raw.read_to_end()) in (0, OPENING_BYTES)
+        assert sum(served.refused().values()) == 1
 
 
-async def test_hello_without_proof_is_never_read() -> None:
-    async with serving(checksum=False) as door:
-        raw = RawClient(await door.dial())
-        await raw.say(encode(Hello(VERSION, "a liar", "control")).ljust(OPENING_BYTES + PROOF_BYTES))
-        assert len(await raw.closed()) in (0, OPENING_BYTES)
-        assert door.server.status()["asked"] == {}
+async def test_hello_before_proof_is_not_read() -> None:
+    async with serving(checksum=False) as served:
+        raw = RawClient(await served.connect())
+        await raw.send(encode(Hello(VERSION, "a liar", "control")).ljust(OPENING_BYTES + PROOF_BYTES))
+        assert len(await raw.read_to_end()) in (0, OPENING_BYTES)
+        assert served.server.status()["asked"] == {}
 
 
-async def test_a_handshake_that_was_listened_to_opens_nothing() -> None:
-    """Everything that a client has said is said again, on a connection of its own."""
-    async with serving(checksum=False) as door:
-        first = RawClient(await door.dial())
+async def test_replayed_handshake_is_refused() -> None:
+    """Replay all bytes of a client on another connection."""
+    async with serving(checksum=False) as served:
+        first = RawClient(await served.connect())
         side = Handshake("client", SECRET.encode())
-        said = side.opening
+        sent = side.opening
         proof = feed_all(side, await receive_exactly(first.socket, OPENING_BYTES))
-        said += proof + encode(Hello(VERSION, "a test", "control"))
-        await first.say(said)
+        sent += proof + encode(Hello(VERSION, "a test", "control"))
+        await first.send(sent)
         feed_all(side, await receive_exactly(first.socket, PROOF_BYTES))
-        assert (await first.hear()).instance == "there"
-        again = RawClient(await door.dial())
-        await again.say(said)
-        assert len(await again.closed()) in (0, OPENING_BYTES)
-        assert door.refused() == {"wrong secret": 1}
+        assert (await first.receive()).instance == "there"
+        again = RawClient(await served.connect())
+        await again.send(sent)
+        assert len(await again.read_to_end()) in (0, OPENING_BYTES)
+        assert served.refused() == {"wrong secret": 1}
 
 
-async def test_who_stops_in_the_middle_is_let_go() -> None:
-    async with serving() as door:
+async def test_client_that_disconnects_during_handshake_is_released() -> None:
+    async with serving() as served:
         opening = Handshake("client", b"secret").opening
         for length in (0, 3, 6, 20, OPENING_BYTES, OPENING_BYTES + 5):
-            raw = RawClient(await door.dial())
-            await raw.say(opening.ljust(OPENING_BYTES + 5)[:length])
+            raw = RawClient(await served.connect())
+            await raw.send(opening.ljust(OPENING_BYTES + 5)[:length])
             raw.close()
-        await until(lambda: not door.server.status()["strangers"])
-        assert door.refused() == {}
+        await until(lambda: not served.server.status()["unauthenticated"])
+        assert served.refused() == {}
 
 
 # TLS.
 
 
-async def ping(door: Any, chosen: Credentials) -> None:
-    client = RawClient(await door.authenticated(chosen))
-    await client.ask(Hello(VERSION, "a test", "control"))
-    assert await client.ask(Ping(1)) == Pong(1)
+async def ping(served: Any, chosen: Credentials) -> None:
+    client = RawClient(await served.connect_authenticated(chosen))
+    await client.request(Hello(VERSION, "a test", "control"))
+    assert await client.request(Ping(1)) == Pong(1)
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
-async def test_certificates_of_one_authority_let_in(tmp_path: Path, secret: str | None) -> None:
+async def test_certificates_of_same_authority_are_accepted(tmp_path: Path, secret: str | None) -> None:
     authority = Authority(tmp_path, "authority")
     async with serving(
         secret=secret, tls=authority.sign("server"), checksum=False, ram=4000, share=1
-    ) as door:
+    ) as served:
         chosen = credentials(secret, authority.sign("client"))
-        client = RawClient(await door.authenticated(chosen))
+        client = RawClient(await served.connect_authenticated(chosen))
         assert isinstance(client.socket, ssl.SSLSocket)
         assert client.socket.version() == "TLSv1.3"
-        await client.ask(Hello(VERSION, "a test", "control"))
-        keys = await door.store_many(1500)
+        await client.request(Hello(VERSION, "a test", "control"))
+        keys = await served.store_many(1500)
         granted = await client.look_up(keys)
-        assert len(granted.positions) == 1500, "many records there and back"
+        assert len(granted.positions) == 1500, "many TLS records in both directions"
         assert (await client.look_up([make_key(0)])).positions == []
-        await ping(door, chosen)
+        await ping(served, chosen)
 
 
-async def test_a_secret_is_wanted_beside_certificates(tmp_path: Path) -> None:
+async def test_secret_is_required_besides_certificates(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "authority")
-    async with serving(tls=authority.sign("server")) as door:
-        for secret in (OTHER, None):
+    async with serving(tls=authority.sign("server")) as served:
+        for secret in (OTHER_SECRET, None):
             with pytest.raises(PeerError, match="secret"):
-                await door.authenticated(credentials(secret, authority.sign("client")))
-        assert door.refused() == {"wrong secret": 2}
+                await served.connect_authenticated(credentials(secret, authority.sign("client")))
+        assert served.refused() == {"wrong secret": 2}
 
 
-async def test_a_foreign_certificate_is_refused_by_both_sides(tmp_path: Path) -> None:
+async def test_foreign_certificate_is_refused_by_both_sides(tmp_path: Path) -> None:
     ours, foreign = Authority(tmp_path / "ours", "ours"), Authority(tmp_path / "foreign", "foreign")
-    async with serving(secret=None, tls=ours.sign("server")) as door:
-        stranger = foreign.sign("stranger")
+    async with serving(secret=None, tls=ours.sign("server")) as served:
+        foreign_files = foreign.sign("stranger")
         with pytest.raises(PeerError, match="authority"):
-            await door.authenticated(credentials(None, stranger))
-        believing = {**stranger, "authority": str(ours.certificate)}
+            await served.connect_authenticated(credentials(None, foreign_files))
+        mixed_files = {**foreign_files, "authority": str(ours.certificate)}
         with pytest.raises(PeerError, match="certificate"):
-            await door.authenticated(credentials(None, believing))
-        await until(lambda: sum(door.refused().values()) == 2)
-        assert door.refused()["wrong certificate"] == 1
-        await ping(door, credentials(None, ours.sign("client")))
+            await served.connect_authenticated(credentials(None, mixed_files))
+        await until(lambda: sum(served.refused().values()) == 2)
+        assert served.refused()["wrong certificate"] == 1
+        await ping(served, credentials(None, ours.sign("client")))
 
 
-async def test_an_expired_certificate_is_refused_by_both_sides(tmp_path: Path) -> None:
+async def test_expired_certificate_is_refused_by_both_sides(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "authority")
     expired, good = authority.sign("expired", days=-1), authority.sign("good")
-    async with serving(secret=None, tls=good) as door:
+    async with serving(secret=None, tls=good) as served:
         with pytest.raises(PeerError, match="certificate"):
-            await door.authenticated(credentials(None, expired))
-        await until(lambda: door.refused() == {"wrong certificate": 1})
-    async with serving(secret=None, tls=expired) as door:
+            await served.connect_authenticated(credentials(None, expired))
+        await until(lambda: served.refused() == {"wrong certificate": 1})
+    async with serving(secret=None, tls=expired) as served:
         with pytest.raises(PeerError, match="expired"):
-            await door.authenticated(credentials(None, good))
+            await served.connect_authenticated(credentials(None, good))
 
 
-async def test_no_certificate_is_refused(tmp_path: Path) -> None:
+async def test_missing_certificate_is_refused(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "authority")
-    bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    bare.check_hostname = False
-    bare.load_verify_locations(authority.certificate)
-    async with serving(secret=None, tls=authority.sign("server")) as door:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(authority.certificate)
+    async with serving(secret=None, tls=authority.sign("server")) as served:
         with pytest.raises(PeerError, match="certificate"):
-            await door.authenticated(Credentials(b"", bare, None))
-        await until(lambda: door.refused() == {"wrong certificate": 1})
+            await served.connect_authenticated(Credentials(b"", context, None))
+        await until(lambda: served.refused() == {"wrong certificate": 1})
 
 
 async def test_older_tls_is_refused(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "authority")
     files = authority.sign("client")
-    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    old.check_hostname = False
-    old.maximum_version = ssl.TLSVersion.TLSv1_2
-    old.load_verify_locations(files["authority"])
-    old.load_cert_chain(files["certificate"], files["key"])
-    async with serving(secret=None, tls=authority.sign("server")) as door:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.load_verify_locations(files["authority"])
+    context.load_cert_chain(files["certificate"], files["key"])
+    async with serving(secret=None, tls=authority.sign("server")) as served:
         with pytest.raises(PeerError):
-            await door.authenticated(Credentials(b"", old, None))
-        await until(lambda: sum(door.refused().values()) == 1)
+            await served.connect_authenticated(Credentials(b"", context, None))
+        await until(lambda: sum(served.refused().values()) == 1)
 
 
-async def test_tls_on_one_side_alone_is_said_in_words(tmp_path: Path) -> None:
+async def test_tls_on_one_side_only_is_reported(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "authority")
-    async with serving(tls=authority.sign("server")) as door:
+    async with serving(tls=authority.sign("server")) as served:
         with pytest.raises(PeerError, match=r"peer\.tls"):
-            await door.authenticated(credentials())
-    async with serving() as door:
+            await served.connect_authenticated(credentials())
+    async with serving() as served:
         with pytest.raises(PeerError, match=r"peer\.tls on both sides"):
-            await door.authenticated(credentials(SECRET, authority.sign("client")))
+            await served.connect_authenticated(credentials(SECRET, authority.sign("client")))
 
 
-async def test_silence_in_the_tls_handshake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stalled_tls_handshake_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(authentication, "ACCEPT_SECONDS", 0.3)
     authority = Authority(tmp_path, "authority")
-    async with serving(secret=None, tls=authority.sign("server")) as door:
-        raw = RawClient(await door.dial())
-        await raw.say(b"\x16\x03\x01\x02\x00\x01")
-        await raw.closed()
-        assert door.refused() == {"too slow": 1}
+    async with serving(secret=None, tls=authority.sign("server")) as served:
+        raw = RawClient(await served.connect())
+        await raw.send(b"\x16\x03\x01\x02\x00\x01")
+        await raw.read_to_end()
+        assert served.refused() == {"too slow": 1}
 
 
-async def test_refusals_over_tls_are_in_words(tmp_path: Path) -> None:
+async def test_refusal_over_tls_is_received(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "authority")
-    async with serving(secret=None, tls=authority.sign("server")) as door:
-        client = RawClient(await door.authenticated(credentials(None, authority.sign("client"))))
-        assert isinstance(await client.ask(Hello(VERSION + 1, "new", "control")), Refused)
+    async with serving(secret=None, tls=authority.sign("server")) as served:
+        client = RawClient(await served.connect_authenticated(credentials(None, authority.sign("client"))))
+        assert isinstance(await client.request(Hello(VERSION + 1, "new", "control")), Refused)
 
 
 # Settings.
@@ -452,7 +454,7 @@ async def test_refusals_over_tls_are_in_words(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["certificate", "key", "authority"])
 @pytest.mark.parametrize("damage", ["missing", "garbage"])
-def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, damage: str) -> None:
+def test_unusable_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
     files = Authority(tmp_path, "authority").sign("peer")
     path = Path(files[name])
     if damage == "missing":
@@ -463,14 +465,14 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, damage: 
         credentials(None, files)
 
 
-def test_a_key_of_another_certificate_is_said_in_words(tmp_path: Path) -> None:
+def test_key_of_another_certificate_is_reported(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "authority")
     files = {**authority.sign("peer"), "key": authority.sign("other")["key"]}
     with pytest.raises(SettingsError, match=r"peer\.tls\.key"):
         credentials(None, files)
 
 
-def test_a_key_with_a_password_is_not_asked_for(tmp_path: Path) -> None:
+def test_encrypted_key_is_refused_without_prompt(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "authority")
     files = authority.sign("peer")
     authority._run(
@@ -480,12 +482,12 @@ def test_a_key_with_a_password_is_not_asked_for(tmp_path: Path) -> None:
         credentials(None, {**files, "key": files["key"] + "x"})
 
 
-def test_neither_secret_nor_certificate() -> None:
+def test_secret_or_certificate_is_required() -> None:
     with pytest.raises(SettingsError, match=r"peer\.secret or peer\.tls"):
-        Credentials.of(PeerSettings())
+        Credentials.from_settings(PeerSettings())
 
 
-def test_a_connection_with_something_left_is_not_handed_over() -> None:
+def test_detach_refuses_buffered_bytes() -> None:
     ours, theirs = socket.socketpair()
     connection = Connection(socket.AF_UNIX)
     connection._socket.close()

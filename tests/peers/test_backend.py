@@ -1,4 +1,4 @@
-"""What several peers hold together, over real sockets: looked up, promised, read, shared, routed around."""
+"""``PeersBackend`` over real sockets: lookups, promises, reads, load sharing and failover."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import anyio.lowlevel
 import pytest
 
 from kvtier.backends.base import GetItem, Outcome, SupportsPrefix
-from kvtier.backends.guarded import GuardedBackend
-from kvtier.backends.sealed import SealedBackend
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.protocol import Release
 from kvtier.testing.backend import blank, is_stained, make_key, stain
 from kvtier.testing.cancelling import Through, cancelled_at
+from kvtier.tiers.breaker import GuardedBackend
+from kvtier.tiers.sealed import SealedBackend
 
 from .scripted import CHUNK, ScriptedPeer, reading_from, until, value
 
@@ -37,18 +37,18 @@ def blanks(numbers: Sequence[int], length: int = CHUNK) -> list[GetItem]:
     return [(make_key(number), blank(length)) for number in numbers]
 
 
-def assert_right(items: Sequence[GetItem]) -> None:
+def assert_intact(items: Sequence[GetItem]) -> None:
     assert all(bytes(view) == value(key, len(view)) for key, view in items)
 
 
 async def connected(backend: PeersBackend, count: int | None = None) -> None:
-    """Wait until so many peers, or all, can be asked."""
-    wanted = len(backend.clients) if count is None else count
-    await until(lambda: sum(client.source is not None for client in backend.clients) == wanted)
+    """Wait until ``count`` peers, or all, are connected."""
+    expected = len(backend.clients) if count is None else count
+    await until(lambda: sum(client.source is not None for client in backend.clients) == expected)
 
 
 class Trio:
-    """Three scripted peers that serve for as long as a test lasts."""
+    """Three serving scripted peers."""
 
     def __init__(self) -> None:
         self.peers = [ScriptedPeer(name) for name in ("first", "second", "third")]
@@ -66,42 +66,42 @@ class Trio:
 # One peer.
 
 
-async def test_what_is_looked_up_is_read_and_given_back() -> None:
+async def test_looked_up_chunks_are_read_and_released() -> None:
     async with ScriptedPeer().hold(*range(5)).serving() as peer:
         async with reading_from(peer) as backend:
             assert isinstance(backend, SupportsPrefix)
-            # Right after the start: the first question waits for the connection.
+            # Right after the start: the first lookup waits for the connection.
             assert await backend.held_prefix(keys_of(range(9))) == 5
             assert peer.open_chunks == 5
             items = blanks(range(5))
             assert await backend.get(items) == [OK] * 5
-            assert_right(items)
+            assert_intact(items)
             assert peer.read_calls == 1, "a batch is one call"
-            assert peer.asked["LookUp"] == 1, "what is promised is not asked for again"
+            assert peer.requests["Lookup"] == 1, "promised chunks are not looked up again"
             await until(lambda: not peer.open_chunks)
-            assert peer.asked["Release"] == 1, "releases go together"
+            assert peer.requests["Release"] == 1, "releases are batched"
         await until(lambda: not peer.connections)
 
 
-async def test_what_nobody_promised_is_asked_for() -> None:
+async def test_get_without_promise_sends_lookup() -> None:
     async with ScriptedPeer().hold(1, 3).serving() as peer, reading_from(peer) as backend:
         items = blanks([1, 2, 3])
         assert await backend.get(items) == [OK, MISS, OK]
-        assert_right([items[0], items[2]])
-        assert peer.asked["LookUp"] == 1
+        assert_intact([items[0], items[2]])
+        assert peer.requests["Lookup"] == 1
         await until(lambda: not peer.open_chunks)
 
 
-async def test_contains_asks_all() -> None:
+async def test_contains_queries_all_peers() -> None:
     async with Trio() as peers, reading_from(*peers) as backend:
         for number, peer in enumerate(peers):
             peer.hold(number)
         assert await backend.contains(keys_of(range(4))) == [True, True, True, False]
         assert await backend.contains([]) == []
-        assert not any(peer.asked["LookUp"] for peer in peers)
+        assert not any(peer.requests["Lookup"] for peer in peers)
 
 
-async def test_nothing_is_stored_at_a_peer_nor_deleted() -> None:
+async def test_put_and_delete_do_not_change_peers() -> None:
     async with ScriptedPeer().hold(1).serving() as peer, reading_from(peer) as backend:
         assert await backend.put(blanks([1, 2])) == [FULL, FULL]
         await backend.delete(keys_of([1]))
@@ -110,7 +110,7 @@ async def test_nothing_is_stored_at_a_peer_nor_deleted() -> None:
         assert await backend.held_prefix([]) == 0
 
 
-async def test_another_length_is_a_miss() -> None:
+async def test_length_mismatch_is_a_miss() -> None:
     async with ScriptedPeer().hold(1, 2).serving() as peer, reading_from(peer) as backend:
         items = [
             (make_key(1), blank(CHUNK - 1)),
@@ -124,28 +124,28 @@ async def test_another_length_is_a_miss() -> None:
         await until(lambda: not peer.open_chunks)
 
 
-async def test_chunks_on_their_way_up_hold_up_no_others() -> None:
+async def test_chunks_in_flight_do_not_delay_ready_ones() -> None:
     peer = ScriptedPeer(late=frozenset(keys_of([0, 2])), landed=anyio.Event()).hold(*range(4))
     async with peer.serving(), reading_from(peer) as backend:
         assert await backend.held_prefix(keys_of(range(4))) == 4
         items = blanks(range(4))
         async with anyio.create_task_group() as tasks:
-            answers: list[Outcome] = []
+            outcomes: list[Outcome] = []
 
             async def get() -> None:
-                answers.extend(await backend.get(items))
+                outcomes.extend(await backend.get(items))
 
             tasks.start_soon(get)
-            await until(lambda: peer.asked["Await"] and peer.reads == Counter(keys_of([1, 3])))
-            assert not answers
+            await until(lambda: peer.requests["Await"] and peer.reads == Counter(keys_of([1, 3])))
+            assert not outcomes
             peer.landed.set()
-        assert answers == [OK] * 4
-        assert_right(items)
+        assert outcomes == [OK] * 4
+        assert_intact(items)
         assert peer.read_calls == 2
         await until(lambda: not peer.open_chunks)
 
 
-async def test_what_never_arrives_is_a_miss() -> None:
+async def test_chunk_that_never_becomes_readable_is_a_miss() -> None:
     peer = ScriptedPeer(late=frozenset(keys_of([1]))).hold(0, 1)
     async with peer.serving(), reading_from(peer) as backend:
         assert await backend.held_prefix(keys_of([0, 1])) == 2
@@ -154,27 +154,27 @@ async def test_what_never_arrives_is_a_miss() -> None:
         await until(lambda: not peer.open_chunks)
 
 
-async def test_a_promise_about_to_end_is_not_used() -> None:
+async def test_promise_about_to_expire_is_not_used() -> None:
     async with ScriptedPeer(lease=0.6).hold(1, 2).serving() as peer, reading_from(peer) as backend:
         assert await backend.held_prefix(keys_of([1, 2])) == 2
         await until(lambda: not backend.status()[0]["promises"])
         items = blanks([1, 2])
         assert await backend.get(items) == [OK, OK]
-        assert_right(items)
-        assert peer.asked["LookUp"] == 2, "not asked again"
+        assert_intact(items)
+        assert peer.requests["Lookup"] == 2, "no second lookup"
 
 
-async def test_a_grant_that_is_over_is_asked_for_again() -> None:
-    """The peer has dropped its grants without a word: what was promised misses, and is promised anew."""
+async def test_expired_grant_is_requested_again() -> None:
+    """The peer drops its grants without notice: reads of promised chunks miss, and request a new grant."""
     async with ScriptedPeer().hold(1, 2).serving() as peer, reading_from(peer) as backend:
         assert await backend.held_prefix(keys_of([1, 2])) == 2
         peer.granted.clear()
         items = blanks([1, 2])
         assert await backend.get(items) == [OK, OK]
-        assert_right(items)
+        assert_intact(items)
 
 
-async def test_a_later_promise_replaces_an_earlier() -> None:
+async def test_later_promise_replaces_earlier_one() -> None:
     async with ScriptedPeer().hold(*range(6)).serving() as peer, reading_from(peer) as backend:
         for _ in range(5):
             assert await backend.held_prefix(keys_of(range(6))) == 6
@@ -182,27 +182,27 @@ async def test_a_later_promise_replaces_an_earlier() -> None:
         assert len(peer.granted) == 1
 
 
-async def test_questions_of_any_size() -> None:
+async def test_requests_of_any_size() -> None:
     count = 70_000
     async with ScriptedPeer().hold(3, count - 1).serving() as peer, reading_from(peer) as backend:
         keys = keys_of(range(count))
         held = await backend.contains(keys)
-        assert [number for number, there in enumerate(held) if there] == [3, count - 1]
+        assert [number for number, is_held in enumerate(held) if is_held] == [3, count - 1]
         assert await backend.held_prefix(keys[3:]) == 1
         await until(lambda: peer.open_chunks == 1)
 
 
-# A read that goes on without the peer's taking part.
+# One-sided reads.
 
 
 async def test_one_sided_reads_count_once_the_grant_is_confirmed() -> None:
     async with ScriptedPeer().hold(1, 2).serving() as peer, reading_from(peer, one_sided=True) as backend:
         items = blanks([1, 2])
         assert await backend.get(items) == [OK, OK]
-        assert not peer.open_chunks, "released before it counted"
+        assert not peer.open_chunks, "released before the read counts"
         assert await backend.held_prefix(keys_of([1, 2])) == 2
 
-        async def end_the_grants() -> None:
+        async def end_grants() -> None:
             await peer.reading.wait()
             peer.granted.clear()
             peer.may_read.set()
@@ -210,10 +210,10 @@ async def test_one_sided_reads_count_once_the_grant_is_confirmed() -> None:
         peer.reading, peer.may_read = anyio.Event(), anyio.Event()
         peer.read_outcome = OK
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(end_the_grants)
-            # Asked for once more, and that stood.
+            tasks.start_soon(end_grants)
+            # Looked up once more, and that grant is valid.
             assert await backend.get(blanks([1, 2])) == [OK, OK]
-        assert peer.asked["LookUp"] == 3
+        assert peer.requests["Lookup"] == 3
         assert peer.read_calls == 3
 
 
@@ -228,29 +228,29 @@ async def test_one_sided_reads_that_are_never_confirmed_fail() -> None:
 # Several peers.
 
 
-async def test_a_prefix_spread_over_peers() -> None:
+async def test_prefix_is_assembled_from_several_peers() -> None:
     async with Trio() as (first, second, third), reading_from(first, second, third) as backend:
         first.hold(*range(10))
         second.hold(*range(10, 20))
         third.hold(*range(15, 18), 25)
         await connected(backend)
         assert await backend.held_prefix(keys_of(range(30))) == 20
-        # The second question goes to those that may hold what comes after the longest prefix.
-        assert [peer.asked["LookUp"] for peer in (first, second, third)] == [1, 2, 2]
+        # The second lookup goes to the peers that may hold chunks beyond the longest prefix.
+        assert [peer.requests["Lookup"] for peer in (first, second, third)] == [1, 2, 2]
         await until(lambda: third.open_chunks == 3)
         items = blanks(range(20))
         assert await backend.get(items) == [OK] * 20
-        assert_right(items)
+        assert_intact(items)
         await until(lambda: not any(peer.open_chunks for peer in (first, second, third)))
 
 
-async def test_one_question_where_peers_hold_the_same() -> None:
+async def test_single_lookup_if_peers_hold_the_same_chunks() -> None:
     async with Trio() as peers, reading_from(*peers) as backend:
         for peer in peers:
             peer.hold(*range(7))
         await connected(backend)
         assert await backend.held_prefix(keys_of(range(9))) == 7
-        assert [peer.asked["LookUp"] for peer in peers] == [1, 1, 1]
+        assert [peer.requests["Lookup"] for peer in peers] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("batch", [300, 10, 1])
@@ -260,18 +260,18 @@ async def test_peers_share_the_load(batch: int) -> None:
             peer.hold(*range(300), length=64)
         await connected(backend)
         for client in backend.clients:
-            client.pace.round_trip = 1e-4  # Whatever this machine was busy with.
+            client.pace.round_trip = 1e-4  # Ignore the load of this machine.
         assert await backend.held_prefix(keys_of(range(300))) == 300
         for start in range(0, 300, batch):
             assert set(await backend.get(blanks(range(start, start + batch), 64))) == {OK}
         counts = [peer.reads.total() for peer in peers]
         assert sum(counts) == 300
         assert min(counts) >= 60, counts
-        # What was promised by three and read from one is given back by all.
+        # Promised by three peers and read from one: released at all of them.
         await until(lambda: not any(peer.open_chunks for peer in peers))
 
 
-async def test_a_slow_peer_gets_less() -> None:
+async def test_slow_peer_gets_fewer_reads() -> None:
     async with Trio() as (fast, slow, _), reading_from(fast, slow) as backend:
         for peer in (fast, slow):
             peer.hold(*range(40), length=1 << 20)
@@ -289,7 +289,7 @@ async def test_a_slow_peer_gets_less() -> None:
         assert slow.reads.total() < fast.reads.total() / 2
 
 
-async def test_what_one_peer_misses_another_gives() -> None:
+async def test_miss_or_failure_of_one_peer_is_retried_at_another() -> None:
     async with Trio() as peers, reading_from(*peers) as backend:
         for peer in peers:
             peer.hold(*range(12))
@@ -299,11 +299,11 @@ async def test_what_one_peer_misses_another_gives() -> None:
         peers[1].read_outcome = FAILED
         items = blanks(range(12))
         assert await backend.get(items) == [OK] * 12
-        assert_right(items)
+        assert_intact(items)
         assert peers[2].reads.total() == 12
 
 
-async def test_a_peer_that_dies_in_mid_read_is_routed_around() -> None:
+async def test_read_from_dying_peer_is_rerouted() -> None:
     async with Trio() as peers, reading_from(*peers) as backend:
         for peer in peers:
             peer.hold(*range(12))
@@ -313,26 +313,26 @@ async def test_a_peer_that_dies_in_mid_read_is_routed_around() -> None:
             peer.may_read = anyio.Event()
         items = blanks(range(12))
         async with anyio.create_task_group() as tasks:
-            answers: list[Outcome] = []
+            outcomes: list[Outcome] = []
 
             async def get() -> None:
-                answers.extend(await backend.get(items))
+                outcomes.extend(await backend.get(items))
 
             tasks.start_soon(get)
-            # Who is asked first, or at all, is for the backend to choose.
+            # The backend chooses which peer it reads from.
             await until(lambda: any(peer.reading.is_set() for peer in peers))
             dying = next(peer for peer in peers if peer.reading.is_set())
-            dying.hang_up()
+            dying.disconnect()
             for peer in peers:
                 if peer is not dying:
                     peer.may_read.set()
-        assert answers == [OK] * 12
-        assert_right(items)
+        assert outcomes == [OK] * 12
+        assert_intact(items)
         assert not dying.reads
 
 
-async def test_a_peer_that_falls_silent_in_mid_read_is_routed_around() -> None:
-    """Its connections stand, as those of a stopped process do; it is used again when it answers again."""
+async def test_read_from_unresponsive_peer_is_rerouted() -> None:
+    """Its connections stay open, as those of a stopped process. It is used again once it answers."""
     async with Trio() as peers, reading_from(*peers[:2], deadline=4.0) as backend:
         for peer in peers[:2]:
             peer.hold(*range(12))
@@ -341,22 +341,22 @@ async def test_a_peer_that_falls_silent_in_mid_read_is_routed_around() -> None:
         peers[0].answering, peers[0].may_read = anyio.Event(), anyio.Event()
         items = blanks(range(12))
         assert await backend.get(items) == [OK] * 12
-        assert_right(items)
+        assert_intact(items)
         assert backend.status()[0]["state"] == "does not answer"
         peers[0].answering.set()
         peers[0].may_read.set()
         await connected(backend)
 
 
-# None at all.
+# No peer.
 
 
-async def test_without_any_peer_everything_is_a_miss_at_once() -> None:
+async def test_without_peers_everything_misses_without_delay() -> None:
     peers = [ScriptedPeer(name) for name in ("one", "two")]
     for peer in peers:
         async with peer.serving():
-            pass  # Nobody serves on the port any longer.
-    async with reading_from(*peers, patience=60.0, deadline=60.0) as backend:
+            pass  # The port is closed from here on.
+    async with reading_from(*peers, timeout=60.0, deadline=60.0) as backend:
         await until(lambda: all(status["state"] == "not connected" for status in backend.status()))
         with anyio.fail_after(30):
             assert await backend.held_prefix(keys_of(range(5))) == 0
@@ -364,7 +364,7 @@ async def test_without_any_peer_everything_is_a_miss_at_once() -> None:
             assert await backend.get(blanks(range(5))) == [MISS] * 5
 
 
-async def test_a_guard_around_it_never_trips_for_want_of_peers() -> None:
+async def test_missing_peers_do_not_open_circuit_breaker() -> None:
     async with ScriptedPeer().hold(1).serving() as peer:
         pass
     async with reading_from(peer) as backend:
@@ -375,24 +375,24 @@ async def test_a_guard_around_it_never_trips_for_want_of_peers() -> None:
         assert guarded.available
 
 
-# Promises are kept within bounds.
+# Disconnect.
 
 
-async def test_disconnect_ends_reads_and_leaves_nothing() -> None:
+async def test_disconnect_fails_reads_and_leaks_nothing() -> None:
     async with ScriptedPeer().hold(1).serving() as peer, reading_from(peer) as backend:
         peer.may_read = anyio.Event()
         items = blanks([1])
         async with anyio.create_task_group() as tasks:
-            answers: list[Outcome] = []
+            outcomes: list[Outcome] = []
 
             async def get() -> None:
-                answers.extend(await backend.get(items))
+                outcomes.extend(await backend.get(items))
 
             tasks.start_soon(get)
             await peer.reading.wait()
             await backend.disconnect()
             await backend.disconnect()
-        assert answers == [FAILED]
+        assert outcomes == [FAILED]
         assert not peer.links
         assert await backend.held_prefix(keys_of([1])) == 0
         stain(items[0][1])
@@ -401,23 +401,23 @@ async def test_disconnect_ends_reads_and_leaves_nothing() -> None:
         assert is_stained(items[0][1])
 
 
-# Cancelled.
+# Cancellation.
 
 
 @pytest.mark.parametrize("one_sided", [False, True], ids=["two-sided", "one-sided"])
 @pytest.mark.parametrize("through", ["scope", "task"])
 @pytest.mark.parametrize("method", ["get", "held_prefix", "contains"])
 async def test_cancelled_at_every_await(method: str, through: Through, one_sided: bool) -> None:
-    """Memory is left alone, and what the peers have granted is given back or known to be promised."""
+    """No memory is written afterwards, and every grant is released or tracked as a promise."""
     peer = ScriptedPeer(late=frozenset(keys_of([2]))).hold(1, 2)
     async with peer.serving(), reading_from(peer, one_sided=one_sided) as backend:
         await connected(backend)
         for lag in (0, 7):
             for step in range(1, 200):
                 items = blanks([1, 2])
-                question = items if method == "get" else keys_of([1, 2])
+                argument = items if method == "get" else keys_of([1, 2])
                 cancelled = await cancelled_at(
-                    step, partial(getattr(backend, method), question), through=through, lag=lag
+                    step, partial(getattr(backend, method), argument), through=through, lag=lag
                 )
                 for _, view in items:
                     stain(view)
@@ -429,11 +429,11 @@ async def test_cancelled_at_every_await(method: str, through: Through, one_sided
                 pytest.fail("it never ended")
         items = blanks([1, 2])
         assert await backend.get(items) == [OK, OK]
-        assert_right(items)
+        assert_intact(items)
         await until(lambda: not peer.open_chunks)
 
 
-async def test_many_at_once_with_a_quarter_cancelled() -> None:
+async def test_concurrent_gets_with_a_quarter_cancelled() -> None:
     async with Trio() as peers, reading_from(*peers) as backend:
         for peer in peers:
             peer.hold(*range(64 * 3))
@@ -451,25 +451,25 @@ async def test_many_at_once_with_a_quarter_cancelled() -> None:
         for index, (batch, task) in enumerate(zip(batches, tasks, strict=True)):
             if index % 4:
                 assert task.result() == [OK] * 3
-                assert_right(batch)
+                assert_intact(batch)
             else:
                 assert task.cancelled()
                 assert all(is_stained(view) for _, view in batch)
-        # Looked up by the cancelled, and promised still.
+        # Looked up by the cancelled gets, and still promised.
         await backend.disconnect()
         await until(lambda: not any(peer.open_chunks for peer in peers))
         assert not any(peer.links for peer in peers)
 
 
-async def test_an_answer_that_nobody_waits_for_is_given_back(caplog: pytest.LogCaptureFixture) -> None:
+async def test_late_lookup_reply_is_released(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvtier")
-    async with ScriptedPeer().hold(1, 2).serving() as peer, reading_from(peer, patience=0.05) as backend:
+    async with ScriptedPeer().hold(1, 2).serving() as peer, reading_from(peer, timeout=0.05) as backend:
         await connected(backend)
-        await until(lambda: peer.asked["Ping"] >= 2)
+        await until(lambda: peer.requests["Ping"] >= 2)
         peer.answering = anyio.Event()
         assert await backend.held_prefix(keys_of([1, 2])) == 0
-        assert peer.asked["LookUp"] == 1
+        assert peer.requests["Lookup"] == 1
         peer.answering.set()
-        await until(lambda: peer.asked["Release"] == 1)
+        await until(lambda: peer.requests["Release"] == 1)
         assert not peer.open_chunks
         assert not backend.status()[0]["promises"]

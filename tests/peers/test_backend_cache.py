@@ -1,4 +1,4 @@
-"""Peers as a tier: a prompt that only they hold is looked up, fetched, verified and served from memory."""
+"""Peers as a tier: prompts that only peers hold are looked up, fetched, verified and served from memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from kvtier import Settings
 from kvtier.cache import TieredCache
-from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
-from kvtier.keys import ChunkKey
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.memory.keys import ChunkKey
 from kvtier.peers.backend import PeersBackend
 from kvtier.pipeline.discover import Expected
 from kvtier.plugins import Plugins
@@ -26,7 +26,7 @@ PAYLOAD = 20_000
 LENGTH = object_bytes(PAYLOAD)
 SPACE = bytes(32)
 PLUGINS = Plugins.load(())
-"""Here, since importing what they stand on blocks."""
+"""Loaded at import time, because importing the plugins blocks."""
 
 
 def payload(key: ChunkKey) -> bytes:
@@ -34,7 +34,7 @@ def payload(key: ChunkKey) -> bytes:
 
 
 def hold(peer: ScriptedPeer, numbers: Sequence[int]) -> None:
-    """Whole chunk objects, with their checksums."""
+    """Give a peer whole chunk objects with checksums."""
     for number in numbers:
         key, view = make_key(number), blank(LENGTH)
         view[HEADER_BYTES : HEADER_BYTES + PAYLOAD] = payload(key)
@@ -42,8 +42,8 @@ def hold(peer: ScriptedPeer, numbers: Sequence[int]) -> None:
         peer.chunks[key] = bytes(view)
 
 
-async def fetched(cache: TieredCache, count: int) -> int:
-    """How many leading chunks are served, every one of them right."""
+async def fetch(cache: TieredCache, count: int) -> int:
+    """Look chunks up, check their bytes, and return the number of leading chunks."""
     keys = keys_of(range(count))
     found = cache.look_up(keys, Expected(SPACE, [LENGTH] * count))
     await found.settle(20.0)
@@ -54,8 +54,8 @@ async def fetched(cache: TieredCache, count: int) -> int:
     return ready
 
 
-class Opened:
-    """A cache of memory alone, and peers."""
+class OpenCache:
+    """A cache with a memory tier and a peers tier."""
 
     def __init__(self, backend: PeersBackend) -> None:
         tier = TierSettings(name="peers", type="peers", write="never", deadline=20.0, concurrency=16)
@@ -74,52 +74,52 @@ class Opened:
         await self._open.__aexit__(None, None, None)
 
 
-async def test_a_prompt_comes_from_several_peers() -> None:
-    async with Trio() as peers, reading_from(*peers, opened=False) as backend, Opened(backend) as cache:
+async def test_prompt_is_fetched_from_several_peers() -> None:
+    async with Trio() as peers, reading_from(*peers, opened=False) as backend, OpenCache(backend) as cache:
         hold(peers[0], range(40))
         hold(peers[1], range(60))
         hold(peers[2], range(60, 100))
         await connected(backend)
-        assert await fetched(cache, 120) == 100
+        assert await fetch(cache, 120) == 100
         await until(lambda: not any(peer.open_chunks for peer in peers))
-        asked = sum(peer.reads.total() for peer in peers)
-        assert asked == 100, "a chunk came twice"
-        assert await fetched(cache, 100) == 100
-        assert sum(peer.reads.total() for peer in peers) == asked, "not from memory"
+        reads = sum(peer.reads.total() for peer in peers)
+        assert reads == 100, "a chunk was read twice"
+        assert await fetch(cache, 100) == 100
+        assert sum(peer.reads.total() for peer in peers) == reads, "not served from memory"
 
 
-async def test_a_damaged_chunk_is_a_miss_and_the_peer_keeps_its_own() -> None:
+async def test_corrupt_chunk_is_a_miss_and_stays_at_peer() -> None:
     peer = ScriptedPeer()
-    async with peer.serving(), reading_from(peer, opened=False) as backend, Opened(backend) as cache:
+    async with peer.serving(), reading_from(peer, opened=False) as backend, OpenCache(backend) as cache:
         hold(peer, range(10))
-        damaged = bytearray(peer.chunks[make_key(4)])
-        damaged[5000] ^= 1
-        peer.chunks[make_key(4)] = bytes(damaged)
+        corrupt = bytearray(peer.chunks[make_key(4)])
+        corrupt[5000] ^= 1
+        peer.chunks[make_key(4)] = bytes(corrupt)
         await connected(backend)
-        assert await fetched(cache, 10) == 4
+        assert await fetch(cache, 10) == 4
         assert make_key(4) in peer.chunks
         hold(peer, [4])
-        assert await fetched(cache, 10) == 10
+        assert await fetch(cache, 10) == 10
 
 
-async def test_peers_that_die_cost_misses_and_come_back() -> None:
-    async with Trio() as peers, reading_from(*peers, opened=False) as backend, Opened(backend) as cache:
+async def test_dead_peers_cause_misses_until_they_return() -> None:
+    async with Trio() as peers, reading_from(*peers, opened=False) as backend, OpenCache(backend) as cache:
         for peer in peers:
             hold(peer, range(100))
         await connected(backend)
         async with anyio.create_task_group() as tasks:
 
-            async def die() -> None:
+            async def kill_all() -> None:
                 for peer in peers:
                     await until(lambda peer=peer: peer.reads.total() >= 2)  # type: ignore[misc]
-                    peer.hang_up()
+                    peer.disconnect()
 
-            tasks.start_soon(die)
-            ready = await fetched(cache, 100)
+            tasks.start_soon(kill_all)
+            ready = await fetch(cache, 100)
             tasks.cancel_scope.cancel()
         assert ready <= 100
         await connected(backend)
         with anyio.fail_after(30):
-            while await fetched(cache, 100) < 100:
+            while await fetch(cache, 100) < 100:
                 await anyio.sleep(0.05)
         await until(lambda: not any(peer.open_chunks for peer in peers))

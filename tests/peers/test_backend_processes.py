@@ -1,4 +1,4 @@
-"""Peers that are processes of their own: killed, stopped, resumed and restarted."""
+"""Peers in separate processes, which are killed, stopped, resumed and restarted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from kvtier.arena import Arena
 from kvtier.backends.base import GetItem, Outcome
-from kvtier.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.memory.arena import Arena
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.memory.slices import Lease
 from kvtier.peers.authentication import Credentials
 from kvtier.peers.backend import PeersBackend
 from kvtier.plugins import Plugins
 from kvtier.settings import TierSettings
-from kvtier.slices import Lease
 from kvtier.testing.backend import blank, is_stained, make_key, same, stain
 from kvtier.transports.base import Access, RemoteSpan
 
@@ -35,11 +35,11 @@ pytestmark = pytest.mark.anyio
 OK, MISS, FAILED = Outcome.OK, Outcome.MISS, Outcome.FAILED
 SMALL, BIG = 20_000, 8 << 20
 PLUGINS = Plugins.load(())
-"""Here, since importing what they stand on blocks."""
+"""Loaded at import time, because importing the plugins blocks."""
 
 
-class Nothing:
-    """What these tests grant to others."""
+class NoGrants:
+    """Grants nothing to other peers."""
 
     def hold(self, span: RemoteSpan, access: Access) -> Lease | None:
         return None
@@ -49,22 +49,22 @@ class Nothing:
 async def reading_from(
     *processes: PeerProcess, deadline: float = 60.0, **peer: Any
 ) -> AsyncIterator[PeersBackend]:
-    """Opened as an instance does it, but without tiers; afterwards nothing of it is left."""
-    before = sockets()
+    """Open a backend as an instance does, but without tiers. Check on exit that no socket is leaked."""
+    sockets_before = sockets()
     addresses = [process.address for process in processes]
-    settings = settings_of(None, addresses, 1 << 20, **({"patience": 20.0} | peer))
+    settings = settings_of(None, addresses, 1 << 20, **({"timeout": 20.0} | peer))
     transport_settings = PLUGINS.transport_settings(settings)
     transport = PLUGINS.transport(transport_settings.type)(transport_settings)
     backend = PeersBackend(
         TierSettings(name="peers", type="peers", write="never", deadline=deadline),
         settings.peer,
-        Credentials.of(settings.peer),
+        Credentials.from_settings(settings.peer),
         transport,
         "the one that reads",
     )
     arena = Arena.create(1 << 20)
     try:
-        await transport.open(arena, Nothing())
+        await transport.open(arena, NoGrants())
         await backend.open()
         backend.connect()
         try:
@@ -75,7 +75,7 @@ async def reading_from(
             await backend.close()
     finally:
         arena.close()
-    await until(lambda: sockets() == before)
+    await until(lambda: sockets() == sockets_before)
 
 
 @asynccontextmanager
@@ -89,7 +89,7 @@ async def started(*processes: PeerProcess) -> AsyncIterator[None]:
             await process.kill()
 
 
-# In threads, since all that a loop does for these bytes would block it.
+# In threads, because processing so many bytes would block the event loop.
 
 
 async def blanks(numbers: Sequence[int], payload: int) -> list[GetItem]:
@@ -97,7 +97,7 @@ async def blanks(numbers: Sequence[int], payload: int) -> list[GetItem]:
     return await to_thread.run_sync(lambda: [(make_key(number), blank(length)) for number in numbers])
 
 
-async def assert_right(items: Sequence[GetItem], payload: int) -> None:
+async def assert_intact(items: Sequence[GetItem], payload: int) -> None:
     def check() -> None:
         for key, view in items:
             ChunkHeader.verify(view, key)
@@ -106,25 +106,25 @@ async def assert_right(items: Sequence[GetItem], payload: int) -> None:
     await to_thread.run_sync(check)
 
 
-async def stained_anew(items: Sequence[GetItem]) -> None:
+async def stain_all(items: Sequence[GetItem]) -> None:
     await to_thread.run_sync(lambda: [stain(view) for _, view in items])
 
 
 async def assert_stained(items: Sequence[GetItem]) -> None:
-    """Nothing was written since."""
+    """Assert that nothing was written since :func:`stain_all`."""
     assert await to_thread.run_sync(lambda: all(is_stained(view) for _, view in items))
 
 
-async def nothing_granted(process: PeerProcess) -> None:
+async def until_nothing_granted(process: PeerProcess) -> None:
     with anyio.fail_after(30):
         while (status := await process.status())["serving"]["grants"] or (
-            status["arena"]["leases"] != len(process.numbers)  # A thread may be reading the last of them.
+            status["arena"]["leases"] != len(process.numbers)  # A thread may still be reading the last chunk.
         ):
             await anyio.sleep(0.05)
     assert status["serving"]["promised_bytes"] == 0
 
 
-async def test_chunks_come_whole_and_are_given_back() -> None:
+async def test_chunks_are_read_intact_and_released() -> None:
     process = PeerProcess(range(20))
     async with started(process), reading_from(process) as backend:
         await connected(backend)
@@ -132,105 +132,105 @@ async def test_chunks_come_whole_and_are_given_back() -> None:
         assert await backend.held_prefix(keys_of(range(25))) == 20
         items = await blanks(range(20), SMALL)
         assert await backend.get(items) == [OK] * 20
-        await assert_right(items, SMALL)
-        await nothing_granted(process)
+        await assert_intact(items, SMALL)
+        await until_nothing_granted(process)
 
 
-async def test_chunks_that_are_only_on_disk_fly_first(tmp_path: Path) -> None:
-    """More than the peer's memory holds: some are read at once, the others when they have come up."""
+async def test_chunks_on_disk_are_promoted_before_read(tmp_path: Path) -> None:
+    """More chunks than the peer's memory holds: some are ready, the others are promoted first."""
     process = PeerProcess(range(30), 1 << 20, folder=str(tmp_path), share=0.9)
     async with started(process), reading_from(process) as backend:
         await connected(backend)
         for start in range(0, 30, 5):
             items = await blanks(range(start, start + 5), 1 << 20)
             assert await backend.get(items) == [OK] * 5
-            await assert_right(items, 1 << 20)
+            await assert_intact(items, 1 << 20)
         status = await process.status()
-        assert status["counts"]["get_ok"] > 0, "nothing came from disk"
+        assert status["counts"]["get_ok"] > 0, "nothing was read from disk"
         assert status["serving"]["asked"]["Await"] > 0
 
 
-async def test_a_peer_killed_in_mid_read_is_routed_around() -> None:
+async def test_read_from_killed_peer_is_rerouted() -> None:
     first, second = PeerProcess(range(8), BIG), PeerProcess(range(8), BIG)
     async with started(first, second), reading_from(first, second) as backend:
         await connected(backend)
         assert await backend.held_prefix(keys_of(range(8))) == 8
         items = await blanks(range(8), BIG)
         async with anyio.create_task_group() as tasks:
-            answers: list[Outcome] = []
+            outcomes: list[Outcome] = []
 
             async def get() -> None:
-                answers.extend(await backend.get(items))
+                outcomes.extend(await backend.get(items))
 
             tasks.start_soon(get)
-            # Bytes have begun to come.
+            # The transfer has started.
             await until(lambda: any(not is_stained(view[:4096]) for _, view in items))
             await first.kill()
-        assert answers == [OK] * 8
-        await assert_right(items, BIG)
-        # And from the one that is left, all of it.
+        assert outcomes == [OK] * 8
+        await assert_intact(items, BIG)
+        # The remaining peer serves all chunks.
         again = await blanks(range(8), BIG)
         assert await backend.get(again) == [OK] * 8
-        await assert_right(again, BIG)
-        await nothing_granted(second)
+        await assert_intact(again, BIG)
+        await until_nothing_granted(second)
 
 
-async def test_the_only_peer_killed_in_mid_read_fails_soon(caplog: pytest.LogCaptureFixture) -> None:
+async def test_read_from_only_peer_fails_fast_when_killed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "kvtier")
     process = PeerProcess(range(16), BIG)
     async with started(process), reading_from(process, deadline=60.0) as backend:
         await connected(backend)
         items = await blanks(range(16), BIG)
         async with anyio.create_task_group() as tasks:
-            answers: list[Outcome] = []
+            outcomes: list[Outcome] = []
 
             async def get() -> None:
-                answers.extend(await backend.get(items))
+                outcomes.extend(await backend.get(items))
 
             tasks.start_soon(get)
             await until(lambda: any(not is_stained(view[:4096]) for _, view in items))
             await process.kill()
             with anyio.fail_after(30):
-                await until(lambda: len(answers) == 16)
-        assert FAILED in answers
-        done = [number for number in range(16) if answers[number] is OK]
-        await assert_right([items[number] for number in done], BIG)
-        with anyio.fail_after(30):  # Half the deadline.
-            assert await backend.get(await blanks([1], BIG)) == [MISS], "at once"
+                await until(lambda: len(outcomes) == 16)
+        assert FAILED in outcomes
+        done = [number for number in range(16) if outcomes[number] is OK]
+        await assert_intact([items[number] for number in done], BIG)
+        with anyio.fail_after(30):  # Half of the deadline.
+            assert await backend.get(await blanks([1], BIG)) == [MISS], "without delay"
         await until(lambda: caplog.records)
         assert len(caplog.records) == 1, [record.getMessage() for record in caplog.records]
-        # On the same port, under another instance's name.
+        # Same port, another instance name.
         name = backend.status()[0]["instance"]
         await process.start()
         await connected(backend)
         assert backend.status()[0]["instance"] != name
         assert await backend.get(items[:2]) == [OK, OK]
-        await assert_right(items[:2], BIG)
+        await assert_intact(items[:2], BIG)
 
 
-async def test_a_peer_killed_in_mid_look_up_is_a_miss() -> None:
+async def test_peer_killed_during_lookup_is_a_miss() -> None:
     process = PeerProcess(range(4))
-    async with started(process), reading_from(process, patience=60.0) as backend:
+    async with started(process), reading_from(process, timeout=60.0) as backend:
         await connected(backend)
         process.signal(signal.SIGSTOP)
         async with anyio.create_task_group() as tasks:
-            answers: list[int] = []
+            prefixes: list[int] = []
 
             async def look_up() -> None:
-                answers.append(await backend.held_prefix(keys_of(range(4))))
+                prefixes.append(await backend.held_prefix(keys_of(range(4))))
 
             tasks.start_soon(look_up)
             await anyio.sleep(0.1)
-            assert not answers
+            assert not prefixes
             await process.kill()
             with anyio.fail_after(30):
-                await until(lambda: answers)
-        assert answers == [0]
+                await until(lambda: prefixes)
+        assert prefixes == [0]
 
 
-async def test_a_stopped_peer_costs_patience_and_is_found_again() -> None:
+async def test_stopped_peer_times_out_and_reconnects() -> None:
     process = PeerProcess(range(4))
-    async with started(process), reading_from(process, patience=0.1, deadline=60.0) as backend:
+    async with started(process), reading_from(process, timeout=0.1, deadline=60.0) as backend:
         await connected(backend)
         await until(lambda: backend.status()[0]["round_trip_seconds"])
         process.signal(signal.SIGSTOP)
@@ -246,46 +246,46 @@ async def test_a_stopped_peer_costs_patience_and_is_found_again() -> None:
                 await anyio.sleep(0.05)
         items = await blanks(range(4), SMALL)
         assert await backend.get(items) == [OK] * 4
-        await assert_right(items, SMALL)
+        await assert_intact(items, SMALL)
 
 
-async def stopped_amid_reads(process: PeerProcess, backend: PeersBackend) -> list[GetItem]:
-    """Stop a peer while it is read; what was not read whole then. Nothing where all had come before."""
+async def stop_during_read(process: PeerProcess, backend: PeersBackend) -> list[GetItem]:
+    """Stop a peer during a read. Return the items, or none if the read completed before."""
     items = await blanks(range(16), BIG)
-    answers: list[Outcome] = []
+    outcomes: list[Outcome] = []
 
     async def get() -> None:
-        answers.extend(await backend.get(items))
+        outcomes.extend(await backend.get(items))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(get)
         await until(lambda: any(not is_stained(view[:4096]) for _, view in items))
         process.signal(signal.SIGSTOP)
         with anyio.fail_after(30):
-            await until(lambda: len(answers) == len(items))
-    return items if FAILED in answers else []
+            await until(lambda: len(outcomes) == len(items))
+    return items if FAILED in outcomes else []
 
 
-async def test_a_peer_stopped_in_mid_read_is_given_up_and_touches_nothing_later() -> None:
+async def test_read_from_stopped_peer_fails_and_writes_nothing_later() -> None:
     process = PeerProcess(range(16), BIG)
     async with started(process), reading_from(process, deadline=2.0) as backend:
         await connected(backend)
         assert await backend.held_prefix(keys_of(range(16))) == 16
-        while not (items := await stopped_amid_reads(process, backend)):
+        while not (items := await stop_during_read(process, backend)):
             process.signal(signal.SIGCONT)
-        await stained_anew(items)
+        await stain_all(items)
         process.signal(signal.SIGCONT)
         await connected(backend)
         again = await blanks(range(2), BIG)
         with anyio.fail_after(30):
             while await backend.get(again) != [OK, OK]:
                 await anyio.sleep(0.05)
-        await assert_right(again, BIG)
+        await assert_intact(again, BIG)
         await assert_stained(items)
-        await nothing_granted(process)
+        await until_nothing_granted(process)
 
 
-async def test_a_lease_that_ran_out_is_asked_for_again() -> None:
+async def test_expired_lease_is_requested_again() -> None:
     process = PeerProcess(range(4), lease=0.4)
     async with started(process), reading_from(process) as backend:
         await connected(backend)
@@ -293,11 +293,11 @@ async def test_a_lease_that_ran_out_is_asked_for_again() -> None:
         await until(lambda: not backend.status()[0]["promises"])
         items = await blanks(range(4), SMALL)
         assert await backend.get(items) == [OK] * 4
-        await assert_right(items, SMALL)
-        await nothing_granted(process)
+        await assert_intact(items, SMALL)
+        await until_nothing_granted(process)
 
 
-async def test_many_at_once_with_a_quarter_cancelled() -> None:
+async def test_concurrent_gets_with_a_quarter_cancelled() -> None:
     process = PeerProcess(range(64), 1 << 20, lease=2.0)
     async with started(process), reading_from(process) as backend:
         await connected(backend)
@@ -306,34 +306,34 @@ async def test_many_at_once_with_a_quarter_cancelled() -> None:
         await until(lambda: any(get.done() for get in gets))
         cancelled = [get for index, get in enumerate(gets) if index % 4 == 0 and get.cancel()]
         await asyncio.wait(gets)
-        assert cancelled, "all were through before"
+        assert cancelled, "all gets completed before"
         for batch, get in zip(batches, gets, strict=True):
             if get.cancelled():
-                await stained_anew(batch)
+                await stain_all(batch)
             else:
                 assert get.result() == [OK]
-                await assert_right(batch, 1 << 20)
-        await nothing_granted(process)
+                await assert_intact(batch, 1 << 20)
+        await until_nothing_granted(process)
         for batch, get in zip(batches, gets, strict=True):
             if get.cancelled():
                 await assert_stained(batch)
 
 
-async def test_three_peers_share_and_one_may_go() -> None:
+async def test_three_peers_share_load_and_one_may_exit() -> None:
     processes = [PeerProcess(range(60), 1 << 20) for _ in range(3)]
     async with started(*processes), reading_from(*processes) as backend:
         await connected(backend)
         for client in backend.clients:
-            client.pace.round_trip = 1e-4  # Whatever this machine was busy with.
+            client.pace.round_trip = 1e-4  # Ignore the load of this machine.
 
         async def read_all() -> None:
             for start in range(0, 60, 6):
                 items = await blanks(range(start, start + 6), 1 << 20)
                 assert await backend.get(items) == [OK] * 6
-                await assert_right(items, 1 << 20)
+                await assert_intact(items, 1 << 20)
 
         await read_all()
-        # How much each brings is decided by how quick it is, and that by the machine.
+        # The share of each peer depends on its speed, and so on the load of the machine.
         with anyio.fail_after(60):
             while min(status["read_bytes"] for status in backend.status()) == 0:
                 await read_all()
@@ -342,7 +342,7 @@ async def test_three_peers_share_and_one_may_go() -> None:
         await read_all()
 
 
-async def test_the_wrong_secret_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_wrong_secret_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     process = PeerProcess(range(4))
     async with started(process), reading_from(process, secret="another that is long enough") as backend:
         await until(lambda: backend.status()[0]["state"] == "not connected")

@@ -1,4 +1,4 @@
-"""The peers' benchmarks run, in small, so that they cannot rot."""
+"""Run the benchmarks of peers in quick mode, to keep them working."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from tests.benchmark import run_benchmark
 
 
 def test_peers() -> None:
-    shown = run_benchmark("peers", "--transport", "tcp", "--quick")
-    for row in ("PeersBackend.held_prefix, 2 peers", "look-up and answered, 1 peer", "4 x 2 MiB, 2 peers"):
-        assert row in shown
+    output = run_benchmark("peers", "--transport", "tcp", "--quick")
+    for row in ("PeersBackend.held_prefix, 2 peers", "lookup until answered, 1 peer", "4 x 2 MiB, 2 peers"):
+        assert row in output
 
 
 def test_push() -> None:
-    shown = run_benchmark("push", "--transport", "tcp", "--quick")
-    assert "4 x 2 MiB" in shown
-    assert "one chunk" in shown
+    output = run_benchmark("push", "--transport", "tcp", "--quick")
+    assert "4 x 2 MiB" in output
+    assert "one chunk" in output

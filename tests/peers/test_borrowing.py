@@ -1,4 +1,4 @@
-"""Peers that no settings name: borrowed, shared, asked alone, hung up on, and of no use at times."""
+"""Temporary peers, which the settings do not name: checkout, sharing, idle timeout, errors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from anyio.lowlevel import checkpoint
 from kvtier.backends.base import Outcome
 from kvtier.errors import PeerError
 from kvtier.peers.backend import PeersBackend
-from kvtier.peers.borrowed import BorrowedPeer
-from kvtier.peers.protocol import Granted, LookUp, Refused
+from kvtier.peers.protocol import Granted, Lookup, Refused
+from kvtier.peers.temporary import TemporaryPeer
 from kvtier.sockets.frames import Message
 from kvtier.testing.cancelling import Through, cancelled_at
 
 from .scripted import ScriptedPeer, reading_from, until
-from .test_backend import assert_right, blanks, connected, keys_of
+from .test_backend import assert_intact, blanks, connected, keys_of
 from .test_client import sockets
 
 pytestmark = pytest.mark.anyio
@@ -26,242 +26,245 @@ pytestmark = pytest.mark.anyio
 OK, MISS, FAILED = Outcome.OK, Outcome.MISS, Outcome.FAILED
 
 
-def borrowed(backend: PeersBackend) -> list[str]:
-    """Where the peers are that are borrowed now."""
+def temporary_addresses(backend: PeersBackend) -> list[str]:
+    """Return the addresses of the current temporary peers."""
     return [str(status["address"]) for status in backend.status() if status["borrowed"]]
 
 
-async def nothing_left(*peers: ScriptedPeer) -> None:
-    """No connection, no promise, no link."""
+async def until_released(*peers: ScriptedPeer) -> None:
+    """Wait until no connection, promise or link is open."""
     await until(lambda: not any(peer.connections or peer.open_chunks or peer.links for peer in peers))
 
 
-# Used.
+# Use.
 
 
-async def test_chunks_come_from_the_peer_that_is_named_and_from_no_other() -> None:
+async def test_promised_chunks_are_read_from_the_temporary_peer_only() -> None:
     other, named = ScriptedPeer("other").hold(*range(9)), ScriptedPeer("named").hold(1, 2, 5)
     async with (
         other.serving(),
         named.serving(),
-        reading_from(other, strangers=[named]) as backend,
+        reading_from(other, unauthenticated=[named]) as backend,
     ):
         await connected(backend)
-        async with backend.borrow(named.address) as peer:
+        async with backend.temporary_peer(named.address) as peer:
             assert (peer.address, peer.instance) == (named.address, "named")
             assert await peer.promise(keys_of(range(9))) == [1, 2, 5], "no prefix"
             items = blanks([1, 2])
             assert await backend.get(items) == [OK, OK]
-            assert_right(items)
+            assert_intact(items)
             named.chunks.clear()
             assert await backend.get(blanks([5])) == [MISS], (
-                "another has it, but is not the one that is meant"
+                "another peer has it, but the chunk is bound to this one"
             )
             assert not other.reads
-            assert not other.asked["LookUp"]
-            assert borrowed(backend) == [named.address]
-            # What nobody has bound to it comes from wherever it is.
+            assert not other.requests["Lookup"]
+            assert temporary_addresses(backend) == [named.address]
+            # A chunk that is not bound comes from any peer.
             assert await backend.get(blanks([4])) == [OK]
         await until(lambda: not named.open_chunks)
-        assert await backend.get(blanks([5])) == [OK], "nor is it bound any longer"
+        assert await backend.get(blanks([5])) == [OK], "the binding ends with the checkout"
         assert other.reads.total() == 2
-    await nothing_left(other, named)
+    await until_released(other, named)
 
 
-async def test_what_was_promised_and_not_fetched_is_given_back_at_once() -> None:
+async def test_unread_promises_are_released_on_exit() -> None:
     named = ScriptedPeer().hold(*range(4))
-    async with named.serving(), reading_from(strangers=[named]) as backend:
-        async with backend.borrow(named.address) as peer:
+    async with named.serving(), reading_from(unauthenticated=[named]) as backend:
+        async with backend.temporary_peer(named.address) as peer:
             assert await peer.promise(keys_of(range(4))) == [0, 1, 2, 3]
             assert named.open_chunks == 4
         await until(lambda: not named.open_chunks)
-        assert named.connections, "it stays for a while"
+        assert named.connections, "the connection stays open until the idle timeout"
         assert not backend._bound
 
 
-async def test_a_peer_of_the_settings_is_shared() -> None:
+async def test_configured_peer_is_reused() -> None:
     async with ScriptedPeer().hold(1).serving() as peer, reading_from(peer) as backend:
-        # Right after the start: it is waited for.
-        async with backend.borrow(peer.address) as one, backend.borrow(peer.address) as same:
-            assert await one.promise(keys_of([1])) == [0]
-            assert await same.promise(keys_of([1])) == [0]
-        assert not borrowed(backend)
-        assert peer.asked["Hello"] == 1
+        # Right after the start: waits for the connection.
+        async with (
+            backend.temporary_peer(peer.address) as first,
+            backend.temporary_peer(peer.address) as alias,
+        ):
+            assert await first.promise(keys_of([1])) == [0]
+            assert await alias.promise(keys_of([1])) == [0]
+        assert not temporary_addresses(backend)
+        assert peer.requests["Hello"] == 1
 
 
-async def test_a_borrowed_peer_is_shared() -> None:
-    async with ScriptedPeer().hold(1).serving() as peer, reading_from(strangers=[peer]) as backend:
+async def test_temporary_peer_is_shared() -> None:
+    async with ScriptedPeer().hold(1).serving() as peer, reading_from(unauthenticated=[peer]) as backend:
         async with AsyncExitStack() as stack:
-            many: list[BorrowedPeer] = []
+            temporaries: list[TemporaryPeer] = []
 
-            async def borrow() -> None:
-                many.append(await stack.enter_async_context(backend.borrow(peer.address)))
+            async def check_out() -> None:
+                temporaries.append(await stack.enter_async_context(backend.temporary_peer(peer.address)))
 
             async with anyio.create_task_group() as tasks:
                 for _ in range(20):
-                    tasks.start_soon(borrow)
+                    tasks.start_soon(check_out)
             assert backend.status()[0]["users"] == 20
-            assert [await one.promise(keys_of([1])) for one in many] == [[0]] * 20
+            assert [await temporary.promise(keys_of([1])) for temporary in temporaries] == [[0]] * 20
         assert backend.status()[0]["users"] == 0
-        async with backend.borrow(peer.address):
+        async with backend.temporary_peer(peer.address):
             pass
-        assert peer.asked["Hello"] == 1
+        assert peer.requests["Hello"] == 1
         await until(lambda: not peer.open_chunks)
 
 
 @pytest.mark.parametrize("configured", [True, False])
-async def test_one_connection_to_an_instance_that_goes_by_two_addresses(configured: bool) -> None:
+async def test_two_addresses_of_one_instance_share_a_connection(configured: bool) -> None:
     async with ScriptedPeer().hold(1).serving() as peer, AsyncExitStack() as stack:
         if configured:
             backend = await stack.enter_async_context(reading_from(peer))
             await connected(backend)
         else:
-            backend = await stack.enter_async_context(reading_from(strangers=[peer]))
-            await stack.enter_async_context(backend.borrow(peer.address))
+            backend = await stack.enter_async_context(reading_from(unauthenticated=[peer]))
+            await stack.enter_async_context(backend.temporary_peer(peer.address))
         for _ in range(2):
-            async with backend.borrow(f"localhost:{peer.port}") as same:
-                assert await same.promise(keys_of([1])) == [0]
+            async with backend.temporary_peer(f"localhost:{peer.port}") as alias:
+                assert await alias.promise(keys_of([1])) == [0]
                 assert len(backend.clients) == 1
         await until(lambda: peer.connections == 1)
-        assert peer.asked["Hello"] == 2
+        assert peer.requests["Hello"] == 2
 
 
-async def test_a_peer_of_the_settings_that_is_lost_is_called_for_who_needs_it_now(
+async def test_lost_configured_peer_reconnects_without_back_off_on_demand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtier.peers.pauses.SHORTEST_PAUSE", 60.0)
-    monkeypatch.setattr("kvtier.peers.client.GrowingPause.next", lambda _: 60.0)
+    monkeypatch.setattr("kvtier.peers.pauses.MIN_PAUSE", 60.0)
+    monkeypatch.setattr("kvtier.peers.client.Backoff.next", lambda _: 60.0)
     peer = ScriptedPeer().hold(1)
     async with peer.serving():
         pass
     async with reading_from(peer) as backend:
         await until(lambda: backend.status()[0]["state"] == "not connected")
-        async with peer.serving(), backend.borrow(peer.address) as now:
-            assert await now.promise(keys_of([1])) == [0]
+        async with peer.serving(), backend.temporary_peer(peer.address) as named:
+            assert await named.promise(keys_of([1])) == [0]
 
 
-# Hung up on.
+# Idle timeout and limit.
 
 
-async def test_who_is_not_used_any_longer_is_hung_up_on() -> None:
+async def test_idle_temporary_peer_is_disconnected() -> None:
     before = sockets()
     peer = ScriptedPeer().hold(1)
-    async with peer.serving(), reading_from(strangers=[peer], idle=0.1) as backend:
+    async with peer.serving(), reading_from(unauthenticated=[peer], idle=0.1) as backend:
         served = sockets()
         peer.may_read = anyio.Event()
         async with anyio.create_task_group() as tasks:
-            async with backend.borrow(peer.address) as named:
+            async with backend.temporary_peer(peer.address) as named:
                 await named.promise(keys_of([1]))
                 await anyio.sleep(0.4)
-                assert borrowed(backend), "in use"
+                assert temporary_addresses(backend), "in use"
                 tasks.start_soon(backend.get, blanks([1]))
                 await peer.reading.wait()
             await anyio.sleep(0.4)
-            assert borrowed(backend), "read from"
+            assert temporary_addresses(backend), "read from"
             peer.may_read.set()
-        await until(lambda: not borrowed(backend))
-        await nothing_left(peer)
+        await until(lambda: not temporary_addresses(backend))
+        await until_released(peer)
         await until(lambda: sockets() == served)
-        async with backend.borrow(peer.address):
-            assert borrowed(backend)
+        async with backend.temporary_peer(peer.address):
+            assert temporary_addresses(backend)
     await until(lambda: sockets() == before)
 
 
-async def test_the_longest_unused_goes_where_there_are_too_many() -> None:
+async def test_least_recently_used_peer_is_disconnected_at_the_limit() -> None:
     peers = [ScriptedPeer(str(number)) for number in range(4)]
     async with AsyncExitStack() as stack:
         for peer in peers:
             await stack.enter_async_context(peer.serving())
-        backend = await stack.enter_async_context(reading_from(strangers=peers))
-        backend._roster._most = 2
+        backend = await stack.enter_async_context(reading_from(unauthenticated=peers))
+        backend._roster._limit = 2
         for number in (0, 1, 0):
-            async with backend.borrow(peers[number].address):
+            async with backend.temporary_peer(peers[number].address):
                 pass
-        async with backend.borrow(peers[2].address):
-            assert set(borrowed(backend)) == {peers[0].address, peers[2].address}
+        async with backend.temporary_peer(peers[2].address):
+            assert set(temporary_addresses(backend)) == {peers[0].address, peers[2].address}
             await until(lambda: not peers[1].connections)
-            async with backend.borrow(peers[3].address):
-                with pytest.raises(PeerError, match="2 peers are borrowed and in use, which is the limit"):
-                    async with backend.borrow(peers[1].address):
+            async with backend.temporary_peer(peers[3].address):
+                with pytest.raises(PeerError, match="all 2 temporary peer connections are in use"):
+                    async with backend.temporary_peer(peers[1].address):
                         pass
-                async with backend.borrow(peers[2].address):
+                async with backend.temporary_peer(peers[2].address):
                     pass
-    await nothing_left(*peers)
+    await until_released(*peers)
 
 
-# Of no use.
+# Unusable.
 
 
 @pytest.mark.parametrize(
     "address",
     ["", "here", "here:", ":1", "a:b:1", "there:99999", "with a space:80", "x" * 9999, "\0:80", "é\n:1"],
 )
-async def test_what_is_no_address(address: str) -> None:
+async def test_invalid_address_is_refused(address: str) -> None:
     async with reading_from() as backend:
         with pytest.raises(PeerError):
-            async with backend.borrow(address):
+            async with backend.temporary_peer(address):
                 pass
         assert not backend.clients
 
 
-async def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreachable_peer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.peers.backend.CONNECT_SECONDS", 0.3)
     before = sockets()
-    gone = ScriptedPeer()
-    async with gone.serving():
+    closed = ScriptedPeer()
+    async with closed.serving():
         pass
-    with socket.create_server(("127.0.0.1", 0)) as mute:
+    with socket.create_server(("127.0.0.1", 0)) as unresponsive:
         async with reading_from() as backend:
-            with pytest.raises(PeerError, match=rf"{gone.address}: it cannot be reached: Connection refused"):
-                async with backend.borrow(gone.address):
+            with pytest.raises(PeerError, match=rf"{closed.address}: unreachable: Connection refused"):
+                async with backend.temporary_peer(closed.address):
                     pass
-            with pytest.raises(PeerError, match=r"it has not answered within 0.3 s"), anyio.fail_after(30):
-                async with backend.borrow(f"127.0.0.1:{mute.getsockname()[1]}"):
+            with pytest.raises(PeerError, match=r"no answer within 0.3 s"), anyio.fail_after(30):
+                async with backend.temporary_peer(f"127.0.0.1:{unresponsive.getsockname()[1]}"):
                     pass
-            with pytest.raises(PeerError, match=r"cannot be reached|has not answered"):
-                async with backend.borrow("no-such-host.invalid:1"):
+            with pytest.raises(PeerError, match=r"unreachable|no answer"):
+                async with backend.temporary_peer("no-such-host.invalid:1"):
                     pass
     await until(lambda: sockets() == before)
 
 
-async def test_who_is_no_peer() -> None:
+async def test_unsuitable_peer_is_refused() -> None:
     itself = ScriptedPeer("here")
-    stranger = ScriptedPeer(transport="another")
+    mismatched = ScriptedPeer(transport="another")
     refusing = ScriptedPeer(script=lambda _: [Refused("full up")])
-    async with itself.serving(), stranger.serving(), refusing.serving(), reading_from() as backend:
-        for peer, why in (
-            (itself, "it is this very instance$"),
-            (stranger, "peer.transport is 'another' there and 'memory' here"),
-            (refusing, "it refuses: full up"),
+    async with itself.serving(), mismatched.serving(), refusing.serving(), reading_from() as backend:
+        for peer, reason in (
+            (itself, "it is this instance itself$"),
+            (mismatched, "peer.transport is 'another' there and 'memory' here"),
+            (refusing, "it refuses the connection: full up"),
         ):
-            with pytest.raises(PeerError, match=f"^peer {peer.address}: {why}"):
-                async with backend.borrow(peer.address):
+            with pytest.raises(PeerError, match=f"^peer {peer.address}: {reason}"):
+                async with backend.temporary_peer(peer.address):
                     pass
-        await until(lambda: not borrowed(backend))
-    await nothing_left(itself, stranger, refusing)
+        await until(lambda: not temporary_addresses(backend))
+    await until_released(itself, mismatched, refusing)
 
 
-async def test_nobody_is_borrowed_before_the_start_and_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_temporary_peer_requires_open_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.peers.backend.CONNECT_SECONDS", 0.05)
     peer = ScriptedPeer()
-    async with peer.serving(), reading_from(strangers=[peer], opened=False) as backend:
+    async with peer.serving(), reading_from(unauthenticated=[peer], opened=False) as backend:
         with pytest.raises(PeerError, match="closed"):
-            async with backend.borrow(peer.address):
+            async with backend.temporary_peer(peer.address):
                 pass
     with pytest.raises(PeerError, match="closed"):
-        async with backend.borrow(peer.address):
+        async with backend.temporary_peer(peer.address):
             pass
-    assert not peer.asked
+    assert not peer.requests
 
 
-# Lost.
+# Errors during use.
 
 
-async def test_a_borrowed_peer_that_is_lost_in_mid_read() -> None:
+async def test_temporary_peer_lost_during_read() -> None:
     peer = ScriptedPeer().hold(*range(4))
-    async with reading_from(strangers=[peer]) as backend:
+    async with reading_from(unauthenticated=[peer]) as backend:
         async with peer.serving():
-            async with anyio.create_task_group() as tasks, backend.borrow(peer.address) as named:
+            async with anyio.create_task_group() as tasks, backend.temporary_peer(peer.address) as named:
                 await named.promise(keys_of(range(4)))
                 peer.may_read = anyio.Event()
                 outcomes: list[Outcome] = []
@@ -271,76 +274,76 @@ async def test_a_borrowed_peer_that_is_lost_in_mid_read() -> None:
 
                 tasks.start_soon(get)
                 await peer.reading.wait()
-                peer.hang_up()
+                peer.disconnect()
                 await until(lambda: outcomes)
                 assert outcomes == [FAILED, FAILED]
                 assert await backend.get(blanks([2, 3])) == [MISS, MISS]
-                with pytest.raises(PeerError, match="the connection was lost"):
+                with pytest.raises(PeerError, match=r"connection (was )?lost"):
                     await named.promise(keys_of([2]))
                 assert not backend._bound.keys() - set(keys_of(range(4)))
             peer.may_read.set()
             assert not backend._bound
-            # It is there: whoever wants it anew gets it.
-            async with backend.borrow(peer.address) as named:
+            # The peer still serves: a new checkout succeeds.
+            async with backend.temporary_peer(peer.address) as named:
                 assert await named.promise(keys_of([2, 3])) == [0, 1]
                 items = blanks([2, 3])
                 assert await backend.get(items) == [OK, OK]
-                assert_right(items)
-        await until(lambda: not borrowed(backend))
-        with pytest.raises(PeerError, match="cannot be reached"):
-            async with backend.borrow(peer.address):
+                assert_intact(items)
+        await until(lambda: not temporary_addresses(backend))
+        with pytest.raises(PeerError, match="unreachable"):
+            async with backend.temporary_peer(peer.address):
                 pass
-    await nothing_left(peer)
+    await until_released(peer)
 
 
-async def test_a_borrowed_peer_that_does_not_answer() -> None:
+async def test_temporary_peer_does_not_answer() -> None:
     peer = ScriptedPeer().hold(1)
     async with (
         peer.serving(),
-        reading_from(strangers=[peer], deadline=0.5) as backend,
-        backend.borrow(peer.address) as named,
+        reading_from(unauthenticated=[peer], deadline=0.5) as backend,
+        backend.temporary_peer(peer.address) as named,
     ):
         peer.answering = anyio.Event()
         with pytest.raises(PeerError, match=f"peer {peer.address}: "), anyio.fail_after(30):
             await named.promise(keys_of([1]))
         peer.answering.set()
         await until(lambda: backend.clients[0].source is not None)
-        assert await named.promise(keys_of([1])) == [0], "asked again though it has left one unanswered"
+        assert await named.promise(keys_of([1])) == [0], "a peer with an unanswered request is used again"
 
 
-async def test_a_borrowed_peer_that_lies() -> None:
-    def lie(message: Message) -> list[Message] | None:
-        return [Granted(message.ticket, 1, [7], [0], [5000], 1)] if isinstance(message, LookUp) else None
+async def test_temporary_peer_sends_invalid_grant() -> None:
+    def reply_wrongly(message: Message) -> list[Message] | None:
+        return [Granted(message.ticket, 1, [7], [0], [5000], 1)] if isinstance(message, Lookup) else None
 
-    peer = ScriptedPeer(script=lie)
+    peer = ScriptedPeer(script=reply_wrongly)
     async with (
         peer.serving(),
-        reading_from(strangers=[peer]) as backend,
-        backend.borrow(peer.address) as named,
+        reading_from(unauthenticated=[peer]) as backend,
+        backend.temporary_peer(peer.address) as named,
     ):
         with pytest.raises(PeerError):
             await named.promise(keys_of([1]))
         assert not backend._bound
-    await nothing_left(peer)
+    await until_released(peer)
 
 
-async def test_the_way_to_peers_is_closed_while_one_is_used() -> None:
+async def test_backend_disconnects_while_temporary_peer_is_in_use() -> None:
     peer = ScriptedPeer().hold(1)
     before = sockets()
     async with (
         peer.serving(),
-        reading_from(strangers=[peer]) as backend,
-        backend.borrow(peer.address) as named,
+        reading_from(unauthenticated=[peer]) as backend,
+        backend.temporary_peer(peer.address) as named,
     ):
         await backend.disconnect()
         with pytest.raises(PeerError):
             await named.promise(keys_of([1]))
-    await nothing_left(peer)
+    await until_released(peer)
     await until(lambda: sockets() == before)
 
 
 @pytest.mark.parametrize("through", ["scope", "task"])
-async def test_cancelled_anywhere_nothing_is_left(through: Through) -> None:
+async def test_cancelled_at_every_await_leaks_nothing(through: Through) -> None:
     before = sockets()
     peer = ScriptedPeer().hold(*range(3))
 
@@ -348,10 +351,10 @@ async def test_cancelled_anywhere_nothing_is_left(through: Through) -> None:
         step, cancelled = 0, True
         while cancelled:
             step += 1
-            async with reading_from(strangers=[peer]) as backend:
+            async with reading_from(unauthenticated=[peer]) as backend:
 
                 async def fetch(backend: PeersBackend = backend) -> None:
-                    async with backend.borrow(peer.address) as named:
+                    async with backend.temporary_peer(peer.address) as named:
                         await named.promise(keys_of(range(3)))
                         await backend.get(blanks([0, 1]))
 
@@ -359,10 +362,10 @@ async def test_cancelled_anywhere_nothing_is_left(through: Through) -> None:
                 cancelled = await cancelled_at(step, fetch, through=through)
                 assert not backend._bound
                 await until(lambda: not peer.open_chunks)
-                # And it goes on as if nothing had been.
-                async with backend.borrow(peer.address) as named:
+                # The backend keeps working.
+                async with backend.temporary_peer(peer.address) as named:
                     assert await named.promise(keys_of([0])) == [0]
                     assert backend.status()[0]["users"] == 1
-            await nothing_left(peer)
+            await until_released(peer)
         assert step > 3
     await until(lambda: sockets() == before)

@@ -1,4 +1,4 @@
-"""Whatever bytes a peer sends on its control connection: nothing is promised that was not asked for."""
+"""Arbitrary bytes on a control connection never create a promise that the client did not request."""
 
 from __future__ import annotations
 
@@ -9,56 +9,56 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.backends.sealer import Sealer
+from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import ChannelError
-from kvtier.header import ChunkHeader
+from kvtier.memory.header import ChunkHeader
 from kvtier.peers.conversation import Conversation
-from kvtier.peers.dialling import Called, Caller
+from kvtier.peers.dialling import ControlConnection, PeerDialer
 from kvtier.peers.pace import Pace
 from kvtier.peers.protocol import VERSION, Committed, Granted, Reserved, Welcome
 from kvtier.peers.push import Target
-from kvtier.peers.source import Patience, Source
+from kvtier.peers.source import Source, Timeouts
 from kvtier.sockets.channel import Channel
 from kvtier.sockets.frames import encode
 from kvtier.testing.backend import make_key
-from kvtier.threads import WorkerThreads
+from kvtier.tiers.sealer import Sealer
 
-from .scripted import MemoryTransport, OpenDoor
+from .scripted import MemoryTransport, NoAuthentication
 
 pytestmark = pytest.mark.anyio
 
-numbers = st.integers(-3, 6) | st.integers(-(1 << 63), (1 << 64) - 1)
-lists = st.lists(numbers, max_size=5)
+any_numbers = st.integers(-3, 6) | st.integers(-(1 << 63), (1 << 64) - 1)
+any_lists = st.lists(any_numbers, max_size=5)
 KEYS = [make_key(number) for number in range(4)]
 
 
 def source_of(connected: socket.socket) -> Source:
     welcome = Welcome(VERSION, "there", "memory", b"there", 10.0)
     return Source(
-        Caller("127.0.0.1", 1, OpenDoor(), "here", WorkerThreads(1)),  # type: ignore[arg-type]
-        Called(connected, welcome),
+        PeerDialer("127.0.0.1", 1, NoAuthentication(), "here", WorkerThreads(1)),  # type: ignore[arg-type]
+        ControlConnection(connected, welcome),
         MemoryTransport([]),
         Pace(),
-        Patience(5.0),
+        Timeouts(5.0),
         lambda _: None,
     )
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    grant=numbers,
-    positions=lists,
-    offsets=lists,
-    lengths=lists,
-    ready=numbers,
+    grant=any_numbers,
+    positions=any_lists,
+    offsets=any_lists,
+    lengths=any_lists,
+    ready=any_numbers,
     prefix=st.booleans(),
 )
-async def test_any_grant_is_refused_or_consistent(
+async def test_any_granted_reply_is_refused_or_consistent(
     grant: int, positions: list[int], offsets: list[int], lengths: list[int], ready: int, prefix: bool
 ) -> None:
-    mine, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair()
     with theirs:
-        source = source_of(mine)
+        source = source_of(ours)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(source.conversation.run)
             theirs.send(encode(Granted(1, grant, positions, offsets, lengths, ready)))
@@ -84,32 +84,32 @@ async def test_any_grant_is_refused_or_consistent(
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=200))
-async def test_any_bytes_end_in_words_or_in_nothing(data: bytes) -> None:
-    mine, theirs = socket.socketpair()
-    conversation = Conversation(Channel(mine))
+async def test_any_bytes_end_the_conversation_with_an_error(data: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    conversation = Conversation(Channel(ours))
     with theirs:
         theirs.sendall(data)
-    cause = await conversation.run()
-    assert isinstance(cause, ChannelError)
-    assert str(cause)
+    error = await conversation.run()
+    assert isinstance(error, ChannelError)
+    assert str(error)
     assert conversation.over
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    grant=numbers,
-    positions=lists,
-    offsets=lists,
+    grant=any_numbers,
+    positions=any_lists,
+    offsets=any_lists,
     seconds=st.floats(),
-    held=lists,
-    coming=lists,
+    held=any_lists,
+    coming=any_lists,
 )
-async def test_any_room_is_refused_or_consistent(
+async def test_any_reserved_reply_is_refused_or_consistent(
     grant: int, positions: list[int], offsets: list[int], seconds: float, held: list[int], coming: list[int]
 ) -> None:
-    mine, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair()
     with theirs:
-        source = source_of(mine)
+        source = source_of(ours)
         headers = [ChunkHeader(key, key, bytes(32), 1000) for key in KEYS]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(source.conversation.run)
@@ -119,9 +119,9 @@ async def test_any_room_is_refused_or_consistent(
             except ChannelError:
                 assert source.over
             else:
-                named = [*room.promises, *room.held, *room.coming]
-                assert len(set(named)) == len(named)
-                assert all(0 <= at < len(KEYS) for at in named)
+                indices = [*room.promises, *room.held, *room.pending]
+                assert len(set(indices)) == len(indices)
+                assert all(0 <= at < len(KEYS) for at in indices)
                 assert [promise.number for promise in room.promises.values()] == list(range(len(positions)))
                 for at, promise in room.promises.items():
                     assert promise.key == KEYS[at]
@@ -131,18 +131,18 @@ async def test_any_room_is_refused_or_consistent(
             tasks.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("answers", [0, 1, 3])
-async def test_a_commit_that_is_answered_for_others_ends_the_connection(answers: int) -> None:
-    mine, theirs = socket.socketpair()
+@pytest.mark.parametrize("count", [0, 1, 3])
+async def test_committed_reply_of_wrong_length_closes_connection(count: int) -> None:
+    ours, theirs = socket.socketpair()
     with theirs:
-        source = source_of(mine)
+        source = source_of(ours)
         headers = [ChunkHeader(key, key, bytes(32), 1000) for key in KEYS[:2]]
         target = Target(source, Sealer())
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(source.conversation.run)
             theirs.send(encode(Reserved(1, 5, [0, 1], [0, 4096], 1.0, [], [], "")))
             promises = list((await target.reserve(headers)).promises.values())
-            theirs.send(encode(Committed(2, [True] * answers)))
+            theirs.send(encode(Committed(2, [True] * count)))
             with pytest.raises(ChannelError):
                 await target.commit(promises, [bytes(16)] * 2)
             assert source.over

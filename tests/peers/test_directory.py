@@ -1,4 +1,4 @@
-"""A directory that names holders: asked beside the peers, never waited for, its word taken for no fact."""
+"""A directory that names holders: queried besides the peers, with a timeout, and never trusted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import anyio
 import pytest
 
 from kvtier.backends.base import Outcome
-from kvtier.keys import ChunkKey
-from kvtier.peers.backend import HOLDERS_ASKED, PeersBackend
-from kvtier.peers.directory import MOST_NAMED, AskedDirectory
+from kvtier.memory.keys import ChunkKey
+from kvtier.peers.backend import MAX_HOLDERS_ASKED, PeersBackend
+from kvtier.peers.directory import MAX_HOLDERS, DirectoryClient
 from kvtier.peers.protocol import Hello
 
 from .scripted import ScriptedPeer, reading_from, until
-from .test_backend import assert_right, blanks, connected, keys_of
-from .test_borrowing import borrowed, nothing_left
+from .test_backend import assert_intact, blanks, connected, keys_of
+from .test_borrowing import temporary_addresses, until_released
 from .test_client import sockets
 
 pytestmark = pytest.mark.anyio
@@ -27,84 +27,91 @@ OK, MISS = Outcome.OK, Outcome.MISS
 
 
 class ScriptedDirectory:
-    """Names what a test tells it to."""
+    """Names the holders that a test sets."""
 
     def __init__(self, *named: tuple[ScriptedPeer | str, int]) -> None:
         self.named = list(named)
-        self.asked: list[Sequence[ChunkKey]] = []
+        self.queries: list[Sequence[ChunkKey]] = []
         self.may_answer = anyio.Event()
         self.may_answer.set()
         self.error: Exception | None = None
 
     async def who_holds(self, keys: Sequence[ChunkKey]) -> Sequence[tuple[str, int]]:
-        self.asked.append(keys)
+        self.queries.append(keys)
         await self.may_answer.wait()
         if self.error is not None:
             raise self.error
-        return [(one if isinstance(one, str) else one.address, count) for one, count in self.named]
+        return [
+            (holder if isinstance(holder, str) else holder.address, count) for holder, count in self.named
+        ]
 
 
 @asynccontextmanager
 async def asking(
-    directory: ScriptedDirectory, *peers: ScriptedPeer, strangers: Sequence[ScriptedPeer] = (), **more: Any
+    directory: ScriptedDirectory,
+    *peers: ScriptedPeer,
+    unauthenticated: Sequence[ScriptedPeer] = (),
+    **more: Any,
 ) -> AsyncIterator[PeersBackend]:
-    """A backend with a directory; ``strangers`` serve, too, and only the directory may name them."""
+    """Open a backend with a directory. Only the directory may name the ``unauthenticated`` peers."""
     async with AsyncExitStack() as stack:
-        for peer in (*peers, *strangers):
+        for peer in (*peers, *unauthenticated):
             await stack.enter_async_context(peer.serving())
-        backend = await stack.enter_async_context(reading_from(*peers, strangers=strangers, **more))
-        backend.ask_directory(directory)
+        backend = await stack.enter_async_context(
+            reading_from(*peers, unauthenticated=unauthenticated, **more)
+        )
+        backend.set_directory(directory)
         await connected(backend)
         yield backend
-    await nothing_left(*peers, *strangers)
+    await until_released(*peers, *unauthenticated)
 
 
-# Asked.
+# Queries.
 
 
-async def test_a_holder_that_is_named_is_asked_in_the_same_look_up() -> None:
+async def test_named_holder_is_queried_in_the_same_lookup() -> None:
     holder = ScriptedPeer().hold(*range(5))
     directory = ScriptedDirectory((holder, 5))
-    async with asking(directory, strangers=[holder]) as backend:
+    async with asking(directory, unauthenticated=[holder]) as backend:
         for _ in range(2):
             assert await backend.held_prefix(keys_of(range(9))) == 5
             items = blanks(range(5))
             assert await backend.get(items) == [OK] * 5
-            assert_right(items)
-        assert directory.asked == [keys_of(range(9))] * 2
-        assert holder.asked["Hello"] == 1, "the connection stays for later"
-        assert borrowed(backend) == [holder.address]
+            assert_intact(items)
+        assert directory.queries == [keys_of(range(9))] * 2
+        assert holder.requests["Hello"] == 1, "the connection is kept"
+        assert temporary_addresses(backend) == [holder.address]
         await until(lambda: not holder.open_chunks)
 
 
-async def test_where_it_knows_nothing_nobody_is_asked_but_the_usual_peers() -> None:
+async def test_without_named_holders_only_configured_peers_are_queried() -> None:
     usual, other = ScriptedPeer("usual"), ScriptedPeer("other").hold(1)
     directory = ScriptedDirectory((other, 1))
-    async with asking(directory, usual, strangers=[other]) as backend:
+    async with asking(directory, usual, unauthenticated=[other]) as backend:
         assert await backend.held_prefix(keys_of([1])) == 1
-        asked = other.asked["LookUp"]
+        lookups = other.requests["Lookup"]
         directory.named = []
         for number in range(2, 12):
             assert await backend.held_prefix(keys_of([number])) == 0
-        assert usual.asked["LookUp"] == 11
-        assert other.asked["LookUp"] == asked, "borrowed peers are asked when they are named"
-        backend.ask_directory(None)
+        assert usual.requests["Lookup"] == 11
+        assert other.requests["Lookup"] == lookups, "temporary peers are queried only if named"
+        backend.set_directory(None)
         assert await backend.held_prefix(keys_of([1])) == 0
-        assert len(directory.asked) == 11
+        assert len(directory.queries) == 11
 
 
-async def test_the_best_holders_are_asked_and_not_all() -> None:
+async def test_only_the_best_holders_are_queried() -> None:
     holders = [ScriptedPeer(str(number)).hold(*range(number)) for number in range(1, 7)]
     directory = ScriptedDirectory(*((holder, len(holder.chunks)) for holder in holders))
-    async with asking(directory, strangers=holders) as backend:
+    async with asking(directory, unauthenticated=holders) as backend:
         assert await backend.held_prefix(keys_of(range(9))) == 6
-        assert [one for one in holders if one.asked["LookUp"]] == holders[-HOLDERS_ASKED:]
+        assert [holder for holder in holders if holder.requests["Lookup"]] == holders[-MAX_HOLDERS_ASKED:]
 
 
-async def test_peers_and_named_holders_give_a_prompt_together() -> None:
+async def test_configured_peers_and_named_holders_combine_to_a_prefix() -> None:
     usual, named = ScriptedPeer("usual").hold(*range(6)), ScriptedPeer("named").hold(0, 1, 6, 7, 8)
     directory = ScriptedDirectory((named, 2))
-    async with asking(directory, usual, strangers=[named]) as backend:
+    async with asking(directory, usual, unauthenticated=[named]) as backend:
         usual.answering = anyio.Event()
         async with anyio.create_task_group() as tasks:
 
@@ -112,27 +119,27 @@ async def test_peers_and_named_holders_give_a_prompt_together() -> None:
                 assert await backend.held_prefix(keys_of(range(12))) == 9
 
             tasks.start_soon(look_up)
-            await until(lambda: named.asked["LookUp"])
+            await until(lambda: named.requests["Lookup"])
             usual.answering.set()
         items = blanks(range(9))
         assert await backend.get(items) == [OK] * 9
-        assert_right(items)
+        assert_intact(items)
         await until(lambda: not usual.open_chunks and not named.open_chunks)
 
 
-async def test_who_has_no_more_than_is_known_already_is_not_asked() -> None:
+async def test_holder_without_additional_chunks_is_not_queried() -> None:
     usual, named = ScriptedPeer("usual").hold(0, 1), ScriptedPeer("named").hold(0, 1)
     directory = ScriptedDirectory((named, 2))
-    async with asking(directory, usual, strangers=[named]) as backend:
+    async with asking(directory, usual, unauthenticated=[named]) as backend:
         directory.may_answer = anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(backend.held_prefix, keys_of(range(4)))
             await until(lambda: backend.status()[0]["promises"] == 2)
             directory.may_answer.set()
-        assert not named.asked
+        assert not named.requests
 
 
-async def test_peers_of_the_settings_are_not_asked_twice() -> None:
+async def test_configured_peers_are_not_queried_twice() -> None:
     usual = ScriptedPeer().hold(0, 1)
     directory = ScriptedDirectory((usual, 2), (f"localhost:{usual.port}", 2))
     async with asking(directory, usual) as backend:
@@ -140,22 +147,22 @@ async def test_peers_of_the_settings_are_not_asked_twice() -> None:
         usual.answering = anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(backend.held_prefix, keys_of(range(4)))
-            await until(lambda: usual.asked["Hello"] == 2)
+            await until(lambda: usual.requests["Hello"] == 2)
             usual.answering.set()
-        assert usual.asked["LookUp"] == 1
-        assert not borrowed(backend), "the same instance by another address"
+        assert usual.requests["Lookup"] == 1
+        assert not temporary_addresses(backend), "the same instance under another address"
         for _ in range(3):
             assert await backend.held_prefix(keys_of(range(4))) == 2
-        assert usual.asked["LookUp"] == 4
-        assert usual.asked["Hello"] == 2, "that is remembered"
+        assert usual.requests["Lookup"] == 4
+        assert usual.requests["Hello"] == 2, "the alias is cached"
 
 
-# Wrong.
+# Wrong answers.
 
 GARBAGE = ["", ":", "nowhere", "a:b:c", "x" * 5000 + ":1", "tab\there:1", "\0:80", "host:999999", "host:-1"]
 
 
-async def test_garbage_itself_and_the_dead_hide_nobody() -> None:
+async def test_invalid_own_and_dead_addresses_do_not_hide_holders() -> None:
     before = sockets()
     itself, dead, holder = ScriptedPeer("here"), ScriptedPeer("dead"), ScriptedPeer("holder").hold(*range(3))
     async with dead.serving():
@@ -163,76 +170,76 @@ async def test_garbage_itself_and_the_dead_hide_nobody() -> None:
     directory = ScriptedDirectory(
         *((address, 99) for address in GARBAGE), (itself, 50), (dead, 40), (dead, 30), (holder, 3)
     )
-    async with asking(directory, strangers=[itself, holder]) as backend:
+    async with asking(directory, unauthenticated=[itself, holder]) as backend:
         with anyio.fail_after(30):
             while await backend.held_prefix(keys_of(range(9))) < 3:
                 pass
-        assert len(directory.asked) <= 3, "who was of no use is passed over at once"
-        hellos = itself.asked["Hello"]
+        assert len(directory.queries) <= 3, "unusable addresses are skipped without delay"
+        hellos = itself.requests["Hello"]
         for _ in range(10):
             assert await backend.held_prefix(keys_of(range(9))) == 3
-        assert itself.asked["Hello"] == hellos
-        assert borrowed(backend) == [holder.address]
+        assert itself.requests["Hello"] == hellos
+        assert temporary_addresses(backend) == [holder.address]
     await until(lambda: sockets() == before)
 
 
-async def test_ten_thousand_holders_are_not_called() -> None:
+async def test_ten_thousand_holders_are_not_all_dialled() -> None:
     before = sockets()
     directory = ScriptedDirectory()
     async with asking(directory) as backend:
         directory.named = [(f"127.0.0.1:{port}", 10) for port in range(20_000, 30_000)]
         for _ in range(30):
             assert await backend.held_prefix(keys_of(range(9))) == 0
-        assert len(borrowed(backend)) <= 64
-        assert len(backend._roster._unusable) <= MOST_NAMED
+        assert len(temporary_addresses(backend)) <= 64
+        assert len(backend._roster._unusable) <= MAX_HOLDERS
     await until(lambda: sockets() == before)
 
 
-async def test_a_holder_that_has_less_than_was_said() -> None:
-    liar, honest = ScriptedPeer("liar"), ScriptedPeer("honest").hold(0)
-    directory = ScriptedDirectory((liar, 9), (honest, 1), ("negative:1", -5), ("zero:1", 0))
-    async with asking(directory, strangers=[liar, honest]) as backend:
+async def test_holder_with_fewer_chunks_than_reported() -> None:
+    empty, truthful = ScriptedPeer("liar"), ScriptedPeer("honest").hold(0)
+    directory = ScriptedDirectory((empty, 9), (truthful, 1), ("negative:1", -5), ("zero:1", 0))
+    async with asking(directory, unauthenticated=[empty, truthful]) as backend:
         assert await backend.held_prefix(keys_of(range(9))) == 1
         assert await backend.get(blanks([0])) == [OK]
 
 
-# Late.
+# Slow and failing.
 
 
-async def test_a_slow_directory_costs_patience_once_and_is_left_alone() -> None:
+async def test_slow_directory_times_out_once_and_is_backed_off() -> None:
     usual = ScriptedPeer().hold(0)
     directory = ScriptedDirectory()
-    async with asking(directory, usual, patience=1.0) as backend:
+    async with asking(directory, usual, timeout=1.0) as backend:
         directory.may_answer = anyio.Event()
         for _ in range(3):
-            async with anyio.create_task_group() as tasks:  # Many at once: one failure.
+            async with anyio.create_task_group() as tasks:  # Concurrent timeouts count as one failure.
                 for _ in range(20):
                     tasks.start_soon(backend.held_prefix, keys_of([0]))
-        asked = backend._directory
-        assert asked is not None
-        asked._pause.next()
-        asked._not_before = float("inf")
-        before = len(directory.asked)
-        with anyio.fail_after(10):  # Half of what these take if each waits.
+        client = backend._directory
+        assert client is not None
+        client._backoff.next()
+        client._retry_at = float("inf")
+        before = len(directory.queries)
+        with anyio.fail_after(10):  # Half of the time that they would take if each waited.
             for _ in range(20):
                 assert await backend.held_prefix(keys_of([0])) == 1
-        assert len(directory.asked) == before
-        asked._not_before = 0.0
+        assert len(directory.queries) == before
+        client._retry_at = 0.0
         directory.may_answer.set()
         await backend.held_prefix(keys_of([0]))
         await backend.held_prefix(keys_of([0]))
-        assert len(directory.asked) == before + 2, "it answers again"
+        assert len(directory.queries) == before + 2, "it answers again"
 
 
-async def test_it_is_asked_again_later_and_later_while_it_fails() -> None:
+async def test_failing_directory_is_retried_with_growing_back_off() -> None:
     now = 0.0
     directory = ScriptedDirectory()
-    asked = AskedDirectory(directory, clock=lambda: now)
+    client = DirectoryClient(directory, clock=lambda: now)
 
     async def ask() -> bool:
-        count = len(directory.asked)
-        await asked.holders([], anyio.current_time() + 5)
-        return len(directory.asked) > count
+        count = len(directory.queries)
+        await client.holders([], anyio.current_time() + 5)
+        return len(directory.queries) > count
 
     directory.error = RuntimeError("out of order")
     pauses = []
@@ -248,10 +255,10 @@ async def test_it_is_asked_again_later_and_later_while_it_fails() -> None:
     assert 7 < max(pauses) < 11
     directory.error = None
     assert await ask()
-    assert await ask(), "at once"
+    assert await ask(), "without back-off"
 
 
-async def test_a_directory_that_raises_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_directory_error_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     usual = ScriptedPeer().hold(0)
     directory = ScriptedDirectory()
     directory.error = RuntimeError("out of order")
@@ -259,34 +266,34 @@ async def test_a_directory_that_raises_is_told_once(caplog: pytest.LogCaptureFix
         for _ in range(5):
             assert await backend.held_prefix(keys_of([0])) == 1
             assert backend._directory is not None
-            backend._directory._not_before = 0.0
-    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(told) == 1
-    assert "out of order" in told[0]
-    assert len(directory.asked) == 5
+            backend._directory._retry_at = 0.0
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert "out of order" in warnings[0]
+    assert len(directory.queries) == 5
 
 
-async def test_a_holder_that_is_slow_to_connect_is_there_for_the_next_look_up() -> None:
+async def test_slow_holder_is_connected_for_the_next_lookup() -> None:
     gate = anyio.Event()
     holder = ScriptedPeer().hold(0)
     holder.answering = gate
     directory = ScriptedDirectory((holder, 1))
-    async with asking(directory, strangers=[holder], patience=0.2) as backend:
+    async with asking(directory, unauthenticated=[holder], timeout=0.2) as backend:
         assert await backend.held_prefix(keys_of([0])) == 0
         gate.set()
         await connected(backend, 1)
         assert await backend.held_prefix(keys_of([0])) == 1
-        assert holder.asked["Hello"] == 1
+        assert holder.requests["Hello"] == 1
 
 
-async def test_a_holder_that_leaves_look_ups_unanswered_costs_patience_once() -> None:
+async def test_unresponsive_holder_times_out_once() -> None:
     holder = ScriptedPeer().hold(0)
     directory = ScriptedDirectory((holder, 1))
-    async with asking(directory, strangers=[holder], patience=1.0) as backend:
+    async with asking(directory, unauthenticated=[holder], timeout=1.0) as backend:
         assert await backend.held_prefix(keys_of([0])) == 1
         holder.answering = anyio.Event()
         assert await backend.held_prefix(keys_of([0])) == 0
-        with anyio.fail_after(10):  # Half of what these take if each waits.
+        with anyio.fail_after(10):  # Half of the time that they would take if each waited.
             for _ in range(20):
                 assert await backend.held_prefix(keys_of([0])) == 0
         holder.answering.set()
@@ -296,39 +303,39 @@ async def test_a_holder_that_leaves_look_ups_unanswered_costs_patience_once() ->
                 await anyio.sleep(0.02)
 
 
-async def test_holders_that_never_answer_keep_nobody_else_waiting() -> None:
-    """More of them than there are threads to connect by; a peer of the settings comes back meanwhile."""
+async def test_unresponsive_holders_do_not_delay_other_peers() -> None:
+    """More holders than connecting threads; a configured peer reconnects in the meantime."""
     usual = ScriptedPeer("usual").hold(0)
-    mutes = [ScriptedPeer(f"mute {number}") for number in range(12)]
-    for mute in mutes:
-        mute.answering = anyio.Event()
-    directory = ScriptedDirectory(*((mute, 5) for mute in mutes))
-    async with asking(directory, usual, strangers=mutes, patience=0.2) as backend:
-        directory.named = [(mute, 5) for mute in mutes]
+    stalled_peers = [ScriptedPeer(f"mute {number}") for number in range(12)]
+    for stalled in stalled_peers:
+        stalled.answering = anyio.Event()
+    directory = ScriptedDirectory(*((stalled, 5) for stalled in stalled_peers))
+    async with asking(directory, usual, unauthenticated=stalled_peers, timeout=0.2) as backend:
+        directory.named = [(stalled, 5) for stalled in stalled_peers]
         for at in range(0, 12, 3):
-            directory.named = [(mute, 5) for mute in mutes[at : at + 3]]
+            directory.named = [(stalled, 5) for stalled in stalled_peers[at : at + 3]]
             assert await backend.held_prefix(keys_of([0])) == 1
-        usual.hang_up()
-        await until(lambda: usual.asked["Hello"] == 2)
+        usual.disconnect()
+        await until(lambda: usual.requests["Hello"] == 2)
         await until(lambda: backend.clients[0].source is not None)
         assert await backend.held_prefix(keys_of([0])) == 1
 
 
 @pytest.mark.parametrize("when", ["asked", "connecting", "looked up"])
-async def test_a_look_up_that_is_cancelled_leaves_nothing(when: str) -> None:
+async def test_cancelled_lookup_leaks_nothing(when: str) -> None:
     before = sockets()
     holder = ScriptedPeer().hold(0)
     directory = ScriptedDirectory((holder, 1))
     reached: Callable[[], object]
-    async with asking(directory, strangers=[holder]) as backend:
+    async with asking(directory, unauthenticated=[holder]) as backend:
         if when == "asked":
-            directory.may_answer, reached = anyio.Event(), lambda: directory.asked
+            directory.may_answer, reached = anyio.Event(), lambda: directory.queries
         else:
-            name = Hello.__name__ if when == "connecting" else "LookUp"
+            name = Hello.__name__ if when == "connecting" else "Lookup"
             if when == "looked up":
-                async with backend.borrow(holder.address):
+                async with backend.temporary_peer(holder.address):
                     pass
-            holder.answering, reached = anyio.Event(), lambda: holder.asked[name]
+            holder.answering, reached = anyio.Event(), lambda: holder.requests[name]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(backend.held_prefix, keys_of([0]))
             await until(reached)

@@ -1,4 +1,4 @@
-"""The book of grants by itself: bounds, expiry, who owns what, and that nothing is ever leaked."""
+"""``GrantBook``: bounds, expiry, ownership, and that it never leaks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.arena import Arena
+from kvtier.memory.arena import Arena
+from kvtier.memory.slices import PAGE_BYTES, Lease
 from kvtier.peers import grants as grants_module
 from kvtier.peers.grants import Grant, GrantBook
-from kvtier.settings_peer import PeerSettings
-from kvtier.slices import PAGE_BYTES, Lease
+from kvtier.settings.peer import PeerSettings
 from kvtier.transports.base import Access, RemoteSpan
 
 PAGES = 16
@@ -62,7 +62,7 @@ def granted(book: GrantBook, leases: list[Lease], access: Access = Access.READ, 
     return grant
 
 
-def test_what_lies_within_a_slice_is_held(arena: Arena, clock: Clock) -> None:
+def test_span_within_slice_is_held(arena: Arena, clock: Clock) -> None:
     book = book_of(arena, clock)
     grant = granted(book, leased(arena, 5000, PAGE_BYTES, 100))
     for chunk, start, length in [(0, 0, 5000), (0, 4999, 1), (1, 0, PAGE_BYTES), (2, 50, 50)]:
@@ -76,20 +76,22 @@ def test_what_lies_within_a_slice_is_held(arena: Arena, clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("chunk", "start", "length"),
     [
-        (0, 0, 5001),  # Within the pages that are leased, but not within what is granted.
+        (0, 0, 5001),  # Within the leased pages, but beyond the granted length.
         (0, 5000, 1),
         (0, 1, 5000),
         (0, 0, 0),
         (0, 0, -1),
         (0, 10, -5),
-        (1, -1, 1),  # In the padding of the slice before.
-        (0, 0, 3 * PAGE_BYTES),  # Two slices side by side.
+        (1, -1, 1),  # In the padding of the previous slice.
+        (0, 0, 3 * PAGE_BYTES),  # Two adjacent slices.
         (0, -PAGE_BYTES, 1),
         (1, 1 << 62, 1),
         (1, 0, 1 << 62),
     ],
 )
-def test_what_does_not_is_not(arena: Arena, clock: Clock, chunk: int, start: int, length: int) -> None:
+def test_span_outside_slice_is_not_held(
+    arena: Arena, clock: Clock, chunk: int, start: int, length: int
+) -> None:
     (before,) = leased(arena, PAGE_BYTES)
     book = book_of(arena, clock)
     grant = granted(book, leased(arena, 5000, PAGE_BYTES))
@@ -100,7 +102,7 @@ def test_what_does_not_is_not(arena: Arena, clock: Clock, chunk: int, start: int
     before.release()
 
 
-def test_numbers_are_random_and_fit(arena: Arena, clock: Clock) -> None:
+def test_grant_numbers_are_random_and_fit(arena: Arena, clock: Clock) -> None:
     book = book_of(arena, clock)
     (lease,) = leased(arena, 10)
     numbers = {granted(book, [lease.share()]).number for _ in range(1000)}
@@ -113,7 +115,7 @@ def test_numbers_are_random_and_fit(arena: Arena, clock: Clock) -> None:
     assert book.open == 0
 
 
-def test_access_is_what_was_granted(arena: Arena, clock: Clock) -> None:
+def test_access_is_limited_to_what_was_granted(arena: Arena, clock: Clock) -> None:
     book = book_of(arena, clock)
     reading = granted(book, leased(arena, 10))
     writing = granted(book, leased(arena, 10), Access.WRITE)
@@ -125,7 +127,7 @@ def test_access_is_what_was_granted(arena: Arena, clock: Clock) -> None:
     book.end("a")
 
 
-def test_what_is_unready_is_not_held(arena: Arena, clock: Clock) -> None:
+def test_unready_chunk_is_not_held(arena: Arena, clock: Clock) -> None:
     book = book_of(arena, clock)
     grant = granted(book, leased(arena, 10, 10))
     grant.unready.add(1)
@@ -141,12 +143,12 @@ def test_release_chunk_by_chunk(arena: Arena, clock: Clock) -> None:
     ended: list[int] = []
     grant = granted(book, leased(arena, 10, 20, 30))
     grant.on_end = lambda: ended.append(1)
-    gone = span(grant, 1)
-    lease = book.hold(gone, Access.READ)
+    released_span = span(grant, 1)
+    lease = book.hold(released_span, Access.READ)
     assert lease is not None
     assert book.release("a", grant.number, [1])
-    assert book.hold(gone, Access.READ) is None, "the grant is over"
-    assert bytes(lease.view) == bytes(20), "its bytes are not"
+    assert book.hold(released_span, Access.READ) is None, "the grant has ended"
+    assert bytes(lease.view) == bytes(20), "the lease keeps its bytes"
     lease.release()
     assert not book.release("a", grant.number, [1, 0])
     assert not book.release("b", grant.number, [2])
@@ -157,7 +159,7 @@ def test_release_chunk_by_chunk(arena: Arena, clock: Clock) -> None:
     assert not book.release("a", grant.number, [2])
 
 
-def test_time_ends_a_grant_at_once_and_frees_it_when_looked_after(arena: Arena, clock: Clock) -> None:
+def test_grant_expires_by_time_and_is_freed_by_expire(arena: Arena, clock: Clock) -> None:
     book = book_of(arena, clock)
     first = granted(book, leased(arena, 10))
     clock.now += 5
@@ -173,7 +175,7 @@ def test_time_ends_a_grant_at_once_and_frees_it_when_looked_after(arena: Arena, 
     assert book.expired == 1
 
 
-def test_late_but_before_anybody_looked_after_it(arena: Arena, clock: Clock) -> None:
+def test_expired_grant_is_freed_by_release(arena: Arena, clock: Clock) -> None:
     book = book_of(arena, clock)
     grant = granted(book, leased(arena, 10))
     clock.now += 10
@@ -181,23 +183,23 @@ def test_late_but_before_anybody_looked_after_it(arena: Arena, clock: Clock) -> 
     assert book.open == 0
 
 
-def test_memory_granted_for_one_sided_writing_outlives_its_time(arena: Arena, clock: Clock) -> None:
+def test_one_sided_write_grant_outlives_its_lease(arena: Arena, clock: Clock) -> None:
     book = book_of(arena, clock, one_sided=True)
-    kept = granted(book, leased(arena, 10), Access.WRITE)
-    given_back = granted(book, leased(arena, 10), Access.WRITE)
+    overdue = granted(book, leased(arena, 10), Access.WRITE)
+    released = granted(book, leased(arena, 10), Access.WRITE)
     read = granted(book, leased(arena, 10))
     clock.now += 11
     book.expire()
-    assert book.open == 2, "nobody can know that nobody writes any more"
+    assert book.open == 2, "a one-sided writer may still be writing"
     assert book.find("a", read.number) is None
-    assert book.hold(span(kept, 0), Access.WRITE) is None
-    assert not book.release("a", given_back.number, [0])
+    assert book.hold(span(overdue, 0), Access.WRITE) is None
+    assert not book.release("a", released.number, [0])
     assert book.open == 1
     book.end("a")
     assert book.open == 0
 
 
-def test_memory_granted_for_writing_through_this_host_does_not(arena: Arena, clock: Clock) -> None:
+def test_two_sided_write_grant_is_freed_by_expire(arena: Arena, clock: Clock) -> None:
     book = book_of(arena, clock)
     granted(book, leased(arena, 10), Access.WRITE)
     clock.now += 11
@@ -205,7 +207,7 @@ def test_memory_granted_for_writing_through_this_host_does_not(arena: Arena, clo
     assert book.open == 0
 
 
-def test_the_share_bounds_what_is_promised(arena: Arena, clock: Clock) -> None:
+def test_share_bounds_promised_bytes(arena: Arena, clock: Clock) -> None:
     book = book_of(arena, clock, share=0.25)
     leases = leased(arena, *[PAGE_BYTES] * 6)
     grant = granted(book, leases)
@@ -222,21 +224,19 @@ def test_the_share_bounds_what_is_promised(arena: Arena, clock: Clock) -> None:
         lease.release()
 
 
-def test_slices_are_bounded_however_small(
-    arena: Arena, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grants_module, "MOST_SLICES", 3)
+def test_number_of_slices_is_bounded(arena: Arena, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grants_module, "MAX_SLICES", 3)
     book = book_of(arena, clock)
     (lease,) = leased(arena, 10)
     shares = [lease.share() for _ in range(5)]
     assert len(granted(book, shares).leases) == 3
     assert book.grant("b", shares[3:]) is None
-    for one in [lease, *shares[3:]]:
-        one.release()
+    for share in [lease, *shares[3:]]:
+        share.release()
     book.end("a")
 
 
-def test_nothing_is_no_grant(arena: Arena, clock: Clock) -> None:
+def test_grant_of_nothing_is_refused(arena: Arena, clock: Clock) -> None:
     book = book_of(arena, clock)
     assert book.grant("a", []) is None
     book.end("a")
@@ -244,7 +244,7 @@ def test_nothing_is_no_grant(arena: Arena, clock: Clock) -> None:
 
 
 class Book(RuleBasedStateMachine):
-    """Any sequence of what may happen to a book, beside a plain model of it."""
+    """Any sequence of operations on a grant book, compared with a simple model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,11 +268,11 @@ class Book(RuleBasedStateMachine):
     @precondition(lambda self: self.grants)
     @rule(data=st.data(), owner=st.sampled_from("ab"), chunks=st.lists(st.integers(-1, 5), max_size=4))
     def release(self, data: st.DataObject, owner: str, chunks: list[int]) -> None:
-        its, grant, slices = data.draw(st.sampled_from(self.grants))
-        stood = self.book.release(owner, grant.number, chunks)
-        valid = its == owner and bool(slices) and grant.ends > self.clock.now
-        assert stood == (valid and len(set(chunks)) == len(chunks) and set(chunks) <= slices.keys())
-        if its == owner:
+        grant_owner, grant, slices = data.draw(st.sampled_from(self.grants))
+        valid_release = self.book.release(owner, grant.number, chunks)
+        valid = grant_owner == owner and bool(slices) and grant.ends > self.clock.now
+        assert valid_release == (valid and len(set(chunks)) == len(chunks) and set(chunks) <= slices.keys())
+        if grant_owner == owner:
             for chunk in chunks:
                 slices.pop(chunk, None)
 
@@ -302,12 +302,12 @@ class Book(RuleBasedStateMachine):
     @rule(owner=st.sampled_from("ab"))
     def end(self, owner: str) -> None:
         self.book.end(owner)
-        for its, _, slices in self.grants:
-            if its == owner:
+        for grant_owner, _, slices in self.grants:
+            if grant_owner == owner:
                 slices.clear()
 
     @rule()
-    def let_go(self) -> None:
+    def release_held(self) -> None:
         while self.held:
             self.held.pop().release()
 
@@ -321,7 +321,7 @@ class Book(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.end("a")
         self.end("b")
-        self.let_go()
+        self.release_held()
         assert not self.arena.leases
         assert not self.arena.used
         self.arena.close()

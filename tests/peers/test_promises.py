@@ -1,4 +1,4 @@
-"""What is kept of promises, on a clock of the tests' own; and how pauses, breakers and paces behave on it."""
+"""Promises, back-offs, circuit breakers, outages and paces, on a fake clock."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvtier.peers.pace import REMEMBERED_SECONDS, Pace, soonest
-from kvtier.peers.pauses import FAILURES_IN_A_ROW, Breaker, GrowingPause, Outage
+from kvtier.peers.pace import REMEMBERED_SECONDS, Pace, fastest
+from kvtier.peers.pauses import FAILURES_IN_A_ROW, Backoff, Breaker, Outage
 from kvtier.peers.promises import Promise, Promises, usable_seconds
 from kvtier.testing.backend import make_key
 
@@ -34,22 +34,22 @@ def promise(number: int, ends: float, key: int | None = None) -> Promise:
     return Promise(make_key(number if key is None else key), 77, number, 0, 10, True, ends)
 
 
-def test_promises_are_bounded_and_end() -> None:
+def test_promises_are_bounded_and_expire() -> None:
     clock, released = Clock(), Released()
-    promises = Promises(released, most=3, clock=clock)
+    promises = Promises(released, limit=3, clock=clock)
     promises.add([promise(number, 110.0) for number in range(3)])
     promises.add([promise(3, 120.0)])
-    assert released.numbers == [0], "the oldest goes"
+    assert released.numbers == [0], "the oldest is released"
     assert promises.find(make_key(0)) is None
     assert promises.find(make_key(3)) is not None
     clock.now = 110.0
     assert promises.find(make_key(1)) is None
     assert promises.take(make_key(2)) is None
     assert len(promises) == 1
-    assert released.numbers == [0], "what has ended need not be released"
+    assert released.numbers == [0], "expired promises need no release"
 
 
-def test_a_promise_is_taken_once() -> None:
+def test_promise_is_taken_once() -> None:
     released = Released()
     promises = Promises(released, clock=Clock())
     promises.add([promise(1, 110.0)])
@@ -59,7 +59,7 @@ def test_a_promise_is_taken_once() -> None:
     assert not released.numbers
 
 
-def test_the_newest_promise_of_a_chunk_is_kept() -> None:
+def test_newest_promise_of_a_chunk_is_kept() -> None:
     released = Released()
     promises = Promises(released, clock=Clock())
     promises.add([promise(1, 110.0, key=5), promise(2, 111.0, key=6)])
@@ -74,56 +74,56 @@ def test_the_newest_promise_of_a_chunk_is_kept() -> None:
 
 
 @pytest.mark.parametrize(("lease", "usable"), [(10.0, 9.5), (1.0, 0.5), (0.2, 0.1)])
-def test_the_last_of_a_lease_is_not_used(lease: float, usable: float) -> None:
+def test_end_of_lease_is_not_used(lease: float, usable: float) -> None:
     assert usable_seconds(lease) == pytest.approx(usable)
 
 
-def test_pauses_grow_to_a_limit() -> None:
-    pause = GrowingPause(0.2, 10.0)
+def test_back_off_grows_to_a_limit() -> None:
+    pause = Backoff(0.2, 10.0)
     seconds = [pause.next() for _ in range(8)]
     limits = [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
-    assert all(0.75 * limit <= one <= limit for one, limit in zip(seconds, limits, strict=True))
+    assert all(0.75 * limit <= value <= limit for value, limit in zip(seconds, limits, strict=True))
     pause.reset()
     assert pause.next() <= 0.2
 
 
-def test_a_breaker_opens_after_failures_in_a_row_and_stays_open_longer_each_time() -> None:
+def test_breaker_opens_after_consecutive_failures_and_for_longer_each_time() -> None:
     clock = Clock()
     breaker = Breaker(clock)
-    breaker.failed("one thing")
-    breaker.worked("one thing")
+    breaker.record_failure("one thing")
+    breaker.record_success("one thing")
     pauses = []
     for _ in range(4):
-        opened = [breaker.failed("one thing") for _ in range(FAILURES_IN_A_ROW)]
+        opened = [breaker.record_failure("one thing") for _ in range(FAILURES_IN_A_ROW)]
         assert opened.count(True) == 1
         assert breaker.reason == "one thing"
-        began = clock.now
+        start = clock.now
         while not breaker.probe_is_due:
             clock.now += 0.01
-        pauses.append(clock.now - began)
+        pauses.append(clock.now - start)
         assert breaker.close()
         assert breaker.reason is None
     assert all(later > 1.2 * earlier for earlier, later in itertools.pairwise(pauses))
-    breaker.worked("one thing")
-    assert not breaker.failed("one thing")
+    breaker.record_success("one thing")
+    assert not breaker.record_failure("one thing")
 
 
-def test_an_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("kvtier")
     caplog.set_level(logging.INFO, "kvtier")
     outage = Outage(logger, "there:1")
-    outage.ends()
+    outage.end()
     for _ in range(3):
-        outage.begins("lost", "it is gone")
-    outage.ends()
-    outage.ends()
+        outage.begin("lost", "it is gone")
+    outage.end()
+    outage.end()
     assert [record.getMessage() for record in caplog.records] == [
-        "peer there:1: it is gone; going on without it",
+        "peer there:1: it is gone; continuing without it",
         "peer there:1: answers again",
     ]
 
 
-def test_the_pace_is_what_reads_took_together() -> None:
+def test_pace_is_throughput_of_overlapping_reads() -> None:
     clock = Clock()
     pace = Pace(clock)
     pace.begin()
@@ -132,12 +132,12 @@ def test_the_pace_is_what_reads_took_together() -> None:
     pace.end(4 << 20)
     clock.now += 1.0
     pace.end(4 << 20)
-    assert pace.seconds_a_byte == pytest.approx(2.0 / (8 << 20))
+    assert pace.seconds_per_byte == pytest.approx(2.0 / (8 << 20))
     clock.now += REMEMBERED_SECONDS + 1
-    assert pace.seconds_a_byte is None
+    assert pace.seconds_per_byte is None
 
 
-def test_the_soonest_peer_is_chosen_and_equal_ones_take_turns() -> None:
+def test_fastest_peer_is_chosen_and_equal_ones_share() -> None:
     clock = Clock()
     paces = [Pace(clock) for _ in range(3)]
     for pace, seconds in zip(paces, (1.0, 1.0, 5.0), strict=True):
@@ -146,10 +146,10 @@ def test_the_soonest_peer_is_chosen_and_equal_ones_take_turns() -> None:
         pace.end(64 << 20)
     chosen = []
     for _ in range(110):
-        index = soonest(paces, 1 << 20)
-        paces[index].choose(1 << 20)
+        index = fastest(paces, 1 << 20)
+        paces[index].assign(1 << 20)
         chosen.append(index)
     assert [chosen.count(index) for index in range(3)] == pytest.approx([50, 50, 10], abs=6)
     for index in chosen:
-        paces[index].let_go(1 << 20)
-    assert not any(pace.under_way for pace in paces)
+        paces[index].release(1 << 20)
+    assert not any(pace.in_flight for pace in paces)

@@ -1,4 +1,4 @@
-"""Peers that were let in and push what they must not: what was never theirs, or is wrong."""
+"""Authenticated peers that push invalid or corrupt chunks, or chunks of other clients."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import anyio
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvtier.header import HEADER_BYTES, ChunkHeader
-from kvtier.keys import join_keys
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader
+from kvtier.memory.keys import join_keys
 from kvtier.peers.protocol import (
-    MOST_IN_ONE,
-    MOST_RESERVED,
+    MAX_IN_ONE,
+    MAX_RESERVED,
     NO_GRANT,
     Announce,
     Announced,
     Commit,
     Committed,
-    LookUp,
+    Lookup,
     Refused,
     Release,
     Released,
@@ -31,38 +31,38 @@ from kvtier.sockets.frames import Message
 from kvtier.testing.backend import make_key, noise
 from kvtier.transports.base import Access, RemoteSpan
 
-from .serving import CHUNK, PAYLOAD, Door, NoTransport, RawClient, serving, until
+from .serving import CHUNK, PAYLOAD, NoTransport, RawClient, ServedCache, serving, until
 
 pytestmark = pytest.mark.anyio
 
-SPACE = bytes(32)
+NAMESPACE = bytes(32)
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
+async def served() -> AsyncIterator[ServedCache]:
     async with serving() as opened:
         yield opened
 
 
-def reserving(*numbers: int, ticket: int = 1, length: int = PAYLOAD) -> Reserve:
+def reserve_message(*numbers: int, ticket: int = 1, length: int = PAYLOAD) -> Reserve:
     keys = join_keys([make_key(number) for number in numbers])
     parents = join_keys([make_key(number - 1) for number in numbers])
-    return Reserve(ticket, SPACE, keys, parents, [length] * len(numbers))
+    return Reserve(ticket, NAMESPACE, keys, parents, [length] * len(numbers))
 
 
 def payload(number: int, length: int = PAYLOAD) -> bytes:
     return noise(b"pushed" + make_key(number), length)
 
 
-async def reserved(client: RawClient, *numbers: int) -> Reserved:
-    answer = await client.ask(reserving(*numbers))
+async def reserve(client: RawClient, *numbers: int) -> Reserved:
+    answer = await client.request(reserve_message(*numbers))
     assert isinstance(answer, Reserved)
     return answer
 
 
-def write(door: Door, room: Reserved, at: int, content: bytes) -> None:
-    """As a transport does."""
-    lease = door.grants.hold(RemoteSpan(room.grant, room.offsets[at], len(content)), Access.WRITE)
+def write(served: ServedCache, room: Reserved, at: int, content: bytes) -> None:
+    """Write to a reservation as a transport does."""
+    lease = served.grants.hold(RemoteSpan(room.grant, room.offsets[at], len(content)), Access.WRITE)
     assert lease is not None
     start = room.offsets[at] - lease.offset
     lease.view[start : start + len(content)] = content
@@ -73,259 +73,261 @@ async def commit(
     client: RawClient, grant: int, chunks: Sequence[int], contents: Sequence[bytes], ticket: int = 9
 ) -> list[bool]:
     checksums = b"".join(map(xxh3_128_digest, contents))
-    answer = await client.ask(Commit(ticket, grant, list(chunks), checksums))
+    answer = await client.request(Commit(ticket, grant, list(chunks), checksums))
     assert isinstance(answer, Committed)
     assert answer.ticket == ticket
-    return answer.whole
+    return answer.valid
 
 
-def is_held(door: Door, number: int) -> bool:
-    return 0 in door.cache.hierarchy.catalog.tiers(make_key(number))
+def is_held(served: ServedCache, number: int) -> bool:
+    return 0 in served.cache.hierarchy.catalog.tiers(make_key(number))
 
 
-async def is_refused(door: Door, *messages: Message) -> str:
-    """What it says to one who says this; it still serves others."""
-    client = await door.client()
-    await client.say(*messages)
-    while not isinstance(answer := await client.hear(), Refused):
+async def refusal_of(served: ServedCache, *messages: Message) -> str:
+    """Return why the server refuses these messages, and check that it still serves other clients."""
+    client = await served.client()
+    await client.send(*messages)
+    while not isinstance(answer := await client.receive(), Refused):
         pass
-    assert not await client.closed()
-    other = await door.client()
-    assert (await reserved(other, 77)).positions == [0]
+    assert not await client.read_to_end()
+    other = await served.client()
+    assert (await reserve(other, 77)).positions == [0]
     other.close()
-    await until(lambda: not door.grants.open)
+    await until(lambda: not served.grants.open)
     return answer.reason
 
 
-async def test_reserved_written_committed_served(door: Door) -> None:
-    client = await door.client()
-    room = await reserved(client, 1, 2, 3)
-    assert (room.positions, room.held, room.coming, room.seconds) == ([0, 1, 2], [], [], 10.0)
-    assert not is_held(door, 1)
-    assert not door.cache.look_up([make_key(1)]).chunks, "what is reserved is not visible"
+async def test_chunk_is_reserved_written_committed_and_served(served: ServedCache) -> None:
+    client = await served.client()
+    room = await reserve(client, 1, 2, 3)
+    assert (room.positions, room.held, room.pending, room.seconds) == ([0, 1, 2], [], [], 10.0)
+    assert not is_held(served, 1)
+    assert not served.cache.look_up([make_key(1)]).chunks, "a reserved chunk is not visible"
     for at in range(3):
-        write(door, room, at, payload(at + 1))
-        assert not is_held(door, at + 1), "nor what is written"
+        write(served, room, at, payload(at + 1))
+        assert not is_held(served, at + 1), "nor is a written one"
     assert await commit(client, room.grant, [2, 0], [payload(3), payload(1)]) == [True, True]
-    (chunk,) = door.cache.look_up([make_key(1)]).chunks
-    assert ChunkHeader.verify(chunk.lease.view, make_key(1)) == (make_key(1), make_key(0), SPACE, PAYLOAD)
+    (chunk,) = served.cache.look_up([make_key(1)]).chunks
+    assert ChunkHeader.verify(chunk.lease.view, make_key(1)) == (make_key(1), make_key(0), NAMESPACE, PAYLOAD)
     chunk.lease.release()
-    assert [is_held(door, number) for number in (1, 2, 3)] == [True, False, True]
-    again = await reserved(client, 1, 2, 3)
-    assert (again.positions, again.held, again.coming) == ([], [0, 2], [1])
+    assert [is_held(served, number) for number in (1, 2, 3)] == [True, False, True]
+    again = await reserve(client, 1, 2, 3)
+    assert (again.positions, again.held, again.pending) == ([], [0, 2], [1])
     assert await client.release(again, []) is False
-    assert (await client.ask(Release(2, room.grant, [1]))).stood
-    assert (await reserved(client, 2)).positions == [0], "given back, and to be had again"
+    assert (await client.request(Release(2, room.grant, [1]))).valid
+    assert (await reserve(client, 2)).positions == [0], "released, and free to be reserved again"
 
 
-async def test_a_header_that_was_written_over_is_written_anew(door: Door) -> None:
-    client = await door.client()
-    room = await reserved(client, 1)
-    write(door, room, 0, payload(1))
-    lease = door.grants.hold(RemoteSpan(room.grant, room.offsets[0] - HEADER_BYTES, 10), Access.WRITE)
+async def test_overwritten_header_is_restored_on_commit(served: ServedCache) -> None:
+    client = await served.client()
+    room = await reserve(client, 1)
+    write(served, room, 0, payload(1))
+    lease = served.grants.hold(RemoteSpan(room.grant, room.offsets[0] - HEADER_BYTES, 10), Access.WRITE)
     assert lease is not None
     ChunkHeader(make_key(66), make_key(65), bytes(range(32)), PAYLOAD).seal(lease.view)
     lease.release()
     assert await commit(client, room.grant, [0], [payload(1)]) == [True]
-    (chunk,) = door.cache.look_up([make_key(1)]).chunks
-    assert ChunkHeader.verify(chunk.lease.view, make_key(1)).namespace == SPACE
+    (chunk,) = served.cache.look_up([make_key(1)]).chunks
+    assert ChunkHeader.verify(chunk.lease.view, make_key(1)).namespace == NAMESPACE
     chunk.lease.release()
-    assert not is_held(door, 66)
+    assert not is_held(served, 66)
 
 
 @pytest.mark.parametrize("wrong", ["never_written", "flipped", "other_checksum", "half"])
-async def test_what_does_not_match_its_checksum_is_never_served(door: Door, wrong: str) -> None:
-    client = await door.client()
-    room = await reserved(client, 1, 2)
-    content, claimed = bytearray(payload(1)), payload(1)
+async def test_checksum_mismatch_is_never_served(served: ServedCache, wrong: str) -> None:
+    client = await served.client()
+    room = await reserve(client, 1, 2)
+    content, checksummed = bytearray(payload(1)), payload(1)
     if wrong == "flipped":
         content[PAYLOAD // 2] ^= 1
     if wrong == "other_checksum":
-        claimed = payload(5)
+        checksummed = payload(5)
     if wrong != "never_written":
-        write(door, room, 0, bytes(content[: PAYLOAD // 2 if wrong == "half" else PAYLOAD]))
-    write(door, room, 1, payload(2))
-    assert await commit(client, room.grant, [0, 1], [claimed, payload(2)]) == [False, True]
-    assert not is_held(door, 1)
-    assert is_held(door, 2)
-    assert (await reserved(client, 1)).positions == [0], "its room is free again"
+        write(served, room, 0, bytes(content[: PAYLOAD // 2 if wrong == "half" else PAYLOAD]))
+    write(served, room, 1, payload(2))
+    assert await commit(client, room.grant, [0, 1], [checksummed, payload(2)]) == [False, True]
+    assert not is_held(served, 1)
+    assert is_held(served, 2)
+    assert (await reserve(client, 1)).positions == [0], "its room is free again"
 
 
-async def test_nobody_writes_once_it_is_committed(door: Door) -> None:
-    client = await door.client()
-    room = await reserved(client, 1)
+async def test_committed_chunk_cannot_be_written_or_committed_again(served: ServedCache) -> None:
+    client = await served.client()
+    room = await reserve(client, 1)
     span = RemoteSpan(room.grant, room.offsets[0], PAYLOAD)
-    assert door.grants.hold(span, Access.READ) is None, "nor does it read"
-    write(door, room, 0, payload(1))
+    assert served.grants.hold(span, Access.READ) is None, "a write grant does not allow reads"
+    write(served, room, 0, payload(1))
     assert await commit(client, room.grant, [0], [payload(1)]) == [True]
-    assert door.grants.hold(span, Access.WRITE) is None
-    assert await commit(client, room.grant, [0], [payload(1)]) == [False], "nor commits it twice"
-    assert is_held(door, 1)
+    assert served.grants.hold(span, Access.WRITE) is None
+    assert await commit(client, room.grant, [0], [payload(1)]) == [False], "it cannot be committed twice"
+    assert is_held(served, 1)
 
 
-@pytest.mark.parametrize("ends", [True, False])
-async def test_a_write_that_is_still_under_way_is_waited_for(
-    door: Door, ends: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("completes", [True, False])
+async def test_commit_waits_for_write_in_flight(
+    served: ServedCache, completes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who commits and goes on writing must not change what was verified."""
-    monkeypatch.setattr("kvtier.peers.reservations.STRAGGLER_SECONDS", 60.0 if ends else 0.05)
-    client = await door.client()
-    room = await reserved(client, 1, 2)
-    write(door, room, 0, payload(1))
-    straggler = door.grants.hold(RemoteSpan(room.grant, room.offsets[0], PAYLOAD), Access.WRITE)
+    """A client that commits during a write must not change verified bytes."""
+    monkeypatch.setattr("kvtier.peers.reservations.STRAGGLER_SECONDS", 60.0 if completes else 0.05)
+    client = await served.client()
+    room = await reserve(client, 1, 2)
+    write(served, room, 0, payload(1))
+    straggler = served.grants.hold(RemoteSpan(room.grant, room.offsets[0], PAYLOAD), Access.WRITE)
     assert straggler is not None
-    await client.say(Commit(5, room.grant, [0], xxh3_128_digest(payload(1))))
-    assert isinstance(await client.ask(Release(6, room.grant, [1])), Released), "others need not wait"
-    assert not is_held(door, 1)
-    if ends:
+    await client.send(Commit(5, room.grant, [0], xxh3_128_digest(payload(1))))
+    assert isinstance(await client.request(Release(6, room.grant, [1])), Released), (
+        "other requests are not delayed"
+    )
+    assert not is_held(served, 1)
+    if completes:
         straggler.release()
-    answer = await client.hear()
-    assert (answer.ticket, answer.whole) == (5, [ends])
-    assert is_held(door, 1) is ends
+    answer = await client.receive()
+    assert (answer.ticket, answer.valid) == (5, [completes])
+    assert is_held(served, 1) is completes
     straggler.release()
 
 
 @pytest.mark.parametrize(
     "chunks", [[-1], [2], [1 << 62], [(1 << 64) - 1], [-(1 << 63)], [0, 0]], ids=lambda chunks: str(chunks)
 )
-async def test_numbers_that_are_none(door: Door, chunks: list[int]) -> None:
-    client = await door.client()
-    room = await reserved(client, 1, 2)
-    write(door, room, 0, payload(1))
-    whole = await commit(client, room.grant, chunks, [payload(1)] * len(chunks))
-    assert whole == [chunk == 0 for chunk in chunks]
+async def test_commit_of_invalid_chunk_numbers_is_refused(served: ServedCache, chunks: list[int]) -> None:
+    client = await served.client()
+    room = await reserve(client, 1, 2)
+    write(served, room, 0, payload(1))
+    valid = await commit(client, room.grant, chunks, [payload(1)] * len(chunks))
+    assert valid == [chunk == 0 for chunk in chunks]
 
 
 @pytest.mark.parametrize("grant", [0, -1, 1, 1 << 63, (1 << 64) - 1, -(1 << 63)])
-async def test_grants_that_are_none(door: Door, grant: int) -> None:
-    client = await door.client()
-    await reserved(client, 1)
+async def test_invalid_grant_numbers_are_refused(served: ServedCache, grant: int) -> None:
+    client = await served.client()
+    await reserve(client, 1)
     assert await commit(client, grant, [0], [payload(1)]) == [False]
-    assert not (await client.ask(Release(3, grant, [0]))).stood
-    assert door.grants.hold(RemoteSpan(grant, 0, 16), Access.WRITE) is None
+    assert not (await client.request(Release(3, grant, [0]))).valid
+    assert served.grants.hold(RemoteSpan(grant, 0, 16), Access.WRITE) is None
 
 
-async def test_what_was_granted_to_another_is_not_to_be_committed_nor_given_back(door: Door) -> None:
-    owner, thief = await door.client(), await door.client()
-    room = await reserved(owner, 1)
-    write(door, room, 0, payload(1))
-    assert await commit(thief, room.grant, [0], [payload(1)]) == [False]
-    assert not (await thief.ask(Release(1, room.grant, [0]))).stood
-    assert (await reserved(thief, 1)).coming == [0]
-    thief.close()
+async def test_grant_of_another_client_cannot_be_committed_or_released(served: ServedCache) -> None:
+    owner, other = await served.client(), await served.client()
+    room = await reserve(owner, 1)
+    write(served, room, 0, payload(1))
+    assert await commit(other, room.grant, [0], [payload(1)]) == [False]
+    assert not (await other.request(Release(1, room.grant, [0]))).valid
+    assert (await reserve(other, 1)).pending == [0]
+    other.close()
     assert await commit(owner, room.grant, [0], [payload(1)]) == [True]
 
 
-async def test_what_may_be_read_may_not_be_committed(door: Door) -> None:
-    door.store(1)
-    client = await door.client()
+async def test_read_grant_cannot_be_committed(served: ServedCache) -> None:
+    served.store(1)
+    client = await served.client()
     granted = await client.look_up([make_key(1)])
     assert await commit(client, granted.grant, [0], [payload(1)]) == [False]
     assert await client.release(granted)
 
 
 @pytest.mark.parametrize("offset", [-(1 << 63), -4096, -1, 1 << 20, (1 << 63) - 1, 1 << 63])
-async def test_only_what_was_reserved_may_be_written(door: Door, offset: int) -> None:
-    client = await door.client()
-    room = await reserved(client, 1, 2)
+async def test_only_reserved_memory_can_be_written(served: ServedCache, offset: int) -> None:
+    client = await served.client()
+    room = await reserve(client, 1, 2)
     for length in (1, CHUNK, 1 << 62):
-        assert door.grants.hold(RemoteSpan(room.grant, offset, length), Access.WRITE) is None
+        assert served.grants.hold(RemoteSpan(room.grant, offset, length), Access.WRITE) is None
     for length in (CHUNK, 1 << 62, -1, 0):
-        assert door.grants.hold(RemoteSpan(room.grant, room.offsets[0], length), Access.WRITE) is None
+        assert served.grants.hold(RemoteSpan(room.grant, room.offsets[0], length), Access.WRITE) is None
 
 
-HOSTILE: dict[str, Message] = {
-    "no_length": reserving(1, length=0),
-    "negative_length": reserving(1, length=-1),
-    "length_of_63_bits": reserving(1, length=1 << 63),
-    "length_of_64_bits": reserving(1, length=(1 << 64) - 1),
-    "too_many": reserving(*range(MOST_RESERVED + 1)),
-    "half_a_key": Reserve(1, SPACE, b"half", b"half", [PAYLOAD]),
-    "fewer_parents": Reserve(1, SPACE, bytes(64), bytes(32), [PAYLOAD] * 2),
-    "fewer_lengths": Reserve(1, SPACE, bytes(64), bytes(64), [PAYLOAD]),
-    "more_lengths": Reserve(1, SPACE, bytes(32), bytes(32), [PAYLOAD] * 100_000),
+INVALID_MESSAGES: dict[str, Message] = {
+    "no_length": reserve_message(1, length=0),
+    "negative_length": reserve_message(1, length=-1),
+    "length_of_63_bits": reserve_message(1, length=1 << 63),
+    "length_of_64_bits": reserve_message(1, length=(1 << 64) - 1),
+    "too_many": reserve_message(*range(MAX_RESERVED + 1)),
+    "half_a_key": Reserve(1, NAMESPACE, b"half", b"half", [PAYLOAD]),
+    "fewer_parents": Reserve(1, NAMESPACE, bytes(64), bytes(32), [PAYLOAD] * 2),
+    "fewer_lengths": Reserve(1, NAMESPACE, bytes(64), bytes(64), [PAYLOAD]),
+    "more_lengths": Reserve(1, NAMESPACE, bytes(32), bytes(32), [PAYLOAD] * 100_000),
     "no_namespace": Reserve(1, b"", bytes(32), bytes(32), [PAYLOAD]),
     "half_a_checksum": Commit(1, 5, [0], bytes(15)),
     "no_checksums": Commit(1, 5, [0] * 1000, b""),
     "announces_half_a_key": Announce(1, 1, b"half"),
-    "announces_too_many": Announce(1, 1, bytes(32 * (MOST_IN_ONE + 1))),
+    "announces_too_many": Announce(1, 1, bytes(32 * (MAX_IN_ONE + 1))),
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-async def test_what_is_no_protocol_ends_the_connection_and_no_other(door: Door, name: str) -> None:
-    assert "it" in await is_refused(door, reserving(1, 2), HOSTILE[name])
+@pytest.mark.parametrize("name", INVALID_MESSAGES)
+async def test_invalid_message_closes_only_its_connection(served: ServedCache, name: str) -> None:
+    assert "it" in await refusal_of(served, reserve_message(1, 2), INVALID_MESSAGES[name])
 
 
-async def test_an_announcement_twice_under_one_number_ends_the_connection(door: Door) -> None:
+async def test_duplicate_announcement_number_closes_connection(served: ServedCache) -> None:
     twice = Announce(1, 1, join_keys([make_key(1)]))
-    assert "twice" in await is_refused(door, twice, twice)
+    assert "reuses the number" in await refusal_of(served, twice, twice)
 
 
-async def test_chunks_that_no_memory_holds_find_no_room(door: Door) -> None:
-    client = await door.client()
-    answer = await client.ask(reserving(1, 2, length=1 << 40))
-    assert (answer.grant, answer.positions, answer.held, answer.coming) == (NO_GRANT, [], [], [])
+async def test_chunks_larger_than_memory_get_no_room(served: ServedCache) -> None:
+    client = await served.client()
+    answer = await client.request(reserve_message(1, 2, length=1 << 40))
+    assert (answer.grant, answer.positions, answer.held, answer.pending) == (NO_GRANT, [], [], [])
 
 
-async def test_no_more_than_a_share_of_memory_is_reserved(door: Door) -> None:
-    client, other = await door.client(), await door.client()
-    room = await reserved(client, *range(1, 60))
+async def test_reservations_are_bounded_by_share(served: ServedCache) -> None:
+    client, other = await served.client(), await served.client()
+    room = await reserve(client, *range(1, 60))
     assert len(room.positions) == 32
-    assert (await reserved(other, 101)).positions == []
-    assert (await client.ask(Release(2, room.grant, [31]))).stood
-    assert (await reserved(other, 101)).positions == [0]
+    assert (await reserve(other, 101)).positions == []
+    assert (await client.request(Release(2, room.grant, [31]))).valid
+    assert (await reserve(other, 101)).positions == [0]
 
 
-async def test_what_is_promised_for_reading_leaves_less_to_reserve(door: Door) -> None:
-    keys = door.store(*range(1, 31))
-    client = await door.client()
+async def test_read_grants_count_against_reservations(served: ServedCache) -> None:
+    keys = served.store(*range(1, 31))
+    client = await served.client()
     granted = await client.look_up(keys)
-    assert len((await reserved(client, *range(101, 120))).positions) == 2
+    assert len((await reserve(client, *range(101, 120))).positions) == 2
     await client.release(granted)
 
 
-async def test_the_same_chunk_twice_in_one_question(door: Door) -> None:
-    client = await door.client()
-    room = await reserved(client, 1, 1)
-    assert (room.positions, room.coming) == ([0], [1])
+async def test_duplicate_chunk_in_one_reservation_is_pending(served: ServedCache) -> None:
+    client = await served.client()
+    room = await reserve(client, 1, 1)
+    assert (room.positions, room.pending) == ([0], [1])
 
 
-async def test_announcements_are_bounded(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.peers.reservations.MOST_ANNOUNCED", 5)
-    monkeypatch.setattr("kvtier.peers.reservations.MOST_ANNOUNCEMENTS", 2)
-    client = await door.client()
+async def test_announcements_are_bounded(served: ServedCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.peers.reservations.MAX_ANNOUNCED", 5)
+    monkeypatch.setattr("kvtier.peers.reservations.MAX_ANNOUNCEMENTS", 2)
+    client = await served.client()
     keys = [make_key(number) for number in range(1, 9)]
-    assert await client.ask(Announce(1, 1, join_keys(keys[:3]))) == Announced(1, True)
-    assert await client.ask(Announce(2, 2, join_keys(keys[3:]))) == Announced(2, False)
-    assert await client.ask(Announce(3, -(1 << 63), join_keys(keys[3:5]))) == Announced(3, True)
-    assert await client.ask(Announce(4, 4, b"")) == Announced(4, False)
-    assert door.cache.expecting.coming == 5
+    assert await client.request(Announce(1, 1, join_keys(keys[:3]))) == Announced(1, True)
+    assert await client.request(Announce(2, 2, join_keys(keys[3:]))) == Announced(2, False)
+    assert await client.request(Announce(3, -(1 << 63), join_keys(keys[3:5]))) == Announced(3, True)
+    assert await client.request(Announce(4, 4, b"")) == Announced(4, False)
+    assert served.cache.expecting.coming == 5
     for number in (1, 1, 7, (1 << 64) - 1, -(1 << 63)):
-        assert await client.ask(Withdraw(5, number)) == Withdrawn(5)
-    assert door.cache.expecting.coming == 0
+        assert await client.request(Withdraw(5, number)) == Withdrawn(5)
+    assert served.cache.expecting.coming == 0
 
 
-async def test_what_was_announced_and_reserved_is_over_with_its_connection(door: Door) -> None:
-    client = await door.client()
-    found = door.cache.look_up([make_key(1), make_key(2)], expect=60)
-    await client.ask(Announce(1, 1, join_keys([make_key(1), make_key(2)])))
-    await reserved(client, 1)
-    assert found.under_way == 2
+async def test_disconnect_withdraws_announcements_and_reservations(served: ServedCache) -> None:
+    client = await served.client()
+    found = served.cache.look_up([make_key(1), make_key(2)], expect=60)
+    await client.request(Announce(1, 1, join_keys([make_key(1), make_key(2)])))
+    await reserve(client, 1)
+    assert found.in_flight == 2
     client.close()
     with anyio.fail_after(30):
-        await door.cache.settle(found)
+        await served.cache.settle(found)
     assert not found.chunks
 
 
-async def test_reservations_count_as_under_way_without_an_announcement(door: Door) -> None:
-    client = await door.client()
-    room = await reserved(client, 1)
-    found = door.cache.look_up([make_key(1)], expect=60)
-    write(door, room, 0, payload(1))
+async def test_reservation_counts_as_pending_without_announcement(served: ServedCache) -> None:
+    client = await served.client()
+    room = await reserve(client, 1)
+    found = served.cache.look_up([make_key(1)], expect=60)
+    write(served, room, 0, payload(1))
     assert await commit(client, room.grant, [0], [payload(1)]) == [True]
     with anyio.fail_after(30):
-        await door.cache.settle(found)
+        await served.cache.settle(found)
     assert len(found.chunks) == 1
     found.release()
 
@@ -334,28 +336,28 @@ async def test_reservations_count_as_under_way_without_an_announcement(door: Doo
 
 
 @pytest.fixture
-async def hasty() -> AsyncIterator[Door]:
-    """Lets nobody reserve for longer than a moment."""
+async def short_lease() -> AsyncIterator[ServedCache]:
+    """A served cache with a lease of 0.2 s."""
     async with serving(lease=0.2) as opened:
         yield opened
 
 
-async def test_room_that_is_not_filled_in_time_goes_back_and_who_waits_is_told(hasty: Door) -> None:
-    client = await hasty.client()
-    found = hasty.cache.look_up([make_key(1)], expect=60)
-    room = await reserved(client, 1, 2)
+async def test_expired_reservation_is_freed_and_wakes_lookups(short_lease: ServedCache) -> None:
+    client = await short_lease.client()
+    found = short_lease.cache.look_up([make_key(1)], expect=60)
+    room = await reserve(client, 1, 2)
     with anyio.fail_after(30):
-        await hasty.cache.settle(found)
+        await short_lease.cache.settle(found)
     assert not found.chunks
-    assert not hasty.grants.open
-    assert not hasty.cache.arena.leases
-    assert hasty.grants.hold(RemoteSpan(room.grant, room.offsets[0], PAYLOAD), Access.WRITE) is None
+    assert not short_lease.grants.open
+    assert not short_lease.cache.arena.leases
+    assert short_lease.grants.hold(RemoteSpan(room.grant, room.offsets[0], PAYLOAD), Access.WRITE) is None
     assert await commit(client, room.grant, [0], [payload(1)]) == [False]
-    assert (await reserved(client, 1, 2)).positions == [0, 1]
+    assert (await reserve(client, 1, 2)).positions == [0, 1]
 
 
 class OneSided(NoTransport):
-    """One whose writers cannot be refused, and take their time to be cut off."""
+    """A one-sided transport whose ``cut_off`` blocks until an event."""
 
     one_sided = True
 
@@ -369,65 +371,65 @@ class OneSided(NoTransport):
         await self._may_end.wait()
 
 
-async def test_memory_that_may_still_be_written_is_used_for_nothing_else() -> None:
+async def test_one_sided_memory_is_not_reused_before_cut_off() -> None:
     may_end = anyio.Event()
     transport = OneSided(may_end)
-    async with serving(transport=transport, lease=0.2) as door:
-        client = await door.client()
-        found = door.cache.look_up([make_key(1)], expect=60)
-        room = await reserved(client, 1, 2)
+    async with serving(transport=transport, lease=0.2) as served:
+        client = await served.client()
+        found = served.cache.look_up([make_key(1)], expect=60)
+        room = await reserve(client, 1, 2)
         with anyio.fail_after(30):
-            await door.cache.settle(found)
-        # Its time is over: the catalog has forgotten it, the memory is not free.
-        assert make_key(1) not in door.cache.hierarchy.catalog
-        assert (door.cache.arena.leases, door.grants.open) == (2, 1)
-        await client.ask(Release(1, room.grant, [1]))
-        assert door.cache.arena.leases == 1, "given back"
+            await served.cache.settle(found)
+        # The lease has expired: removed from the catalog, but the memory is not free.
+        assert make_key(1) not in served.cache.hierarchy.catalog
+        assert (served.cache.arena.leases, served.grants.open) == (2, 1)
+        await client.request(Release(1, room.grant, [1]))
+        assert served.cache.arena.leases == 1, "released"
         client.close()
         await until(lambda: transport.cuts)
-        assert door.cache.arena.leases == 1, "not before it is cut off"
+        assert served.cache.arena.leases == 1, "kept until the writer is cut off"
         may_end.set()
-        await until(lambda: not door.cache.arena.leases)
+        await until(lambda: not served.cache.arena.leases)
 
 
-async def test_who_leaves_with_nothing_unfilled_is_not_cut_off() -> None:
+async def test_client_without_open_reservations_is_not_cut_off() -> None:
     may_end = anyio.Event()
     transport = OneSided(may_end)
-    async with serving(transport=transport) as door:
-        client = await door.client()
-        room = await reserved(client, 1, 2)
-        write(door, room, 0, payload(1))
+    async with serving(transport=transport) as served:
+        client = await served.client()
+        room = await reserve(client, 1, 2)
+        write(served, room, 0, payload(1))
         assert await commit(client, room.grant, [0], [payload(1)]) == [True]
-        await client.ask(Release(1, room.grant, [1]))
+        await client.request(Release(1, room.grant, [1]))
         client.close()
-        await until(lambda: not door.server.status()["connections"])
+        await until(lambda: not served.server.status()["connections"])
         assert not transport.cuts
 
 
-async def test_who_leaves_in_the_middle_of_a_verification_leaves_nothing(door: Door) -> None:
+async def test_disconnect_during_verification_leaks_nothing(served: ServedCache) -> None:
     for _ in range(20):
-        client = await door.client()
-        room = await reserved(client, *range(1, 11))
+        client = await served.client()
+        room = await reserve(client, *range(1, 11))
         for at in range(10):
-            write(door, room, at, payload(at + 1))
+            write(served, room, at, payload(at + 1))
         checksums = b"".join(xxh3_128_digest(payload(at + 1)) for at in range(10))
-        await client.say(Commit(1, room.grant, list(range(10)), checksums))
+        await client.send(Commit(1, room.grant, list(range(10)), checksums))
         client.close()
-        await until(lambda: not door.server.status()["connections"])
-        await door.cache.clear([make_key(number) for number in range(1, 11)])
+        await until(lambda: not served.server.status()["connections"])
+        await served.cache.clear([make_key(number) for number in range(1, 11)])
 
 
-async def test_a_flood_of_commits_is_answered_one_after_the_other(door: Door) -> None:
-    client = await door.client()
-    room = await reserved(client, 1)
-    await client.say(*(Commit(ticket, room.grant, [0], bytes(16)) for ticket in range(500)))
-    assert {(await client.hear()).ticket for _ in range(500)} == set(range(500))
+async def test_flood_of_commits_is_answered(served: ServedCache) -> None:
+    client = await served.client()
+    room = await reserve(client, 1)
+    await client.send(*(Commit(ticket, room.grant, [0], bytes(16)) for ticket in range(500)))
+    assert {(await client.receive()).ticket for _ in range(500)} == set(range(500))
 
 
-async def test_look_ups_go_on_beside_reservations(door: Door) -> None:
-    keys = door.store(1)
-    client = await door.client()
-    await reserved(client, 2)
-    granted = await client.ask(LookUp(1, join_keys([*keys, make_key(2)]), False))
-    assert granted.positions == [0], "what is reserved is nobody's yet"
+async def test_lookup_excludes_reserved_chunks(served: ServedCache) -> None:
+    keys = served.store(1)
+    client = await served.client()
+    await reserve(client, 2)
+    granted = await client.request(Lookup(1, join_keys([*keys, make_key(2)]), False))
+    assert granted.positions == [0], "a reserved chunk is not granted"
     await client.release(granted)

@@ -1,4 +1,4 @@
-"""Whoever pushes, or is pushed to, is a process that is killed, stopped and resumed in the middle of it."""
+"""KV transfers whose sender or receiver process is killed, stopped or resumed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.peers.push import Pushed
+from kvtier.peers.push import PushOutcome
 
 from .peer_process import PeerProcess
 from .push_process import PushProcess
@@ -21,126 +21,126 @@ pytestmark = pytest.mark.anyio
 MIB = 1 << 20
 BOTH = ["tcp", pytest.param("nixl", marks=pytest.mark.slow)]
 FITS = 256 * MIB // 24_576
-"""Chunks of the size that hosts count in."""
+"""Capacity in chunks of the size that :func:`hosts` counts in."""
 
 
-async def half_there(there: Host) -> None:
-    """Some have come, and others are half written."""
-    await until(lambda: there.counts.get("committed") and there.reserving["reservations"] > 1)
+async def until_half_written(receiver: Host) -> None:
+    """Wait until some chunks are committed and others half written."""
+    await until(lambda: receiver.counts.get("committed") and receiver.reserving["reservations"] > 1)
 
 
 @pytest.mark.parametrize("kind", BOTH)
-async def test_who_pushes_is_killed_in_the_middle(kind: str) -> None:
-    async with hosts(kind, FITS) as (there,):
-        async with PushProcess(kind, 2 * MIB, stops_after=1) as pusher:
-            await pusher.hand_over(there.address, range(1, 61))
-            found = there.look_up(range(1, 61))
+async def test_sender_killed_during_push(kind: str) -> None:
+    async with hosts(kind, FITS) as (receiver,):
+        async with PushProcess(kind, 2 * MIB, blocks_after=1) as pusher:
+            await pusher.transfer_kv(receiver.address, range(1, 61))
+            found = receiver.look_up(range(1, 61))
             await pusher.compute(range(1, 51))
-            await half_there(there)
+            await until_half_written(receiver)
             await pusher.kill()
-        came = await there.settled(found)
-        held = there.held(range(1, 61))
+        arrived = await receiver.settle(found)
+        held = receiver.held(range(1, 61))
         assert 0 < len(held) < 60
-        # Batches are written side by side: the second may have come before the first.
-        assert held[:came] == list(range(1, came + 1))
-        assert came + 1 not in held
-        # Who comes after it is not hindered by what it left.
-        async with PushProcess(kind, 2 * MIB) as another:
-            await another.compute(range(1, 61))
-            await another.hand_over(there.address, range(1, 61))
-            assert await another.finish() == 60
-        assert await there.settled(there.look_up(range(1, 61))) == 60
+        # Batches are written concurrently: the second may arrive before the first.
+        assert held[:arrived] == list(range(1, arrived + 1))
+        assert arrived + 1 not in held
+        # What it left does not hinder the next sender.
+        async with PushProcess(kind, 2 * MIB) as next_pusher:
+            await next_pusher.compute(range(1, 61))
+            await next_pusher.transfer_kv(receiver.address, range(1, 61))
+            assert await next_pusher.finish() == 60
+        assert await receiver.settle(receiver.look_up(range(1, 61))) == 60
 
 
 @pytest.mark.parametrize("kind", BOTH)
-async def test_who_pushes_stands_still_until_its_time_is_over(kind: str) -> None:
+async def test_sender_stopped_until_its_lease_expires(kind: str) -> None:
     async with (
-        PushProcess(kind, 2 * MIB, stops_after=1) as pusher,
-        hosts(kind, FITS, hand_over={"reserve": 3}) as (there,),
+        PushProcess(kind, 2 * MIB, blocks_after=1) as pusher,
+        hosts(kind, FITS, kv_transfer={"reserve": 3}) as (receiver,),
     ):
-        await pusher.hand_over(there.address, range(1, 61))
+        await pusher.transfer_kv(receiver.address, range(1, 61))
         await pusher.compute(range(1, 51))
-        await half_there(there)
+        await until_half_written(receiver)
         pusher.signal(signal.SIGSTOP)
-        await until(lambda: not there.reserving["reservations"])
-        found = there.look_up(range(1, 61), expect=0.5)
-        assert await there.settled(found) < 60, "who waits does so no longer than it wants to"
+        await until(lambda: not receiver.reserving["reservations"])
+        found = receiver.look_up(range(1, 61), expect=0.5)
+        assert await receiver.settle(found) < 60, "a lookup waits no longer than its timeout"
         pusher.signal(signal.SIGCONT)
-        await pusher.go_on()
-        assert await pusher.finish() == 50, "what was late was pushed again"
-        await until(lambda: not there.cache.expecting.coming)
-        await until(lambda: not there.instance.server.status()["grants"])  # type: ignore[union-attr]
+        await pusher.resume()
+        assert await pusher.finish() == 50, "expired chunks are pushed again"
+        await until(lambda: not receiver.cache.expecting.coming)
+        await until(lambda: not receiver.instance.server.status()["grants"])  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", BOTH)
-async def test_who_is_pushed_to_is_killed_in_the_middle_and_started_anew(kind: str) -> None:
+async def test_receiver_killed_during_push_and_restarted(kind: str) -> None:
     target = PeerProcess([], payload=100 * MIB, transport={"type": kind, "deadline": 5})
-    async with started(target), hosts(kind, FITS) as (here,):
-        handing = here.instance.hand_over(target.address, keys_of(range(1, 61)))
-        await here.compute_many(range(1, 51), 2 * MIB)
-        await until(lambda: handing.progress.pushed >= 4)
+    async with started(target), hosts(kind, FITS) as (sender,):
+        transfer = sender.instance.transfer_kv(target.address, keys_of(range(1, 61)))
+        await sender.compute_many(range(1, 51), 2 * MIB)
+        await until(lambda: transfer.progress.pushed >= 4)
         await target.kill()
         with anyio.fail_after(60):
-            await handing.ended.wait()
-        assert handing.result.trouble
-        assert handing.result.leading < 60
+            await transfer.ended.wait()
+        assert transfer.result.last_error
+        assert transfer.result.leading < 60
         await target.start()
-        again = here.instance.hand_over(target.address, keys_of(range(1, 51)))
+        again = sender.instance.transfer_kv(target.address, keys_of(range(1, 51)))
         assert (await again.finish(60)).leading == 50
 
 
 @pytest.mark.parametrize("kind", BOTH)
-async def test_who_is_pushed_to_stands_still_for_a_while(kind: str) -> None:
+async def test_receiver_stopped_and_resumed_during_push(kind: str) -> None:
     target = PeerProcess([], payload=100 * MIB, transport=kind)
-    async with started(target), hosts(kind, FITS) as (here,):
-        handing = here.instance.hand_over(target.address, keys_of(range(1, 51)))
-        await here.compute_many(range(1, 41), 2 * MIB)
-        await until(lambda: handing.progress.pushed >= 4)
+    async with started(target), hosts(kind, FITS) as (sender,):
+        transfer = sender.instance.transfer_kv(target.address, keys_of(range(1, 51)))
+        await sender.compute_many(range(1, 41), 2 * MIB)
+        await until(lambda: transfer.progress.pushed >= 4)
         target.signal(signal.SIGSTOP)
-        await here.compute_many(range(41, 51), 2 * MIB)
-        await until(lambda: any(client.source is None for client in clients_of(here)))
+        await sender.compute_many(range(41, 51), 2 * MIB)
+        await until(lambda: any(client.source is None for client in clients_of(sender)))
         target.signal(signal.SIGCONT)
-        assert (await handing.finish(60)).leading == 50
+        assert (await transfer.finish(60)).leading == 50
         await until_nothing_reserved(target)
 
 
 @pytest.mark.parametrize("kind", BOTH)
-async def test_who_is_pushed_to_stands_still_for_good(kind: str) -> None:
+async def test_receiver_stopped_for_good_during_push(kind: str) -> None:
     target = PeerProcess([], payload=100 * MIB, transport={"type": kind, "deadline": 2})
-    async with started(target), hosts(kind, FITS) as (here,):
-        handing = here.instance.hand_over(target.address, keys_of(range(1, 51)))
-        await here.compute_many(range(1, 41), 2 * MIB)
-        await until(lambda: handing.progress.pushed >= 4)
+    async with started(target), hosts(kind, FITS) as (sender,):
+        transfer = sender.instance.transfer_kv(target.address, keys_of(range(1, 51)))
+        await sender.compute_many(range(1, 41), 2 * MIB)
+        await until(lambda: transfer.progress.pushed >= 4)
         target.signal(signal.SIGSTOP)
         with anyio.fail_after(60):
-            handed = await handing.finish(1)
-            assert handed.leading < 50
-            assert set(handed.outcomes.values()) <= {Pushed.OK, Pushed.ABSENT, Pushed.FAILED}
-            await handing.ended.wait()
+            result = await transfer.finish(1)
+            assert result.leading < 50
+            assert set(result.outcomes.values()) <= {PushOutcome.OK, PushOutcome.ABSENT, PushOutcome.FAILED}
+            await transfer.ended.wait()
         target.signal(signal.SIGKILL)
 
 
 @pytest.mark.slow
-async def test_a_late_write_over_nixl_never_lands_in_memory_that_is_anothers() -> None:
-    """Its writer stands still when it is cut off, and goes on when the memory belongs to somebody else."""
-    async with hosts("nixl", FITS, hand_over={"reserve": 1}) as (there,):
-        async with PushProcess("nixl", 2 * MIB, stops_after=1) as pusher:
-            await pusher.hand_over(there.address, range(1, 61))
+async def test_late_nixl_write_never_reaches_reused_memory() -> None:
+    """The writer is stopped when its lease expires; its memory is reused only after it is cut off."""
+    async with hosts("nixl", FITS, kv_transfer={"reserve": 1}) as (receiver,):
+        async with PushProcess("nixl", 2 * MIB, blocks_after=1) as pusher:
+            await pusher.transfer_kv(receiver.address, range(1, 61))
             await pusher.compute(range(1, 51))
-            await half_there(there)
+            await until_half_written(receiver)
             pusher.signal(signal.SIGSTOP)
-            await until(lambda: not there.reserving["reservations"])
-            overdue: Any = there.instance.server.status()  # type: ignore[union-attr]
-            assert overdue["grants"], "its memory is kept"
+            await until(lambda: not receiver.reserving["reservations"])
+            status: Any = receiver.instance.server.status()  # type: ignore[union-attr]
+            assert status["grants"], "its memory is kept"
             await pusher.kill()
-            await until(lambda: not there.instance.server.status()["grants"])  # type: ignore[union-attr]
-        await there.compute_many(range(101, 151), 2 * MIB)
-        assert await there.settled(there.look_up(range(101, 151))) == 50
+            await until(lambda: not receiver.instance.server.status()["grants"])  # type: ignore[union-attr]
+        await receiver.compute_many(range(101, 151), 2 * MIB)
+        assert await receiver.settle(receiver.look_up(range(101, 151))) == 50
 
 
 def clients_of(host: Host) -> Any:
-    assert host.instance._handing is not None
-    return host.instance._handing.peers.clients
+    assert host.instance._kv_transfers is not None
+    return host.instance._kv_transfers.peers.clients
 
 
 async def until_nothing_reserved(target: PeerProcess) -> None:

@@ -1,4 +1,4 @@
-"""What a server grants, when it may be read, and when that ends: asked message by message."""
+"""Grants of ``PeerServer``: what is granted, when it is readable, and when it ends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier.backends.sealed import SealedBackend
-from kvtier.header import ChunkHeader, is_sealed
-from kvtier.keys import ChunkKey, join_keys
+from kvtier.memory.header import ChunkHeader, is_sealed
+from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.peers import session as session_module
 from kvtier.peers.protocol import (
     NO_GRANT,
@@ -29,9 +28,10 @@ from kvtier.peers.protocol import (
 )
 from kvtier.testing.backend import make_key
 from kvtier.testing.faults import SlowBackend
+from kvtier.tiers.sealed import SealedBackend
 from kvtier.transports.base import Access, RemoteSpan
 
-from .serving import CHUNK, Door, RawClient, serving, until
+from .serving import CHUNK, RawClient, ServedCache, serving, until
 
 pytestmark = pytest.mark.anyio
 
@@ -44,262 +44,262 @@ def spans(granted: Granted) -> list[RemoteSpan]:
 
 
 async def readable(client: RawClient, granted: Granted, chunks: list[int]) -> list[bool]:
-    answer = await client.ask(Await(9, granted.grant, chunks))
+    answer = await client.request(Await(9, granted.grant, chunks))
     assert isinstance(answer, Readable)
     return answer.readable
 
 
-async def test_a_prefix_is_granted_sealed_and_released() -> None:
-    async with serving() as door:
-        keys = door.store(1, 2, 3)
-        client = await door.client()
+async def test_prefix_is_granted_sealed_and_released() -> None:
+    async with serving() as served:
+        keys = served.store(1, 2, 3)
+        client = await served.client()
         granted = await client.look_up([*keys, make_key(4)])
         assert granted.positions == [0, 1, 2]
         assert granted.lengths == [CHUNK] * 3
-        assert granted.ready == 0, "they have no checksum yet"
+        assert granted.ready == 0, "they have no checksums yet"
         assert await readable(client, granted, [0, 1, 2]) == [True] * 3
         for key, span in zip(keys, spans(granted), strict=True):
-            lease = door.grants.hold(span, Access.READ)
+            lease = served.grants.hold(span, Access.READ)
             assert lease is not None
             assert ChunkHeader.verify(lease.view, key)
             assert is_sealed(lease.view)
             lease.release()
-        assert door.grants.promised == 3 * CHUNK
+        assert served.grants.promised == 3 * CHUNK
         assert await client.release(granted, [0])
-        assert door.grants.promised == 2 * CHUNK
+        assert served.grants.promised == 2 * CHUNK
         assert await client.release(granted, [1, 2])
-        assert door.grants.open == 0
-        again = await client.look_up(keys)
-        assert again.ready == 3, "the checksums stay"
+        assert served.grants.open == 0
+        second = await client.look_up(keys)
+        assert second.ready == 3, "the checksums stay"
 
 
-async def test_without_checksums_all_is_ready_at_once() -> None:
-    async with serving(checksum=False) as door:
-        keys = door.store(1, 2)
-        client = await door.client()
+async def test_without_checksums_chunks_are_ready_immediately() -> None:
+    async with serving(checksum=False) as served:
+        keys = served.store(1, 2)
+        client = await served.client()
         granted = await client.look_up(keys)
         assert granted.ready == 2
-        lease = door.grants.hold(spans(granted)[0], Access.READ)
+        lease = served.grants.hold(spans(granted)[0], Access.READ)
         assert lease is not None
         assert not is_sealed(lease.view)
         lease.release()
 
 
-async def test_what_has_no_checksum_yet_cannot_be_had() -> None:
-    async with serving() as door:
-        (key,) = door.store(1)
-        client = await door.client()
-        go_on = anyio.Event()
+async def test_unsealed_chunk_is_not_readable() -> None:
+    async with serving() as served:
+        (key,) = served.store(1)
+        client = await served.client()
+        may_fail = anyio.Event()
 
         async def fail_later(chunks: Sequence[object]) -> list[bool]:
-            await go_on.wait()
+            await may_fail.wait()
             return [False] * len(chunks)
 
-        door.server._holdings.seal = fail_later  # type: ignore[method-assign]
+        served.server._holdings.seal = fail_later  # type: ignore[method-assign]
         granted = await client.look_up([key])
         (span,) = spans(granted)
-        assert door.grants.hold(span, Access.READ) is None
-        await client.say(Await(9, granted.grant, [0]))
-        assert await client.ask(Ping(3)) == Pong(3), "who waits holds nobody up"
-        go_on.set()
-        assert await client.hear() == Readable(9, [False])
-        assert door.grants.hold(span, Access.READ) is None
+        assert served.grants.hold(span, Access.READ) is None
+        await client.send(Await(9, granted.grant, [0]))
+        assert await client.request(Ping(3)) == Pong(3), "an await does not block other requests"
+        may_fail.set()
+        assert await client.receive() == Readable(9, [False])
+        assert served.grants.hold(span, Access.READ) is None
 
 
-async def test_what_is_damaged_in_memory_is_not_readable() -> None:
-    async with serving() as door:
-        keys = door.store(1, 2, 3)
-        client = await door.client()
-        lease = door.cache.hierarchy.share(keys[1])
+async def test_corrupt_chunk_is_not_readable() -> None:
+    async with serving() as served:
+        keys = served.store(1, 2, 3)
+        client = await served.client()
+        lease = served.cache.hierarchy.lease(keys[1])
         assert lease is not None
         lease.view[30] ^= 1
         lease.release()
         granted = await client.look_up(keys)
         assert await readable(client, granted, [2, 1, 0]) == [True, False, True]
-        catalog = door.cache.hierarchy.catalog
-        assert [catalog.tiers(key) for key in keys] == [[0], [], [0]], "it is not served here, either"
-        assert door.cache.hierarchy.sealer.corrupt == 1
+        catalog = served.cache.hierarchy.catalog
+        assert [catalog.tiers(key) for key in keys] == [[0], [], [0]], "it is not served locally, either"
+        assert served.cache.hierarchy.sealer.corrupt == 1
 
 
-async def test_a_prefix_ends_with_the_first_gap_and_a_selection_does_not() -> None:
-    async with serving() as door:
-        one, two, three = door.store(1, 2, 3)
+async def test_prefix_ends_at_first_gap_and_selection_does_not() -> None:
+    async with serving() as served:
+        one, two, three = served.store(1, 2, 3)
         missing = make_key(9)
-        client = await door.client()
+        client = await served.client()
         assert (await client.look_up([one, missing, two])).positions == [0]
         granted = await client.look_up([missing, one, missing, three, two], prefix=False)
         assert granted.positions == [1, 3, 4]
         assert (await client.look_up([missing, one])).grant == NO_GRANT
         assert (await client.look_up([])).grant == NO_GRANT
-        answer = await client.ask(Contains(5, join_keys([one, missing, three])))
+        answer = await client.request(Contains(5, join_keys([one, missing, three])))
         assert answer == Contained(5, [True, False, True])
-        assert await client.ask(Contains(6, b"")) == Contained(6, [])
+        assert await client.request(Contains(6, b"")) == Contained(6, [])
 
 
-async def test_many_keys_in_many_steps() -> None:
+async def test_lookup_of_many_keys() -> None:
     count = 2000
-    async with serving(ram=2 * count, share=1, checksum=False) as door:
-        keys = await door.store_many(count)
-        client = await door.client()
+    async with serving(ram=2 * count, share=1, checksum=False) as served:
+        keys = await served.store_many(count)
+        client = await served.client()
         granted = await client.look_up([*keys, make_key(0)])
         assert granted.positions == list(range(count))
         assert len(set(granted.offsets)) == count
         odd = [key if index % 2 else make_key(10**6 + index) for index, key in enumerate(keys)]
-        some = await client.look_up(odd, prefix=False)
-        assert some.positions == list(range(1, count, 2))
-        answer = await client.ask(Contains(5, join_keys(odd)))
+        selected = await client.look_up(odd, prefix=False)
+        assert selected.positions == list(range(1, count, 2))
+        answer = await client.request(Contains(5, join_keys(odd)))
         assert answer.held == [bool(index % 2) for index in range(count)]
-        assert door.grants.promised == count * CHUNK, "what is granted twice is kept once"
+        assert served.grants.promised == count * CHUNK, "a chunk granted twice counts once"
 
 
-async def test_chunks_on_disk_take_off_and_can_be_awaited(tmp_path: Path) -> None:
-    async with serving(disk=tmp_path / "ssd") as door:
-        keys = door.store(1, 2, 3)
-        assert await door.cache.drain(10)
-        door.cache.hierarchy.drop(keys)
-        client = await door.client()
+async def test_chunks_on_disk_are_promoted_and_can_be_awaited(tmp_path: Path) -> None:
+    async with serving(disk=tmp_path / "ssd") as served:
+        keys = served.store(1, 2, 3)
+        assert await served.cache.drain(10)
+        served.cache.hierarchy.drop(keys)
+        client = await served.client()
         granted = await client.look_up(keys)
         assert granted.positions == [0, 1, 2]
         assert granted.ready == 0
         assert await readable(client, granted, [0, 1, 2]) == [True] * 3
         for key, span in zip(keys, spans(granted), strict=True):
-            lease = door.grants.hold(span, Access.READ)
+            lease = served.grants.hold(span, Access.READ)
             assert lease is not None
             assert ChunkHeader.verify(lease.view, key)
             lease.release()
 
 
-def slowed(door: Door) -> SlowBackend:
-    """The disk, which from now on does as it is told."""
-    sealed = door.cache.hierarchy.tiers[1].backend.inner
+def slow_disk(served: ServedCache) -> SlowBackend:
+    """Wrap the disk tier's backend in a :class:`SlowBackend`, and return it."""
+    sealed = served.cache.hierarchy.tiers[1].backend.inner
     assert isinstance(sealed, SealedBackend)
     sealed._inner = slow = SlowBackend(sealed._inner)
     return slow
 
 
-async def on_disk_alone(door: Door, *numbers: int) -> list[ChunkKey]:
-    keys = door.store(*numbers)
-    assert await door.cache.drain(10)
-    door.cache.hierarchy.drop(keys)
+async def store_on_disk_only(served: ServedCache, *numbers: int) -> list[ChunkKey]:
+    keys = served.store(*numbers)
+    assert await served.cache.drain(10)
+    served.cache.hierarchy.drop(keys)
     return keys
 
 
-async def test_what_flies_cannot_be_had_until_it_has_landed(tmp_path: Path) -> None:
-    async with serving(disk=tmp_path / "ssd") as door:
-        keys = await on_disk_alone(door, 1, 2)
-        keys += door.store(3)
-        disk = slowed(door)
+async def test_chunk_in_flight_is_readable_once_loaded(tmp_path: Path) -> None:
+    async with serving(disk=tmp_path / "ssd") as served:
+        keys = await store_on_disk_only(served, 1, 2)
+        keys += served.store(3)
+        disk = slow_disk(served)
         disk.hang()
-        client = await door.client()
+        client = await served.client()
         granted = await client.look_up(keys)
         assert granted.ready == 0
-        assert await readable(client, granted, [2]) == [True], "it waits for no other"
-        assert [door.grants.hold(span, Access.READ) for span in spans(granted)[:2]] == [None, None]
-        await client.say(Await(9, granted.grant, [0, 1]))
-        assert await client.ask(Ping(3)) == Pong(3)
+        assert await readable(client, granted, [2]) == [True], "it does not wait for other chunks"
+        assert [served.grants.hold(span, Access.READ) for span in spans(granted)[:2]] == [None, None]
+        await client.send(Await(9, granted.grant, [0, 1]))
+        assert await client.request(Ping(3)) == Pong(3)
         disk.resume()
-        assert await client.hear() == Readable(9, [True, True])
+        assert await client.receive() == Readable(9, [True, True])
 
 
-async def test_what_does_not_land_is_not_readable(tmp_path: Path) -> None:
-    async with serving(disk=tmp_path / "ssd") as door:
-        keys = await on_disk_alone(door, 1, 2)
+async def test_chunk_that_fails_to_load_is_not_readable(tmp_path: Path) -> None:
+    async with serving(disk=tmp_path / "ssd") as served:
+        keys = await store_on_disk_only(served, 1, 2)
         for path in (tmp_path / "ssd").rglob("*"):
             if path.is_file() and path.stat().st_size == CHUNK:
                 path.write_bytes(bytes(CHUNK))
-        client = await door.client()
+        client = await served.client()
         granted = await client.look_up(keys)
         assert await readable(client, granted, [0, 1]) == [False, False]
-        assert [door.grants.hold(span, Access.READ) for span in spans(granted)] == [None, None]
+        assert [served.grants.hold(span, Access.READ) for span in spans(granted)] == [None, None]
 
 
-async def test_an_await_ends_with_the_lease(tmp_path: Path) -> None:
-    async with serving(disk=tmp_path / "ssd", lease="200ms") as door:
-        keys = await on_disk_alone(door, 1)
-        disk = slowed(door)
+async def test_await_ends_with_the_lease(tmp_path: Path) -> None:
+    async with serving(disk=tmp_path / "ssd", lease="200ms") as served:
+        keys = await store_on_disk_only(served, 1)
+        disk = slow_disk(served)
         disk.hang()
-        client = await door.client()
+        client = await served.client()
         granted = await client.look_up(keys)
         assert await readable(client, granted, [0]) == [False]
-        assert door.grants.open == 0
+        assert served.grants.open == 0
         assert not await client.release(granted)
         disk.resume()
 
 
-async def test_an_await_ends_with_the_release(tmp_path: Path) -> None:
-    async with serving(disk=tmp_path / "ssd") as door:
-        keys = await on_disk_alone(door, 1)
-        disk = slowed(door)
+async def test_await_ends_with_the_release(tmp_path: Path) -> None:
+    async with serving(disk=tmp_path / "ssd") as served:
+        keys = await store_on_disk_only(served, 1)
+        disk = slow_disk(served)
         disk.hang()
-        client = await door.client()
+        client = await served.client()
         granted = await client.look_up(keys)
-        await client.say(Await(9, granted.grant, [0]), Release(10, granted.grant, [0]))
-        answers = [await client.hear(), await client.hear()]
+        await client.send(Await(9, granted.grant, [0]), Release(10, granted.grant, [0]))
+        answers = [await client.receive(), await client.receive()]
         assert Released(10, True) in answers
         assert Readable(9, [False]) in answers
         disk.resume()
 
 
 async def test_awaits_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "MOST_AWAITS", 3)
-    async with serving(disk=tmp_path / "ssd") as door:
-        keys = await on_disk_alone(door, 1)
-        disk = slowed(door)
+    monkeypatch.setattr(session_module, "MAX_AWAITS", 3)
+    async with serving(disk=tmp_path / "ssd") as served:
+        keys = await store_on_disk_only(served, 1)
+        disk = slow_disk(served)
         disk.hang()
-        client = await door.client()
+        client = await served.client()
         granted = await client.look_up(keys)
-        await client.say(*(Await(number, granted.grant, [0]) for number in range(4)))
-        assert await client.hear() == Readable(3, [False])
+        await client.send(*(Await(number, granted.grant, [0]) for number in range(4)))
+        assert await client.receive() == Readable(3, [False])
         disk.resume()
-        answers = [await client.hear() for _ in range(3)]
+        answers = [await client.receive() for _ in range(3)]
         assert sorted(answer.ticket for answer in answers) == [0, 1, 2]
         assert all(answer.readable == [True] for answer in answers)
 
 
-async def test_a_client_that_vanishes_leaves_nothing(tmp_path: Path) -> None:
-    async with serving(disk=tmp_path / "ssd") as door:
-        keys = await on_disk_alone(door, 1, 2)
-        disk = slowed(door)
+async def test_client_that_disconnects_leaks_nothing(tmp_path: Path) -> None:
+    async with serving(disk=tmp_path / "ssd") as served:
+        keys = await store_on_disk_only(served, 1, 2)
+        disk = slow_disk(served)
         disk.hang()
-        client = await door.client()
+        client = await served.client()
         granted = await client.look_up(keys)
-        await client.say(Await(9, granted.grant, [0, 1]))
-        await until(lambda: door.server.status()["asked"].get("Await"))  # type: ignore[attr-defined]
+        await client.send(Await(9, granted.grant, [0, 1]))
+        await until(lambda: served.server.status()["asked"].get("Await"))  # type: ignore[attr-defined]
         client.close()
-        await until(lambda: not door.server.status()["connections"])
-        assert door.grants.open == 0
+        await until(lambda: not served.server.status()["connections"])
+        assert served.grants.open == 0
         disk.resume()
 
 
-async def test_a_transfer_outlives_its_lease_and_its_connection() -> None:
-    async with serving(lease="100ms", checksum=False, ram=4) as door:
-        keys = door.store(1, 2)
-        client = await door.client()
+async def test_transfer_outlives_its_lease_and_its_connection() -> None:
+    async with serving(lease="100ms", checksum=False, ram=4) as served:
+        keys = served.store(1, 2)
+        client = await served.client()
         granted = await client.look_up(keys)
-        holding = door.grants.hold(spans(granted)[0], Access.READ)
-        assert holding is not None
-        expected = bytes(holding.view)
-        await until(lambda: door.grants.open == 0)
-        assert door.grants.expired == 1
-        assert door.grants.hold(spans(granted)[0], Access.READ) is None
+        transfer_lease = served.grants.hold(spans(granted)[0], Access.READ)
+        assert transfer_lease is not None
+        expected = bytes(transfer_lease.view)
+        await until(lambda: served.grants.open == 0)
+        assert served.grants.expired == 1
+        assert served.grants.hold(spans(granted)[0], Access.READ) is None
         client.close()
-        await until(lambda: not door.server.status()["connections"])
-        door.store(11, 12, 13)  # All that memory has besides.
-        assert bytes(holding.view) == expected
-        holding.release()
+        await until(lambda: not served.server.status()["connections"])
+        served.store(11, 12, 13)  # All the remaining room.
+        assert bytes(transfer_lease.view) == expected
+        transfer_lease.release()
 
 
-async def test_what_is_evicted_or_cleared_stays_readable_and_is_not_granted_anew() -> None:
-    async with serving(ram=4, share=1, checksum=False) as door:
-        keys = door.store(1, 2)
-        client = await door.client()
+async def test_evicted_or_cleared_chunk_stays_readable_but_is_not_granted_again() -> None:
+    async with serving(ram=4, share=1, checksum=False) as served:
+        keys = served.store(1, 2)
+        client = await served.client()
         granted = await client.look_up(keys)
-        held = [bytes(door.cache.arena.view(span.offset, span.length)) for span in spans(granted)]
-        await door.cache.clear(keys[:1])
-        door.cache.hierarchy.drop(keys[1:])
-        door.store(11, 12)  # All the room that there is beside them.
+        held = [bytes(served.cache.arena.view(span.offset, span.length)) for span in spans(granted)]
+        await served.cache.clear(keys[:1])
+        served.cache.hierarchy.drop(keys[1:])
+        served.store(11, 12)  # All the remaining room.
         for span, before in zip(spans(granted), held, strict=True):
-            lease = door.grants.hold(span, Access.READ)
+            lease = served.grants.hold(span, Access.READ)
             assert lease is not None
             assert bytes(lease.view) == before
             lease.release()
@@ -308,56 +308,56 @@ async def test_what_is_evicted_or_cleared_stays_readable_and_is_not_granted_anew
 
 
 async def test_eviction_races_grants() -> None:
-    """Memory of eight chunks, of which six are promised and stored anew over and over."""
-    async with serving(ram=8, share=0.75, checksum=False) as door:
-        client = await door.client()
-        for turn in range(60):
-            keys = door.store(*range(turn * 2 + 1, turn * 2 + 3))
+    """A memory of eight chunks, six of which are repeatedly stored and promised."""
+    async with serving(ram=8, share=0.75, checksum=False) as served:
+        client = await served.client()
+        for round_number in range(60):
+            keys = served.store(*range(round_number * 2 + 1, round_number * 2 + 3))
             granted = await client.look_up(keys)
             assert len(granted.positions) == 2
             for key, span in zip(keys, spans(granted), strict=True):
-                lease = door.grants.hold(span, Access.READ)
+                lease = served.grants.hold(span, Access.READ)
                 assert lease is not None
                 ChunkHeader.verify(lease.view, key)
                 lease.release()
-            if turn % 3 == 2:
+            if round_number % 3 == 2:
                 assert await client.release(granted)
-                await client.say(Hello(VERSION, "again", "control"))
-                assert isinstance(await client.hear(), Refused)
-                await until(lambda: not door.grants.open)
-                client = await door.client()
+                await client.send(Hello(VERSION, "again", "control"))
+                assert isinstance(await client.receive(), Refused)
+                await until(lambda: not served.grants.open)
+                client = await served.client()
 
 
-async def test_no_more_is_promised_than_the_share() -> None:
-    async with serving(ram=10, share=0.3, checksum=False) as door:
-        keys = door.store(1, 2, 3, 4, 5)
-        first, second = await door.client(), await door.client()
+async def test_promised_bytes_are_bounded_by_share() -> None:
+    async with serving(ram=10, share=0.3, checksum=False) as served:
+        keys = served.store(1, 2, 3, 4, 5)
+        first, second = await served.client(), await served.client()
         granted = await first.look_up(keys)
         assert granted.positions == [0, 1, 2]
-        assert door.grants.promised == 3 * CHUNK
+        assert served.grants.promised == 3 * CHUNK
         assert (await second.look_up(keys[3:])).grant == NO_GRANT
-        assert (await second.look_up(keys[1:])).positions == [0, 1], "they are promised anyway"
+        assert (await second.look_up(keys[1:])).positions == [0, 1], "they are promised already"
         assert await first.release(granted, [0, 1])
-        assert door.grants.promised == 2 * CHUNK, "one of them is promised to another, too"
+        assert served.grants.promised == 2 * CHUNK, "one of them is also promised to the other client"
         assert (await first.look_up(keys[3:])).positions == [0]
         assert await first.release(granted, [2])
 
 
-async def test_more_grants_than_one_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "MOST_GRANTS", 2)
-    async with serving(checksum=False) as door:
-        keys = door.store(1)
-        client = await door.client()
+async def test_grants_per_client_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "MAX_GRANTS", 2)
+    async with serving(checksum=False) as served:
+        keys = served.store(1)
+        client = await served.client()
         granted = [await client.look_up(keys) for _ in range(3)]
-        assert [bool(one.grant) for one in granted] == [True, True, False]
+        assert [bool(reply.grant) for reply in granted] == [True, True, False]
         assert await client.release(granted[0])
         assert (await client.look_up(keys)).grant
 
 
-async def test_a_grant_is_its_owners_alone() -> None:
-    async with serving(checksum=False) as door:
-        keys = door.store(1)
-        owner, other = await door.client(), await door.client()
+async def test_grant_belongs_to_its_owner() -> None:
+    async with serving(checksum=False) as served:
+        keys = served.store(1)
+        owner, other = await served.client(), await served.client()
         granted = await owner.look_up(keys)
         assert not await other.release(granted)
         assert await readable(other, granted, [0]) == [False]
@@ -366,10 +366,10 @@ async def test_a_grant_is_its_owners_alone() -> None:
 
 
 @pytest.mark.parametrize("chunks", [[0, 0], [-1], [1], [1 << 62], [0, 5]])
-async def test_chunks_that_are_not_granted_are_not_released(chunks: list[int]) -> None:
-    async with serving(checksum=False) as door:
-        keys = door.store(1, 2)
-        client = await door.client()
+async def test_ungranted_chunks_are_not_released(chunks: list[int]) -> None:
+    async with serving(checksum=False) as served:
+        keys = served.store(1, 2)
+        client = await served.client()
         granted = await client.look_up(keys[:1])
         if len(chunks) > 1:
             granted = await client.look_up(keys[:2])
@@ -377,8 +377,8 @@ async def test_chunks_that_are_not_granted_are_not_released(chunks: list[int]) -
         assert await readable(client, granted, [-1]) == [False]
 
 
-async def test_an_unknown_grant() -> None:
-    async with serving() as door:
-        client = await door.client()
-        assert await client.ask(Release(1, 77, [0, 1])) == Released(1, False)
-        assert await client.ask(Await(2, 77, [0, 1])) == Readable(2, [False, False])
+async def test_unknown_grant_is_invalid() -> None:
+    async with serving() as served:
+        client = await served.client()
+        assert await client.request(Release(1, 77, [0, 1])) == Released(1, False)
+        assert await client.request(Await(2, 77, [0, 1])) == Readable(2, [False, False])

@@ -1,4 +1,4 @@
-"""Sessions that are told any sequence of what may and may not be said. They never raise, nor leak."""
+"""Any sequence of valid and invalid messages: sessions neither raise unexpected errors nor leak."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ChannelClosed, ProtocolError
-from kvtier.keys import join_keys
+from kvtier.memory.keys import join_keys
 from kvtier.peers.protocol import (
     Announce,
     Await,
@@ -23,7 +23,7 @@ from kvtier.peers.protocol import (
     Contains,
     Granted,
     Hello,
-    LookUp,
+    Lookup,
     Ping,
     Pong,
     Release,
@@ -36,48 +36,52 @@ from kvtier.peers.protocol import (
 from kvtier.sockets.frames import MAX_FRAME_BYTES, FrameReader, Message, encode
 from kvtier.testing.backend import make_key
 
-from .conversing import HELD, Conversing, Said
+from .conversing import HELD, ClientMessage, SessionHarness
 
 pytestmark = pytest.mark.anyio
 
-FEW = hypothesis_settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+FEW_EXAMPLES = hypothesis_settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+)
 
 tickets = st.integers(-(1 << 63), (1 << 64) - 1)
 keys = st.lists(st.sampled_from([*HELD, make_key(99)]), max_size=8).map(join_keys)
 numbers = st.lists(st.integers(-2, 8), max_size=4)
-of_a_grant = st.one_of(st.none(), st.integers(-5, 1 << 63))
+any_grant = st.one_of(st.none(), st.integers(-5, 1 << 63))
 
 
-def about(kind: type[Await] | type[Release], ticket: int, grant: int | None, chunks: list[int]) -> Said:
+def about(
+    kind: type[Await] | type[Release], ticket: int, grant: int | None, chunks: list[int]
+) -> ClientMessage:
     if grant is not None:
         return kind(ticket, grant, chunks)
     return lambda latest: kind(ticket, latest, chunks)
 
 
-def committing(ticket: int, grant: int | None, chunks: list[int]) -> Said:
+def commit(ticket: int, grant: int | None, chunks: list[int]) -> ClientMessage:
     if grant is not None:
         return Commit(ticket, grant, chunks, bytes(16 * len(chunks)))
     return lambda latest: Commit(ticket, latest, chunks, bytes(16 * len(chunks)))
 
 
-def reserving(ticket: int, which: list[int], length: int) -> Reserve:
+def reserve(ticket: int, which: list[int], length: int) -> Reserve:
     joined = join_keys([make_key(number) for number in which])
     return Reserve(ticket, bytes(32), joined, joined, [length] * len(which))
 
 
-valid: st.SearchStrategy[Said] = st.one_of(
-    st.builds(LookUp, tickets, keys, st.booleans()),
+valid: st.SearchStrategy[ClientMessage] = st.one_of(
+    st.builds(Lookup, tickets, keys, st.booleans()),
     st.builds(Contains, tickets, keys),
     st.builds(Ping, tickets),
-    st.builds(partial(about, Await), tickets, of_a_grant, numbers),
-    st.builds(partial(about, Release), tickets, of_a_grant, numbers),
-    st.builds(reserving, tickets, st.lists(st.integers(1, 40), max_size=8), st.integers(1, 20_000)),
-    st.builds(committing, tickets, of_a_grant, numbers),
+    st.builds(partial(about, Await), tickets, any_grant, numbers),
+    st.builds(partial(about, Release), tickets, any_grant, numbers),
+    st.builds(reserve, tickets, st.lists(st.integers(1, 40), max_size=8), st.integers(1, 20_000)),
+    st.builds(commit, tickets, any_grant, numbers),
     st.builds(Withdraw, tickets, tickets),
 )
-invalid: st.SearchStrategy[Said] = st.one_of(
-    st.builds(LookUp, tickets, st.binary(max_size=70), st.booleans()),
-    st.builds(reserving, tickets, st.lists(st.integers(1, 40), max_size=8), tickets),
+invalid: st.SearchStrategy[ClientMessage] = st.one_of(
+    st.builds(Lookup, tickets, st.binary(max_size=70), st.booleans()),
+    st.builds(reserve, tickets, st.lists(st.integers(1, 40), max_size=8), tickets),
     st.builds(Commit, tickets, tickets, st.lists(tickets, max_size=4), st.binary(max_size=70)),
     st.builds(Announce, tickets, st.integers(0, 3), keys),
     st.builds(Announce, tickets, tickets, st.binary(max_size=70)),
@@ -88,74 +92,74 @@ invalid: st.SearchStrategy[Said] = st.one_of(
 )
 
 
-@FEW
+@FEW_EXAMPLES
 @given(st.lists(st.one_of(valid, valid, valid, invalid), max_size=12))
-def test_no_sequence_raises_or_leaks(said: list[Said]) -> None:
-    async def lead() -> None:
-        async with Conversing.open() as conversing:
-            _, end = await conversing.lead(*said)
-            assert isinstance(end, ChannelClosed | ProtocolError)
-            answers, end = await conversing.lead(Ping(1))
-            assert answers == [Pong(1)], "it still serves others"
+def test_no_message_sequence_raises_or_leaks(messages: list[ClientMessage]) -> None:
+    async def run() -> None:
+        async with SessionHarness.open() as harness:
+            _, error = await harness.run(*messages)
+            assert isinstance(error, ChannelClosed | ProtocolError)
+            replies, error = await harness.run(Ping(1))
+            assert replies == [Pong(1)], "it still serves others"
 
-    anyio.run(lead)
+    anyio.run(run)
 
 
-@FEW
+@FEW_EXAMPLES
 @given(st.lists(valid, max_size=12))
-def test_everything_valid_is_answered_with_its_ticket(said: list[Said]) -> None:
-    async def lead() -> None:
-        async with Conversing.open() as conversing:
-            asked: list[Any] = []
+def test_every_valid_request_is_answered_with_its_ticket(messages: list[ClientMessage]) -> None:
+    async def run() -> None:
+        async with SessionHarness.open() as harness:
+            sent: list[Any] = []
 
-            def noted(one: Said) -> Callable[[int], Message]:
-                def make(latest: int) -> Message:
-                    message = one(latest) if callable(one) else one
+            def recorded(original: ClientMessage) -> Callable[[int], Message]:
+                def build(latest: int) -> Message:
+                    message = original(latest) if callable(original) else original
                     assert not isinstance(message, bytes)
                     if isinstance(message, Await | Release):
                         message = type(message)(message.ticket, message.grant, message.chunks[:1])
                     elif isinstance(message, Commit):
                         chunks = message.chunks[:1]
                         message = Commit(message.ticket, message.grant, chunks, bytes(16 * len(chunks)))
-                    asked.append(message)
+                    sent.append(message)
                     return message
 
-                return make
+                return build
 
-            answers, end = await conversing.lead(*map(noted, said))
-            assert isinstance(end, ChannelClosed)
-            answered = Counter(answer.ticket for answer in answers)
-            assert answered <= Counter(message.ticket for message in asked)
-            # Nobody hears what was awaited or committed, where the client hangs up before.
-            at_once = [message.ticket for message in asked if not isinstance(message, Await | Commit)]
-            assert Counter(at_once) <= answered
+            replies, error = await harness.run(*map(recorded, messages))
+            assert isinstance(error, ChannelClosed)
+            tickets_answered = Counter(reply.ticket for reply in replies)
+            assert tickets_answered <= Counter(message.ticket for message in sent)
+            # Replies to Await and Commit are lost if the client disconnects first.
+            immediate = [message.ticket for message in sent if not isinstance(message, Await | Commit)]
+            assert Counter(immediate) <= tickets_answered
 
-    anyio.run(lead)
+    anyio.run(run)
 
 
-async def test_a_grant_can_be_used_in_the_conversation() -> None:
-    async with Conversing.open() as conversing:
-        look_up = LookUp(1, join_keys(HELD[:2]), True)
-        answers, _ = await conversing.lead(look_up, lambda number: Release(2, number, [0, 1]))
-        assert isinstance(answers[0], Granted)
-        assert answers[1] == Released(2, True)
+async def test_grant_can_be_released_in_its_session() -> None:
+    async with SessionHarness.open() as harness:
+        look_up = Lookup(1, join_keys(HELD[:2]), True)
+        replies, _ = await harness.run(look_up, lambda number: Release(2, number, [0, 1]))
+        assert isinstance(replies[0], Granted)
+        assert replies[1] == Released(2, True)
 
 
 # Frames.
 
 
 @given(st.lists(st.binary(max_size=300), max_size=10), st.lists(st.integers(1, 50), min_size=1))
-def test_frames_come_out_however_they_are_cut(bodies: list[bytes], cuts: list[int]) -> None:
+def test_frames_are_reassembled_from_any_pieces(bodies: list[bytes], cuts: list[int]) -> None:
     data = b"".join(len(body).to_bytes(4, "little") + body for body in bodies)
     reader = FrameReader()
-    found: list[bytes] = []
-    turn = 0
+    frames: list[bytes] = []
+    piece = 0
     while data:
-        length = cuts[turn % len(cuts)]
-        found += reader.feed(data[:length])
+        length = cuts[piece % len(cuts)]
+        frames += reader.feed(data[:length])
         data = data[length:]
-        turn += 1
-    assert found == bodies
+        piece += 1
+    assert frames == bodies
     assert not reader._buffer
 
 
@@ -174,34 +178,34 @@ def test_any_bytes_are_frames_or_refused(pieces: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("length", [MAX_FRAME_BYTES + 1, 1 << 31, (1 << 32) - 1])
-def test_a_frame_that_is_too_long_is_refused_before_it_comes(length: int) -> None:
+def test_oversized_frame_is_refused_by_its_header(length: int) -> None:
     with pytest.raises(ProtocolError, match="is over"):
         FrameReader().feed(length.to_bytes(4, "little"))
 
 
 @given(st.lists(valid, min_size=1, max_size=5))
-def test_messages_survive_the_wire(said: list[Said]) -> None:
-    messages = [one(5) if callable(one) else one for one in said]
-    data = b"".join(encode(message) for message in messages if not isinstance(message, bytes))
-    assert [decode_from_client(body) for body in FrameReader().feed(data)] == messages
+def test_messages_round_trip(messages: list[ClientMessage]) -> None:
+    built = [message(5) if callable(message) else message for message in messages]
+    data = b"".join(encode(message) for message in built if not isinstance(message, bytes))
+    assert [decode_from_client(body) for body in FrameReader().feed(data)] == built
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        b"\x94\x01\x01\xa2\xf2\xf2\xa7control",  # Not UTF-8, which msgspec tells in a way of its own.
-        b"\x93\x0c\x01" + b"\x91" * 100_000,  # Deeper than Python's stack, where nothing should be.
+        b"\x94\x01\x01\xa2\xf2\xf2\xa7control",  # Not UTF-8, for which msgspec raises another error.
+        b"\x93\x0c\x01" + b"\x91" * 100_000,  # Nested deeper than Python's stack.
     ],
     ids=["text", "depth"],
 )
-def test_what_msgspec_refuses_in_other_ways(body: bytes) -> None:
+def test_other_msgspec_errors_are_protocol_errors(body: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_from_client(body)
 
 
 @given(st.binary(max_size=200))
 def test_damaged_messages_are_decoded_or_refused(damage: bytes) -> None:
-    body = bytearray(encode(LookUp(1, bytes(64), True))[4:])
+    body = bytearray(encode(Lookup(1, bytes(64), True))[4:])
     for at, byte in enumerate(damage[: len(body)]):
         body[at] ^= byte
     try:

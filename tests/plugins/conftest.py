@@ -1,4 +1,4 @@
-"""A plugin package, installed where only a process that is told so finds it."""
+"""A plugin package, installed in a folder that only selected processes search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def install(source: Path, site: Path) -> None:
-    """What pip does with a wheel of pure Python: copy the modules, write the metadata."""
+    """Install a pure-Python package like pip: copy the modules and write the metadata."""
     project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
     for module in (source / "src").iterdir():
         shutil.copytree(module, site / module.name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -26,7 +26,7 @@ def install(source: Path, site: Path) -> None:
 
 
 def write_metadata(site: Path, name: str, version: str, entry_points: dict[str, str]) -> None:
-    """Describe an installed distribution."""
+    """Write the metadata of an installed distribution."""
     folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -36,7 +36,7 @@ def write_metadata(site: Path, name: str, version: str, entry_points: dict[str, 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """Where plugins are installed."""
+    """A folder for installed plugins."""
     path = tmp_path / "site"
     path.mkdir()
     return path
@@ -44,14 +44,14 @@ def site(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def example_installed(site: Path) -> Path:
-    """The example package is installed."""
+    """Install the example package."""
     install(PACKAGE, site)
     return site
 
 
 @pytest.fixture
 def python(site: Path) -> Python:
-    """Run an interpreter that finds what is installed in ``site``."""
+    """Run a Python interpreter that finds the packages in ``site``."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

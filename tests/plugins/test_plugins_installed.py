@@ -1,4 +1,4 @@
-"""A package that is really installed is found by its entry point, in a process of its own."""
+"""An installed package is found by its entry point, in a separate process."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def hook_names() -> list[str]:
     return [name for name, value in vars(module).items() if hasattr(value, marker)]
 
 
-def test_every_hook_is_used_by_the_example() -> None:
+def test_example_uses_every_hook() -> None:
     text = (PACKAGE / "src" / "kvtier_example" / "plugin.py").read_text()
     assert hook_names() == re.findall(r"@hookimpl\ndef (\w+)", text)
 
 
-def test_kvtier_plugins_lists_it(python: Python) -> None:
+def test_plugins_command_lists_the_example(python: Python) -> None:
     loaded = {
         plugin["name"]: plugin for plugin in json.loads(python("-m", "kvtier", "plugins", "--json").stdout)
     }
@@ -43,14 +43,14 @@ def test_kvtier_plugins_lists_it(python: Python) -> None:
     assert loaded["example"]["provides"] == ["shelf", "pigeon", "fifo"]
 
 
-def test_the_table_names_it_and_what_it_provides(python: Python) -> None:
+def test_plugins_table_shows_source_and_provided_names(python: Python) -> None:
     rows = python("-m", "kvtier", "plugins").stdout.splitlines()
     (row,) = [row for row in rows if row.startswith("example ")]
     assert "kvtier-example 1.2.3" in row
     assert "shelf, pigeon, fifo" in row
 
 
-def test_its_backend_and_policy_hold_chunks(python: Python) -> None:
+def test_example_backend_and_policy_are_used(python: Python) -> None:
     script = """
 import anyio
 from kvtier import TieredCache, load_settings
@@ -66,17 +66,17 @@ anyio.run(run)
     assert result.stdout.splitlines() == ["['cpu', 'shelf']", "[256]"], result.stderr
 
 
-def test_its_settings_are_checked_like_built_in_ones(python: Python) -> None:
+def test_example_settings_are_validated(python: Python) -> None:
     result = python("-m", "kvtier", "config", "check", KVTIER_TIERS=TIERS.replace("label", "labl"))
     assert result.returncode == 1
-    assert "tiers[1].label (in KVTIER_TIERS) is missing: write it, for example top" in result.stderr
+    assert "tiers[1].label (in KVTIER_TIERS) is required, for example top" in result.stderr
 
 
-def test_its_command_is_there(python: Python) -> None:
+def test_example_command_is_available(python: Python) -> None:
     assert python("-m", "kvtier", "hello", "world").stdout == "Hello world, from a plugin\n"
 
 
-def test_its_tier_type_is_in_the_schema(python: Python) -> None:
+def test_example_tier_type_is_in_the_schema(python: Python) -> None:
     schema = json.loads(python("-m", "kvtier", "config", "schema").stdout)
     assert (
         schema["$defs"]["tier_shelf"]["properties"]["label"]["description"] == "What is written on the shelf."
@@ -84,27 +84,27 @@ def test_its_tier_type_is_in_the_schema(python: Python) -> None:
 
 
 @pytest.mark.parametrize("name", ["kvtier-example", "kvtier_example", "example"])
-def test_a_name_of_distribution_or_entry_point_loads_it(python: Python, name: str) -> None:
+def test_plugin_is_loaded_by_distribution_or_entry_point_name(python: Python, name: str) -> None:
     result = python("-m", "kvtier", "plugins", "--json", KVTIER_PLUGINS=json.dumps([name]))
     assert "example" in [plugin["name"] for plugin in json.loads(result.stdout)]
 
 
-def test_an_empty_list_loads_what_is_built_in_only(python: Python) -> None:
+def test_empty_list_loads_only_built_in_plugins(python: Python) -> None:
     result = python("-m", "kvtier", "plugins", "--json", KVTIER_PLUGINS="[]")
     assert {plugin["source"] for plugin in json.loads(result.stdout)} == {"built in"}
     assert python("-m", "kvtier", "hello", "world", KVTIER_PLUGINS="[]").returncode == 2
 
 
-def test_a_name_that_is_not_installed(python: Python) -> None:
+def test_plugin_that_is_not_installed(python: Python) -> None:
     result = python("-m", "kvtier", "plugins", KVTIER_PLUGINS='["kvtier-exmaple"]')
     assert result.returncode == 1
     assert (
-        "plugins names 'kvtier-exmaple', which is not installed: did you mean kvtier-example?"
+        "plugins lists 'kvtier-exmaple', which is not installed: did you mean kvtier-example?"
         in result.stderr
     )
 
 
-def test_two_distributions_that_claim_one_backend_are_both_named(python: Python, site: Path) -> None:
+def test_conflict_error_names_both_distributions(python: Python, site: Path) -> None:
     (site / "rival.py").write_text(
         "from kvtier import hookimpl\n"
         "from kvtier_example.plugin import ShelfBackend\n"
@@ -120,15 +120,15 @@ def test_two_distributions_that_claim_one_backend_are_both_named(python: Python,
     assert python("-m", "kvtier", "plugins", KVTIER_PLUGINS='["rival"]').returncode == 0
 
 
-def test_a_broken_plugin_is_named_and_leaves_the_other_commands_alone(python: Python, site: Path) -> None:
+def test_broken_plugin_is_named_and_other_commands_work(python: Python, site: Path) -> None:
     write_metadata(site, "kvtier-broken", "0.1", {"broken": "no_such_module"})
     result = python("-m", "kvtier", "plugins")
     assert result.returncode == 1
     assert "plugin broken (kvtier-broken 0.1) cannot be imported (ModuleNotFoundError" in result.stderr
-    assert "or leave it out of the setting plugins" in result.stderr
+    assert "or remove it from the setting plugins" in result.stderr
     other = python("-m", "kvtier", "inspect", "ls", str(site))
     assert other.returncode == 0
-    assert "warning: no commands of plugins" in other.stderr
+    assert "warning: plugin commands are not available" in other.stderr
 
 
 @pytest.mark.slow
@@ -150,11 +150,11 @@ def test_pip_installs_the_example(tmp_path: Path, python: Python) -> None:
     assert "kvtier-example 1.2.3" in [plugin["source"] for plugin in loaded]
 
 
-def test_installing_by_hand_is_what_the_fixture_does(tmp_path: Path) -> None:
+def test_install_helper_copies_the_modules(tmp_path: Path) -> None:
     install(PACKAGE, tmp_path / "again")
     assert (tmp_path / "again" / "kvtier_example" / "plugin.py").is_file()
 
 
-def test_every_hook_is_on_its_page() -> None:
+def test_every_hook_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "extending" / "hooks.md").read_text()
     assert re.findall(r"^## `(\w+)\(", page, re.MULTILINE) == hook_names()

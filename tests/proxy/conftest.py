@@ -1,4 +1,4 @@
-"""Stub engines and a proxy before them, all in the loop of the test."""
+"""Stub engines behind a proxy, all in the test's event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.proxy.engine import State
 from kvtier.proxy.proxy import Proxy
-from kvtier.proxy.serve import proxying
+from kvtier.proxy.serve import run_proxy
 from kvtier.proxy.settings import ProxySettings, proxy_settings
 
 from .stub import Stub
@@ -22,8 +22,8 @@ LONG = "word " * 2000
 PROMPT = {"model": "m", "prompt": LONG, "max_tokens": 5}
 
 
-class Place:
-    """A proxy with its engines, and a client of it."""
+class Cluster:
+    """A proxy, its engines, and a client of the proxy."""
 
     def __init__(self, proxy: Proxy, url: str, prefillers: list[Stub], decoders: list[Stub]) -> None:
         self.proxy = proxy
@@ -32,7 +32,7 @@ class Place:
         self.decoders = decoders
         self.client = httpx.AsyncClient(base_url=url, trust_env=False, timeout=30)
 
-    async def ask(self, path: str = "/v1/completions", /, **fields: Any) -> httpx.Response:
+    async def complete(self, path: str = "/v1/completions", /, **fields: Any) -> httpx.Response:
         return await self.client.post(path, json={**PROMPT, **fields})
 
     @asynccontextmanager
@@ -41,13 +41,13 @@ class Place:
         async with self.client.stream("POST", "/v1/completions", json=body) as response:
             yield response
 
-    async def until(self, condition: Callable[[], object]) -> None:
+    async def wait_until(self, condition: Callable[[], object]) -> None:
         with anyio.fail_after(30):
             while not condition():
                 await anyio.sleep(0.01)
 
-    async def is_ready(self) -> None:
-        await self.until(lambda: all(engine.state == State.UP for engine in self.proxy.fleet))
+    async def wait_until_ready(self) -> None:
+        await self.wait_until(lambda: all(engine.state == State.UP for engine in self.proxy.fleet))
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -59,35 +59,35 @@ def settings_of(**settings: Any) -> ProxySettings:
 
 
 @asynccontextmanager
-async def running(prefillers: int = 1, decoders: int = 1, **settings: Any) -> AsyncIterator[Place]:
-    """So many engines and a proxy that has found them up. At the end nothing must be left at it."""
+async def running(prefillers: int = 1, decoders: int = 1, **settings: Any) -> AsyncIterator[Cluster]:
+    """Run engines and a proxy that has marked them up. At the end the proxy must hold no resources."""
     async with AsyncExitStack() as stack:
         stubs = [await stack.enter_async_context(Stub().serving()) for _ in range(prefillers + decoders)]
         engines = {
             "prefill": [stub.url for stub in stubs[:prefillers]],
             "decode": [stub.url for stub in stubs[prefillers:]],
         }
-        async with proxying(settings_of(**{**engines, **settings})) as ((host, port), proxy):
-            place = Place(proxy, f"http://{host}:{port}", stubs[:prefillers], stubs[prefillers:])
-            async with place.client:
-                await place.is_ready()
-                yield place
-            await place.until(lambda: not proxy.admission.under_way)
+        async with run_proxy(settings_of(**{**engines, **settings})) as ((host, port), proxy):
+            cluster = Cluster(proxy, f"http://{host}:{port}", stubs[:prefillers], stubs[prefillers:])
+            async with cluster.client:
+                await cluster.wait_until_ready()
+                yield cluster
+            await cluster.wait_until(lambda: not proxy.admission.in_flight)
             assert proxy.admission.held_bytes == 0
             assert [engine.load for engine in proxy.fleet] == [0] * len(proxy.fleet)
-            await place.until(lambda: not any(engine.connections.used for engine in proxy.fleet))
-        for stub in stubs:  # The proxy has closed all of its connections.
-            await stub.until(lambda stub=stub: not stub.connections)
+            await cluster.wait_until(lambda: not any(engine.connections.used for engine in proxy.fleet))
+        for stub in stubs:  # The proxy must have closed all connections.
+            await stub.wait_until(lambda stub=stub: not stub.connections)
 
 
 @pytest.fixture
-async def place() -> AsyncIterator[Place]:
-    """One prefiller and one decoder."""
-    async with running() as place:
-        yield place
+async def cluster() -> AsyncIterator[Cluster]:
+    """A proxy with one prefiller and one decoder."""
+    async with running() as cluster:
+        yield cluster
 
 
-def texts(content: bytes) -> list[Any]:
-    """The events of a stream."""
+def events_of(content: bytes) -> list[Any]:
+    """Parse the events of a stream."""
     events = [part.removeprefix("data: ") for part in content.decode().split("\n\n") if part]
     return [event if event == "[DONE]" else json.loads(event) for event in events]

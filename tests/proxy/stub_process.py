@@ -1,7 +1,7 @@
-"""A stub engine in a process of its own, served by uvicorn as vLLM is.
+"""A stub engine in its own process, served by uvicorn like vLLM.
 
-``python -m tests.proxy.stub_process PORT`` says ``ready`` when it listens. A stream has
-``max_tokens`` events, ``pause`` seconds apart.
+``python -m tests.proxy.stub_process PORT`` prints ``ready`` once it listens. A stream has ``max_tokens``
+events, ``pause`` seconds apart.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ async def models() -> dict[str, Any]:
 @app.post("/v1/completions")
 @app.post("/v1/chat/completions")
 async def complete(request: Request) -> Response:
-    asked = await request.json()
-    if asked.get("stream"):
+    body = await request.json()
+    if body.get("stream"):
         return StreamingResponse(
-            _events(asked.get("max_tokens", 16), asked.get("pause", 0)), media_type="text/event-stream"
+            _events(body.get("max_tokens", 16), body.get("pause", 0)), media_type="text/event-stream"
         )
     answer = {"id": "cmpl-1", "object": "text_completion", "choices": [{"index": 0, "text": " hello"}]}
-    ours = (asked.get("kv_transfer_params") or {}).get("kvtier")
-    if ours is not None:
-        said: dict[str, Any] = {"peer": "0.0.0.0:55555"}
-        if "hand_over" in ours:
-            said["handed_over"] = {"tokens": 300, "from": "127.0.0.1:55556"}
-        answer["kv_transfer_params"] = {"kvtier": said}
+    params = (body.get("kv_transfer_params") or {}).get("kvtier")
+    if params is not None:
+        result: dict[str, Any] = {"peer": "0.0.0.0:55555"}
+        if "kv_transfer" in params:
+            result["transferred"] = {"tokens": 300, "from": "127.0.0.1:55556"}
+        answer["kv_transfer_params"] = {"kvtier": result}
     return JSONResponse(answer)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of the proxy runs, in small, so that it cannot rot."""
+"""The benchmark of the proxy runs at a small size."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tests.benchmark import run_benchmark
 def test_proxy() -> None:
     shown = run_benchmark("proxy", "--quick")
     for row in (
-        "prefilled at another engine",
-        "a token of a stream",
-        "a token's way",
-        "many streams at once",
+        "prefilled by another engine",
+        "time per token of a stream",
+        "delay of a token",
+        "concurrent streams",
     ):
         assert row in shown

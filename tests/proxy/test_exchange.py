@@ -1,4 +1,4 @@
-"""One request through the proxy: what engines are sent, and what the client gets."""
+"""Single requests through the proxy: what engines and clients receive."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import pytest
 
 from kvtier.proxy.engine import Role
 
-from .conftest import LONG, PROMPT, Place, running
-from .stub import DONE, EVENTS, Slow, event, says
+from .conftest import LONG, PROMPT, Cluster, running
+from .stub import DONE, EVENTS, Slow, event, responds
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_prompt_is_prefilled_here_and_decoded_there(place: Place) -> None:
-    answer = await place.ask(temperature=0.5, stream=False)
+async def test_completion_is_prefilled_and_decoded(cluster: Cluster) -> None:
+    answer = await cluster.complete(temperature=0.5, stream=False)
     assert answer.status_code == 200
     assert answer.json() == {"id": "cmpl-1", "choices": [{"index": 0, "text": " hello"}], "usage": {"n": 1.0}}
-    (prefill,), (decode,) = place.prefillers[0].asked, place.decoders[0].asked
+    (prefill,), (decode,) = cluster.prefillers[0].requests, cluster.decoders[0].requests
     assert prefill.body == {
         **PROMPT,
         "temperature": 0.5,
         "stream": False,
         "max_tokens": 1,
         "n": 1,
-        "kv_transfer_params": {"kvtier": {"hand_over": {"to": "127.0.0.1:55555"}}},
+        "kv_transfer_params": {"kvtier": {"kv_transfer": {"to": "127.0.0.1:55555"}}},
     }
     assert decode.body == {
         **PROMPT,
@@ -35,13 +35,13 @@ async def test_a_prompt_is_prefilled_here_and_decoded_there(place: Place) -> Non
         "stream": False,
         "kv_transfer_params": {"kvtier": {"expect": {"tokens": 300, "seconds": 10.0}}},
     }
-    assert place.outcomes == {"ok": 1}
-    assert place.proxy.statistics.prefill.count == 1
-    assert place.proxy.statistics.handed_over_tokens == 300
+    assert cluster.outcomes == {"ok": 1}
+    assert cluster.proxy.statistics.prefill.count == 1
+    assert cluster.proxy.statistics.transferred_tokens == 300
 
 
-async def test_a_chat_is_too(place: Place) -> None:
-    asked: dict[str, Any] = {
+async def test_chat_is_prefilled_and_decoded(cluster: Cluster) -> None:
+    request: dict[str, Any] = {
         "model": "m",
         "messages": [{"role": "user", "content": LONG}],
         "max_completion_tokens": 50,
@@ -56,29 +56,29 @@ async def test_a_chat_is_too(place: Place) -> None:
         "seed": 12345678901234567890,
         "unknown": {"deep": [None, "é"]},
     }
-    content = json.dumps(asked, ensure_ascii=False).encode().replace(b"null", b"1.10, 1e3,null")
-    asked = json.loads(content)
-    answer = await place.client.post("/v1/chat/completions", content=content)
+    content = json.dumps(request, ensure_ascii=False).encode().replace(b"null", b"1.10, 1e3,null")
+    request = json.loads(content)
+    answer = await cluster.client.post("/v1/chat/completions", content=content)
     assert answer.content == b"".join(EVENTS)
-    (prefill,), (decode,) = place.prefillers[0].asked, place.decoders[0].asked
+    (prefill,), (decode,) = cluster.prefillers[0].requests, cluster.decoders[0].requests
     assert prefill.path == decode.path == "/v1/chat/completions"
-    expected = {**asked, "stream": False, "n": 1, "max_tokens": 1, "max_completion_tokens": 1}
+    expected = {**request, "stream": False, "n": 1, "max_tokens": 1, "max_completion_tokens": 1}
     for name in ("stream_options", "min_tokens"):
         del expected[name]
-    expected["kv_transfer_params"] = {"kvtier": {"hand_over": {"to": "127.0.0.1:55555"}}}
+    expected["kv_transfer_params"] = {"kvtier": {"kv_transfer": {"to": "127.0.0.1:55555"}}}
     assert prefill.body == expected
     assert decode.body.pop("kv_transfer_params") == {"kvtier": {"expect": {"tokens": 300, "seconds": 10.0}}}
-    for value in ("1.10", "1e3", "12345678901234567890", '"é"'):  # Nothing is written in another way.
+    for value in ("1.10", "1e3", "12345678901234567890", '"é"'):  # Values keep their spelling.
         assert value in decode.content.decode()
-    assert {key: value for key, value in decode.body.items() if key != "kv_transfer_params"} == asked
+    assert {key: value for key, value in decode.body.items() if key != "kv_transfer_params"} == request
 
 
-async def test_what_is_not_prefilled_goes_to_the_decoder_byte_for_byte(place: Place) -> None:
+async def test_request_without_prefill_is_forwarded_unchanged(cluster: Cluster) -> None:
     content = b'{ "prompt" : "short", "model":"m",  "n": 1.0, "x": 1, "x": 2 }'
-    await place.client.post("/v1/completions", content=content)
-    assert place.decoders[0].asked[0].content == content
-    assert place.prefillers[0].asked == []
-    assert place.proxy.statistics.skipped == {"short": 1}
+    await cluster.client.post("/v1/completions", content=content)
+    assert cluster.decoders[0].requests[0].content == content
+    assert cluster.prefillers[0].requests == []
+    assert cluster.proxy.statistics.skipped == {"short": 1}
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ async def test_what_is_not_prefilled_goes_to_the_decoder_byte_for_byte(place: Pl
         b'{"prompt": ' + b"[" * 5000,
     ],
 )
-async def test_what_is_no_request_is_the_decoders_to_explain(place: Place, content: bytes) -> None:
-    place.decoders[0].always = says(400, b'{"error": "the engine says so"}', x_said="yes")
-    answer = await place.client.post("/v1/completions", content=content)
-    assert (answer.status_code, answer.content) == (400, b'{"error": "the engine says so"}')
-    assert answer.headers["x-said"] == "yes"
-    assert place.decoders[0].asked[0].content == content
-    assert place.outcomes == {"error": 1}
+async def test_malformed_request_is_forwarded_to_the_decoder(cluster: Cluster, content: bytes) -> None:
+    cluster.decoders[0].always = responds(400, b'{"error": "of the engine"}', x_test="yes")
+    answer = await cluster.client.post("/v1/completions", content=content)
+    assert (answer.status_code, answer.content) == (400, b'{"error": "of the engine"}')
+    assert answer.headers["x-test"] == "yes"
+    assert cluster.decoders[0].requests[0].content == content
+    assert cluster.outcomes == {"error": 1}
 
 
 @pytest.mark.parametrize(
@@ -113,83 +113,83 @@ async def test_what_is_no_request_is_the_decoders_to_explain(place: Place, conte
         ({"kv_transfer_params": 3}, "unsuitable"),
     ],
 )
-async def test_some_prompts_are_left_to_the_decoder(
-    place: Place, fields: dict[str, Any], reason: str
+async def test_unsuitable_prompts_are_not_prefilled(
+    cluster: Cluster, fields: dict[str, Any], reason: str
 ) -> None:
-    assert (await place.ask(**fields)).status_code == 200
-    assert place.proxy.statistics.skipped == {reason: 1}
-    assert place.prefillers[0].asked == []
+    assert (await cluster.complete(**fields)).status_code == 200
+    assert cluster.proxy.statistics.skipped == {reason: 1}
+    assert cluster.prefillers[0].requests == []
 
 
 @pytest.mark.parametrize("prompt", [list(range(256)), [[1, 2] * 200], ["word " * 300, "word"]])
-async def test_tokens_are_counted(place: Place, prompt: object) -> None:
-    await place.ask(prompt=prompt)
-    assert len(place.prefillers[0].asked) == 1
-    assert place.prefillers[0].asked[0].body["prompt"] == prompt
+async def test_prompts_of_tokens_and_lists_are_prefilled(cluster: Cluster, prompt: object) -> None:
+    await cluster.complete(prompt=prompt)
+    assert len(cluster.prefillers[0].requests) == 1
+    assert cluster.prefillers[0].requests[0].body["prompt"] == prompt
 
 
-async def test_what_the_decoder_holds_is_not_prefilled_again(place: Place) -> None:
+async def test_prompt_that_the_decoder_holds_is_not_prefilled_again(cluster: Cluster) -> None:
     for _ in range(2):
-        await place.ask()
-    await place.ask(prompt=LONG + " and a bit more")
-    assert len(place.prefillers[0].asked) == 1
-    assert place.proxy.statistics.skipped == {"cached": 2}
-    await place.ask(prompt=LONG, cache_salt="of another tenant")
-    await place.ask(prompt=LONG + "more " * 2000)
-    assert len(place.prefillers[0].asked) == 3
+        await cluster.complete()
+    await cluster.complete(prompt=LONG + " and a bit more")
+    assert len(cluster.prefillers[0].requests) == 1
+    assert cluster.proxy.statistics.skipped == {"cached": 2}
+    await cluster.complete(prompt=LONG, cache_salt="of another tenant")
+    await cluster.complete(prompt=LONG + "more " * 2000)
+    assert len(cluster.prefillers[0].requests) == 3
 
 
-async def test_a_conversation_is_known_by_its_beginning(place: Place) -> None:
+async def test_conversation_is_recognized_by_its_prefix(cluster: Cluster) -> None:
     messages = [{"role": "user", "content": LONG}]
-    await place.client.post("/v1/chat/completions", json={"model": "m", "messages": messages})
+    await cluster.client.post("/v1/chat/completions", json={"model": "m", "messages": messages})
     messages += [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "and now?"}]
-    await place.client.post("/v1/chat/completions", json={"model": "m", "messages": messages})
-    assert place.proxy.statistics.skipped == {"cached": 1}
+    await cluster.client.post("/v1/chat/completions", json={"model": "m", "messages": messages})
+    assert cluster.proxy.statistics.skipped == {"cached": 1}
 
 
 async def test_without_a_prefiller_the_decoder_serves() -> None:
-    async with running(0, 1) as place:
-        assert (await place.ask()).json()["choices"][0]["text"] == " hello"
-        assert place.proxy.statistics.skipped == {"no_prefiller": 1}
-        assert place.decoders[0].asked[0].body == PROMPT
+    async with running(0, 1) as cluster:
+        assert (await cluster.complete()).json()["choices"][0]["text"] == " hello"
+        assert cluster.proxy.statistics.skipped == {"no_prefiller": 1}
+        assert cluster.decoders[0].requests[0].body == PROMPT
 
 
-async def test_a_prefiller_that_is_the_decoder_is_not_asked() -> None:
-    async with running(0, 1) as place:
-        place.proxy.add(Role.PREFILL, place.decoders[0].url)
-        await place.is_ready()
-        await place.ask()
-        assert len(place.decoders[0].asked) == 1
+async def test_no_prefill_if_prefiller_and_decoder_are_the_same() -> None:
+    async with running(0, 1) as cluster:
+        cluster.proxy.add(Role.PREFILL, cluster.decoders[0].url)
+        await cluster.wait_until_ready()
+        await cluster.complete()
+        assert len(cluster.decoders[0].requests) == 1
 
 
-async def test_a_prefiller_that_hands_nothing_over(place: Place) -> None:
-    place.prefillers[0].hands_over = 0
-    await place.ask()
-    assert place.decoders[0].asked[0].body == PROMPT
-    assert place.proxy.statistics.prefills == {"kept": 1}
+async def test_prefill_without_a_transfer(cluster: Cluster) -> None:
+    cluster.prefillers[0].transferred_tokens = 0
+    await cluster.complete()
+    assert cluster.decoders[0].requests[0].body == PROMPT
+    assert cluster.proxy.statistics.prefills == {"kept": 1}
 
 
-@pytest.mark.parametrize("params", [{"mine": 1}, {"mine": 1, "kvtier": {"hand_over": {"to": "evil:1"}}}])
-async def test_who_asks_for_params_gets_them_but_gives_no_orders(
-    place: Place, params: dict[str, Any]
+@pytest.mark.parametrize("params", [{"mine": 1}, {"mine": 1, "kvtier": {"kv_transfer": {"to": "evil:1"}}}])
+async def test_client_receives_params_but_cannot_set_those_of_kvtier(
+    cluster: Cluster, params: dict[str, Any]
 ) -> None:
-    answer = await place.ask(kv_transfer_params=params)
+    answer = await cluster.complete(kv_transfer_params=params)
     assert answer.json()["kv_transfer_params"] == {"kvtier": {"peer": "0.0.0.0:55555"}, "other": 1}
-    (prefill,), (decode,) = place.prefillers[0].asked, place.decoders[0].asked
+    (prefill,), (decode,) = cluster.prefillers[0].requests, cluster.decoders[0].requests
     assert prefill.body["kv_transfer_params"] == {
         "mine": 1,
-        "kvtier": {"hand_over": {"to": "127.0.0.1:55555"}},
+        "kvtier": {"kv_transfer": {"to": "127.0.0.1:55555"}},
     }
     assert decode.body["kv_transfer_params"]["mine"] == 1
-    assert decode.ours == {"expect": {"tokens": 300, "seconds": 10.0}}
-    await place.ask(prompt="short", kv_transfer_params=params)
-    assert place.decoders[0].asked[1].ours == ({} if "kvtier" in params else None)
+    assert decode.kvtier_params == {"expect": {"tokens": 300, "seconds": 10.0}}
+    await cluster.complete(prompt="short", kv_transfer_params=params)
+    assert cluster.decoders[0].requests[1].kvtier_params == ({} if "kvtier" in params else None)
 
 
-async def test_a_stream_comes_at_once_and_as_it_is(place: Place) -> None:
+async def test_stream_is_forwarded_immediately_and_unchanged(cluster: Cluster) -> None:
     slow = Slow()
-    place.decoders[0].then.append(slow)
-    said = [
+    cluster.decoders[0].then.append(slow)
+    contents = [
         b": a comment\n\n",
         event(1),
         b"data: half of ",
@@ -197,26 +197,26 @@ async def test_a_stream_comes_at_once_and_as_it_is(place: Place) -> None:
         b"\xff\x00 no text\n\n",
         DONE,
     ]
-    slow.say(said[0])
-    async with place.stream() as response:
+    slow.send(contents[0])
+    async with cluster.stream() as response:
         received, pieces = b"", aiter(response.aiter_raw())
-        for content in said:
-            if content is not said[0]:
-                slow.say(content)
+        for content in contents:
+            if content is not contents[0]:
+                slow.send(content)
             piece = b""
-            while len(piece) < len(content):  # Each is there before the next is said.
+            while len(piece) < len(content):  # Each arrives before the next is sent.
                 with anyio.fail_after(30):
                     piece += await anext(pieces)
             received += piece
-        slow.say(None)
+        slow.send(None)
         assert [piece async for piece in pieces] == []
-    assert received == b"".join(said)
+    assert received == b"".join(contents)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
 
 
-async def test_headers_go_through_but_for_those_of_one_connection(place: Place) -> None:
-    place.decoders[0].then.append(
-        says(
+async def test_headers_are_forwarded_except_hop_by_hop_headers(cluster: Cluster) -> None:
+    cluster.decoders[0].then.append(
+        responds(
             200, {"a": 1}, set_cookie="c=1", connection="x-private", x_private="no", x_id="7", keep_alive="5"
         )
     )
@@ -229,46 +229,46 @@ async def test_headers_go_through_but_for_those_of_one_connection(place: Place) 
         "Proxy-Authorization": "Basic no",
         "Accept-Encoding": "gzip",
     }
-    answer = await place.client.post("/v1/completions", json=PROMPT, headers=headers)
-    for asked in (place.prefillers[0].asked[0], place.decoders[0].asked[0]):
-        assert asked.header("authorization") == "Bearer sk-secret"
-        assert asked.header("x-request-id") == "r-1"
-        assert asked.header("accept-encoding") == "identity"
-        assert asked.header("content-type") == "application/json"
+    answer = await cluster.client.post("/v1/completions", json=PROMPT, headers=headers)
+    for request in (cluster.prefillers[0].requests[0], cluster.decoders[0].requests[0]):
+        assert request.header("authorization") == "Bearer sk-secret"
+        assert request.header("x-request-id") == "r-1"
+        assert request.header("accept-encoding") == "identity"
+        assert request.header("content-type") == "application/json"
         for name in ("x-mine", "te", "proxy-authorization"):
-            assert asked.header(name) is None
-    assert place.decoders[0].asked[0].header("host") == place.decoders[0].url.removeprefix("http://")
+            assert request.header(name) is None
+    assert cluster.decoders[0].requests[0].header("host") == cluster.decoders[0].url.removeprefix("http://")
     assert (answer.headers["set-cookie"], answer.headers["x-id"]) == ("c=1", "7")
     assert not {"x-private", "keep-alive"} & set(answer.headers)
     assert len(answer.headers.get_list("date")) == 1
 
 
-async def test_keys_are_not_logged(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+async def test_keys_are_not_logged(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(0)
-    place.prefillers[0].then.append(says(500))
+    cluster.prefillers[0].then.append(responds(500))
     headers = {"Authorization": "Bearer sk-secret"}
-    await place.client.post("/v1/completions", json=PROMPT, headers=headers)
+    await cluster.client.post("/v1/completions", json=PROMPT, headers=headers)
     assert "sk-secret" not in caplog.text
-    assert "answers with 500" in caplog.text
+    assert "answered with 500" in caplog.text
 
 
-async def test_an_answer_too_long_to_be_looked_into_goes_through(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+async def test_long_answer_is_forwarded_without_parsing(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.proxy.exchange.MOST_ANSWER_BYTES", 1000)
+    monkeypatch.setattr("kvtier.proxy.exchange.MAX_ANSWER_BYTES", 1000)
     content = json.dumps({"text": "x" * 300_000, "kv_transfer_params": {"a": 1}}).encode()
-    place.decoders[0].then.append(says(200, content))
-    assert (await place.ask()).content == content
+    cluster.decoders[0].then.append(responds(200, content))
+    assert (await cluster.complete()).content == content
 
 
-async def test_a_long_request_goes_through(place: Place) -> None:
+async def test_long_request_is_forwarded(cluster: Cluster) -> None:
     prompt = list(range(100_000, 200_000))
-    await place.ask(prompt=prompt)
-    assert place.decoders[0].asked[0].body["prompt"] == prompt
+    await cluster.complete(prompt=prompt)
+    assert cluster.decoders[0].requests[0].body["prompt"] == prompt
 
 
-async def test_nothing_else_is_served(place: Place) -> None:
+async def test_other_paths_and_methods_are_refused(cluster: Cluster) -> None:
     for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/v1/other", 404)):
-        answer = await place.client.request(method, path)
+        answer = await cluster.client.request(method, path)
         assert answer.status_code == status
         assert answer.json()["error"]["code"] == status

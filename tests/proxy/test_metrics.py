@@ -1,4 +1,4 @@
-"""What the proxy tells of itself, and that the page on it lists all of that."""
+"""Metrics and statistics of the proxy, and their documentation."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typer.main import get_command
 from kvtier.cli import make_app
 from kvtier.proxy.statistics import RECENT, Durations
 
-from .conftest import Place
-from .stub import dies, dies_in_stream, says
+from .conftest import Cluster
+from .stub import dies, dies_in_stream, responds
 
 pytestmark = pytest.mark.anyio
 
 PAGE = Path(__file__).parents[2] / "docs" / "proxy.md"
 
 
-async def scraped(place: Place) -> dict[str, Metric]:
-    text = (await place.client.get("/metrics")).text
+async def scrape(cluster: Cluster) -> dict[str, Metric]:
+    text = (await cluster.client.get("/metrics")).text
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
@@ -37,66 +37,66 @@ def sample(families: dict[str, Metric], name: str, **labels: str) -> float:
     return value
 
 
-async def test_what_has_happened_is_counted(place: Place) -> None:
-    await place.ask()
-    await place.ask()
-    place.decoders[0].then.extend([dies_in_stream(1), says(400)])
-    await place.ask(stream=True)
-    await place.ask()
-    place.prefillers[0].then.append(dies)
-    await place.ask(prompt="other " * 1000)
-    told = await scraped(place)
+async def test_requests_are_counted(cluster: Cluster) -> None:
+    await cluster.complete()
+    await cluster.complete()
+    cluster.decoders[0].then.extend([dies_in_stream(1), responds(400)])
+    await cluster.complete(stream=True)
+    await cluster.complete()
+    cluster.prefillers[0].then.append(dies)
+    await cluster.complete(prompt="other " * 1000)
+    metrics = await scrape(cluster)
     for name, labels, value in (
         ("requests_total", {"outcome": "ok"}, 3),
         ("requests_total", {"outcome": "error"}, 1),
         ("requests_total", {"outcome": "interrupted"}, 1),
-        ("prefills_total", {"outcome": "handed_over"}, 1),
+        ("prefills_total", {"outcome": "transferred"}, 1),
         ("prefills_total", {"outcome": "failed"}, 1),
         ("skipped_prefills_total", {"reason": "cached"}, 3),
-        ("handed_over_tokens_total", {}, 300),
+        ("transferred_tokens_total", {}, 300),
         ("prefill_seconds_count", {}, 1),
         ("first_byte_seconds_count", {}, 4),
-        ("requests_under_way", {}, 0),
+        ("requests_in_flight", {}, 0),
         ("held_bytes", {}, 0),
-        ("engine_up", {"role": "decode", "engine": place.decoders[0].url}, 1),
+        ("engine_up", {"role": "decode", "engine": cluster.decoders[0].url}, 1),
         ("engine_answers_total", {"role": "decode"}, 5),
         ("engine_failures_total", {"role": "prefill"}, 1),
-        ("engine_requests_under_way", {"role": "prefill"}, 0),
+        ("engine_requests_in_flight", {"role": "prefill"}, 0),
     ):
-        assert sample(told, name, **labels) == value, (name, labels)
+        assert sample(metrics, name, **labels) == value, (name, labels)
 
 
-async def test_the_page_lists_every_metric_and_no_other(place: Place) -> None:
+async def test_documentation_lists_every_metric(cluster: Cluster) -> None:
     listed = {}
     for line in re.findall(r"^\| `(?:kvtier_proxy|process)_\w+` \|.*$", PAGE.read_text(), re.MULTILINE):
         name, kind, _, labels, meaning = (cell.strip() for cell in line.strip("|").split("|"))
         listed[name.strip("`")] = (kind, frozenset(re.findall(r"\w+", labels)), meaning)
-    told = {}
-    for family in (await scraped(place)).values():
+    metrics = {}
+    for family in (await scrape(cluster)).values():
         name = family.name + ("_total" if family.type == "counter" else "")
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
-        told[name] = (family.type, frozenset(labels), family.documentation.rstrip("."))
-    assert told == listed
+        metrics[name] = (family.type, frozenset(labels), family.documentation.rstrip("."))
+    assert metrics == listed
 
 
-def test_the_page_lists_every_option_and_no_other() -> None:
+def test_documentation_lists_every_option() -> None:
     command = get_command(make_app()).commands["proxy"]  # type: ignore[attr-defined]
     options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
     assert set(re.findall(r"^\| `(--[\w-]+)", PAGE.read_text(), re.MULTILINE)) == options - {"--help"}
 
 
-async def test_statistics_over_http(place: Place) -> None:
-    assert (await place.client.get("/stats")).json()["prefill_ttft"] == {
+async def test_statistics_over_http(cluster: Cluster) -> None:
+    assert (await cluster.client.get("/stats")).json()["prefill_ttft"] == {
         "count": 0,
         "mean_ms": 0,
         "median_ms": 0,
         "p99_ms": 0,
     }
-    await place.ask()
-    stats = (await place.client.get("/stats")).json()
+    await cluster.complete()
+    stats = (await cluster.client.get("/stats")).json()
     assert stats["prefill_ttft"]["count"] == stats["first_byte"]["count"] == 1
     assert stats["requests"] == {"ok": 1}
-    assert (await place.client.get("/health")).json()["decode"] == 1
+    assert (await cluster.client.get("/health")).json()["decode"] == 1
 
 
 def test_durations() -> None:

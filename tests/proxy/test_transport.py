@@ -1,4 +1,4 @@
-"""Connections to an engine, by themselves."""
+"""Connections to one engine."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def _nothing_is_collected() -> Iterator[None]:
-    """What only the collector would close stays open."""
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep open what only the garbage collector would close."""
     gc.disable()
     yield
     gc.enable()
 
 
-@pytest.mark.usefixtures("_nothing_is_collected")
-async def test_what_connects_in_the_moment_in_which_it_is_given_up_is_closed() -> None:
-    connections, moments = Connections(None), random.Random(1)
+@pytest.mark.usefixtures("_no_garbage_collection")
+async def test_connection_cancelled_while_connecting_is_closed() -> None:
+    connections, delays = Connections(None), random.Random(1)
     async with Stub().serving() as stub:
-        given_up = 0
+        cancelled = 0
         for _ in range(400):
-            with anyio.move_on_after(moments.uniform(0.0001, 0.002)) as scope:
+            with anyio.move_on_after(delays.uniform(0.0001, 0.002)) as scope:
                 async with connections.exchange(httpx.Request("GET", f"{stub.url}/health"), 5.0) as response:
                     await response.aread()
-            given_up += scope.cancelled_caught
+            cancelled += scope.cancelled_caught
             await connections.aclose()
-        assert given_up
-        await stub.until(lambda: not stub.connections)
+        assert cancelled
+        await stub.wait_until(lambda: not stub.connections)

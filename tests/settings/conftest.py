@@ -1,4 +1,4 @@
-"""No variable of the machine that runs the tests is a setting here."""
+"""Fixtures of the settings tests: a clean environment and settings files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused of the settings of peers, and how it is said."""
+"""Settings of peers: errors, addresses and secrets."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import pytest
 
 from kvtier.errors import SettingsError
 from kvtier.settings import Settings, load_settings
-from kvtier.settings_peer import split_address
-from kvtier.settings_secret import REVEALED
+from kvtier.settings.peer import split_address
+from kvtier.settings.secret import REVEALED
 
 SECRET = "sixteen or more characters"
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "message"),
     [
-        ({"listen": "0.0.0.0:8200"}, "peers must prove who they are: write peer.secret"),
-        ({"others": ["a:1"]}, "peers must prove who they are: write peer.secret"),
+        ({"listen": "0.0.0.0:8200"}, "peers must authenticate: set peer.secret"),
+        ({"others": ["a:1"]}, "peers must authenticate: set peer.secret"),
         ({"secret": "short"}, r"peer\.secret .*fewer than 16 characters.*openssl rand"),
-        ({"listen": "8200", "secret": SECRET}, r"peer\.listen .*write HOST:PORT"),
-        ({"listen": "a:99999", "secret": SECRET}, r"peer\.listen .*write HOST:PORT"),
+        ({"listen": "8200", "secret": SECRET}, r"peer\.listen .*use HOST:PORT"),
+        ({"listen": "a:99999", "secret": SECRET}, r"peer\.listen .*use HOST:PORT"),
         ({"others": ["::1:8200"], "secret": SECRET}, r"peer\.others.*in brackets"),
-        ({"transport": {"connections": 1}}, r"peer\.transport .*names no transport"),
+        ({"transport": {"connections": 1}}, r"peer\.transport .*has no transport type"),
         ({"transport": "{"}, r"peer\.transport"),
         ({"tls": {"certificate": "a"}}, r"peer\.tls\.key"),
         ({"share": 1.5}, r"peer\.share"),
         ({"lsten": "a:1"}, r"peer\.lsten"),
     ],
 )
-def test_what_is_wrong_is_named(written: Mapping[str, Any], said: str) -> None:
-    with pytest.raises(SettingsError, match=said) as raised:
+def test_invalid_setting_is_named(written: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as raised:
         load_settings({"peer": written})
     assert SECRET not in str(raised.value)
 
@@ -42,11 +42,11 @@ def test_what_is_wrong_is_named(written: Mapping[str, Any], said: str) -> None:
     ("address", "parts"),
     [("a:1", ("a", 1)), ("10.0.0.2:8200", ("10.0.0.2", 8200)), ("[::1]:0", ("::1", 0))],
 )
-def test_addresses(address: str, parts: tuple[str, int]) -> None:
+def test_split_address(address: str, parts: tuple[str, int]) -> None:
     assert split_address(address) == parts
 
 
-def test_a_secret_is_shown_to_a_process_of_ours_alone(tmp_path: Path) -> None:
+def test_secret_is_revealed_only_to_child_processes(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(SECRET + "\n")
     settings = load_settings({"peer": {"listen": "localhost:0", "secret": {"file": str(file)}}})

@@ -1,4 +1,4 @@
-"""Where values come from, and which wins."""
+"""Sources of settings and their precedence."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from pydantic import SecretStr
 
 from kvtier.settings import Origin, Settings, load_settings
-from kvtier.settings_peer import TLSSettings
-from kvtier.settings_sources import field_names, nested_model, variable_name
+from kvtier.settings.peer import TLSSettings
+from kvtier.settings.sources import field_names, nested_model, variable_name
 
 WriteFile = Callable[[str], Path]
 
@@ -20,7 +20,7 @@ SECRET = "sixteen or more characters"
 NEEDED = {"peer.listen": SECRET, "peer.others": SECRET}
 """Settings that need a secret beside them."""
 
-# One value for each setting that is not its default: in the file, in the environment, as it is read.
+# A value other than the default for each setting: in the file, in the environment, and as parsed.
 EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "chunk_tokens": ("128", "128", 128),
     "partial_chunks": ("true", "true", True),
@@ -48,12 +48,12 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "peer.transport": ("{type: nixl}", "nixl", {"type": "nixl"}),
     "peer.lease": ("1m", "60s", 60.0),
     "peer.share": ("0.1", "0.1", 0.1),
-    "peer.patience": ("1s", "1s", 1.0),
+    "peer.timeout": ("1s", "1s", 1.0),
     "role": ("decode", "decode", "decode"),
-    "hand_over.patience": ("500ms", "0.5", 0.5),
-    "hand_over.reserve": ("1m", "60s", 60.0),
-    "hand_over.buffer": ("1GiB", "1073741824", 1 << 30),
-    "hand_over.device": ("cpu", "cpu", "cpu"),
+    "kv_transfer.timeout": ("500ms", "0.5", 0.5),
+    "kv_transfer.reserve": ("1m", "60s", 60.0),
+    "kv_transfer.buffer": ("1GiB", "1073741824", 1 << 30),
+    "kv_transfer.device": ("cpu", "cpu", "cpu"),
     "controller.url": ("http://there:9000/", "http://there:9000", "http://there:9000"),
     "controller.instance_id": ("decode-1", "decode-1", "decode-1"),
     "controller.token": (SECRET, SECRET, SecretStr(SECRET)),
@@ -62,8 +62,8 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "log_level": ("debug", "debug", "DEBUG"),
 }
 
-ONE_VALUE = {"hand_over.device"}
-"""What has no other value than its default yet."""
+ONE_VALUE = {"kv_transfer.device"}
+"""Settings whose only valid value is the default."""
 
 
 def leaves() -> list[str]:
@@ -109,13 +109,13 @@ def test_each_setting_from_its_variable(key: str, monkeypatch: pytest.MonkeyPatc
 def test_each_setting_from_code(key: str) -> None:
     _, _, value = EXAMPLES[key]
     outer, _, inner = key.partition(".")
-    needed = {"secret": NEEDED[key]} if key in NEEDED else {}
-    settings = load_settings({outer: {inner: value, **needed}} if inner else {key: value})
+    secret = {"secret": NEEDED[key]} if key in NEEDED else {}
+    settings = load_settings({outer: {inner: value, **secret}} if inner else {key: value})
     assert value_of(settings, key) == value
     assert settings.origin(key) == Origin("override")
 
 
-def test_code_wins_over_the_environment_and_that_over_the_file(
+def test_code_overrides_environment_overrides_file(
     write_file: WriteFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(
@@ -129,7 +129,7 @@ def test_code_wins_over_the_environment_and_that_over_the_file(
     assert kinds == ["file", "environment", "override", "default"]
 
 
-def test_nested_settings_are_merged_and_lists_replaced(
+def test_nested_settings_are_merged_and_lists_are_replaced(
     write_file: WriteFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_file("{prefetch: {policy: wait, deadline: 9s}, plugins: [a, b]}")
@@ -148,7 +148,7 @@ def test_nested_settings_in_one_variable(monkeypatch: pytest.MonkeyPatch) -> Non
     assert settings.origin("prefetch.policy") == Origin("environment", "KVTIER_PREFETCH")
 
 
-def test_a_file_that_is_given_replaces_the_one_in_the_variable(
+def test_given_file_replaces_the_one_in_the_variable(
     write_file: WriteFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "other.yaml"
@@ -158,20 +158,20 @@ def test_a_file_that_is_given_replaces_the_one_in_the_variable(
     assert (settings.chunk_tokens, settings.linger) == (64, Settings().linger)
 
 
-def test_an_empty_file_and_an_empty_variable_set_nothing(
+def test_empty_file_and_empty_variable_set_nothing(
     write_file: WriteFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTIER_CHUNK_TOKENS", "")
     assert load_settings(file=write_file("# nothing yet\n")).model_dump() == Settings().model_dump()
 
 
-def test_the_constructor_alone_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constructor_reads_no_environment_or_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_CHUNK_TOKENS", "64")
     monkeypatch.setenv("KVTIER_CONFIG_FILE", "/does/not/exist.yaml")
     assert Settings().chunk_tokens == 256
 
 
-def test_variables_that_kubernetes_sets_for_a_service_called_kvtier_are_left_alone(
+def test_kubernetes_service_variables_are_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in {
@@ -187,12 +187,12 @@ def test_variables_that_kubernetes_sets_for_a_service_called_kvtier_are_left_alo
     assert load_settings().model_dump() == Settings().model_dump()
 
 
-def test_settings_survive_the_way_to_another_process() -> None:
+def test_settings_survive_serialization() -> None:
     settings = load_settings({key: EXAMPLES[key][2] for key in EXAMPLES if "." not in key})
     again = load_settings(json.loads(settings.model_dump_json()))
     assert again.model_dump() == settings.model_dump()
 
 
-def test_a_home_directory_in_the_socket_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_directory_in_the_socket_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     assert load_settings({"socket": "~/a.sock"}).socket == Path("/home/someone/a.sock")

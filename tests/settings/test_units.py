@@ -19,7 +19,7 @@ from kvtier.units import format_duration, format_size, parse_duration, parse_siz
         ("9007199254740993", 2**53 + 1),
     ],
 )
-def test_sizes(written: object, count: int) -> None:
+def test_parse_size(written: object, count: int) -> None:
     assert parse_size(written) == count
 
 
@@ -27,35 +27,35 @@ def test_sizes(written: object, count: int) -> None:
     ("written", "seconds"),
     [(0.5, 0.5), (2, 2), ("250ms", 0.25), ("2s", 2), ("1m", 60), ("1h", 3600), ("0.5", 0.5), ("7us", 7e-6)],
 )
-def test_durations(written: object, seconds: float) -> None:
+def test_parse_duration(written: object, seconds: float) -> None:
     assert parse_duration(written) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
     "written", ["5G", "5gib", "GiB", "-1", -1, True, None, "", "5 GiB/s", "\u0665GiB", [5], "1e9"]
 )
-def test_what_is_no_size(written: object) -> None:
-    with pytest.raises(ValueError, match="such as 5GiB or 500MB"):
+def test_invalid_size(written: object) -> None:
+    with pytest.raises(ValueError, match="for example 5GiB or 500MB"):
         parse_size(written)
 
 
 @pytest.mark.parametrize(
     "written", ["5 sec", "5GiB", "-1s", -1, False, None, "inf", float("nan"), float("inf")]
 )
-def test_what_is_no_duration(written: object) -> None:
-    with pytest.raises(ValueError, match="such as 250ms, 2s or 1m"):
+def test_invalid_duration(written: object) -> None:
+    with pytest.raises(ValueError, match="for example 250ms, 2s or 1m"):
         parse_duration(written)
 
 
 @given(st.integers(min_value=0, max_value=1 << 50))
-def test_a_formatted_size_reads_as_about_the_same(count: int) -> None:
+def test_formatted_size_round_trips(count: int) -> None:
     assert parse_size(format_size(count)) == pytest.approx(count, rel=0.01, abs=1)
 
 
 @given(st.floats(min_value=1e-6, max_value=1e6))
-def test_a_formatted_duration_reads_as_about_the_same(seconds: float) -> None:
+def test_formatted_duration_round_trips(seconds: float) -> None:
     assert parse_duration(format_duration(seconds)) == pytest.approx(seconds, rel=0.01)
 
 
-def test_no_time_is_written_in_seconds() -> None:
+def test_zero_duration_is_formatted_in_seconds() -> None:
     assert format_duration(0) == "0s"

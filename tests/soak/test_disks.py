@@ -12,7 +12,7 @@ CONTENT = bytes(10_000)
 
 
 @pytest.mark.parametrize("kind", ["flip-bits", "truncate-files", "garble-files", "remove-files"])
-def test_damage(tmp_path: Path, kind: str) -> None:
+def test_damage_changes_the_given_number_of_files(tmp_path: Path, kind: str) -> None:
     disk = Disk(tmp_path, None)
     disk.tier.mkdir()
     for number in range(4):
@@ -24,10 +24,10 @@ def test_damage(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
-def test_a_disk_that_is_filled_has_no_room_and_then_has_it_again(tmp_path: Path) -> None:
+def test_fill_and_empty_a_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path, 16) as disk:
         if disk.medium is None:
-            pytest.skip("nothing can be mounted here")
+            pytest.skip("cannot mount a file system here")
         disk.tier.mkdir()
         disk.fill()
         with pytest.raises(OSError, match="No space"):

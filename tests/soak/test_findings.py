@@ -18,7 +18,7 @@ from soak.lane import Lane
 from soak.oracle import Mismatch, Oracle, Question, compare
 from soak.schedule import Conversation, Exchange, Fault, Piece
 from soak.stack import MARK, marked
-from soak.stalls import LIMIT_SECONDS, Reading, Stall, Stalls, blamed, read_clocks, read_file
+from soak.stalls import LIMIT_SECONDS, Reading, Stall, Stalls, outside_pauses, read_clocks, read_file
 from tests.vllm.engine import Answer, Engines
 
 IDLE: Mapping[str, Any] = {
@@ -28,8 +28,8 @@ IDLE: Mapping[str, Any] = {
     "flights": 0,
     "pending_bytes": 0,
     "pushed": {"coming": 0, "waiting": 0},
-    "serving": {"grants": 0, "promised_bytes": 0, "strangers": 0},
-    "hand_overs": {"open": 0},
+    "serving": {"grants": 0, "promised_bytes": 0, "unauthenticated": 0},
+    "kv_transfers": {"open": 0},
     "peers": [{"promises": 0, "under_way_bytes": 0}],
     "controller": {"commands": 0},
 }
@@ -44,12 +44,12 @@ IDLE: Mapping[str, Any] = {
         ([1, 2, 3, 4], Mismatch(3, None, 4)),
     ],
 )
-def test_a_wrong_token_is_seen(got: list[int], mismatch: Mismatch | None) -> None:
+def test_wrong_token_is_detected(got: list[int], mismatch: Mismatch | None) -> None:
     assert compare([1, 2, 3], got) == mismatch
 
 
 class NoEngine(Oracle):
-    """One for which the token ``TIE`` is as likely as any."""
+    """An oracle for which the token ``TIE`` is as likely as the expected one."""
 
     def gaps(self, mismatches: Sequence[tuple[Question, Mismatch]]) -> list[float]:
         return [0.0 if mismatch.got == TIE else 2.5 for _, mismatch in mismatches]
@@ -58,7 +58,7 @@ class NoEngine(Oracle):
 TIE = 77
 
 
-def test_a_wrong_answer_is_a_finding_unless_it_is_a_tie(tmp_path: Path) -> None:
+def test_wrong_answer_is_a_finding_unless_it_is_a_tie(tmp_path: Path) -> None:
     record = Record()
     lane = Lane(0, lambda: None, [], NoEngine(Engines(tmp_path), tmp_path), record)  # type: ignore[arg-type, return-value]
     question = Question([5, 6], [1, 2, 3])
@@ -82,25 +82,25 @@ def test_a_wrong_answer_is_a_finding_unless_it_is_a_tie(tmp_path: Path) -> None:
         ("tickets", {"engines": [{"leases": 0, "reservations": 0, "tickets": 1}]}),
         ("arena leases", {"arena": {"leases": 8}}),
         ("flights", {"flights": 1}),
-        ("bytes to be written", {"pending_bytes": 1}),
-        ("pushes awaited", {"pushed": {"coming": 1, "waiting": 0}}),
+        ("pending bytes", {"pending_bytes": 1}),
+        ("pending pushes", {"pushed": {"coming": 1, "waiting": 0}}),
         ("grants", {"serving": {"grants": 1}}),
         ("promises of peers", {"peers": [{"promises": 1, "under_way_bytes": 0}]}),
-        ("KV transfers", {"hand_overs": {"open": 1}}),
+        ("KV transfers", {"kv_transfers": {"open": 1}}),
         ("commands", {"controller": {"commands": 1}}),
     ],
 )
-def test_what_is_held_is_reported(name: str, change: dict[str, Any]) -> None:
+def test_held_resources_are_reported(name: str, change: dict[str, Any]) -> None:
     assert leaks.held(IDLE) == {}
     assert leaks.wait_until_idle(lambda: {**IDLE, **change}, 0.0) == {name: 1}
 
 
-def test_what_is_released_in_time_is_no_leak() -> None:
+def test_resources_released_in_time_are_not_a_leak() -> None:
     statuses = deque([{**IDLE, "flights": 2}, {**IDLE, "flights": 1}, IDLE])
     assert leaks.wait_until_idle(statuses.popleft, 60.0) == {}
 
 
-def test_descriptors_that_grow_are_reported(tmp_path: Path) -> None:
+def test_growing_descriptors_are_reported(tmp_path: Path) -> None:
     before = leaks.descriptors(os.getpid())
     chunk = tmp_path / "a.kv"
     with chunk.open("wb"):
@@ -118,7 +118,7 @@ def test_descriptors_that_grow_are_reported(tmp_path: Path) -> None:
     assert leaks.grown(before, leaks.descriptors(os.getpid())) == {}
 
 
-def test_tasks_that_grow_are_reported() -> None:
+def test_growing_tasks_are_reported() -> None:
     assert leaks.more_tasks({"run": 1}, {"run": 1 + leaks.TASKS_ALLOWED, "other": 1}) == {}
     assert list(leaks.more_tasks({"run": 1}, {"run": 2 + leaks.TASKS_ALLOWED})) == ["run"]
     served = f"kvtier.{leaks.SERVED}"
@@ -126,7 +126,7 @@ def test_tasks_that_grow_are_reported() -> None:
     assert list(leaks.more_tasks({}, {served: 1 + leaks.SERVED_ALLOWED})) == [served]
 
 
-def test_a_process_that_is_left_is_found() -> None:
+def test_leftover_process_is_found() -> None:
     command = [sys.executable, "-S", "-c", "input()"]
     child = subprocess.Popen(command, env={**os.environ, MARK: "this run"}, stdin=subprocess.PIPE)
     try:
@@ -149,7 +149,7 @@ def test_errors_in_a_log_are_found(tmp_path: Path) -> None:
 
 
 class Clocks:
-    """What :func:`read_clocks` reads, from a list: how long each hook takes."""
+    """A replacement for :func:`read_clocks`, with a list of hook durations."""
 
     def __init__(self, *spans: Reading) -> None:
         self._now = Reading(100.0, 10.0, 1.0, 0)
@@ -169,7 +169,7 @@ def step(stalls: Stalls, *hooks: str) -> None:
             pass
 
 
-def test_what_is_computed_or_waits_for_a_processor_is_no_stall(tmp_path: Path) -> None:
+def test_computing_and_waiting_for_a_cpu_are_not_stalls(tmp_path: Path) -> None:
     path = tmp_path / "hooks-42.jsonl"
     computed, queued = Reading(0.3, 0.3, 0.0), Reading(0.5, 0.01, 0.49)
     stalls = Stalls(path, Clocks(computed, queued, computed))
@@ -181,7 +181,7 @@ def test_what_is_computed_or_waits_for_a_processor_is_no_stall(tmp_path: Path) -
     assert hooks["schedule"].max_cpu == pytest.approx(0.3)
 
 
-def test_a_step_is_blocked_by_all_its_hooks_together(tmp_path: Path) -> None:
+def test_stall_is_the_sum_of_all_hooks_of_a_step(tmp_path: Path) -> None:
     path = tmp_path / "hooks-42.jsonl"
     short = Reading(0.03, 0.0, 0.0, 1)
     stalls = Stalls(path, Clocks(short, Reading(0.0, 0.0, 0.0), short, short))
@@ -194,14 +194,14 @@ def test_a_step_is_blocked_by_all_its_hooks_together(tmp_path: Path) -> None:
     assert found[0].hooks == pytest.approx({"load": 0.03, "save": 0.03})
 
 
-def test_a_stall_while_the_engine_was_stopped_is_not_blamed_on_kvtier() -> None:
+def test_stall_of_a_stopped_engine_is_ignored() -> None:
     stall = Stall(42, 1, 10.0, 11.0, 0.9, 1.0, 0, {})
-    assert blamed([stall], []) == [stall]
-    assert blamed([stall], [(10.5, 10.6)]) == []
-    assert blamed([stall], [(11.5, 12.0)]) == [stall]
+    assert outside_pauses([stall], []) == [stall]
+    assert outside_pauses([stall], [(10.5, 10.6)]) == []
+    assert outside_pauses([stall], [(11.5, 12.0)]) == [stall]
 
 
-def test_a_thread_that_sleeps_is_blocked_and_one_that_computes_is_not(tmp_path: Path) -> None:
+def test_sleeping_is_a_stall_and_computing_is_not(tmp_path: Path) -> None:
     path = tmp_path / "hooks-42.jsonl"
     stalls = Stalls(path)
     with stalls.timed("sleeps"):
@@ -216,7 +216,7 @@ def test_a_thread_that_sleeps_is_blocked_and_one_that_computes_is_not(tmp_path: 
     assert [list(stall.hooks) for stall in found] == [["sleeps"]]
 
 
-def test_a_finding_names_the_faults_beside_it(tmp_path: Path) -> None:
+def test_finding_lists_concurrent_faults(tmp_path: Path) -> None:
     record = Record()
     record.begin("tcp")
     over = record.apply(Fault(0.0, "kill-cache", "cache-1", 1.0, 0))
@@ -231,7 +231,7 @@ def test_a_finding_names_the_faults_beside_it(tmp_path: Path) -> None:
     assert len(report["timeline"]) == 2
 
 
-def test_conversations_are_the_question_of_the_oracle() -> None:
+def test_oracle_counts_conversations() -> None:
     conversation = Conversation(Piece(0, 10), (Exchange(Piece(100, 5), 3),))
     oracle = NoEngine(None, Path())  # type: ignore[arg-type]
     oracle._questions[0, 0] = Question([1] * 15, [2, 3, 4])

@@ -1,4 +1,4 @@
-"""The whole thing, as briefly as it can be: that it runs, finds what is there, and leaves nothing behind."""
+"""A short soak run: it works, its report is complete, and it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def command(folder: Path, *arguments: str) -> list[str]:
     return [*program, *arguments]
 
 
-def test_a_short_run_answers_requests_amid_faults(tmp_path: Path) -> None:
+def test_short_run_completes_requests_during_faults(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     arguments = ["--seconds", "30", "--seed", "1", "--keep", "--report", str(report)]
     result = subprocess.run(
         command(tmp_path, *arguments), cwd=ROOT, capture_output=True, text=True, check=False
     )
     found = json.loads(report.read_text())
-    # A machine that is busy with other tests may hold up a step; nothing excuses the rest.
+    # Other tests on the same machine may delay a step. No other finding is acceptable.
     assert found["found"].keys() <= {"stalled step"}, result.stdout + result.stderr
     assert result.returncode == (0 if found["passed"] else 1)
     assert found["counts"]["answers"] > 50
@@ -63,8 +63,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     finally:
         run.kill()
         run.wait()
-    while left := [
-        pid for pid in started if is_running(pid)
-    ]:  # The tracker of semaphores ends a moment later.
-        assert time.monotonic() < deadline + 120, describe(left)
+    # The resource tracker of multiprocessing exits slightly later.
+    while remaining := [pid for pid in started if is_running(pid)]:
+        assert time.monotonic() < deadline + 120, describe(remaining)
         time.sleep(0.2)

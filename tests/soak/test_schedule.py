@@ -12,13 +12,13 @@ SEEDS = range(5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_seed_is_a_timeline(seed: int) -> None:
-    made = schedule.make(seed, TEN_MINUTES, ["tcp", "nixl"])
-    assert made == schedule.make(seed, TEN_MINUTES, ["tcp", "nixl"])
+def test_seed_determines_the_timeline(seed: int) -> None:
+    created = schedule.make(seed, TEN_MINUTES, ["tcp", "nixl"])
+    assert created == schedule.make(seed, TEN_MINUTES, ["tcp", "nixl"])
     other = schedule.make(seed + 1, TEN_MINUTES, ["tcp", "nixl"])
-    assert made.phases[0].faults != other.phases[0].faults
-    assert made.phases[0].turns != other.phases[0].turns
-    assert made.conversations != other.conversations
+    assert created.phases[0].faults != other.phases[0].faults
+    assert created.phases[0].turns != other.phases[0].turns
+    assert created.conversations != other.conversations
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -33,7 +33,7 @@ def test_every_kind_of_fault_occurs_in_ten_minutes(seed: int) -> None:
             ]
 
 
-def test_faults_of_one_target_follow_one_another_and_cease() -> None:
+def test_faults_of_a_target_do_not_overlap_and_end_early() -> None:
     for seed in SEEDS:
         for phase in schedule.make(seed, TEN_MINUTES, ["tcp", "nixl"]).phases:
             last: dict[str, Fault] = {}
@@ -45,18 +45,18 @@ def test_faults_of_one_target_follow_one_another_and_cease() -> None:
             assert last.keys() >= {f"cache-{host}" for host in range(HOSTS)}
 
 
-def test_a_short_run_has_a_calm_end() -> None:
+def test_short_run_has_a_calm_end() -> None:
     assert schedule.last_fault_seconds(30.0) == 30.0 * (1 - CALM_SHARE)
 
 
-def test_requests_are_of_conversations_and_in_order() -> None:
-    made = schedule.make(1, 60.0, ["tcp"])
-    (phase,) = made.phases
+def test_requests_belong_to_conversations_and_are_ordered() -> None:
+    created = schedule.make(1, 60.0, ["tcp"])
+    (phase,) = created.phases
     probes = {*phase.probes[0], *phase.probes[1]}
     assert len(probes) == 2 * schedule.PROBES * HOSTS
     assert [turn.at for turn in phase.turns] == sorted(turn.at for turn in phase.turns)
     assert any(turn.abort_after is not None for turn in phase.turns)
     for turn in phase.turns:
         assert turn.conversation not in probes
-        assert 0 <= turn.exchange < len(made.conversations[turn.conversation].exchanges)
+        assert 0 <= turn.exchange < len(created.conversations[turn.conversation].exchanges)
         assert turn.at < phase.seconds

@@ -1,1 +1,1 @@
-"""Sockets."""
+"""Tests of ``kvtier.sockets``."""

@@ -1,4 +1,4 @@
-"""Conversations over sockets: the same, byte for byte, in native code and in Python."""
+"""Conversations over sockets, with identical results in native code and in Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvtier.sockets.conversation import EXPECT, RECEIVE, SEND, Operation, Progre
 from kvtier.sockets.pump import SMALL_BYTES, Pump
 from tests.backends.certificates import make_certificate
 
-pytestmark = pytest.mark.usefixtures("way")
+pytestmark = pytest.mark.usefixtures("implementation")
 
 SECONDS = 60.0
 LARGE = 4 * SMALL_BYTES
@@ -33,7 +33,7 @@ LARGE = 4 * SMALL_BYTES
 
 @contextmanager
 def connected(seconds: float = SECONDS) -> Iterator[tuple[Connection, socket.socket]]:
-    """A connection and the server's end of it."""
+    """Open a connection, and the server's end of it."""
     connection = Connection(socket.AF_INET)
     with ExitStack() as stack:
         stack.callback(connection.close)
@@ -45,22 +45,22 @@ def connected(seconds: float = SECONDS) -> Iterator[tuple[Connection, socket.soc
 
 
 @contextmanager
-def pumping(most: int = 2) -> Iterator[Pump]:
-    pump = Pump(most)
+def open_pump(max_threads: int = 2) -> Iterator[Pump]:
+    pump = Pump(max_threads)
     try:
         yield pump
     finally:
         pump.close()
 
 
-def question_and_answer(length: int) -> tuple[list[Operation], memoryview]:
+def get_operations(length: int) -> tuple[list[Operation], memoryview]:
     view = memoryview(bytearray(length))
     head = b"$%d\r\n" % length
     return [(SEND, [b"GET ", b"x\r\n"]), (EXPECT, [head]), (RECEIVE, [view]), (EXPECT, [b"\r\n"])], view
 
 
-def test_what_is_expected() -> None:
-    operations, view = question_and_answer(5)
+def test_expected_reply_is_received() -> None:
+    operations, view = get_operations(5)
     with connected() as (connection, peer):
         peer.sendall(b"$5\r\nhello\r\n")
         assert connection.exchange(operations) == Progress(4)
@@ -70,8 +70,8 @@ def test_what_is_expected() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"$-1\r\n", b"-ERR no\r\n", b"$6\r\nhello!\r\n", b"x"])
-def test_what_is_not_expected_is_taken_next(answer: bytes) -> None:
-    operations, view = question_and_answer(5)
+def test_unexpected_reply_stays_buffered(answer: bytes) -> None:
+    operations, view = get_operations(5)
     with connected() as (connection, peer):
         peer.sendall(answer)
         assert connection.exchange(operations)[0::2] == (1, None)
@@ -81,17 +81,17 @@ def test_what_is_not_expected_is_taken_next(answer: bytes) -> None:
         assert bytes(view) == bytes(5)
 
 
-def test_what_was_taken_in_before_counts() -> None:
+def test_buffered_bytes_are_used_first() -> None:
     with connected() as (connection, peer):
         peer.sendall(b"+OK\r\n$5\r\nhello\r\n")
         assert connection.line() == b"+OK"
-        operations, view = question_and_answer(5)
+        operations, view = get_operations(5)
         assert connection.exchange(operations) == Progress(4)
         assert bytes(view) == b"hello"
 
 
-def test_the_end_of_a_connection_and_of_its_time() -> None:
-    operations, _ = question_and_answer(5)
+def test_closed_connection_and_expired_deadline() -> None:
+    operations, _ = get_operations(5)
     with connected() as (connection, peer):
         peer.sendall(b"$5\r\nhel")
         peer.shutdown(socket.SHUT_WR)
@@ -105,24 +105,24 @@ def test_the_end_of_a_connection_and_of_its_time() -> None:
             assert isinstance(progress.error, TimeoutError)
 
 
-def test_a_peer_that_has_closed_and_takes_nothing_in() -> None:
-    """Seen at once: its window stays shut, and only the kernel's patience would end."""
+def test_send_fails_if_peer_has_closed_and_does_not_read() -> None:
+    """Detected immediately. The window stays closed, so TCP itself would only time out much later."""
     with connected() as (connection, peer):
         peer.shutdown(socket.SHUT_WR)
         progress = connection.exchange([(SEND, [bytes(64 << 20)])])
         assert isinstance(progress.error, ConnectionError)
 
 
-def test_the_same_over_tls(tmp_path: Path) -> None:
+def test_send_over_tls_fails_if_peer_has_closed_and_does_not_read(tmp_path: Path) -> None:
     files = make_certificate(tmp_path / "certificate")
-    here = ssl.create_default_context(cafile=files.certificate)
-    there = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    there.load_cert_chain(files.certificate, files.key)
+    client_context = ssl.create_default_context(cafile=files.certificate)
+    server_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server_context.load_cert_chain(files.certificate, files.key)
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         pool = stack.enter_context(ThreadPoolExecutor(1))
-        accepted = pool.submit(lambda: there.wrap_socket(listener.accept()[0], server_side=True))
-        connection = TLSConnection(socket.AF_INET, here, "127.0.0.1")
+        accepted = pool.submit(lambda: server_context.wrap_socket(listener.accept()[0], server_side=True))
+        connection = TLSConnection(socket.AF_INET, client_context, "127.0.0.1")
         stack.callback(connection.close)
         stack.enter_context(Deadline(SECONDS).bounds(connection))
         connection.connect(listener.getsockname())
@@ -132,40 +132,40 @@ def test_the_same_over_tls(tmp_path: Path) -> None:
         assert isinstance(progress.error, ConnectionResetError)
 
 
-def test_any_pieces_and_any_answers() -> None:
-    """As much has come, is full and is left, whatever was expected."""
+def test_any_pieces_and_any_replies() -> None:
+    """Progress, received views and buffered rest match, for any expectations."""
     noise = random.Random(5)
     for _ in range(150):
         script = noise.randbytes(noise.randrange(1, 3000))
-        cuts = sorted(noise.choices(range(len(script) + 1), k=4))
+        offsets = sorted(noise.choices(range(len(script) + 1), k=4))
         expected: list[bool] = []
         views: list[tuple[int, memoryview]] = []
         operations: list[Operation] = []
-        for start, stop in zip([0, *cuts], [*cuts, len(script)], strict=True):
+        for start, stop in zip([0, *offsets], [*offsets, len(script)], strict=True):
             if noise.random() < 0.5:
-                wanted = bytearray(script[start:stop])
-                if wanted and noise.random() < 0.3:
-                    wanted[noise.randrange(len(wanted))] ^= 1
-                operations.append((EXPECT, [bytes(wanted)]))
-                expected.append(bytes(wanted) == script[start:stop])
+                expectation = bytearray(script[start:stop])
+                if expectation and noise.random() < 0.3:
+                    expectation[noise.randrange(len(expectation))] ^= 1
+                operations.append((EXPECT, [bytes(expectation)]))
+                expected.append(bytes(expectation) == script[start:stop])
             else:
                 views.append((start, memoryview(bytearray(stop - start))))
                 operations.append((RECEIVE, [views[-1][1][:7], views[-1][1][7:]]))
                 expected.append(True)
-        whole = expected.index(False) if False in expected else len(expected)
+        completed = expected.index(False) if False in expected else len(expected)
         with connected() as (connection, peer):
-            sending = threading.Thread(target=partial(send_in_pieces, peer, script, noise.random()))
-            sending.start()
+            sender = threading.Thread(target=partial(send_in_pieces, peer, script, noise.random()))
+            sender.start()
             progress = connection.exchange(operations)
-            taken = sum(len(buffer) for _, buffers in operations[:whole] for buffer in buffers)
-            rest = memoryview(bytearray(len(script) - taken))
+            received = sum(len(buffer) for _, buffers in operations[:completed] for buffer in buffers)
+            rest = memoryview(bytearray(len(script) - received))
             connection.take(rest)
-            sending.join()
-        assert progress[0::2] == (whole, None)
-        assert rest == script[taken:]
+            sender.join()
+        assert progress[0::2] == (completed, None)
+        assert rest == script[received:]
         for start, view in views:
             stop = start + len(view)
-            assert view == (script[start:stop] if stop <= taken else bytes(len(view)))
+            assert view == (script[start:stop] if stop <= received else bytes(len(view)))
 
 
 def send_in_pieces(peer: socket.socket, script: bytes, seed: float) -> None:
@@ -177,42 +177,42 @@ def send_in_pieces(peer: socket.socket, script: bytes, seed: float) -> None:
         script = script[length:]
 
 
-# In the loop, and in threads.
+# In the event loop, and in threads.
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("length", [5, SMALL_BYTES - 100, LARGE])
-async def test_a_conversation_beside_the_loop(length: int) -> None:
-    operations, view = question_and_answer(length)
-    with connected() as (connection, peer), pumping() as pump:
-        talk = asyncio.ensure_future(pump.converse(connection, operations))
+async def test_converse_in_event_loop(length: int) -> None:
+    operations, view = get_operations(length)
+    with connected() as (connection, peer), open_pump() as pump:
+        task = asyncio.ensure_future(pump.converse(connection, operations))
         assert await anyio.to_thread.run_sync(peer.recv, 7, socket.MSG_WAITALL) == b"GET x\r\n"
         value = bytes([7]) * length
         await anyio.to_thread.run_sync(partial(send_in_pieces, peer, b"$%d\r\n%b\r\n" % (length, value), 0.5))
-        assert await talk == Progress(4)
+        assert await task == Progress(4)
         assert view == value
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("length", [5, LARGE])
 @pytest.mark.parametrize("halves", [(b"$", b"-1\r\n"), (b"$-1\r\n", b""), (b"-", b"ERR no\r\n")])
-async def test_another_answer_in_halves(length: int, halves: Sequence[bytes]) -> None:
-    operations, _ = question_and_answer(length)
-    with connected() as (connection, peer), pumping() as pump:
-        talk = asyncio.ensure_future(pump.converse(connection, operations))
+async def test_unexpected_reply_in_two_pieces(length: int, halves: Sequence[bytes]) -> None:
+    operations, _ = get_operations(length)
+    with connected() as (connection, peer), open_pump() as pump:
+        task = asyncio.ensure_future(pump.converse(connection, operations))
         for half in halves:
             peer.sendall(half)
             await anyio.lowlevel.checkpoint()
-        progress = await talk
+        progress = await task
         assert progress[0::2] == (1, None)
         assert await anyio.to_thread.run_sync(connection.line) == b"".join(halves)[:-2]
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("length", [5, LARGE])
-async def test_a_deadline_beside_the_loop(length: int) -> None:
-    operations, _ = question_and_answer(length)
-    with connected(0.1) as (connection, _peer), pumping() as pump:
+async def test_converse_ends_at_deadline(length: int) -> None:
+    operations, _ = get_operations(length)
+    with connected(0.1) as (connection, _peer), open_pump() as pump:
         progress = await pump.converse(connection, operations)
         assert progress[:2] == (1, 0)
         assert isinstance(progress.error, OSError)
@@ -220,40 +220,40 @@ async def test_a_deadline_beside_the_loop(length: int) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("length", [5, LARGE])
-async def test_a_peer_that_closes_and_takes_nothing_in_beside_the_loop(length: int) -> None:
-    """How much the kernel buffers, and when, is the kernel's to decide: write until it takes no more."""
+async def test_converse_fails_if_peer_has_closed_and_does_not_read(length: int) -> None:
+    """Write until the kernel accepts no more: how much it buffers is not specified."""
 
-    async def write_on() -> Progress:
+    async def write_until_blocked() -> Progress:
         while (progress := await pump.converse(connection, [(SEND, [bytes(length)])])) == Progress(1):
             await anyio.lowlevel.checkpoint()
         return progress
 
-    with connected() as (connection, peer), pumping() as pump:
+    with connected() as (connection, peer), open_pump() as pump:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        with socket.socket(fileno=os.dup(connection.fileno())) as sending, suppress(BlockingIOError):
-            sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket(fileno=os.dup(connection.fileno())) as sender, suppress(BlockingIOError):
+            sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             while True:
-                sending.send(bytes(1 << 20), socket.MSG_DONTWAIT)
-        talk = asyncio.ensure_future(write_on())
+                sender.send(bytes(1 << 20), socket.MSG_DONTWAIT)
+        task = asyncio.ensure_future(write_until_blocked())
         await anyio.sleep(0.05)
         peer.shutdown(socket.SHUT_WR)
         with anyio.fail_after(SECONDS):
-            progress = await talk
+            progress = await task
         assert progress.operations == 0
         assert isinstance(progress.error, ConnectionError)
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("length", [5, LARGE])
-async def test_cancelled_beside_the_loop(length: int) -> None:
-    """At once, and nothing is written from then on."""
-    operations, view = question_and_answer(length)
-    with connected() as (connection, peer), pumping() as pump:
-        talk = asyncio.ensure_future(pump.converse(connection, operations))
+async def test_cancelled_converse_writes_nothing_later(length: int) -> None:
+    """Cancels without delay, and writes nothing afterwards."""
+    operations, view = get_operations(length)
+    with connected() as (connection, peer), open_pump() as pump:
+        task = asyncio.ensure_future(pump.converse(connection, operations))
         await anyio.to_thread.run_sync(peer.recv, 7, socket.MSG_WAITALL)
-        talk.cancel()
-        await asyncio.wait([talk])
-        assert talk.cancelled()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
         assert connection.exchange([(RECEIVE, [view])]).error is not None
         assert view == bytes(length)
 
@@ -261,18 +261,18 @@ async def test_cancelled_beside_the_loop(length: int) -> None:
 @pytest.mark.anyio
 async def test_more_conversations_than_threads() -> None:
     with ExitStack() as stack:
-        pump = stack.enter_context(pumping(2))
+        pump = stack.enter_context(open_pump(2))
         pairs = [stack.enter_context(connected()) for _ in range(12)]
-        asked = [question_and_answer(LARGE) for _ in pairs]
-        talks = [
+        requests = [get_operations(LARGE) for _ in pairs]
+        tasks = [
             asyncio.ensure_future(pump.converse(connection, operations))
-            for (connection, _), (operations, _) in zip(pairs, asked, strict=True)
+            for (connection, _), (operations, _) in zip(pairs, requests, strict=True)
         ]
         answer = b"$%d\r\n%b\r\n" % (LARGE, bytes([3]) * LARGE)
         for _, peer in pairs:
             await anyio.to_thread.run_sync(peer.sendall, answer)
-        assert [await talk for talk in talks] == [Progress(4)] * len(pairs)
-        assert all(view == bytes([3]) * LARGE for _, view in asked)
+        assert [await task for task in tasks] == [Progress(4)] * len(pairs)
+        assert all(view == bytes([3]) * LARGE for _, view in requests)
 
 
 @pytest.fixture
@@ -280,12 +280,12 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-# What is asked of native code alone.
+# Native code only.
 
 
-def test_operations_that_there_are_not(way: str) -> None:
-    if way == "python":
-        pytest.skip("native code is called with what Python has checked")
+def test_unknown_operations_are_refused(implementation: str) -> None:
+    if implementation == "python":
+        pytest.skip("only native code checks its arguments")
     with connected() as (connection, _):
         scratch = bytearray(BUFFER_BYTES)
         unknown: list[list[Operation]] = [

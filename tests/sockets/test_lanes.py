@@ -1,4 +1,4 @@
-"""Connections to one server, and what is left of them."""
+"""Lanes: connections to one server, and their cleanup."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvtier.sockets.conversation import RECEIVE, Progress
 from kvtier.sockets.lanes import Dialer, Lane
 from kvtier.sockets.pump import SMALL_BYTES
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("way")]
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("implementation")]
 
 SECONDS = 20.0
 LARGE = 4 * SMALL_BYTES
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_a_lane_closed_while_it_is_used_ends_with_its_last_connection(is_cancelled: bool) -> None:
+async def test_closed_lane_is_released_with_its_last_connection(is_cancelled: bool) -> None:
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
@@ -33,7 +33,7 @@ async def test_a_lane_closed_while_it_is_used_ends_with_its_last_connection(is_c
         answer = memoryview(bytearray(LARGE))
 
         async def converse() -> Progress:
-            async with lane.taken(Deadline(SECONDS)) as connection:
+            async with lane.acquire(Deadline(SECONDS)) as connection:
                 return await lane.pump.converse(connection, [(RECEIVE, [answer])])
 
         conversation = asyncio.create_task(converse())
@@ -53,15 +53,15 @@ async def test_a_lane_closed_while_it_is_used_ends_with_its_last_connection(is_c
                 await anyio.sleep(0.01)
 
 
-async def test_a_name_that_is_not_resolved_in_time_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_name_resolution_timeout_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(*_: object, **__: object) -> None:
         await anyio.sleep_forever()
 
     monkeypatch.setattr(lanes, "getaddrinfo", never)
-    with pytest.raises(TimeoutError, match="not resolved in time"):
+    with pytest.raises(TimeoutError, match="timed out resolving"):
         await Dialer("a.host", 1, make=Connection).find(Deadline(0.01))
 
 
-def count(what: str) -> int:
-    """How many threads (``task``) or descriptors (``fd``) this process has."""
-    return sum(1 for _ in Path("/proc/self", what).iterdir())
+def count(kind: str) -> int:
+    """Return the number of threads (``task``) or descriptors (``fd``) of this process."""
+    return sum(1 for _ in Path("/proc/self", kind).iterdir())

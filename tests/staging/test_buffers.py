@@ -1,6 +1,6 @@
-"""Staging buffers between two processes with tensors, beside real cache processes: on a CPU, and on one GPU.
+"""Staging buffers between two engine stand-ins with real cache processes, on a CPU and on one GPU.
 
-The same tests on either: only the kind of the memory differs. vLLM's engines are in ``tests/vllm``.
+The tests are the same for both kinds of memory. Tests with vLLM engines are in ``tests/vllm``.
 """
 
 from __future__ import annotations
@@ -27,71 +27,71 @@ pytest.importorskip("nixl")
 
 ALL = CHUNKS + 1
 SLOT = 4 * sum(PAGES)
-"""What a chunk takes, on each rank."""
-ENOUGH_SECONDS = 30.0
+"""Bytes of a chunk in a staging buffer, per rank."""
+TIMEOUT_SECONDS = 30.0
 DEVICES = [
     "cpu",
     pytest.param(
         "cuda",
         marks=[
             pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
         ],
     ),
 ]
 PROMPTS = itertools.count(100)
-"""Each is new to caches that are shared by tests, also in a test that is run again."""
+"""Prompts that no shared cache holds, also when a test is rerun."""
 STAGED = Result(["staging"] * ALL, True, True)
 
 
 class Pair(NamedTuple):
-    prefiller: Side
-    decoder: Side
-    here: CacheProcess
-    there: CacheProcess
+    prefill: Side
+    decode: Side
+    prefill_cache: CacheProcess
+    decode_cache: CacheProcess
 
     @property
-    def to(self) -> str:
-        return str(self.there.settings["peer"]["listen"])
+    def receiver(self) -> str:
+        return str(self.decode_cache.settings["peer"]["listen"])
 
     def serve(self, prompt: int) -> Result:
-        """A whole request: handed over, and fetched meanwhile."""
-        self.prefiller.hand_over(prompt, self.to)
-        ticket = self.decoder.look_up(prompt, ENOUGH_SECONDS)
+        """Run a whole request: transfer a prompt, and load it on the other side."""
+        self.prefill.transfer_kv(prompt, self.receiver)
+        ticket = self.decode.look_up(prompt, TIMEOUT_SECONDS)
         for first, last in ((0, 2), (2, 3), (3, ALL)):
-            self.prefiller.store(prompt, first, last)
-        self.prefiller.end(prompt, True)
-        return Result(*self.decoder.load(prompt, ticket))
+            self.prefill.store(prompt, first, last)
+        self.prefill.end(prompt, True)
+        return Result(*self.decode.load(prompt, ticket))
 
-    def open(self, lost: Sequence[int] = ()) -> None:
-        """Wait until both sides have buffers that can be used, other than the lost ones, as engines do."""
-        for engine, cache in ((self.prefiller, self.here), (self.decoder, self.there)):
-            deadline = time.monotonic() + ENOUGH_SECONDS
+    def wait_for_buffers(self, lost: Sequence[int] = ()) -> None:
+        """Wait until both sides have usable buffers, other than the lost ones."""
+        for engine, cache in ((self.prefill, self.prefill_cache), (self.decode, self.decode_cache)):
+            deadline = time.monotonic() + TIMEOUT_SECONDS
             while {0, *lost} & set(engine.refresh()) or not cache.status()["staging"]:
                 assert time.monotonic() < deadline, cache.tail()
                 time.sleep(0.05)
 
-    def rest(self) -> None:
-        """Nobody holds anything any more."""
-        self.here.wait_until(is_quiet)
-        self.there.wait_until(is_quiet)
+    def wait_until_idle(self) -> None:
+        """Wait until both caches are idle."""
+        self.prefill_cache.wait_until(is_fully_idle)
+        self.decode_cache.wait_until(is_fully_idle)
 
 
-def is_quiet(status: dict[str, Any]) -> bool:
-    handing, taking = status["hand_overs"], status["serving"]["reserving"]
-    counts = [handing[what] for what in ("open", "leased_bytes", "awaited")]
-    counts += [taking[what] for what in ("reserved_bytes", "reservations", "announcements")]
+def is_fully_idle(status: dict[str, Any]) -> bool:
+    transfer, reserving = status["kv_transfers"], status["serving"]["reserving"]
+    counts = [transfer[name] for name in ("open", "leased_bytes", "awaited")]
+    counts += [reserving[name] for name in ("reserved_bytes", "reservations", "announcements")]
     counts += [status["serving"]["grants"], *status["pushed"].values()]
     counts += [
-        buffer[what]
+        buffer[name]
         for buffer in status.get("staging", ())
-        for what in ("used_bytes", "leases", "chunks", "grants")
+        for name in ("used_bytes", "leases", "chunks", "grants")
     ]
     return is_idle(status) and not any(counts)
 
 
 @contextmanager
-def cache(device: str = "cuda", transport: str = "nixl", **hand_over: Any) -> Iterator[CacheProcess]:
+def cache(device: str = "cuda", transport: str = "nixl", **kv_transfer: Any) -> Iterator[CacheProcess]:
     folder = Path(tempfile.mkdtemp(prefix="kvt-"))
     running = CacheProcess(
         folder,
@@ -101,7 +101,7 @@ def cache(device: str = "cuda", transport: str = "nixl", **hand_over: Any) -> It
             "secret": "sixteen or more characters",
             "transport": {"type": transport},
         },
-        hand_over={"device": device, "buffer": 8 * MIB, "reserve": "4s", **hand_over},
+        kv_transfer={"device": device, "buffer": 8 * MIB, "reserve": "4s", **kv_transfer},
     )
     try:
         running.start()
@@ -112,170 +112,175 @@ def cache(device: str = "cuda", transport: str = "nixl", **hand_over: Any) -> It
 
 
 @contextmanager
-def pair(memory: str, ranks: int = 1, **decoder: Any) -> Iterator[Pair]:
-    """``decoder``: settings of its hand-overs."""
+def open_pair(memory: str, ranks: int = 1, **decode: Any) -> Iterator[Pair]:
+    """Open two caches with an engine each. ``decode``: ``kv_transfer`` settings of the decode instance."""
     with ExitStack() as stack:
-        here = stack.enter_context(cache())
-        there = stack.enter_context(cache(**decoder))
-        engines = [stack.enter_context(side(one.socket, memory, ranks)) for one in (here, there)]
-        yield Pair(engines[0], engines[1], here, there)
+        prefill_cache = stack.enter_context(cache())
+        decode_cache = stack.enter_context(cache(**decode))
+        engines = [
+            stack.enter_context(side(process.socket, memory, ranks))
+            for process in (prefill_cache, decode_cache)
+        ]
+        yield Pair(engines[0], engines[1], prefill_cache, decode_cache)
 
 
 @pytest.fixture(scope="module", params=DEVICES)
 def shared(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with pair(request.param) as running:
-        running.open()
+    with open_pair(request.param) as running:
+        running.wait_for_buffers()
         yield running
 
 
 @pytest.fixture
-def both(shared: Pair) -> Iterator[Pair]:
-    shared.open()
+def pair(shared: Pair) -> Iterator[Pair]:
+    shared.wait_for_buffers()
     yield shared
-    shared.rest()
+    shared.wait_until_idle()
 
 
-def carriers(process: CacheProcess) -> list[int]:
-    """Processes of a cache process that have NIXL in them."""
+def nixl_processes(process: CacheProcess) -> list[int]:
+    """Return the children of a cache process that load NIXL."""
     pid = process.status()["pid"]
     children = Path(f"/proc/{pid}/task").glob("*/children")
     found = {int(child) for path in children for child in path.read_text().split()}
-    return [child for child in found if b"carrier.py" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in found if b"nixl/worker.py" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-def test_all_goes_from_buffer_to_buffer_and_the_memory_goes_back(both: Pair) -> None:
-    """Three times what the buffers hold, so that slices are used again."""
+def test_chunks_go_from_buffer_to_buffer_and_memory_is_freed(pair: Pair) -> None:
+    """Three times the capacity of the buffers, so that slices are reused."""
     rounds = 3 * 8 * MIB // (ALL * SLOT)
     assert rounds > 5
-    before = both.here.status()["hand_overs"]["counts"].get("staged", 0)
+    before = pair.prefill_cache.status()["kv_transfers"]["counts"].get("staged", 0)
     for _ in range(rounds):
-        assert both.serve(next(PROMPTS)) == STAGED, both.here.tail() + both.there.tail()
-    both.rest()
-    assert both.here.status()["hand_overs"]["counts"]["staged"] == before + rounds * ALL
-    assert both.there.status()["tiers"][0]["chunks"] == 0, "nothing went through the decoder's first tier"
+        assert pair.serve(next(PROMPTS)) == STAGED, pair.prefill_cache.tail() + pair.decode_cache.tail()
+    pair.wait_until_idle()
+    assert pair.prefill_cache.status()["kv_transfers"]["counts"]["staged"] == before + rounds * ALL
+    assert pair.decode_cache.status()["tiers"][0]["chunks"] == 0, (
+        "no chunk goes through the first tier of the decode instance"
+    )
 
 
-def test_a_prefill_that_is_aborted(both: Pair) -> None:
+def test_aborted_prefill(pair: Pair) -> None:
     prompt = next(PROMPTS)
-    both.prefiller.hand_over(prompt, both.to)
-    ticket = both.decoder.look_up(prompt, ENOUGH_SECONDS)
-    both.prefiller.store(prompt, 0, 3)
-    both.prefiller.end(prompt, False)
-    result = Result(*both.decoder.load(prompt, ticket))
-    assert result.whole
+    pair.prefill.transfer_kv(prompt, pair.receiver)
+    ticket = pair.decode.look_up(prompt, TIMEOUT_SECONDS)
+    pair.prefill.store(prompt, 0, 3)
+    pair.prefill.end(prompt, False)
+    result = Result(*pair.decode.load(prompt, ticket))
+    assert result.intact
     assert result.confirmed
     assert len(result.sources) <= 3
     assert set(result.sources) <= {"staging"}
 
 
-def test_a_look_up_that_is_given_up_leaves_nothing(both: Pair) -> None:
+def test_cancelled_lookup_leaks_nothing(pair: Pair) -> None:
     prompt = next(PROMPTS)
-    both.prefiller.hand_over(prompt, both.to)
-    ticket = both.decoder.look_up(prompt, ENOUGH_SECONDS)
-    both.prefiller.store(prompt, 0, 2)
-    both.there.wait_until(lambda status: status["staging"][0]["chunks"] == 2)
-    both.decoder.cancel(ticket)
-    both.prefiller.store(prompt, 2, ALL)
-    both.prefiller.end(prompt, True)
-    both.rest()  # Those that came later go when nobody has asked for them in time.
+    pair.prefill.transfer_kv(prompt, pair.receiver)
+    ticket = pair.decode.look_up(prompt, TIMEOUT_SECONDS)
+    pair.prefill.store(prompt, 0, 2)
+    pair.decode_cache.wait_until(lambda status: status["staging"][0]["chunks"] == 2)
+    pair.decode.cancel(ticket)
+    pair.prefill.store(prompt, 2, ALL)
+    pair.prefill.end(prompt, True)
+    pair.wait_until_idle()  # Chunks that arrive later are freed after a timeout without a lookup.
 
 
-@pytest.mark.parametrize("whose", ["here", "there"])
-def test_buffers_that_are_lost_are_made_anew(both: Pair, whose: str) -> None:
-    """What was in them is pushed through the first tier, or computed; and nothing that is wrong is loaded."""
+@pytest.mark.parametrize("which", ["prefill_cache", "decode_cache"])
+def test_lost_buffers_are_recreated(pair: Pair, which: str) -> None:
+    """Lost chunks are pushed through the first tier or computed, and no wrong bytes count as loaded."""
     prompt = next(PROMPTS)
-    both.prefiller.hand_over(prompt, both.to)
-    ticket = both.decoder.look_up(prompt, ENOUGH_SECONDS)
-    both.prefiller.store(prompt, 0, 2)
-    both.there.wait_until(lambda status: status["staging"][0]["chunks"] == 2)
-    victim: CacheProcess = getattr(both, whose)
-    lost = (both.prefiller if whose == "here" else both.decoder).refresh()
-    for pid in carriers(victim):
+    pair.prefill.transfer_kv(prompt, pair.receiver)
+    ticket = pair.decode.look_up(prompt, TIMEOUT_SECONDS)
+    pair.prefill.store(prompt, 0, 2)
+    pair.decode_cache.wait_until(lambda status: status["staging"][0]["chunks"] == 2)
+    victim: CacheProcess = getattr(pair, which)
+    lost = (pair.prefill if which == "prefill_cache" else pair.decode).refresh()
+    for pid in nixl_processes(victim):
         os.kill(pid, signal.SIGKILL)
-    both.prefiller.store(prompt, 2, ALL)
-    both.prefiller.end(prompt, True)
-    sources, confirmed, whole = both.decoder.load(prompt, ticket)
-    assert whole or not confirmed, "what does not count need not be right"
-    assert confirmed == (whose == "here"), sources
-    both.open(lost)
-    both.rest()
-    assert both.serve(next(PROMPTS)) == STAGED
+    pair.prefill.store(prompt, 2, ALL)
+    pair.prefill.end(prompt, True)
+    sources, confirmed, intact = pair.decode.load(prompt, ticket)
+    assert intact or not confirmed, "unconfirmed bytes need not be intact"
+    assert confirmed == (which == "prefill_cache"), sources
+    pair.wait_for_buffers(lost)
+    pair.wait_until_idle()
+    assert pair.serve(next(PROMPTS)) == STAGED
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", DEVICES)
-def test_two_ranks_have_a_buffer_each(memory: str) -> None:
-    with pair(memory, ranks=2) as both:
-        both.open()
+def test_each_rank_has_its_own_buffer(memory: str) -> None:
+    with open_pair(memory, ranks=2) as pair:
+        pair.wait_for_buffers()
         for prompt in (1, 2, 3):
-            assert both.serve(prompt) == STAGED
-        both.rest()
+            assert pair.serve(prompt) == STAGED
+        pair.wait_until_idle()
 
 
 @pytest.mark.slow
-def test_what_finds_no_room_goes_through_the_first_tier() -> None:
-    with pair("cpu", buffer=2 * SLOT) as both:
-        both.open()
-        both.prefiller.hand_over(1, both.to)
-        both.prefiller.store(1, 0, ALL)
-        both.prefiller.end(1, True)
-        result = both.decoder.fetch(1)
-        assert (result.confirmed, result.whole, len(result.sources)) == (True, True, ALL)
+def test_overflow_of_buffers_goes_through_first_tier() -> None:
+    with open_pair("cpu", buffer=2 * SLOT) as pair:
+        pair.wait_for_buffers()
+        pair.prefill.transfer_kv(1, pair.receiver)
+        pair.prefill.store(1, 0, ALL)
+        pair.prefill.end(1, True)
+        result = pair.decode.fetch(1)
+        assert (result.confirmed, result.intact, len(result.sources)) == (True, True, ALL)
         assert set(result.sources) == {"staging", "ram"}
-        both.rest()
-        assert both.here.log.read_text().count("goes by way of the first tier: its staging buffer has") == 1
+        pair.wait_until_idle()
+        assert pair.prefill_cache.log.read_text().count("instead of staging buffers: its staging buffer") == 1
 
 
 @pytest.mark.slow
-def test_a_side_without_buffers_is_handed_over_to_through_the_first_tier() -> None:
-    with pair("cpu", device="cpu") as both:
-        assert not both.decoder.staged
-        both.here.wait_until(lambda status: bool(status["staging"]))
+def test_receiver_without_buffers_gets_chunks_through_first_tier() -> None:
+    with open_pair("cpu", device="cpu") as pair:
+        assert not pair.decode.staged
+        pair.prefill_cache.wait_until(lambda status: bool(status["staging"]))
         for prompt in (1, 2):
-            assert both.serve(prompt) == Result(["ram"] * ALL, True, True)
-        both.rest()
-        said = "goes by way of the first tier: hand_over.device is cpu there"
-        assert both.here.log.read_text().count(said) == 1
+            assert pair.serve(prompt) == Result(["ram"] * ALL, True, True)
+        pair.wait_until_idle()
+        message = "instead of staging buffers: kv_transfer.device is cpu there"
+        assert pair.prefill_cache.log.read_text().count(message) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whose", ["prefiller", "decoder"])
-def test_an_engine_that_is_killed_frees_everything(whose: str) -> None:
-    with pair("cpu") as both:
-        both.open()
-        both.prefiller.hand_over(1, both.to)
-        ticket = both.decoder.look_up(1, ENOUGH_SECONDS)
-        both.prefiller.store(1, 0, 2)
-        both.there.wait_until(lambda status: status["staging"][0]["chunks"] == 2)
-        victim: Side = getattr(both, whose)
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+def test_killed_engine_frees_its_buffers(which: str) -> None:
+    with open_pair("cpu") as pair:
+        pair.wait_for_buffers()
+        pair.prefill.transfer_kv(1, pair.receiver)
+        ticket = pair.decode.look_up(1, TIMEOUT_SECONDS)
+        pair.prefill.store(1, 0, 2)
+        pair.decode_cache.wait_until(lambda status: status["staging"][0]["chunks"] == 2)
+        victim: Side = getattr(pair, which)
         victim.kill()
-        if whose == "prefiller":
-            assert Result(*both.decoder.load(1, ticket)) == Result(["staging"] * 2, True, True)
+        if which == "prefill":
+            assert Result(*pair.decode.load(1, ticket)) == Result(["staging"] * 2, True, True)
         else:
-            both.prefiller.store(1, 2, ALL)
-            both.prefiller.end(1, True)
-        home = both.here if whose == "prefiller" else both.there
-        home.wait_until(lambda status: not status["engines"] and not status["staging"])
-        both.rest()
-        assert len(carriers(home)) <= 2, "those of the arena alone"
+            pair.prefill.store(1, 2, ALL)
+            pair.prefill.end(1, True)
+        cache_process = pair.prefill_cache if which == "prefill" else pair.decode_cache
+        cache_process.wait_until(lambda status: not status["engines"] and not status["staging"])
+        pair.wait_until_idle()
+        assert len(nixl_processes(cache_process)) <= 2, "only those of the arena remain"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whose", ["here", "there"])
-def test_a_cache_process_that_is_killed_amid_a_hand_over(whose: str) -> None:
-    with pair("cpu") as both:
-        both.open()
-        both.prefiller.hand_over(1, both.to)
-        ticket = both.decoder.look_up(1, ENOUGH_SECONDS)
-        both.prefiller.store(1, 0, 2)
-        both.there.wait_until(lambda status: status["staging"][0]["chunks"] == 2)
-        if whose == "here":
-            both.here.kill()
-            result = Result(*both.decoder.load(1, ticket))
+@pytest.mark.parametrize("which", ["prefill_cache", "decode_cache"])
+def test_cache_process_killed_during_kv_transfer(which: str) -> None:
+    with open_pair("cpu") as pair:
+        pair.wait_for_buffers()
+        pair.prefill.transfer_kv(1, pair.receiver)
+        ticket = pair.decode.look_up(1, TIMEOUT_SECONDS)
+        pair.prefill.store(1, 0, 2)
+        pair.decode_cache.wait_until(lambda status: status["staging"][0]["chunks"] == 2)
+        if which == "prefill_cache":
+            pair.prefill_cache.kill()
+            result = Result(*pair.decode.load(1, ticket))
             assert result == Result(["staging"] * 2, True, True)
-            both.there.wait_until(is_quiet)
+            pair.decode_cache.wait_until(is_fully_idle)
         else:
-            both.there.kill()
-            both.prefiller.store(1, 2, ALL)
-            both.prefiller.end(1, True)
-            both.here.wait_until(is_quiet)
+            pair.decode_cache.kill()
+            pair.prefill.store(1, 2, ALL)
+            pair.prefill.end(1, True)
+            pair.prefill_cache.wait_until(is_fully_idle)

@@ -1,4 +1,4 @@
-"""What counts as lost, before any loop has noticed: with real processes that is a race of 0.25 s."""
+"""Lost staging buffers, before a task has noticed. With real processes that is a race of 0.25 s."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from kvtier.header import ChunkHeader
-from kvtier.layout import ChunkLayout, GroupLayout
+from kvtier.memory.header import ChunkHeader
+from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.memory.slices import Slices
 from kvtier.peers.grants import GrantBook
-from kvtier.peers.staging import EngineStaging, Staging
-from kvtier.settings_peer import PeerSettings
-from kvtier.slices import Slices
+from kvtier.peers.staging.buffers import EngineStaging, Staging
+from kvtier.settings.peer import PeerSettings
 from kvtier.testing.backend import make_key
 
 pytestmark = pytest.mark.anyio
@@ -21,20 +21,20 @@ pytestmark = pytest.mark.anyio
 LAYOUT = ChunkLayout(64, (GroupLayout(16, (4096,)),))
 
 
-async def test_buffers_are_lost_from_the_moment_that_a_process_has_ended() -> None:
-    carrier = SimpleNamespace(gone=asyncio.Event())
+async def test_buffers_are_lost_from_the_moment_that_a_process_exits() -> None:
+    nixl_process = SimpleNamespace(exited=asyncio.Event())
     slices = Slices(1 << 20)
     grants = GrantBook(slices, PeerSettings(lease=5, share=1.0))
-    staging = Staging(LAYOUT, cast("Any", [carrier]), grants, slices, cast("Any", None), 1.0)
+    staging = Staging(LAYOUT, cast("Any", [nixl_process]), grants, slices, cast("Any", None), 1.0)
     engine = EngineStaging(cast("Any", None), bytes(32), LAYOUT)
     engine._current = staging
     header = ChunkHeader(make_key(1), make_key(0), bytes(32), 16384)
     assert engine.current is staging
     assert await staging.verify(cast("Any", [None])) == [True]
 
-    carrier.gone.set()
+    nixl_process.exited.set()
 
     assert staging.closed, "what was loaded from it is not confirmed"
-    assert engine.current is None, "nothing is looked up in it, and no peer is sent to it"
+    assert engine.current is None, "nothing is looked up in it, and no peer writes to it"
     assert staging.take(header) is None
     assert await staging.verify(cast("Any", [None])) == [False]

@@ -1,4 +1,4 @@
-"""One side of a transport on a host of its own: a program that a test drives by :mod:`tests.hosts`."""
+"""One side of a transport on its own network host: a program driven through :mod:`tests.hosts`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 import anyio
 
+from kvtier.memory.slices import Lease
 from kvtier.plugins import Plugins
-from kvtier.slices import Lease
 from kvtier.testing.backend import is_stained, same, stain
 from kvtier.testing.transport_side import Side, dial_nowhere, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan, SupportsConnections
-from tests.hosts import LEAK_PATIENCE_SECONDS, LeakCheck, obey
+from tests.hosts import LEAK_TIMEOUT_SECONDS, LeakCheck, serve_commands
 
 CAPACITY = 128 << 20
 
 
 class Commands(LeakCheck):
-    """What it can be told to do. Patterns are those of ``transport_side``, named by their seeds."""
+    """The commands that a test can run. Patterns are those of ``transport_side``, given by their seeds."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
-        self._kept: list[Lease] = []
+        self._stained: list[Lease] = []
 
     async def open(self, settings: dict[str, Any], address: str) -> dict[str, object]:
         kind = Plugins.load([]).transport(settings["type"])
@@ -33,9 +33,9 @@ class Commands(LeakCheck):
         return {"endpoint": self._side.transport.endpoint.hex(), "port": self._side.port}
 
     async def close(self) -> None:
-        """Everything; fails where anything is still leased."""
+        """Close everything. Fails if anything is still leased."""
         await self._stack.aclose()
-        # An arena that was closed while garbage held a view of it is unmapped with its object.
+        # An arena that is closed while garbage holds a view of it is unmapped only with its object.
         del self._side
 
     async def connect(self, endpoint: str, address: str, port: int) -> None:
@@ -52,28 +52,28 @@ class Commands(LeakCheck):
         self._side.grants.clear()
 
     async def holds(self, spans: list[list[int]], seed: int) -> bool:
-        """Whether the spans, of this arena, hold the patterns from that seed on."""
+        """Whether the spans of this arena hold the patterns from a seed on."""
         return all(
             same(self._side.arena.view(offset, length), pattern(seed + index, length))
             for index, (_, offset, length) in enumerate(spans)
         )
 
     async def read(self, spans: list[list[int]], seed: int = 0) -> dict[str, object]:
-        """The outcomes, and whether each span has the pattern that its grant was filled with.
+        """Read spans; return the outcomes, and whether each span has the pattern of its grant.
 
-        The memory of a read that has failed is stained and kept; see :meth:`untouched`.
+        The memory of a failed read is stained and kept; see :meth:`untouched`.
         """
         leases = self._room(spans)
         items = [(RemoteSpan(*span), lease.view) for span, lease in zip(spans, leases, strict=True)]
         outcomes = [outcome.value for outcome in await self._link.read(items)]
-        right = [same(view, pattern(seed + at, len(view))) for at, (_, view) in enumerate(items)]
+        intact = [same(view, pattern(seed + at, len(view))) for at, (_, view) in enumerate(items)]
         for outcome, lease in zip(outcomes, leases, strict=True):
             if outcome == "ok":
                 lease.release()
             else:
                 stain(lease.view)
-                self._kept.append(lease)
-        return {"outcomes": outcomes, "right": right}
+                self._stained.append(lease)
+        return {"outcomes": outcomes, "intact": intact}
 
     async def write(self, spans: list[list[int]], seed: int) -> list[str]:
         leases = self._room(spans)
@@ -86,25 +86,25 @@ class Commands(LeakCheck):
         return [outcome.value for outcome in outcomes]
 
     async def untouched(self) -> bool:
-        """Whether the memory of failed reads was never written again. It is let go of."""
-        stained = all(is_stained(lease.view) for lease in self._kept)
-        while self._kept:
-            self._kept.pop().release()
+        """Release the memory of failed reads. Return whether it was never written again."""
+        stained = all(is_stained(lease.view) for lease in self._stained)
+        while self._stained:
+            self._stained.pop().release()
         return stained
 
-    async def is_at_rest(self) -> bool:
-        """Wait until no transfer holds a lease any longer; whether so."""
-        with anyio.move_on_after(LEAK_PATIENCE_SECONDS):
-            while self._side.lent:
+    async def is_idle(self) -> bool:
+        """Wait until no transfer holds a lease. Return ``False`` on a timeout."""
+        with anyio.move_on_after(LEAK_TIMEOUT_SECONDS):
+            while self._side.transfer_leases:
                 await anyio.sleep(0.02)
             return True
         return False
 
     def _room(self, spans: Sequence[Sequence[int]]) -> list[Lease]:
         leases = [self._side.arena.allocate(length) for _, _, length in spans]
-        assert None not in leases, "the arena of a test is too small"
+        assert None not in leases, "the arena of the test is too small"
         return [lease for lease in leases if lease is not None]
 
 
 if __name__ == "__main__":
-    obey(Commands())
+    serve_commands(Commands())

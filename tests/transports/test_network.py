@@ -1,4 +1,4 @@
-"""The network between hosts itself: what is set is what happens, and nothing stays behind."""
+"""The emulated network itself: delay, rate, loss and cuts work as configured, and nothing is leaked."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 
 from kvtier.testing.network import Host, Network, NetworkError
 
-PATIENCE_SECONDS = 30.0
+TIMEOUT_SECONDS = 30.0
 PORT = 5000
 SLEEP = ["sleep", "1000"]
 
 
 @pytest.fixture(autouse=True)
-def _possible() -> None:
+def _skip_if_unsupported() -> None:
     if reason := Network.missing():
         pytest.skip(reason)
 
@@ -36,12 +36,12 @@ def network() -> Iterator[Network]:
 def datagrams(host: Host) -> socket.socket:
     bound = host.socket(kind=socket.SOCK_DGRAM)
     bound.bind((host.address, PORT))
-    bound.settimeout(PATIENCE_SECONDS)
+    bound.settimeout(TIMEOUT_SECONDS)
     return bound
 
 
 def connected(network: Network) -> tuple[socket.socket, socket.socket]:
-    """A TCP connection from the first host to the second: both its ends."""
+    """Open a TCP connection from the first host to the second, and return both ends."""
     near, far = network.hosts
     with far.socket() as listener:
         listener.bind((far.address, PORT))
@@ -49,8 +49,8 @@ def connected(network: Network) -> tuple[socket.socket, socket.socket]:
         ours = near.socket()
         ours.connect((far.address, PORT))
         theirs, _ = listener.accept()
-    ours.settimeout(PATIENCE_SECONDS)
-    theirs.settimeout(PATIENCE_SECONDS)
+    ours.settimeout(TIMEOUT_SECONDS)
+    theirs.settimeout(TIMEOUT_SECONDS)
     return ours, theirs
 
 
@@ -62,28 +62,28 @@ def receive(connection: socket.socket, length: int) -> bytes:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+def wait_until_exited(pid: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while is_alive(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
+        assert time.monotonic() < deadline, f"process {pid} is still running"
         time.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs: one that is dead and waits for its parent does not."""
+    """Whether the process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
 
 
-def test_what_is_sent_arrives(network: Network) -> None:
+def test_datagrams_arrive_unchanged(network: Network) -> None:
     near, far = network.hosts
     sent = [bytes([number]) * size for number, size in enumerate([1, 100, 1472, 9000, 65_000])]
     with datagrams(near) as ours, datagrams(far) as theirs:
@@ -92,7 +92,7 @@ def test_what_is_sent_arrives(network: Network) -> None:
         assert [theirs.recvfrom(1 << 16) for _ in sent] == [(data, (near.address, PORT)) for data in sent]
 
 
-def test_a_connection_carries_megabytes_unchanged(network: Network) -> None:
+def test_connection_transfers_megabytes_unchanged(network: Network) -> None:
     data = os.urandom(16 << 20)
     ours, theirs = connected(network)
     with ours, theirs:
@@ -101,11 +101,11 @@ def test_a_connection_carries_megabytes_unchanged(network: Network) -> None:
         received = receive(theirs, len(data))
         sending.join()
     assert received == data
-    assert network.counts.carried_bytes > len(data)
-    assert network.counts.overflown == network.counts.lost == network.counts.cut_off == 0
+    assert network.counts.delivered_bytes > len(data)
+    assert network.counts.overflowed == network.counts.lost == network.counts.cut_off == 0
 
 
-def test_a_host_reaches_itself_and_nobody_outside(network: Network) -> None:
+def test_host_reaches_only_itself(network: Network) -> None:
     near, _ = network.hosts
     with near.socket() as listener, near.socket() as ours:
         listener.bind(("127.0.0.1", PORT))
@@ -118,56 +118,56 @@ def test_a_host_reaches_itself_and_nobody_outside(network: Network) -> None:
             ours.connect(("192.0.2.1", PORT))
 
 
-def test_a_process_sees_its_own_host(network: Network) -> None:
-    seen = [
+def test_process_sees_interfaces_of_its_host(network: Network) -> None:
+    interfaces = [
         host.popen(["ls", "/sys/class/net"], stdout=subprocess.PIPE, text=True).communicate()[0].split()
         for host in network.hosts
     ]
-    assert seen == [["link0", "lo"]] * 2
+    assert interfaces == [["link0", "lo"]] * 2
 
 
-def test_delay_is_waited_for_each_way_and_keeps_the_order(network: Network) -> None:
+def test_delay_applies_each_way_and_keeps_order(network: Network) -> None:
     near, far = network.hosts
     with datagrams(near) as ours, datagrams(far) as theirs:
         network.delay(0.05)
-        began = time.monotonic()
+        start = time.monotonic()
         ours.sendto(b"there", (far.address, PORT))
         _, sender = theirs.recvfrom(100)
-        assert time.monotonic() - began >= 0.05
+        assert time.monotonic() - start >= 0.05
         theirs.sendto(b"and back", sender)
         ours.recv(100)
-        assert time.monotonic() - began >= 0.1
+        assert time.monotonic() - start >= 0.1
 
         for number in range(100):
             if number == 50:
-                network.delay(0)  # What comes after must not overtake what is on its way.
+                network.delay(0)  # Later packets must not overtake packets in flight.
             ours.sendto(bytes([number]), (far.address, PORT))
         assert [theirs.recv(100) for _ in range(100)] == [bytes([number]) for number in range(100)]
 
 
-def test_a_rate_is_kept(network: Network) -> None:
+def test_rate_is_limited(network: Network) -> None:
     near, far = network.hosts
     network.rate(100_000)
     with datagrams(near) as ours, datagrams(far) as theirs:
-        began = time.monotonic()
+        start = time.monotonic()
         for _ in range(10):
             ours.sendto(bytes(3_000), (far.address, PORT))
         for _ in range(10):
             theirs.recv(1 << 16)
-        assert time.monotonic() - began >= 0.3
+        assert time.monotonic() - start >= 0.3
 
 
-def test_a_queue_for_a_rate_is_bounded(network: Network) -> None:
+def test_rate_limited_queue_is_bounded(network: Network) -> None:
     near, far = network.hosts
     network.rate(1)
     with datagrams(near) as ours:
         for _ in range(400):
             ours.sendto(bytes(60_000), (far.address, PORT))
-        wait_for(lambda: network.counts.overflown > 100)
-        assert network.counts.carried == 0
+        wait_for(lambda: network.counts.overflowed > 100)
+        assert network.counts.delivered == 0
 
 
-def test_loss_is_random_but_not_by_chance() -> None:
+def test_loss_is_random_and_reproducible() -> None:
     lost = []
     for seed in (1, 1, 2):
         with Network(seed=seed) as network:
@@ -176,13 +176,13 @@ def test_loss_is_random_but_not_by_chance() -> None:
             with datagrams(near) as ours, datagrams(far):
                 for number in range(1000):
                     ours.sendto(str(number).encode(), (far.address, PORT))
-                wait_for(lambda: network.counts.carried + network.counts.lost == 1000)
+                wait_for(lambda: network.counts.delivered + network.counts.lost == 1000)
             lost.append(network.counts.lost)
     assert lost[0] == lost[1]
     assert all(100 < count < 300 for count in lost)
 
 
-def test_what_was_lost_is_sent_again_by_tcp(network: Network) -> None:
+def test_tcp_retransmits_lost_packets(network: Network) -> None:
     ours, theirs = connected(network)
     data = os.urandom(8 << 20)
     network.loss(0.1)
@@ -195,12 +195,12 @@ def test_what_was_lost_is_sent_again_by_tcp(network: Network) -> None:
     assert network.counts.lost > 0
 
 
-def test_a_cut_loses_everything_until_it_is_healed(network: Network) -> None:
+def test_cut_drops_everything_until_healed(network: Network) -> None:
     near, far = network.hosts
     with datagrams(near) as ours, datagrams(far) as theirs:
         network.delay(1000)
         ours.sendto(b"on its way", (far.address, PORT))
-        wait_for(lambda: network.counts.under_way == 1)
+        wait_for(lambda: network.counts.in_flight == 1)
         network.cut()
         assert network.is_cut
         network.delay(0)
@@ -211,10 +211,10 @@ def test_a_cut_loses_everything_until_it_is_healed(network: Network) -> None:
         assert not network.is_cut
         ours.sendto(b"here", (far.address, PORT))
         assert theirs.recv(100) == b"here"
-        assert network.counts.carried == 1
+        assert network.counts.delivered == 1
 
 
-def test_a_connection_survives_a_cut(network: Network) -> None:
+def test_connection_survives_cut(network: Network) -> None:
     ours, theirs = connected(network)
     with ours, theirs:
         network.cut()
@@ -224,7 +224,7 @@ def test_a_connection_survives_a_cut(network: Network) -> None:
         assert theirs.recv(100) == b"later"
 
 
-def test_a_cut_in_the_middle(network: Network) -> None:
+def test_cut_after_a_number_of_bytes(network: Network) -> None:
     ours, theirs = connected(network)
     size = 8 << 20
     network.cut_after(size // 2)
@@ -237,32 +237,36 @@ def test_a_cut_in_the_middle(network: Network) -> None:
         for thread in threads:
             thread.start()
         wait_for(lambda: network.is_cut)
-        assert size // 2 <= network.counts.carried_bytes < size
+        assert size // 2 <= network.counts.delivered_bytes < size
         network.heal()
         for thread in threads:
             thread.join()
     assert received == [bytes(size)]
 
 
-def test_one_of_three_is_cut_off() -> None:
+def test_one_of_three_hosts_is_cut_off() -> None:
     with Network(hosts=3) as network:
         first, second, third = network.hosts
-        with datagrams(first) as one, datagrams(second) as two, datagrams(third) as three:
+        with (
+            datagrams(first) as first_socket,
+            datagrams(second) as second_socket,
+            datagrams(third) as third_socket,
+        ):
             network.cut(third)
-            one.sendto(b"to three", (third.address, PORT))
-            three.sendto(b"from three", (first.address, PORT))
+            first_socket.sendto(b"to three", (third.address, PORT))
+            third_socket.sendto(b"from three", (first.address, PORT))
             wait_for(lambda: network.counts.cut_off == 2)
-            one.sendto(b"to two", (second.address, PORT))
-            assert two.recv(100) == b"to two"
+            first_socket.sendto(b"to two", (second.address, PORT))
+            assert second_socket.recv(100) == b"to two"
             network.heal(third)
-            one.sendto(b"to three", (third.address, PORT))
-            assert three.recv(100) == b"to three"
+            first_socket.sendto(b"to three", (third.address, PORT))
+            assert third_socket.recv(100) == b"to three"
 
 
-def test_nothing_stays_behind() -> None:
+def test_close_leaks_nothing() -> None:
     descriptors = set(Path("/proc/self/fd").iterdir())
     with Network() as network:
-        # The shell's child outlives it, in a session of its own.
+        # The shell's child outlives it, in its own session.
         shell = network.hosts[0].popen(
             ["sh", "-c", "setsid sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True
         )
@@ -271,21 +275,21 @@ def test_nothing_stays_behind() -> None:
             grandchild = int(output.readline())
         sleeper = network.hosts[1].popen(SLEEP)
     assert shell.returncode == sleeper.returncode == -signal.SIGKILL
-    wait_until_gone(grandchild)
+    wait_until_exited(grandchild)
     assert set(Path("/proc/self/fd").iterdir()) == descriptors
     network.close()
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(OSError, match="does not exist any more"):
         network.hosts[0].socket()
 
 
-TEST_THAT_DIES = """
+KILLED_TEST = """
 import sys, time
 from threading import Thread
 from kvtier.testing.network import Network
 
 network = Network()
 sleepers = []
-# In a thread that ends: that is no reason for anything to end.
+# Started from a thread that exits, which must not end the process.
 thread = Thread(target=lambda: sleepers.append(network.hosts[1].popen(["sleep", "1000"])))
 thread.start()
 thread.join()
@@ -294,27 +298,27 @@ time.sleep(1000)
 """
 
 
-def test_a_killed_test_leaves_nothing_behind() -> None:
-    with subprocess.Popen([sys.executable, "-c", TEST_THAT_DIES], stdout=subprocess.PIPE, text=True) as test:
+def test_killed_test_leaks_no_processes() -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED_TEST], stdout=subprocess.PIPE, text=True) as test:
         assert test.stdout is not None
-        left = [int(pid) for pid in test.stdout.readline().split()]
-        assert all(is_alive(pid) for pid in left)
+        pids = [int(pid) for pid in test.stdout.readline().split()]
+        assert all(is_alive(pid) for pid in pids)
         test.kill()
-    for pid in left:
-        wait_until_gone(pid)
+    for pid in pids:
+        wait_until_exited(pid)
 
 
-def test_a_network_whose_process_dies_says_so() -> None:
+def test_dead_relay_process_is_reported() -> None:
     with Network() as network:
         sleeper = network.hosts[0].popen(SLEEP)
         network._relay.kill()
         network._relay.wait()
-        with pytest.raises(NetworkError, match="has ended"):
+        with pytest.raises(NetworkError, match="exited"):
             network.cut()
         sleeper.kill()
 
 
-def test_what_cannot_be_made_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setup_failure_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(NetworkError, match=r"No such file.*'ip'"):
         Network()

@@ -1,4 +1,4 @@
-"""What NIXL does of its own: processes that come and go, transfers that cannot be taken back."""
+"""Behaviour specific to NIXL: its worker processes, and transfers that cannot be cancelled."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ import anyio
 import msgspec
 import pytest
 
-from kvtier.arena import Arena
 from kvtier.backends.base import Outcome
 from kvtier.errors import PeerError
+from kvtier.memory.arena import Arena
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.testing.transport_process import OtherProcess
 from kvtier.testing.transport_side import Side, dial_nowhere, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan
 from kvtier.transports.nixl import NixlSettings, NixlTransport
-from kvtier.transports.nixl.carrier import LARGE_PAGE_BYTES, map_shared
 from kvtier.transports.nixl.endpoint import Endpoint
 from kvtier.transports.nixl.process import MAX_STARTS
+from kvtier.transports.nixl.worker import LARGE_PAGE_BYTES, map_shared
 
 pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.anyio
 
 MIB = 1 << 20
 CAPACITY = 128 * MIB
-OVER_TCP: dict[str, Any] = {"type": "nixl", "deadline": "20s", "ucx": {"TLS": "tcp,self"}}
-"""Here a transfer needs the other side's processor, and stands still with it."""
-OVER_MEMORY: dict[str, Any] = {"type": "nixl", "deadline": "20s", "ucx": {"TLS": "tcp,sm,self"}}
+TCP_SETTINGS: dict[str, Any] = {"type": "nixl", "deadline": "20s", "ucx": {"TLS": "tcp,self"}}
+"""Over TCP a transfer needs the CPU of the peer, and stops when the peer process is stopped."""
+SHARED_MEMORY_SETTINGS: dict[str, Any] = {"type": "nixl", "deadline": "20s", "ucx": {"TLS": "tcp,sm,self"}}
 
 
 @pytest.fixture(autouse=True)
-def _no_process_is_left() -> Iterator[None]:
+def _no_process_leaked() -> Iterator[None]:
     before = children(os.getpid())
     yield
-    # An arena does not wait for the process that prepares its memory.
+    # An arena does not wait for the process that populates its memory.
     deadline = time.monotonic() + 60
-    while not (left := children(os.getpid())) <= before and time.monotonic() < deadline:
+    while not (remaining := children(os.getpid())) <= before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert left <= before
+    assert remaining <= before
 
 
 @pytest.fixture
-def other() -> Iterator[OtherProcess]:
+def peer() -> Iterator[OtherProcess]:
     process = OtherProcess()
     process.start()
     yield process
@@ -58,11 +58,11 @@ def other() -> Iterator[OtherProcess]:
 
 
 @asynccontextmanager
-async def linked(
-    other: OtherProcess, settings: dict[str, Any] = OVER_TCP
+async def open_link(
+    peer: OtherProcess, settings: dict[str, Any] = TCP_SETTINGS
 ) -> AsyncIterator[tuple[Side, NixlTransport, Link]]:
-    """A side here, and a link from it to one there. Nothing of it is left behind."""
-    endpoint, port = await other.open(NixlTransport, settings, CAPACITY, None)
+    """Open a local side, and a link from it to the peer. Check on exit that no lease is leaked."""
+    endpoint, port = await peer.open(NixlTransport, settings, CAPACITY, None)
     async with Side.open(NixlTransport, settings, CAPACITY) as side:
         assert isinstance(side.transport, NixlTransport)
         link = await side.transport.connect(endpoint, dial_to(port))
@@ -74,51 +74,51 @@ async def linked(
 
 
 def children(pid: int) -> set[int]:
-    """The processes that a process has started and that are there yet."""
-    found: set[int] = set()
+    """Return the running child processes of a process."""
+    total: set[int] = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError):  # A thread may end meanwhile.
-            found |= {int(child) for child in (task / "children").read_text().split()}
-    return found
+        with suppress(FileNotFoundError):  # The thread may have exited.
+            total |= {int(child) for child in (task / "children").read_text().split()}
+    return total
 
 
-def carriers(pid: int) -> set[int]:
-    """Those of them that have NIXL in them."""
+def nixl_processes(pid: int) -> set[int]:
+    """Return the children that load NIXL."""
     return {
         child
         for child in children(pid)
-        if b"transports/nixl/carrier.py" in Path(f"/proc/{child}/cmdline").read_bytes()
+        if b"transports/nixl/worker.py" in Path(f"/proc/{child}/cmdline").read_bytes()
     }
 
 
-async def share_of_time_not_asleep(pids: set[int]) -> float:
-    """Of the next moment, summed over all threads: what they compute, and what they wait for a core to do so.
+async def share_of_time_awake(pids: set[int]) -> float:
+    """Return the share of the next 0.3 s that threads are running or runnable, summed over all threads.
 
-    A thread that polls is never asleep, on any machine, and so never below 1.
+    A thread that polls counts as 1, even on a busy machine.
     """
-    began, before = time.monotonic(), awake_seconds(pids)
+    start, before = time.monotonic(), awake_seconds(pids)
     await asyncio.sleep(0.3)
-    return (awake_seconds(pids) - before) / (time.monotonic() - began)
+    return (awake_seconds(pids) - before) / (time.monotonic() - start)
 
 
 def awake_seconds(pids: set[int]) -> float:
-    found = 0
+    total = 0
     for pid in pids:
         for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-            computed, waited, _ = path.read_text().split()
-            found += int(computed) + int(waited)
-    return found / 1e9
+            running, runnable, _ = path.read_text().split()
+            total += int(running) + int(runnable)
+    return total / 1e9
 
 
-def serving(other: OtherProcess) -> int:
-    """The carrier that serves the other side's arena."""
-    (carrier,) = carriers(other._running.pid)
-    return carrier
+def serving_process(peer: OtherProcess) -> int:
+    """Return the process that serves the arena of the peer."""
+    (nixl_process,) = nixl_processes(peer._running.pid)
+    return nixl_process
 
 
 @asynccontextmanager
 async def paused(pid: int) -> AsyncIterator[None]:
-    """While this lasts, a process stands still."""
+    """Stop a process for the duration of the block."""
     os.kill(pid, signal.SIGSTOP)
     try:
         while "T (stopped)" not in Path(f"/proc/{pid}/status").read_text():
@@ -137,15 +137,15 @@ def is_stained(view: memoryview) -> bool:
     return bytes(view) == b"\xee" * len(view)
 
 
-async def test_memory_outside_the_arena_and_memory_that_cannot_be_written(other: OtherProcess) -> None:
-    async with linked(other, OVER_MEMORY) as (side, _, link):
-        first, second = await other.grant([5000, 3 * MIB], seed=3)
+async def test_memory_outside_the_arena_and_read_only_memory(peer: OtherProcess) -> None:
+    async with open_link(peer, SHARED_MEMORY_SETTINGS) as (side, _, link):
+        first, second = await peer.grant([5000, 3 * MIB], seed=3)
         read = [bytearray(5000), bytearray(3 * MIB)]
         views = [memoryview(data) for data in read]
         assert await link.read(list(zip((first, second), views, strict=True))) == [Outcome.OK] * 2
         assert read == [pattern(3, 5000), pattern(4, 3 * MIB)]
 
-        (target,) = await other.grant([5000], access=Access.WRITE)
+        (target,) = await peer.grant([5000], access=Access.WRITE)
         assert await link.write([(memoryview(pattern(9, 5000)), target)]) == [Outcome.OK]
         assert await link.read([(target, views[0])]) == [Outcome.OK]
         assert read[0] == pattern(9, 5000)
@@ -155,9 +155,9 @@ async def test_memory_outside_the_arena_and_memory_that_cannot_be_written(other:
         everything.release()
 
 
-async def test_spans_outside_the_peers_arena_are_misses(other: OtherProcess) -> None:
-    async with linked(other, OVER_MEMORY) as (side, _, link):
-        (good,) = await other.grant([4096], seed=1)
+async def test_spans_outside_the_peer_arena_are_misses(peer: OtherProcess) -> None:
+    async with open_link(peer, SHARED_MEMORY_SETTINGS) as (side, _, link):
+        (good,) = await peer.grant([4096], seed=1)
         lease = side.arena.allocate(4096)
         assert lease is not None
         outside = [
@@ -176,25 +176,23 @@ async def test_spans_outside_the_peers_arena_are_misses(other: OtherProcess) -> 
         lease.release()
 
 
-@pytest.mark.parametrize("settings", [OVER_TCP, OVER_MEMORY], ids=["tcp", "memory"])
-async def test_who_serves_and_is_asked_for_nothing_leaves_the_processor_alone(
-    other: OtherProcess, settings: dict[str, Any]
-) -> None:
-    async with linked(other, settings):
-        processes = {serving(other), *carriers(os.getpid())}
-        assert len(processes) == 3, "who serves on either side, and the link"
+@pytest.mark.parametrize("settings", [TCP_SETTINGS, SHARED_MEMORY_SETTINGS], ids=["tcp", "memory"])
+async def test_idle_processes_use_no_cpu(peer: OtherProcess, settings: dict[str, Any]) -> None:
+    async with open_link(peer, settings):
+        processes = {serving_process(peer), *nixl_processes(os.getpid())}
+        assert len(processes) == 3, "one serving process per side, and one for the link"
         with anyio.fail_after(60):
-            while await share_of_time_not_asleep(processes) > 0.3:
+            while await share_of_time_awake(processes) > 0.3:
                 pass
 
 
-async def test_a_link_finds_the_agent_that_took_the_place_of_one_that_ended(other: OtherProcess) -> None:
-    async with linked(other) as (side, _, link):
-        (span,) = await other.grant([MIB], seed=5)
+async def test_link_recovers_from_killed_processes(peer: OtherProcess) -> None:
+    async with open_link(peer) as (side, _, link):
+        (span,) = await peer.grant([MIB], seed=5)
         lease = side.arena.allocate(MIB)
         assert lease is not None
         assert await link.read([(span, lease.view)]) == [Outcome.OK]
-        for find_victims in (lambda: [serving(other)], lambda: carriers(os.getpid())):
+        for find_victims in (lambda: [serving_process(peer)], lambda: nixl_processes(os.getpid())):
             for victim in find_victims():
                 os.kill(victim, signal.SIGKILL)
             assert await link.read([(span, lease.view)]) == [Outcome.OK]
@@ -203,43 +201,43 @@ async def test_a_link_finds_the_agent_that_took_the_place_of_one_that_ended(othe
         lease.release()
 
 
-async def test_a_peer_that_stands_still_and_memory_after_the_deadline(other: OtherProcess) -> None:
-    async with linked(other, {**OVER_TCP, "deadline": "2s"}) as (side, _, link):
-        (span,) = await other.grant([32 * MIB], seed=7)
+async def test_read_from_stopped_peer_fails_and_writes_nothing_later(peer: OtherProcess) -> None:
+    async with open_link(peer, {**TCP_SETTINGS, "deadline": "2s"}) as (side, _, link):
+        (span,) = await peer.grant([32 * MIB], seed=7)
         lease = side.arena.allocate(32 * MIB)
         assert lease is not None
         assert await link.read([(span, lease.view)]) == [Outcome.OK]
         stain(lease.view)
-        async with paused(serving(other)):
-            began = time.monotonic()
+        async with paused(serving_process(peer)):
+            start = time.monotonic()
             assert await link.read([(span, lease.view)]) == [Outcome.FAILED]
-            assert time.monotonic() - began < 30
+            assert time.monotonic() - start < 30
             stain(lease.view)
-        (small,) = await other.grant([4096], seed=8)
+        (small,) = await peer.grant([4096], seed=8)
         with anyio.fail_after(30):
-            # Where the serving side was ended by it, it is started anew.
+            # The serving process may have been killed, and restarts.
             while await link.read([(small, memoryview(bytearray(4096)))]) != [Outcome.OK]:
                 await asyncio.sleep(0.05)
         assert is_stained(lease.view)
         lease.release()
 
 
-async def test_a_cancelled_call_to_a_peer_that_stands_still(other: OtherProcess) -> None:
-    async with linked(other, {**OVER_TCP, "deadline": "90s"}) as (side, _, link):
-        (span,) = await other.grant([8 * MIB], seed=7)
+async def test_cancelled_read_from_stopped_peer(peer: OtherProcess) -> None:
+    async with open_link(peer, {**TCP_SETTINGS, "deadline": "90s"}) as (side, _, link):
+        (span,) = await peer.grant([8 * MIB], seed=7)
         lease = side.arena.allocate(8 * MIB)
         assert lease is not None
         assert await link.read([(span, lease.view)]) == [Outcome.OK]
-        async with paused(serving(other)):
+        async with paused(serving_process(peer)):
             reading = asyncio.ensure_future(link.read([(span, lease.view)]))
             await asyncio.sleep(0.2)
-            began = time.monotonic()
+            start = time.monotonic()
             reading.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await reading
-            assert time.monotonic() - began < 30, "it did not wait for the deadline"
+            assert time.monotonic() - start < 30, "it waited for the deadline"
             stain(lease.view)
-        (small,) = await other.grant([4096], seed=8)
+        (small,) = await peer.grant([4096], seed=8)
         with anyio.fail_after(30):
             while await link.read([(small, memoryview(bytearray(4096)))]) != [Outcome.OK]:
                 await asyncio.sleep(0.05)
@@ -247,10 +245,10 @@ async def test_a_cancelled_call_to_a_peer_that_stands_still(other: OtherProcess)
         lease.release()
 
 
-async def test_a_quarter_of_64_transfers_is_cancelled(other: OtherProcess) -> None:
-    async with linked(other) as (side, _, link):
-        length = 256 << 10  # Such that nothing here takes the loop for long.
-        spans = await other.grant([length] * 64, seed=100)
+async def test_64_reads_with_a_quarter_cancelled(peer: OtherProcess) -> None:
+    async with open_link(peer) as (side, _, link):
+        length = 256 << 10  # Small enough not to block the event loop.
+        spans = await peer.grant([length] * 64, seed=100)
         leases = [side.arena.allocate(length) for _ in spans]
         reads = [
             asyncio.ensure_future(link.read([(span, lease.view)]))
@@ -262,7 +260,7 @@ async def test_a_quarter_of_64_transfers_is_cancelled(other: OtherProcess) -> No
         for number in range(0, 64, 4):
             reads[number].cancel()
 
-        async def then_stain(number: int) -> bool:
+        async def stain_if_cancelled(number: int) -> bool:
             with suppress(asyncio.CancelledError):
                 await reads[number]
                 return False
@@ -271,7 +269,7 @@ async def test_a_quarter_of_64_transfers_is_cancelled(other: OtherProcess) -> No
             stain(lease.view)
             return True
 
-        cancelled = await asyncio.gather(*map(then_stain, range(0, 64, 4)))
+        cancelled = await asyncio.gather(*map(stain_if_cancelled, range(0, 64, 4)))
         assert any(cancelled)
         for number, lease in enumerate(leases):
             assert lease is not None
@@ -288,48 +286,48 @@ async def test_a_quarter_of_64_transfers_is_cancelled(other: OtherProcess) -> No
 
 
 @pytest.mark.parametrize("write", [True, pytest.param(False, marks=pytest.mark.slow)])
-async def test_a_peer_killed_in_mid_transfer(other: OtherProcess, *, write: bool) -> None:
-    async with linked(other, {**OVER_TCP, "deadline": "90s"}) as (side, _, link):
-        spans = await other.grant([32 * MIB] * 3, access=Access.WRITE if write else Access.READ)
+async def test_peer_killed_during_transfer(peer: OtherProcess, *, write: bool) -> None:
+    async with open_link(peer, {**TCP_SETTINGS, "deadline": "90s"}) as (side, _, link):
+        spans = await peer.grant([32 * MIB] * 3, access=Access.WRITE if write else Access.READ)
         lease = side.arena.allocate(96 * MIB)
         assert lease is not None
         views = [lease.view[at * 32 * MIB : (at + 1) * 32 * MIB] for at in range(3)]
-        moving = asyncio.ensure_future(
+        transfer = asyncio.ensure_future(
             link.write(list(zip(views, spans, strict=True)))
             if write
             else link.read(list(zip(spans, views, strict=True)))
         )
         await asyncio.sleep(0.02)
-        other.kill()
-        began = time.monotonic()
-        outcomes = await moving
+        peer.kill()
+        start = time.monotonic()
+        outcomes = await transfer
         assert set(outcomes) <= {Outcome.OK, Outcome.FAILED}
-        assert time.monotonic() - began < 30, "it did not wait for the deadline"
+        assert time.monotonic() - start < 30, "it waited for the deadline"
         assert await link.read([(spans[0], views[0])]) == [Outcome.FAILED]
         del views
         lease.release()
 
 
-async def test_a_peer_that_was_started_anew_is_linked_to_anew(other: OtherProcess) -> None:
+async def test_restarted_peer_requires_new_link(peer: OtherProcess) -> None:
     ports: list[int] = []
 
     def dial(deadline: Deadline) -> Connection:
         return dial_to(ports[-1])(deadline)
 
-    endpoint, port = await other.open(NixlTransport, OVER_TCP, CAPACITY, None)
+    endpoint, port = await peer.open(NixlTransport, TCP_SETTINGS, CAPACITY, None)
     ports.append(port)
-    async with Side.open(NixlTransport, OVER_TCP, CAPACITY) as side:
+    async with Side.open(NixlTransport, TCP_SETTINGS, CAPACITY) as side:
         link = await side.transport.connect(endpoint, dial)
-        (span,) = await other.grant([4096], seed=1)
+        (span,) = await peer.grant([4096], seed=1)
         view = memoryview(bytearray(4096))
         assert await link.read([(span, view)]) == [Outcome.OK]
 
-        other.kill()
-        other.start()
-        endpoint, port = await other.open(NixlTransport, OVER_TCP, CAPACITY, None)
+        peer.kill()
+        peer.start()
+        endpoint, port = await peer.open(NixlTransport, TCP_SETTINGS, CAPACITY, None)
         ports.append(port)
-        (span,) = await other.grant([4096], seed=2)
-        # What lies there now was never granted to those who knew the one before.
+        (span,) = await peer.grant([4096], seed=2)
+        # The memory of the new process was not granted to users of the previous one.
         assert await link.write([(view, span)]) == [Outcome.FAILED]
         await link.close()
         link = await side.transport.connect(endpoint, dial)
@@ -338,7 +336,7 @@ async def test_a_peer_that_was_started_anew_is_linked_to_anew(other: OtherProces
         await link.close()
 
 
-def hostile(real: bytes) -> dict[str, bytes]:
+def invalid_endpoints(real: bytes) -> dict[str, bytes]:
     endpoint = Endpoint.decode(real)
     replace = msgspec.structs.replace
     metadata = endpoint.metadata
@@ -359,28 +357,28 @@ def hostile(real: bytes) -> dict[str, bytes]:
     }
 
 
-async def test_hostile_endpoints_are_refused_in_words(other: OtherProcess) -> None:
-    async with linked(other) as (side, transport, link):
-        for endpoint in hostile(side.transport.endpoint).values():
+async def test_invalid_endpoints_are_refused(peer: OtherProcess) -> None:
+    async with open_link(peer) as (side, transport, link):
+        for endpoint in invalid_endpoints(side.transport.endpoint).values():
             with pytest.raises(PeerError):
                 await transport.connect(endpoint, dial_nowhere)
-        (span,) = await other.grant([4096], seed=1)
+        (span,) = await peer.grant([4096], seed=1)
         assert await link.read([(span, memoryview(bytearray(4096)))]) == [Outcome.OK]
 
 
-async def test_without_the_library_it_is_said_what_to_install(
+async def test_missing_library_is_reported_with_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "nixl.py").write_text("raise ModuleNotFoundError(\"No module named 'nixl'\")")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(PeerError, match=r"pip install 'kvtier\[nixl\]'"):
-        async with Side.open(NixlTransport, OVER_TCP, MIB):
+        async with Side.open(NixlTransport, TCP_SETTINGS, MIB):
             pass
 
 
-@pytest.mark.parametrize(("deaths", "starts"), [(MAX_STARTS - 1, True), (MAX_STARTS, False)])
-async def test_a_process_that_is_killed_before_it_is_up_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int, starts: bool
+@pytest.mark.parametrize(("kills", "succeeds"), [(MAX_STARTS - 1, True), (MAX_STARTS, False)])
+async def test_process_killed_during_startup_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int, succeeds: bool
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os, pathlib, signal\n"
@@ -389,22 +387,22 @@ async def test_a_process_that_is_killed_before_it_is_up_is_replaced(
         "    lives.write_text(str(left - 1))\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    (tmp_path / "lives").write_text(str(deaths))
+    (tmp_path / "lives").write_text(str(kills))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    ends = pytest.raises(PeerError, match=r"ended with signal 9, 3 times before it was up: see `ucx`")
-    with nullcontext() if starts else ends:
-        async with Side.open(NixlTransport, OVER_TCP, MIB) as side:
+    raises = pytest.raises(PeerError, match=r"killed by signal 9 during startup, 3 times: see `ucx`")
+    with nullcontext() if succeeds else raises:
+        async with Side.open(NixlTransport, TCP_SETTINGS, MIB) as side:
             assert side.transport.endpoint
     assert (tmp_path / "lives").read_text() == "0"
 
 
-async def test_a_backend_that_is_not_there() -> None:
+async def test_unknown_backend_is_reported() -> None:
     with pytest.raises(PeerError, match=r"no backend 'ABACUS'.*`backends`"):
-        async with Side.open(NixlTransport, {**OVER_TCP, "backends": ["ABACUS"]}, MIB):
+        async with Side.open(NixlTransport, {**TCP_SETTINGS, "backends": ["ABACUS"]}, MIB):
             pass
 
 
-def test_its_processes_map_the_arena_where_large_pages_fit() -> None:
+def test_arena_is_mapped_at_large_page_boundary() -> None:
     with closing(Arena.create(3 * MIB)) as arena:
         address = map_shared(arena.fd, arena.capacity)
         assert address % LARGE_PAGE_BYTES == 0
@@ -415,7 +413,7 @@ def test_its_processes_map_the_arena_where_large_pages_fit() -> None:
         map_shared(-1, MIB)
 
 
-def test_what_the_environment_says_comes_before_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_overrides_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "self")
     settings = NixlSettings(type="nixl", ucx={"TLS": "tcp", "UCX_LOG_LEVEL": "warn", "TCP_RX_SEG_SIZE": 8192})
     environment = settings.environment()

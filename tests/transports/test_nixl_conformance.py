@@ -1,4 +1,4 @@
-"""The suite that every transport must pass, over NIXL."""
+"""The transport conformance suite, over NIXL."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvtier.transports.nixl import NixlTransport
 pytest.importorskip("nixl_cu13")
 
 
-@pytest.mark.slow  # Each test starts processes in which NIXL is loaded.
+@pytest.mark.slow  # Each test starts processes that load NIXL.
 class TestNixl(TransportConformance):
     transport = NixlTransport
     settings: ClassVar[Mapping[str, Any]] = {"type": "nixl", "ucx": {"TLS": "tcp,self"}}
-    # Connections only tell where an agent is.
+    # Connections only exchange the addresses of agents.
     over_connections = False

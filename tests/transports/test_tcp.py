@@ -1,4 +1,4 @@
-"""The transport ``tcp``: the contract, plain and over TLS."""
+"""The transport conformance suite over ``tcp``, plain and with TLS."""
 
 from __future__ import annotations
 

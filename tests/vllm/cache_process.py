@@ -1,4 +1,4 @@
-"""``kvtier serve`` for one test: started, stopped, killed and asked what it holds."""
+"""Run ``kvtier serve`` for one test: start, stop, kill and query it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvtier.bridge import client
 from kvtier.errors import ChannelError
 
 CHUNK = 128
-"""Tokens in a chunk: half a MiB of KV of the small Llama."""
+"""Tokens per chunk: half a MiB of KV of the small Llama."""
 MIB = 1 << 20
-PATIENCE_SECONDS = 60.0
-"""How long something that must happen may take; nothing is judged by it."""
+TIMEOUT_SECONDS = 60.0
+"""Upper bound for whatever a test waits for; no assertion depends on it."""
 START_SECONDS = 240.0
-"""A process that starts imports all it needs: a second idle, more than a minute beside thirty others."""
+"""Upper bound for a process start: imports take 1 s when idle, over a minute next to thirty processes."""
 
 
 class CacheProcess:
-    """A cache process whose disk tier and socket outlive it, so that it can be started again."""
+    """A cache process whose disk tier and socket survive it, so that it can be restarted."""
 
     def __init__(
         self,
@@ -36,9 +36,10 @@ class CacheProcess:
         pool: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        """``ram`` and ``ssd`` are settings of the two tiers that differ from the usual ones.
+        """Write the configuration. The process is not started.
 
-        With ``pool``, the settings of a shared pool, that takes the place of the disk.
+        ``ram`` and ``ssd`` override settings of the two tiers. ``pool``, the settings of a shared pool,
+        replaces the disk tier.
         """
         self.disk = folder / "ssd"
         memory = {"name": "ram", "type": "cpu", "capacity": 64 * MIB, **(ram or {})}
@@ -48,7 +49,7 @@ class CacheProcess:
             "path": str(self.disk),
             "capacity": 256 * MIB,
             "queue": 64 * MIB,
-            "deadline": PATIENCE_SECONDS,
+            "deadline": TIMEOUT_SECONDS,
         }
         self.settings = {
             "socket": str(folder / "kv.sock"),
@@ -63,11 +64,11 @@ class CacheProcess:
         self._hold = folder / "hold"
         self._process: subprocess.Popen[bytes] | None = None
         self.environment: dict[str, str] = {}
-        """Variables for it beside those of the test, from the next start on."""
+        """Additional environment variables, from the next start on."""
 
     @property
     def pid(self) -> int | None:
-        """``None`` while it does not run."""
+        """``None`` while the process is not running."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -76,11 +77,11 @@ class CacheProcess:
 
     @property
     def connector(self) -> dict[str, Any]:
-        """What the connector of an engine is told, in vLLM's ``kv_connector_extra_config``."""
+        """The settings of an engine's connector: vLLM's ``kv_connector_extra_config``."""
         return self.settings
 
     def start(self, *, fault: Sequence[str] = ()) -> None:
-        """Start it and wait until it answers; ``fault`` as in ``faulty_serve.py``."""
+        """Start the process and wait until it answers. ``fault`` is as in ``faulty_serve.py``."""
         self._hold.touch()
         faulty = [str(Path(__file__).with_name("faulty_serve.py")), str(self._hold), *fault]
         program = faulty if fault else ["-m", "kvtier", "serve"]
@@ -95,42 +96,42 @@ class CacheProcess:
             )
         self.wait_until(lambda status: True, START_SECONDS)
 
-    def let_go(self) -> None:
-        """Let the disk end what a fault ``hold-...`` keeps it at."""
+    def release_disk(self) -> None:
+        """Complete the disk operations that a ``hold-...`` fault blocks."""
         self._hold.unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """SIGTERM, and wait: what is on its way to the disk gets there."""
+        """Send SIGTERM and wait: pending disk writes complete."""
         self._end(signal.SIGTERM)
 
     def pause(self) -> None:
-        """SIGSTOP: it answers nobody, and lets go of nothing."""
+        """Send SIGSTOP: the process stops answering and releases nothing."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
-    def _signal(self, sent: signal.Signals) -> None:
+    def _signal(self, signum: signal.Signals) -> None:
         assert self._process is not None
-        self._process.send_signal(sent)
+        self._process.send_signal(signum)
 
     def kill(self) -> None:
         self._end(signal.SIGKILL)
 
-    def _end(self, sent: signal.Signals) -> None:
+    def _end(self, signum: signal.Signals) -> None:
         if self._process is not None:
-            self._process.send_signal(sent)
-            self._process.wait(PATIENCE_SECONDS)
+            self._process.send_signal(signum)
+            self._process.wait(TIMEOUT_SECONDS)
             self._process = None
 
     def status(self) -> dict[str, Any]:
-        """What it holds. Raises :class:`ChannelError` where it does not answer."""
+        """Return the status. Raises :class:`ChannelError` if the process does not answer."""
         return client.status(self.socket)
 
     def wait_until(
-        self, condition: Callable[[dict[str, Any]], bool], seconds: float = PATIENCE_SECONDS
+        self, condition: Callable[[dict[str, Any]], bool], seconds: float = TIMEOUT_SECONDS
     ) -> dict[str, Any]:
-        """The first status that fulfils ``condition``."""
+        """Return the first status that fulfils ``condition``."""
         deadline = time.monotonic() + seconds
         status: dict[str, Any] = {}
         while time.monotonic() < deadline:
@@ -142,30 +143,30 @@ class CacheProcess:
                 if condition(status):
                     return status
             time.sleep(0.01)
-        raise AssertionError(f"did not happen: {json.dumps(status, indent=2)}\n{self.tail()}")
+        raise AssertionError(f"condition not met: {json.dumps(status, indent=2)}\n{self.tail()}")
 
-    def wait_until_gone(self, pid: int) -> None:
-        """Wait for the end of a cache process that a connector started."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+    def wait_until_exited(self, pid: int) -> None:
+        """Wait until a cache process that a connector started has exited."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while Path(f"/proc/{pid}").exists():
-            assert time.monotonic() < deadline, f"process {pid} is still there"
+            assert time.monotonic() < deadline, f"process {pid} is still running"
             time.sleep(0.05)
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def wait_until_idle(self) -> None:
-        """Nothing is leased, reserved, looked up, fetched or waiting to be written, and nothing leaks."""
+        """Wait until no lease, reservation, lookup, fetch or pending write is left, and no memory leaks."""
         self.wait_until(is_idle)
 
     def wait_until_stored(self, tokens: int) -> None:
-        """At least the whole chunks of ``tokens`` tokens are in memory and on disk."""
+        """Wait until idle with at least the whole chunks of ``tokens`` tokens in memory and on disk."""
         self.wait_until(lambda status: all(tier["chunks"] >= tokens // CHUNK for tier in status["tiers"]))
         self.wait_until_idle()
 
 
 def is_idle(status: dict[str, Any]) -> bool:
-    """Whether a status shows that nobody holds anything: memory is leased by the chunks in it alone."""
-    held = sum(engine[what] for engine in status["engines"] for what in ("leases", "reservations", "tickets"))
-    under_way = status["flights"] + status["pending_bytes"]
-    return bool(held == under_way == 0 and status["arena"]["leases"] == status["tiers"][0]["chunks"])
+    """Whether nothing is in flight, and the stored chunks hold the only leases on memory."""
+    held = sum(engine[key] for engine in status["engines"] for key in ("leases", "reservations", "tickets"))
+    in_flight = status["flights"] + status["pending_bytes"]
+    return bool(held == in_flight == 0 and status["arena"]["leases"] == status["tiers"][0]["chunks"])

@@ -50,11 +50,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
 
 @pytest.fixture
 def make_cache() -> Iterator[MakeCache]:
-    """Makes cache processes that are not yet started; they are gone at the end of the test."""
+    """Make cache processes, not yet started. They are killed and removed at the end of the test."""
     with contextlib.ExitStack() as stack:
 
         def make(**settings: Any) -> CacheProcess:
-            # Short, as a socket's path may have 107 bytes only.
+            # A short path: the path of a Unix socket is limited to 107 bytes.
             folder = Path(tempfile.mkdtemp(prefix="kvt-"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             cache = CacheProcess(folder, **settings)
@@ -66,7 +66,7 @@ def make_cache() -> Iterator[MakeCache]:
 
 @pytest.fixture
 def cache(make_cache: MakeCache) -> CacheProcess:
-    """A running cache process of 64 MiB of memory and 256 MiB of disk."""
+    """A running cache process with 64 MiB of memory and 256 MiB of disk."""
     cache = make_cache()
     cache.start()
     return cache
@@ -76,7 +76,7 @@ def cache(make_cache: MakeCache) -> CacheProcess:
 def start(engines: Engines) -> StartEngine:
     """``with start(model, cache, **LLM's arguments) as engine``: a real vLLM with the connector.
 
-    At the end of the block nobody may hold anything any more: no lease, reservation, ticket or block.
+    At the end of the block no lease, reservation, ticket or block may be left.
     """
 
     @contextlib.contextmanager
@@ -92,18 +92,18 @@ def start(engines: Engines) -> StartEngine:
 
 @pytest.fixture(scope="session")
 def oracle(engines: Engines) -> Iterator[Oracle]:
-    """``oracle(model, prompt, new)``: what a vLLM without kvtier or any cache answers."""
-    known: dict[tuple[Any, ...], list[int]] = {}
+    """``oracle(model, prompt, new)``: the tokens that vLLM generates without kvtier or any cache."""
+    answers: dict[tuple[Any, ...], list[int]] = {}
     running: dict[tuple[Path, bool], Engine] = {}
     with contextlib.ExitStack() as stack:
 
-        def ask(
+        def generate(
             model: Path, prompt: Sequence[int], new: int = 16, *, lora: dict[str, Any] | None = None
         ) -> list[int]:
-            question = (model, tuple(prompt), new, lora and lora["lora_path"])
-            if question not in known:
-                known[question] = engine(model, lora is not None).generate(prompt, new, lora=lora).tokens
-            return known[question]
+            key = (model, tuple(prompt), new, lora and lora["lora_path"])
+            if key not in answers:
+                answers[key] = engine(model, lora is not None).generate(prompt, new, lora=lora).tokens
+            return answers[key]
 
         def engine(model: Path, adapters: bool) -> Engine:
             if (model, adapters) not in running:
@@ -112,4 +112,4 @@ def oracle(engines: Engines) -> Iterator[Oracle]:
                 running[model, adapters] = stack.enter_context(started)
             return running[model, adapters]
 
-        yield ask
+        yield generate

@@ -1,4 +1,4 @@
-"""``kvtier controller`` for one test, asked over HTTP as an operator would."""
+"""Run ``kvtier controller`` for one test and query it over HTTP."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any
 import httpx
 
 from kvtier.testing.servers.base import free_port
-from tests.vllm.cache_process import PATIENCE_SECONDS, START_SECONDS
+from tests.vllm.cache_process import START_SECONDS, TIMEOUT_SECONDS
 
 
 class ControllerProcess:
-    """A controller whose address and state outlive it, so that it can be started again."""
+    """A controller whose address and state survive it, so that it can be restarted."""
 
     def __init__(self, folder: Path) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
         self.log = folder / "controller.log"
         self._state = folder / "controller.sqlite"
         self._process: subprocess.Popen[bytes] | None = None
-        self._http = httpx.Client(base_url=self.url, timeout=PATIENCE_SECONDS, trust_env=False)
+        self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT_SECONDS, trust_env=False)
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start the process and wait until it answers."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
         command = [sys.executable, "-m", "kvtier", "controller"]
         options = ["--listen", self.url.removeprefix("http://"), "--state", str(self._state)]
@@ -41,23 +41,23 @@ class ControllerProcess:
     def kill(self) -> None:
         if self._process is not None:
             self._signal(signal.SIGKILL)
-            self._process.wait(PATIENCE_SECONDS)
+            self._process.wait(TIMEOUT_SECONDS)
             self._process = None
 
     def pause(self) -> None:
-        """SIGSTOP: connections stay, and nothing is answered."""
+        """Send SIGSTOP: connections stay open, and no request is answered."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
-    def _signal(self, sent: signal.Signals) -> None:
+    def _signal(self, signum: signal.Signals) -> None:
         assert self._process is not None
-        self._process.send_signal(sent)
+        self._process.send_signal(signum)
 
     @property
     def pid(self) -> int | None:
-        """``None`` while it does not run."""
+        """``None`` while the process is not running."""
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:
@@ -73,49 +73,49 @@ class ControllerProcess:
         return answer.json()
 
     def lookup(self, tokens: Sequence[int]) -> dict[str, dict[str, int]]:
-        """By instance and tier how many leading tokens it holds."""
+        """Return the number of leading tokens held, by instance and tier."""
         instances: dict[str, dict[str, int]] = self.post("/lookup", tokens=list(tokens))["instances"]
         return instances
 
     def wait_until_held(self, tokens: Sequence[int], **held: dict[str, int]) -> None:
-        """Wait until the instances hold just so many of these tokens, by the names of their tiers."""
+        """Wait until the instances hold exactly ``held`` of these tokens: numbers by instance and tier."""
         found: list[dict[str, dict[str, int]]] = [{}]
 
         def is_held() -> bool:
             found[0] = self.lookup(tokens)
             return found[0] == held
 
-        self.wait_until(is_held, lambda: f"{found[0]} is held instead of {held}")
+        self.wait_until(is_held, lambda: f"found {found[0]}, expected {held}")
 
     def wait_until_registered(self, *names: str) -> None:
-        """Wait until these instances, and no others, have told all that they hold."""
-        self.wait_until(lambda: self._in_step() == set(names))
+        """Wait until exactly these instances are registered, and have reported all their chunks."""
+        self.wait_until(lambda: self._up_to_date() == set(names))
 
     def move(
         self, old: tuple[str, str], new: tuple[str, str], tokens: Sequence[int], **options: Any
     ) -> dict[str, Any]:
-        """Move, and wait for the end: the event."""
+        """Move, wait for the end, and return the event."""
         accepted = self.post("/move", old_position=old, new_position=new, tokens=list(tokens), **options)
-        event = self.ended(accepted["event_id"])
+        event = self.wait_for_end(accepted["event_id"])
         assert event["num_tokens"] == accepted["num_tokens"]
         return event
 
-    def ended(self, event_id: str) -> dict[str, Any]:
-        """An event, when it is over."""
-        event: dict[str, Any] = self.get(f"/events/{event_id}", wait=PATIENCE_SECONDS)
+    def wait_for_end(self, event_id: str) -> dict[str, Any]:
+        """Wait for the end of an event, and return it."""
+        event: dict[str, Any] = self.get(f"/events/{event_id}", wait=TIMEOUT_SECONDS)
         assert event["ended_at"] is not None, (event, self.tail())
         return event
 
     def wait_until(
         self,
         condition: Callable[[], bool],
-        what: Callable[[], str] = lambda: "",
-        seconds: float = PATIENCE_SECONDS,
+        describe: Callable[[], str] = lambda: "",
+        seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert self._process is None or self._process.poll() is None, self.tail()
-            assert time.monotonic() < deadline, f"did not happen: {what()}\n{self.tail()}"
+            assert time.monotonic() < deadline, f"condition not met: {describe()}\n{self.tail()}"
             time.sleep(0.02)
 
     def tail(self, lines: int = 40) -> str:
@@ -127,5 +127,5 @@ class ControllerProcess:
         except httpx.HTTPError:
             return False
 
-    def _in_step(self) -> set[str]:
-        return {each["instance"] for each in self.get("/instances")["instances"] if each["in_step"]}
+    def _up_to_date(self) -> set[str]:
+        return {found["instance"] for found in self.get("/instances")["instances"] if found["in_step"]}

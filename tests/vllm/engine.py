@@ -1,4 +1,4 @@
-"""A real vLLM in a process of its own, so that a test can kill it, start it again, or have two."""
+"""A real vLLM in its own process, so that a test can kill it, restart it, or run two."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ ARGUMENTS: dict[str, Any] = {
     "seed": 0,
 }
 ANSWER_SECONDS = 240.0
-"""How long any one answer may take before the test fails; nothing is judged by it."""
+"""Upper bound for any one answer; no assertion depends on it."""
 
 
 class EngineDied(Exception):
-    """The process is gone."""
+    """The engine's process has exited."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request came back with. ``cached`` counts the prompt tokens that were not computed."""
+    """The result of a request. ``cached`` counts the prompt tokens that were not computed."""
 
     tokens: list[int]
     cached: int
@@ -44,12 +44,12 @@ class Answer:
     params: dict[str, Any] | None = None
     """Its ``kv_transfer_params``."""
     logprobs: list[dict[str, float]] | None = None
-    """For each token, where they were asked for: the log-probabilities of the likeliest, by token id."""
+    """Per token, if requested: the log-probabilities of the most likely tokens, by token id."""
 
 
 @dataclass
 class Engine:
-    """One engine. Every call blocks until its answer is there; :meth:`submit` is the one that does not."""
+    """One engine. Every call except :meth:`submit` blocks until it is answered."""
 
     process: Any
     connection: Any
@@ -70,9 +70,9 @@ class Engine:
         connector_type: dict[str, str] | None = None,
         **arguments: Any,
     ) -> None:
-        """Build the engine. ``connector`` is kvtier's settings, or ``None`` for a vLLM without kvtier.
+        """Build the engine. ``connector`` holds kvtier's settings, or is ``None`` for vLLM without kvtier.
 
-        ``connector_type`` names another class in place of kvtier's: its ``kv_connector`` and
+        ``connector_type`` selects another class than kvtier's: its ``kv_connector`` and
         ``kv_connector_module_path``.
         """
         transfer = None
@@ -85,11 +85,11 @@ class Engine:
         self._call("open", arguments={**ARGUMENTS, "model": str(model), **arguments}, connector=transfer)
 
     def generate(self, tokens: Sequence[int], new: int = 16, **options: Any) -> Answer:
-        """One request, greedily decoded."""
+        """Run one request with greedy decoding."""
         return self.answer(self.submit(tokens, new, **options))
 
     def generate_all(self, prompts: Sequence[Sequence[int]], new: int = 16, **options: Any) -> list[Answer]:
-        """Several requests at once."""
+        """Run several requests concurrently."""
         return [self.answer(number) for number in [self.submit(prompt, new, **options) for prompt in prompts]]
 
     def submit(
@@ -102,9 +102,9 @@ class Engine:
         params: dict[str, Any] | None = None,
         logprobs: int | None = None,
     ) -> int:
-        """Send a request; :meth:`answer` and :meth:`abort` take the number that comes back.
+        """Send a request, and return the number that :meth:`answer` and :meth:`abort` take.
 
-        ``params`` are its ``kv_transfer_params``; ``logprobs`` how many of the likeliest tokens to report.
+        ``params`` are its ``kv_transfer_params``, ``logprobs`` how many of the most likely tokens to report.
         """
         number = next(self._numbers)
         sampling: dict[str, Any] = {
@@ -124,63 +124,63 @@ class Engine:
         return Answer(**self._receive(number))
 
     def finished(self, number: int) -> bool:
-        """Whether a request's answer is there already."""
+        """Whether a request has been answered."""
         while self.connection.poll(0):
             self._take()
         return number in self._answers
 
     def hold(self) -> None:
-        """Take no step before :meth:`step` or :meth:`let_go`."""
+        """Stop stepping until :meth:`step` or :meth:`resume`."""
         self._call("allow", steps=0)
 
     def step(self) -> None:
-        """Take one step, if there is anything to do, and no more."""
+        """Take one step, if the scheduler has requests."""
         self._call("allow", steps=1)
 
-    def let_go(self) -> None:
-        """Step on as ever. The inverse of :meth:`hold`."""
+    def resume(self) -> None:
+        """Resume stepping after :meth:`hold`."""
         self._call("allow", steps=None)
 
     def abort(self, *numbers: int) -> None:
         self._call("abort", requests=[str(number) for number in numbers])
 
     def reset_prefix_cache(self, *, external: bool = False) -> None:
-        """Empty vLLM's own cache, with ``external`` kvtier's too. Waits for blocks that are being freed."""
+        """Clear vLLM's own cache, and kvtier's with ``external``. Waits for blocks that are being freed."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while not self._call("reset", external=external):
             assert time.monotonic() < deadline, "vLLM still holds blocks of finished requests"
             time.sleep(0.02)
 
     def preempt(self) -> None:
-        """Have every request that runs begin anew."""
+        """Preempt every running request, so that each starts again."""
         self._call("reset", external=False, running=True)
 
     def wait_until_free(self) -> None:
-        """Wait until every block of vLLM's pool, but the null block, belongs to nobody."""
+        """Wait until every block of vLLM's pool, except the null block, is free."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while (metrics := self.metrics())["free_blocks"] != metrics["blocks"] - 1:
             assert time.monotonic() < deadline, f"{metrics['free_blocks']} of {metrics['blocks']} blocks free"
             time.sleep(0.02)
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's counters and gauges, ``free_blocks``, and how long the scheduler ``waited`` for answers."""
+        """Return vLLM's metrics, ``free_blocks``, and the seconds the scheduler ``waited`` for answers."""
         metrics: dict[str, float] = self._call("metrics")
         return metrics
 
     def workers(self) -> list[int]:
-        """Process ids of the workers, where they have processes of their own."""
+        """Return the process ids of the workers, if they run in their own processes."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         named = [int(pid) for pid in children if b"multiprocessing" not in _command_line(pid)]
         return sorted(named)
 
-    def kill(self, sent: signal.Signals = signal.SIGKILL) -> None:
-        """kill -9 of the engine and all its workers. Nothing of it can clean up."""
+    def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
+        """Kill the engine and all its workers, by default without a chance to clean up."""
         shared = self._shared_memory()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, sent)
+            os.killpg(self.pid, signum)
         self.process.join()
         self.connection.close()
-        for path in shared:  # vLLM's, which it cannot remove any longer
+        for path in shared:  # vLLM's, which it could not remove
             path.unlink(missing_ok=True)
 
     def _shared_memory(self) -> set[Path]:
@@ -191,7 +191,7 @@ class Engine:
         return {Path(line.split()[5]) for line in lines if " /dev/shm/" in line}
 
     def close(self) -> None:
-        """Tear the engine down in good order."""
+        """Shut the engine down cleanly."""
         if self.process.is_alive():
             self._call("close")
             self.process.join()
@@ -237,7 +237,7 @@ def _command_line(pid: str) -> bytes:
 
 
 class Engines:
-    """Starts engines. Make one for a whole test session."""
+    """Starts engines. One instance serves the whole test session."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -251,7 +251,7 @@ class Engines:
         connector: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> Iterator[Engine]:
-        """An engine for as long as the ``with`` block lasts, in a process of its own."""
+        """Run an engine in its own process for the duration of the ``with`` block."""
         engine = self._start()
         try:
             engine.open(model, connector, **arguments)

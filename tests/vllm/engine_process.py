@@ -1,7 +1,7 @@
-"""What runs inside an engine's process: a real vLLM, driven by JSON messages over a connection.
+"""The code of an engine's process: a real vLLM, driven by JSON messages over a connection.
 
-The loop does what vLLM's own engine core does: it steps while the scheduler holds anything, and looks
-for messages between the steps. So requests can be added, aborted and counted while others run.
+Like vLLM's own engine core, the loop steps while the scheduler has requests, and polls for messages between
+steps. So requests can be added, aborted and counted while others run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONNECTOR = {
 
 
 def serve(connection: Connection, log: str) -> None:
-    """The process's main function: answer messages until the other side closes or sends ``close``."""
+    """Answer messages until the connection closes or ``close`` arrives. The process's main function."""
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
@@ -40,7 +40,7 @@ class _Host:
         self._llm: Any = None
         self._running = True
         self._held = False
-        """Whether steps are taken only when one is asked for."""
+        """Whether the engine steps only on request."""
         self._calls: dict[str, Callable[..., Any]] = {
             "open": self._open,
             "generate": self._generate,
@@ -60,7 +60,7 @@ class _Host:
             else:
                 self._step()
                 if not self._core.scheduler.running:
-                    # As vLLM's own loop where nothing could be computed, EngineCoreProc._process_engine_step.
+                    # As in vLLM's EngineCoreProc._process_engine_step, when nothing could be computed.
                     time.sleep(0.001)
 
     @property
@@ -71,7 +71,7 @@ class _Host:
         number = message.pop("number")
         try:
             answer = self._calls[message.pop("call")](number, **message)
-        except Exception as error:  # every failure is the caller's to judge
+        except Exception as error:  # reported to the caller
             traceback.print_exc()
             self._send(number, error=f"{type(error).__name__}: {error}")
         else:
@@ -149,7 +149,7 @@ class _Host:
         return bool(self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=external))
 
     def _metrics(self, number: int) -> dict[str, float]:
-        """Every counter and gauge, named ``name`` or ``name{source}`` where it has such a label."""
+        """Return every counter and gauge: ``name``, or ``name{label}`` if it has a source or tier label."""
         from prometheus_client import REGISTRY
 
         found: dict[str, float] = {}
@@ -172,7 +172,7 @@ class _Host:
         return True
 
     def close(self) -> None:
-        """Tear the engine down as a server that ends does."""
+        """Shut the engine down as a server does on exit."""
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
 
@@ -181,5 +181,5 @@ def _logprobs(completion: Any) -> list[dict[str, float]] | None:
     if completion.logprobs is None:
         return None
     return [
-        {str(token): each.logprob for token, each in position.items()} for position in completion.logprobs
+        {str(token): entry.logprob for token, entry in position.items()} for position in completion.logprobs
     ]

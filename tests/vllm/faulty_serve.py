@@ -1,9 +1,9 @@
-"""``kvtier serve`` with a disk that is not well: ``python faulty_serve.py HOLD FAULT...``
+"""Run ``kvtier serve`` with a faulty disk: ``python faulty_serve.py HOLD FAULT...``
 
-- ``fail-get``, ``fail-put``: every read, or write, fails
-- ``hang-get``, ``hang-put``: none ever ends
+- ``fail-get``, ``fail-put``: every read or write fails
+- ``hang-get``, ``hang-put``: no read or write completes
 - ``slow-get``, ``slow-put``: each batch takes a third of a second longer
-- ``hold-get``, ``hold-put``: none ends before the file ``HOLD`` is gone
+- ``hold-get``, ``hold-put``: no read or write completes while the file ``HOLD`` exists
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import anyio
 
 from kvtier.backends.base import Outcome
-from kvtier.backends.disk import DiskBackend
+from kvtier.backends.disk.backend import DiskBackend
 from kvtier.cli import main
 
 SLOW_SECONDS = 0.33
 POLL_SECONDS = 0.02
 
 
-def spoil(name: str, how: str, hold: Path) -> None:
-    """Put a fault in front of one method of the disk backend."""
+def inject_fault(name: str, how: str, hold: Path) -> None:
+    """Wrap one method of the disk backend with a fault."""
     healthy = getattr(DiskBackend, name)
 
     async def faulty(self: DiskBackend, items: Sequence[Any]) -> Sequence[Outcome]:
@@ -42,5 +42,5 @@ def spoil(name: str, how: str, hold: Path) -> None:
 if __name__ == "__main__":
     for fault in sys.argv[2:]:
         kind, method = fault.split("-")
-        spoil(method, kind, Path(sys.argv[1]))
+        inject_fault(method, kind, Path(sys.argv[1]))
     main(["serve"])

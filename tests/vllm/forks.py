@@ -1,4 +1,4 @@
-"""Processes that have imported vLLM already: they are there in no time, so that every test has its own."""
+"""Fork processes from a parent that has imported vLLM: they start fast enough for one per test."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-    # A small model gains nothing from threads that spin, and loses much where cores are few.
+    # Spinning threads gain nothing with a small model, and cost much on a machine with few cores.
     "OMP_NUM_THREADS": "1",
-    # Workers of one engine would each claim a NUMA node otherwise.
+    # Otherwise each worker of an engine would claim a NUMA node.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # For the parent, which would silently do without what it cannot import.
+    # For the parent, which silently skips modules that it cannot import.
     "PYTHONPATH": str(Path(__file__).parents[2]),
 }
 
 
 @cache
 def forks() -> ForkServerContext:
-    """Makes processes of a parent that has imported vLLM, and starts that parent, which takes a while."""
+    """Return the context that forks the processes. Starts the parent, which takes a while."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.vllm.imported_once"])
     with _environment(ENVIRONMENT):

@@ -1,6 +1,6 @@
-"""Tiny models made here, and prompts of real text whose tokens are its bytes.
+"""Tiny random models, and prompts of real text whose tokens are its bytes.
 
-``initializer_range=0.15`` matters: with the default of 0.02 a random model says one token for ever, and
+``initializer_range=0.15`` matters: with the default of 0.02 a random model repeats one token forever, and
 equal tokens would prove nothing.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 512
-"""Tokens 0 to 255 are bytes of text; a model may answer with any of the 512."""
+"""Tokens 0 to 255 are bytes of text; a model may generate any of the 512."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -33,14 +33,14 @@ WINDOW = 128
 
 
 def make_llama(directory: Path) -> Path:
-    """Full attention in four layers: one KV-cache group, 4 KiB of KV for each token in float32."""
+    """Make a Llama: full attention in four layers, one KV-cache group, 4 KiB of KV per token in float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return _save(LlamaForCausalLM, LlamaConfig(num_hidden_layers=4, **_COMMON), directory)
 
 
 def make_hybrid(directory: Path) -> Path:
-    """A Gemma 3 text model of alternating sliding and full attention: two KV-cache groups or more."""
+    """Make a Gemma 3 text model with alternating sliding and full attention: at least two KV-cache groups."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     kinds = ["sliding_attention", "full_attention"] * 2
@@ -51,7 +51,7 @@ def make_hybrid(directory: Path) -> Path:
 
 
 def make_mamba(directory: Path) -> Path:
-    """A Mamba 2 model, whose layers keep a state and no KV."""
+    """Make a Mamba 2 model, whose layers keep a state and no KV."""
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
     config = Mamba2Config(
@@ -78,7 +78,7 @@ def _save(model_type: Any, config: Any, directory: Path) -> Path:
 
 
 def make_lora(directory: Path, *, seed: int) -> Path:
-    """A rank-8 adapter for :func:`make_llama` that is strong enough to change every answer."""
+    """Make a rank-8 adapter for :func:`make_llama`, strong enough to change every answer."""
     import json
 
     import torch
@@ -106,7 +106,7 @@ def _text() -> bytes:
 
 
 def prompt(length: int, *, start: int = 0) -> list[int]:
-    """``length`` tokens of real text, from its token ``start`` on."""
+    """Return ``length`` tokens of real text, starting at token ``start``."""
     tokens = list(_text()[start : start + length])
     assert len(tokens) == length, "the text is too short for this prompt"
     return tokens

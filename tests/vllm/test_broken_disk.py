@@ -1,4 +1,4 @@
-"""A disk that lies, is full, fails or hangs costs a miss, never a wrong token and never a request."""
+"""A corrupt, full, failing or hanging disk costs a miss, never a wrong token or a failed request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def truncate(path: Path) -> None:
 
 
 def swap(path: Path) -> None:
-    """Put another chunk's object, whole and with a good checksum, under this name."""
+    """Replace the file with the object of another chunk, complete and with a valid checksum."""
     other = next(file for file in sorted(path.parent.parent.rglob("*.kv")) if file != path)
     path.write_bytes(other.read_bytes())
 
@@ -39,7 +39,7 @@ def swap(path: Path) -> None:
     "damage",
     [corrupt, *(pytest.param(damage, marks=pytest.mark.slow) for damage in (swap, truncate, Path.unlink))],
 )
-def test_a_damaged_file_is_recomputed(
+def test_damaged_file_is_recomputed(
     llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, damage: Callable[[Path], None]
 ) -> None:
     with start(llama, cache) as engine:
@@ -59,7 +59,9 @@ def test_a_damaged_file_is_recomputed(
     assert again.cached == WHOLE_CHUNKS
 
 
-def test_a_full_disk(llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle) -> None:
+def test_full_disk_stays_within_its_capacity(
+    llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
+) -> None:
     cache = make_cache(ssd={"capacity": 2 * MIB})  # three chunks
     cache.start()
     with start(llama, cache) as engine:
@@ -78,7 +80,7 @@ def test_a_full_disk(llama: Path, make_cache: MakeCache, start: StartEngine, ora
 
 
 @pytest.mark.parametrize("fault", [pytest.param("fail-get", marks=pytest.mark.slow), "hang-get"])
-def test_a_disk_that_cannot_be_read(
+def test_unreadable_disk_costs_misses(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle, fault: str
 ) -> None:
     cache = make_cache(ssd={"deadline": "300ms"})
@@ -88,7 +90,7 @@ def test_a_disk_that_cannot_be_read(
     cache.stop()
     cache.start(fault=[fault])
     prompts = [prompt(LENGTH), prompt(LENGTH + 300), prompt(600, start=9000)]
-    # What hangs keeps its memory, so nobody waits for the cache process to be idle here.
+    # Hung reads keep their memory, so the cache process never becomes idle here.
     with start(llama, cache) as engine:
         for tokens in prompts:
             assert engine.generate(tokens).tokens == oracle(llama, tokens)
@@ -98,7 +100,7 @@ def test_a_disk_that_cannot_be_read(
 
 
 @pytest.mark.parametrize("fault", [pytest.param("fail-put", marks=pytest.mark.slow), "hang-put"])
-def test_a_disk_that_cannot_be_written(
+def test_unwritable_disk_leaves_hits_in_memory(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle, fault: str
 ) -> None:
     cache = make_cache(ssd={"deadline": "300ms"}, drain_timeout="1s")

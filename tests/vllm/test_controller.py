@@ -1,4 +1,4 @@
-"""Real engines whose cache processes a controller knows: their KV goes where it is told to go."""
+"""Real engines whose cache processes are registered with a controller that moves their KV."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import yaml
 from kvtier.demo import model as demo_model
 from kvtier.demo.server import Server, start_vllm
 from kvtier.testing.servers.base import free_port
-from tests.vllm.cache_process import CHUNK, PATIENCE_SECONDS, CacheProcess
+from tests.vllm.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
 from tests.vllm.controller_process import ControllerProcess
 from tests.vllm.engine import Engine
 from tests.vllm.models import prompt
 
 LENGTH = 1000
-"""Seven chunks and most of another one."""
+"""Seven chunks and most of an eighth."""
 CHUNKS = -(-LENGTH // CHUNK)
 FIRST, SECOND, THIRD = (prompt(LENGTH, start=1200 * number) for number in range(3))
 SECRET = "sixteen or more characters"
@@ -49,17 +49,17 @@ def controller(tmp_path: Path) -> Iterator[ControllerProcess]:
 
 @pytest.fixture
 def make_instance(make_cache: MakeCache, controller: ControllerProcess) -> MakeInstance:
-    """``make_instance(number)``: a running cache process that knows the controller and no peer."""
+    """``make_instance(number)``: a running cache process with a controller and without configured peers."""
 
     def make(number: int, *, transport: str = "tcp", ask: bool = False) -> CacheProcess:
         cache = make_cache(
             partial_chunks=True,
-            ssd={"write": "never"},  # What is on disk has been moved there.
+            ssd={"write": "never"},  # Chunks reach the disk only by a move.
             peer={
                 "listen": f"127.0.0.1:{free_port()}",
                 "secret": SECRET,
-                "transport": {"type": transport, "deadline": PATIENCE_SECONDS},
-                "patience": "2s",  # On a busy machine, too.
+                "transport": {"type": transport, "deadline": TIMEOUT_SECONDS},
+                "timeout": "2s",  # Enough on a busy machine.
                 "share": 0.9,
             },
             controller={"url": controller.url, "instance_id": f"instance-{number}", "ask": ask},
@@ -71,9 +71,9 @@ def make_instance(make_cache: MakeCache, controller: ControllerProcess) -> MakeI
 
 
 def compute(engine: Engine, cache: CacheProcess, *prompts: list[int]) -> None:
-    """Let an engine compute prompts until its cache process holds all of them, and nothing else.
+    """Compute prompts until the cache process holds all of them, and nothing else.
 
-    What the cache process has no time for within a moment is not stored: on a busy machine that happens.
+    Hence the retries: a save that the cache process does not accept in time is dropped, as on a busy machine.
     """
     for number, tokens in enumerate(prompts, 1):
         for _ in range(TRIALS):
@@ -86,15 +86,15 @@ def compute(engine: Engine, cache: CacheProcess, *prompts: list[int]) -> None:
             raise AssertionError(f"not stored: {cache.status()}")
 
 
-def check_idle(*caches: CacheProcess) -> None:
-    """Nothing is leased or granted any more."""
+def wait_until_idle(*caches: CacheProcess) -> None:
+    """Wait until no lease or grant is left."""
     for cache in caches:
         cache.wait_until(lambda status: status["serving"]["grants"] == 0)
         cache.wait_until_idle()
 
 
 @pytest.mark.parametrize("transport", ["tcp", pytest.param("nixl", marks=pytest.mark.slow)])
-def test_what_is_moved_is_hit_there_and_gone_here(
+def test_moved_chunks_are_hit_at_the_target_only(
     llama: Path,
     controller: ControllerProcess,
     make_instance: MakeInstance,
@@ -110,7 +110,7 @@ def test_what_is_moved_is_hit_there_and_gone_here(
         moving = {"old_position": ["instance-1", "cpu"], "new_position": ["instance-2", "cpu"]}
         accepted = controller.post("/move", **moving, tokens=FIRST)
         assert accepted["num_tokens"] == LENGTH
-        event = controller.ended(accepted["event_id"])
+        event = controller.wait_for_end(accepted["event_id"])
         assert (event["state"], event["error"]) == ("done", None)
         assert (event["chunks"], event["chunks_done"], event["result"]["removed"]) == (CHUNKS,) * 3
         assert controller.lookup(FIRST) == {"instance-2": {"ram": LENGTH}}
@@ -124,11 +124,11 @@ def test_what_is_moved_is_hit_there_and_gone_here(
         assert answer.tokens == oracle(llama, FIRST)
         assert answer.cached >= LENGTH - 1
     assert second.status()["counts"]["found_ram"] == CHUNKS
-    check_idle(first, second)
+    wait_until_idle(first, second)
 
 
 @pytest.mark.slow
-def test_copies_disks_and_holders_that_nobody_named(
+def test_copies_moves_through_disks_and_holders_from_the_controller(
     llama: Path,
     controller: ControllerProcess,
     make_instance: MakeInstance,
@@ -141,15 +141,15 @@ def test_copies_disks_and_holders_that_nobody_named(
         compute(engine, first, FIRST, SECOND, THIRD)
         for tokens in (FIRST, SECOND, THIRD):
             controller.wait_until_held(tokens, **{"instance-1": {"ram": LENGTH}})
-    # To the second one's memory, and still here.
+    # To the second instance's memory, and kept in the first's.
     assert controller.move(FIRST_RAM, SECOND_RAM, FIRST, copy=True)["result"]["chunks"] == CHUNKS
     assert controller.lookup(FIRST) == {"instance-1": {"ram": LENGTH}, "instance-2": {"ram": LENGTH}}
-    # To the own disk, and from there to the second one's memory.
+    # To the first instance's own disk, and from there to the second's memory.
     assert controller.move(FIRST_RAM, FIRST_DISK, SECOND)["result"]["chunks"] == CHUNKS
     assert controller.lookup(SECOND) == {"instance-1": {"ssd": LENGTH}}
     assert controller.move(FIRST_DISK, SECOND_RAM, SECOND)["result"]["chunks"] == CHUNKS
     assert controller.lookup(SECOND) == {"instance-2": {"ram": LENGTH}}
-    # To the second one's disk, where it is hit, too.
+    # To the second instance's disk, where it is hit as well.
     assert controller.move(FIRST_RAM, SECOND_DISK, THIRD)["result"]["chunks"] == CHUNKS
     assert controller.lookup(THIRD) == {"instance-2": {"ssd": LENGTH}}
     with start(llama, second) as engine:
@@ -157,7 +157,7 @@ def test_copies_disks_and_holders_that_nobody_named(
             answer = engine.generate(tokens)
             assert answer.tokens == oracle(llama, tokens)
             assert answer.cached >= LENGTH - 1
-    # One that was told of nobody asks the controller.
+    # An instance without configured peers asks the controller for holders.
     asking = make_instance(3, ask=True)
     controller.wait_until_registered("instance-1", "instance-2", "instance-3")
     with start(llama, asking) as engine:
@@ -165,11 +165,11 @@ def test_copies_disks_and_holders_that_nobody_named(
             answer = engine.generate(tokens)
             assert answer.tokens == oracle(llama, tokens)
             assert answer.cached >= LENGTH - 1
-    check_idle(first, second, asking)
+    wait_until_idle(first, second, asking)
 
 
 @pytest.mark.slow
-def test_a_controller_that_was_killed_knows_everything_again(
+def test_killed_controller_recovers_its_state(
     llama: Path,
     controller: ControllerProcess,
     make_instance: MakeInstance,
@@ -183,7 +183,7 @@ def test_a_controller_that_was_killed_knows_everything_again(
         controller.wait_until_held(FIRST, **{"instance-1": {"ram": LENGTH}})
         copied = controller.move(FIRST_RAM, SECOND_RAM, FIRST, copy=True)
         controller.kill()
-        assert engine.generate(FIRST).cached >= LENGTH - 1  # Nobody is missed.
+        assert engine.generate(FIRST).cached >= LENGTH - 1  # The engine does not need the controller.
         compute(engine, first, FIRST, SECOND)
     controller.start()
     controller.wait_until_registered("instance-1", "instance-2")
@@ -195,11 +195,11 @@ def test_a_controller_that_was_killed_knows_everything_again(
     with start(llama, second) as engine:
         answer = engine.generate(SECOND)
         assert (answer.tokens, answer.cached >= LENGTH - 1) == (oracle(llama, SECOND), True)
-    check_idle(first, second)
+    wait_until_idle(first, second)
 
 
 class Guide:
-    """The walk-through of docs/controller.md, with the example's files: two vLLM servers and a controller."""
+    """The walk-through of docs/controller.md with the example's files: two vLLM servers and a controller."""
 
     def __init__(self, folder: Path, controller: ControllerProcess, transport: str) -> None:
         self._folder = folder
@@ -209,7 +209,7 @@ class Guide:
         demo_model.make_model(Path(self.model))
 
     def serve(self, number: int) -> tuple[Server, httpx.Client]:
-        """A vLLM server with the settings of ``instance<number>.yaml``, but for ports and sizes."""
+        """Start a vLLM server with the settings of ``instance<number>.yaml``, except ports and sizes."""
         settings = yaml.safe_load((EXAMPLES / f"instance{number}.yaml").read_text())
         settings["tiers"][0]["capacity"] = "256MiB"
         settings["peer"] |= {"listen": f"127.0.0.1:{free_port()}", "transport": self._transport}
@@ -232,16 +232,16 @@ class Guide:
         return server, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120.0, trust_env=False)
 
     def kvtier(self, *arguments: str) -> str:
-        """A command, as the example's README writes it."""
-        ran = subprocess.run(
+        """Run a command as in the example's README, and return its output."""
+        completed = subprocess.run(
             [sys.executable, "-m", "kvtier", *arguments],
             env={**os.environ, "KVTIER_CONTROLLER__URL": self._controller.url},
             capture_output=True,
             text=True,
             check=False,
         )
-        assert ran.returncode == 0, ran.stderr
-        return ran.stdout
+        assert completed.returncode == 0, completed.stderr
+        return completed.stdout
 
     def ask(self, client: httpx.Client) -> dict[str, Any]:
         body = {"model": self.model, "prompt": QUESTION, "max_tokens": 10, "temperature": 0.0}
@@ -249,7 +249,7 @@ class Guide:
         return answer
 
     def ask_until_stored(self, client: httpx.Client) -> dict[str, Any]:
-        """Ask until it is held somewhere: an engine does not wait for a cache process that is late."""
+        """Ask until an instance holds the prompt: an engine does not wait for a slow cache process."""
         answer = self.ask(client)
         tokens = self.tokenize(client)
 
@@ -280,7 +280,7 @@ def is_healthy(client: httpx.Client) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["tcp", "nixl"])
-def test_the_guide(
+def test_walk_through_of_the_guide(
     tmp_path: Path, controller: ControllerProcess, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if transport == "nixl":
@@ -301,7 +301,7 @@ def test_the_guide(
         tokens = guide.tokenize(first)
         count = len(tokens)
         controller.wait_until_held(tokens, **{"instance-1": {"ram": count}})
-        # By text, too: an instance tokenizes it.
+        # Also by text, which an instance tokenizes.
         assert controller.post("/lookup", prompt=QUESTION)["num_tokens"] == count
         moved = controller.move(("instance-1", "cpu"), ("instance-2", "cpu"), tokens)
         assert (moved["state"], moved["num_tokens"], moved["chunks_done"]) == ("done", count, 1)
@@ -310,9 +310,9 @@ def test_the_guide(
         assert again["choices"][0]["text"] == answer["choices"][0]["text"]
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= count - 1
         assert f"{count} of {count} tokens hit (ram {count})" in (tmp_path / "vllm2.log").read_text()
-        # And back with the commands.
+        # Move it back with the CLI.
         file = str(tmp_path / "tokens.json")
         assert "instance-2" in guide.kvtier("lookup", "--tokens-file", file)
-        said = guide.kvtier("move", "instance-2/ram", "instance-1/ram", "--tokens-file", file)
-        assert said.startswith(f"{count} tokens moved (instance-2/ram -> instance-1/ram): 1 of 1 chunks")
+        output = guide.kvtier("move", "instance-2/ram", "instance-1/ram", "--tokens-file", file)
+        assert output.startswith(f"{count} tokens moved (instance-2/ram -> instance-1/ram): 1 of 1 chunks")
         assert controller.lookup(tokens) == {"instance-1": {"ram": count}}

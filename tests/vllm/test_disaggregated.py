@@ -1,4 +1,4 @@
-"""One real engine computes prompts and hands them over to another: here the test is the proxy."""
+"""KV transfer from one real engine to another; the test plays the proxy."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.vllm.models import prompt
 
 LENGTH = 1000
 FIRST_CHUNKS = 2
-"""Of eight. One or two more may have been computed by the time that these are seen at the decoder."""
+"""Of eight. One or two more may have been computed by the time these arrive at the decoder."""
 SECRET = "sixteen or more characters"
 EXPECT_SECONDS = 60.0
-"""Nothing is judged by it: what is not pushed any longer is not waited for."""
+"""No assertion depends on it: the decoder stops waiting when a transfer ends early."""
 STEP = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 16}
-"""One chunk is computed in a step: an engine that may take no further step stops amid its prefill."""
+"""One chunk per step: an engine that is held stops in the middle of its prefill."""
 ROLES = ("kv_producer", "kv_consumer")
 
 _starts = itertools.count(0, 4000)
 
 
 def fresh(length: int = LENGTH) -> list[int]:
-    """A prompt that no other test has."""
+    """Return a prompt that no other test uses."""
     return prompt(length, start=next(_starts))
 
 
@@ -41,102 +41,105 @@ class Pair(NamedTuple):
 
     prefiller: Engine
     decoder: Engine
-    here: CacheProcess
+    source: CacheProcess
     """The prefiller's."""
-    there: CacheProcess
+    target: CacheProcess
+    """The decoder's."""
 
     def submit(self, tokens: list[int]) -> int:
-        """Ask the prefiller, as a proxy does."""
-        return self.prefiller.submit(tokens, 1, params={"kvtier": {"hand_over": {"to": address(self.there)}}})
+        """Send the prompt to the prefiller, as a proxy does."""
+        return self.prefiller.submit(
+            tokens, 1, params={"kvtier": {"kv_transfer": {"to": address(self.target)}}}
+        )
 
     def begin(self, tokens: list[int]) -> int:
-        """Ask it, and hold it amid its prefill, when the first chunks have been pushed."""
-        stored, pushed = computed(self.here.status()), arrived(self.there.status())
+        """Send the prompt, and hold the prefiller halfway, once the first chunks have been pushed."""
+        stored, pushed = computed(self.source.status()), arrived(self.target.status())
         self.prefiller.hold()
         request = self.submit(tokens)
-        # Its first steps may do nothing: whether it has the prompt in some tier is not known yet.
-        while computed(self.here.status()) < stored + FIRST_CHUNKS:
+        # The first steps may do nothing, while the lookup in the tiers is pending.
+        while computed(self.source.status()) < stored + FIRST_CHUNKS:
             assert not self.prefiller.finished(request)
             self.prefiller.step()
-        self.there.wait_until(lambda status: arrived(status) >= pushed + FIRST_CHUNKS)
+        self.target.wait_until(lambda status: arrived(status) >= pushed + FIRST_CHUNKS)
         return request
 
     def prefill(self, tokens: list[int]) -> Answer:
         return self.prefiller.answer(self.submit(tokens))
 
     def expect(self, tokens: list[int], count: int | None = None, new: int = 16) -> int:
-        """Ask the decoder, as a proxy does that was told by the prefiller that so many tokens come."""
+        """Send the prompt to the decoder, as a proxy does with the token count from the prefiller."""
         expected = {"tokens": len(tokens) if count is None else count, "seconds": EXPECT_SECONDS}
         return self.decoder.submit(tokens, new, params={"kvtier": {"expect": expected}})
 
     def wait_for(self, tokens: list[int]) -> int:
-        """Ask the decoder, and come back when it waits for what is to be pushed."""
+        """Send the prompt to the decoder, and return once it waits for the transfer."""
         request = self.expect(tokens)
-        self.there.wait_until(lambda status: status["pushed"]["waiting"] == 1)
+        self.target.wait_until(lambda status: status["pushed"]["waiting"] == 1)
         return request
 
     def decode(self, tokens: list[int], count: int | None = None) -> Answer:
         return self.decoder.answer(self.expect(tokens, count))
 
     def serve(self, tokens: list[int]) -> Answer:
-        """All that a proxy does for one request."""
-        told = handed_over(self.prefill(tokens))
-        return self.decode(tokens, told) if told else self.decoder.generate(tokens)
+        """Do all that a proxy does for one request."""
+        count = transferred(self.prefill(tokens))
+        return self.decode(tokens, count) if count else self.decoder.generate(tokens)
 
     def check(self, model: Path, oracle: Oracle, tokens: list[int]) -> None:
-        """The answer is right, and the decoder has computed nothing of the prompt but its last token.
+        """Check the answer, and that the decoder computed only the last token of the prompt.
 
-        Which vLLM counts as cached, too: its KV is loaded, and computed again to go on from there.
+        vLLM counts that token as cached, too: its KV is loaded, and then computed again to sample from it.
         """
         answer = self.serve(tokens)
         assert answer.tokens == oracle(model, tokens)
-        assert answer.cached == len(tokens), self.here.tail() + self.there.tail()
+        assert answer.cached == len(tokens), self.source.tail() + self.target.tail()
 
 
 def address(cache: CacheProcess) -> str:
-    """Where an instance listens for peers."""
+    """Return the address on which an instance listens for peers."""
     return str(cache.settings["peer"]["listen"])
 
 
-def handed_over(answer: Answer) -> int:
-    """How many tokens the prefiller has promised."""
+def transferred(answer: Answer) -> int:
+    """Return the number of tokens that the prefiller has promised."""
     assert answer.params is not None
-    return int(answer.params["kvtier"].get("handed_over", {"tokens": 0})["tokens"])
+    return int(answer.params["kvtier"].get("transferred", {"tokens": 0})["tokens"])
 
 
 def computed(status: dict[str, Any]) -> int:
-    """How many chunks engines have computed for a cache process so far."""
+    """Return the number of chunks that engines have computed for a cache process so far."""
     return int(status["counts"].get("stored", 0))
 
 
 def arrived(status: dict[str, Any]) -> int:
-    """How many chunks were pushed to a cache process so far, and could be found there."""
+    """Return the number of pushed chunks that a cache process has committed so far."""
     return int(status["serving"]["reserving"]["counts"].get("committed", 0))
 
 
 def is_quiet(status: dict[str, Any]) -> bool:
-    """Whether no lease, reservation, grant or hand-over is left, and nobody who waits for one."""
-    handing, taking = status["hand_overs"], status["serving"]["reserving"]
+    """Whether no lease, reservation, grant or transfer is left, and no request waits for one."""
+    transfer, taking = status["kv_transfers"], status["serving"]["reserving"]
     counts = (
-        handing["open"],
-        handing["leased_bytes"],
-        handing["awaited"],
+        transfer["open"],
+        transfer["leased_bytes"],
+        transfer["awaited"],
         taking["reserved_bytes"],
         taking["reservations"],
         taking["announcements"],
         status["serving"]["grants"],
         status["pushed"]["coming"],
         status["pushed"]["waiting"],
-        *(buffer[what] for buffer in status.get("staging", ()) for what in ("leases", "chunks", "grants")),
+        *(buffer[key] for buffer in status.get("staging", ()) for key in ("leases", "chunks", "grants")),
     )
     return is_idle(status) and not any(counts)
 
 
 class Hosts:
-    """Starts cache processes that are peers of nobody, and engines on them."""
+    """Starts cache processes without configured peers, and engines on them."""
 
     def __init__(self, engines: Engines, transport: str, **settings: Any) -> None:
-        """``settings`` are those of every cache process."""
+        """``settings`` apply to every cache process."""
         self._engines = engines
         self._transport = transport
         self._settings = settings
@@ -150,7 +153,7 @@ class Hosts:
             "share": 0.9,
         }
         folder = Path(tempfile.mkdtemp(prefix="kvt-"))
-        settings = {"hand_over": {"patience": EXPECT_SECONDS}, **self._settings, **settings}
+        settings = {"kv_transfer": {"timeout": EXPECT_SECONDS}, **self._settings, **settings}
         cache = CacheProcess(folder, peer=peer, **settings)
         try:
             cache.start()
@@ -161,8 +164,8 @@ class Hosts:
 
     @contextmanager
     def engine(self, model: Path, cache: CacheProcess, kv_role: str, **arguments: Any) -> Iterator[Engine]:
-        """At the end nobody may hold anything any more."""
-        if self._settings.get("hand_over", {}).get("device") == "cuda":
+        """Run an engine. At its end nothing may be leased or in flight."""
+        if self._settings.get("kv_transfer", {}).get("device") == "cuda":
             arguments = {"stages_on_cpu": True, **arguments}
         with self._engines.engine(model, cache.connector, kv_role=kv_role, **arguments) as engine:
             yield engine
@@ -173,12 +176,12 @@ class Hosts:
     @contextmanager
     def pair(self, model: Path, **arguments: Any) -> Iterator[Pair]:
         with ExitStack() as stack:
-            here, there = (stack.enter_context(self.cache()) for _ in range(2))
+            source, target = (stack.enter_context(self.cache()) for _ in range(2))
             started = [
                 stack.enter_context(self.engine(model, cache, role, **arguments))
-                for cache, role in zip((here, there), ROLES, strict=True)
+                for cache, role in zip((source, target), ROLES, strict=True)
             ]
-            yield Pair(started[0], started[1], here, there)
+            yield Pair(started[0], started[1], source, target)
 
 
 @pytest.fixture(scope="module")
@@ -194,47 +197,47 @@ def running(hosts: Hosts, llama: Path) -> Iterator[Pair]:
 
 @pytest.fixture
 def pair(running: Pair) -> Iterator[Pair]:
-    """Two engines for many tests: after each, nobody may hold anything any more."""
+    """Two engines for many tests. After each test nothing may be leased or in flight."""
     yield running
-    running.prefiller.let_go()
-    for cache, engine in ((running.here, running.prefiller), (running.there, running.decoder)):
+    running.prefiller.resume()
+    for cache, engine in ((running.source, running.prefiller), (running.target, running.decoder)):
         cache.wait_until(is_quiet)
         engine.wait_until_free()
 
 
-def around_a_chunk(model: Path, oracle: Oracle, pair: Pair) -> None:
+def check_lengths_around_a_chunk(model: Path, oracle: Oracle, pair: Pair) -> None:
     for length in (20, CHUNK - 1, CHUNK, CHUNK + 1, LENGTH):
         pair.check(model, oracle, fresh(length))
 
 
-def test_the_decoder_computes_the_last_token_alone(llama: Path, pair: Pair, oracle: Oracle) -> None:
-    """Of a prompt shorter than a block, of a chunk less a token, of one, of one and a token, and of many."""
-    around_a_chunk(llama, oracle, pair)
+def test_decoder_computes_only_the_last_token(llama: Path, pair: Pair, oracle: Oracle) -> None:
+    """Lengths: below a block, a chunk less one token, a chunk, a chunk and one token, many chunks."""
+    check_lengths_around_a_chunk(llama, oracle, pair)
 
 
-def test_answers_say_where_peers_are_and_what_was_handed_over(pair: Pair) -> None:
-    here = address(pair.here)
+def test_answers_report_the_peer_address_and_transferred_tokens(pair: Pair) -> None:
+    here = address(pair.source)
     assert pair.prefill(fresh()).params == {
-        "kvtier": {"peer": here, "handed_over": {"tokens": LENGTH, "from": here}}
+        "kvtier": {"peer": here, "transferred": {"tokens": LENGTH, "from": here}}
     }
-    asked = pair.decoder.generate([1, 2, 3], 1, params={"kvtier": {}})
-    assert asked.params == {"kvtier": {"peer": address(pair.there)}}
+    answer = pair.decoder.generate([1, 2, 3], 1, params={"kvtier": {}})
+    assert answer.params == {"kvtier": {"peer": address(pair.target)}}
     assert pair.decoder.generate([1, 2, 3], 1).params is None
-    assert pair.prefiller.metrics()["kvtier_handed_over_tokens_total"] >= LENGTH
+    assert pair.prefiller.metrics()["kvtier_transferred_tokens_total"] >= LENGTH
 
 
-def test_a_chat_goes_on_with_what_both_have(llama: Path, pair: Pair, oracle: Oracle) -> None:
-    """What the prefiller has in its memory, or vLLM in its own, is handed over like what was computed."""
+def test_chat_transfers_cached_chunks_too(llama: Path, pair: Pair, oracle: Oracle) -> None:
+    """Chunks from the prefiller's tiers or from vLLM's own cache are transferred like computed ones."""
     conversation: list[int] = []
     for length in (300, 200, 150):
         conversation += fresh(length)
         answer = pair.serve(conversation)
         assert (answer.tokens, answer.cached) == (oracle(llama, conversation), len(conversation))
         conversation += answer.tokens
-    pair.here.wait_until(is_quiet)
-    pair.there.wait_until(is_quiet)
-    # The decoder has lost all of it: what the prefiller has is handed over again, from memory and from disk.
-    pair.here.wait_until_stored(LENGTH // 2)
+    pair.source.wait_until(is_quiet)
+    pair.target.wait_until(is_quiet)
+    # The decoder starts over: the prefiller transfers everything again, from memory and from disk.
+    pair.source.wait_until_stored(LENGTH // 2)
     pair.decoder.reset_prefix_cache()
     pair.prefiller.reset_prefix_cache()
     pair.check(llama, oracle, conversation)
@@ -244,27 +247,27 @@ def test_chunks_are_pushed_while_later_ones_are_computed(llama: Path, pair: Pair
     tokens = fresh()
     prefilling = pair.begin(tokens)
     decoding = pair.wait_for(tokens)
-    pair.prefiller.let_go()
-    assert handed_over(pair.prefiller.answer(prefilling)) == LENGTH
+    pair.prefiller.resume()
+    assert transferred(pair.prefiller.answer(prefilling)) == LENGTH
     answer = pair.decoder.answer(decoding)
     assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH)
 
 
-def test_one_prompt_twice_at_once(llama: Path, pair: Pair, oracle: Oracle) -> None:
+def test_same_prompt_twice_concurrently(llama: Path, pair: Pair, oracle: Oracle) -> None:
     prompts = [fresh()] * 2 + [fresh()]
     prefilling = [pair.submit(tokens) for tokens in prompts]
     decoding = [pair.expect(tokens) for tokens in reversed(prompts)]
     for request in prefilling:
-        assert handed_over(pair.prefiller.answer(request)) == LENGTH
+        assert transferred(pair.prefiller.answer(request)) == LENGTH
     for request, tokens in zip(decoding, reversed(prompts), strict=True):
         answer = pair.decoder.answer(request)
         assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH)
 
 
-def test_without_hints_the_decoder_finds_what_is_there(llama: Path, pair: Pair, oracle: Oracle) -> None:
+def test_decoder_hits_transferred_chunks_without_hints(llama: Path, pair: Pair, oracle: Oracle) -> None:
     tokens = fresh()
     pair.prefill(tokens)
-    pair.here.wait_until(is_quiet)
+    pair.source.wait_until(is_quiet)
     answer = pair.decoder.generate(tokens)
     assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH)
 
@@ -272,24 +275,22 @@ def test_without_hints_the_decoder_finds_what_is_there(llama: Path, pair: Pair, 
 @pytest.mark.parametrize(
     "hints",
     [
-        {"kvtier": {"hand_over": {"to": "127.0.0.1:1"}}},
-        {"kvtier": {"hand_over": {"to": "nonsense"}}},
+        {"kvtier": {"kv_transfer": {"to": "127.0.0.1:1"}}},
+        {"kvtier": {"kv_transfer": {"to": "nonsense"}}},
         {"kvtier": {"expect": {"tokens": LENGTH}}},
         {"kvtier": 7},
         {"other": {"kvtier": 1}},
     ],
-    ids=["nobody-there", "no-address", "not-its-role", "no-mapping", "not-ours"],
+    ids=["no-listener", "invalid-address", "wrong-role", "not-a-mapping", "another-connector"],
 )
-def test_hints_that_are_of_no_use_cost_nothing(
-    llama: Path, pair: Pair, oracle: Oracle, hints: dict[str, Any]
-) -> None:
+def test_useless_hints_are_ignored(llama: Path, pair: Pair, oracle: Oracle, hints: dict[str, Any]) -> None:
     tokens = fresh(300)
     answer = pair.prefiller.generate(tokens, params=hints)
     assert answer.tokens == oracle(llama, tokens)
     assert (answer.params is None) == ("kvtier" not in hints)
 
 
-def test_an_abort_at_the_prefiller_ends_the_hand_over(llama: Path, pair: Pair, oracle: Oracle) -> None:
+def test_abort_at_the_prefiller_ends_the_transfer(llama: Path, pair: Pair, oracle: Oracle) -> None:
     tokens = fresh()
     prefilling = pair.begin(tokens)
     decoding = pair.wait_for(tokens)
@@ -299,53 +300,49 @@ def test_an_abort_at_the_prefiller_ends_the_hand_over(llama: Path, pair: Pair, o
     assert FIRST_CHUNKS * CHUNK <= answer.cached < LENGTH
 
 
-def test_an_abort_at_the_decoder_ends_the_wait(llama: Path, pair: Pair, oracle: Oracle) -> None:
+def test_abort_at_the_decoder_ends_the_wait(llama: Path, pair: Pair, oracle: Oracle) -> None:
     tokens = fresh()
     prefilling = pair.begin(tokens)
     pair.decoder.abort(pair.wait_for(tokens))
-    pair.there.wait_until(lambda status: status["pushed"]["waiting"] == 0 and is_idle(status))
-    pair.prefiller.let_go()
-    assert handed_over(pair.prefiller.answer(prefilling)) == LENGTH
-    pair.here.wait_until(is_quiet)
+    pair.target.wait_until(lambda status: status["pushed"]["waiting"] == 0 and is_idle(status))
+    pair.prefiller.resume()
+    assert transferred(pair.prefiller.answer(prefilling)) == LENGTH
+    pair.source.wait_until(is_quiet)
     assert pair.decode(tokens) == Answer(
-        oracle(llama, tokens), LENGTH, "length", {"kvtier": {"peer": address(pair.there)}}
+        oracle(llama, tokens), LENGTH, "length", {"kvtier": {"peer": address(pair.target)}}
     )
 
 
-def test_one_that_is_preempted_is_handed_over_anew(llama: Path, pair: Pair, oracle: Oracle) -> None:
+def test_preempted_request_is_transferred_again(llama: Path, pair: Pair, oracle: Oracle) -> None:
     tokens = fresh()
-    before = pair.here.status()["hand_overs"]["counts"].get("hand_overs", 0)
+    before = pair.source.status()["kv_transfers"]["counts"].get("kv_transfers", 0)
     prefilling = pair.begin(tokens)
     pair.prefiller.preempt()
-    pair.prefiller.let_go()
-    assert handed_over(pair.prefiller.answer(prefilling)) == LENGTH
+    pair.prefiller.resume()
+    assert transferred(pair.prefiller.answer(prefilling)) == LENGTH
     answer = pair.decode(tokens)
     assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH)
-    status = pair.here.wait_until(is_quiet)
-    assert status["hand_overs"]["counts"]["hand_overs"] == before + 2
+    status = pair.source.wait_until(is_quiet)
+    assert status["kv_transfers"]["counts"]["kv_transfers"] == before + 2
 
 
-def test_a_link_that_is_paused_holds_nobody_up_at_the_prefiller(
-    llama: Path, pair: Pair, oracle: Oracle
-) -> None:
+def test_paused_target_does_not_delay_the_prefiller(llama: Path, pair: Pair, oracle: Oracle) -> None:
     tokens = fresh()
     prefilling = pair.begin(tokens)
     decoding = pair.wait_for(tokens)
-    pair.there.pause()
+    pair.target.pause()
     try:
-        pair.prefiller.let_go()
+        pair.prefiller.resume()
         answer = pair.prefiller.answer(prefilling)
         assert answer.tokens == oracle(llama, tokens)[:1]
     finally:
-        pair.there.resume()
+        pair.target.resume()
     assert pair.decoder.answer(decoding).tokens == oracle(llama, tokens)
 
 
-def test_a_prefiller_that_is_killed_amid_a_push(
-    llama: Path, hosts: Hosts, pair: Pair, oracle: Oracle
-) -> None:
+def test_prefiller_killed_during_a_transfer(llama: Path, hosts: Hosts, pair: Pair, oracle: Oracle) -> None:
     tokens = fresh()
-    with hosts.engine(llama, pair.here, "kv_producer", **STEP) as engine:
+    with hosts.engine(llama, pair.source, "kv_producer", **STEP) as engine:
         dying = pair._replace(prefiller=engine)
         dying.begin(tokens)
         decoding = dying.wait_for(tokens)
@@ -355,75 +352,69 @@ def test_a_prefiller_that_is_killed_amid_a_push(
     assert FIRST_CHUNKS * CHUNK <= answer.cached < LENGTH
 
 
-def test_a_decoder_that_is_killed_amid_its_answer(
-    llama: Path, hosts: Hosts, pair: Pair, oracle: Oracle
-) -> None:
-    """Once while it waits, once while it decodes. What it was sent is there for the next."""
+def test_decoder_killed_during_a_transfer(llama: Path, hosts: Hosts, pair: Pair, oracle: Oracle) -> None:
+    """The chunks that were sent to it are hit by the next decoder."""
     tokens = fresh()
-    with hosts.engine(llama, pair.there, "kv_consumer") as engine:
+    with hosts.engine(llama, pair.target, "kv_consumer") as engine:
         dying = pair._replace(decoder=engine)
         prefilling = dying.begin(tokens)
         dying.wait_for(tokens)
         engine.kill()
-    pair.prefiller.let_go()
-    assert handed_over(pair.prefiller.answer(prefilling)) == LENGTH
+    pair.prefiller.resume()
+    assert transferred(pair.prefiller.answer(prefilling)) == LENGTH
     answer = pair.decode(tokens)
     assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH)
 
 
-def test_a_decoder_without_room_computes_itself(
-    llama: Path, hosts: Hosts, pair: Pair, oracle: Oracle
-) -> None:
+def test_decoder_without_room_recomputes(llama: Path, hosts: Hosts, pair: Pair, oracle: Oracle) -> None:
     with (
-        hosts.cache(ram={"capacity": 2 * MIB}) as there,
-        hosts.engine(llama, there, "kv_consumer") as engine,
+        hosts.cache(ram={"capacity": 2 * MIB}) as target,
+        hosts.engine(llama, target, "kv_consumer") as engine,
     ):
-        full = pair._replace(decoder=engine, there=there)
+        full = pair._replace(decoder=engine, target=target)
         for _ in range(2):
             tokens = fresh()
             answer = full.serve(tokens)
             assert answer.tokens == oracle(llama, tokens)
             assert answer.cached < LENGTH
-        pair.here.wait_until(is_quiet)
+        pair.source.wait_until(is_quiet)
 
 
-def test_layouts_that_differ_are_refused_in_words(
+def test_different_layouts_are_refused_with_one_clear_message(
     llama: Path, hosts: Hosts, pair: Pair, oracle: Oracle
 ) -> None:
     with (
-        hosts.cache() as there,
-        hosts.engine(llama, there, "kv_consumer", block_size=64) as engine,
+        hosts.cache() as target,
+        hosts.engine(llama, target, "kv_consumer", block_size=64) as engine,
     ):
-        other = pair._replace(decoder=engine, there=there)
+        other = pair._replace(decoder=engine, target=target)
         for _ in range(3):
             tokens = fresh()
             answer = other.serve(tokens)
             assert (answer.tokens, answer.cached) == (oracle(llama, tokens), 0)
-        pair.here.wait_until(is_quiet)
-        assert there.status()["tiers"][0]["chunks"] == 3 * (LENGTH // CHUNK), "its own alone"
-    said = [line for line in pair.here.log.read_text().splitlines() if "blocks of 64" in line]
-    assert len(said) == 1, said
-    assert address(there) in said[0]
-    assert f"chunks of {CHUNK} tokens in blocks of 64" in said[0]
-    assert f"here: chunks of {CHUNK} tokens in blocks of 32" in said[0]
+        pair.source.wait_until(is_quiet)
+        assert target.status()["tiers"][0]["chunks"] == 3 * (LENGTH // CHUNK), "only its own"
+    lines = [line for line in pair.source.log.read_text().splitlines() if "blocks of 64" in line]
+    assert len(lines) == 1, lines
+    assert address(target) in lines[0]
+    assert f"chunks of {CHUNK} tokens in blocks of 64" in lines[0]
+    assert f"here: chunks of {CHUNK} tokens in blocks of 32" in lines[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", ["here", "there"])
-def test_a_cache_process_that_is_killed_amid_a_push(
-    llama: Path, hosts: Hosts, oracle: Oracle, side: str
-) -> None:
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_cache_process_killed_during_a_transfer(llama: Path, hosts: Hosts, oracle: Oracle, side: str) -> None:
     tokens = fresh()
     with hosts.pair(llama, **STEP) as pair:
         prefilling = pair.begin(tokens)
         decoding = pair.wait_for(tokens)
         cache: CacheProcess = getattr(pair, side)
         cache.kill()
-        pair.prefiller.let_go()
+        pair.prefiller.resume()
         assert pair.decoder.answer(decoding).tokens == oracle(llama, tokens)
         assert pair.prefiller.answer(prefilling).tokens == oracle(llama, tokens)[:1]
         cache.start()
-        for _ in range(2):  # With the first both halves of the engine find the new one.
+        for _ in range(2):  # The first request makes both halves of the connector reconnect.
             last = fresh()
             assert pair.serve(last).tokens == oracle(llama, last)
         pair.check(llama, oracle, fresh())
@@ -432,24 +423,24 @@ def test_a_cache_process_that_is_killed_amid_a_push(
 @pytest.mark.slow
 def test_over_nixl(llama: Path, engines: Engines, oracle: Oracle) -> None:
     with Hosts(engines, "nixl").pair(llama, **STEP) as pair:
-        around_a_chunk(llama, oracle, pair)
+        check_lengths_around_a_chunk(llama, oracle, pair)
         tokens = fresh()
         prefilling = pair.begin(tokens)
         decoding = pair.wait_for(tokens)
         pair.prefiller.abort(prefilling)
         assert pair.decoder.answer(decoding).tokens == oracle(llama, tokens)
-        pair.prefiller.let_go()
+        pair.prefiller.resume()
         pair.check(llama, oracle, fresh())
 
 
 @pytest.mark.slow
-def test_a_hybrid_model(hybrid: Path, hosts: Hosts, oracle: Oracle) -> None:
+def test_hybrid_model(hybrid: Path, hosts: Hosts, oracle: Oracle) -> None:
     with hosts.pair(hybrid) as pair:
-        around_a_chunk(hybrid, oracle, pair)
+        check_lengths_around_a_chunk(hybrid, oracle, pair)
 
 
 @pytest.mark.slow
 def test_tensor_parallel(llama: Path, hosts: Hosts, oracle: Oracle) -> None:
-    """All ranks' slices are in one chunk, which is pushed when all of them are there."""
+    """A chunk has the slices of all ranks, and is pushed once all of them are stored."""
     with hosts.pair(llama, tensor_parallel_size=2) as pair:
-        around_a_chunk(llama, oracle, pair)
+        check_lengths_around_a_chunk(llama, oracle, pair)

@@ -1,4 +1,4 @@
-"""What is wrong stops vLLM at start-up with one message that says what to write instead."""
+"""A wrong configuration stops vLLM at start-up with one message that names the fix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.vllm.conftest import MakeCache
 from tests.vllm.engine import Engines
 
 
-def test_chunks_that_are_no_multiple_of_the_block(
+def test_chunk_size_not_a_multiple_of_the_block_size(
     llama: Path, make_cache: MakeCache, engines: Engines
 ) -> None:
     cache = make_cache(chunk_tokens=100)
@@ -23,7 +23,7 @@ def test_chunks_that_are_no_multiple_of_the_block(
         pass
 
 
-def test_an_unknown_setting(llama: Path, engines: Engines) -> None:
+def test_unknown_setting(llama: Path, engines: Engines) -> None:
     with (
         pytest.raises(RuntimeError, match=r"chunk_toks"),
         engines.engine(llama, {"chunk_toks": 256}),
@@ -31,7 +31,7 @@ def test_an_unknown_setting(llama: Path, engines: Engines) -> None:
         pass
 
 
-def test_a_mamba_model(make_cache: MakeCache, engines: Engines, tmp_path: Path) -> None:
+def test_mamba_model(make_cache: MakeCache, engines: Engines, tmp_path: Path) -> None:
     cache = make_cache()
     cache.start()
     with (

@@ -29,7 +29,7 @@ TOKENS, NEW_TOKENS = 900, 12
 PROMPTS = 12
 READY_SECONDS = 300.0
 SALT = "one engine"
-"""A decoder that is asked with it does all by itself: nothing that others have left behind is hit."""
+"""With this salt a decoder computes everything itself: it hits nothing that other requests stored."""
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 SMALL = (
     "--max-num-batched-tokens",
@@ -43,14 +43,14 @@ ON_ALL_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2"}
 
 
 class Member:
-    """One engine, and its cache process."""
+    """One engine and its cache process."""
 
     def __init__(self, work: Work, model: str, kv_role: str, number: int) -> None:
         peer = {"listen": f"127.0.0.1:{free_port()}", "secret": SECRET, "transport": "tcp"}
         folder = work.sockets / f"{kv_role}-{number}"
         folder.mkdir()
         self.cache = CacheProcess(
-            folder, ram={"capacity": 512 * MIB}, peer=peer, hand_over={"patience": 60.0}
+            folder, ram={"capacity": 512 * MIB}, peer=peer, kv_transfer={"timeout": 60.0}
         )
         self.cache.start()
         port = free_port()
@@ -75,7 +75,7 @@ class Member:
 
 
 class Fleet:
-    """All of it, and a client of the proxy."""
+    """All engines, the proxy, and a client of the proxy."""
 
     def __init__(self, work: Work, model: str, stack: ExitStack) -> None:
         self._work = work
@@ -109,7 +109,7 @@ class Fleet:
             prefill=prefillers,
             decode=decoders,
             log=log,
-            arguments=["--check", "200ms", "--patience", "60s"],
+            arguments=["--check", "200ms", "--timeout", "60s"],
         )
         self.proxy_server.wait_until(self.proxy.healthy, READY_SECONDS)
         self.wait_for({"up"})
@@ -121,16 +121,16 @@ class Fleet:
         self.proxy_server.wait_until(reached, READY_SECONDS)
 
     def is_busy(self, member: Member) -> bool:
-        """Whether the proxy waits for an answer of this engine."""
+        """Whether the proxy has a request in flight to this engine."""
         engines = self.proxy.get("/engines")
         return any(engine["load"] for engine in engines if engine["url"] == member.client.url)
 
-    def right(self, prompt: list[int]) -> list[int]:
-        """What one engine answers."""
+    def expected(self, prompt: list[int]) -> list[int]:
+        """Return the answer of one engine by itself."""
         return self.decoder.complete(prompt, NEW_TOKENS, salt=SALT).tokens
 
     def wait_until_quiet(self) -> None:
-        """Until nobody holds anything any more, wherever an engine still lives."""
+        """Wait until no cache process holds leases, and nothing is in flight."""
         for member in self.all:
             member.cache.wait_until(is_quiet)
 
@@ -155,8 +155,8 @@ def fleet(running: Fleet) -> Iterator[Fleet]:
     running.wait_until_quiet()
 
 
-def whole(fleet: Fleet, prompt: list[int]) -> list[int]:
-    """An answer that is not streamed."""
+def complete_unstreamed(fleet: Fleet, prompt: list[int]) -> list[int]:
+    """Return an answer without streaming."""
     request = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
     with httpx.Client(base_url=fleet.proxy.url, timeout=600, trust_env=False) as http:
         answer = http.post("/v1/completions", json={**request, "return_token_ids": True}).raise_for_status()
@@ -165,14 +165,14 @@ def whole(fleet: Fleet, prompt: list[int]) -> list[int]:
 
 
 async def answer_all(fleet: Fleet, prompts: list[list[int]]) -> list[list[int]]:
-    """All at once, each second one streamed."""
+    """Answer all prompts concurrently, every second one streamed."""
     answers: list[list[int]] = [[] for _ in prompts]
 
     async def answer(index: int) -> None:
         if index % 2:
             answers[index] = (await fleet.proxy.stream(prompts[index], NEW_TOKENS)).tokens
         else:
-            answers[index] = await anyio.to_thread.run_sync(whole, fleet, prompts[index])
+            answers[index] = await anyio.to_thread.run_sync(complete_unstreamed, fleet, prompts[index])
 
     async with anyio.create_task_group() as tasks:
         for index in range(len(prompts)):
@@ -180,22 +180,24 @@ async def answer_all(fleet: Fleet, prompts: list[list[int]]) -> list[list[int]]:
     return answers
 
 
-def test_many_at_once_streamed_and_not(fleet: Fleet) -> None:
-    """Distinct ones, and two that are the same."""
+def test_concurrent_requests_with_and_without_streaming(fleet: Fleet) -> None:
+    """The prompts are distinct, except for two."""
     prompts = [*fleet.prompts[:PROMPTS], fleet.prompts[0]]
-    before = fleet.proxy.get("/stats")["handed_over_tokens"]
+    before = fleet.proxy.get("/stats")["transferred_tokens"]
     answers = anyio.run(answer_all, fleet, prompts)
-    assert answers == [fleet.right(prompt) for prompt in prompts]
-    assert fleet.proxy.get("/stats")["handed_over_tokens"] - before >= PROMPTS // 2 * TOKENS
+    assert answers == [fleet.expected(prompt) for prompt in prompts]
+    assert fleet.proxy.get("/stats")["transferred_tokens"] - before >= PROMPTS // 2 * TOKENS
     fleet.wait_until_quiet()
-    pushed = [member.cache.status()["hand_overs"]["pushed_bytes"] for member in fleet.members["kv_producer"]]
-    assert all(pushed), "both prefillers had something to do"
+    pushed = [
+        member.cache.status()["kv_transfers"]["pushed_bytes"] for member in fleet.members["kv_producer"]
+    ]
+    assert all(pushed), "both prefillers push"
     held = [member.cache.status()["tiers"][0]["chunks"] for member in fleet.members["kv_consumer"]]
-    assert all(held), "and both decoders"
+    assert all(held), "both decoders hold chunks"
 
 
 def chat(client: Client, messages: list[dict[str, str]], **more: Any) -> tuple[str, int]:
-    """The answer to a conversation, and how many of its tokens were cached."""
+    """Return the answer to a conversation, and how many of its tokens were cached."""
     request = {"messages": messages, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, **more}
     with httpx.Client(base_url=client.url, timeout=600, trust_env=False) as http:
         answer = http.post("/v1/chat/completions", json=request).raise_for_status().json()
@@ -203,7 +205,7 @@ def chat(client: Client, messages: list[dict[str, str]], **more: Any) -> tuple[s
     return answer["choices"][0]["message"]["content"], cached
 
 
-def test_a_conversation_of_several_turns(fleet: Fleet) -> None:
+def test_conversation_of_several_turns(fleet: Fleet) -> None:
     text = " ".join(f"In year {year} the river rose by {year % 7} feet." for year in range(1700, 1760))
     messages: list[dict[str, str]] = [{"role": "system", "content": text}]
     for turn, question in enumerate(("When was it highest?", "And when lowest?", "Why?")):
@@ -214,10 +216,10 @@ def test_a_conversation_of_several_turns(fleet: Fleet) -> None:
         messages.append({"role": "assistant", "content": answer})
 
 
-def test_a_proxy_that_is_killed_and_started_again(fleet: Fleet) -> None:
+def test_proxy_restarts_after_a_kill(fleet: Fleet) -> None:
     prompt = fleet.prompts[PROMPTS]
 
-    async def kill_amid_the_answer() -> None:
+    async def kill_during_the_answer() -> None:
         def kill(count: int) -> None:
             if count == 2:
                 fleet.proxy_server.kill()
@@ -225,14 +227,14 @@ def test_a_proxy_that_is_killed_and_started_again(fleet: Fleet) -> None:
         with pytest.raises((httpx.HTTPError, json.JSONDecodeError)):
             await fleet.proxy.stream(prompt, 500, on_token=kill)
 
-    anyio.run(kill_amid_the_answer)
+    anyio.run(kill_during_the_answer)
     fleet.wait_until_quiet()
     fleet.start_proxy()
-    assert fleet.proxy.complete(prompt, NEW_TOKENS).tokens == fleet.right(prompt)
+    assert fleet.proxy.complete(prompt, NEW_TOKENS).tokens == fleet.expected(prompt)
 
 
-async def kill_amid(fleet: Fleet, victim: Member, prompts: list[list[int]]) -> list[list[int] | None]:
-    """The answers to some prompts while an engine is killed amid them; ``None`` where one broke off."""
+async def kill_during(fleet: Fleet, victim: Member, prompts: list[list[int]]) -> list[list[int] | None]:
+    """Kill an engine while it answers. Return the answers, with ``None`` for those that broke off."""
     answers: list[list[int] | None] = [None] * len(prompts)
 
     async def answer(index: int) -> None:
@@ -249,14 +251,14 @@ async def kill_amid(fleet: Fleet, victim: Member, prompts: list[list[int]]) -> l
 
 
 @pytest.mark.parametrize("kv_role", ROLES)
-def test_one_of_two_that_is_killed(fleet: Fleet, kv_role: str) -> None:
-    """The last tests: they leave one prefiller and one decoder."""
+def test_kill_of_one_of_two_engines(fleet: Fleet, kv_role: str) -> None:
+    """These tests come last: they leave one prefiller and one decoder."""
     first = PROMPTS + 1 + 4 * ROLES.index(kv_role)
     prompts = fleet.prompts[first : first + 4]
-    answers = anyio.run(kill_amid, fleet, fleet.members[kv_role][0], prompts)
-    expected = [fleet.right(prompt) for prompt in prompts]
+    answers = anyio.run(kill_during, fleet, fleet.members[kv_role][0], prompts)
+    expected = [fleet.expected(prompt) for prompt in prompts]
     if kv_role == "kv_producer":
-        assert answers == expected, "the other has computed them, or the decoders have"
+        assert answers == expected, "computed by the other prefiller or by the decoders"
     else:
         pairs = zip(answers, expected, strict=True)
         assert all(answer in (None, right) for answer, right in pairs), "broken off, never wrong"

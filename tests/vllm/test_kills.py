@@ -1,4 +1,4 @@
-"""kill -9 of either side, amid stores and amid loads, then a start that serves only right tokens."""
+"""SIGKILL of an engine or a cache process during stores and loads: after a restart all tokens are right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = [prompt(LENGTH, start=1200 * number) for number in range(6)]
 
 @pytest.fixture
 def cache(make_cache: MakeCache) -> CacheProcess:
-    """Its disk has more time than the test: what is held up must still be so when the kill comes."""
+    """Its disk deadline exceeds the test: operations that are held must still be pending at the kill."""
     cache = make_cache(ssd={"deadline": "60s"})
     cache.start()
     return cache
@@ -29,12 +29,12 @@ def cache(make_cache: MakeCache) -> CacheProcess:
 
 @pytest.fixture(params=["loads", pytest.param("stores", marks=pytest.mark.slow)])
 def moment(request: pytest.FixtureRequest) -> str:
-    """In the middle of what."""
+    """What is in flight at the kill."""
     return str(request.param)
 
 
 def prepare(moment: str, llama: Path, cache: CacheProcess, start: StartEngine, **settings: Any) -> None:
-    """Before loads, every prompt is on a disk that reads nothing before it is let go."""
+    """For loads, put every prompt on a disk that completes no read until released."""
     if moment == "loads":
         with start(llama, cache, **settings) as engine:
             engine.generate_all(PROMPTS, 1)
@@ -44,7 +44,7 @@ def prepare(moment: str, llama: Path, cache: CacheProcess, start: StartEngine, *
 
 
 def provoke(moment: str, engine: Engine, cache: CacheProcess) -> list[int]:
-    """Send requests, and come back when some chunks are stored and most are not, or when loads wait."""
+    """Send requests, and return once some but not most chunks are stored, or once loads are pending."""
     requests = [engine.submit(tokens, 50) for tokens in PROMPTS]
     if moment == "stores":
         cache.wait_until(lambda status: status["tiers"][0]["chunks"] >= 4)
@@ -54,7 +54,7 @@ def provoke(moment: str, engine: Engine, cache: CacheProcess) -> list[int]:
 
 
 def check_all(engine: Engine, cache: CacheProcess, llama: Path, oracle: Oracle) -> None:
-    """Twice every prompt, the second time with all that is stored: the tokens must be right."""
+    """Check the tokens of every prompt twice, the second time with the stored chunks."""
     for _ in range(2):
         for tokens in PROMPTS:
             assert engine.generate(tokens).tokens == oracle(llama, tokens)
@@ -62,21 +62,21 @@ def check_all(engine: Engine, cache: CacheProcess, llama: Path, oracle: Oracle) 
         engine.reset_prefix_cache()
 
 
-def test_kill_of_the_engine(
+def test_engine_killed(
     llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, moment: str
 ) -> None:
     prepare(moment, llama, cache, start)
     with start(llama, cache, max_num_batched_tokens=256) as engine:
         provoke(moment, engine, cache)
         engine.kill()
-    cache.let_go()
+    cache.release_disk()
     cache.wait_until_idle()
     assert cache.status()["engines"] == []
     with start(llama, cache) as engine:
         check_all(engine, cache, llama, oracle)
 
 
-def test_kill_of_the_cache_process(
+def test_cache_process_killed(
     llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, moment: str
 ) -> None:
     expected = [oracle(llama, tokens, 50) for tokens in PROMPTS]
@@ -84,25 +84,25 @@ def test_kill_of_the_cache_process(
     with start(llama, cache, max_num_batched_tokens=256) as engine:
         requests = provoke(moment, engine, cache)
         cache.kill()
-        cache.let_go()
+        cache.release_disk()
         assert [engine.answer(request).tokens for request in requests] == expected
         cache.start()
         check_all(engine, cache, llama, oracle)
-        # The engine has found the new one: what it stored after the kill is found again.
+        # The engine has reconnected: it hits what it stored after the kill.
         assert engine.generate(PROMPTS[0]).cached >= WHOLE_CHUNKS
 
 
-@pytest.mark.slow  # Each of its engines takes as long to start as all of another test.
-def test_kill_of_one_worker(
+@pytest.mark.slow  # Each of its engines takes as long to start as a whole other test.
+def test_worker_killed(
     llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, moment: str
 ) -> None:
     prepare(moment, llama, cache, start, tensor_parallel_size=2)
     with start(llama, cache, max_num_batched_tokens=256, tensor_parallel_size=2) as engine:
         provoke(moment, engine, cache)
         os.kill(engine.workers()[0], signal.SIGKILL)
-        # vLLM cannot go on without a worker; an operator starts it again.
+        # vLLM cannot continue without a worker; an operator restarts it.
         engine.kill()
-    cache.let_go()
+    cache.release_disk()
     cache.wait_until_idle()
     assert cache.status()["engines"] == []
     with start(llama, cache, tensor_parallel_size=2) as engine:

@@ -1,4 +1,4 @@
-"""Real engines whose cache processes are each other's peers: what one has computed, no other computes."""
+"""Real engines whose cache processes are peers: no engine recomputes what another has computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.testing.servers.base import free_port
-from tests.vllm.cache_process import CHUNK, MIB, PATIENCE_SECONDS, CacheProcess
+from tests.vllm.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
 from tests.vllm.engine import Engine
 from tests.vllm.models import prompt
@@ -25,7 +25,7 @@ TRANSPORTS: dict[str, dict[str, Any]] = {"tcp": {"type": "tcp"}, "nixl": {"type"
 MakePeers = Callable[..., list[CacheProcess]]
 
 
-# What only the transport makes different is tested with it: here NIXL takes twice the time.
+# Differences between transports are tested in tests/transports. NIXL doubles the time here.
 @pytest.fixture(params=["tcp", pytest.param("nixl", marks=pytest.mark.slow)])
 def transport(request: pytest.FixtureRequest) -> dict[str, Any]:
     return TRANSPORTS[request.param]
@@ -33,13 +33,13 @@ def transport(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture
 def make_peers(make_cache: MakeCache, transport: dict[str, Any]) -> MakePeers:
-    """``make_peers(count)``: cache processes that name each other, not yet started."""
+    """``make_peers(count)``: cache processes configured as peers of each other, not yet started."""
 
     def make(
         count: int,
         secrets: Sequence[str] = (),
         rams: Sequence[dict[str, Any]] = (),
-        deadline: float = PATIENCE_SECONDS,
+        deadline: float = TIMEOUT_SECONDS,
         **settings: Any,
     ) -> list[CacheProcess]:
         addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
@@ -50,8 +50,8 @@ def make_peers(make_cache: MakeCache, transport: dict[str, Any]) -> MakePeers:
                 "others": [other for other in addresses if other != address],
                 "secret": secrets[number] if secrets else SECRET,
                 "transport": {**transport, "deadline": deadline},
-                "patience": "2s",  # On a busy machine, too.
-                "share": 0.9,  # Of a memory that is small: of two prompts at once.
+                "timeout": "2s",  # Enough on a busy machine.
+                "share": 0.9,  # Memory is small, and two prompts are loaded at once.
             }
             if rams:
                 settings["ram"] = rams[number]
@@ -62,7 +62,7 @@ def make_peers(make_cache: MakeCache, transport: dict[str, Any]) -> MakePeers:
 
 
 def check(engine: Engine, oracle: Oracle, llama: Path, cached: int | None = None) -> None:
-    """Every prompt gives the right tokens; so many of them come from kvtier where it is told."""
+    """Check the tokens of every prompt, and with ``cached`` how many of them come from kvtier."""
     for tokens in PROMPTS:
         answer = engine.generate(tokens)
         assert answer.tokens == oracle(llama, tokens)
@@ -73,7 +73,7 @@ def check(engine: Engine, oracle: Oracle, llama: Path, cached: int | None = None
 def store(
     cache: CacheProcess, start: StartEngine, llama: Path, prompts: Sequence[list[int]] = PROMPTS
 ) -> None:
-    """Let an engine compute prompts, and leave them to its cache process."""
+    """Compute prompts in an engine, and leave them in its cache process."""
     chunks = len(prompts) * WHOLE_CHUNKS // CHUNK
     with start(llama, cache) as engine:
         for tokens in prompts:
@@ -81,16 +81,16 @@ def store(
         cache.wait_until(lambda status: status["tiers"][1]["chunks"] >= chunks)
 
 
-def wait_until_nothing_is_granted(cache: CacheProcess) -> None:
+def wait_until_no_grants(cache: CacheProcess) -> None:
     cache.wait_until(lambda status: status["serving"]["grants"] == 0)
     cache.wait_until_idle()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
-def test_what_one_engine_computed_its_peer_hits(
+def test_peer_hits_what_another_engine_computed(
     llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle
 ) -> None:
-    """From the first one's memory, and from its disk what its memory has no room for."""
+    """Chunks come from the first one's memory, or from its disk if they do not fit into its memory."""
     first, second = make_peers(2, rams=[{"capacity": 10 * MIB}, {}])
     first.start()
     second.start()
@@ -98,12 +98,14 @@ def test_what_one_engine_computed_its_peer_hits(
     with start(llama, second) as engine:
         check(engine, oracle, llama, cached=WHOLE_CHUNKS)
     assert second.status()["counts"]["found_peers"] == len(PROMPTS) * WHOLE_CHUNKS // CHUNK
-    wait_until_nothing_is_granted(first)
-    wait_until_nothing_is_granted(second)
+    wait_until_no_grants(first)
+    wait_until_no_grants(second)
 
 
 @pytest.mark.slow
-def test_of_three_one_is_gone(llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle) -> None:
+def test_one_of_three_peers_is_killed(
+    llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle
+) -> None:
     first, second, third = make_peers(3)
     for cache in (first, second, third):
         cache.start()
@@ -114,15 +116,15 @@ def test_of_three_one_is_gone(llama: Path, make_peers: MakePeers, start: StartEn
     with start(llama, third) as engine:
         check(engine, oracle, llama, cached=WHOLE_CHUNKS)
     assert third.status()["counts"]["found_peers"] == len(PROMPTS) * WHOLE_CHUNKS // CHUNK
-    wait_until_nothing_is_granted(second)
-    wait_until_nothing_is_granted(third)
+    wait_until_no_grants(second)
+    wait_until_no_grants(third)
 
 
 @pytest.mark.parametrize("outage", ["killed", pytest.param("paused", marks=pytest.mark.slow)])
-def test_a_peer_that_goes_amid_loads_costs_misses(
+def test_peer_outage_during_loads_costs_misses(
     llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle, outage: str
 ) -> None:
-    """And when it is back, its chunks are hit again."""
+    """After it recovers, its chunks are hit again."""
     first, second = make_peers(2, rams=[{"capacity": 10 * MIB}, {}], deadline=DEADLINE_SECONDS)
     first.start()
     second.start()
@@ -142,19 +144,19 @@ def test_a_peer_that_goes_amid_loads_costs_misses(
             first.start()
         else:
             first.resume()
-        # What it promised before its end may take all that it has to promise, until the leases run out.
-        wait_until_nothing_is_granted(first)
+        # Grants from before the outage may use up its limit until their leases expire.
+        wait_until_no_grants(first)
         second.wait_until(lambda status: status["peers"][0]["linked"])
         second.wait_until(lambda status: status["peers"][0]["state"] == "connected")
         second.wait_until(lambda status: status["tiers"][2]["available"])
         answer = engine.generate(LATER)
         assert (answer.tokens, answer.cached) == (oracle(llama, LATER), WHOLE_CHUNKS), second.tail()
-    wait_until_nothing_is_granted(first)
-    wait_until_nothing_is_granted(second)
+    wait_until_no_grants(first)
+    wait_until_no_grants(second)
 
 
-@pytest.mark.slow  # tests/peers tells peers of each other without an engine.
-def test_a_peer_with_another_secret_is_none(
+@pytest.mark.slow  # tests/peers covers secrets without an engine.
+def test_peer_with_another_secret_is_not_used(
     llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle
 ) -> None:
     first, second = make_peers(2, secrets=[SECRET, SECRET[::-1]])
@@ -164,13 +166,13 @@ def test_a_peer_with_another_secret_is_none(
     with start(llama, second) as engine:
         check(engine, oracle, llama, cached=0)
     log = second.log.read_text()
-    assert log.count("WARNING") == 2, log  # As the one that calls, and as the one that is called.
+    assert log.count("WARNING") == 2, log  # One as the client, one as the server.
     assert log.count("peer.secret") == 2
     assert SECRET not in log + first.log.read_text()
 
 
 @pytest.mark.slow
-def test_a_target_without_room_computes_itself(
+def test_target_without_room_recomputes(
     llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle
 ) -> None:
     first, second = make_peers(2, rams=[{}, {"capacity": 2 * MIB}])
@@ -179,4 +181,4 @@ def test_a_target_without_room_computes_itself(
     store(first, start, llama)
     with start(llama, second) as engine:
         check(engine, oracle, llama)
-    wait_until_nothing_is_granted(first)
+    wait_until_no_grants(first)

@@ -1,4 +1,4 @@
-"""Real engines on real shared pools: warm from another's work, and right whatever becomes of the server."""
+"""Real engines on real shared pools: they share chunks, and answer correctly through outages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.testing.servers import SERVERS
 from kvtier.testing.servers.base import Server
-from tests.vllm.cache_process import CHUNK, MIB, PATIENCE_SECONDS, CacheProcess
+from tests.vllm.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
 from tests.vllm.engine import Engine, Engines
 from tests.vllm.models import prompt
@@ -25,14 +25,14 @@ WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
 PROMPTS = [prompt(LENGTH, start=1200 * number) for number in range(4)]
 DEADLINE_SECONDS = 1.0
 OUTAGES = {("redis", True)}
-"""Which servers are killed, or only paused, by default."""
-MOST_WARNINGS = 8
-"""Of one outage: the breaker's, the backend's own and the cache process's, with room for one retry each."""
+"""The outages that run by default: the server, and whether it is killed or only paused."""
+MAX_WARNINGS = 8
+"""Per outage: from the breaker, the backend and the cache process, with room for one retry each."""
 
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A running server of each kind of pool."""
+    """A running server of the requested kind of pool."""
     kind = SERVERS[request.param]
     if reason := kind.missing():
         pytest.skip(reason)
@@ -41,20 +41,20 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         yield stack.enter_context(kind(Path(folder)))
 
 
-few_pools = pytest.mark.parametrize(
+redis_by_default = pytest.mark.parametrize(
     "server",
     [pytest.param(name, marks=() if name == "redis" else pytest.mark.slow) for name in SERVERS],
     indirect=True,
 )
-"""What the client makes of it is tried with each in ``tests/backends``."""
+"""Only Redis by default: ``tests/backends`` tests the client of each kind of pool."""
 
 
-def pool(server: Server, deadline: float = PATIENCE_SECONDS) -> dict[str, Any]:
+def pool(server: Server, deadline: float = TIMEOUT_SECONDS) -> dict[str, Any]:
     return {**server.tier(), "deadline": deadline, "queue": 64 * MIB}
 
 
 def check(engine: Engine, oracle: Oracle, llama: Path, cached: int | None = None) -> None:
-    """Every prompt gives the right tokens; so many of them come from kvtier where it is told."""
+    """Check the tokens of every prompt, and with ``cached`` how many of them come from kvtier."""
     for tokens in PROMPTS:
         answer = engine.generate(tokens)
         assert answer.tokens == oracle(llama, tokens)
@@ -62,16 +62,16 @@ def check(engine: Engine, oracle: Oracle, llama: Path, cached: int | None = None
     engine.reset_prefix_cache()
 
 
-def wait_until_whole(cache: CacheProcess, chunks: int) -> None:
-    """The pool answers again, and holds that much as far as is known."""
+def wait_until_recovered(cache: CacheProcess, chunks: int) -> None:
+    """Wait until the pool answers again, and the index lists at least ``chunks`` chunks in it."""
     cache.wait_until(lambda status: status["tiers"][1]["available"])
     cache.wait_until(lambda status: status["tiers"][1]["chunks"] >= chunks)
     cache.wait_until_idle()
 
 
-def store_whole(engine: Engine, cache: CacheProcess) -> list[int]:
-    """The first prompt of which the pool takes every chunk: an outage may have left memory full."""
-    number, deadline = 10, time.monotonic() + PATIENCE_SECONDS
+def store_until_complete(engine: Engine, cache: CacheProcess) -> list[int]:
+    """Return the first prompt whose chunks the pool stores completely: memory may be full after an outage."""
+    number, deadline = 10, time.monotonic() + TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         tokens = prompt(LENGTH, start=1200 * number)
         before = Counter(cache.status()["counts"])
@@ -80,16 +80,16 @@ def store_whole(engine: Engine, cache: CacheProcess) -> list[int]:
         cache.wait_until_idle()
         gained = Counter(cache.status()["counts"])
         gained.subtract(before)
-        # What was demoted meanwhile is of other prompts.
+        # Chunks demoted meanwhile belong to other prompts.
         if gained["stored"] == gained["put_ok"] - gained["demoted"] == WHOLE_CHUNKS // CHUNK:
             return tokens
         number += 1
         time.sleep(0.2)
-    raise AssertionError(f"the pool takes nothing: {cache.status()}\n{cache.tail()}")
+    raise AssertionError(f"the pool stores nothing: {cache.status()}\n{cache.tail()}")
 
 
-@few_pools
-def test_what_one_engine_stored_another_hits(
+@redis_by_default
+def test_engine_hits_what_another_stored(
     llama: Path, server: Server, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
     first, second = make_cache(pool=pool(server)), make_cache(pool=pool(server))
@@ -109,7 +109,7 @@ def test_what_one_engine_stored_another_hits(
 
 @pytest.fixture(scope="module")
 def keys(llama: Path, engines: Engines) -> Iterator[list[ChunkKey]]:
-    """Of the chunks of one prompt, told by a disk's file names: the same on every tier, in every process."""
+    """Keys of one prompt's chunks, from a disk's file names: equal in every tier and process."""
     with tempfile.TemporaryDirectory(prefix="kvt-") as folder:
         cache = CacheProcess(Path(folder))
         cache.start()
@@ -123,8 +123,8 @@ def keys(llama: Path, engines: Engines) -> Iterator[list[ChunkKey]]:
         yield [ChunkKey(bytes.fromhex(file.stem)) for file in files]
 
 
-@few_pools
-def test_a_damaged_value_is_recomputed(
+@redis_by_default
+def test_damaged_value_is_recomputed(
     llama: Path,
     server: Server,
     keys: list[ChunkKey],
@@ -165,18 +165,18 @@ def test_a_damaged_value_is_recomputed(
     ],
     indirect=["server"],
 )
-def test_an_outage_costs_misses(
+def test_outage_costs_misses(
     llama: Path, server: Server, make_cache: MakeCache, start: StartEngine, oracle: Oracle, killed: bool
 ) -> None:
-    """Amid loads and amid stores, for longer than the deadline; a server that was killed comes back empty."""
+    """During loads and stores, for longer than the deadline. A killed server comes back empty."""
     # Room for two of four prompts.
     cache = make_cache(ram={"capacity": 8 * MIB}, pool=pool(server, DEADLINE_SECONDS))
     cache.start()
     with start(llama, cache) as engine:
         for number, tokens in enumerate(PROMPTS, 1):
             assert engine.generate(tokens).tokens == oracle(llama, tokens)
-            # One by one: where the pool is slower than the engine, memory has no room for the next.
-            wait_until_whole(cache, number * WHOLE_CHUNKS // CHUNK)
+            # One at a time: if the pool is slower than the engine, memory has no room for the next prompt.
+            wait_until_recovered(cache, number * WHOLE_CHUNKS // CHUNK)
         engine.reset_prefix_cache()
         server.pause()
         unknown = prompt(LENGTH, start=9000)
@@ -186,24 +186,24 @@ def test_an_outage_costs_misses(
             server.kill()
         expected = [oracle(llama, tokens) for tokens in (*PROMPTS, unknown)]
         assert [engine.answer(request).tokens for request in requests] == expected
-        time.sleep(DEADLINE_SECONDS)  # Amid stores.
+        time.sleep(DEADLINE_SECONDS)  # The outage lasts into stores.
         engine.reset_prefix_cache()
         check(engine, oracle, llama)
         if killed:
             server.start()
         else:
             server.resume()
-        # A breaker closes when somebody asks for something.
+        # A circuit breaker closes only on a request.
         for number in range(100):
             if cache.status()["tiers"][1]["available"] and number:
                 break
             engine.generate(prompt(300, start=7000 + number))
             time.sleep(0.2)
         engine.reset_prefix_cache()
-        tokens = store_whole(engine, cache)
+        tokens = store_until_complete(engine, cache)
         assert engine.generate(tokens).tokens == oracle(llama, tokens)
     cache.stop()
-    assert cache.log.read_text().count("WARNING") <= MOST_WARNINGS, cache.tail()
+    assert cache.log.read_text().count("WARNING") <= MAX_WARNINGS, cache.tail()
     cache.start()
     with start(llama, cache) as engine:
         answer = engine.generate(tokens)

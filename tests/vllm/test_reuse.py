@@ -1,4 +1,4 @@
-"""What was prefilled once is not prefilled again: from memory, from disk, across engines and restarts."""
+"""KV is reused instead of prefilled again: from memory, from disk, across engines and restarts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
 
 
-def from_tier(engine: Engine, source: str) -> float:
-    """Tokens that vLLM counted as supplied by ``host`` or ``disk``."""
+def tokens_from(engine: Engine, source: str) -> float:
+    """Return the tokens that vLLM counts as supplied by ``host`` or ``disk``."""
     return engine.metrics()[f"vllm:prompt_tokens_cached_by_source_total{{{source}}}"]
 
 
@@ -28,7 +28,7 @@ def test_cold_then_warm_from_memory(
         cache.wait_until_stored(LENGTH)
         engine.reset_prefix_cache()
         warm = engine.generate(prompt(LENGTH))
-        assert from_tier(engine, "host") == WHOLE_CHUNKS
+        assert tokens_from(engine, "host") == WHOLE_CHUNKS
     expected = oracle(llama, prompt(LENGTH))
     assert cold == Answer(expected, 0, "length")
     assert warm == Answer(expected, WHOLE_CHUNKS, "length")
@@ -43,10 +43,10 @@ def test_warm_from_disk_in_new_processes(
     cache.start()
     with start(llama, cache) as engine:
         warm = engine.generate(prompt(LENGTH))
-        assert from_tier(engine, "disk") == WHOLE_CHUNKS
+        assert tokens_from(engine, "disk") == WHOLE_CHUNKS
         engine.reset_prefix_cache()
         again = engine.generate(prompt(LENGTH))
-        assert from_tier(engine, "host") == WHOLE_CHUNKS
+        assert tokens_from(engine, "host") == WHOLE_CHUNKS
     assert warm == again == Answer(oracle(llama, prompt(LENGTH)), WHOLE_CHUNKS, "length")
 
 
@@ -69,18 +69,18 @@ def test_two_engines_hit_each_others_chunks(
     llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
 ) -> None:
     first, second = prompt(LENGTH), prompt(LENGTH, start=5000)
-    with start(llama, cache) as one, start(llama, cache) as other:
-        one.generate(first)
-        other.generate(second)
+    with start(llama, cache) as engine_a, start(llama, cache) as engine_b:
+        engine_a.generate(first)
+        engine_b.generate(second)
         cache.wait_until_stored(2 * WHOLE_CHUNKS)
-        answers = [one.generate(second), other.generate(first)]
+        answers = [engine_a.generate(second), engine_b.generate(first)]
     assert answers == [
         Answer(oracle(llama, second), WHOLE_CHUNKS, "length"),
         Answer(oracle(llama, first), WHOLE_CHUNKS, "length"),
     ]
 
 
-def test_a_chat_reuses_the_tokens_that_were_decoded(
+def test_chat_reuses_decoded_tokens(
     llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
 ) -> None:
     turns = [prompt(300), prompt(200, start=4000), prompt(150, start=8000)]
@@ -91,14 +91,14 @@ def test_a_chat_reuses_the_tokens_that_were_decoded(
             conversation += turn
             engine.reset_prefix_cache()
             answer = engine.generate(conversation, 200)
-            # The last token that was decoded has no KV yet.
+            # The last decoded token has no KV yet.
             assert answer.cached == max(0, known - 1) // CHUNK * CHUNK
             assert answer.tokens == oracle(llama, conversation, 200)
             conversation += answer.tokens
             cache.wait_until_stored(len(conversation) - 1)
 
 
-def test_decoded_tokens_are_left_out_where_told(
+def test_decoded_tokens_are_not_stored_without_save_decode(
     llama: Path, make_cache: MakeCache, start: StartEngine
 ) -> None:
     cache = make_cache(save_decode=False)
@@ -109,7 +109,7 @@ def test_decoded_tokens_are_left_out_where_told(
         assert cache.status()["tiers"][0]["chunks"] == 300 // CHUNK
 
 
-def test_the_partial_last_chunk_is_reused_where_told(
+def test_partial_last_chunk_is_reused_with_partial_chunks(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
     cache = make_cache(partial_chunks=True)
@@ -123,9 +123,7 @@ def test_the_partial_last_chunk_is_reused_where_told(
     assert warm.cached > WHOLE_CHUNKS
 
 
-def test_a_prompt_of_whole_chunks(
-    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
-) -> None:
+def test_prompt_of_whole_chunks(llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle) -> None:
     with start(llama, cache) as engine:
         engine.generate(prompt(WHOLE_CHUNKS))
         cache.wait_until_stored(WHOLE_CHUNKS)
@@ -161,14 +159,16 @@ def test_tensor_parallel(llama: Path, cache: CacheProcess, start: StartEngine, o
     assert len(status["engines"]) == 1
 
 
-def test_engines_of_another_layout_do_not_meet(llama: Path, cache: CacheProcess, start: StartEngine) -> None:
+def test_engines_with_different_block_sizes_share_nothing(
+    llama: Path, cache: CacheProcess, start: StartEngine
+) -> None:
     with start(llama, cache) as engine:
         engine.generate(prompt(LENGTH))
     with start(llama, cache, block_size=64) as engine:
         assert engine.generate(prompt(LENGTH)).cached == 0
 
 
-def test_reset_empties_kvtier_too(llama: Path, cache: CacheProcess, start: StartEngine) -> None:
+def test_external_reset_clears_kvtier(llama: Path, cache: CacheProcess, start: StartEngine) -> None:
     with start(llama, cache) as engine:
         engine.generate(prompt(LENGTH))
         cache.wait_until_stored(LENGTH)
@@ -177,7 +177,7 @@ def test_reset_empties_kvtier_too(llama: Path, cache: CacheProcess, start: Start
         assert engine.generate(prompt(LENGTH)).cached == 0
 
 
-def test_the_connector_starts_a_cache_process_where_no_socket_is_named(
+def test_connector_starts_a_cache_process_if_no_socket_is_set(
     llama: Path, make_cache: MakeCache, engines: Engines, tmp_path: Path, oracle: Oracle
 ) -> None:
     from kvtier.bridge.spawn import default_address
@@ -195,7 +195,7 @@ def test_the_connector_starts_a_cache_process_where_no_socket_is_named(
         pid = started.status()["pid"]
         started.wait_until(is_idle)
     assert warm == Answer(oracle(llama, prompt(LENGTH)), WHOLE_CHUNKS, "length")
-    started.wait_until_gone(pid)
+    started.wait_until_exited(pid)
 
 
 @pytest.mark.parametrize("length", [pytest.param(CHUNK - 1, marks=pytest.mark.slow), CHUNK, CHUNK + 1])

@@ -1,4 +1,4 @@
-"""vLLM's scheduler in all its moods: batches, small batches, preemption, aborts, waiting."""
+"""All modes of vLLM's scheduler: batches, small batches, preemption, aborts, waiting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARED = 800
 
 
 def sharing_a_prefix(count: int) -> list[list[int]]:
-    """Prompts that begin alike and end each in its own way."""
+    """Return prompts with a common prefix and different ends."""
     return [prompt(SHARED) + prompt(200, start=10_000 + 300 * number) for number in range(count)]
 
 
@@ -31,7 +31,7 @@ def test_eight_requests_at_once_share_a_prefix_from_disk(
         read = cache.status()["counts"]
     assert [answer.tokens for answer in answers] == [oracle(llama, tokens) for tokens in prompts]
     assert all(answer.cached >= SHARED // CHUNK * CHUNK for answer in answers)
-    assert read["get_ok"] == SHARED // CHUNK, "one flight per chunk, however many ask for it"
+    assert read["get_ok"] == SHARED // CHUNK, "one read per chunk, however many requests need it"
 
 
 def test_eight_cold_requests_at_once(
@@ -49,7 +49,7 @@ def test_eight_cold_requests_at_once(
 def test_chunked_prefill_in_small_batches(
     llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
 ) -> None:
-    # 96 tokens a step: steps and chunks never end together.
+    # 96 tokens per step: most steps end inside a chunk.
     prompts = [prompt(LENGTH), prompt(700, start=3000), prompt(400, start=6000)]
     with start(llama, cache, max_num_batched_tokens=96, max_num_seqs=4) as engine:
         cold = engine.generate_all(prompts, 40)
@@ -90,7 +90,7 @@ def test_aborted_requests_free_everything(
     assert answer.tokens == oracle(llama, prompts[0])
 
 
-def test_requests_aborted_while_they_wait_for_the_disk_free_everything(
+def test_requests_aborted_during_disk_reads_free_everything(
     llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
 ) -> None:
     with start(llama, cache) as engine:
@@ -107,7 +107,7 @@ def test_requests_aborted_while_they_wait_for_the_disk_free_everything(
     assert answer.tokens == oracle(llama, prompt(LENGTH))
 
 
-def test_a_request_that_waits_for_the_disk_blocks_nobody(
+def test_request_waiting_for_the_disk_does_not_block_others(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
     cache = make_cache(ssd={"deadline": "10m"}, prefetch={"policy": "timeout", "deadline": "10m"})

@@ -1,4 +1,4 @@
-"""Hand-overs from staging buffer to staging buffer beside the KV of real engines, on a CPU in its memory."""
+"""KV transfers between staging buffers of real engines. On a CPU the buffers are in host memory."""
 
 from __future__ import annotations
 
@@ -16,109 +16,109 @@ from tests.vllm.test_disaggregated import (
     STEP,
     Hosts,
     Pair,
-    around_a_chunk,
+    check_lengths_around_a_chunk,
     fresh,
-    handed_over,
     is_quiet,
-    test_a_chat_goes_on_with_what_both_have,
-    test_a_decoder_that_is_killed_amid_its_answer,
-    test_a_hybrid_model,
-    test_a_link_that_is_paused_holds_nobody_up_at_the_prefiller,
-    test_a_prefiller_that_is_killed_amid_a_push,
-    test_an_abort_at_the_prefiller_ends_the_hand_over,
-    test_one_prompt_twice_at_once,
-    test_one_that_is_preempted_is_handed_over_anew,
-    test_without_hints_the_decoder_finds_what_is_there,
+    test_abort_at_the_prefiller_ends_the_transfer,
+    test_chat_transfers_cached_chunks_too,
+    test_decoder_hits_transferred_chunks_without_hints,
+    test_decoder_killed_during_a_transfer,
+    test_hybrid_model,
+    test_paused_target_does_not_delay_the_prefiller,
+    test_preempted_request_is_transferred_again,
+    test_prefiller_killed_during_a_transfer,
+    test_same_prompt_twice_concurrently,
+    transferred,
 )
 
 pytestmark = pytest.mark.slow
 __all__ = [
-    "test_a_chat_goes_on_with_what_both_have",
-    "test_a_decoder_that_is_killed_amid_its_answer",
-    "test_a_hybrid_model",
-    "test_a_link_that_is_paused_holds_nobody_up_at_the_prefiller",
-    "test_a_prefiller_that_is_killed_amid_a_push",
-    "test_an_abort_at_the_prefiller_ends_the_hand_over",
-    "test_one_prompt_twice_at_once",
-    "test_one_that_is_preempted_is_handed_over_anew",
-    "test_without_hints_the_decoder_finds_what_is_there",
+    "test_abort_at_the_prefiller_ends_the_transfer",
+    "test_chat_transfers_cached_chunks_too",
+    "test_decoder_hits_transferred_chunks_without_hints",
+    "test_decoder_killed_during_a_transfer",
+    "test_hybrid_model",
+    "test_paused_target_does_not_delay_the_prefiller",
+    "test_preempted_request_is_transferred_again",
+    "test_prefiller_killed_during_a_transfer",
+    "test_same_prompt_twice_concurrently",
 ]
-"""The same holds whichever way chunks go."""
+"""These tests hold for both paths of a transfer."""
 
-STAGED = {"device": "cuda", "patience": EXPECT_SECONDS, "buffer": 16 * MIB, "reserve": "5s"}
+STAGED = {"device": "cuda", "timeout": EXPECT_SECONDS, "buffer": 16 * MIB, "reserve": "5s"}
 CHUNKS = -(-LENGTH // CHUNK)
 
 
 def counts(cache: CacheProcess) -> dict[str, int]:
-    """What became of all chunks that were handed over."""
-    return dict(cache.status()["hand_overs"]["counts"])
+    """Return the outcomes of all transferred chunks."""
+    return dict(cache.status()["kv_transfers"]["counts"])
 
 
 @pytest.fixture(scope="module")
 def hosts(engines: Engines) -> Hosts:
-    return Hosts(engines, "nixl", hand_over=STAGED)
+    return Hosts(engines, "nixl", kv_transfer=STAGED)
 
 
 @pytest.fixture(scope="module")
 def running(hosts: Hosts, llama: Path) -> Iterator[Pair]:
     with hosts.pair(llama, **STEP) as pair:
-        for cache in (pair.here, pair.there):
+        for cache in (pair.source, pair.target):
             cache.wait_until(lambda status: len(status["staging"]) == 1)
         yield pair
 
 
 @pytest.fixture
 def pair(running: Pair) -> Iterator[Pair]:
-    """Two engines for many tests: after each, nobody may hold anything any more."""
+    """Two engines for many tests. After each test nothing may be leased or in flight."""
     yield running
-    running.prefiller.let_go()
-    for cache, engine in ((running.here, running.prefiller), (running.there, running.decoder)):
+    running.prefiller.resume()
+    for cache, engine in ((running.source, running.prefiller), (running.target, running.decoder)):
         cache.wait_until(is_quiet)
         engine.wait_until_free()
 
 
-def test_all_goes_from_buffer_to_buffer(llama: Path, pair: Pair, oracle: Oracle) -> None:
-    """Of prompts of any length, while later chunks are computed, past the decoder's first tier."""
-    before = counts(pair.here)
-    around_a_chunk(llama, oracle, pair)
+def test_every_chunk_goes_through_the_staging_buffers(llama: Path, pair: Pair, oracle: Oracle) -> None:
+    """For prompts of any length, while later chunks are computed, and bypassing the decoder's first tier."""
+    before = counts(pair.source)
+    check_lengths_around_a_chunk(llama, oracle, pair)
     tokens = fresh()
     pair.prefiller.hold()
     prefilling = pair.submit(tokens)
     decoding = pair.expect(tokens)
-    while not any(buffer["leases"] for buffer in pair.there.status()["staging"]):
+    while not any(buffer["leases"] for buffer in pair.target.status()["staging"]):
         assert not pair.prefiller.finished(prefilling)
         pair.prefiller.step()
-    pair.prefiller.let_go()
-    assert handed_over(pair.prefiller.answer(prefilling)) == LENGTH
+    pair.prefiller.resume()
+    assert transferred(pair.prefiller.answer(prefilling)) == LENGTH
     answer = pair.decoder.answer(decoding)
     assert (answer.tokens, answer.cached) == (oracle(llama, tokens), LENGTH)
-    pair.here.wait_until(is_quiet)
-    after = counts(pair.here)
+    pair.source.wait_until(is_quiet)
+    after = counts(pair.source)
     assert after["staged"] - before.get("staged", 0) == after["ok"] - before.get("ok", 0) >= 2 * CHUNKS
 
 
-def test_an_abort_at_the_decoder_leaves_nothing(llama: Path, pair: Pair, oracle: Oracle) -> None:
+def test_abort_at_the_decoder_releases_everything(llama: Path, pair: Pair, oracle: Oracle) -> None:
     tokens = fresh()
     prefilling = pair.begin(tokens)
     pair.decoder.abort(pair.wait_for(tokens))
-    pair.there.wait_until(lambda status: status["pushed"]["waiting"] == 0 and is_idle(status))
-    pair.prefiller.let_go()
-    assert handed_over(pair.prefiller.answer(prefilling)) == LENGTH
-    pair.here.wait_until(is_quiet)
-    pair.there.wait_until(is_quiet)
+    pair.target.wait_until(lambda status: status["pushed"]["waiting"] == 0 and is_idle(status))
+    pair.prefiller.resume()
+    assert transferred(pair.prefiller.answer(prefilling)) == LENGTH
+    pair.source.wait_until(is_quiet)
+    pair.target.wait_until(is_quiet)
     assert pair.decode(tokens).tokens == oracle(llama, tokens)
 
 
-def test_what_finds_no_room_goes_through_the_first_tier(
+def test_first_tier_is_used_when_the_buffer_is_full(
     llama: Path, hosts: Hosts, pair: Pair, oracle: Oracle
 ) -> None:
     with (
-        hosts.cache(hand_over={**STAGED, "buffer": MIB}) as there,
-        hosts.engine(llama, there, "kv_consumer") as engine,
+        hosts.cache(kv_transfer={**STAGED, "buffer": MIB}) as target,
+        hosts.engine(llama, target, "kv_consumer") as engine,
     ):
-        small = pair._replace(decoder=engine, there=there)
+        small = pair._replace(decoder=engine, target=target)
         for _ in range(2):
-            # All of it may not find room in time: the buffer's size is also what may be reserved at once.
+            # Not every chunk may find room in time: the buffer's size also limits what is reserved at once.
             tokens = fresh()
             assert small.serve(tokens).tokens == oracle(llama, tokens)
-        assert there.status()["tiers"][0]["chunks"] > 0
+        assert target.status()["tiers"][0]["chunks"] > 0

@@ -1,4 +1,4 @@
-"""What must never be shared: the KV of another tenant, or of another adapter."""
+"""KV is never shared between tenants or adapters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_tenants_with_different_salts_never_hit_each_other(
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-    """Two adapters, as vLLM is told of them."""
+    """The arguments of vLLM's ``LoRARequest`` for two adapters."""
     folder = tmp_path_factory.mktemp("adapters")
     return [
         {
@@ -51,12 +51,12 @@ def test_adapters_do_not_share(
     oracle: Oracle,
     adapters: list[dict[str, object]],
 ) -> None:
-    asked = [None, *adapters]
-    expected = [oracle(llama, prompt(LENGTH), lora=lora) for lora in asked]
-    assert len({tuple(tokens) for tokens in expected}) == len(asked), "the adapters change nothing"
+    variants = [None, *adapters]
+    expected = [oracle(llama, prompt(LENGTH), lora=lora) for lora in variants]
+    assert len({tuple(tokens) for tokens in expected}) == len(variants), "the adapters change nothing"
     with start(llama, cache, enable_lora=True, max_lora_rank=8, max_loras=2) as engine:
         for hit in (0, WHOLE_CHUNKS):
-            for number, lora in enumerate(asked):
+            for number, lora in enumerate(variants):
                 engine.reset_prefix_cache()
                 answer = engine.generate(prompt(LENGTH), lora=lora)
                 assert (answer.cached, answer.tokens) == (hit, expected[number])

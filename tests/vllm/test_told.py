@@ -1,4 +1,4 @@
-"""What is told of it: vLLM's metrics, its log, and its KV events."""
+"""What an engine reports: metrics, log and KV events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.vllm.models import prompt
 LENGTH = 1000
 CHUNKS = LENGTH // CHUNK
 TOKEN_BYTES = 4096
-"""Bytes of KV of one token of the small Llama in float32."""
+"""Bytes of KV per token of the small Llama in float32."""
 
 
 def test_metrics_and_log(llama: Path, cache: CacheProcess, start: StartEngine) -> None:
@@ -30,7 +30,7 @@ def test_metrics_and_log(llama: Path, cache: CacheProcess, start: StartEngine) -
         engine.generate(prompt(LENGTH))
         metrics = engine.metrics()
     log = engine.log.read_text()
-    told = {
+    reported = {
         name: metrics[f"kvtier_{name}"]
         for name in (
             "hit_tokens_total{ram}",
@@ -41,7 +41,7 @@ def test_metrics_and_log(llama: Path, cache: CacheProcess, start: StartEngine) -
         )
     }
     tokens = CHUNKS * CHUNK
-    assert told == {
+    assert reported == {
         "hit_tokens_total{ram}": tokens,
         "loaded_tokens_total": tokens,
         "loaded_bytes_total": tokens * TOKEN_BYTES,
@@ -77,7 +77,7 @@ def test_kv_events(
                 removed.get(medium, set()).update(keys)
 
     def step_until(condition: Callable[[], bool]) -> None:
-        """Events are told of in steps, and may come a step later."""
+        """Step until ``condition`` holds. Events are published after a step, and may come a step late."""
         while not condition():
             engine.generate(prompt(20))
             while events.poll(100):
@@ -87,7 +87,7 @@ def test_kv_events(
     config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{tmp_path}/events"}
     with start(llama, cache, kv_events_config=config) as engine:
         other_prompts = (prompt(64, start=start) for start in count(10 * LENGTH, 64))
-        while not events.poll(100):  # What is published before the subscription has arrived is lost.
+        while not events.poll(100):  # Events published before the subscription is active are lost.
             engine.generate(next(other_prompts))
         engine.generate(prompt(LENGTH))
         cache.wait_until_stored(LENGTH)

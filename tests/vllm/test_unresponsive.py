@@ -1,4 +1,4 @@
-"""A cache process that is stopped delays no step of a real vLLM, and serves again when it goes on."""
+"""A paused cache process delays no step of a real vLLM, and serves again after it resumes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
 PROMPTS = [prompt(LENGTH, start=1200 * number) for number in range(3)]
 NEW = 40
 WAITS = 20 * 0.002
-"""What a scheduler may wait while nothing answers: at most two milliseconds a stop, with much to spare."""
+"""Limit in seconds of the scheduler's waits during the pause: at most 2 ms per outage, with a wide margin."""
 
 
-def test_a_stopped_cache_process_delays_no_step_and_serves_again(
+def test_paused_cache_process_delays_no_step_and_serves_again(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
     cache = make_cache(prefetch={"policy": "timeout", "deadline": "60s"})
@@ -30,13 +30,13 @@ def test_a_stopped_cache_process_delays_no_step_and_serves_again(
         cache.pause()
         try:
             answers = engine.generate_all(PROMPTS, NEW)
-            stopped = engine.metrics()
+            paused = engine.metrics()
             engine.wait_until_free()
         finally:
             cache.resume()
         assert [answer.tokens for answer in answers] == expected
-        assert {answer.cached for answer in answers} == {0}, "what cannot be asked for is computed"
-        assert stopped["waited"] - before["waited"] < WAITS
+        assert {answer.cached for answer in answers} == {0}, "unreachable chunks are computed"
+        assert paused["waited"] - before["waited"] < WAITS
         engine.reset_prefix_cache()
         cache.wait_until(lambda status: True)
         assert engine.generate(PROMPTS[1], NEW).tokens == expected[1]
@@ -49,10 +49,10 @@ def test_a_stopped_cache_process_delays_no_step_and_serves_again(
     assert log.count("the cache process answers again") >= 1
 
 
-def test_requests_in_flight_when_it_is_stopped_are_completed(
+def test_requests_in_flight_during_a_pause_complete(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
-    """In the middle of decoding, of a prefill and of a load; and blocks are kept for nothing."""
+    """The pause hits decoding, a prefill and a load. No block stays reserved."""
     cache = make_cache(prefetch={"policy": "timeout", "deadline": "60s"})
     cache.start()
     expected = [oracle(llama, tokens, NEW) for tokens in PROMPTS]
@@ -66,13 +66,13 @@ def test_requests_in_flight_when_it_is_stopped_are_completed(
             engine.step()
         cache.pause()
         try:
-            engine.let_go()
+            engine.resume()
             answers = [engine.answer(number) for number in numbers]
             engine.wait_until_free()
         finally:
             cache.resume()
         assert [answer.tokens for answer in answers] == expected
-        # What is granted late is given back in the step after its grant has come.
+        # A late grant is returned in the step after it arrives.
         engine.generate(PROMPTS[0][:CHUNK], 1)
         while not is_idle(cache.status()):
             engine.generate(PROMPTS[0][:CHUNK], 1)

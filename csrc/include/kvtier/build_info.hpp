@@ -1,19 +1,19 @@
-// What this build has, and what of it this processor can run.
+// Features of this build and of this CPU.
 #pragma once
 
 #include <string>
 
 namespace kvtier {
 
-// Of the names, arguments and results that the extensions offer to Python. Whoever changes one raises it here and in
-// kvtier/native/__init__.py, so that an extension that was built of other sources is left out and not called wrongly.
+// Version of the names, arguments and results that the extensions expose to Python. After changing one, increment it
+// here and in kvtier/native/__init__.py, so that an extension built from other sources is not loaded.
 inline constexpr int abi = 4;
 
 struct BuildInfo {
     std::string compiler;
-    bool avx2;      // this processor has it; asked at run time
-    bool avx512;    // AVX-512F and BW, the same
-    bool io_uring;  // the headers were there; whether the kernel lets one use it is another question
+    bool avx2;      // supported by this CPU, detected at run time
+    bool avx512;    // the same for AVX-512F and AVX-512BW
+    bool io_uring;  // built with io_uring; the kernel may still not permit it
 };
 
 BuildInfo build_info();

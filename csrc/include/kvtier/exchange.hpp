@@ -1,4 +1,4 @@
-// A conversation over one connected, blocking stream socket, carried out without a turn of its caller's.
+// A conversation over one connected, blocking stream socket, executed in a single call.
 #pragma once
 
 #include <chrono>
@@ -9,9 +9,9 @@
 namespace kvtier::sockets {
 
 enum class Kind {
-    send,     // all spans, one after the other
-    expect,   // receive bytes that are equal to those of the only span
-    receive,  // fill all spans, one after the other
+    send,     // send all spans in order
+    expect,   // receive bytes that must equal those of the only span
+    receive,  // fill all spans in order
 };
 
 struct Span {
@@ -24,21 +24,21 @@ struct Operation {
     std::vector<Span> spans;
 };
 
-// How far a conversation has come. It is over where `operations` is how many there were.
+// Progress of a conversation, which is complete if `operations` is their total number.
 struct Progress {
-    std::size_t operations = 0;  // that were carried out whole
-    std::size_t bytes = 0;       // of the next one
-    int error = 0;               // of errno(3); 0 also where something came that was not expected
+    std::size_t operations = 0;  // completed operations
+    std::size_t bytes = 0;       // bytes transferred by the next one
+    int error = 0;               // an errno; 0 also if an `expect` received other bytes
 };
 
-// Carry out the operations in their order, until `deadline` at most (error ETIMEDOUT). Blocks; any thread,
-// one at a time for each socket. Where the other side has closed it, or another thread has shut it down, the
-// error is ESHUTDOWN on receiving, EPIPE on sending. Throws nothing but std::bad_alloc.
+// Execute the operations in order, until `deadline` at most (error ETIMEDOUT). Blocks. Thread-safe for different
+// sockets. If the peer has closed the connection or another thread has shut it down, the error is ESHUTDOWN when
+// receiving, EPIPE when sending. Throws only std::bad_alloc.
 //
-// With `waits` false nothing waits: where the socket takes or gives nothing, the error is EAGAIN.
+// With `waits` false nothing blocks: the error is EAGAIN if the socket is not ready.
 //
-// What an `expect` has received lies in `unread`, which must be as long as the longest of them: where it
-// is not what was expected, `bytes` of it have come, and not one byte behind those that were wanted.
+// An `expect` receives into `unread`, which must be as long as the longest `expect`. On a mismatch `unread` holds the
+// `bytes` that were received; nothing beyond the expected length is read.
 Progress exchange(int socket, std::span<const Operation> operations, std::span<std::byte> unread,
                   std::chrono::steady_clock::time_point deadline, bool waits = true);
 

@@ -1,4 +1,4 @@
-// The order of kvtier/eviction/lru.py, of many chunks at a time, in the two flat arrays that it keeps.
+// Batch operations on the LRU list of kvtier/catalog/lru.py, in the two flat arrays that hold it.
 #pragma once
 
 #include <cstdint>
@@ -6,25 +6,25 @@
 
 namespace kvtier::eviction {
 
-// A ring of places from the coldest to the warmest. Place 0 stands for both ends, the chunk in row n has place
-// n + 1, and a place that is not linked holds -1. What is here holds no memory and is not thread-safe. A link
-// that leads out of the arrays, or a row that does, throws `std::out_of_range` before anything is written there.
+// A circular doubly linked list of places, from coldest to warmest. Place 0 is the sentinel, the chunk in row n has
+// place n + 1, and an unlinked place holds -1. Does not own the arrays; not thread-safe. A link or row outside of the
+// arrays throws `std::out_of_range` before anything is written there.
 class LruRing {
    public:
     using Place = std::int32_t;
     using Rows = std::span<const std::uint32_t>;
 
-    // Equally long arrays, at least one place each: else `std::invalid_argument`.
+    // Throws `std::invalid_argument` unless both arrays have the same length, at least 1.
     LruRing(std::span<Place> warmer, std::span<Place> colder);
 
-    // Makes a prefix the warmest, its root last. Rows that are not linked are passed over.
+    // Make a prefix the warmest, its root last. Skips rows that are not linked.
     void touch(Rows rows);
 
-    // Links a chain of rows, each just colder than the one before it, the first just colder than `parent`; or
-    // as the warmest, where there is none: `parent` is -1 or not linked. None of the rows may be linked yet.
+    // Link a chain of rows, each just colder than the one before it, the first just colder than `parent`; or as the
+    // warmest if `parent` is -1 or not linked. None of the rows may be linked yet.
     void link_chain(Rows rows, std::int64_t parent);
 
-    // Unlinks rows. Those that are not linked are passed over.
+    // Unlink rows. Skips rows that are not linked.
     void unlink(Rows rows);
 
    private:

@@ -1,4 +1,4 @@
-// Conversations carried out by a few threads of their own, whose ends one descriptor tells of.
+// A thread pool that executes conversations, and signals their completion on one descriptor.
 #pragma once
 
 #include <chrono>
@@ -13,7 +13,7 @@
 namespace kvtier::sockets {
 
 struct Conversation {
-    std::uint64_t ticket;  // the caller's own
+    std::uint64_t ticket;  // chosen by the caller
     int socket;
     std::vector<Operation> operations;
     std::span<std::byte> unread;
@@ -25,23 +25,23 @@ struct Ended {
     Progress progress;
 };
 
-// At most so many threads, each with one conversation at a time, started when they are needed and gone when
-// they have had nothing to do for a while. What finds none free waits its turn, in the order in which it came.
+// A pool of up to `max_threads` threads, each with one conversation at a time. Threads start on demand, and exit when
+// idle for a while. Conversations that find no free thread queue in FIFO order.
 class Pump {
 public:
-    // Throws std::system_error where there is no descriptor left.
-    explicit Pump(std::size_t most);
-    // Waits until every conversation is over.
+    // Throws std::system_error if no descriptor is available.
+    explicit Pump(std::size_t max_threads);
+    // Waits until every conversation has ended.
     ~Pump();
     Pump(const Pump&) = delete;
     Pump& operator=(const Pump&) = delete;
 
-    // An eventfd(2): readable while there is something to collect.
+    // An eventfd(2), readable while there is something to collect.
     int descriptor() const;
-    // Have a conversation carried out. Its memory is used, and its socket must stay open, until it has been
-    // collected. Does not block. Throws std::system_error where no thread can be started, ever.
+    // Queue a conversation. Its memory must stay valid and its socket open until it has been collected. Does not
+    // block. Throws std::system_error if the pool has no thread and cannot start one.
     void start(Conversation conversation);
-    // What has ended since the last call. Does not block.
+    // Conversations that have ended since the last call. Does not block.
     std::vector<Ended> collect();
 
 private:

@@ -1,11 +1,11 @@
-// Signals are for the threads that handle them.
+// Keep signals away from internal threads, so that the program's own threads handle them.
 #pragma once
 
 #include <signal.h>
 
 namespace kvtier {
 
-// A thread that is started while this lives gets no signals, from its first moment on.
+// Blocks all signals in this thread while it lives. Threads started meanwhile inherit that from their first moment.
 class WithoutSignals {
 public:
     WithoutSignals() {

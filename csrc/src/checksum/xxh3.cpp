@@ -1,4 +1,4 @@
-// XXH3-128 of long inputs, after its specification:
+// XXH3-128 of long inputs, as specified in
 // https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 
 #include <bit>
@@ -16,7 +16,7 @@ namespace kvtier {
 
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "reads little-endian words as they lie");
+static_assert(std::endian::native == std::endian::little, "reads little-endian words without conversion");
 
 constexpr std::uint64_t prime32_1 = 0x9E3779B1, prime32_2 = 0x85EBCA77, prime32_3 = 0xC2B2AE3D;
 constexpr std::uint64_t prime64_1 = 0x9E3779B185EBCA87, prime64_2 = 0xC2B2AE3D27D4EB4F,
@@ -26,8 +26,8 @@ constexpr std::uint64_t prime64_1 = 0x9E3779B185EBCA87, prime64_2 = 0xC2B2AE3D27
 constexpr std::size_t lanes = 8;
 constexpr std::size_t stripe_bytes = 64;
 constexpr std::size_t secret_bytes = 192;
-constexpr std::size_t stripes_a_block = (secret_bytes - stripe_bytes) / 8;
-constexpr std::size_t block_bytes = stripes_a_block * stripe_bytes;
+constexpr std::size_t stripes_per_block = (secret_bytes - stripe_bytes) / 8;
+constexpr std::size_t block_bytes = stripes_per_block * stripe_bytes;
 
 // "defaultSecret" of the specification.
 alignas(64) constexpr unsigned char secret[secret_bytes] = {
@@ -56,7 +56,7 @@ std::uint64_t word(const void* at) {
     return value;
 }
 
-// Takes `stripes` stripes, each with the secret from 8 bytes further on.
+// Accumulate `stripes` stripes; the secret advances by 8 bytes per stripe.
 using Accumulate = void (*)(Accumulators&, const std::byte* input, const unsigned char* key,
                             std::size_t stripes);
 using Scramble = void (*)(Accumulators&);
@@ -114,7 +114,7 @@ __attribute__((target("avx2"))) void scramble_vectors(Accumulators& sum) {
         __m256i value = _mm256_load_si256(lanes_of + half);
         value = _mm256_xor_si256(value, _mm256_srli_epi64(value, 47));
         value = _mm256_xor_si256(value, _mm256_loadu_si256(key + half));
-        // A product of 64 by 32 bits, of two of 32 by 32.
+        // A 64 x 32 bit product from two 32 x 32 bit products.
         const __m256i low = _mm256_mul_epu32(value, prime);
         const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(value, 32), prime);
         _mm256_store_si256(lanes_of + half, _mm256_add_epi64(low, _mm256_slli_epi64(high, 32)));
@@ -140,11 +140,11 @@ void take_all(Accumulators& sum, std::span<const std::byte> bytes, const Steps& 
     const std::byte* input = bytes.data();
     const std::size_t blocks = (bytes.size() - 1) / block_bytes;
     for (std::size_t block = 0; block < blocks; ++block, input += block_bytes) {
-        steps.accumulate(sum, input, secret, stripes_a_block);
+        steps.accumulate(sum, input, secret, stripes_per_block);
         steps.scramble(sum);
     }
     steps.accumulate(sum, input, secret, ((bytes.size() - 1) - blocks * block_bytes) / stripe_bytes);
-    // The last stripe ends where the input does, and may overlap the one before.
+    // The last stripe ends at the end of the input, and may overlap the previous one.
     const std::byte* last = bytes.data() + bytes.size() - stripe_bytes;
     steps.accumulate(sum, last, secret + secret_bytes - stripe_bytes - 7, 1);
 }
@@ -166,7 +166,7 @@ std::uint64_t merged(const Accumulators& sum, const unsigned char* key, std::uin
 }  // namespace
 
 std::array<std::byte, 16> xxh3_128(std::span<const std::byte> bytes, bool vectors) {
-    if (bytes.size() < shortest_checksummed) throw std::invalid_argument("too short for a long XXH3");
+    if (bytes.size() < min_checksummed) throw std::invalid_argument("input too short: XXH3-128 needs 241 bytes");
     Accumulators sum;
     take_all(sum, bytes, fastest(vectors));
     const std::uint64_t length = bytes.size();

@@ -1,4 +1,4 @@
-// From which size on a copy is worth what.
+// Size thresholds for copies.
 #pragma once
 
 #include <algorithm>
@@ -8,20 +8,20 @@
 
 namespace kvtier {
 
-// What a thread takes at a time.
+// Work unit of a thread.
 inline constexpr std::size_t piece_bytes = std::size_t{1} << 20;
 
-// A further thread pays for each so many bytes: to wake one takes 50 us, in which another copies 0.5 MiB.
+// One more thread per this many bytes: waking a thread takes 50 us, in which another one copies 0.5 MiB.
 inline constexpr std::size_t thread_bytes = std::size_t{2} << 20;
 
-// Less than this stays in the caches, where whoever reads it next finds it.
+// Smaller copies stay in the CPU caches for the next reader.
 inline constexpr std::size_t streaming_bytes = std::size_t{2} << 20;
 
 inline bool pays_streaming(std::size_t total) { return total >= streaming_bytes; }
 
-inline unsigned threads_for(std::size_t total, unsigned most) {
+inline unsigned threads_for(std::size_t total, unsigned limit) {
     const std::size_t useful = std::min<std::size_t>(1 + total / thread_bytes, useful_threads());
-    const unsigned wanted = static_cast<unsigned>(most > 0 ? std::min<std::size_t>(useful, most) : useful);
+    const unsigned wanted = static_cast<unsigned>(limit > 0 ? std::min<std::size_t>(useful, limit) : useful);
     return wanted > 1 ? std::min(wanted, spare_threads()) : wanted;
 }
 

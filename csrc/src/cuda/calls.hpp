@@ -1,4 +1,4 @@
-// CUDA's runtime, with exceptions and with the device that one means.
+// Helpers for the CUDA runtime: exceptions, and the current device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,11 +11,11 @@ namespace kvtier::cuda {
 
 inline void check(cudaError_t error, const char* what) {
     if (error == cudaSuccess) return;
-    static_cast<void>(cudaGetLastError());  // Else the next call that asks for it would report this one.
+    static_cast<void>(cudaGetLastError());  // Clear it, or the next cudaGetLastError() would report it again.
     throw CudaError(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// Makes a device the current one of this thread, and the former again at the end.
+// Sets this thread's current device, and restores the previous one at the end.
 class OnDevice {
 public:
     explicit OnDevice(int device) {

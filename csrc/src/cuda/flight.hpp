@@ -1,4 +1,4 @@
-// One batch under way: the event that tells of its end, and what must stay as it is until then.
+// One batch in flight: the event that marks its end, and the memory that must stay valid until then.
 #pragma once
 
 #include <span>
@@ -8,8 +8,8 @@
 
 namespace kvtier::cuda {
 
-// A list of moves in pinned memory, which a kernel reads where it lies. It grows and is used again: to free such
-// memory would wait for the device.
+// A list of moves in pinned memory, which the kernel reads directly. It is reused and only grows, because freeing
+// pinned memory synchronizes the device.
 class MoveList {
 public:
     MoveList() = default;
@@ -17,7 +17,7 @@ public:
     MoveList(const MoveList&) = delete;
     MoveList& operator=(const MoveList&) = delete;
 
-    // Room for so many, whatever was in it before.
+    // Room for `count` moves. Invalidates the previous contents.
     std::span<Move> room(std::size_t count);
 
 private:
@@ -26,12 +26,12 @@ private:
 };
 
 struct DevicePages::Flight {
-    Flight() { check(cudaEventCreateWithFlags(&landed, cudaEventDisableTiming), "cudaEventCreate"); }
-    ~Flight() { static_cast<void>(cudaEventDestroy(landed)); }
+    Flight() { check(cudaEventCreateWithFlags(&completed, cudaEventDisableTiming), "cudaEventCreate"); }
+    ~Flight() { static_cast<void>(cudaEventDestroy(completed)); }
     Flight(const Flight&) = delete;
     Flight& operator=(const Flight&) = delete;
 
-    cudaEvent_t landed = nullptr;
+    cudaEvent_t completed = nullptr;
     MoveList moves;
 };
 

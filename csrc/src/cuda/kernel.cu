@@ -1,7 +1,7 @@
-// A warp a run: 32 lanes of 16 bytes read one run of 512 bytes, which is whole transactions on PCIe and NVLink
-// (CUDA C++ Best Practices Guide, "Zero Copy" and "Coalesced Access to Global Memory"). Four of these are under
-// way in each warp, so that 128 warps keep 256 KiB in flight: more than PCIe 5.0 x16 needs (some 60 GB/s times
-// 2 us). So few blocks leave nearly all multiprocessors to the engine.
+// One warp per run: 32 lanes of 16 bytes read 512 contiguous bytes, which are full transactions on PCIe and NVLink
+// (CUDA C++ Best Practices Guide, "Zero Copy" and "Coalesced Access to Global Memory"). Each warp has four of these in
+// flight, so that 128 warps keep 256 KiB in flight: more than PCIe 5.0 x16 needs (some 60 GB/s times 2 us). So few
+// blocks leave nearly all multiprocessors to the engine.
 
 #include <cstdint>
 
@@ -12,11 +12,11 @@ namespace kvtier::cuda {
 namespace {
 
 constexpr int warp_lanes = 32;
-constexpr int threads_a_block = 256;
-constexpr unsigned most_blocks = 16;
+constexpr int threads_per_block = 256;
+constexpr unsigned max_blocks = 16;
 constexpr int in_flight = 4;
 
-__device__ void carry_vectors(uint4* to, const uint4* from, std::size_t count, unsigned lane) {
+__device__ void copy_vectors(uint4* to, const uint4* from, std::size_t count, unsigned lane) {
     std::size_t at = lane;
     for (; at + (in_flight - 1) * warp_lanes < count; at += in_flight * warp_lanes) {
         uint4 held[in_flight];
@@ -28,11 +28,11 @@ __device__ void carry_vectors(uint4* to, const uint4* from, std::size_t count, u
     for (; at < count; at += warp_lanes) __stcs(to + at, __ldcs(from + at));
 }
 
-__device__ void carry_bytes(std::byte* to, const std::byte* from, std::size_t count, unsigned lane) {
+__device__ void copy_bytes(std::byte* to, const std::byte* from, std::size_t count, unsigned lane) {
     for (std::size_t at = lane; at < count; at += warp_lanes) to[at] = from[at];
 }
 
-__global__ void carry(const Move* moves, std::size_t count) {
+__global__ void copy_moves(const Move* moves, std::size_t count) {
     const unsigned lane = threadIdx.x % warp_lanes;
     const std::size_t warps = static_cast<std::size_t>(gridDim.x) * blockDim.x / warp_lanes;
     const std::size_t first = (static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x) / warp_lanes;
@@ -43,21 +43,21 @@ __global__ void carry(const Move* moves, std::size_t count) {
         std::size_t vectors = 0;
         if (both % sizeof(uint4) == 0) {
             vectors = move.length / sizeof(uint4);
-            carry_vectors(reinterpret_cast<uint4*>(move.to), reinterpret_cast<const uint4*>(move.from), vectors,
+            copy_vectors(reinterpret_cast<uint4*>(move.to), reinterpret_cast<const uint4*>(move.from), vectors,
                           lane);
         }
         const std::size_t rest = vectors * sizeof(uint4);
-        carry_bytes(move.to + rest, move.from + rest, move.length - rest, lane);
+        copy_bytes(move.to + rest, move.from + rest, move.length - rest, lane);
     }
 }
 
 }  // namespace
 
 cudaError_t launch(const Move* moves, std::size_t count, cudaStream_t stream) {
-    constexpr std::size_t warps_a_block = threads_a_block / warp_lanes;
-    const std::size_t wanted = (count + warps_a_block - 1) / warps_a_block;
-    const unsigned blocks = wanted < most_blocks ? static_cast<unsigned>(wanted) : most_blocks;
-    carry<<<blocks, threads_a_block, 0, stream>>>(moves, count);
+    constexpr std::size_t warps_per_block = threads_per_block / warp_lanes;
+    const std::size_t wanted = (count + warps_per_block - 1) / warps_per_block;
+    const unsigned blocks = wanted < max_blocks ? static_cast<unsigned>(wanted) : max_blocks;
+    copy_moves<<<blocks, threads_per_block, 0, stream>>>(moves, count);
     return cudaGetLastError();
 }
 

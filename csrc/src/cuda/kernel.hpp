@@ -1,4 +1,4 @@
-// One launch for a whole batch of runs.
+// Kernel that copies a whole batch of runs in one launch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,8 +13,8 @@ struct Move {
     std::size_t length;
 };
 
-// Put a kernel on `stream` that carries out all moves. `moves` lie in memory that the device can read, and stay
-// as they are until it is done.
+// Launch a kernel on `stream` that executes all moves. `moves` must be in memory that the device can read, and stay
+// unchanged until it is done.
 cudaError_t launch(const Move* moves, std::size_t count, cudaStream_t stream);
 
 }  // namespace kvtier::cuda

@@ -16,7 +16,7 @@ PinnedMemory::PinnedMemory(std::span<std::byte> memory) : memory_(memory) {
 }
 
 PinnedMemory::~PinnedMemory() {
-    // Nobody could do anything about an error here; the system takes the pages back with the process.
+    // An error here cannot be handled; the kernel unpins the pages when the process exits.
     static_cast<void>(cudaHostUnregister(memory_.data()));
 }
 

@@ -16,7 +16,7 @@
 namespace kvtier::disk {
 namespace {
 
-constexpr std::uint64_t kWakeUp = 0;  // no transfer has this address
+constexpr std::uint64_t kWakeUp = 0;  // not the address of a transfer
 constexpr mode_t kFolderMode = 0700;
 
 std::int64_t or_error(std::int64_t result) {
@@ -33,8 +33,8 @@ std::int64_t use_cache(int descriptor) {
     return flags < 0 ? -errno : or_error(::fcntl(descriptor, F_SETFL, flags & ~O_DIRECT));
 }
 
-// What takes a microsecond and waits for nothing is cheaper asked at once than through the ring.
-bool ask_at_once(const Request& request, std::int64_t* result) {
+// Execute fast, non-blocking requests directly: at about 1 us, the system call is cheaper than the ring.
+bool run_directly(const Request& request, std::int64_t* result) {
     switch (request.kind) {
         case Request::Kind::make_folder:
             *result = or_error(::mkdir(request.path, kFolderMode));
@@ -68,7 +68,7 @@ Event::~Event() {
 }
 
 void Event::signal() const {
-    // It cannot fail but where the number is full, which is as good.
+    // It fails only if the counter is at its maximum, and then the event is signalled anyway.
     static_cast<void>(::eventfd_write(descriptor_, 1));
 }
 
@@ -118,7 +118,7 @@ void Engine::cancel(std::uint64_t batch) {
 }
 
 std::vector<Finished> Engine::take_finished() {
-    // Cleared first: what finishes from here on signals anew.
+    // Clear first, so that batches that finish from now on signal again.
     finished_event_.clear();
     const std::lock_guard lock(mutex_);
     return std::exchange(finished_, {});
@@ -137,19 +137,19 @@ void Engine::run(std::promise<void>& ready) {
     ::pthread_setname_np(::pthread_self(), "kvtier-disk");
     std::optional<Ring> ring;
     try {
-        // Here, since a ring is its thread's. A request a transfer, and the one that waits for more.
-        ring.emplace(begun_at_once() + 1);
+        // Created here, because a ring belongs to one thread. One request per transfer, plus the wake-up.
+        ring.emplace(max_in_flight() + 1);
     } catch (...) {
         ready.set_exception(std::current_exception());
         return;
     }
     ready.set_value();
     ring->push_wake_up(submitted_event_.descriptor(), &woken_, kWakeUp);
-    for (bool closing = false; !closing || under_way_ > 0;) {
+    for (bool closing = false; !closing || in_flight_ > 0;) {
         ring->wait();
         for (Answer answer{}; ring->pop(&answer);) {
             if (answer.tag == kWakeUp) {
-                closing = take_in(*ring);
+                closing = accept(*ring);
                 ring->push_wake_up(submitted_event_.descriptor(), &woken_, kWakeUp);
             } else {
                 auto& transfer = *reinterpret_cast<Transfer*>(answer.tag);
@@ -159,12 +159,12 @@ void Engine::run(std::promise<void>& ready) {
             }
         }
         begin(*ring);
-        tell();
+        publish();
     }
 }
 
-// Take over what the other threads have left for this one; whether it is to end.
-bool Engine::take_in(Ring& ring) {
+// Accept submissions and cancellations from other threads. Returns whether the engine is closing.
+bool Engine::accept(Ring& ring) {
     const std::lock_guard lock(mutex_);
     if (const auto [memory, length] = std::exchange(kept_, {}); length > 0) ring.keep(memory, length);
     for (auto& [number, transfers] : std::exchange(submitted_, {})) {
@@ -194,31 +194,31 @@ void Engine::drop(std::uint64_t number) {
 }
 
 void Engine::begin(Ring& ring) {
-    while (under_way_ < begun_at_once() && !waiting_.empty()) {
+    while (in_flight_ < max_in_flight() && !waiting_.empty()) {
         Transfer& transfer = *waiting_.front();
         waiting_.pop_front();
-        ++under_way_;
+        ++in_flight_;
         proceed(ring, transfer);
     }
 }
 
-// Take a transfer as far as it goes without waiting.
+// Advance a transfer as far as possible without waiting.
 void Engine::proceed(Ring& ring, Transfer& transfer) {
     while (!transfer.finished()) {
         const Request request = transfer.request();
         if (moves(request) && !may_move(transfer)) return;
         std::int64_t result = 0;
-        if (!ask_at_once(request, &result)) {
+        if (!run_directly(request, &result)) {
             ring.push(request, reinterpret_cast<std::uintptr_t>(&transfer));
             return;
         }
         transfer.answer(result);
     }
-    --under_way_;
+    --in_flight_;
     finish(transfer);
 }
 
-// Whether one more may read or write now; else it is called when another has done so.
+// Whether the transfer may read or write now; if not, it is queued until another one has finished that.
 bool Engine::may_move(Transfer& transfer) {
     if (moving_ == depth_) {
         opened_.push_back(&transfer);
@@ -228,7 +228,7 @@ bool Engine::may_move(Transfer& transfer) {
     return true;
 }
 
-// One has read or written: let the next one do so, before what else is to be done about the first.
+// A transfer has read or written: start the next one first, to keep the disk busy.
 void Engine::moved(Ring& ring) {
     --moving_;
     if (opened_.empty()) return;
@@ -250,7 +250,7 @@ void Engine::end(std::uint64_t number) {
     newly_finished_.push_back(std::move(finished));
 }
 
-void Engine::tell() {
+void Engine::publish() {
     if (newly_finished_.empty()) return;
     {
         const std::lock_guard lock(mutex_);

@@ -22,7 +22,7 @@
 namespace kvtier::disk {
 namespace {
 
-// Newer than some headers; 0 would switch nothing on.
+// Missing in older headers; 0 enables nothing.
 #ifndef IORING_SETUP_SINGLE_ISSUER
 #define IORING_SETUP_SINGLE_ISSUER 0
 #endif
@@ -34,16 +34,16 @@ constexpr std::array kNeeded = {IORING_OP_OPENAT, IORING_OP_READ,     IORING_OP_
                                 IORING_OP_CLOSE,  IORING_OP_RENAMEAT, IORING_OP_UNLINKAT};
 constexpr mode_t kFileMode = 0600;
 
-// Most chunks lie in one part, and the kernel has room for 16,384 of them.
+// Large enough that few chunks cross a part boundary; the kernel allows 16,384 parts.
 constexpr std::size_t kBufferBytes = std::size_t{256} << 20;
-constexpr std::size_t kLookBytes = std::size_t{2} << 20;
+constexpr std::size_t kProbeBytes = std::size_t{2} << 20;
 
-[[noreturn]] void raise(int error, const char* doing) {
-    throw std::system_error(error, std::generic_category(), doing);
+[[noreturn]] void raise(int error, const char* action) {
+    throw std::system_error(error, std::generic_category(), action);
 }
 
-long tell(int ring, unsigned what, void* about, std::size_t count) {
-    return ::syscall(__NR_io_uring_register, ring, what, about, static_cast<unsigned>(count));
+long uring_register(int ring, unsigned opcode, void* argument, std::size_t count) {
+    return ::syscall(__NR_io_uring_register, ring, opcode, argument, static_cast<unsigned>(count));
 }
 
 class Descriptor {
@@ -60,13 +60,13 @@ private:
     int value_;
 };
 
-// A part of the memory that is shared with the kernel.
+// A mapping of memory that is shared with the kernel.
 class Shared {
 public:
-    Shared(int ring, std::size_t length, std::uint64_t what) : length_(length) {
+    Shared(int ring, std::size_t length, std::uint64_t offset) : length_(length) {
         start_ = ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring,
-                        static_cast<off_t>(what));
-        if (start_ == MAP_FAILED) raise(errno, "mmap of an io_uring");
+                        static_cast<off_t>(offset));
+        if (start_ == MAP_FAILED) raise(errno, "mmap of io_uring");
     }
     ~Shared() { ::munmap(start_, length_); }
     Shared(const Shared&) = delete;
@@ -83,7 +83,7 @@ private:
 };
 
 int set_up(unsigned entries, io_uring_params* params) {
-    // Answers are worked off in wait() alone, where the kernel can (6.1): nothing interrupts the thread.
+    // Since Linux 6.1, completions are processed only in wait(), so that they do not interrupt the thread.
     for (const unsigned flags : {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, 0U}) {
         *params = {};
         params->flags = flags | IORING_SETUP_CLAMP;
@@ -95,26 +95,26 @@ int set_up(unsigned entries, io_uring_params* params) {
 }
 
 void require_operations(int ring) {
-    constexpr std::size_t kMost = 256;
-    alignas(io_uring_probe) std::array<std::byte, sizeof(io_uring_probe) + kMost * sizeof(io_uring_probe_op)>
+    constexpr std::size_t kMaxOps = 256;
+    alignas(io_uring_probe) std::array<std::byte, sizeof(io_uring_probe) + kMaxOps * sizeof(io_uring_probe_op)>
         memory{};
     auto* probe = reinterpret_cast<io_uring_probe*>(memory.data());
-    if (tell(ring, IORING_REGISTER_PROBE, probe, kMost) < 0) {
+    if (uring_register(ring, IORING_REGISTER_PROBE, probe, kMaxOps) < 0) {
         raise(errno == EINVAL ? EOPNOTSUPP : errno, "io_uring_register");
     }
     for (const int operation : kNeeded) {
         if (operation > probe->last_op || !(probe->ops[operation].flags & IO_URING_OP_SUPPORTED)) {
-            raise(EOPNOTSUPP, "an operation of io_uring");
+            raise(EOPNOTSUPP, "io_uring operation");
         }
     }
 }
 
 }  // namespace
 
-// Memory that the kernel keeps pinned, a part at a time: once instead of for each request.
+// Registered buffers: the kernel pins memory once per part, not for each request.
 //
-// A part is pinned as soon as all of it is in memory. Pinning brings in what is not, and requests would wait for
-// that: up to a second for 256 MiB where processors are busy.
+// A part is pinned as soon as all of it is resident. Pinning faults in missing pages, and requests would wait for
+// that: up to a second for 256 MiB on a busy machine.
 class Buffers {
 public:
     void offer(int ring, std::byte* memory, std::size_t length) {
@@ -124,10 +124,10 @@ public:
         io_uring_rsrc_register table{};
         table.nr = static_cast<unsigned>(parts_.size());
         table.flags = IORING_RSRC_REGISTER_SPARSE;
-        if (tell(ring, IORING_REGISTER_BUFFERS2, &table, sizeof(table)) < 0) length_ = 0;
+        if (uring_register(ring, IORING_REGISTER_BUFFERS2, &table, sizeof(table)) < 0) length_ = 0;
     }
 
-    // The number of the pinned part that all of this lies in; -1 where there is none.
+    // The index of the pinned part that contains the whole range; -1 if none does.
     int holding(int ring, const std::byte* memory, std::size_t length) {
         if (length_ == 0 || length == 0 || memory < memory_ || memory + length > memory_ + length_) return -1;
         const auto first = static_cast<std::size_t>(memory - memory_);
@@ -136,7 +136,7 @@ public:
         if (!parts_[part].pinned) {
             if (!resident(part)) return -1;
             if (!pin(ring, part)) {
-                length_ = 0;  // RLIMIT_MEMLOCK, mostly: without, then.
+                length_ = 0;  // Usually RLIMIT_MEMLOCK: stop using registered buffers.
                 return -1;
             }
         }
@@ -145,7 +145,7 @@ public:
 
 private:
     struct Part {
-        std::size_t resident = 0;  // bytes that were seen in memory, from its start on
+        std::size_t resident = 0;  // bytes from its start that are known to be resident
         bool pinned = false;
     };
 
@@ -153,18 +153,18 @@ private:
         return std::min(kBufferBytes, length_ - part * kBufferBytes);
     }
 
-    // Whether all of a part is in memory, by a look at the last page of each 2 MiB. Goes on where it stopped: one
-    // system call as long as the next page is missing.
+    // Whether a part is resident, judged by the last page of each 2 MiB. Resumes where the last call stopped, so it
+    // costs one system call while the next page is missing.
     bool resident(std::size_t part) {
         std::size_t& seen = parts_[part].resident;
         const std::size_t length = bytes_of(part);
         while (seen < length) {
-            const std::size_t next = std::min(seen + kLookBytes, length);
+            const std::size_t next = std::min(seen + kProbeBytes, length);
             const auto last = reinterpret_cast<std::uintptr_t>(memory_ + part * kBufferBytes + next - 1);
-            unsigned char there = 0;
+            unsigned char present = 0;
             void* page = reinterpret_cast<void*>(last - last % kPageBytes);
-            if (::mincore(page, kPageBytes, &there) != 0) return false;
-            if ((there & 1) == 0) return false;
+            if (::mincore(page, kPageBytes, &present) != 0) return false;
+            if ((present & 1) == 0) return false;
             seen = next;
         }
         return true;
@@ -176,7 +176,7 @@ private:
         update.offset = static_cast<unsigned>(part);
         update.data = reinterpret_cast<std::uintptr_t>(&memory);
         update.nr = 1;
-        parts_[part].pinned = tell(ring, IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof(update)) == 1;
+        parts_[part].pinned = uring_register(ring, IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof(update)) == 1;
         return parts_[part].pinned;
     }
 
@@ -186,19 +186,19 @@ private:
 };
 
 struct Ring::Rings {
-    explicit Rings(unsigned most)
-        : descriptor(set_up(std::bit_ceil(most), &params)),
+    explicit Rings(unsigned max_requests)
+        : descriptor(set_up(std::bit_ceil(max_requests), &params)),
           queues(descriptor.get(), length_of_queues(), IORING_OFF_SQ_RING),
           entries(descriptor.get(), params.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES) {
         if (!(params.features & IORING_FEAT_SINGLE_MMAP)) raise(EOPNOTSUPP, "io_uring_setup");
         require_operations(descriptor.get());
-        let_wait(most);
+        set_max_workers(max_requests);
     }
 
-    // What the kernel cannot do without waiting it does in threads of its own: as many as may wait at once.
-    void let_wait(unsigned most) const {
-        std::array<unsigned, 2> workers = {most, 0};
-        tell(descriptor.get(), IORING_REGISTER_IOWQ_MAX_WORKERS, workers.data(), workers.size());
+    // Requests that would block run on kernel workers: allow one per request in flight.
+    void set_max_workers(unsigned count) const {
+        std::array<unsigned, 2> workers = {count, 0};
+        uring_register(descriptor.get(), IORING_REGISTER_IOWQ_MAX_WORKERS, workers.data(), workers.size());
     }
 
     std::size_t length_of_queues() const {
@@ -213,7 +213,7 @@ struct Ring::Rings {
         auto* entry = entries.at<io_uring_sqe>(index * sizeof(io_uring_sqe));
         std::memset(entry, 0, sizeof(*entry));
         queues.at<unsigned>(params.sq_off.array)[index] = index;
-        // The kernel looks when it is called, by this same thread.
+        // The kernel reads the queue only in io_uring_enter, which this same thread calls.
         tail.store(place + 1, std::memory_order_release);
         ++pushed;
         return entry;
@@ -241,7 +241,7 @@ struct Ring::Rings {
     Buffers buffers;
 };
 
-Ring::Ring(unsigned most) : rings_(std::make_unique<Rings>(most)) {}
+Ring::Ring(unsigned max_requests) : rings_(std::make_unique<Rings>(max_requests)) {}
 
 Ring::~Ring() = default;
 
@@ -253,7 +253,7 @@ void Ring::push(const Request& request, std::uint64_t tag) {
     io_uring_sqe* entry = rings_->next_entry();
     entry->user_data = tag;
     entry->fd = request.descriptor;
-    entry->flags = request.patient ? IOSQE_ASYNC : 0;
+    entry->flags = request.offload ? IOSQE_ASYNC : 0;
     switch (request.kind) {
         case Request::Kind::open:
             entry->opcode = IORING_OP_OPENAT;
@@ -280,7 +280,7 @@ void Ring::push(const Request& request, std::uint64_t tag) {
             entry->fd = AT_FDCWD;
             entry->addr = reinterpret_cast<std::uintptr_t>(request.path);
             return;
-        default:  // There is no such operation; the kernel's answer says so.
+        default:  // An invalid operation, which the kernel rejects.
             entry->opcode = IORING_OP_LAST;
     }
 }
@@ -303,7 +303,7 @@ void Ring::wait() {
             rings.pushed -= static_cast<unsigned>(taken);
             if (rings.pushed == 0) return;
         } else if (errno == EAGAIN || errno == EBUSY) {
-            return;  // Short of memory for a moment. What is answered already may be taken; then again.
+            return;  // Temporarily out of resources: let the caller reap completions, then retry.
         } else if (errno != EINTR) {
             raise(errno, "io_uring_enter");
         }

@@ -27,48 +27,47 @@ Transfer::Transfer(std::string path, std::string temporary, std::byte* memory, s
               reinterpret_cast<std::uintptr_t>(memory) % kPageBytes == 0) {}
 
 Request Transfer::request() const {
-    Request asked;
-    asked.kind = stage_;
-    asked.patient = patient_;
-    asked.descriptor = descriptor_;
+    Request next;
+    next.kind = stage_;
+    next.offload = offload_;
+    next.descriptor = descriptor_;
     switch (stage_) {
         case Kind::open:
-            asked.path = writes() ? temporary_.c_str() : path_.c_str();
-            asked.flags = O_CLOEXEC | (direct_ ? O_DIRECT : 0) |
-                          (writes() ? O_WRONLY | O_CREAT | O_EXCL : O_RDONLY);
+            next.path = writes() ? temporary_.c_str() : path_.c_str();
+            next.flags = O_CLOEXEC | (direct_ ? O_DIRECT : 0) |
+                         (writes() ? O_WRONLY | O_CREAT | O_EXCL : O_RDONLY);
             break;
         case Kind::make_folder:
-            asked.path = folder_.c_str();
+            next.path = folder_.c_str();
             break;
         case Kind::read:
         case Kind::write:
-            asked.memory = memory_ + moved_;
-            asked.length = std::min(length_ - moved_, kMostBytesAtOnce);
-            asked.offset = moved_;
-            // Through the page cache the copying is done by whoever asks: by a thread of the kernel's, not this one.
-            asked.patient = patient_ || (!direct_ && asked.length >= kPatientBytes);
+            next.memory = memory_ + moved_;
+            next.length = std::min(length_ - moved_, kMaxRequestBytes);
+            next.offset = moved_;
+            // Buffered I/O copies in the submitting thread: leave large copies to a kernel worker.
+            next.offload = offload_ || (!direct_ && next.length >= kOffloadBytes);
             break;
         case Kind::rename:
-            asked.path = temporary_.c_str();
-            asked.other_path = path_.c_str();
+            next.path = temporary_.c_str();
+            next.other_path = path_.c_str();
             break;
         case Kind::unlink:
-            asked.path = temporary_.c_str();
+            next.path = temporary_.c_str();
             break;
         default:
             break;
     }
-    return asked;
+    return next;
 }
 
 void Transfer::answer(std::int64_t result) {
-    // The kernel may be interrupted, or want to wait where it was asked not to, in anything that it does. A
-    // descriptor is closed even then.
+    // Any request can be interrupted, or would have to block: repeat it. A descriptor is closed even then.
     if ((result == -EINTR || result == -EAGAIN) && stage_ != Kind::close) {
-        patient_ = true;
+        offload_ = true;
         return;
     }
-    patient_ = false;
+    offload_ = false;
     const int error = result < 0 ? static_cast<int>(-result) : kOk;
     switch (stage_) {
         case Kind::open:
@@ -85,13 +84,13 @@ void Transfer::answer(std::int64_t result) {
             if (error) return fail(error);
             direct_ = false;
             return go_on();
-        case Kind::touch:  // One that cannot be noted is no failure.
+        case Kind::touch:  // Failing to update the time stamp is not an error.
             return go_to(Kind::close);
         case Kind::close:
             return closed(error == EINTR ? kOk : error);
         case Kind::rename:
             return error ? fail(error) : go_to(Kind::nothing);
-        default:  // What a write that failed leaves behind is gone now, or the next scan finds it.
+        default:  // The temporary file of a failed write is removed, or the next scan finds it.
             return go_to(Kind::nothing);
     }
 }
@@ -120,10 +119,10 @@ void Transfer::moved(std::size_t bytes) {
     go_on();
 }
 
-// Move what is left, then finish.
+// Request the remaining bytes, or finish.
 void Transfer::go_on() {
     if (moved_ == length_) return go_to(writes() ? Kind::close : Kind::touch);
-    // A short transfer (the disk is all but full, a signal came) has ended within a page.
+    // A short transfer (disk almost full, signal) ended within a page: continue without O_DIRECT.
     if (direct_ && moved_ % kPageBytes != 0) return go_to(Kind::use_cache);
     go_to(writes() ? Kind::write : Kind::read);
 }
@@ -131,7 +130,7 @@ void Transfer::go_on() {
 void Transfer::closed(int error) {
     descriptor_ = -1;
     if (!writes()) return go_to(Kind::nothing);
-    // Some file systems tell only here that there was no room.
+    // Some file systems report a full disk only on close.
     if (outcome_ == kOk) outcome_ = error;
     go_to(outcome_ == kOk ? Kind::rename : Kind::unlink);
 }

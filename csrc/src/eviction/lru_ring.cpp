@@ -8,14 +8,14 @@ namespace {
 
 constexpr LruRing::Place absent = -1;
 constexpr LruRing::Place ends = 0;
-// Rows ahead whose links are fetched: in a ring of millions each is a miss in every cache.
+// Prefetch distance in rows: in a ring of millions, each link access misses all CPU caches.
 constexpr std::size_t ahead = 8;
 
 }  // namespace
 
 LruRing::LruRing(std::span<Place> warmer, std::span<Place> colder) : warmer_(warmer), colder_(colder) {
     if (warmer.empty() || warmer.size() != colder.size()) {
-        throw std::invalid_argument("a ring is two equally long arrays");
+        throw std::invalid_argument("the two arrays of a ring must have the same length, which is not 0");
     }
 }
 
@@ -25,7 +25,7 @@ bool LruRing::is_linked(std::uint64_t place) const {
 
 void LruRing::check(Place place) const {
     if (place < 0 || static_cast<std::size_t>(place) >= warmer_.size()) {
-        throw std::out_of_range("a ring that leads out of its arrays");
+        throw std::out_of_range("corrupt ring: a link is out of range");
     }
 }
 
@@ -69,7 +69,7 @@ void LruRing::link_chain(Rows rows, std::int64_t parent) {
     Place warmer = known ? static_cast<Place>(parent + 1) : ends;
     for (const std::uint32_t row : rows) {
         const std::uint64_t place = std::uint64_t{row} + 1;
-        if (place >= warmer_.size()) throw std::out_of_range("a row beyond the arrays of a ring");
+        if (place >= warmer_.size()) throw std::out_of_range("a row is out of range of the ring's arrays");
         link(static_cast<Place>(place), warmer);
         warmer = static_cast<Place>(place);
     }

@@ -7,9 +7,9 @@ namespace kvtier::keys {
 
 namespace {
 
-constexpr std::uint32_t blocks_a_leaf = leaf_bytes / block_bytes;
+constexpr std::uint32_t blocks_per_leaf = leaf_bytes / block_bytes;
 
-// The value of two that stand side by side in the tree.
+// The chaining value of the parent of two adjacent nodes.
 ChainingValue parent_of(const ChainingValue& left, const ChainingValue& right, std::uint32_t flags) {
     std::array<std::uint8_t, block_bytes> children;
     std::memcpy(children.data(), left.data(), hash_bytes);
@@ -25,7 +25,7 @@ Hash hash_of(const ChainingValue& value) {
 
 }  // namespace
 
-// A leaf that is not the last joins every subtree of its own size, as a carry runs through a binary number.
+// Merge equal-sized subtrees, like carries in a binary counter. Not for the last leaf.
 void Tree::add(ChainingValue value) {
     ++leaves_;
     for (std::uint64_t size = leaves_; size % 2 == 0; size /= 2) value = parent_of(subtrees_[--depth_], value, no_flag);
@@ -40,11 +40,11 @@ Hash Tree::finish(ChainingValue last) {
     return hash_of(last);
 }
 
-// A full block waits until more comes: only then is it known not to be the last.
+// Compress a full block only when more input arrives: only then it is known not to be the last.
 void Hasher::add(Bytes bytes) {
     while (!bytes.empty()) {
         if (filled_ == block_bytes) {
-            if (blocks_ == blocks_a_leaf - 1) {
+            if (blocks_ == blocks_per_leaf - 1) {
                 compress_block(ends_leaf);
                 tree_.add(value_);
                 value_ = initial_value;

@@ -1,4 +1,4 @@
-// The order in which BLAKE3 takes the words of a block (section 2.2 of its paper).
+// BLAKE3's message schedule (section 2.2 of its paper).
 #pragma once
 
 #include <array>
@@ -9,7 +9,7 @@ namespace kvtier::keys {
 
 inline constexpr std::size_t rounds = 7;
 
-// Which word of the block each step of each round takes: every round permutes the order of the last.
+// The index of the message word for each step of each round: each round permutes the order of the previous one.
 using Schedule = std::array<std::array<std::uint8_t, 16>, rounds>;
 
 constexpr Schedule make_schedule() {

@@ -20,8 +20,8 @@ Hash hash_of(Bytes bytes) {
 
 void chunk_keys(const Hash& parent, Words tokens, std::size_t chunk_tokens, std::span<const Bytes> extras,
                 std::span<Hash> keys) {
-    // First the hashes of the tokens alone, which wait for nothing and go side by side; only one block of each
-    // chunk is left for the chain.
+    // First hash the tokens of all chunks, which are independent and can use SIMD; then only one block per chunk
+    // remains for the sequential chain.
     const std::size_t whole = std::min(keys.size(), tokens.size() / chunk_tokens);
     hash_each(bytes_of(tokens), chunk_tokens * sizeof(std::uint32_t), keys.first(whole));
     if (whole < keys.size()) keys[whole] = hash_of(bytes_of(tokens.subspan(whole * chunk_tokens)));

@@ -18,16 +18,16 @@ std::vector<LeafHasher> find_leaf_hashers() {
     return found;
 }
 
-// The hashes of as many inputs as there are lanes, or fewer.
+// Hash up to as many inputs as there are lanes.
 void hash_some(const std::uint8_t* first, std::size_t length, std::span<Hash> hashes, const LeafHasher& leaves) {
     const std::size_t last_leaf = (length - 1) / leaf_bytes;
-    std::array<ChainingValue, most_lanes> values;
+    std::array<ChainingValue, max_lanes> values;
     std::vector<Tree> trees(last_leaf > 0 ? hashes.size() : 0);
     for (std::size_t leaf = 0; leaf <= last_leaf; ++leaf) {
         const std::size_t start = leaf * leaf_bytes;
         Leaves row{{}, std::min(leaf_bytes, length - start), leaf, last_leaf == 0 ? is_root : no_flag};
         for (std::size_t lane = 0; lane < leaves.lanes; ++lane) {
-            // What there is too little of is hashed again, beside the rest.
+            // Fill unused lanes with the last input.
             row.inputs[lane] = first + std::min(lane, hashes.size() - 1) * length + start;
         }
         leaves.hash(row, values.data());

@@ -1,7 +1,7 @@
-// Leaves side by side: each word of the state is a vector, with a lane for each leaf.
+// SIMD over leaves: each word of the state is a vector with one lane per leaf.
 //
-// Included by one file for each width, which says before what KVTIER_TARGET is: what is in an unnamed namespace here
-// is another function in each. The vectors are those that GCC and Clang have for any processor.
+// Included by one file per vector width, which defines KVTIER_TARGET first; the unnamed namespace makes the functions
+// distinct in each. Uses the portable vector extensions of GCC and Clang.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ KVTIER_INLINE void fill(Vector<lanes>& vector, std::uint32_t word) {
 }
 
 template <int bits, std::size_t lanes>
-KVTIER_INLINE void turn(Vector<lanes>& d, const Vector<lanes>& a) {
+KVTIER_INLINE void xor_rotate(Vector<lanes>& d, const Vector<lanes>& a) {
     d.words ^= a.words;
     d.words = (d.words >> bits) | (d.words << (32 - bits));
 }
@@ -46,13 +46,13 @@ template <std::size_t lanes>
 KVTIER_INLINE void mix(Vector<lanes>& a, Vector<lanes>& b, Vector<lanes>& c, Vector<lanes>& d, const Vector<lanes>& x,
                        const Vector<lanes>& y) {
     a.words += b.words + x.words;
-    turn<16>(d, a);
+    xor_rotate<16>(d, a);
     c.words += d.words;
-    turn<12>(b, c);
+    xor_rotate<12>(b, c);
     a.words += b.words + y.words;
-    turn<8>(d, a);
+    xor_rotate<8>(d, a);
     c.words += d.words;
-    turn<7>(b, c);
+    xor_rotate<7>(b, c);
 }
 
 template <std::size_t round, std::size_t lanes>
@@ -68,7 +68,7 @@ KVTIER_INLINE void one_round(Vector<lanes>* v, const Vector<lanes>* block) {
     mix(v[3], v[4], v[9], v[14], block[order[14]], block[order[15]]);
 }
 
-// The words from `start` on of every input, as many as there are of a block; the rest of it is zero.
+// Load the words of one block of every input, from `start` on. Pads with zeros after `length` bytes.
 template <std::size_t lanes>
 KVTIER_INLINE void load_block(const Leaves& leaves, std::size_t start, std::size_t length, Vector<lanes>* block) {
     std::uint32_t words[block_bytes / 4][lanes];
@@ -80,7 +80,7 @@ KVTIER_INLINE void load_block(const Leaves& leaves, std::size_t start, std::size
     std::memcpy(block, words, sizeof(words));
 }
 
-// Loops over the state are unrolled, or it would not stay in registers.
+// Loops over the state are unrolled, so that it stays in registers.
 template <std::size_t lanes>
 KVTIER_INLINE void hash_leaves(const Leaves& leaves, ChainingValue* values) {
     Vector<lanes> value[8], v[16], block[16];

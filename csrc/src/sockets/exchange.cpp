@@ -1,4 +1,4 @@
-// Time-outs: socket(7), SO_RCVTIMEO and SO_SNDTIMEO. The kernel counts them down over all the waits of one call.
+// Timeouts: SO_RCVTIMEO and SO_SNDTIMEO, see socket(7). The kernel applies them to all waits of one call together.
 
 #include "kvtier/exchange.hpp"
 
@@ -18,31 +18,31 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t spans_a_call = 1024;  // IOV_MAX of Linux
+constexpr std::size_t max_spans_per_call = 1024;  // IOV_MAX on Linux
 
-// So long a call that sends waits before it is looked whether the other side is still there.
-constexpr auto moment = std::chrono::milliseconds(100);
+// A blocked send checks at this interval whether the peer has closed the connection.
+constexpr auto check_interval = std::chrono::milliseconds(100);
 
-// Has the next call that waits, to receive or to send, last until `deadline` at most; false where it is over.
-bool bound(int socket, int option, Clock::time_point deadline) {
+// Set the timeout of the next blocking call so that it ends at `deadline`. False if that has passed.
+bool set_timeout(int socket, int option, Clock::time_point deadline) {
     const auto left = std::chrono::duration_cast<std::chrono::microseconds>(deadline - Clock::now()).count();
     if (left <= 0) return false;
     timeval time{};
     time.tv_sec = left / 1'000'000;
     time.tv_usec = left % 1'000'000;
-    // What is no time-out at all is one that was zero.
+    // `left` is positive here: a timeout of 0 would mean none.
     setsockopt(socket, SOL_SOCKET, option, &time, sizeof time);
     return true;
 }
 
-// What is left of the spans of one operation.
-class Rest {
+// Position in the spans of one operation.
+class Cursor {
 public:
-    explicit Rest(const std::vector<Span>& spans) : spans_(spans) { skip_empty(); }
+    explicit Cursor(const std::vector<Span>& spans) : spans_(spans) { skip_empty(); }
 
     bool empty() const { return at_ == spans_.size(); }
 
-    // The next spans, as one call takes them.
+    // The remaining spans, at most as many as one call accepts.
     msghdr message() {
         std::size_t count = 0;
         std::size_t skipped = done_;
@@ -74,67 +74,67 @@ private:
 
     const std::vector<Span>& spans_;
     std::size_t at_ = 0;
-    std::size_t done_ = 0;  // of the span at `at_`
-    std::array<iovec, spans_a_call> vectors_;
+    std::size_t done_ = 0;  // bytes of the span at `at_`
+    std::array<iovec, max_spans_per_call> vectors_;
 };
 
-// What a call of the kernel came to: how many bytes, or why there were none.
+// Result of a system call: the number of bytes, or an errno.
 struct Moved {
     std::size_t bytes = 0;
     int error = 0;
 };
 
-// How long calls may wait: until a moment, or not at all.
-struct Patience {
+// How long calls may wait: until the deadline, or not at all.
+struct Timeout {
     Clock::time_point deadline;
     bool waits;
 };
 
-Moved moved_by(ssize_t result) {
+Moved to_moved(ssize_t result) {
     if (result > 0) return {static_cast<std::size_t>(result), 0};
     return {0, result == 0 ? ESHUTDOWN : errno};
 }
 
-// Whether to try again once a call has come to this.
-bool again(const Moved& moved, const Patience& patience) {
-    return moved.error == EINTR || (moved.error == EAGAIN && patience.waits);
+bool should_retry(const Moved& moved, const Timeout& timeout) {
+    return moved.error == EINTR || (moved.error == EAGAIN && timeout.waits);
 }
 
-Moved receive(int socket, msghdr& message, int flags, const Patience& patience) {
-    while (!patience.waits || bound(socket, SO_RCVTIMEO, patience.deadline)) {
-        const Moved moved = moved_by(recvmsg(socket, &message, patience.waits ? flags : MSG_DONTWAIT));
-        if (!again(moved, patience)) return moved;
+Moved receive(int socket, msghdr& message, int flags, const Timeout& timeout) {
+    while (!timeout.waits || set_timeout(socket, SO_RCVTIMEO, timeout.deadline)) {
+        const Moved moved = to_moved(recvmsg(socket, &message, timeout.waits ? flags : MSG_DONTWAIT));
+        if (!should_retry(moved, timeout)) return moved;
     }
     return {0, ETIMEDOUT};
 }
 
-// Whether the other side has closed without taking in what it was sent. A call that sends does not see that while
-// its window is shut, and would wait for nothing.
-bool has_left(int socket) {
-    pollfd one{socket, POLLOUT | POLLRDHUP, 0};
-    return poll(&one, 1, 0) > 0 && (one.revents & POLLOUT) == 0;
+// Whether the peer has closed the connection without reading everything. A blocked send does not notice that while
+// the peer's window is closed, and would wait in vain.
+bool peer_closed(int socket) {
+    pollfd polled{socket, POLLOUT | POLLRDHUP, 0};
+    return poll(&polled, 1, 0) > 0 && (polled.revents & POLLOUT) == 0;
 }
 
-// The first call does not wait: what is small goes at once, and needs no time-out.
-Moved send(int socket, const msghdr& message, const Patience& patience) {
+// The first call does not block: small messages are sent at once, without setting a timeout.
+Moved send(int socket, const msghdr& message, const Timeout& timeout) {
     int flags = MSG_NOSIGNAL | MSG_DONTWAIT;
     for (;;) {
-        const Moved moved = moved_by(sendmsg(socket, &message, flags));
-        if (!again(moved, patience)) return moved;
-        if (has_left(socket)) return {0, EPIPE};
-        if (!bound(socket, SO_SNDTIMEO, std::min(patience.deadline, Clock::now() + moment))) return {0, ETIMEDOUT};
+        const Moved moved = to_moved(sendmsg(socket, &message, flags));
+        if (!should_retry(moved, timeout)) return moved;
+        if (peer_closed(socket)) return {0, EPIPE};
+        const auto next_check = std::min(timeout.deadline, Clock::now() + check_interval);
+        if (!set_timeout(socket, SO_SNDTIMEO, next_check)) return {0, ETIMEDOUT};
         flags = MSG_NOSIGNAL;
     }
 }
 
-// Send or receive all spans; `done` counts the bytes. The error.
-int move_all(int socket, const Operation& operation, const Patience& patience, std::size_t& done) {
+// Send or receive all spans; `done` counts the bytes. Returns an errno, or 0.
+int move_all(int socket, const Operation& operation, const Timeout& timeout, std::size_t& done) {
     const bool sends = operation.kind == Kind::send;
-    Rest rest(operation.spans);
+    Cursor rest(operation.spans);
     while (!rest.empty()) {
         msghdr message = rest.message();
         const Moved moved =
-            sends ? send(socket, message, patience) : receive(socket, message, MSG_WAITALL, patience);
+            sends ? send(socket, message, timeout) : receive(socket, message, MSG_WAITALL, timeout);
         if (moved.error != 0) return moved.error;
         rest.advance(moved.bytes);
         done += moved.bytes;
@@ -142,8 +142,8 @@ int move_all(int socket, const Operation& operation, const Patience& patience, s
     return 0;
 }
 
-// Receive what must be equal to `wanted`; `done` counts the bytes. The error, and whether they were equal.
-int expect(int socket, Span wanted, std::span<std::byte> unread, const Patience& patience,
+// Receive bytes and compare them with `wanted`; `done` counts the bytes. Returns an errno, or 0; sets `equal`.
+int expect(int socket, Span wanted, std::span<std::byte> unread, const Timeout& timeout,
            std::size_t& done, bool& equal) {
     equal = wanted.length <= unread.size();
     while (equal && done < wanted.length) {
@@ -151,7 +151,7 @@ int expect(int socket, Span wanted, std::span<std::byte> unread, const Patience&
         msghdr message{};
         message.msg_iov = &room;
         message.msg_iovlen = 1;
-        const Moved moved = receive(socket, message, 0, patience);
+        const Moved moved = receive(socket, message, 0, timeout);
         if (moved.error != 0) return moved.error;
         equal = std::memcmp(unread.data() + done, wanted.data + done, moved.bytes) == 0;
         done += moved.bytes;
@@ -163,15 +163,15 @@ int expect(int socket, Span wanted, std::span<std::byte> unread, const Patience&
 
 Progress exchange(int socket, std::span<const Operation> operations, std::span<std::byte> unread,
                   Clock::time_point deadline, bool waits) {
-    const Patience patience{deadline, waits};
+    const Timeout timeout{deadline, waits};
     Progress progress;
     for (const Operation& operation : operations) {
         progress.bytes = 0;
         bool equal = true;
         progress.error =
             operation.kind == Kind::expect
-                ? expect(socket, operation.spans.front(), unread, patience, progress.bytes, equal)
-                : move_all(socket, operation, patience, progress.bytes);
+                ? expect(socket, operation.spans.front(), unread, timeout, progress.bytes, equal)
+                : move_all(socket, operation, timeout, progress.bytes);
         if (progress.error != 0 || !equal) return progress;
         ++progress.operations;
     }

@@ -21,9 +21,10 @@ constexpr auto idle_time = std::chrono::seconds(5);
 
 }  // namespace
 
-// What the threads share with the pump: they are not joined, so the last of them ends it.
+// State shared by the pump and its threads, which are detached: the last owner destroys it.
 struct Pump::Crew {
-    explicit Crew(std::size_t most) : most(most), descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    explicit Crew(std::size_t max_threads)
+        : max_threads(max_threads), descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
         if (descriptor < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
     }
     ~Crew() { close(descriptor); }
@@ -31,13 +32,13 @@ struct Pump::Crew {
     Crew& operator=(const Crew&) = delete;
 
     void work();
-    void tell(Ended end);
+    void report(Ended end);
 
-    const std::size_t most;
+    const std::size_t max_threads;
     const int descriptor;
     std::mutex mutex;
-    std::condition_variable changed;  // the queue, or that it is closing
-    std::condition_variable emptied;  // of threads
+    std::condition_variable changed;  // `queue` or `closing`
+    std::condition_variable emptied;  // `threads` is 0
     std::deque<Conversation> queue;
     std::vector<Ended> ended;
     std::size_t threads = 0;
@@ -45,7 +46,7 @@ struct Pump::Crew {
     bool closing = false;
 };
 
-// In each thread, until there is nothing to do.
+// Body of each thread; returns after `idle_time` without work.
 void Pump::Crew::work() {
     std::unique_lock lock(mutex);
     for (;;) {
@@ -60,18 +61,18 @@ void Pump::Crew::work() {
         lock.unlock();
         const Progress progress = exchange(next.socket, next.operations, next.unread, next.deadline);
         lock.lock();
-        tell({next.ticket, progress});
+        report({next.ticket, progress});
     }
     if (--threads == 0) emptied.notify_all();
 }
 
-// With the lock held. One signal for all that is not collected yet.
-void Pump::Crew::tell(Ended end) {
+// The caller holds the lock. Signals only once until the next collect().
+void Pump::Crew::report(Ended end) {
     ended.push_back(end);
     if (ended.size() == 1) eventfd_write(descriptor, 1);
 }
 
-Pump::Pump(std::size_t most) : crew_(std::make_shared<Crew>(most)) {}
+Pump::Pump(std::size_t max_threads) : crew_(std::make_shared<Crew>(max_threads)) {}
 
 Pump::~Pump() {
     std::unique_lock lock(crew_->mutex);
@@ -87,7 +88,7 @@ int Pump::descriptor() const {
 void Pump::start(Conversation conversation) {
     const std::lock_guard lock(crew_->mutex);
     crew_->queue.push_back(std::move(conversation));
-    if (crew_->queue.size() <= crew_->idle || crew_->threads == crew_->most) {
+    if (crew_->queue.size() <= crew_->idle || crew_->threads == crew_->max_threads) {
         crew_->changed.notify_one();
         return;
     }
@@ -96,7 +97,7 @@ void Pump::start(Conversation conversation) {
         std::thread([crew = crew_] { crew->work(); }).detach();
         ++crew_->threads;
     } catch (const std::system_error&) {
-        // One of those that there are will come to it.
+        // A running thread will take it from the queue.
         if (crew_->threads > 0) return;
         crew_->queue.pop_back();
         throw;

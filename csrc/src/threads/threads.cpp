@@ -17,15 +17,15 @@ namespace kvtier {
 
 namespace {
 
-constexpr unsigned most_threads = 8;
+constexpr unsigned max_threads = 8;
 
-// One job at a time. Everything but `next` is guarded by `mutex`.
+// Helpers for one job at a time. `mutex_` guards everything except `next_`.
 class Helpers {
 public:
-    // Whether the helpers took part; false where another caller has them.
+    // Run a job with the helpers. False if another caller is using them.
     bool run(std::size_t count, unsigned wanted, const std::function<void(std::size_t)>& work) {
-        std::unique_lock turn(turn_, std::try_to_lock);
-        if (!turn.owns_lock()) return false;
+        std::unique_lock exclusive(exclusive_, std::try_to_lock);
+        if (!exclusive.owns_lock()) return false;
         {
             std::lock_guard lock(mutex_);
             start(wanted);
@@ -36,9 +36,9 @@ public:
             ++job_;
         }
         awake_.notify_all();
-        take_turns(work, count);
+        run_pieces(work, count);
         std::unique_lock lock(mutex_);
-        invited_ = 0;  // Whoever has not come yet has nothing to do.
+        invited_ = 0;  // Helpers that have not woken up yet are not needed.
         idle_.wait(lock, [this] { return working_ == 0; });
         work_ = nullptr;
         return true;
@@ -50,7 +50,7 @@ private:
             try {
                 std::thread([this] { help(); }).detach();
             } catch (const std::system_error&) {
-                return;  // No more threads are to be had: fewer do it.
+                return;  // Continue with fewer threads.
             }
             ++started_;
         }
@@ -66,17 +66,17 @@ private:
             const std::function<void(std::size_t)>& work = *work_;
             const std::size_t count = count_;
             lock.unlock();
-            take_turns(work, count);
+            run_pieces(work, count);
             lock.lock();
             if (--working_ == 0) idle_.notify_one();
         }
     }
 
-    void take_turns(const std::function<void(std::size_t)>& work, std::size_t count) {
+    void run_pieces(const std::function<void(std::size_t)>& work, std::size_t count) {
         for (std::size_t at; (at = next_.fetch_add(1, std::memory_order_relaxed)) < count;) work(at);
     }
 
-    std::mutex turn_;
+    std::mutex exclusive_;
     std::mutex mutex_;
     std::condition_variable awake_;
     std::condition_variable idle_;
@@ -94,8 +94,8 @@ struct Owned {
     Helpers helpers;
 };
 
-// Never destroyed: its threads sleep in it until the process ends. A forked child has none of the threads,
-// and its parent's locks as they were, so it makes its own; without a lock, which could be held then, too.
+// Never destroyed, because its threads use it until the process ends. A forked child inherits no threads, and locks in
+// any state, so it creates its own instance; without a lock, which could be held at the time of the fork, too.
 Helpers& helpers() {
     static std::atomic<Owned*> current{nullptr};
     Owned* found = current.load(std::memory_order_acquire);
@@ -114,7 +114,7 @@ unsigned useful_threads() {
     cpu_set_t allowed;
     CPU_ZERO(&allowed);
     if (::sched_getaffinity(0, sizeof allowed, &allowed) != 0) return 1;
-    return std::clamp(static_cast<unsigned>(CPU_COUNT(&allowed)), 1U, most_threads);
+    return std::clamp(static_cast<unsigned>(CPU_COUNT(&allowed)), 1U, max_threads);
 }
 
 unsigned spare_threads(std::string_view loadavg, unsigned processors) {
@@ -122,11 +122,11 @@ unsigned spare_threads(std::string_view loadavg, unsigned processors) {
     if (slash == std::string_view::npos) return processors;
     const std::size_t space = loadavg.rfind(' ', slash);
     const std::size_t start = space == std::string_view::npos ? 0 : space + 1;
-    unsigned runnable = 0;  // The caller among them.
+    unsigned runnable = 0;  // Including the caller.
     const auto [end, error] = std::from_chars(loadavg.data() + start, loadavg.data() + slash, runnable);
     if (error != std::errc() || end != loadavg.data() + slash) return processors;
-    // Half of the processors may be shared by two: what spins there, as an engine's own threads do after their
-    // work, costs a helper a few milliseconds. Of more it would have to wait for each in turn.
+    // Up to half of the CPUs may be shared by two threads: sharing with a thread that spins, as an engine's threads do
+    // after their work, costs a helper a few milliseconds. With more threads per CPU it would wait for each of them.
     const unsigned room = processors + std::max(processors / 2, 1U) + 1;
     return std::clamp(room - std::min(room, std::max(runnable, 1U)), 1U, processors);
 }

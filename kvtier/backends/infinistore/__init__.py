@@ -1,4 +1,4 @@
-"""An InfiniStore server: chunks in its memory, over TCP or RDMA."""
+"""InfiniStore backend: chunks in the memory of a server, over TCP or RDMA."""
 
 from kvtier.backends.infinistore.backend import InfiniStoreBackend
 from kvtier.backends.infinistore.settings import InfiniStoreSettings

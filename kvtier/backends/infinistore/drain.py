@@ -1,7 +1,7 @@
-"""Connections that were given up amid an answer, read to its end before they are closed.
+"""Drain abandoned connections: read the pending reply to its end, then close.
 
-An InfiniStore (0.2.35) that finds a connection closed on which it still has something to send frees it twice
-and ends itself, for everybody who uses it. So who is out of time leaves its connection here.
+An InfiniStore (0.2.35) that has data to send on a closed connection frees it twice and crashes, for all its
+clients. So callers that time out pass their connection to a drain instead of closing it.
 """
 
 from __future__ import annotations
@@ -11,47 +11,44 @@ import time
 from threading import Lock, Thread
 from typing import Protocol
 
-PATIENCE_SECONDS = 600.0
-"""A server that stands still longer than this is hung up on all the same."""
-MOST_CONNECTIONS = 256
+TIMEOUT_SECONDS = 600.0
+"""A connection to a server that hangs longer than this is closed anyway."""
+MAX_CONNECTIONS = 256
 SCRATCH_BYTES = 256 << 10
-TURN_SECONDS = 0.05
-"""How soon a connection that has just come is looked at."""
+POLL_SECONDS = 0.05
+"""Maximum delay until a new connection is polled."""
 
 
-class Leaving(Protocol):
-    """A connection whose answer nobody wants any longer."""
+class Drainable(Protocol):
+    """A connection with a pending reply that is no longer needed."""
 
     def fileno(self) -> int:
-        """Its socket."""
+        """Return the socket's descriptor."""
         ...
 
     def discard(self, scratch: memoryview) -> bool:
-        """Read into ``scratch`` what has come, without waiting; whether that was the last of it."""
+        """Read available data into ``scratch`` without blocking. Return whether the reply is complete."""
         ...
 
     def hang_up(self) -> None:
-        """Close the socket now."""
+        """Close the socket immediately."""
         ...
 
 
 class Drain:
-    """Reads what is still sent on any number of connections, in one thread that ends with the last of them.
-
-    Thread-safe.
-    """
+    """Drains any number of connections in one thread, which ends with the last of them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._until: dict[Leaving, float] = {}
-        self._last_call = float("inf")
+        self._until: dict[Drainable, float] = {}
+        self._close_at = float("inf")
         self._thread: Thread | None = None
 
-    def add(self, connection: Leaving) -> None:
-        """Read on to the end of the answer, then close ``connection``. Does not block."""
+    def add(self, connection: Drainable) -> None:
+        """Read the rest of the reply, then close ``connection``. Does not block."""
         with self._lock:
-            if len(self._until) < MOST_CONNECTIONS:
-                self._until[connection] = time.monotonic() + PATIENCE_SECONDS
+            if len(self._until) < MAX_CONNECTIONS:
+                self._until[connection] = time.monotonic() + TIMEOUT_SECONDS
                 if self._thread is None:
                     self._thread = Thread(target=self._run, name="kvtier-drain", daemon=True)
                     self._thread.start()
@@ -59,22 +56,22 @@ class Drain:
         connection.hang_up()
 
     def close(self, seconds: float) -> None:
-        """Wait for what is still sent, so long at most, and close the rest. Blocks; the last call of all."""
+        """Wait up to ``seconds`` for pending replies, then close all connections. Blocks. Must be last."""
         with self._lock:
-            self._last_call = time.monotonic() + seconds
+            self._close_at = time.monotonic() + seconds
             thread = self._thread
         if thread is not None:
             thread.join()
 
     def _run(self) -> None:
         scratch = memoryview(bytearray(SCRATCH_BYTES))
-        while connections := self._still_here():
+        while connections := self._pending():
             poll = select.poll()
             for descriptor in connections:
                 poll.register(descriptor, select.POLLIN)
             ended = [
                 connections[descriptor]
-                for descriptor, _ in poll.poll(1000 * TURN_SECONDS)
+                for descriptor, _ in poll.poll(1000 * POLL_SECONDS)
                 if connections[descriptor].discard(scratch)
             ]
             now = time.monotonic()
@@ -82,15 +79,15 @@ class Drain:
                 ended += [
                     connection
                     for connection, until in self._until.items()
-                    if now > min(until, self._last_call) and connection not in ended
+                    if now > min(until, self._close_at) and connection not in ended
                 ]
                 for connection in ended:
                     del self._until[connection]
             for connection in ended:
                 connection.hang_up()
 
-    def _still_here(self) -> dict[int, Leaving]:
-        """By descriptor. Where there are none, the thread is through: the next connection starts another."""
+    def _pending(self) -> dict[int, Drainable]:
+        """Return the connections by descriptor. If empty, the thread must end; ``add`` starts another one."""
         with self._lock:
             if not self._until:
                 self._thread = None

@@ -1,6 +1,6 @@
-"""InfiniStore's RDMA path, through its client library: the server reads from the arena, and writes to it.
+"""InfiniStore's RDMA path, through its client library: the server reads from and writes to the arena.
 
-Not run on any machine of ours: it needs an RDMA device on both sides.
+Never tested on real hardware: it requires an RDMA device on both sides.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 from anyio import CancelScope, fail_after, to_thread
 
-from kvtier.arena import Arena, address_of
 from kvtier.backends.base import Outcome
 from kvtier.backends.infinistore.protocol import OUT_OF_MEMORY
 from kvtier.backends.infinistore.settings import InfiniStoreSettings
 from kvtier.errors import TierError
+from kvtier.memory.arena import Arena, address_of
 
 NamedView = tuple[str, memoryview]
 Transfer = Callable[[list[tuple[str, int]], int, int], Awaitable[object]]
-"""(name, offset from the base) of each block, bytes of a block, address of the base."""
+"""Arguments: (name, offset from the base) of each block, bytes per block, base address."""
 
 
 class InfiniStoreRDMA:
-    """One RDMA connection, over which all batches go. Connects when first used, and again after a failure."""
+    """An RDMA connection that all batches share. Connects lazily, and reconnects after a failure."""
 
     def __init__(self, settings: InfiniStoreSettings) -> None:
         self._settings = settings
@@ -36,27 +36,27 @@ class InfiniStoreRDMA:
         self._connecting = asyncio.Lock()
 
     def load(self) -> None:
-        """Import the library. Blocks. Raises :class:`TierError` where it is missing or too old."""
+        """Import the library. Blocks. Raises :class:`TierError` if it is missing or too old."""
         try:
             import infinistore
         except ImportError as error:
             raise TierError(
-                "connection: rdma takes InfiniStore's client library: pip install 'kvtier[infinistore]'"
+                "connection: rdma requires InfiniStore's client library: pip install 'kvtier[infinistore]'"
             ) from error
-        chooses = not hasattr(infinistore.ClientConfig, "hint_gid_index")
-        if self._settings.gid_index is not None and chooses:
+        has_gid_index = hasattr(infinistore.ClientConfig, "hint_gid_index")
+        if self._settings.gid_index is not None and not has_gid_index:
             raise TierError(
-                "this version of InfiniStore's client library chooses its GID: leave out `gid_index`"
+                "this version of InfiniStore's client library does not support `gid_index`: omit it"
             )
         self._library = infinistore
 
     def register(self, arena: Arena) -> None:
-        """Chunks lie in ``arena``, which is registered whenever a connection is made."""
+        """Set the arena to register with every new connection."""
         self._arena = arena
         self._base = address_of(arena.view(0, arena.capacity))
 
     def reaches(self, views: Iterable[memoryview]) -> bool:
-        """Whether all of these lie in the arena."""
+        """Return whether all views are writable memory of the arena."""
         if self._arena is None:
             return False
         stop = self._base + self._arena.capacity
@@ -64,18 +64,18 @@ class InfiniStoreRDMA:
 
     async def write(self, items: Sequence[NamedView]) -> list[Outcome]:
         """Have the server read each view."""
-        return await self._carry("rdma_write_cache_async", items)
+        return await self._transfer_all("rdma_write_cache_async", items)
 
     async def read(self, items: Sequence[NamedView]) -> list[Outcome]:
         """Have the server fill each view."""
-        return await self._carry("rdma_read_cache_async", items)
+        return await self._transfer_all("rdma_read_cache_async", items)
 
     async def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         await self._drop(self._connection)
 
     async def _drop(self, connection: Any) -> None:  # noqa: ANN401 - the library has no types
-        """End ``connection``, whoever else uses it: the device does not touch the arena after this."""
+        """Close ``connection``, even if other calls use it. Then the device no longer accesses the arena."""
         if connection is None or connection.conn is None:
             return
         if self._connection is connection:
@@ -83,14 +83,14 @@ class InfiniStoreRDMA:
 
         def end() -> None:
             connection.close()
-            # Its queue pair is destroyed with the last reference to this, and not before.
+            # The queue pair is destroyed only with the last reference to this.
             connection.conn = None
 
         with CancelScope(shield=True):
             await to_thread.run_sync(end)
 
-    async def _carry(self, method: str, items: Sequence[NamedView]) -> list[Outcome]:
-        """Blocks of one length in one call; the outcomes in the order of the items."""
+    async def _transfer_all(self, method: str, items: Sequence[NamedView]) -> list[Outcome]:
+        """Transfer in one call per block length. Return the outcomes in the order of the items."""
         connection = await self._connected()
         by_length: defaultdict[int, list[int]] = defaultdict(list)
         for index, (_, view) in enumerate(items):
@@ -98,8 +98,8 @@ class InfiniStoreRDMA:
         outcomes = [Outcome.FAILED] * len(items)
         for length, indices in by_length.items():
             blocks = [(items[index][0], address_of(items[index][1]) - self._base) for index in indices]
-            moved = await self._transfer(connection, method, blocks, length)
-            for index, outcome in zip(indices, moved, strict=True):
+            transferred = await self._transfer(connection, method, blocks, length)
+            for index, outcome in zip(indices, transferred, strict=True):
                 outcomes[index] = outcome
         return outcomes
 
@@ -110,20 +110,20 @@ class InfiniStoreRDMA:
         blocks: list[tuple[str, int]],
         length: int,
     ) -> list[Outcome]:
-        """Move ``blocks``, each as (name, offset from the arena's start)."""
+        """Transfer ``blocks``, each given as (name, offset from the start of the arena)."""
         transfer: Transfer = getattr(connection, method)
         try:
-            # The device goes on whoever waits: a cancelled call must not end before it has. The library
-            # waits for good where the server has gone.
+            # The device does not stop on cancellation, so a cancelled call must wait for it. Without the
+            # timeout, the library waits forever for a server that has died.
             with fail_after(self._settings.deadline, shield=True):
                 await transfer(blocks, length, self._base)
         except self._library.InfiniStoreKeyNotFound:
             if len(blocks) == 1:
                 return [Outcome.MISS]
-            # One that is missing spoils its batch.
+            # One missing key fails the whole batch.
             return [(await self._transfer(connection, method, [block], length))[0] for block in blocks]
         except Exception as error:
-            # The library raises plain exceptions; its queue pair is of no use after any other of them.
+            # The library raises plain ``Exception``. After any other error the queue pair is unusable.
             if str(error).endswith(f"ret = {OUT_OF_MEMORY}"):
                 return [Outcome.FULL] * len(blocks)
             await self._drop(connection)
@@ -140,15 +140,15 @@ class InfiniStoreRDMA:
         settings, arena = self._settings, self._arena
         if arena is None:
             raise RuntimeError("the arena is not registered")
-        chosen = {} if settings.gid_index is None else {"hint_gid_index": settings.gid_index}
+        gid_options = {} if settings.gid_index is None else {"hint_gid_index": settings.gid_index}
         config = self._library.ClientConfig(
-            host_addr=socket.gethostbyname(settings.host),  # It takes addresses alone, of IPv4.
+            host_addr=socket.gethostbyname(settings.host),  # The library accepts IPv4 addresses only.
             service_port=settings.port,
             connection_type=self._library.TYPE_RDMA,
             dev_name=settings.device,
             link_type=settings.link_type,
             log_level="error",
-            **chosen,
+            **gid_options,
         )
         connection = self._library.InfinityConnection(config)
         connection.connect()

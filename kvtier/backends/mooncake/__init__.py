@@ -1,4 +1,4 @@
-"""A pool of memory that the hosts of a cluster give, kept together by Mooncake's master."""
+"""Mooncake backend: a memory pool contributed by the hosts of a cluster and managed by Mooncake's master."""
 
 from kvtier.backends.mooncake.backend import MooncakeBackend
 from kvtier.backends.mooncake.settings import MooncakeSettings

@@ -1,4 +1,4 @@
-"""A pool of memory that the hosts of a cluster give, kept together by Mooncake's master."""
+"""Mooncake backend: a memory pool contributed by the hosts of a cluster and managed by Mooncake's master."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import ClassVar
 
 import anyio
 
-from kvtier.arena import Arena, address_of
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsCheck, SupportsRegistration
-from kvtier.backends.logs import RareWarning
 from kvtier.backends.mooncake.client import MooncakeClient
 from kvtier.backends.mooncake.library import UNREACHED, Code
 from kvtier.backends.mooncake.settings import MooncakeSettings
 from kvtier.backends.mooncake.waits import KeyLocks, Threads
 from kvtier.errors import TierError
-from kvtier.keys import ChunkKey
+from kvtier.logs import RateLimitedWarning
+from kvtier.memory.arena import Arena, address_of
+from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
 
 logger = logging.getLogger("kvtier")
 
-LOOK_UP_THREADS = 2
-"""Looking for keys does not wait for transfers."""
+LOOKUP_THREADS = 2
+"""Separate from the transfer threads, so that lookups do not wait for transfers."""
 
-TRIAL_BYTES = 64
+PROBE_BYTES = 64
 
 
 class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
-    """Chunks in the segments of a Mooncake pool, moved from and to the caller's memory without a copy.
+    """Chunks in the segments of a Mooncake pool, transferred to and from the caller's memory without a copy.
 
-    The blocking library runs in ``concurrency`` threads for transfers and two more for the rest. It gives
-    up by itself within the tier's deadline, but for a first contact with a segment whose host stands still,
-    which takes a minute; calls that find no free thread within the deadline are ``FAILED`` meanwhile.
+    The blocking library runs in ``concurrency`` threads for transfers and two more for everything else. It
+    times out within the tier's deadline, except for the first contact with a segment whose host hangs, which
+    takes a minute; meanwhile calls that get no free thread within the deadline are ``FAILED``.
 
-    ``put`` and ``delete`` go past the leases by which Mooncake protects what is being read. Within this
-    process nobody reads what is just being changed; a reader on another host may get a mix, which its
-    checksum tells it (:class:`~kvtier.backends.sealed.SealedBackend`).
+    ``put`` and ``delete`` bypass the leases by which Mooncake protects values that are being read. Locks
+    prevent this within the process; a reader on another host may get a mix of two values, which its
+    checksum detects (:class:`~kvtier.tiers.sealed.SealedBackend`).
     """
 
     settings_type: ClassVar[type[TierSettings]] = MooncakeSettings
@@ -48,41 +48,41 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
         self._client = MooncakeClient(settings)
         self._locks = KeyLocks(settings.deadline)
         self._transfers = Threads(settings.concurrency, settings.deadline)
-        self._look_ups = Threads(LOOK_UP_THREADS, settings.deadline)
-        self._warn = RareWarning(logger)
+        self._lookups = Threads(LOOKUP_THREADS, settings.deadline)
+        self._warn = RateLimitedWarning(logger)
 
     async def open(self) -> None:
-        """Load the library; the pool is joined when first asked. Raises :class:`TierError` without it."""
+        """Load the library. Joins the pool lazily. Raises :class:`TierError` if the library is missing."""
         try:
-            await self._look_ups.run(self._client.load)
+            await self._lookups.run(self._client.load)
         except TierError as error:
             raise TierError(f"tier {self._settings.name!r}: {error}") from error
 
     async def close(self) -> None:
-        """Leave the pool; the memory given to it goes with all that it holds."""
+        """Leave the pool. The chunks in this host's segment are lost."""
         with anyio.CancelScope(shield=True):
-            await self._look_ups.run(self._client.close)
+            await self._lookups.run(self._client.close)
 
     async def register(self, arena: Arena) -> None:
-        """Have RDMA move chunks from and to the arena itself. TCP does so with any memory."""
+        """Register the arena for RDMA. TCP needs no registration."""
         address = address_of(arena.view(0, arena.capacity))
-        await self._look_ups.run(lambda: self._client.register(address, arena.capacity))
+        await self._lookups.run(lambda: self._client.register(address, arena.capacity))
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Whether each key is held; one that is just being written is not.
+        """Return whether each key is held. A key that is still being written is not.
 
-        Raises ``ConnectionError`` where the pool says nothing of any.
+        Raises ``ConnectionError`` if the pool answers for none of them.
         """
         names = self._names(keys)
-        codes = await self._ask(lambda: self._client.contains(names), len(keys), self._look_ups)
+        codes = await self._call(lambda: self._client.contains(names), len(keys), self._lookups)
         _expect_answers([code >= 0 for code in codes])
         return [code == 1 for code in codes]
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        """Store each view. ``FULL`` where no segment has room. Of a key given twice, the last view counts."""
+        """Store each view. ``FULL`` if no segment has room. For a duplicate key, the last view wins."""
         views = dict(items)
         names = self._names(list(views))
-        codes = await self._ask(
+        codes = await self._call(
             lambda: self._client.put(names, list(views.values())),
             len(views),
             self._transfers,
@@ -96,7 +96,7 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
         keys = [key for key, _ in items]
         names = self._names(keys)
         lengths = [len(view) for _, view in items]
-        codes = await self._ask(
+        codes = await self._call(
             lambda: self._client.get(names, [view for _, view in items]),
             len(items),
             self._transfers,
@@ -105,38 +105,38 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
         return [_get_outcome(code, length) for code, length in zip(codes, lengths, strict=True)]
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove each key, also from under a lease. Raises ``ConnectionError`` where that reached nobody."""
+        """Remove each key, even if leased. Raises ``ConnectionError`` if the pool answers for none."""
         names = self._names(keys)
-        codes = await self._ask(
+        codes = await self._call(
             lambda: self._client.remove(names),
             len(keys),
-            self._look_ups,
+            self._lookups,
             self._locks.held(keys, exclusive=True),
         )
         _expect_answers([code not in UNREACHED for code in codes])
 
     async def check(self) -> str:
-        """Join the pool, and store and remove a few bytes under a name of their own."""
+        """Join the pool, then store and remove a few bytes under a unique name."""
         name = f"{self._settings.prefix}check:{secrets.token_hex(8)}"
         try:
-            return await self._look_ups.run(lambda: self._try_out(name))
+            return await self._lookups.run(lambda: self._probe(name))
         except OSError as error:
-            raise TierError(f"{_in_words(error)}: see `master`") from error
+            raise TierError(f"{_describe_error(error)}: check `master`") from error
 
-    def _try_out(self, name: str) -> str:
+    def _probe(self, name: str) -> str:
         settings, client = self._settings, self._client
         own_name = client.join()
-        (code,) = client.put([name], [memoryview(bytearray(TRIAL_BYTES))])
+        (code,) = client.put([name], [memoryview(bytearray(PROBE_BYTES))])
         if code == Code.NO_ROOM:
             raise TierError(
-                f"the master at {settings.master} has no memory to give: start a `mooncake_client` on some "
-                "host, or give memory of this one with `segment_size`"
+                f"the master at {settings.master} has no free memory: start a `mooncake_client` on some "
+                "host, or contribute memory of this host with `segment_size`"
             )
         if code:
             raise TierError(
-                f"the master at {settings.master} answers, but a chunk does not reach the segment that it "
-                f"chose (code {code}): see whether each client's `local_hostname` is reached from here, and "
-                "`protocol`, `device` and `metadata_server`"
+                f"the master at {settings.master} answers, but the transfer to the segment that it chose "
+                f"fails (code {code}): check that each client's `local_hostname` is reachable from here, and "
+                "check `protocol`, `device` and `metadata_server`"
             )
         client.remove([name])
         return f"Mooncake at {settings.master} over {settings.protocol}, joined as {own_name}"
@@ -144,21 +144,21 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
     def _names(self, keys: Sequence[ChunkKey]) -> list[str]:
         return [self._settings.prefix + key.hex() for key in keys]
 
-    async def _ask(
+    async def _call(
         self,
-        question: Callable[[], list[int]],
+        function: Callable[[], list[int]],
         count: int,
         threads: Threads,
         locked: AbstractAsyncContextManager[None] | None = None,
     ) -> list[int]:
-        """The library's codes, or as many of a failure where there are none."""
+        """Call the library in a thread. Returns its codes, or ``TRANSFER_FAILED`` for all if it raises."""
         if not count:
             return []
         try:
             async with locked or nullcontext():
-                return await threads.run(question)
+                return await threads.run(function)
         except (OSError, RuntimeError) as error:
-            self._warn("tier %r: %s", self._settings.name, _in_words(error))
+            self._warn("tier %r: %s", self._settings.name, _describe_error(error))
             return [Code.TRANSFER_FAILED] * count
 
 
@@ -168,7 +168,7 @@ def _expect_answers(answered: Sequence[bool]) -> None:
 
 
 def _put_outcome(code: int) -> Outcome:
-    # Taken over: stored, and at once replaced by another host's copy of the chunk.
+    # Taken over: another host is replacing the value with its own copy of the chunk.
     if code in (0, Code.TAKEN_OVER):
         return Outcome.OK
     return Outcome.FULL if code == Code.NO_ROOM else Outcome.FAILED
@@ -181,5 +181,5 @@ def _get_outcome(code: int, length: int) -> Outcome:
     return Outcome.MISS if missing else Outcome.FAILED
 
 
-def _in_words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return str(error) or "the pool did not answer in time"

@@ -1,4 +1,4 @@
-"""A Mooncake client that connects when it is first asked, and again; and memory that it may move."""
+"""A Mooncake client that connects lazily, reconnects, and registers memory."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from kvtier.arena import address_of
-from kvtier.backends.mooncake.library import Code, limit_waits, load_library
+from kvtier.backends.mooncake.library import Code, load_library, set_timeouts
 from kvtier.backends.mooncake.settings import MooncakeSettings
+from kvtier.memory.arena import address_of
 
 logger = logging.getLogger("kvtier")
 
 Store: TypeAlias = Any
-"""``mooncake.store.MooncakeDistributedStore``, which has no types."""
+"""``mooncake.store.MooncakeDistributedStore``, which is untyped."""
 
 TRUSTED_SECONDS = 1.0
-"""So long after its last answer the master is not asked whether it is there."""
+"""For this long after its last reply, the master is assumed to be reachable."""
 
 KEYS_PER_CALL = 8
-"""Larger calls are no faster, and each key of a call may cost a time-out."""
+"""Larger calls are no faster, and each key of a call may cost a timeout."""
 
 
 class Unreachable(ConnectionError):
-    """The pool does not answer; the message says in words what was tried."""
+    """The pool does not answer. The message describes what failed."""
 
 
 class MooncakeClient:
-    """The library's client. All methods block, and may be called from any thread, :meth:`close` last.
+    """The library's client. All methods block and may be called from any thread, :meth:`close` last.
 
-    The library's answers come as they are, one for each key: see :class:`Code`. Each call raises
-    :class:`Unreachable` where the master is not there.
+    Methods return the library's codes unchanged, one per key: see :class:`Code`. They raise
+    :class:`Unreachable` if the master is unreachable.
 
-    Memory is registered with the library only over RDMA, which needs that. TCP does not, and the library
-    would let everybody who reaches its port, which is open on all interfaces, read and write the memory.
+    Memory is registered with the library only for RDMA, which requires it. For TCP it is not needed, and
+    the library would let any client that reaches its port, which listens on all interfaces, read and write
+    registered memory.
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
@@ -51,8 +52,8 @@ class MooncakeClient:
         self._answered = float("-inf")
 
     def load(self) -> None:
-        """Load the library. Raises :class:`kvtier.errors.TierError` where it cannot be."""
-        limit_waits(self._settings.deadline)
+        """Load the library. Raises :class:`kvtier.errors.TierError` if that fails."""
+        set_timeouts(self._settings.deadline)
         library = load_library()
         self._new_store = library.MooncakeDistributedStore
         self._placement = library.ReplicateConfig()
@@ -61,7 +62,7 @@ class MooncakeClient:
             self._placement.soft_pin_action = library.SoftPinAction.ENABLE
 
     def close(self) -> None:
-        """Leave the pool, after the last other call: the library crashes where it is asked further."""
+        """Leave the pool, after every other call has returned: the library crashes if it is used later."""
         if self._store is not None:
             if self._registers and self._arena is not None:
                 self._store.unregister_buffer(self._arena[0])
@@ -69,34 +70,34 @@ class MooncakeClient:
             self._store = None
 
     def register(self, address: int, length: int) -> None:
-        """Name the memory that most chunks come from and go to, now and whenever the pool is joined."""
+        """Register the arena, now and whenever the client rejoins the pool."""
         with self._connecting:
             self._arena = (address, length)
             if self._store is not None:
                 self._register_arena(self._store)
 
     def join(self) -> str:
-        """Be a client of the pool, and tell under which name."""
+        """Join the pool, if not done yet, and return this client's name there."""
         name: str = self._joined().get_hostname()
         return name
 
     def contains(self, names: Sequence[str]) -> list[int]:
-        """1 for each name that is held, 0 for each that is not."""
-        return self._noted(self._joined().batch_is_exist(list(names)))
+        """Return 1 for each name that is held, 0 for each that is not."""
+        return self._track(self._joined().batch_is_exist(list(names)))
 
     def put(self, names: Sequence[str], views: Sequence[memoryview]) -> list[int]:
-        """Store each view in the place of what is held. 0 where it was done. No name may be there twice."""
+        """Store each view, replacing any previous value. Returns 0 on success. Names must be unique."""
 
         def put(store: Store, names: list[str], addresses: list[int], lengths: list[int]) -> list[int]:
             codes: list[int] = store.batch_upsert_from(names, addresses, lengths, self._placement)
             return codes
 
-        # Memory that cannot be written has no address to be had in Python, but through a copy.
+        # Python cannot take the address of read-only memory without a copy.
         views = [memoryview(bytearray(view)) if view.readonly else view for view in views]
         return self._move(put, names, views)
 
     def get(self, names: Sequence[str], views: Sequence[memoryview]) -> list[int]:
-        """Fill each view. The length of what is held, also where it is longer than the view."""
+        """Fill each view. Returns the length of each value, even if it is longer than the view."""
 
         def get(store: Store, names: list[str], addresses: list[int], lengths: list[int]) -> list[int]:
             codes: list[int] = store.batch_get_into(names, addresses, lengths)
@@ -108,8 +109,8 @@ class MooncakeClient:
         return self._move(get, names, views)
 
     def remove(self, names: Sequence[str]) -> list[int]:
-        """Remove each name, also one that was just read, which the pool would else keep for some seconds."""
-        return self._noted(self._joined().batch_remove(list(names), True))
+        """Remove each name, even one read recently, which the pool would otherwise keep for some seconds."""
+        return self._track(self._joined().batch_remove(list(names), True))
 
     def _move(
         self,
@@ -117,7 +118,7 @@ class MooncakeClient:
         names: Sequence[str],
         views: Sequence[memoryview],
     ) -> list[int]:
-        """Some keys a call; once a call has taken as long as all may take, nothing further is begun."""
+        """Transfer in calls of a few keys each. Starts no further call once the deadline has passed."""
         codes: list[int] = []
         deadline = time.monotonic() + self._settings.deadline
         for part in _parts(names):
@@ -127,36 +128,37 @@ class MooncakeClient:
             addresses = [address_of(view) for view in views[part]]
             lengths = [len(view) for view in views[part]]
             with self._registered(zip(addresses, lengths, strict=True)) as store:
-                codes += self._noted(call(store, list(names[part]), addresses, lengths))
+                codes += self._track(call(store, list(names[part]), addresses, lengths))
         return codes
 
-    def _noted(self, codes: list[int]) -> list[int]:
+    def _track(self, codes: list[int]) -> list[int]:
+        """Record from the codes whether the master has answered."""
         lost = not {Code.MASTER_LOST, Code.MASTER_LATE}.isdisjoint(codes)
         self._answered = float("-inf") if lost else time.monotonic()
         return codes
 
     @contextmanager
     def _registered(self, spans: Iterator[tuple[int, int]]) -> Iterator[Store]:
-        """The store, which knows the memory of a call while that lasts.
+        """Yield the store, with the memory of a call registered.
 
-        Memory outside the arena is registered for the call alone. Of memory that overlaps what the library
-        knows it takes none, and the transfer fails.
+        Memory outside the arena is registered for this call only. The library refuses to register memory
+        that overlaps a registered buffer, and the transfer then fails.
         """
         store = self._joined()
         start, length = self._arena or (0, 0)
-        strange = [span for span in spans if self._registers and not start <= span[0] < start + length]
-        known = [address for address, size in strange if store.register_buffer(address, size) == 0]
+        outside = [span for span in spans if self._registers and not start <= span[0] < start + length]
+        registered = [address for address, size in outside if store.register_buffer(address, size) == 0]
         try:
             yield store
         finally:
-            for address in known:
+            for address in registered:
                 store.unregister_buffer(address)
 
     def _joined(self) -> Store:
-        """The library's client, which joins anew by itself after the master was away."""
-        # Without a master, the library tries for four seconds and more whatever it is told.
+        """Return the library's client, joining the pool if needed. It rejoins by itself after an outage."""
+        # Without a master, the library retries for more than four seconds, regardless of its timeouts.
         if time.monotonic() - self._answered > TRUSTED_SECONDS:
-            self._knock()
+            self._check_master()
         if self._store is not None:
             return self._store
         if not self._connecting.acquire(timeout=self._settings.deadline):
@@ -175,13 +177,13 @@ class MooncakeClient:
             settings.local_hostname or self._own_address(),
             settings.metadata_server,
             settings.segment_size,
-            0,  # No memory for copies: everything moves from and to the caller's.
+            0,  # No bounce buffer: transfers use the caller's memory.
             settings.protocol,
             settings.device,
             settings.master,
         )
         if code:
-            raise Unreachable(f"the master at {settings.master} does not let this client in (code {code})")
+            raise Unreachable(f"the master at {settings.master} rejects this client (code {code})")
         self._register_arena(store)
         return store
 
@@ -190,32 +192,32 @@ class MooncakeClient:
             return
         if code := store.register_buffer(*self._arena):
             logger.warning(
-                "tier %r: the library does not take the arena (code %d), and nothing will move: "
-                "see how much memory this user may lock (`ulimit -l`)",
+                "tier %r: the library cannot register the arena (code %d), so all transfers will fail: "
+                "check the limit on locked memory (`ulimit -l`)",
                 self._settings.name,
                 code,
             )
 
     def _own_address(self) -> str:
-        """The address from which this host reaches the master."""
-        with self._connected() as connection:
+        """Return the local address of a connection to the master."""
+        with self._connect() as connection:
             address: str = connection.getsockname()[0]
         return address
 
-    def _knock(self) -> None:
-        self._connected().close()
+    def _check_master(self) -> None:
+        self._connect().close()
 
-    def _connected(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         try:
             return socket.create_connection(self._master, timeout=self._settings.deadline)
         except OSError as error:
             raise Unreachable(
-                f"the master at {self._settings.master} is not reached: {error.strerror or error}"
+                f"cannot reach the master at {self._settings.master}: {error.strerror or error}"
             ) from error
 
 
 def _parts(names: Sequence[str]) -> Iterator[slice]:
-    """Runs of names for one call each. Of a name that is in a call twice the library fills one view only."""
+    """Yield one slice per call. If a call contains a name twice, the library fills only one of the views."""
     start = 0
     seen: set[str] = set()
     for index, name in enumerate(names):

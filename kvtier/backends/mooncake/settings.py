@@ -1,4 +1,4 @@
-"""What a tier of type ``mooncake`` can be told."""
+"""Settings of a tier of type ``mooncake``."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from pydantic import Field, field_validator
 from kvtier.settings import TierSettings
 from kvtier.units import Size
 
-SMALLEST_SEGMENT_BYTES = 16 << 20
-"""The library takes no smaller segment."""
+MIN_SEGMENT_BYTES = 16 << 20
+"""The smallest segment that the library accepts."""
 
 
 class MooncakeSettings(TierSettings):
     """Settings of a tier of type ``mooncake``."""
 
     master: str = Field(
-        description="Host and port at which `mooncake_master` is reached.",
+        description="Address of `mooncake_master`, `HOST:PORT`.",
         examples=["mooncake:50051"],
     )
     metadata_server: str = Field(
         default="P2PHANDSHAKE",
         description=(
-            "Where clients learn how to reach each other: `P2PHANDSHAKE`, from each other, or the URL of a "
-            "metadata server. The same for all clients of the pool."
+            "How clients discover each other: `P2PHANDSHAKE`, directly, or the URL of a metadata server. "
+            "Must be the same for all clients of the pool."
         ),
         examples=["http://mooncake:8080/metadata"],
     )
     protocol: Literal["tcp", "rdma"] = Field(
         default="tcp",
         description=(
-            "How chunks travel. The same for all clients of the pool. Over `rdma` the first tier's memory is "
-            "open to all of them; Mooncake knows no passwords: keep its network to yourself."
+            "Transport of chunks. Must be the same for all clients of the pool. With `rdma` all of them can "
+            "access the first tier's memory; Mooncake has no authentication: isolate its network."
         ),
         examples=["rdma"],
     )
     device: str = Field(
         default="",
-        description="The RDMA devices to use, with commas between. Left out: the library chooses.",
+        description="RDMA devices to use, separated by commas. If omitted, the library chooses.",
         examples=["mlx5_0,mlx5_1"],
     )
     local_hostname: str | None = Field(
         default=None,
         min_length=1,
         description=(
-            "The name or address under which other hosts reach this one. Left out: the address from which "
-            "this host reaches the master."
+            "Name or address at which other hosts reach this one. If omitted, the local address of the "
+            "connection to the master."
         ),
         examples=["10.0.0.7"],
     )
@@ -54,8 +54,8 @@ class MooncakeSettings(TierSettings):
         default=0,
         ge=0,
         description=(
-            "How much memory of this host to give to the pool, from 16MiB on; what it holds is lost when the "
-            "cache process ends. 0: none, the tier only uses what others give."
+            "Memory that this host contributes to the pool, at least 16MiB. Chunks in it are lost when the "
+            "cache process exits. 0: none; the tier only uses the memory of other hosts."
         ),
         examples=["32GiB"],
     )
@@ -63,32 +63,32 @@ class MooncakeSettings(TierSettings):
         default=1,
         ge=1,
         le=64,
-        description="How many segments shall hold each chunk; fewer do where there are fewer.",
+        description="Number of segments that hold each chunk, if the pool has that many.",
         examples=[2],
     )
     soft_pin: bool = Field(
         default=False,
-        description="Ask the pool to evict other clients' chunks before those that come from here.",
+        description="Ask the pool to evict other clients' chunks before those of this host.",
         examples=[True],
     )
     prefix: str = Field(
         default="kvtier:",
         max_length=256,
-        description="What the name of each chunk in the pool begins with.",
+        description="Prefix of all keys in the pool.",
         examples=["production:"],
     )
 
     @field_validator("master")
     @classmethod
-    def _is_an_address(cls, master: str) -> str:
+    def _validate_address(cls, master: str) -> str:
         host, _, port = master.rpartition(":")
         if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"{master!r} is no host and port: write such as mooncake:50051")
+            raise ValueError(f"{master!r} is not HOST:PORT: use for example mooncake:50051")
         return master
 
     @field_validator("segment_size")
     @classmethod
-    def _is_none_or_large_enough(cls, segment_size: int) -> int:
-        if 0 < segment_size < SMALLEST_SEGMENT_BYTES:
-            raise ValueError("a segment has at least 16MiB: write more, or 0 for none")
+    def _validate_segment_size(cls, segment_size: int) -> int:
+        if 0 < segment_size < MIN_SEGMENT_BYTES:
+            raise ValueError("a segment must be at least 16MiB, or 0 for none")
         return segment_size

@@ -1,4 +1,4 @@
-"""Turns on keys and on threads, for which nobody waits longer than a tier's deadline."""
+"""Locks on keys and a bounded thread pool, both with the tier's deadline as their timeout."""
 
 from __future__ import annotations
 
@@ -9,72 +9,71 @@ from typing import TypeVar
 
 import anyio
 
-from kvtier.keys import ChunkKey
-from kvtier.threads import WorkerThreads, spread
+from kvtier.concurrency.threads import WorkerThreads, spread
+from kvtier.memory.keys import ChunkKey
 
 ResultT = TypeVar("ResultT")
 
 
 class Threads:
-    """A bounded number of worker threads. Called from the event loop."""
+    """A bounded number of worker threads. For use from the event loop."""
 
-    def __init__(self, count: int, patience: float) -> None:
+    def __init__(self, count: int, timeout: float) -> None:
         self._free = anyio.Semaphore(count)
-        self._patience = patience
-        self._hop = WorkerThreads(count)
+        self._timeout = timeout
+        self._executor = WorkerThreads(count)
 
     async def run(self, function: Callable[[], ResultT]) -> ResultT:
-        """Call ``function`` in a thread; raises ``TimeoutError`` where none is free within the patience.
+        """Call ``function`` in a thread. Raises ``TimeoutError`` if none is free within the timeout.
 
-        Ends only when the thread is through, also where it is cancelled.
+        Returns only after the function has returned, even if cancelled.
         """
-        with anyio.fail_after(self._patience):
+        with anyio.fail_after(self._timeout):
             await self._free.acquire()
         try:
-            (result,) = await spread(_call, [function], parts=1, hop=self._hop)
+            (result,) = await spread(_call, [function], parts=1, executor=self._executor)
         finally:
             self._free.release()
         return result
 
 
 class _Ticket:
-    """One batch's place in the queue of each of its keys."""
+    """A batch's position in the queue of each of its keys."""
 
-    __slots__ = ("exclusive", "keys", "may_go")
+    __slots__ = ("exclusive", "granted", "keys")
 
     def __init__(self, keys: frozenset[ChunkKey], *, exclusive: bool) -> None:
         self.keys = keys
         self.exclusive = exclusive
-        self.may_go = anyio.Event()
+        self.granted = anyio.Event()
 
 
 class KeyLocks:
-    """Lets batches that read a key go together, and one that changes it alone, first come first served.
+    """Fair reader-writer locks on keys: readers share a key, a writer has it alone, in FIFO order.
 
-    A batch waits for all its keys at once, and stands in all its queues from the moment that it comes: no two
-    batches wait for each other. Not thread-safe.
+    A batch enters the queues of all its keys at once, so that two batches cannot deadlock. Not thread-safe.
     """
 
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
         self._queues: dict[ChunkKey, deque[_Ticket]] = {}
 
     @asynccontextmanager
     async def held(self, keys: Iterable[ChunkKey], *, exclusive: bool) -> AsyncIterator[None]:
-        """Hold ``keys``, which may name one more than once. Raises ``TimeoutError`` after the patience."""
+        """Lock ``keys``, which may contain duplicates. Raises ``TimeoutError`` after the timeout."""
         ticket = _Ticket(frozenset(keys), exclusive=exclusive)
         for key in ticket.keys:
             self._queues.setdefault(key, deque()).append(ticket)
         try:
-            if not self._is_due(ticket):
-                with anyio.fail_after(self._patience):
-                    await ticket.may_go.wait()
+            if not self._can_run(ticket):
+                with anyio.fail_after(self._timeout):
+                    await ticket.granted.wait()
             yield
         finally:
-            self._leave(ticket)
+            self._release(ticket)
 
-    def _is_due(self, ticket: _Ticket) -> bool:
-        """Whether nobody before it, in any of its queues, is in its way."""
+    def _can_run(self, ticket: _Ticket) -> bool:
+        """Return whether no earlier ticket in any of its queues conflicts with this one."""
         for key in ticket.keys:
             for earlier in self._queues[key]:
                 if earlier is ticket:
@@ -83,7 +82,7 @@ class KeyLocks:
                     return False
         return True
 
-    def _leave(self, ticket: _Ticket) -> None:
+    def _release(self, ticket: _Ticket) -> None:
         behind: dict[_Ticket, None] = {}
         for key in ticket.keys:
             queue = self._queues[key]
@@ -92,8 +91,8 @@ class KeyLocks:
             if not queue:
                 del self._queues[key]
         for waiting in behind:
-            if self._is_due(waiting):
-                waiting.may_go.set()
+            if self._can_run(waiting):
+                waiting.granted.set()
 
 
 def _call(function: Callable[[], ResultT]) -> ResultT:

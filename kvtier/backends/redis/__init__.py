@@ -1,4 +1,4 @@
-"""A Redis, a primary that sentinels know, or a cluster: one value per chunk, under its key."""
+"""Redis backend: one value per chunk, on a single server, behind sentinels, or in a cluster."""
 
 from kvtier.backends.redis.backend import RedisBackend
 from kvtier.backends.redis.settings import RedisSettings

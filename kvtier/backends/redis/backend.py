@@ -1,4 +1,4 @@
-"""A Redis, a primary that sentinels know, or a cluster: one value per chunk, under its key."""
+"""Redis backend: one value per chunk, on a single server, behind sentinels, or in a cluster."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from kvtier.backends.redis.nodes import Access, Nodes
 from kvtier.backends.redis.settings import RedisSettings
 from kvtier.backends.redis.topology import topology_of
 from kvtier.errors import TierError
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
 
 
 class RedisBackend(Backend, SupportsTTL, SupportsCheck):
     """Chunks as values of a Redis pool, named by ``prefix`` and the key in hexadecimal.
 
-    Bytes move in threads between socket and caller's memory, over at most ``connections`` to each
-    server (:mod:`kvtier.backends.redis.resp`); what the pool is made of is asked through its client library
-    (:mod:`kvtier.backends.redis.control`). Connects when first asked, and again whenever a connection is
-    lost. A batch lasts ``deadline`` at most, whatever the servers do. A server that is full and evicts
-    nothing is ``FULL``.
+    Worker threads transfer bytes between the socket and the caller's memory, over at most ``connections``
+    to each server (:mod:`kvtier.backends.redis.resp`); the client library queries the topology
+    (:mod:`kvtier.backends.redis.control`). Connects lazily and reconnects after a loss. A batch never takes
+    longer than ``deadline``. A server that is full and evicts nothing yields ``FULL``.
     """
 
     settings_type: ClassVar[type[TierSettings]] = RedisSettings
     in_parts: ClassVar[bool] = True
-    """Whether the server is quicker with a long value in parts."""
+    """Whether fetching a long value in parts is faster."""
     library: ClassVar[ClientLibrary] = ClientLibrary("Redis", "redis", "Redis", "RedisError")
 
     def __init__(self, settings: RedisSettings) -> None:
@@ -45,8 +44,8 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
                 exchange=exchange,
                 name_of=commands.name,
                 size_of=lambda _: 0,
-                lane_of=lambda node: node.questions,
-                answer_to=lambda _: None,
+                lane_of=lambda node: node.lookups,
+                answer_for_error=lambda _: None,
                 failed=None,
             )
             for exchange in (commands.contains, commands.delete)
@@ -57,7 +56,7 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
                 name_of=lambda item: commands.name(item[0]),
                 size_of=lambda item: len(item[1]),
                 lane_of=lambda node: node.chunks,
-                answer_to=outcome_of,
+                answer_for_error=outcome_of,
                 failed=Outcome.FAILED,
                 exchange_one=exchange_one,
             )
@@ -66,48 +65,48 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
 
     @property
     def ttl(self) -> float | None:
-        """Seconds after which the server forgets a chunk."""
+        """Seconds until the server expires a chunk, or ``None``."""
         return self._settings.ttl
 
     async def open(self) -> None:
-        """Load what is needed to connect. Raises :class:`TierError`; a server that is down is no reason."""
+        """Load the client library and the certificates. Does not connect. Raises :class:`TierError`."""
         settings = self._settings
         access, self._control = await to_thread.run_sync(self._prepare)
-        self._pool = Pool(settings.name, Nodes(access), topology_of(settings.place, self._control))
+        self._pool = Pool(settings.name, Nodes(access), topology_of(settings.pool_url, self._control))
 
     async def close(self) -> None:
         """Close every connection."""
         self._pool.close()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Whether each key is held: one round trip to each server, however many keys.
+        """Return whether each key is held, with one round trip to each server.
 
-        What is on a server that does not answer is not. Raises ``ConnectionError`` where none answers.
+        Keys on an unresponsive server count as not held. Raises ``ConnectionError`` if no server answers.
         """
-        return [bool(held) for held in await self._question(self._contains, keys)]
+        return [bool(held) for held in await self._query(self._contains, keys)]
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        """Write each view as a value. ``FULL`` where the server has no room and evicts nothing."""
-        return await self._pool.ask(Batch(self._put, items, self._settings.deadline))
+        """Write each view as a value. ``FULL`` if the server is full and evicts nothing."""
+        return await self._pool.execute(Batch(self._put, items, self._settings.deadline))
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Read each value into its view."""
-        return await self._pool.ask(Batch(self._get, items, self._settings.deadline))
+        return await self._pool.execute(Batch(self._get, items, self._settings.deadline))
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Unlink each value. Raises ``ConnectionError`` where no server answers."""
-        await self._question(self._delete, keys)
+        """Unlink each value. Raises ``ConnectionError`` if no server answers."""
+        await self._query(self._delete, keys)
 
-    async def _question(
+    async def _query(
         self, operation: Operation[ChunkKey, bool | None], keys: Sequence[ChunkKey]
     ) -> Sequence[bool | None]:
-        answers = await self._pool.ask(Batch(operation, keys, self._settings.deadline))
+        answers = await self._pool.execute(Batch(operation, keys, self._settings.deadline))
         if keys and all(answer is None for answer in answers):
             raise ConnectionError("no server answers")
         return answers
 
     async def check(self) -> str:
-        """Ask every primary what it is. See :class:`~kvtier.backends.base.SupportsCheck`."""
+        """Query the status of every primary. See :class:`~kvtier.backends.base.SupportsCheck`."""
         return await check(self.library.product, self._control, self._pool.topology, self._settings.deadline)
 
     def _prepare(self) -> tuple[Access, Control]:
@@ -117,15 +116,15 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
         except ImportError as error:
             package = self.library.package
             raise TierError(
-                f"{settings.name}: the client library of {self.library.product} is missing: "
-                f"install it: pip install 'kvtier[{package}]'"
+                f"{settings.name}: the {self.library.product} client library is missing: "
+                f"pip install 'kvtier[{package}]'"
             ) from error
         return (
             Access(
-                tls=_tls_context(settings) if settings.place.tls else None,
+                tls=_tls_context(settings) if settings.pool_url.tls else None,
                 user=settings.user,
                 password=settings.password.get_secret_value() if settings.password else None,
-                database=settings.place.database,
+                database=settings.pool_url.database,
                 connections=settings.connections,
             ),
             control,
@@ -133,7 +132,7 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
 
 
 def _tls_context(settings: RedisSettings) -> ssl.SSLContext:
-    """Verifies certificate and host name. Reads the files. Raises :class:`TierError`."""
+    """Return a context that verifies certificate and host name. Reads files. Raises :class:`TierError`."""
     try:
         context = ssl.create_default_context(cafile=settings.ca_file)
     except OSError as error:
@@ -148,6 +147,6 @@ def _tls_context(settings: RedisSettings) -> ssl.SSLContext:
 
 def _unreadable(settings: RedisSettings, name: str, error: OSError) -> TierError:
     return TierError(
-        f"{settings.name}: `{name}` is {getattr(settings, name)}, which holds no certificate that can be "
-        f"used: {error.strerror or error}"
+        f"{settings.name}: `{name}` is {getattr(settings, name)}, which does not contain a usable "
+        f"certificate: {error.strerror or error}"
     )

@@ -1,4 +1,4 @@
-"""One batch of commands: grouped by server, spread over connections, sent on where it is redirected."""
+"""Batches of commands: grouped by server, distributed over connections, and redirected."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, Generic, TypeVar
 
 import anyio
 
-from kvtier.backends.logs import RareWarning
-from kvtier.backends.redis.commands import Exchange, ask_again
+from kvtier.backends.redis.commands import Exchange, send_asking
 from kvtier.backends.redis.control import ControlFailed
 from kvtier.backends.redis.errors import (
     OTHER_NODE_CODES,
     Target,
-    control_failure_in_words,
-    failure_in_words,
+    describe_control_failure,
+    describe_failure,
+    describe_refusal,
     redirection_of,
-    refusal_in_words,
 )
 from kvtier.backends.redis.nodes import Node, Nodes
 from kvtier.backends.redis.resp import ErrorReply
 from kvtier.backends.redis.topology import Placement, Topology, slot_of
+from kvtier.logs import RateLimitedWarning
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.sockets.lanes import Lane
 from kvtier.sockets.pump import finished
@@ -32,7 +32,7 @@ from kvtier.sockets.pump import finished
 logger = logging.getLogger("kvtier")
 
 RUN_BYTES = 1 << 20
-"""Commands whose values are so many bytes in all are sent over one connection at once."""
+"""Maximum total value bytes of the commands that are pipelined on a connection at once."""
 
 ItemT = TypeVar("ItemT")
 AnswerT = TypeVar("AnswerT")
@@ -40,24 +40,25 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True)
 class Operation(Generic[ItemT, AnswerT]):
-    """One of the things that are asked of a pool."""
+    """A kind of command that a pool executes."""
 
     exchange: Callable[[Sequence[ItemT]], Exchange[AnswerT]]
-    """One of :class:`~kvtier.backends.redis.commands.Commands`."""
+    """A method of :class:`~kvtier.backends.redis.commands.Commands`."""
     name_of: Callable[[ItemT], bytes]
-    """What the item's chunk is called on the server."""
+    """Returns the Redis key of an item."""
     size_of: Callable[[ItemT], int]
-    """How many bytes of value the item moves."""
+    """Returns the value bytes of an item."""
     lane_of: Callable[[Node], Lane[Connection]]
-    answer_to: Callable[[ErrorReply], AnswerT]
-    """What a refusal comes to."""
+    answer_for_error: Callable[[ErrorReply], AnswerT]
+    """Converts an error reply to an answer."""
     failed: AnswerT
+    """The answer when there is no reply."""
     exchange_one: Callable[[Sequence[ItemT]], Exchange[AnswerT]] | None = None
-    """Where ``exchange`` takes more than one command an item: ASKING is for one alone."""
+    """Replaces ``exchange`` after ASKING, which covers one command only, if it sends several per item."""
 
 
 class Batch(Generic[ItemT, AnswerT]):
-    """Items, who is asked for which of them next, and the answers so far."""
+    """Items, the server to query for each, and the answers so far."""
 
     def __init__(self, operation: Operation[ItemT, AnswerT], items: Sequence[ItemT], seconds: float) -> None:
         self.operation = operation
@@ -65,10 +66,10 @@ class Batch(Generic[ItemT, AnswerT]):
         self.answers = [operation.failed] * len(items)
         self.deadline = Deadline(seconds)
         self.targets: dict[Target, list[int]] = {}
-        """Places in ``items``, by the server that is to be asked."""
+        """Indices into ``items`` that are still to be sent, by server."""
 
     def place(self, placement: Placement) -> None:
-        """Ask each server for what it has."""
+        """Assign each item to its server."""
         if placement.by_slot is None:
             self.targets[Target(placement.endpoints[0])] = list(range(len(self.items)))
             return
@@ -78,11 +79,11 @@ class Batch(Generic[ItemT, AnswerT]):
                 self.send_to(Target(endpoint), index)
 
     def send_to(self, target: Target, index: int) -> None:
-        """Ask ``target`` for one item."""
+        """Assign one item to ``target``."""
         self.targets.setdefault(target, []).append(index)
 
     def runs(self, indices: Sequence[int], *, one_by_one: bool) -> list[list[ItemT]]:
-        """The items in their order, as many in a run as are no more than ``RUN_BYTES``, but at least one."""
+        """Split the items, in order, into runs of at most ``RUN_BYTES``, but at least one item."""
         runs: list[list[ItemT]] = []
         room = 0
         for item in (self.items[index] for index in indices):
@@ -95,55 +96,55 @@ class Batch(Generic[ItemT, AnswerT]):
 
 
 class Pool:
-    """All servers of a pool. Used from the event loop."""
+    """All servers of a pool. For use from the event loop."""
 
     def __init__(self, name: str, nodes: Nodes, topology: Topology) -> None:
         self.topology = topology
         self._name = name
         self._nodes = nodes
-        # One each, so that a full server is not left unsaid because another could not be reached.
-        self._warn_of_failure = RareWarning(logger)
-        self._warn_of_refusal = RareWarning(logger)
-        self._warn_of_room = RareWarning(logger)
+        # Separate rate limits, so that an unreachable server does not suppress the warning about a full one.
+        self._warn_of_failure = RateLimitedWarning(logger)
+        self._warn_of_refusal = RateLimitedWarning(logger)
+        self._warn_of_room = RateLimitedWarning(logger)
 
     def close(self) -> None:
         """Close every connection."""
         self._nodes.close()
 
-    async def ask(self, batch: Batch[ItemT, AnswerT]) -> list[AnswerT]:
-        """The answer for each item; that of a failure where there is none in time."""
+    async def execute(self, batch: Batch[ItemT, AnswerT]) -> list[AnswerT]:
+        """Return the answer for each item, ``Operation.failed`` for those without a reply in time."""
         if not batch.items:
             return []
         try:
             placement = await self.topology.placement(batch.deadline)
         except ControlFailed as failed:
-            self._warn_of_failure("%s: %s", self._name, control_failure_in_words(failed))
+            self._warn_of_failure("%s: %s", self._name, describe_control_failure(failed))
             return batch.answers
         except TimeoutError:
-            return batch.answers  # Whoever was asking before us has said so.
+            return batch.answers  # The call that held the topology lock has logged it.
         self._nodes.keep(placement.endpoints)
         batch.place(placement)
         await self._round(batch)
         if batch.targets:
-            # Once more for what was redirected. What is redirected again is being moved about: it failed.
+            # Follow redirections once: a second one means that the slot is moving, and counts as a failure.
             await self._round(batch)
         return batch.answers
 
     async def _round(self, batch: Batch[ItemT, AnswerT]) -> None:
-        """Ask every server for what is its own, all at once."""
+        """Send every server its items, concurrently."""
         targets, batch.targets = batch.targets, {}
         if len(targets) == 1:
             ((target, indices),) = targets.items()
-            await self._ask_one(batch, target, indices)
+            await self._execute_on(batch, target, indices)
             return
         async with anyio.create_task_group() as tasks:
             for target, indices in targets.items():
-                tasks.start_soon(self._ask_one, batch, target, indices)
+                tasks.start_soon(self._execute_on, batch, target, indices)
 
-    async def _ask_one(self, batch: Batch[ItemT, AnswerT], target: Target, indices: Sequence[int]) -> None:
+    async def _execute_on(self, batch: Batch[ItemT, AnswerT], target: Target, indices: Sequence[int]) -> None:
         node = self._nodes.at(target.endpoint)
         try:
-            await node.find(batch.deadline)
+            await node.resolve(batch.deadline)
         except OSError as error:
             self._note_failure(node, error)
             return
@@ -152,19 +153,19 @@ class Pool:
         waiting = deque(zip(runs, answers, strict=True))
         del runs
 
-        async def take_turns() -> None:
+        async def process_runs() -> None:
             while waiting:
-                run, told = waiting.popleft()
-                await self._work_off(batch, node, run, told, asking=target.asking)
+                run, run_answers = waiting.popleft()
+                await self._execute_run(batch, node, run, run_answers, asking=target.asking)
 
-        await _at_once(min(batch.operation.lane_of(node).size, len(waiting)), take_turns)
+        await _run_concurrently(min(batch.operation.lane_of(node).size, len(waiting)), process_runs)
         for index, answer in zip(indices, (answer for run in answers for answer in run), strict=True):
             if isinstance(answer, ErrorReply):
-                self._settle_refusal(batch, index, answer, node)
+                self._handle_error(batch, index, answer, node)
             elif answer is not None:
                 batch.answers[index] = answer
 
-    async def _work_off(
+    async def _execute_run(
         self,
         batch: Batch[ItemT, AnswerT],
         node: Node,
@@ -173,42 +174,40 @@ class Pool:
         *,
         asking: bool,
     ) -> None:
-        """Add the answers to one run, ``None`` where there is none."""
+        """Append the answers for one run to ``answers``, ``None`` for each without a reply."""
         operation, deadline = batch.operation, batch.deadline
         lane = operation.lane_of(node)
         exchange = (operation.exchange_one if asking else None) or operation.exchange
         try:
             while len(answers) < len(run):
-                async with lane.taken(deadline) as connection:
+                async with lane.acquire(deadline) as connection:
                     if asking:
-                        await _in_thread(lane, connection, partial(ask_again, connection))
+                        await _in_thread(lane, connection, partial(send_asking, connection))
                     await _converse(lane, connection, exchange(run[len(answers) :]), answers)
         except OSError as error:
             self._note_failure(node, error)
         answers += [None] * (len(run) - len(answers))
 
     def _note_failure(self, node: Node, error: OSError) -> None:
-        self.topology.forget()
-        self._warn_of_failure("%s: %s", self._name, failure_in_words(error, node.endpoint))
+        self.topology.invalidate()
+        self._warn_of_failure("%s: %s", self._name, describe_failure(error, node.endpoint))
 
-    def _settle_refusal(
-        self, batch: Batch[ItemT, AnswerT], index: int, reply: ErrorReply, node: Node
-    ) -> None:
+    def _handle_error(self, batch: Batch[ItemT, AnswerT], index: int, reply: ErrorReply, node: Node) -> None:
         if reply.code in OTHER_NODE_CODES:
-            self.topology.forget()
+            self.topology.invalidate()
         redirection = redirection_of(reply, node.endpoint) if self.topology.has_slots else None
         if redirection is not None:
             batch.send_to(redirection, index)
             return
-        batch.answers[index] = batch.operation.answer_to(reply)
+        batch.answers[index] = batch.operation.answer_for_error(reply)
         if reply.code == "WRONGTYPE":
             return
         warn = self._warn_of_room if reply.code == "OOM" else self._warn_of_refusal
-        warn("%s: %s", self._name, refusal_in_words(reply, node.endpoint))
+        warn("%s: %s", self._name, describe_refusal(reply, node.endpoint))
 
 
-async def _at_once(count: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Have so many do it. One alone needs no task group, which takes turns of the loop."""
+async def _run_concurrently(count: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run ``count`` copies of ``work``. A single one avoids the event loop iterations of a task group."""
     if count == 1:
         await work()
         return
@@ -223,14 +222,14 @@ async def _converse(
     exchange: Exchange[AnswerT],
     answers: list[AnswerT | ErrorReply | None],
 ) -> None:
-    """Add the answers as they come. In a thread where they are others than mostly, and have to be parsed."""
+    """Append the answers as they arrive. Uses a thread if they are not the usual ones and need parsing."""
     progress = await lane.pump.converse(connection, exchange.operations)
     if progress.operations == len(exchange.operations) and (expected := exchange.expected()) is not None:
         answers += expected
         return
 
     def read() -> None:
-        # One by one: those before a failure count.
+        # One by one, so that answers before a failure are kept.
         for answer in exchange.answers(connection, progress):
             answers.append(answer)
 
@@ -238,4 +237,4 @@ async def _converse(
 
 
 async def _in_thread(lane: Lane[Connection], connection: Connection, blocks: Callable[[], None]) -> None:
-    await finished(lane.pump.hop(blocks), connection.interrupt)
+    await finished(lane.pump.executor(blocks), connection.interrupt)

@@ -1,4 +1,4 @@
-"""How a pool is, in words, for people: what answers there, how full it is, or what is wrong with it."""
+"""Health check of a pool: version, memory use and eviction policy, or the problem."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtier.backends.redis.control import Control, ControlFailed
-from kvtier.backends.redis.errors import control_failure_in_words, refusal_in_words
+from kvtier.backends.redis.errors import describe_control_failure, describe_refusal
 from kvtier.backends.redis.resp import ErrorReply
 from kvtier.backends.redis.topology import Topology
 from kvtier.errors import TierError
@@ -15,38 +15,38 @@ from kvtier.units import format_size
 
 
 async def check(product: str, control: Control, topology: Topology, seconds: float) -> str:
-    """What every primary says of itself, in one phrase. Raises :class:`TierError` in words."""
+    """Query every primary and return a one-line summary. Raises :class:`TierError`."""
     deadline = Deadline(seconds)
-    topology.forget()
+    topology.invalidate()
     try:
         placement = await topology.placement(deadline)
         answers = [
             (endpoint, await control.info(endpoint, deadline.remaining())) for endpoint in placement.endpoints
         ]
     except ControlFailed as failed:
-        raise TierError(control_failure_in_words(failed)) from failed
+        raise TierError(describe_control_failure(failed)) from failed
     except TimeoutError as error:
-        raise TierError(f"it has not answered within {seconds:g} s") from error
+        raise TierError(f"no answer within {seconds:g} s") from error
     for endpoint, info in answers:
         if info["role"] != "master":
-            raise TierError(refusal_in_words(ErrorReply("READONLY", ""), endpoint))
+            raise TierError(describe_refusal(ErrorReply("READONLY", ""), endpoint))
     return _summary(product, [info for _, info in answers])
 
 
 def _summary(product: str, answers: Sequence[Mapping[str, Any]]) -> str:
-    """From ``INFO``: version, memory and what goes when it is full. Of the first, where they differ."""
+    """Summarize ``INFO``. Version and eviction policy are those of the first server."""
     first = answers[0]
     servers = f" in a cluster of {len(answers)} primaries" if len(answers) > 1 else ""
     used = format_size(sum(_number(info, "used_memory") for info in answers))
     limits = [_number(info, "maxmemory") for info in answers]
     policy = first.get("maxmemory_policy", "unknown")
-    # Valkey keeps the version of the Redis that it took over from for old clients.
+    # For old clients, Valkey also reports the Redis version that it is compatible with.
     version = first.get("valkey_version") or first.get("redis_version", "of unknown version")
     if not all(limits):
-        return f"{product} {version}{servers}, {used} used, no maxmemory: it may take all the memory there is"
+        return f"{product} {version}{servers}, {used} used, no maxmemory: memory use is unlimited"
     memory = f"{product} {version}{servers}, {used} of {format_size(sum(limits))} used"
     if policy == "noeviction":
-        return f"{memory}, maxmemory-policy noeviction: once full it refuses chunks (allkeys-lru makes room)"
+        return f"{memory}, maxmemory-policy noeviction: rejects chunks when full (allkeys-lru evicts)"
     return f"{memory}, maxmemory-policy {policy}"
 
 

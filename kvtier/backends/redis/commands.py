@@ -1,4 +1,4 @@
-"""What is asked of a Redis: one value per chunk, and many questions with one round trip."""
+"""Pipelined Redis commands on chunks: one value per chunk, many commands per round trip."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Generic, TypeVar
 
 from kvtier.backends.base import GetItem, Outcome, PutItem
 from kvtier.backends.redis import resp
-from kvtier.backends.redis.parts import LONG_BYTES, asking_for_parts, outcome_of_parts
+from kvtier.backends.redis.parts import LONG_BYTES, operations_for_parts, outcome_of_parts
 from kvtier.backends.redis.resp import ErrorReply, encode
-from kvtier.keys import KEY_BYTES, ChunkKey
+from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.sockets.connection import BUFFER_BYTES, Buffer, Connection, ProtocolViolation
 from kvtier.sockets.conversation import EXPECT, RECEIVE, SEND, Operation, Progress
 
@@ -19,30 +19,30 @@ AnswerT_co = TypeVar("AnswerT_co", covariant=True)
 
 _STORED = b"+OK\r\n"
 _STORED_BYTES = BUFFER_BYTES // len(_STORED) * len(_STORED)
-"""Of them, expected at once."""
+"""Bytes of consecutive ``+OK`` replies that one ``EXPECT`` operation covers."""
 _COUNT_BYTES = len(b":1\r\n")
-_MOST_COUNTS = BUFFER_BYTES // _COUNT_BYTES
+_MAX_COUNTS = BUFFER_BYTES // _COUNT_BYTES
 
 
 @dataclass(frozen=True)
 class Exchange(Generic[AnswerT_co]):
-    """What is said about some items over a connection, and how the answers are read."""
+    """The commands for some items, and how to read the replies."""
 
     operations: Sequence[Operation]
     expected: Callable[[], list[AnswerT_co] | None]
-    """The answers, once all operations were carried out; ``None`` where they are others than mostly."""
+    """Returns the answers after all operations have succeeded; ``None`` if the replies need parsing."""
     answers: Callable[[Connection, Progress], Iterator[AnswerT_co | ErrorReply]]
-    """One for each item as it comes, ``ErrorReply`` where the server refused that one, however far it went.
+    """Reads the answers after any progress: one per item as it arrives, ``ErrorReply`` if it was rejected.
 
-    Blocks, and raises what the connection raises. Ends early where the connection is not
-    :attr:`~kvtier.sockets.connection.Connection.in_step` any longer.
+    Blocks, and raises what the connection raises. Ends early once the connection is out of sync
+    (:attr:`~kvtier.sockets.connection.Connection.in_sync`).
     """
 
 
 class Commands:
-    """Many commands at once on chunks named by ``prefix`` and their key, forgotten after ``ttl`` seconds.
+    """Commands on chunks that are named by ``prefix`` and their key, and expire after ``ttl`` seconds.
 
-    ``in_parts``: the server is quicker with a long value in parts (:mod:`kvtier.backends.redis.parts`).
+    ``in_parts``: fetch a single long value in parts (:mod:`kvtier.backends.redis.parts`).
     """
 
     def __init__(self, prefix: str, ttl: float | None, *, in_parts: bool = False) -> None:
@@ -58,19 +58,19 @@ class Commands:
         self._set_end = b"\r\n" if ttl is None else b"\r\n" + expiry
 
     def name(self, key: ChunkKey) -> bytes:
-        """What the chunk of ``key`` is called on the server."""
+        """Return the Redis key for the chunk of ``key``."""
         return self._prefix + key.hex().encode()
 
     def contains(self, keys: Sequence[ChunkKey]) -> Exchange[bool]:
-        """Whether each key is held."""
-        return _counting(_run(self._exists, keys), len(keys), bool)
+        """Query whether each key is held."""
+        return _integer_replies(_pipeline(self._exists, keys), len(keys), bool)
 
     def delete(self, keys: Sequence[ChunkKey]) -> Exchange[bool]:
-        """Remove each key; true where the server did, or did not have it."""
-        return _counting(_run(self._unlink, keys), len(keys), lambda count: count >= 0)
+        """Remove each key. The answer is true whether or not it existed."""
+        return _integer_replies(_pipeline(self._unlink, keys), len(keys), lambda count: count >= 0)
 
     def get(self, items: Sequence[GetItem]) -> Exchange[Outcome]:
-        """Fill each view with the value of its key: in parts where it is one long view."""
+        """Fill each view with the value of its key, in parts if there is only one item and it is long."""
         if not self._in_parts or len(items) != 1 or len(items[0][1]) <= LONG_BYTES:
             return self.get_whole(items)
         ((key, view),) = items
@@ -84,24 +84,24 @@ class Commands:
             whole = self.get_whole(items)
             yield from whole.answers(connection, connection.exchange(whole.operations))
 
-        return Exchange(asking_for_parts(name, view), lambda: [Outcome.OK], answers)
+        return Exchange(operations_for_parts(name, view), lambda: [Outcome.OK], answers)
 
     def get_whole(self, items: Sequence[GetItem]) -> Exchange[Outcome]:
-        """Fill each view with the value of its key, one command each."""
-        question = _run(self._get, [key for key, _ in items])
+        """Fill each view with the value of its key, with one command each."""
+        request = _pipeline(self._get, [key for key, _ in items])
         views = [view for _, view in items]
 
         def answers(connection: Connection, progress: Progress) -> Iterator[Outcome | ErrorReply]:
-            _raise_if_nothing(connection, progress)
+            _raise_if_not_sent(connection, progress)
             for filled in resp.values_into(connection, views, progress.after(1)):
                 if isinstance(filled, ErrorReply):
                     yield filled
                 else:
                     yield Outcome.OK if filled else Outcome.MISS
-                if not connection.in_step:
+                if not connection.in_sync:
                     return
 
-        operations: list[Operation] = [(SEND, [question]), *resp.expecting(views)]
+        operations: list[Operation] = [(SEND, [request]), *resp.expect_values(views)]
         return Exchange(operations, lambda: [Outcome.OK] * len(views), answers)
 
     def put(self, items: Sequence[PutItem]) -> Exchange[Outcome]:
@@ -115,7 +115,7 @@ class Commands:
         expected = (stored[start : start + _STORED_BYTES] for start in range(0, len(stored), _STORED_BYTES))
 
         def answers(connection: Connection, progress: Progress) -> Iterator[Outcome | ErrorReply]:
-            _raise_if_nothing(connection, progress)
+            _raise_if_not_sent(connection, progress)
             acknowledged = min((progress.operations - 1) * (_STORED_BYTES // len(_STORED)), count)
             for _ in range(acknowledged):
                 yield Outcome.OK
@@ -126,33 +126,33 @@ class Commands:
                 elif reply == b"OK":
                     yield Outcome.OK
                 else:
-                    raise ProtocolViolation("the answer to SET is none")
+                    raise ProtocolViolation("unexpected reply to SET")
 
         operations: list[Operation] = [(SEND, buffers), *((EXPECT, [part]) for part in expected)]
         return Exchange(operations, lambda: [Outcome.OK] * count, answers)
 
 
 def log_in(connection: Connection, user: str | None, password: str | None, database: int) -> None:
-    """Make ``connection`` that of a user, in a database. Raises :class:`Refused`."""
+    """Authenticate the connection and select the database. Raises :class:`Refused`."""
     if password is not None:
-        words = [password] if user is None else [user, password]
+        credentials = [password] if user is None else [user, password]
         try:
-            _expect_ok(connection, encode(b"AUTH", *(word.encode() for word in words)))
+            _expect_ok(connection, encode(b"AUTH", *(text.encode() for text in credentials)))
         except Refused as refused:
-            # A server that does not know AUTH repeats its arguments: what it says must not be shown.
+            # A server that does not know AUTH echoes its arguments: never show its message.
             code = refused.reply.code
             raise Refused(ErrorReply("WRONGPASS" if code == "ERR" else code, code)) from None
     if database:
         _expect_ok(connection, encode(b"SELECT", b"%d" % database))
 
 
-def ask_again(connection: Connection) -> None:
-    """Say that the next command was redirected here by ``-ASK``. Raises :class:`Refused`."""
+def send_asking(connection: Connection) -> None:
+    """Announce that the next command was redirected by ``-ASK``. Raises :class:`Refused`."""
     _expect_ok(connection, encode(b"ASKING"))
 
 
 class Refused(ConnectionError):
-    """The server refused something, and the connection is good for nothing now."""
+    """The server rejected a command that the connection depends on; the connection must be closed."""
 
     def __init__(self, reply: ErrorReply) -> None:
         super().__init__(reply.code)
@@ -160,22 +160,22 @@ class Refused(ConnectionError):
 
 
 def _expect_ok(connection: Connection, command: bytes) -> None:
-    _raise_if_nothing(connection, connection.exchange([(SEND, [command])]))
+    _raise_if_not_sent(connection, connection.exchange([(SEND, [command])]))
     reply = resp.reply(connection)
     if isinstance(reply, ErrorReply):
         raise Refused(reply)
     if reply != b"OK":
-        raise ProtocolViolation("the answer is not OK")
+        raise ProtocolViolation("the reply is not OK")
 
 
-def _raise_if_nothing(connection: Connection, progress: Progress) -> None:
-    """Raise why nothing was carried out, if so, in the server's words where it has said something."""
+def _raise_if_not_sent(connection: Connection, progress: Progress) -> None:
+    """Raise the error if not even the first operation succeeded, preferably the server's error reply."""
     if progress.operations or progress.error is None:
         return
     try:
         raise progress.error
     except ConnectionError:
-        # A server may hang up in the middle of a value that it does not admit, and have said why.
+        # A server may send an error and close the connection in the middle of a value that it rejects.
         reply: bytes | int | ErrorReply = b""
         with suppress(OSError):
             reply = resp.reply(connection)
@@ -184,16 +184,16 @@ def _raise_if_nothing(connection: Connection, progress: Progress) -> None:
         raise
 
 
-def _counting(question: bytes, commands: int, meaning: Callable[[int], bool]) -> Exchange[bool]:
-    """Commands that are answered with a number each, which is mostly 0 or 1."""
-    counts = bytearray(_COUNT_BYTES * min(commands, _MOST_COUNTS))
+def _integer_replies(request: bytes, commands: int, meaning: Callable[[int], bool]) -> Exchange[bool]:
+    """Return the exchange for commands with one integer reply each, usually 0 or 1."""
+    counts = bytearray(_COUNT_BYTES * min(commands, _MAX_COUNTS))
 
     def expected() -> list[bool] | None:
         digits = counts.replace(b":0\r\n", b"0").replace(b":1\r\n", b"1")
         return [meaning(digit - ord("0")) for digit in digits] if len(digits) == commands else None
 
     def answers(connection: Connection, progress: Progress) -> Iterator[bool | ErrorReply]:
-        _raise_if_nothing(connection, progress)
+        _raise_if_not_sent(connection, progress)
         received = progress.received if progress.operations == 1 else len(counts)
         if not received and progress.error is not None:
             raise progress.error
@@ -202,14 +202,14 @@ def _counting(question: bytes, commands: int, meaning: Callable[[int], bool]) ->
             reply = resp.reply(connection)
             yield reply if isinstance(reply, ErrorReply) else meaning(_count(reply))
 
-    return Exchange([(SEND, [question]), (RECEIVE, [memoryview(counts)])], expected, answers)
+    return Exchange([(SEND, [request]), (RECEIVE, [memoryview(counts)])], expected, answers)
 
 
-def _run(head: bytes, keys: Sequence[ChunkKey]) -> bytes:
+def _pipeline(head: bytes, keys: Sequence[ChunkKey]) -> bytes:
     return b"".join([b"%b%b\r\n" % (head, key.hex().encode()) for key in keys])
 
 
 def _count(reply: bytes | int) -> int:
     if not isinstance(reply, int):
-        raise ProtocolViolation("the answer is no number")
+        raise ProtocolViolation("the reply is not an integer")
     return reply

@@ -1,7 +1,7 @@
-"""What a pool is asked besides chunks, through its own client library: who is primary, which slots are where.
+"""Topology and status queries through the pool's client library: primary, slots, INFO.
 
-Each call opens a connection, asks one question and closes it: they are rare. All raise what the library
-raises, :class:`ControlFailed` around it.
+Each call opens a connection, sends one query and closes it, because they are rare. Errors of the library
+are wrapped in :class:`ControlFailed`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from kvtier.backends.redis.settings import RedisSettings
 from kvtier.backends.redis.url import Endpoint
 
 SLOTS = 16384
-"""Hash slots of a cluster."""
-GOODBYE_SECONDS = 1.0
+"""Number of hash slots of a cluster."""
+CLOSE_SECONDS = 1.0
 
 
 class ClientLibrary(NamedTuple):
-    """A client library with the interface of redis-py."""
+    """A client library that is compatible with redis-py."""
 
     product: str
-    """What people call the server."""
+    """The name of the server, for messages."""
     package: str
     """The library's import name, and the extra of kvtier that installs it."""
     client: str
-    """The class of its connections, in ``package.asyncio``."""
+    """The client class in ``package.asyncio``."""
     error: str
-    """The class of what it raises, in ``package.exceptions``."""
+    """The base exception in ``package.exceptions``."""
 
 
 class ControlFailed(Exception):
-    """A question was not answered. Its cause is what the library, or the answer, made of it."""
+    """A query failed. ``__cause__`` is the library's exception, or the error in the reply."""
 
     def __init__(self, endpoint: Endpoint, message: str = "") -> None:
         super().__init__(message or f"{endpoint} does not answer")
@@ -45,9 +45,9 @@ class ControlFailed(Exception):
 
 
 class Control:
-    """Questions to the servers of a pool. Importing the library blocks: make it in a thread.
+    """Queries to the servers of a pool. Importing the library blocks: create it in a thread.
 
-    Raises ``ImportError`` where the library is missing.
+    Raises ``ImportError`` if the library is missing.
     """
 
     def __init__(self, library: ClientLibrary, settings: RedisSettings) -> None:
@@ -57,36 +57,38 @@ class Control:
             importlib.import_module(f"{library.package}.exceptions"), library.error
         )
         self._settings = settings
-        place = settings.place
-        self._database = place.database
-        self._tls: dict[str, Any] = _tls_options(settings) if place.tls else {}
+        pool_url = settings.pool_url
+        self._database = pool_url.database
+        self._tls: dict[str, Any] = _tls_options(settings) if pool_url.tls else {}
 
     async def info(self, endpoint: Endpoint, seconds: float) -> dict[str, Any]:
-        """What the server says of itself: ``INFO``, with Python's numbers where they are some."""
+        """Return ``INFO``, with numbers as Python numbers."""
         settings = self._settings
-        async with self._asked(endpoint, seconds, settings.user, settings.password, self._database) as client:
+        async with self._client_for(
+            endpoint, seconds, settings.user, settings.password, self._database
+        ) as client:
             answer = await client.info()
             if not isinstance(answer, dict) or "role" not in answer:
-                raise ValueError("INFO names no role")
+                raise ValueError("INFO does not contain a role")
             return answer
 
     async def slots(self, endpoint: Endpoint, seconds: float) -> list[tuple[range, Endpoint]]:
-        """Which primaries have which slots: ``CLUSTER SLOTS``."""
+        """Return the slot ranges and their primaries: ``CLUSTER SLOTS``."""
         settings = self._settings
-        async with self._asked(endpoint, seconds, settings.user, settings.password) as client:
+        async with self._client_for(endpoint, seconds, settings.user, settings.password) as client:
             return [_slot_range(entry, endpoint) for entry in await client.execute_command("CLUSTER SLOTS")]
 
     async def primary(self, sentinel: Endpoint, service: str, seconds: float) -> Endpoint | None:
-        """The primary of ``service`` as one sentinel knows it; ``None`` where it knows none."""
+        """Ask one sentinel for the primary of ``service``; ``None`` if it does not know the service."""
         settings = self._settings
-        async with self._asked(
+        async with self._client_for(
             sentinel, seconds, settings.sentinel_user, settings.sentinel_password
         ) as client:
             answer = await client.sentinel_get_master_addr_by_name(service)
             return None if answer is None else _endpoint(answer[0], answer[1], sentinel)
 
     @asynccontextmanager
-    async def _asked(
+    async def _client_for(
         self,
         endpoint: Endpoint,
         seconds: float,
@@ -112,7 +114,7 @@ class Control:
         except (self._error, OSError, ValueError, TypeError, IndexError) as error:
             raise ControlFailed(endpoint) from error
         finally:
-            with move_on_after(GOODBYE_SECONDS, shield=True):
+            with move_on_after(CLOSE_SECONDS, shield=True):
                 await client.aclose()
 
 
@@ -132,14 +134,14 @@ def _tls_options(settings: RedisSettings) -> dict[str, Any]:
 
 
 def _slot_range(entry: Sequence[Any], asked: Endpoint) -> tuple[range, Endpoint]:
-    """From ``[first, last, [host, port, ...], replicas ...]``."""
+    """Parse ``[first, last, [host, port, ...], replicas ...]``."""
     first, last, primary = int(entry[0]), int(entry[1]), entry[2]
     if not 0 <= first <= last < SLOTS:
-        raise ValueError("CLUSTER SLOTS names a slot that there is not")
+        raise ValueError("CLUSTER SLOTS contains a slot out of range")
     return range(first, last + 1), _endpoint(primary[0], primary[1], asked)
 
 
 def _endpoint(host: Any, port: Any, asked: Endpoint) -> Endpoint:  # noqa: ANN401 - from the wire
-    """An address as a server tells it; one that does not know its own is where it was asked."""
+    """Parse an address in a reply; one without a host name means the server ``asked``."""
     name = host.decode("ascii") if isinstance(host, bytes) else ""
     return Endpoint(asked.host if name in ("", "?") else name, int(port))

@@ -1,4 +1,4 @@
-"""The servers of a pool: for each its connections, and the threads that they are used in."""
+"""The servers of a pool, each with its connections and their worker threads."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from kvtier.sockets.lanes import Dialer, Lane
 
 
 class Access(NamedTuple):
-    """How every server of a pool is entered."""
+    """Connection parameters and credentials, the same for every server of a pool."""
 
     tls: ssl.SSLContext | None
     user: str | None
     password: str | None
     database: int
     connections: int
-    """How many of them carry chunks at once."""
+    """Maximum connections for chunks, per server."""
 
     def __repr__(self) -> str:
         return "Access(...)"
 
 
 class Node:
-    """One server: a lane for chunks, and one for look-ups, which so never wait for a chunk."""
+    """One server, with separate lanes for chunks and for lookups, so that lookups never wait for a chunk."""
 
     def __init__(self, endpoint: Endpoint, access: Access) -> None:
         self.endpoint = endpoint
         self._access = access
-        self._dialer = Dialer(endpoint.host, endpoint.port, self._make, self._log_in)
+        self._dialer = Dialer(endpoint.host, endpoint.port, self._new_connection, self._log_in)
         self.chunks = Lane(access.connections, self._dialer.connect)
-        self.questions = Lane(1, self._dialer.connect)
+        self.lookups = Lane(1, self._dialer.connect)
 
-    async def find(self, deadline: Deadline) -> None:
-        """See :meth:`Dialer.find`. Before any lane is used."""
+    async def resolve(self, deadline: Deadline) -> None:
+        """Resolve the host name, before any lane is used. See :meth:`Dialer.find`."""
         await self._dialer.find(deadline)
 
     def close(self) -> None:
         """Close every connection."""
         self.chunks.close()
-        self.questions.close()
+        self.lookups.close()
 
-    def _make(self, family: int) -> Connection:
+    def _new_connection(self, family: int) -> Connection:
         tls = self._access.tls
         return Connection(family) if tls is None else TLSConnection(family, tls, self.endpoint.host)
 
@@ -54,23 +54,23 @@ class Node:
 
 
 class Nodes:
-    """The servers of a pool that are known by now."""
+    """The known servers of a pool."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
         self._nodes: dict[Endpoint, Node] = {}
 
     def at(self, endpoint: Endpoint) -> Node:
-        """The server at ``endpoint``, known from now on."""
+        """Return the server at ``endpoint``, adding it if necessary."""
         if endpoint not in self._nodes:
             self._nodes[endpoint] = Node(endpoint, self._access)
         return self._nodes[endpoint]
 
     def keep(self, endpoints: Iterable[Endpoint]) -> None:
-        """Forget every other server."""
+        """Close and remove every server that is not in ``endpoints``."""
         for endpoint in self._nodes.keys() - set(endpoints):
             self._nodes.pop(endpoint).close()
 
     def close(self) -> None:
-        """Forget them all."""
+        """Close and remove all servers."""
         self.keep(())

@@ -1,7 +1,7 @@
-"""RESP2, as a client speaks it over a :class:`~kvtier.sockets.connection.Connection`.
+"""RESP2, client side, over a :class:`~kvtier.sockets.connection.Connection`.
 
-Nothing from the wire is trusted for a length. All functions block, raise what the connection raises, and
-:class:`~kvtier.sockets.connection.ProtocolViolation` for garbage.
+Lengths from the wire are never trusted. All functions block, raise what the connection raises, and raise
+:class:`~kvtier.sockets.connection.ProtocolViolation` for malformed replies.
 
 RESP: https://redis.io/docs/latest/develop/reference/protocol-spec/
 """
@@ -16,24 +16,24 @@ from kvtier.sockets.connection import BUFFER_BYTES, Connection, ProtocolViolatio
 from kvtier.sockets.conversation import EXPECT, RECEIVE, Operation, Progress
 
 DRAIN_BYTES = 1 << 20
-"""A value of an unexpected length is read and dropped up to here; beyond, a new connection is cheaper."""
-LENGTH_DIGITS = 19
+"""A value of unexpected length is read and discarded up to this size; above, reconnecting is cheaper."""
+MAX_DIGITS = 19
 
 _CRLF = b"\r\n"
 
 _USUAL_REPLIES: dict[bytes, bytes | int] = {b"+OK": b"OK", b":0": 0, b":1": 1}
-"""Thousands of these are read for a long prompt."""
+"""A fast path: a long prompt gets thousands of these."""
 
 
 class ErrorReply(NamedTuple):
-    """The server's refusal of one command: ``-CODE message``."""
+    """An error reply to one command: ``-CODE message``."""
 
     code: str
     message: str
 
 
 def reply(connection: Connection) -> bytes | int | ErrorReply:
-    """The next reply, which must be a status, a number or an error."""
+    """Read the next reply, which must be a status, an integer or an error."""
     line = connection.line()
     usual = _USUAL_REPLIES.get(line)
     if usual is not None:
@@ -41,29 +41,29 @@ def reply(connection: Connection) -> bytes | int | ErrorReply:
     if line.startswith(b"+"):
         return line[1:]
     if line.startswith(b":"):
-        return _number(line[1:])
-    return _refusal(line)
+        return _integer(line[1:])
+    return _error_reply(line)
 
 
 def value_into(connection: Connection, view: memoryview) -> bool | ErrorReply:
-    """Fill ``view`` with the next reply. ``False``: there is no value, or one of another length.
+    """Fill ``view`` with the next reply. ``False``: there is no value, or its length differs.
 
-    A long one of another length is left unread, and the connection is then not ``in_step``.
+    A long value of another length is left unread, and the connection is then not ``in_sync``.
     """
     if not connection.buffered and len(view) > BUFFER_BYTES:
-        # No byte of the value, if it is the one, so that the rest lands where memory is aligned.
+        # Read only the length line, so that the value is received into aligned memory.
         connection.fill(len(b"$%d\r\n" % len(view)))
     line = connection.line()
     if not line.startswith(b"$"):
-        return _refusal(line)
+        return _error_reply(line)
     if line == b"$-1":
         return False
-    length = _number(line[1:])
+    length = _integer(line[1:])
     fits = length == len(view)
     if fits:
         connection.take(view)
     elif length > DRAIN_BYTES:
-        connection.in_step = False
+        connection.in_sync = False
         return False
     else:
         connection.take(memoryview(bytearray(length)))
@@ -71,10 +71,10 @@ def value_into(connection: Connection, view: memoryview) -> bool | ErrorReply:
     return fits
 
 
-def expecting(views: Sequence[memoryview]) -> list[Operation]:
-    """Those of a conversation in which the next replies are values of those lengths, which fill the views.
+def expect_values(views: Sequence[memoryview]) -> list[Operation]:
+    """Return the operations that fill the views with the next replies, of exactly their lengths.
 
-    For long values: no line is read into a buffer, and native code does it all.
+    For long values: native code runs all of it, without buffering lines.
     """
     operations: list[Operation] = []
     end = b""
@@ -87,7 +87,7 @@ def expecting(views: Sequence[memoryview]) -> list[Operation]:
 def values_into(
     connection: Connection, views: Sequence[memoryview], progress: Progress
 ) -> Iterator[bool | ErrorReply]:
-    """What :func:`value_into` says of each view, once :func:`expecting` them has come so far."""
+    """Yield the result of :func:`value_into` for each view, given the progress of :func:`expect_values`."""
     full, is_within = divmod(progress.operations, 2)
     yield from repeat(True, full if is_within else full - 1)
     if is_within:
@@ -101,27 +101,27 @@ def values_into(
         yield value_into(connection, view)
 
 
-def encode(*words: bytes) -> bytes:
-    """A command as it travels."""
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+def encode(*args: bytes) -> bytes:
+    """Encode a command."""
+    return b"*%d\r\n" % len(args) + b"".join(b"$%d\r\n%b\r\n" % (len(arg), arg) for arg in args)
 
 
-def _number(digits: bytes) -> int:
-    if not digits.isdigit() or len(digits) > LENGTH_DIGITS:
-        raise ProtocolViolation("a number in a reply is none")
+def _integer(digits: bytes) -> int:
+    if not digits.isdigit() or len(digits) > MAX_DIGITS:
+        raise ProtocolViolation("a reply contains an invalid integer")
     return int(digits)
 
 
-def _refusal(line: bytes) -> ErrorReply:
+def _error_reply(line: bytes) -> ErrorReply:
     if not line.startswith(b"-"):
-        raise ProtocolViolation("the answer is no RESP2")
+        raise ProtocolViolation("the reply is not RESP2")
     text = line[1:].decode(errors="replace")
     return ErrorReply(text.partition(" ")[0], text)
 
 
 def take_end(connection: Connection) -> None:
-    """Take what comes after a value. Raises :class:`ProtocolViolation` where it is something else."""
+    """Read the CRLF after a value. Raises :class:`ProtocolViolation` if it is something else."""
     end = memoryview(bytearray(len(_CRLF)))
     connection.take(end)
     if end != _CRLF:
-        raise ProtocolViolation("a value does not end where it should")
+        raise ProtocolViolation("a value does not end with CRLF")

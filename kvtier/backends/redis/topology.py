@@ -1,4 +1,4 @@
-"""Which server has which key: the only one, the primary that sentinels know, or one for each hash slot.
+"""Map keys to servers: a single server, the primary behind sentinels, or the slots of a cluster.
 
 Slots: https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/#key-distribution-model
 """
@@ -18,81 +18,83 @@ from kvtier.sockets.connection import Deadline
 
 
 class Placement(NamedTuple):
-    """Where the keys are."""
+    """The mapping of keys to servers."""
 
     endpoints: Sequence[Endpoint]
-    """Every server, once."""
+    """Every server, without duplicates."""
     by_slot: Sequence[Endpoint | None] | None = None
-    """The server of each hash slot, ``None`` where none has it. Left out: one server has all keys."""
+    """The server of each hash slot, or ``None`` for unassigned slots. Not set if one server has all keys."""
 
 
 class Topology(ABC):
-    """Knows the placement of a pool, or finds it out. Used from the event loop."""
+    """Discovers and caches the placement of a pool. For use from the event loop."""
 
     has_slots = False
-    """Whether its servers may redirect us to each other."""
+    """Whether servers may redirect commands to each other."""
 
-    def __init__(self, place: PoolURL, control: Control) -> None:
-        self._place = place
+    def __init__(self, pool_url: PoolURL, control: Control) -> None:
+        self._pool_url = pool_url
         self._control = control
         self._known: Placement | None = None
         self._lock = Lock()
 
     async def placement(self, deadline: Deadline) -> Placement:
-        """Where the keys are. Raises :class:`ControlFailed` or ``TimeoutError``."""
+        """Return the placement. Raises :class:`ControlFailed` or ``TimeoutError``."""
         if self._known is not None:
-            return self._known  # The lock would be a turn of the loop before each batch.
+            return self._known  # The lock would cost each batch an event loop iteration.
         async with self._lock:
             if self._known is None:
-                self._known = await self._look_up(deadline)
+                self._known = await self._discover(deadline)
             return self._known
 
-    def forget(self) -> None:
-        """What is known may be wrong: look again when it is needed."""
+    def invalidate(self) -> None:
+        """Drop the cached placement; the next batch discovers it again."""
         self._known = None
 
     @abstractmethod
-    async def _look_up(self, deadline: Deadline) -> Placement: ...
+    async def _discover(self, deadline: Deadline) -> Placement: ...
 
 
 class Single(Topology):
-    """One server."""
+    """A single server."""
 
-    async def _look_up(self, deadline: Deadline) -> Placement:
-        return Placement(self._place.endpoints)
+    async def _discover(self, deadline: Deadline) -> Placement:
+        return Placement(self._pool_url.endpoints)
 
 
 class Sentinel(Topology):
-    """The primary of a service, whichever server that is by now."""
+    """The current primary of a service, according to its sentinels."""
 
-    async def _look_up(self, deadline: Deadline) -> Placement:
-        failure = ControlFailed(self._place.endpoints[0])
-        sentinels = self._place.endpoints
+    async def _discover(self, deadline: Deadline) -> Placement:
+        failure = ControlFailed(self._pool_url.endpoints[0])
+        sentinels = self._pool_url.endpoints
         for index, sentinel in enumerate(sentinels):
             seconds = deadline.remaining() / (len(sentinels) - index)
             try:
-                primary = await self._control.primary(sentinel, self._place.service, seconds)
+                primary = await self._control.primary(sentinel, self._pool_url.service, seconds)
             except ControlFailed as error:
                 failure = error
                 continue
             if primary is not None:
                 return Placement([primary])
-            failure = ControlFailed(sentinel, f"the sentinel at {sentinel} knows no {self._place.service!r}")
+            failure = ControlFailed(
+                sentinel, f"the sentinel at {sentinel} does not monitor {self._pool_url.service!r}"
+            )
         raise failure
 
 
 class Cluster(Topology):
-    """Several primaries that have 16384 hash slots between them."""
+    """Several primaries that share the 16384 hash slots."""
 
     has_slots = True
 
-    def __init__(self, place: PoolURL, control: Control) -> None:
-        super().__init__(place, control)
+    def __init__(self, pool_url: PoolURL, control: Control) -> None:
+        super().__init__(pool_url, control)
         self._members: Sequence[Endpoint] = ()
 
-    async def _look_up(self, deadline: Deadline) -> Placement:
-        # Those in the URL may be gone one by one while the cluster lives on.
-        candidates = list(dict.fromkeys([*self._place.endpoints, *self._members]))
+    async def _discover(self, deadline: Deadline) -> Placement:
+        # Also ask the last known members: those in the URL may be replaced while the cluster is running.
+        candidates = list(dict.fromkeys([*self._pool_url.endpoints, *self._members]))
         failure = ControlFailed(candidates[0])
         for index, endpoint in enumerate(candidates):
             try:
@@ -100,27 +102,27 @@ class Cluster(Topology):
             except ControlFailed as error:
                 failure = error
                 continue
-            placement = _placed(ranges)
+            placement = _placement_of(ranges)
             self._members = placement.endpoints
             return placement
         raise failure
 
 
-def topology_of(place: PoolURL, control: Control) -> Topology:
-    """The topology that a URL names."""
+def topology_of(pool_url: PoolURL, control: Control) -> Topology:
+    """Return the topology for a URL."""
     kinds: dict[str, type[Topology]] = {"single": Single, "sentinel": Sentinel, "cluster": Cluster}
-    return kinds[place.kind](place, control)
+    return kinds[pool_url.kind](pool_url, control)
 
 
 def slot_of(name: bytes) -> int:
-    """The hash slot of a key: CRC16 (XMODEM) of it, or of what is in its first ``{}``, modulo 16384."""
+    """Return the hash slot of a key: CRC16 (XMODEM) of the key, or of its hash tag, modulo 16384."""
     start = name.find(b"{")
     stop = name.find(b"}", start + 1) if start >= 0 else -1
-    # An empty pair of braces is no tag, whatever comes after it.
+    # Empty braces are not a hash tag, even if another pair follows.
     return crc_hqx(name[start + 1 : stop] if stop > start + 1 else name, 0) % SLOTS
 
 
-def _placed(ranges: Sequence[tuple[range, Endpoint]]) -> Placement:
+def _placement_of(ranges: Sequence[tuple[range, Endpoint]]) -> Placement:
     by_slot: list[Endpoint | None] = [None] * SLOTS
     for slots, endpoint in ranges:
         for slot in slots:

@@ -1,4 +1,4 @@
-"""Where a pool is, as its users write it: one server, sentinels or a cluster, in one URL."""
+"""Parse pool URLs: a single server, sentinels or a cluster."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote
 
 DEFAULT_PORT, DEFAULT_SENTINEL_PORT = 6379, 26379
-MOST_DATABASES = 1 << 16
+MAX_DATABASES = 1 << 16
 
 _ENDPOINT = re.compile(r"(?:\[(?P<bracketed>[^\[\]]+)\]|(?P<host>[^\[\]:]+))(?::(?P<port>[0-9]{1,5}))?")
 
 
 class Endpoint(NamedTuple):
-    """One server: a host and a port, or the path of a Unix socket and no port."""
+    """The address of a server: host and port, or the path of a Unix socket and no port."""
 
     host: str
     port: int | None
@@ -25,75 +25,73 @@ class Endpoint(NamedTuple):
 
 
 class PoolURL(NamedTuple):
-    """What a URL says, without its secrets."""
+    """A parsed URL, without credentials."""
 
     kind: Literal["single", "sentinel", "cluster"]
     tls: bool
     endpoints: tuple[Endpoint, ...]
-    """The server, the sentinels, or those servers of the cluster that are asked for the others."""
+    """The server, the sentinels, or the seed nodes of the cluster."""
     service: str = ""
-    """What the sentinels call it."""
+    """The service name at the sentinels."""
     database: int = 0
 
 
 class Credentials(NamedTuple):
-    """User and password as they stood in a URL; ``None`` where there was none."""
+    """User and password of a URL; ``None`` if absent."""
 
     user: str | None
     password: str | None
 
 
 def take_credentials(url: str) -> tuple[str, Credentials]:
-    """The URL without user and password, and these."""
-    scheme, mark, rest = url.partition("://")
+    """Split a URL into the URL without credentials, and the credentials."""
+    scheme, separator, rest = url.partition("://")
     slash = rest.find("/")
     authority, path = (rest, "") if slash < 0 else (rest[:slash], rest[slash:])
-    written, at, hosts = authority.rpartition("@")
-    if not mark or not at:
+    userinfo, at, hosts = authority.rpartition("@")
+    if not separator or not at:
         return url, Credentials(None, None)
-    user, colon, password = written.partition(":")
+    user, colon, password = userinfo.partition(":")
     credentials = Credentials(unquote(user) or None, unquote(password) if colon else None)
     return f"{scheme}://{hosts}{path}", credentials
 
 
 def parse_url(url: str, scheme: str) -> PoolURL:
-    """What ``url`` says, whose scheme is ``scheme``, that with an ``s`` for TLS, or ``unix``.
+    """Parse a URL whose scheme is ``scheme``, ``scheme`` with an ``s`` for TLS, or ``unix``.
 
-    Raises ``ValueError`` with words that repeat nothing of the URL, which may hold a secret by mistake.
+    Raises ``ValueError``. The message quotes no part of the URL, which may contain a secret by mistake.
     """
-    written, mark, rest = url.partition("://")
-    place, _, query = rest.partition("?")
-    authority, slash, path = place.partition("/")
+    full_scheme, separator, rest = url.partition("://")
+    address, _, query = rest.partition("?")
+    authority, slash, path = address.partition("/")
     if "@" in authority:
-        raise ValueError("it holds a user or a password that `user` or `password` gives as well: write one")
-    if mark and written == "unix":
+        raise ValueError("it contains a user or password that is also set in `user` or `password`: use one")
+    if separator and full_scheme == "unix":
         return _unix(authority, slash + path, query)
-    transport, _, kind = written.partition("+")
-    if not mark or transport not in (scheme, scheme + "s") or kind not in ("", "sentinel", "cluster"):
-        raise ValueError(f"write {scheme}://HOST:PORT, or one of its other forms: {forms(scheme)}")
+    transport, _, kind = full_scheme.partition("+")
+    if not separator or transport not in (scheme, scheme + "s") or kind not in ("", "sentinel", "cluster"):
+        raise ValueError(f"use {scheme}://HOST:PORT, or one of the other forms: {forms(scheme)}")
     if query:
-        raise ValueError("only a unix:// URL has something after `?`: every other option is a setting")
+        raise ValueError("only a unix:// URL may contain `?`: every other option is a setting")
     tls = transport == scheme + "s"
     if kind == "sentinel":
         service, _, database = path.partition("/")
         if not service:
-            raise ValueError("name the service of the sentinels, such as /mymaster, after their addresses")
+            raise ValueError("add the service name, such as /mymaster, after the addresses of the sentinels")
         endpoints = _endpoints(authority, DEFAULT_SENTINEL_PORT)
         return PoolURL("sentinel", tls, endpoints, unquote(service), _database(database))
     endpoints = _endpoints(authority, DEFAULT_PORT)
     if kind == "cluster":
         if path.strip("/") not in ("", "0"):
-            raise ValueError("a cluster has the database 0 alone: leave the path out")
+            raise ValueError("a cluster has only database 0: omit the path")
         return PoolURL("cluster", tls, endpoints)
     if len(endpoints) > 1:
-        raise ValueError(
-            f"it names several servers: write {scheme}+sentinel:// or {scheme}+cluster://, if they are that"
-        )
+        raise ValueError(f"it lists several servers: use {scheme}+sentinel:// or {scheme}+cluster://")
     return PoolURL("single", tls, endpoints, database=_database(path))
 
 
 def forms(scheme: str) -> str:
-    """The forms of a URL besides the plain one, for messages and documentation."""
+    """Return the URL forms other than the plain one, for messages and documentation."""
     return (
         f"{scheme}s:// for TLS, unix:///PATH?db=0, {scheme}+sentinel://HOST:PORT,HOST:PORT/SERVICE/0, "
         f"{scheme}+cluster://HOST:PORT,HOST:PORT"
@@ -104,17 +102,17 @@ def _unix(authority: str, path: str, query: str) -> PoolURL:
     options = dict(parse_qsl(query, keep_blank_values=True))
     database = options.pop("db", "")
     if authority or len(path) < 2:
-        raise ValueError("a unix:// URL has the whole path of a socket: write unix:///run/redis.sock")
+        raise ValueError("a unix:// URL requires the absolute path of a socket: use unix:///run/redis.sock")
     if options:
-        raise ValueError("a unix:// URL has no other option than `?db=0`")
+        raise ValueError("the only option of a unix:// URL is `?db=0`")
     return PoolURL("single", False, (Endpoint(unquote(path), None),), database=_database(database))
 
 
 def _database(text: str) -> int:
     if not text.rstrip("/"):
         return 0
-    if not (text.isascii() and text.isdecimal()) or len(text) > 5 or int(text) >= MOST_DATABASES:
-        raise ValueError("its database is no number: write /0, or leave it out")
+    if not (text.isascii() and text.isdecimal()) or len(text) > 5 or int(text) >= MAX_DATABASES:
+        raise ValueError("its database is not a valid number: use /0, or omit it")
     return int(text)
 
 

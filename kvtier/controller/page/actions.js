@@ -1,15 +1,15 @@
-// What can be done with a prompt's chunks at one place, and what has come of it.
+// Form for operations on a prompt's chunks at one place, with their progress and result.
 
-import { Bar, byId, make, offer, say } from "./dom.js";
+import { Bar, byId, make, setOptions, setText } from "./dom.js";
 import { outcome, progress } from "./events.js";
-import { many, place as named } from "./format.js";
-import { underWay } from "./store.js";
+import { place as named, pluralize } from "./format.js";
+import { isUnfinished } from "./store.js";
 
 const ACTIONS = ["Move", "Copy", "Pin", "Unpin", "Prefetch", "Clear"];
-const DURATION = "A number of seconds, or such as 10m or 2h.";
+const DURATION = "Seconds, or a duration such as 10m or 2h.";
 
 export class Actions {
-  #choices = make("fieldset", { class: "segments" }, make("legend", { class: "hidden" }, "What to do"));
+  #choices = make("fieldset", { class: "segments" }, make("legend", { class: "hidden" }, "Operation"));
   #what = make("p", { class: "what numbers" });
   #instance = make("select", { id: "to-instance" });
   #tier = make("select", { id: "to-tier" });
@@ -23,7 +23,7 @@ export class Actions {
   #body = null;
   #unwatch = () => {};
 
-  /** `onChange` is called when what was asked for has ended and may have changed who holds what. */
+  /** `onChange` is called after an operation has ended, which may have changed where chunks are held. */
   constructor(store, api, onChange) {
     this.store = store;
     this.api = api;
@@ -50,7 +50,7 @@ export class Actions {
       this.#bar.node,
     );
     this.node.addEventListener("change", ({ target }) => {
-      if (target.name === "action") this.#forget();
+      if (target.name === "action") this.#reset();
       this.draw();
     });
     this.node.addEventListener("submit", (event) => {
@@ -59,24 +59,24 @@ export class Actions {
     });
   }
 
-  /** Offer to do something with what `place` holds of the prompt in `body`; with nothing where it is null. */
-  offer(place, body) {
+  /** Set the place to act on and the prompt in `body`. Without a place the form is hidden. */
+  setPlace(place, body) {
     this.#place = place;
     this.#body = body;
     this.draw();
   }
 
-  /** What has come of the last action is no news beside the next one; the activity still shows it. */
-  #forget() {
+  /** Clear the result of the last operation when another one is chosen. The activity list still shows it. */
+  #reset() {
     this.#unwatch();
-    this.#say("", "");
+    this.#setOutcome("", "");
   }
 
   get #action() {
     return this.node.elements.action.value;
   }
 
-  /** What depends on the choices and on who is connected. */
+  /** Redraw everything that depends on the choices and on the connected instances. */
   draw() {
     const place = this.#place;
     for (const part of [this.#choices, this.#what, this.#button]) part.hidden = place === null;
@@ -86,14 +86,14 @@ export class Actions {
     this.fields.tier.hidden = place === null || !(moves || action === "Prefetch");
     this.fields.seconds.hidden = place === null || !["Pin", "Prefetch"].includes(action);
     if (place === null) {
-      say(this.#hint, "");
+      setText(this.#hint, "");
       return;
     }
     this.#offerTargets(moves);
-    say(this.#secondsLabel, action === "Pin" ? "For how long, or empty for good" : "Within, or empty for as long as it takes");
-    say(this.#what, `${many(place.tokens, "token")} held by ${named([place.instance, place.tier])}`);
-    say(this.#button, action === "Clear" ? "Clear …" : action);
-    say(this.#hint, this.#warning(moves));
+    setText(this.#secondsLabel, action === "Pin" ? "Duration (empty: no limit)" : "Deadline (empty: no limit)");
+    setText(this.#what, `${pluralize(place.tokens, "token")} held by ${named([place.instance, place.tier])}`);
+    setText(this.#button, action === "Clear" ? "Clear …" : action);
+    setText(this.#hint, this.#warning(moves));
     this.#button.disabled = !this.fields.tier.hidden && !this.#tier.value;
   }
 
@@ -102,20 +102,20 @@ export class Actions {
     const { instance, tier } = this.#place;
     const others = connected.filter((other) => other.instance !== instance);
     const here = connected.filter((other) => other.instance === instance);
-    if (moves) offer(this.#instance, [...others, ...here].map(({ instance: id }) => [id, id]));
+    if (moves) setOptions(this.#instance, [...others, ...here].map(({ instance: id }) => [id, id]));
     const id = moves ? this.#instance.value : instance;
     const tiers = this.store.instance(id)?.tiers ?? [];
-    // What peers hold is no place to bring anything to.
-    const elsewhere = tiers.filter(({ name, type }) => type !== "peers" && (id !== instance || name !== tier));
-    offer(this.#tier, elsewhere.map(({ name, type }) => [name, name === type ? name : `${name} (${type})`]));
+    // The pseudo tier of peers cannot be a target.
+    const targets = tiers.filter(({ name, type }) => type !== "peers" && (id !== instance || name !== tier));
+    setOptions(this.#tier, targets.map(({ name, type }) => [name, name === type ? name : `${name} (${type})`]));
   }
 
-  /** What will keep it from succeeding, known beforehand. */
+  /** Return why the operation would fail, as far as that is known in advance, or "". */
   #warning(moves) {
     const from = this.store.instance(this.#place.instance);
-    if (!from || from.gone) return `${this.#place.instance} is not connected any more.`;
+    if (!from || from.disconnectedAt) return `${this.#place.instance} is disconnected.`;
     if (moves && this.#instance.value !== from.instance && !from.peer) {
-      return `${from.instance} serves no peers: set peer.listen in its settings.`;
+      return `${from.instance} does not serve peers: set peer.listen in its settings.`;
     }
     if (!this.fields.tier.hidden && !this.#tier.value) return `${this.#instance.value || from.instance} has no other tier.`;
     return "";
@@ -125,19 +125,19 @@ export class Actions {
     const request = this.#request();
     if (this.#action === "Clear" && !(await confirmed(this.#place))) return;
     this.#unwatch();
-    this.#say("", "Asking …");
+    this.#setOutcome("", "Sending …");
     this.#button.disabled = true;
     try {
       const { event_id: id } = await this.api.post(...request);
       this.#follow(id);
     } catch (error) {
-      this.#say("failed", error.message);
+      this.#setOutcome("failed", error.message);
     } finally {
       this.#button.disabled = false;
     }
   }
 
-  /** The call and its body. */
+  /** Return the path and body of the request. */
   #request() {
     const { instance, tier } = this.#place;
     const here = { ...this.#body, instance, tier };
@@ -158,42 +158,42 @@ export class Actions {
     }
   }
 
-  /** Show how an event is, from what the stream has told and tells of it. */
+  /** Show the progress of an event until it has ended. */
   #follow(id) {
     const show = (event) => {
       if (event.event_id !== id) return;
-      // Read out when it changes, not with every chunk: how far it is, the bar shows.
-      this.#say(event.state, event.state === "running" ? "Under way …" : outcome(event));
+      // Screen readers announce this text, so it changes with the state only. The bar shows the progress.
+      this.#setOutcome(event.state, event.state === "running" ? "Running …" : outcome(event));
       this.#bar.node.hidden = event.state !== "running";
       this.#bar.set(event.chunks ? event.chunks_done / event.chunks : 0, progress(event));
-      if (underWay(event)) return;
+      if (isUnfinished(event)) return;
       this.#unwatch();
       this.onChange();
     };
-    this.#say("queued", "Asked for …");
+    this.#setOutcome("queued", "Requested …");
     this.#unwatch = this.store.watch(show);
     const known = this.store.event(id);
     if (known) show(known);
   }
 
-  #say(state, text) {
+  #setOutcome(state, text) {
     this.#outcome.dataset.state = state;
     this.#bar.node.hidden = true;
-    say(this.#outcome, text);
+    setText(this.#outcome, text);
   }
 }
 
 const field = (...parts) => make("div", { class: "field" }, ...parts);
 
-/** A plain number is one of seconds. */
+/** A plain number is in seconds. */
 const duration = (text) => (/^\d+(\.\d+)?$/.test(text) ? Number(text) : text);
 
-/** Ask whether what a place holds of the prompt shall go. */
+/** Ask for confirmation to remove the chunks of the prompt from a place. */
 function confirmed(place) {
   const dialog = byId("confirm-dialog");
-  say(
+  setText(
     byId("confirm-text"),
-    `${many(place.tokens, "token")} of this prompt will be removed from ${named([place.instance, place.tier])}. If no other place holds them, the engine computes them again.`,
+    `${pluralize(place.tokens, "token")} of this prompt will be removed from ${named([place.instance, place.tier])}. If no other place holds them, the engine must recompute them.`,
   );
   dialog.returnValue = "";
   dialog.showModal();

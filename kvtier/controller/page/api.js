@@ -1,6 +1,6 @@
-// Calls of the controller. Every failure is an ApiError whose message can be shown as it is.
+// Calls to the controller. Every failure is an ApiError, whose message can be shown to the user.
 
-const KEPT = "kvtier-controller-token";
+const TOKEN_KEY = "kvtier-controller-token";
 
 export class ApiError extends Error {
   constructor(message, status = 0) {
@@ -10,18 +10,18 @@ export class ApiError extends Error {
 }
 
 export class Api {
-  /** `onUnauthorised` is called whenever the controller does not accept the token that there is, or is not. */
+  /** `onUnauthorised` is called when the controller rejects the token, or requires one and none is set. */
   constructor(onUnauthorised) {
     this.onUnauthorised = onUnauthorised;
   }
 
   get token() {
-    return sessionStorage.getItem(KEPT);
+    return sessionStorage.getItem(TOKEN_KEY);
   }
 
   set token(token) {
-    if (token) sessionStorage.setItem(KEPT, token);
-    else sessionStorage.removeItem(KEPT);
+    if (token) sessionStorage.setItem(TOKEN_KEY, token);
+    else sessionStorage.removeItem(TOKEN_KEY);
   }
 
   get = (path) => this.#json(path, {});
@@ -33,7 +33,7 @@ export class Api {
       body: JSON.stringify(body),
     });
 
-  /** The answer, once it is known to be a good one; its body is for the caller to read. */
+  /** Return the response if it is successful. The caller reads the body. */
   async open(path, options) {
     const headers = { ...options.headers };
     if (this.token) headers.Authorization = `Bearer ${this.token}`;
@@ -41,7 +41,7 @@ export class Api {
     try {
       answer = await fetch(new URL(path, document.baseURI), { ...options, headers, cache: "no-store" });
     } catch (error) {
-      if (error instanceof ApiError) throw error; // What it was aborted with.
+      if (error instanceof ApiError) throw error; // The reason of an abort.
       throw new ApiError("The controller cannot be reached.");
     }
     if (answer.ok) return answer;
@@ -54,21 +54,21 @@ export class Api {
     try {
       return await answer.json();
     } catch {
-      throw new ApiError("The controller broke off in the middle of its answer.");
+      throw new ApiError("The controller's response was cut off.");
     }
   }
 }
 
 async function reason(answer) {
-  if (answer.status === 401) return "The controller asks for its token.";
+  if (answer.status === 401) return "The controller requires a token.";
   try {
     const { detail } = await answer.json();
-    if (typeof detail === "string" && detail) return `The controller says: ${stopped(detail)}`;
+    if (typeof detail === "string" && detail) return `Controller error: ${sentence(detail)}`;
   } catch {
-    // Not from the controller, but from a proxy before it.
+    // Not from the controller, but from a reverse proxy.
   }
   return `The controller answered ${answer.status}${answer.statusText && ` ${answer.statusText}`}.`;
 }
 
-/** The controller's words, which are no sentence of their own, as the end of one. Names in them stay as they are. */
-export const stopped = (words) => (/[.!?]$/.test(words) ? words : `${words}.`);
+/** Add a period to a message of the controller, unless it has one. The case is kept, as it may begin with a name. */
+export const sentence = (text) => (/[.!?]$/.test(text) ? text : `${text}.`);

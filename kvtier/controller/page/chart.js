@@ -1,12 +1,12 @@
-// Small charts of shares over time: lines in a drawing that stretches with its place, words around it in HTML.
+// Small charts of fractions over time: lines in an SVG that scales with its container, labels in HTML.
 
-import { draw, make, say } from "./dom.js";
+import { draw, make, setText } from "./dom.js";
 import { age, clock, percent } from "./format.js";
 
 const WIDTH = 300;
 const HEIGHT = 100;
-const SHORTEST = 300;
-const LONGEST = 3600;
+const MIN_SPAN = 300;
+const MAX_SPAN = 3600;
 const MINUTE = 60;
 
 export class Chart {
@@ -24,7 +24,7 @@ export class Chart {
   );
   #series = [];
 
-  /** `name` is above the chart, `what` says what it shows for those who do not see it. */
+  /** `name` is the caption; `what` describes the chart to screen readers. */
   constructor(name, what) {
     this.what = what;
     this.node = make(
@@ -34,29 +34,29 @@ export class Chart {
       this.#svg,
       make("p", { class: "axis numbers", "aria-hidden": "true" }, this.#from, make("span", {}, "now")),
     );
-    this.#svg.addEventListener("pointermove", (event) => this.#point(event));
-    this.#svg.addEventListener("pointerleave", () => this.#rest());
+    this.#svg.addEventListener("pointermove", (event) => this.#showAt(event));
+    this.#svg.addEventListener("pointerleave", () => this.#showCurrent());
   }
 
   /**
-   * Draw `series`, each with a `name`, a `tone` and `points`: [seconds, share from 0 to 1 or null]. A null
-   * breaks the line.
+   * Draw `series`, each with a `name`, a `tone` and `points`: [seconds, fraction from 0 to 1 or null]. A null
+   * interrupts the line.
    */
   show(series, now) {
     const first = Math.min(now, ...series.map(({ points }) => points[0]?.[0] ?? now));
     this.#series = series;
     this.now = now;
-    this.span = Math.min(LONGEST, Math.max(SHORTEST, now - first));
-    this.#lines.replaceChildren(...series.flatMap((one) => this.#drawn(one)));
-    say(this.#from, `${age(this.span)} ago`);
-    this.#svg.setAttribute("aria-label", this.#words());
-    this.#rest();
+    this.span = Math.min(MAX_SPAN, Math.max(MIN_SPAN, now - first));
+    this.#lines.replaceChildren(...series.flatMap((each) => this.#paths(each)));
+    setText(this.#from, `${age(this.span)} ago`);
+    this.#svg.setAttribute("aria-label", this.#description());
+    this.#showCurrent();
   }
 
   #x = (time) => WIDTH * (1 - (this.now - time) / this.span);
 
-  /** One line, and the area below it where it is the only one. */
-  #drawn({ tone, points }) {
+  /** Return the paths of a line, and of the area below it if it is the only one. */
+  #paths({ tone, points }) {
     const runs = [[]];
     for (const [time, share] of points) {
       if (share === null) runs.push([]);
@@ -64,7 +64,7 @@ export class Chart {
     }
     const drawn = [];
     for (const run of runs.filter((run) => run.length)) {
-      // A lone sample is a dot, which a line without length is.
+      // A single sample is drawn as a line of length zero, which is a dot.
       const line = `M${[...run, ...(run.length > 1 ? [] : run)].map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L")}`;
       const area = `${line}L${run.at(-1)[0].toFixed(1)} ${HEIGHT}L${run[0][0].toFixed(1)} ${HEIGHT}Z`;
       if (this.#series.length === 1) drawn.push(draw("path", { class: `area tone-${tone}`, d: area }));
@@ -73,16 +73,16 @@ export class Chart {
     return drawn;
   }
 
-  /** What the chart shows where nobody points at it: how it is now. */
-  #rest() {
+  /** Show the current value: the pointer is not on the chart. */
+  #showCurrent() {
     this.#cursor.setAttribute("visibility", "hidden");
     const last = this.#series.map(({ points }) => known(points).at(-1));
-    const one = last[0] ? percent(last[0][1]) : "nothing yet";
-    say(this.#value, this.#series.length === 1 ? one : "");
+    const current = last[0] ? percent(last[0][1]) : "no data yet";
+    setText(this.#value, this.#series.length === 1 ? current : "");
   }
 
-  /** What it was at the time that is pointed at. */
-  #point(event) {
+  /** Show the values at the time under the pointer. */
+  #showAt(event) {
     const box = this.#svg.getBoundingClientRect();
     const time = this.now - this.span * (1 - (event.clientX - box.left) / box.width);
     const shares = this.#series.flatMap(({ name, points }) => {
@@ -93,17 +93,17 @@ export class Chart {
     this.#cursor.setAttribute("x1", this.#x(time));
     this.#cursor.setAttribute("x2", this.#x(time));
     this.#cursor.setAttribute("visibility", "visible");
-    say(this.#value, `${clock(time).slice(0, 5)}  ${shares.join("  ")}`);
+    setText(this.#value, `${clock(time).slice(0, 5)}  ${shares.join("  ")}`);
   }
 
-  #words() {
+  #description() {
     const parts = this.#series.flatMap(({ name, points }) => {
       const shares = known(points).map(([, share]) => share);
       if (!shares.length) return [];
       const [low, high] = [Math.min(...shares), Math.max(...shares)];
       return [`${name} now ${percent(shares.at(-1))}, lowest ${percent(low)}, highest ${percent(high)}`];
     });
-    return `${this.what} in the last ${age(this.span)}: ${parts.join("; ") || "nothing yet"}`;
+    return `${this.what} in the last ${age(this.span)}: ${parts.join("; ") || "no data yet"}`;
   }
 }
 
@@ -114,7 +114,7 @@ function closest(points, time) {
   return points.reduce((best, point) => (best && off(best) <= off(point) ? best : point), null);
 }
 
-/** How full each tier that has a capacity has been, one series a tier. */
+/** The fill of each tier that has a capacity, one series per tier. */
 export function fillSeries(instance) {
   return instance.tiers.flatMap((tier, number) => {
     if (!tier.capacity) return [];
@@ -123,12 +123,12 @@ export function fillSeries(instance) {
   });
 }
 
-/** Of the chunks that were asked for in the minute before each sample, how many were found. */
+/** The fraction of chunks found, among those looked up in the minute before each sample. */
 export function hitSeries({ history }) {
   const found = (sample) => sample.tiers.reduce((sum, tier) => sum + tier.found, 0);
   const steps = history.slice(1).map((sample, index) => {
     const asked = sample.looked_up - history[index].looked_up;
-    // Less than before: the instance has begun anew.
+    // A counter that decreased means a restart of the instance.
     return asked > 0 ? [sample.time, asked, found(sample) - found(history[index])] : [sample.time, 0, 0];
   });
   let first = 0;
@@ -138,7 +138,7 @@ export function hitSeries({ history }) {
     const asked = minute.reduce((sum, step) => sum + step[1], 0);
     return [time, asked ? share(minute.reduce((sum, step) => sum + step[2], 0), asked) : null];
   });
-  // Of the first sample it is not known what came before it.
+  // The first sample has no predecessor to compare with.
   return [{ name: "hit rate", tone: 0, points: [...history.slice(0, 1).map(({ time }) => [time, null]), ...points] }];
 }
 

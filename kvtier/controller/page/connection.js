@@ -1,6 +1,6 @@
-// How the page stands with the controller, in words, and the token that the controller asks for.
+// State of the connection to the controller, and the dialog for its token.
 
-import { byId, say } from "./dom.js";
+import { byId, setText } from "./dom.js";
 import { clock } from "./format.js";
 
 const STATES = {
@@ -21,14 +21,14 @@ export class Connection {
   }
 
   set(state, detail) {
-    // While it tries again, what was lost stays lost.
+    // A retry keeps showing the lost state until it succeeds.
     const trying = state === "connecting" && this.#since !== null;
     this.state = state;
     byId("connection").dataset.state = trying ? "lost" : state;
-    say(byId("connection").firstElementChild, trying ? STATES.lost : STATES[state]);
+    setText(byId("connection").firstElementChild, trying ? STATES.lost : STATES[state]);
     this.#next = state === "lost" ? detail.next : null;
     if (state === "lost") this.#lost(detail.reason);
-    else if (state === "unauthorised") this.#show("The controller shows nothing without its token.", "Enter the token");
+    else if (state === "unauthorised") this.#show("The controller requires a token.", "Enter the token");
     else if (state === "live") {
       this.#since = null;
       byId("banner").hidden = true;
@@ -38,23 +38,23 @@ export class Connection {
 
   #lost(reason) {
     this.#since ??= clock(Date.now() / 1000);
-    this.#show(`${reason.message} What is shown is of ${this.#since} or older.`, "Try now");
+    this.#show(`${reason.message} The data shown is from ${this.#since} or earlier.`, "Retry now");
   }
 
   #show(text, button) {
-    say(byId("banner-text"), text);
-    say(byId("banner-button"), button);
+    setText(byId("banner-text"), text);
+    setText(byId("banner-button"), button);
     byId("banner").hidden = false;
   }
 
-  /** When the next try is; called every second. */
+  /** Update the countdown to the next retry. Called every second. */
   draw() {
     const left = this.#next === null ? 0 : Math.ceil(this.#next - Date.now() / 1000);
-    say(byId("banner-next"), left > 0 ? `Next try in ${left} s.` : "");
+    setText(byId("banner-next"), left > 0 ? `Retrying in ${left} s.` : "");
   }
 }
 
-/** The dialog that asks for the token. `onToken` is given it, and returns why it is not the right one, or "". */
+/** The dialog that asks for the token. `onToken` checks it and returns an error message or "". */
 export class TokenDialog {
   #dialog = byId("token-dialog");
 
@@ -62,23 +62,23 @@ export class TokenDialog {
     byId("token-later").addEventListener("click", () => this.#dialog.close());
     byId("token-form").addEventListener("submit", async (event) => {
       event.preventDefault();
-      say(byId("token-outcome"), "");
-      const wrong = await onToken(byId("token").value);
-      if (!wrong) {
+      setText(byId("token-outcome"), "");
+      const error = await onToken(byId("token").value);
+      if (!error) {
         byId("token").value = "";
         this.#dialog.close();
         return;
       }
       byId("token").setAttribute("aria-invalid", "true");
       byId("token").select();
-      say(byId("token-outcome"), wrong);
+      setText(byId("token-outcome"), error);
     });
   }
 
   open() {
     if (this.#dialog.open) return;
     byId("token").removeAttribute("aria-invalid");
-    say(byId("token-outcome"), "");
+    setText(byId("token-outcome"), "");
     this.#dialog.showModal();
     byId("token").focus();
   }

@@ -1,17 +1,17 @@
-// Elements from names, attributes and children. What comes from outside becomes text and nothing else: no
-// markup is ever parsed, which the page's Content-Security-Policy also forbids.
+// Helpers to create and update elements. External values only become text: markup is never parsed, which the
+// page's Content-Security-Policy also forbids.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** The element of this id, which index.html has. */
+/** Return an element of index.html by its id. */
 export const byId = (id) => document.getElementById(id);
 
-/** A new element; children that are strings become text. */
+/** Create an element. Children that are strings become text. */
 export function make(name, attributes = {}, ...children) {
   return fill(document.createElement(name), attributes, children);
 }
 
-/** The same within a drawing. */
+/** Create an SVG element. */
 export function draw(name, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, name), attributes, children);
 }
@@ -22,12 +22,12 @@ function fill(node, attributes, children) {
   return node;
 }
 
-/** Set an element's text where it is another one: what has not changed is not drawn, nor read out, again. */
-export function say(node, text) {
+/** Set an element's text if it has changed. An unchanged text is neither redrawn nor announced again. */
+export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** Bring the children of a parent into this order, touching those alone that are not in their place. */
+/** Replace the children of a parent, touching only those whose position has changed. */
 export function arrange(parent, children) {
   children.forEach((child, index) => {
     if (parent.children[index] !== child) parent.insertBefore(child, parent.children[index] ?? null);
@@ -35,17 +35,17 @@ export function arrange(parent, children) {
   while (parent.children.length > children.length) parent.lastElementChild.remove();
 }
 
-/** Make these the options of a select and keep what was chosen where it is still one of them. */
-export function offer(select, options) {
-  const wanted = JSON.stringify(options);
-  if (select.dataset.options === wanted) return;
-  select.dataset.options = wanted;
+/** Set the options of a select, and keep its value if that is still an option. */
+export function setOptions(select, options) {
+  const key = JSON.stringify(options);
+  if (select.dataset.options === key) return;
+  select.dataset.options = key;
   const chosen = select.value;
   select.replaceChildren(...options.map(([value, text]) => make("option", { value }, text)));
   if (options.some(([value]) => value === chosen)) select.value = chosen;
 }
 
-/** A bar that is filled so far. `label` says of what, for those who do not see it. */
+/** A meter or progress bar. `label` describes it to screen readers. */
 export class Bar {
   #filled = make("span");
   #last = null;
@@ -59,15 +59,15 @@ export class Bar {
     this.node.setAttribute("aria-label", text);
   }
 
-  /** `part` is from 0 to 1. */
-  set(part, words) {
+  /** Set the fill, a fraction from 0 to 1, and its text for screen readers. */
+  set(part, text) {
     const percent = Math.round(1000 * Math.min(1, Math.max(0, part || 0))) / 10;
-    const key = `${percent} ${words}`;
+    const key = `${percent} ${text}`;
     if (key === this.#last) return;
     this.#last = key;
     this.node.setAttribute("aria-valuenow", percent);
-    this.node.setAttribute("aria-valuetext", words);
-    // Moved, not made wider: that needs no new layout.
+    this.node.setAttribute("aria-valuetext", text);
+    // A transform needs no new layout, unlike a change of width.
     this.#filled.style.transform = `translateX(${percent - 100}%)`;
   }
 }

@@ -1,9 +1,9 @@
-// What was asked for, and what becomes of it.
+// The list of events, with their progress and results.
 
-import { stopped } from "./api.js";
-import { Bar, arrange, byId, make, say } from "./dom.js";
-import { age, bytes, clock, count, many, place, took } from "./format.js";
-import { underWay } from "./store.js";
+import { sentence } from "./api.js";
+import { Bar, arrange, byId, make, setText } from "./dom.js";
+import { age, bytes, clock, count, elapsed, place, pluralize } from "./format.js";
+import { isUnfinished } from "./store.js";
 
 const NAMES = { move: "Move", copy: "Copy", prefetch: "Prefetch", pin: "Pin", unpin: "Unpin", clear: "Clear" };
 const PAST = {
@@ -29,8 +29,8 @@ export class Events {
     for (const event of events) rows.get(event.event_id).draw(event, this.store.now);
     arrange(byId("events"), [...rows.values()].map(({ node }) => node));
     byId("no-events").hidden = events.length > 0 || !this.store.hasEvents;
-    const running = events.filter(underWay).length;
-    say(byId("activity-summary"), running ? `${running} under way` : "");
+    const running = events.filter(isUnfinished).length;
+    setText(byId("activity-summary"), running ? `${running} in progress` : "");
   }
 }
 
@@ -46,7 +46,7 @@ class Row {
       "li",
       {},
       make("p", { class: "event-head" }, make("strong", {}, name), this.#state, this.#when),
-      make("p", { class: "way" }, ...way(event)),
+      make("p", { class: "way" }, ...route(event)),
       this.bar.node,
       this.#detail,
     );
@@ -54,47 +54,47 @@ class Row {
 
   draw(event, now) {
     this.node.dataset.state = event.state;
-    say(this.#state, event.state);
-    say(this.#when, when(event, now));
+    setText(this.#state, event.state);
+    setText(this.#when, when(event, now));
     this.bar.node.hidden = event.state !== "running";
     this.bar.set(event.chunks ? event.chunks_done / event.chunks : 0, progress(event));
-    say(this.#detail, outcome(event));
+    setText(this.#detail, outcome(event));
   }
 }
 
-/** From where to where, as nodes. */
-function way({ source, target }) {
+/** Return the source and target as nodes. */
+function route({ source, target }) {
   const ends = [source, target].filter(Boolean).map((end) => make("span", { class: "place" }, place(end)));
   return ends.length === 2 ? [ends[0], make("span", { class: "arrow" }, " → "), ends[1]] : ends;
 }
 
 function when(event, now) {
   const from = event.started_at ?? event.created_at;
-  if (underWay(event)) return `${clock(event.created_at)}, for ${age(now - from)}`;
-  return `${clock(event.created_at)}, ${took(event.ended_at - from)}`;
+  if (isUnfinished(event)) return `${clock(event.created_at)}, for ${age(now - from)}`;
+  return `${clock(event.created_at)}, ${elapsed(event.ended_at - from)}`;
 }
 
-/** How far it is. */
+/** Return the progress as text. */
 export function progress(event) {
   const size = event.bytes_done ? `, ${bytes(event.bytes_done)}` : "";
-  return `${event.chunks_done} of ${many(event.chunks, "chunk")}${size}`;
+  return `${event.chunks_done} of ${pluralize(event.chunks, "chunk")}${size}`;
 }
 
-/** What it is doing, or what has come of it, in a sentence. */
+/** Return the state and, at the end, the result as a sentence. */
 export function outcome(event) {
-  const wanted = event.num_tokens ? many(event.num_tokens, "token") : "all that is held";
-  if (event.state === "failed") return `Failed: ${stopped(event.error ?? "nobody knows why")}`;
-  if (event.state === "queued") return `Waits for its turn: ${wanted}.`;
-  if (event.state === "running") return `${many(event.num_tokens, "token")}, ${progress(event)}.`;
+  const amount = event.num_tokens ? pluralize(event.num_tokens, "token") : "all chunks";
+  if (event.state === "failed") return `Failed: ${sentence(event.error ?? "unknown reason")}`;
+  if (event.state === "queued") return `Queued: ${amount}.`;
+  if (event.state === "running") return `${pluralize(event.num_tokens, "token")}, ${progress(event)}.`;
   return done(event);
 }
 
-function done({ kind, num_tokens: wanted, chunks, result }) {
-  if (!chunks && !result.chunks) return "There was nothing to do: nothing of it is held there.";
+function done({ kind, num_tokens: requested, chunks, result }) {
+  if (!chunks && !result.chunks) return "Nothing to do: no chunk of it is held there.";
   const size = result.bytes ? `, ${bytes(result.bytes)}` : "";
-  const part = result.tokens < wanted ? `${count(result.tokens)} of ` : "";
-  // A tier that was cleared of everything held chunks of prompts that nobody has named.
-  const what = wanted ? part + many(wanted, "token") : many(result.chunks, "chunk");
+  const part = result.tokens < requested ? `${count(result.tokens)} of ` : "";
+  // A clear without a prompt counts chunks only.
+  const what = requested ? part + pluralize(requested, "token") : pluralize(result.chunks, "chunk");
   const text = `${what} ${PAST[kind] ?? "done"}${size}`;
-  return result.reason ? `${text}: ${stopped(result.reason)}` : `${text}.`;
+  return result.reason ? `${text}: ${sentence(result.reason)}` : `${text}.`;
 }

@@ -1,8 +1,8 @@
-// Who is there: a card for each instance, drawn once and then changed where something has changed.
+// One card per instance. A card is created once, then updated where something has changed.
 
 import { Chart, fillSeries, hitSeries } from "./chart.js";
-import { Bar, arrange, byId, make, say } from "./dom.js";
-import { age, bytes, bytesOf, count, many, percent } from "./format.js";
+import { Bar, arrange, byId, make, setText } from "./dom.js";
+import { age, bytes, bytesOf, count, percent, pluralize } from "./format.js";
 
 export class Instances {
   #cards = new Map();
@@ -21,9 +21,9 @@ export class Instances {
       this.#cards.get(instance.instance).draw(instance, now);
     }
     arrange(byId("cards"), instances.map(({ instance }) => this.#cards.get(instance).node));
-    say(byId("summary"), this.#summary());
+    setText(byId("summary"), this.#summary());
     byId("no-instances").hidden = instances.length > 0 || !this.store.hasInstances;
-    if (!byId("no-instances").hidden) say(byId("register"), this.#settings());
+    if (!byId("no-instances").hidden) setText(byId("register"), this.#settings());
   }
 
   #summary() {
@@ -31,10 +31,10 @@ export class Instances {
     if (!connected.length) return "";
     const held = connected.flatMap(({ tiers }) => tiers).filter(({ shared }) => !shared);
     const used = held.reduce((sum, tier) => sum + tier.used, 0);
-    return `${many(connected.length, "connected", "connected")}, ${bytes(used)} held`;
+    return `${pluralize(connected.length, "connected", "connected")}, ${bytes(used)} held`;
   }
 
-  /** What an operator has to write so that an instance appears. */
+  /** Return the settings with which an instance registers. */
   #settings() {
     const url = new URL(".", document.baseURI).href.replace(/\/$/, "");
     const token = this.api.token ? "\n  token: {file: /etc/kvtier/controller-token}" : "";
@@ -45,20 +45,20 @@ export class Instances {
 class Card {
   #name = make("h3");
   #badge = make("span", { class: "badge" });
-  #heard = make("p", { class: "heard quiet numbers" });
+  #heartbeat = make("p", { class: "heartbeat quiet numbers" });
   #facts = make("dl", { class: "facts" });
   #tiers = make("ul", { class: "tiers" });
   #fill = new Chart("Fill", "Fill of each tier");
-  #hits = new Chart("Hit rate", "Share of the chunks asked for in each minute that were found");
+  #hits = new Chart("Hit rate", "Share of the chunks looked up per minute that were found");
   #rows = [];
   #drawn = {};
 
   constructor(id) {
-    say(this.#name, id);
+    setText(this.#name, id);
     this.node = make(
       "article",
       { class: "card", "aria-label": `Instance ${id}` },
-      make("header", {}, this.#name, this.#badge, this.#heard),
+      make("header", {}, this.#name, this.#badge, this.#heartbeat),
       this.#facts,
       make(
         "div",
@@ -70,10 +70,10 @@ class Card {
   }
 
   draw(instance, now) {
-    const [state, words] = condition(instance);
+    const [state, label] = condition(instance);
     this.node.dataset.state = state;
-    say(this.#badge, words);
-    say(this.#heard, heard(instance, now));
+    setText(this.#badge, label);
+    setText(this.#heartbeat, heartbeat(instance, now));
     this.#drawFacts(instance);
     this.#drawTiers(instance.tiers);
     this.#drawCharts(instance, now);
@@ -83,7 +83,7 @@ class Card {
     const facts = [
       ["Host", `${instance.host}, process ${instance.process}`],
       ["Version", instance.version],
-      ["Peers", instance.peer ? `${instance.peer} over ${instance.transport}` : "serves none"],
+      ["Peers", instance.peer ? `${instance.peer} over ${instance.transport}` : "not served"],
       ["Models", instance.models.join(", ") || "none yet: no engine has connected"],
       ["Engines", instance.engines.join(", ") || "none connected"],
     ];
@@ -105,7 +105,7 @@ class Card {
     tiers.forEach((tier, number) => this.#rows[number].draw(tier));
   }
 
-  /** Anew with each sample only: in between there is nothing to see. */
+  /** Redraw the charts only when there is a new sample. */
   #drawCharts(instance, now) {
     const { history } = instance;
     const key = `${history.length} ${history[0]?.time} ${history.at(-1)?.time}`;
@@ -146,26 +146,26 @@ class TierRow {
   draw(tier) {
     const part = tier.capacity ? tier.used / tier.capacity : 0;
     const shared = tier.type === "peers" ? "other instances" : "shared pool";
-    const words = tier.capacity ? bytesOf(tier.used, tier.capacity) : shared;
+    const text = tier.capacity ? bytesOf(tier.used, tier.capacity) : shared;
     this.bar.node.hidden = !tier.capacity;
-    this.bar.set(part, words);
-    say(this.#numbers, tier.capacity ? `${words} · ${percent(part)}` : words);
-    // Of a pool that others fill, too, an instance knows what it has seen.
-    const held = `${many(tier.chunks, "chunk")}${tier.shared ? " known of" : ""}`;
-    say(this.#more, `${held} · found ${many(tier.found, "time")}`);
-    say(this.#problem, tier.available ? "" : "not available");
+    this.bar.set(part, text);
+    setText(this.#numbers, tier.capacity ? `${text} · ${percent(part)}` : text);
+    // An instance knows only part of what a shared pool holds.
+    const held = `${pluralize(tier.chunks, "chunk")}${tier.shared ? " known" : ""}`;
+    setText(this.#more, `${held} · found ${pluralize(tier.found, "time")}`);
+    setText(this.#problem, tier.available ? "" : "unavailable");
   }
 }
 
-/** How an instance is, for the style sheet and in words. */
-function condition({ gone, in_step: inStep }) {
-  if (gone) return ["gone", "gone"];
-  return inStep ? ["here", "in step"] : ["behind", "catching up"];
+/** Return the state of an instance: as a name for the style sheet, and as text. */
+function condition({ disconnectedAt, in_step: upToDate }) {
+  if (disconnectedAt) return ["disconnected", "disconnected"];
+  return upToDate ? ["up-to-date", "up to date"] : ["catching-up", "catching up"];
 }
 
-function heard({ gone, last_heartbeat: last, hit_rate: rate, looked_up: asked }, now) {
-  if (gone) return `since ${age(now - gone)}`;
-  const since = last === null ? "not heard yet" : `heard ${age(now - last)} ago`;
-  const hits = asked && rate !== null ? `found ${percent(rate)} of ${count(asked)} chunks, ` : "";
+function heartbeat({ disconnectedAt, last_heartbeat: last, hit_rate: rate, looked_up: lookedUp }, now) {
+  if (disconnectedAt) return `for ${age(now - disconnectedAt)}`;
+  const since = last === null ? "no heartbeat yet" : `heartbeat ${age(now - last)} ago`;
+  const hits = lookedUp && rate !== null ? `found ${percent(rate)} of ${count(lookedUp)} chunks, ` : "";
   return hits + since;
 }

@@ -1,33 +1,33 @@
-// A prompt, and who holds how much of its beginning.
+// The lookup form, and the places that hold a prefix of the prompt.
 
 import { Actions } from "./actions.js";
-import { Bar, byId, make, offer, say } from "./dom.js";
-import { count, many, percent } from "./format.js";
+import { Bar, byId, make, setOptions, setText } from "./dom.js";
+import { count, percent, pluralize } from "./format.js";
 
-const MOST_ROWS = 50;
-const HIGHEST_TOKEN = 2 ** 32 - 1;
+const MAX_ROWS = 50;
+const MAX_TOKEN = 2 ** 32 - 1;
 const TEXTS = {
   prompt: {
-    label: "Prompt, as the engine gets it",
-    hint: "An instance that serves the model turns it into token ids. Chat templates are not applied.",
+    label: "Prompt, as sent to the engine",
+    hint: "An instance that serves the model tokenizes it. Chat templates are not applied.",
   },
-  tokens: { label: "Token ids", hint: "Whole numbers, with commas or spaces between them." },
+  tokens: { label: "Token ids", hint: "Integers, separated by commas or spaces." },
 };
 
-export class LookUp {
+export class Lookup {
   #form = byId("look-up-form");
   #found = byId("found");
   #head = make("p", { class: "found-head numbers" });
   #rows = make("fieldset", { class: "holders" });
-  /** What was looked up last and found: { body, answer, chosen }. */
+  /** The last lookup: { body, answer, chosen }. */
   #result = null;
-  /** Counts the look-ups: an answer to one that was followed by another does not matter any more. */
-  #asked = 0;
+  /** Number of lookups sent: responses to any but the last one are ignored. */
+  #sent = 0;
 
   constructor(store, api) {
     this.store = store;
     this.api = api;
-    this.actions = new Actions(store, api, () => this.#again());
+    this.actions = new Actions(store, api, () => this.#refresh());
     this.#found.append(this.#head, this.#rows, this.actions.node);
     this.#form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -40,18 +40,18 @@ export class LookUp {
     this.#drawForm();
   }
 
-  /** What depends on who is connected. */
+  /** Redraw everything that depends on the connected instances. */
   draw() {
     const { models } = this.store;
-    const only = models.length === 1 ? models[0] : "the only one that is served";
-    offer(byId("model"), [["", only], ...(models.length > 1 ? models.map((name) => [name, name]) : [])]);
+    const only = models.length === 1 ? models[0] : "the only model served";
+    setOptions(byId("model"), [["", only], ...(models.length > 1 ? models.map((name) => [name, name]) : [])]);
     this.actions.draw();
   }
 
   #drawForm() {
     const { label, hint } = TEXTS[this.#form.elements.form.value];
-    say(byId("text-label"), label);
-    say(byId("text-hint"), hint);
+    setText(byId("text-label"), label);
+    setText(byId("text-hint"), hint);
   }
 
   async #submit() {
@@ -65,41 +65,41 @@ export class LookUp {
       byId("text").setAttribute("aria-invalid", "true");
       byId("text").focus();
       outcome.dataset.state = "failed";
-      say(outcome, error.message);
+      setText(outcome, error.message);
       return;
     }
-    const number = (this.#asked += 1);
-    say(outcome, "Looking …");
+    const number = (this.#sent += 1);
+    setText(outcome, "Looking up …");
     try {
       const answer = await this.api.post("lookup", body);
-      if (number !== this.#asked) return;
-      say(outcome, "");
+      if (number !== this.#sent) return;
+      setText(outcome, "");
       this.#show(body, answer);
     } catch (error) {
-      if (number !== this.#asked) return;
+      if (number !== this.#sent) return;
       this.#found.hidden = true;
       outcome.dataset.state = "failed";
-      say(outcome, error.message);
+      setText(outcome, error.message);
     }
   }
 
-  /** What the form says, as the controller is to be asked. Throws what is wrong with it. */
+  /** Return the request body for the form. Throws an error with a message for the user. */
   #body() {
     const text = byId("text").value;
     const body = this.#form.elements.form.value === "prompt" ? { prompt: text } : { tokens: tokenIds(text) };
-    if (body.prompt === "") throw new Error("Write the prompt first.");
+    if (body.prompt === "") throw new Error("Enter a prompt.");
     if (byId("model").value) body.model = byId("model").value;
     if (byId("salt").value) body.salt = byId("salt").value;
     return body;
   }
 
-  /** Ask the same again, for what has been done has changed it. What cannot be had stays as it was. */
-  async #again() {
+  /** Repeat the last lookup after an operation. On an error the old result stays. */
+  async #refresh() {
     if (!this.#result) return;
     const { body } = this.#result;
-    const number = (this.#asked += 1);
+    const number = (this.#sent += 1);
     const answer = await this.api.post("lookup", body).catch(() => null);
-    if (answer && number === this.#asked) this.#show(body, answer);
+    if (answer && number === this.#sent) this.#show(body, answer);
   }
 
   #show(body, answer) {
@@ -110,7 +110,7 @@ export class LookUp {
     const longest = places[0]?.tokens ?? 0;
     const some = `The first ${count(longest)} (${percent(longest / answer.num_tokens)}) are held.`;
     const most = longest === answer.num_tokens ? "All of them are held." : some;
-    say(this.#head, `${many(answer.num_tokens, "token")} for ${answer.model}.${longest ? ` ${most}` : ""}`);
+    setText(this.#head, `${pluralize(answer.num_tokens, "token")} for ${answer.model}.${longest ? ` ${most}` : ""}`);
     const hadFocus = this.#rows.contains(document.activeElement);
     this.#rows.replaceChildren(...this.#drawn(places, answer.num_tokens));
     const same = places.find((place) => chosen && key(place) === key(chosen));
@@ -120,12 +120,12 @@ export class LookUp {
 
   #drawn(places, length) {
     if (!places.length) {
-      const text = "No instance holds any of it. Send the prompt to an engine first, or look whether model and salt are right.";
+      const text = "No instance holds any of it. Send the prompt to an engine first, or check model and salt.";
       return [make("p", { class: "empty" }, text)];
     }
-    const rows = places.slice(0, MOST_ROWS).map((place) => this.#row(place, length));
+    const rows = places.slice(0, MAX_ROWS).map((place) => this.#row(place, length));
     const more = places.length - rows.length;
-    if (more) rows.push(make("p", { class: "quiet" }, `… and ${many(more, "more place")} with less of it.`));
+    if (more) rows.push(make("p", { class: "quiet" }, `… and ${pluralize(more, "more place")} with less of it.`));
     return [make("legend", {}, "Held by"), ...rows];
   }
 
@@ -133,8 +133,7 @@ export class LookUp {
     const input = make("input", { type: "radio", name: "place", value: key(place) });
     input.addEventListener("change", () => this.#choose(place));
     const bar = new Bar(`Held by ${place.instance}, tier ${place.tier}`);
-    const words = `${count(place.tokens)} of ${many(length, "token")}`;
-    bar.set(place.tokens / length, words);
+    bar.set(place.tokens / length, `${count(place.tokens)} of ${pluralize(length, "token")}`);
     return make(
       "label",
       { class: "holder" },
@@ -148,13 +147,13 @@ export class LookUp {
   #choose(place) {
     this.#result.chosen = place;
     for (const input of this.#rows.querySelectorAll("input")) input.checked = place && input.value === key(place);
-    this.actions.offer(place ?? null, this.#result.body);
+    this.actions.setPlace(place ?? null, this.#result.body);
   }
 }
 
 const key = ({ instance, tier }) => JSON.stringify([instance, tier]);
 
-/** The places of an answer, those that hold most first. */
+/** Return the places of a response, those with the most tokens first. */
 function held(answer) {
   const places = Object.entries(answer.instances).flatMap(([instance, tiers]) =>
     Object.entries(tiers).map(([tier, tokens]) => ({ instance, tier, tokens })),
@@ -162,14 +161,14 @@ function held(answer) {
   return places.sort((a, b) => b.tokens - a.tokens);
 }
 
-/** The numbers in a text. Throws what is wrong, naming the first that is none. */
+/** Parse token ids. Throws an error that names the first invalid one. */
 function tokenIds(text) {
   const words = text.replace(/^\s*\[|\]\s*$/g, " ").split(/[\s,]+/).filter(Boolean);
-  if (!words.length) throw new Error("Write the token ids first.");
+  if (!words.length) throw new Error("Enter token ids.");
   return words.map((word) => {
     const id = /^\d+$/.test(word) ? Number(word) : NaN;
-    if (!(id <= HIGHEST_TOKEN)) {
-      throw new Error(`“${word.slice(0, 20)}” is no token id: these are whole numbers from 0 to ${count(HIGHEST_TOKEN)}.`);
+    if (!(id <= MAX_TOKEN)) {
+      throw new Error(`“${word.slice(0, 20)}” is not a token id: token ids are integers from 0 to ${count(MAX_TOKEN)}.`);
     }
     return id;
   });

@@ -1,13 +1,13 @@
-// Puts the page together: what comes from the controller goes into the store, and what has changed is drawn
-// once before the next frame, however much of it there was.
+// Entry point of the page: data from the controller goes into the store, and the views are redrawn at most once
+// per frame.
 
 import { Api } from "./api.js";
 import { Connection, TokenDialog } from "./connection.js";
-import { byId, say } from "./dom.js";
+import { byId, setText } from "./dom.js";
 import { Events } from "./events.js";
 import { Instances } from "./instances.js";
-import { LookUp } from "./lookup.js";
-import { MOST_EVENTS, Store } from "./store.js";
+import { Lookup } from "./lookup.js";
+import { MAX_EVENTS, Store } from "./store.js";
 import { Stream } from "./stream.js";
 
 const store = new Store();
@@ -18,7 +18,7 @@ const connection = new Connection(
   () => dialog.open(),
 );
 const dialog = new TokenDialog(tryToken);
-const views = [new Instances(store, api), new LookUp(store, api), new Events(store)];
+const views = [new Instances(store, api), new Lookup(store, api), new Events(store)];
 
 let scheduled = false;
 
@@ -27,7 +27,7 @@ function redraw() {
   scheduled = true;
   requestAnimationFrame(() => {
     scheduled = false;
-    store.forget();
+    store.dropDisconnected();
     views.forEach((view) => view.draw());
   });
 }
@@ -36,19 +36,19 @@ function onState(state, detail) {
   connection.set(state, detail);
   if (state !== "live") return;
   store.ahead = detail;
-  store.startAnew();
-  // After the stream has begun, so that nothing falls between the two.
-  load("events", ({ events }) => store.takeEvents(events), `?limit=${MOST_EVENTS}`);
-  load("healthz", ({ version }) => say(byId("version"), version));
+  store.clearEvents();
+  // Load after the stream has started, so that no change in between is missed.
+  load("events", ({ events }) => store.takeEvents(events), `?limit=${MAX_EVENTS}`);
+  load("healthz", ({ version }) => setText(byId("version"), version));
 }
 
 function onMessage(name, value) {
-  if (name === "instances") store.takeInstances(value.instances).forEach(remember);
+  if (name === "instances") store.takeInstances(value.instances).forEach(loadHistory);
   else if (name === "event") store.takeEvent(value);
   redraw();
 }
 
-/** Ask for something, take it in and draw. Where that fails the stream fails, too, and all is asked anew. */
+/** Load a resource into the store and redraw. On an error the stream fails as well, and its retry loads again. */
 function load(path, take, query = "") {
   return api
     .get(path + query)
@@ -59,15 +59,15 @@ function load(path, take, query = "") {
     .catch((error) => console.warn(`kvtier: ${path}:`, error.message));
 }
 
-let remembering = Promise.resolve();
+let historyLoads = Promise.resolve();
 
-/** Ask for the last hour of an instance; one after the other, since there may be many. */
-function remember(id) {
+/** Load the last hour of an instance. Loads are sequential, as there may be many instances. */
+function loadHistory(id) {
   const take = ({ history }) => store.takeHistory(id, history);
-  remembering = remembering.then(() => load(`instances/${encodeURIComponent(id)}`, take));
+  historyLoads = historyLoads.then(() => load(`instances/${encodeURIComponent(id)}`, take));
 }
 
-/** Whether the controller accepts a token: why not, or "". */
+/** Check a token with the controller. Return an error message or "". */
 async function tryToken(token) {
   api.token = token;
   try {

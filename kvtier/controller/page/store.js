@@ -1,61 +1,61 @@
-// All that the page knows. It is told by the stream and by answers; views read it when they draw.
+// The state of the page. Written by the stream and by responses, read by the views.
 
-export const GONE_SECONDS = 120;
-export const MOST_EVENTS = 100;
+export const DISCONNECTED_SECONDS = 120;
+export const MAX_EVENTS = 100;
 const SAMPLE_SECONDS = 9.5;
-const MOST_SAMPLES = 360;
+const MAX_SAMPLES = 360;
 const ORDER = { queued: 0, running: 1, done: 2, failed: 2 };
 
 const byName = new Intl.Collator("en", { numeric: true }).compare;
 
-/** Whether it is queued or running. */
-export const underWay = (event) => ORDER[event.state] < 2;
+/** Return whether an event is queued or running. */
+export const isUnfinished = (event) => ORDER[event.state] < 2;
 
 export class Store {
   #events = new Map();
   #instances = new Map();
   #listeners = new Set();
-  /** Seconds that the controller's clock is ahead. */
+  /** Seconds by which the controller's clock is ahead of this one. */
   ahead = 0;
-  /** Whether the list of instances, or that of events, has come at all. */
+  /** Whether the first list of instances and of events has been received. */
   hasInstances = false;
   hasEvents = false;
 
-  /** Seconds since 1970, as the controller has them. */
+  /** The controller's current time as a Unix timestamp. */
   get now() {
     return Date.now() / 1000 + this.ahead;
   }
 
-  /** Those that are connected, and for a while those that were, by their names. */
+  /** Connected and recently disconnected instances, sorted by id. */
   get instances() {
     return [...this.#instances.values()].sort((a, b) => byName(a.instance, b.instance));
   }
 
   get connected() {
-    return this.instances.filter((instance) => !instance.gone);
+    return this.instances.filter((instance) => !instance.disconnectedAt);
   }
 
-  /** The newest first. */
+  /** Events, newest first. */
   get events() {
-    return [...this.#events.values()].sort((a, b) => b.created_at - a.created_at).slice(0, MOST_EVENTS);
+    return [...this.#events.values()].sort((a, b) => b.created_at - a.created_at).slice(0, MAX_EVENTS);
   }
 
   instance(id) {
     return this.#instances.get(id);
   }
 
-  /** Call with each event that changes, until the returned function is called. */
+  /** Call `listener` with each changed event. Returns a function that removes it. */
   watch(listener) {
     this.#listeners.add(listener);
     return () => this.#listeners.delete(listener);
   }
 
-  /** The names of all models that an instance serves. */
+  /** The names of all models served. */
   get models() {
     return [...new Set(this.connected.flatMap((instance) => instance.models))].sort(byName);
   }
 
-  /** Take the list of the connected instances; returns those that have registered since the last one. */
+  /** Update from the list of connected instances. Return those that have registered since the last list. */
   takeInstances(list) {
     this.hasInstances = true;
     const fresh = [];
@@ -63,35 +63,36 @@ export class Store {
     for (const instance of list) {
       const before = this.#instances.get(instance.instance);
       here.add(instance.instance);
-      const same = before && !before.gone && before.registered_at === instance.registered_at;
+      const same = before && !before.disconnectedAt && before.registered_at === instance.registered_at;
       if (!same) fresh.push(instance.instance);
       const history = same ? before.history : [];
       this.#instances.set(instance.instance, { ...instance, history: extended(history, instance, this.now) });
     }
     for (const [id, instance] of this.#instances) {
-      if (!here.has(id) && !instance.gone) instance.gone = this.now;
+      if (!here.has(id) && !instance.disconnectedAt) instance.disconnectedAt = this.now;
     }
     return fresh;
   }
 
-  /** What the controller remembers of an instance, before what this page has seen itself. */
+  /** Prepend the controller's samples of an instance to those that this page has taken itself. */
   takeHistory(id, history) {
     const instance = this.#instances.get(id);
     if (!instance) return;
     const last = history.at(-1)?.time ?? 0;
     const own = instance.history.filter((sample) => sample.time >= last + SAMPLE_SECONDS);
-    instance.history = [...history, ...own].slice(-MOST_SAMPLES);
+    instance.history = [...history, ...own].slice(-MAX_SAMPLES);
   }
 
-  /** Forget those that have been gone for a while. */
-  forget() {
+  /** Drop instances that disconnected some time ago. */
+  dropDisconnected() {
     for (const [id, instance] of this.#instances) {
-      if (instance.gone && this.now - instance.gone > GONE_SECONDS) this.#instances.delete(id);
+      const { disconnectedAt } = instance;
+      if (disconnectedAt && this.now - disconnectedAt > DISCONNECTED_SECONDS) this.#instances.delete(id);
     }
   }
 
-  /** What is known of events may be of a former run of the controller: the next list is all there is. */
-  startAnew() {
+  /** Clear the events: they may be from a previous run of the controller. */
+  clearEvents() {
     this.#events.clear();
     this.hasEvents = false;
   }
@@ -101,12 +102,12 @@ export class Store {
     list.forEach((event) => this.takeEvent(event));
   }
 
-  /** An event as it is now; what arrives late does not undo what is known. */
+  /** Update an event. A stale state does not overwrite a newer one. */
   takeEvent(event) {
     const known = this.#events.get(event.event_id);
     if (known && !isAhead(event, known)) return;
     this.#events.set(event.event_id, event);
-    if (this.#events.size > 2 * MOST_EVENTS) this.#events = new Map(this.events.map((kept) => [kept.event_id, kept]));
+    if (this.#events.size > 2 * MAX_EVENTS) this.#events = new Map(this.events.map((kept) => [kept.event_id, kept]));
     for (const listener of [...this.#listeners]) listener(event);
   }
 
@@ -120,9 +121,9 @@ function isAhead(event, known) {
   return step > 0 || (step === 0 && event.chunks_done >= known.chunks_done);
 }
 
-/** The samples with one of now, where the last is old enough. */
+/** Append a sample of the current state if the last one is old enough. */
 function extended(history, instance, now) {
   if (history.length && now - history.at(-1).time < SAMPLE_SECONDS) return history;
   const tiers = instance.tiers.map(({ used, found }) => ({ used, found }));
-  return [...history, { time: now, looked_up: instance.looked_up, tiers }].slice(-MOST_SAMPLES);
+  return [...history, { time: now, looked_up: instance.looked_up, tiers }].slice(-MAX_SAMPLES);
 }

@@ -1,27 +1,27 @@
-// What the controller tells as it happens: server-sent events, read with fetch, since EventSource can carry no
-// token. Connects again by itself, later each time, and says how it is.
+// The controller's stream of server-sent events, read with fetch because EventSource cannot send a token.
+// Reconnects automatically with exponential back-off, and reports its state.
 
 import { ApiError } from "./api.js";
 
 const FIRST_DELAY = 0.5;
-const LONGEST_DELAY = 15;
-// The controller says something every 10 seconds.
-const SILENCE = 25;
-// Milliseconds by which two clocks may differ and be taken for equal.
+const MAX_DELAY = 15;
+// Seconds without data. The controller sends a list of instances every 10 seconds.
+const IDLE_TIMEOUT = 25;
+// Milliseconds of clock difference to ignore.
 const SLACK = 2000;
-const LONGEST_MESSAGE = 16 * 1024 * 1024;
+const MAX_MESSAGE = 16 * 1024 * 1024;
 
-/** Cuts a text that comes in pieces into its events. */
+/** Incremental parser for server-sent events. */
 export class Parser {
   #rest = "";
   #name = "message";
   #data = [];
 
-  /** The events that this piece completes, as [name, data]. */
+  /** Parse the next piece of text. Return the events that it completes, as [name, data]. */
   take(text) {
     const lines = (this.#rest + text).split("\n");
     this.#rest = lines.pop();
-    if (this.#rest.length > LONGEST_MESSAGE) throw new ApiError("The controller sent more than this page takes.");
+    if (this.#rest.length > MAX_MESSAGE) throw new ApiError("The controller sent a message that is too long.");
     const complete = [];
     for (const line of lines) {
       const event = this.#line(line.endsWith("\r") ? line.slice(0, -1) : line);
@@ -48,9 +48,9 @@ export class Parser {
 
 export class Stream {
   /**
-   * `on.state(state, detail)` is told "connecting", "live" (with how many seconds the controller's clock is
-   * ahead), "lost" (with the reason, an error, and when the next try is) and "unauthorised"; `on.message(name,
-   * value)` is told what comes.
+   * `on.state(state, detail)` is called with "connecting", "live" (and the seconds by which the controller's
+   * clock is ahead), "lost" (and `reason`, an error, and `next`, the time of the next retry) and "unauthorised".
+   * `on.message(name, value)` is called with each message.
    */
   constructor(api, on) {
     this.api = api;
@@ -62,12 +62,12 @@ export class Stream {
     document.addEventListener("visibilitychange", () => document.hidden || this.retry());
   }
 
-  /** Try at once where it waits to try again. */
+  /** Skip the back-off, if one is pending. */
   retry() {
     if (this.timer !== null) this.connect();
   }
 
-  /** Connect anew, whatever there was before. */
+  /** Connect, and abort the previous connection, if any. */
   async connect() {
     clearTimeout(this.timer);
     this.timer = null;
@@ -78,48 +78,49 @@ export class Stream {
     if (connecting !== this.connecting) return;
     connecting.abort();
     if (error.status === 401) this.on.state("unauthorised");
-    else this.#later(error);
+    else this.#scheduleRetry(error);
   }
 
-  /** Tell what comes until there is no more; returns, or throws, why that is. */
+  /** Report messages until the connection ends. Returns or throws the reason, an error. */
   async #listen(connecting) {
-    const silence = { timer: null };
-    const heard = () => {
-      clearTimeout(silence.timer);
-      silence.timer = setTimeout(() => connecting.abort(new ApiError("The controller has gone silent.")), 1000 * SILENCE);
+    const idle = { timer: null };
+    const onIdle = () => connecting.abort(new ApiError("The controller has stopped sending data."));
+    const restartTimer = () => {
+      clearTimeout(idle.timer);
+      idle.timer = setTimeout(onIdle, 1000 * IDLE_TIMEOUT);
     };
-    heard();
+    restartTimer();
     try {
-      const asked = Date.now();
+      const sentAt = Date.now();
       const answer = await this.api.open("stream", { signal: connecting.signal });
-      this.on.state("live", skew(answer, asked));
+      this.on.state("live", skew(answer, sentAt));
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       const parser = new Parser();
       for (;;) {
         const { done, value } = await reader.read();
         if (done) return new ApiError("The controller has closed the connection.");
-        heard();
+        restartTimer();
         this.failures = 0;
         for (const [name, data] of parser.take(value)) this.on.message(name, JSON.parse(data));
       }
     } finally {
-      clearTimeout(silence.timer);
+      clearTimeout(idle.timer);
     }
   }
 
-  #later(error) {
-    // A little at random, so that the pages of a whole team do not come back in the same moment.
-    const delay = Math.min(LONGEST_DELAY, FIRST_DELAY * 2 ** this.failures) * (0.8 + 0.4 * Math.random());
+  #scheduleRetry(error) {
+    // Jitter, so that many pages do not reconnect at the same moment.
+    const delay = Math.min(MAX_DELAY, FIRST_DELAY * 2 ** this.failures) * (0.8 + 0.4 * Math.random());
     this.failures += 1;
     this.timer = setTimeout(() => this.connect(), 1000 * delay);
     this.on.state("lost", { reason: error, next: Date.now() / 1000 + delay });
   }
 }
 
-/** Seconds that the controller's clock is ahead of this one, for sure: its header has whole seconds only, and was
- * written at some time between the question and now. */
-function skew(answer, asked) {
+/** Return a lower bound of the seconds by which the controller's clock is ahead of this one: its Date header has
+ * whole seconds only, and was written some time between the request and now. */
+function skew(answer, sentAt) {
   const there = Date.parse(answer.headers.get("Date") ?? "");
   if (there > Date.now() + SLACK) return (there - Date.now()) / 1000;
-  return there < asked - SLACK ? (there - asked) / 1000 : 0;
+  return there < sentAt - SLACK ? (there - sentAt) / 1000 : 0;
 }

@@ -1,4 +1,4 @@
-"""The connector for vLLM. Nothing here is imported before vLLM asks for it."""
+"""KV connector for vLLM. Imported on demand by vLLM only."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ CONNECTOR = "KVTierConnector"
 
 
 def register() -> None:
-    """The plugin that vLLM calls in each of its processes (entry-point group ``vllm.general_plugins``).
+    """Register the connector by name; vLLM calls this plugin in each process (``vllm.general_plugins``).
 
-    It makes the connector known by name, so that
-    ``--kv-transfer-config '{"kv_connector":"KVTierConnector","kv_role":"kv_both"}'`` is all it takes.
+    Users then only need ``--kv-transfer-config '{"kv_connector":"KVTierConnector","kv_role":"kv_both"}'``.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -1,4 +1,4 @@
-"""What comes into the tiers and leaves them, as vLLM's KV events."""
+"""Report chunks stored in and removed from the tiers as vLLM's KV events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 
 from kvtier.bridge.protocol import Changed
-from kvtier.keys import split_keys
+from kvtier.memory.keys import split_keys
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -27,8 +27,10 @@ class _Chunk(NamedTuple):
 
 
 class ChangeLog:
-    """Turns keys into events. An event needs the tokens, which only who computed them knows, so chunks that
-    other engines stored are told of by their removal alone, and those of long ago not at all.
+    """Converts changed keys to events.
+
+    A ``BlockStored`` event needs the tokens, which only the engine that computed them knows. It is omitted
+    for chunks of other engines, and for those older than the last :data:`REMEMBERED_CHUNKS`.
     """
 
     def __init__(self, chunk_tokens: int) -> None:
@@ -36,7 +38,7 @@ class ChangeLog:
         self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
 
     def remember(self, state: RequestState, first: int, keys: Sequence[bytes], sizes: Sequence[int]) -> None:
-        """Keep the tokens of chunks that are about to be stored."""
+        """Keep the tokens of chunks that will be stored."""
         lora = state.request.lora_request
         start = first * self._chunk_tokens
         for index, (key, tokens) in enumerate(zip(keys, sizes, strict=True)):
@@ -48,7 +50,7 @@ class ChangeLog:
             self._chunks.popitem(last=False)
 
     def events(self, changes: Sequence[Changed], media: Sequence[str]) -> Iterator[KVCacheEvent]:
-        """One event for each stored chunk and one for the removals of each change."""
+        """Yield one event for each stored chunk, and one for the removals of each change."""
         for change in changes:
             medium = MEDIUM_CPU if media[change.tier] in MEMORY else MEDIUM_STORAGE
             for key in split_keys(change.stored):

@@ -1,10 +1,9 @@
 """Copies of whole pages between an engine's KV memory and the arena, or a staging buffer.
 
-Natively, else by torch.
+By native code if available, otherwise by torch. Independent of vLLM.
 
-The pages of a chunk lie in its payload as :class:`~kvtier.layout.ChunkLayout` says, rank by rank: for each
-group of layers, for each layer, one page a block. In a staging buffer lie the slices of one rank alone, and
-no header. Nothing here needs vLLM.
+:class:`~kvtier.memory.layout.ChunkLayout` defines the order of pages in a chunk's payload: by rank, then by
+group of layers, layer, and block. A staging buffer holds the slices of one rank only, without headers.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from typing import Protocol
 import torch
 
 from kvtier import native
-from kvtier.arena import ArenaMap
-from kvtier.header import HEADER_BYTES
-from kvtier.layout import ChunkLayout
+from kvtier.memory.arena import ArenaMap
+from kvtier.memory.header import HEADER_BYTES
+from kvtier.memory.layout import ChunkLayout
 
 NULL_BLOCK = 0
-"""vLLM's block that belongs to nobody: never read, never written."""
+"""vLLM's placeholder block, which belongs to no request: never read, never written."""
 
 
 @dataclass(slots=True)
 class ChunkCopy:
-    """One chunk between arena, or staging buffer, and KV memory.
+    """Copy of one chunk between the arena, or a staging buffer, and KV memory.
 
-    ``offset`` is where the chunk object begins in the arena or, with ``staging``, the number of a buffer,
-    where each rank's slice begins there. ``blocks`` has, for each KV-cache group, one block for each stored
-    page; :data:`NULL_BLOCK` for pages that are not to be loaded.
+    ``offset`` is the offset of the chunk object in the arena. With a ``staging`` buffer number, it is the
+    offset of each rank's slice in that buffer. ``blocks`` has, for each KV-cache group, one block for each
+    stored page; :data:`NULL_BLOCK` for pages that are not loaded.
     """
 
     lease: int
@@ -41,46 +40,47 @@ class ChunkCopy:
 
 
 Pages = Sequence[Sequence[torch.Tensor]]
-"""For each group and each of its layers the engine's memory as bytes, ``(blocks, page_bytes)``."""
+"""For each group and layer, the engine's memory as a byte tensor ``(blocks, page_bytes)``."""
 
 
 class Memory(Protocol):
-    """What chunks lie in: the arena, or a staging buffer, which may be a device's."""
+    """Memory that holds chunks: the arena, or a staging buffer, possibly on a device."""
 
     def tensor(self) -> torch.Tensor:
-        """All of it, as bytes."""
+        """Return the whole memory as a byte tensor."""
 
 
 class PageCopies(Protocol):
-    """Copies the pages of chunks, all of their layers. Called from one thread; does not hold the GIL.
+    """Copies the pages of chunks, in all layers. Not thread-safe; releases the GIL.
 
-    All chunks of one call lie in one memory.
+    All chunks of one call are in the same memory.
     """
 
     def load(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
-        """Copy out of the arena, or a staging buffer, into the engine's memory; a ticket for :meth:`done`.
+        """Copy from ``memory`` to the engine's KV memory; return a ticket for :meth:`done`.
 
-        Blocks on the host until all is copied. On a device, what is on the engine's stream happens before.
+        On the host, blocks until the copy is complete. On a device, the copy is ordered after the work queued
+        on the engine's stream.
         """
 
     def save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
-        """Copy out of the engine's memory into the arena, or a staging buffer; else like :meth:`load`.
+        """Copy from the engine's KV memory to ``memory``; otherwise like :meth:`load`.
 
-        On a device, what is put on the engine's stream afterwards waits for it, so that no page changes.
+        On a device, work queued on the engine's stream afterwards waits for the copy: no page changes.
         """
 
     def done(self, ticket: int) -> bool:
-        """Whether all of it is copied. Does not block."""
+        """Return whether the copy is complete. Does not block."""
 
     def wait(self, ticket: int) -> None:
-        """Block until all of it is copied."""
+        """Block until the copy is complete."""
 
     def close(self) -> None:
-        """Wait for what is under way and let go of the arena."""
+        """Wait for running copies and release the arena."""
 
 
-class Finished:
-    """What is copied when the call returns needs no waiting for."""
+class SynchronousCopies:
+    """Base of copies that are complete when the call returns."""
 
     def done(self, ticket: int) -> bool:
         """See :meth:`PageCopies.done`."""
@@ -94,7 +94,7 @@ class Finished:
 
 
 def page_copies(layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -> PageCopies:
-    """The fastest way to copy these pages. ``null_block`` is nobody's: never read, never written."""
+    """Return the fastest implementation for these pages. ``null_block`` is never read and never written."""
     devices = {layer.device.type for group in pages for layer in group}
     if devices == {"cuda"} and not native.cuda_problem():
         from kvtier.integrations.vllm.cuda_copies import CudaCopies
@@ -106,15 +106,15 @@ def page_copies(layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -
 
 
 def regions(pages: Pages) -> list[list[tuple[int, int, int]]]:
-    """For each group and layer its address, the bytes of a page, and the number of pages."""
+    """Return the address, page size in bytes and number of pages of each layer, by group."""
     return [[(layer.data_ptr(), layer.shape[1], layer.shape[0]) for layer in group] for group in pages]
 
 
-def placed(
+def rank_slices(
     layout: ChunkLayout, rank: int, chunks: Sequence[ChunkCopy]
 ) -> list[tuple[int, Sequence[Sequence[int]]]]:
-    """Where each chunk's pages of this rank begin, and its blocks."""
-    # Asked once for each length: most chunks are equally long, and a model may have a hundred layers.
+    """Return the offset of this rank's pages of each chunk, and the chunk's blocks."""
+    # Computed once per length: most chunks have the same length, and a model may have a hundred layers.
     before = {tokens: rank * layout.rank_bytes(tokens) for tokens in {chunk.tokens for chunk in chunks}}
     return [
         (chunk.offset if chunk.staging else chunk.offset + HEADER_BYTES + before[chunk.tokens], chunk.blocks)
@@ -122,8 +122,8 @@ def placed(
     ]
 
 
-class NativeCopies(Finished):
-    """One native call for all chunks and layers, on at most ``threads`` threads, or as many as are of use."""
+class NativeCopies(SynchronousCopies):
+    """One native call for all chunks and layers, on at most ``threads`` threads; 0 chooses their number."""
 
     def __init__(
         self, layout: ChunkLayout, rank: int, pages: Pages, null_block: int, *, threads: int = 0
@@ -131,31 +131,31 @@ class NativeCopies(Finished):
         self._layout = layout
         self._threads = threads
         self._rank = rank
-        self._pages = pages  # Holds the memory that is known below by its address alone.
+        self._pages = pages  # Keeps alive the memory that is referenced below by address only.
         self._memory = native.core.KvMemory(regions(pages), null_block)
 
     def load(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """See :meth:`PageCopies.load`."""
-        wanted = placed(self._layout, self._rank, chunks)
-        self._memory.load(_bytes_of(memory), wanted, self._threads)
+        slices = rank_slices(self._layout, self._rank, chunks)
+        self._memory.load(_bytes_of(memory), slices, self._threads)
         return 0
 
     def save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """See :meth:`PageCopies.save`."""
-        wanted = placed(self._layout, self._rank, chunks)
-        self._memory.save(_bytes_of(memory), wanted, self._threads)
+        slices = rank_slices(self._layout, self._rank, chunks)
+        self._memory.save(_bytes_of(memory), slices, self._threads)
         return 0
 
 
 def _bytes_of(memory: Memory) -> memoryview:
-    assert isinstance(memory, ArenaMap), "an engine whose KV is in the host's memory has no other"
+    assert isinstance(memory, ArenaMap), "an engine with its KV cache in host memory only uses ArenaMap"
     return memory.view(0, memory.capacity)
 
 
-class TorchCopies(Finished):
-    """An operator of torch's for each layer of each chunk: on any device that torch can copy from.
+class TorchCopies(SynchronousCopies):
+    """One torch operator for each layer of each chunk, on any device that torch supports.
 
-    Tuned for none but the host: on a GPU each copy waits for the device.
+    Optimized for the host only: on a GPU each copy waits for the device.
     """
 
     def __init__(self, layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -> None:
@@ -188,12 +188,12 @@ class TorchCopies(Finished):
     def _layers(
         self, memory: torch.Tensor, chunks: Sequence[ChunkCopy]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, slice | torch.Tensor]]:
-        """For each layer of each chunk: its pages, the blocks wanted, what is held, and which pages of it."""
+        """Yield for each layer of each chunk: engine pages, block ids, chunk pages, indices into those."""
         for chunk in chunks:
-            wanted = [self._wanted(blocks) for blocks in chunk.blocks]
-            [(first, _)] = placed(self._layout, self._rank, [chunk])
+            selected = [self._select(blocks) for blocks in chunk.blocks]
+            [(first, _)] = rank_slices(self._layout, self._rank, [chunk])
             for span in self._layout.spans(chunk.tokens, 0):
-                blocks, kept = wanted[span.group]
+                blocks, kept = selected[span.group]
                 if len(blocks):
                     start = first + span.offset
                     held = memory[start : start + span.pages * span.page_bytes]
@@ -204,13 +204,13 @@ class TorchCopies(Finished):
                         kept,
                     )
 
-    def _wanted(self, blocks: Sequence[int]) -> tuple[torch.Tensor, slice | torch.Tensor]:
-        """The blocks that are not null, and which pages of the chunk they are."""
+    def _select(self, blocks: Sequence[int]) -> tuple[torch.Tensor, slice | torch.Tensor]:
+        """Return the blocks that are not null, and the indices of their pages in the chunk."""
         if self._null_block not in blocks:
             return torch.tensor(blocks, dtype=torch.int64), slice(None)
         kept = [page for page, block in enumerate(blocks) if block != self._null_block]
-        wanted = torch.tensor([blocks[page] for page in kept], dtype=torch.int64)
+        selected = torch.tensor([blocks[page] for page in kept], dtype=torch.int64)
         first = kept[0] if kept else 0
         if kept == list(range(first, first + len(kept))):
-            return wanted, slice(first, first + len(kept))
-        return wanted, torch.tensor(kept)
+            return selected, slice(first, first + len(kept))
+        return selected, torch.tensor(kept)

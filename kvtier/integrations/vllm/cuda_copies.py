@@ -1,8 +1,8 @@
-"""Copies of whole pages between the arena and a GPU: a batch in one launch, on streams of their own.
+"""Copies of whole pages between the arena and a GPU: one launch per batch, on dedicated streams.
 
-Nothing here waits for the device, but for what is copied from or to a staging buffer, which torch does. The
-arena is registered with CUDA once, in a thread of its own, since that takes some 0.1 s a GiB; until it is
-done, and where it fails, torch copies.
+Copies do not wait for the device, except those from or to a staging buffer, which torch runs. The arena is
+registered with CUDA once, in a separate thread, because that takes about 0.1 s per GiB. Until it is
+registered, and if that fails, torch copies.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Sequence
 import torch
 
 from kvtier import native
-from kvtier.arena import ArenaMap
-from kvtier.integrations.vllm.copies import ChunkCopy, Memory, Pages, TorchCopies, placed, regions
-from kvtier.layout import ChunkLayout
-from kvtier.threads import run_in_background
+from kvtier.concurrency.threads import run_in_background
+from kvtier.integrations.vllm.copies import ChunkCopy, Memory, Pages, TorchCopies, rank_slices, regions
+from kvtier.memory.arena import ArenaMap
+from kvtier.memory.layout import ChunkLayout
 
 logger = logging.getLogger("vllm.kvtier")
 
 
 class Pinning:
-    """One arena that is registered, or about to be."""
+    """An arena that is registered with CUDA, or is being registered."""
 
     def __init__(self, arena: ArenaMap) -> None:
         self.arena = arena
@@ -31,28 +31,28 @@ class Pinning:
         self._ended = threading.Event()
         try:
             run_in_background(self._pin)
-        except RuntimeError as error:  # The system gives no thread.
-            logger.warning("the arena cannot be registered with CUDA, so torch copies, slower: %s", error)
+        except RuntimeError as error:  # Cannot create a thread.
+            logger.warning("cannot register the arena with CUDA, using slower torch copies: %s", error)
             self._ended.set()
 
     def _pin(self) -> None:
         try:
-            self.arena.take_large_pages()  # What is pinned stays in the pages that it is in.
+            self.arena.take_large_pages()  # Before pinning: pinned memory cannot be moved to large pages.
             self.memory = native.cuda.PinnedMemory(self.arena.view(0, self.arena.capacity))
         except (native.cuda.CudaError, OSError, ValueError) as error:
-            logger.warning("the arena cannot be registered with CUDA, so torch copies, slower: %s", error)
+            logger.warning("cannot register the arena with CUDA, using slower torch copies: %s", error)
         finally:
             self._ended.set()
 
     def wait(self) -> None:
-        """Block until it is registered, or has failed to be."""
+        """Block until registering has succeeded or failed."""
         self._ended.wait()
 
     def release(self) -> None:
-        """Unregister it, in a thread, as that takes as long as registering. No copy may use it."""
+        """Unregister the arena in a thread, as that takes as long as registering. No copy may use it."""
         try:
             run_in_background(self._unpin)
-        except RuntimeError:  # The system gives no thread.
+        except RuntimeError:  # Cannot create a thread.
             self._unpin()
 
     def _unpin(self) -> None:
@@ -61,52 +61,55 @@ class Pinning:
 
 
 class CudaCopies:
-    """See :class:`~kvtier.integrations.vllm.copies.PageCopies`. torch's current stream is the engine's."""
+    """GPU implementation of :class:`~kvtier.integrations.vllm.copies.PageCopies`.
+
+    torch's current stream must be the engine's.
+    """
 
     def __init__(self, layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -> None:
         self._layout = layout
         self._rank = rank
-        self._pages = pages  # Holds the memory that is known below by its address alone.
+        self._pages = pages  # Keeps alive the memory that is referenced below by address only.
         self._device = pages[0][0].device
         self._memory = native.cuda.DevicePages(self._device.index or 0, regions(pages), null_block)
         self._torch = TorchCopies(layout, rank, pages, null_block)
         self._pinning: Pinning | None = None
         self._replaced: list[tuple[Pinning, set[int]]] = []
-        """The arenas of earlier cache processes, and the copies that may still use them."""
-        self._under_way: set[int] = set()
+        """Arenas of earlier cache processes, and the copies that may still use them."""
+        self._in_flight: set[int] = set()
 
     def load(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
-        """See :meth:`PageCopies.load`. Returns at once, from the arena."""
+        """See :meth:`PageCopies.load`. Does not block for copies from the arena."""
         if not isinstance(memory, ArenaMap) or (pinned := self._pinned(memory)) is None:
             return self._torch.load(memory, chunks)
-        wanted = placed(self._layout, self._rank, chunks)
-        return self._began(self._memory.load(pinned, wanted, self._stream()))
+        slices = rank_slices(self._layout, self._rank, chunks)
+        return self._track(self._memory.load(pinned, slices, self._stream()))
 
     def save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
-        """See :meth:`PageCopies.save`. Returns at once, into the arena."""
+        """See :meth:`PageCopies.save`. Does not block for copies into the arena."""
         if not isinstance(memory, ArenaMap) or (pinned := self._pinned(memory)) is None:
             return self._torch.save(memory, chunks)
-        wanted = placed(self._layout, self._rank, chunks)
-        return self._began(self._memory.save(pinned, wanted, self._stream()))
+        slices = rank_slices(self._layout, self._rank, chunks)
+        return self._track(self._memory.save(pinned, slices, self._stream()))
 
     def done(self, ticket: int) -> bool:
         """See :meth:`PageCopies.done`."""
         try:
             done = bool(self._memory.done(ticket))
         except native.cuda.CudaError:
-            self._under_way.discard(ticket)
+            self._in_flight.discard(ticket)
             raise
         if done:
-            self._under_way.discard(ticket)
+            self._in_flight.discard(ticket)
         return done
 
     def wait(self, ticket: int) -> None:
         """See :meth:`PageCopies.wait`."""
         self._memory.wait(ticket)
-        self._under_way.discard(ticket)
+        self._in_flight.discard(ticket)
 
     def pin(self, arena: ArenaMap) -> bool:
-        """Block until the arena is registered; whether it is."""
+        """Block until registering the arena has ended; return whether it succeeded."""
         self._pinned(arena)
         if self._pinning is None:
             return False
@@ -115,7 +118,7 @@ class CudaCopies:
 
     def close(self) -> None:
         """See :meth:`PageCopies.close`."""
-        for ticket in list(self._under_way):
+        for ticket in list(self._in_flight):
             self.wait(ticket)
         self._replaced.clear()
         if self._pinning is not None:
@@ -125,15 +128,15 @@ class CudaCopies:
     def _pinned(self, arena: ArenaMap) -> native.cuda.PinnedMemory | None:
         if self._pinning is None or self._pinning.arena is not arena:
             if self._pinning is not None:
-                self._replaced.append((self._pinning, set(self._under_way)))
+                self._replaced.append((self._pinning, set(self._in_flight)))
             self._pinning = Pinning(arena)
         self._release_replaced()
         return self._pinning.memory
 
     def _release_replaced(self) -> None:
-        """Unpin arenas of earlier cache processes that no copy uses any more. Does not block."""
+        """Unpin arenas of earlier cache processes that no copy uses. Does not block."""
         for pinning, tickets in self._replaced:
-            tickets &= self._under_way
+            tickets &= self._in_flight
             if not tickets:
                 pinning.release()
         self._replaced = [(pinning, tickets) for pinning, tickets in self._replaced if tickets]
@@ -141,6 +144,6 @@ class CudaCopies:
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
-    def _began(self, ticket: int) -> int:
-        self._under_way.add(ticket)
+    def _track(self, ticket: int) -> int:
+        self._in_flight.add(ticket)
         return ticket

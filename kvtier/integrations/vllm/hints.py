@@ -1,9 +1,10 @@
-"""What a request may tell this engine in ``kv_transfer_params["kvtier"]``: hints, followed or passed over.
+"""Hints that a request may give this engine in ``kv_transfer_params["kvtier"]``. Invalid ones are ignored.
 
-To a prefiller ``{"hand_over": {"to": "HOST:PORT"}}``: push the prompt's chunks there while it is computed.
-To a decoder ``{"expect": {"tokens": 1000, "seconds": 5}}``: so much of the prompt is being pushed here; wait
-for it as long as that. To either ``{}``: say where this instance listens for peers, which every answer to a
-request with any of these does.
+- ``{"kv_transfer": {"to": "HOST:PORT"}}``, for a prefill instance: push the prompt's chunks there while it is
+  computed.
+- ``{"expect": {"tokens": 1000, "seconds": 5}}``, for a decode instance: that many leading tokens of the
+  prompt are being pushed here; wait up to 5 s for them.
+- ``{}``: return the address on which this instance listens for peers. The others return it as well.
 """
 
 from __future__ import annotations
@@ -14,32 +15,32 @@ from typing import Annotated
 
 import msgspec
 
-from kvtier.settings_peer import split_address
+from kvtier.settings.peer import split_address
 
 NAME = "kvtier"
-MOST_CHARACTERS = 300
-"""Of an address: a host name has 253 at most."""
-MOST_TOKENS = 1 << 31
+MAX_CHARACTERS = 300
+"""Maximum length of an address. A host name has up to 253 characters."""
+MAX_TOKENS = 1 << 31
 
 
-class HandOverHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KVTransferHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Push this prompt's chunks to the peer at ``HOST:PORT``."""
 
-    to: Annotated[str, msgspec.Meta(max_length=MOST_CHARACTERS)]
+    to: Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)]
 
 
 class ExpectHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first ``tokens`` tokens of this prompt are being pushed here."""
 
-    tokens: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
     seconds: float | None = None
-    """How long to wait for them at most; ``None`` for as long as the settings allow."""
+    """Maximum time to wait for them; ``None`` for the limit in the settings."""
 
 
 class Hints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that a request has told."""
+    """All hints of a request."""
 
-    hand_over: HandOverHint | None = None
+    kv_transfer: KVTransferHint | None = None
     expect: ExpectHint | None = None
 
 
@@ -47,18 +48,18 @@ NO_HINTS = Hints()
 
 
 def has_hints(params: Mapping[str, object] | None) -> bool:
-    """Whether a request's ``kv_transfer_params`` have anything for kvtier, be it right or not."""
+    """Return whether a request's ``kv_transfer_params`` contain hints, valid or not."""
     return isinstance(params, Mapping) and NAME in params
 
 
 def read_hints(params: Mapping[str, object]) -> Hints:
-    """What a request has told. Raises ``ValueError`` with what is wrong: it comes from a client."""
+    """Parse a request's hints, which are client input. Raises ``ValueError`` if they are invalid."""
     hints = msgspec.convert(params[NAME], Hints)
-    if hints.hand_over is not None:
-        _, port = split_address(hints.hand_over.to)
-        if not port or not hints.hand_over.to.isprintable():
-            raise ValueError("hand_over.to is no address that can be connected to")
+    if hints.kv_transfer is not None:
+        _, port = split_address(hints.kv_transfer.to)
+        if not port or not hints.kv_transfer.to.isprintable():
+            raise ValueError("kv_transfer.to is not a HOST:PORT address")
     seconds = None if hints.expect is None else hints.expect.seconds
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
-        raise ValueError("expect.seconds is no length of time")
+        raise ValueError("expect.seconds is not a positive, finite number")
     return hints

@@ -1,8 +1,8 @@
-"""From vLLM's description of its KV cache to a :class:`~kvtier.layout.ChunkLayout`.
+"""Derive a :class:`~kvtier.memory.layout.ChunkLayout` from vLLM's description of its KV cache.
 
-The scheduler and every worker compute it from the same ``KVCacheConfig`` and must come to the same result.
-Pages are opaque bytes: vLLM may store K transposed inside a block, depending on the processor, so whatever
-decides that is part of the layout's platform.
+The scheduler and every worker derive it from the same ``KVCacheConfig`` and must get the same result. Pages
+are opaque bytes. vLLM may store K transposed inside a block, depending on the processor: everything that
+affects this is part of the layout's platform.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier.errors import LayoutError
-from kvtier.layout import ChunkLayout, GroupLayout, namespace
+from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
 class Region(NamedTuple):
-    """A run of pages in a worker's KV memory, one for each block: ``num_blocks`` times ``page_bytes``."""
+    """Contiguous pages in a worker's KV memory, one for each block: ``num_blocks`` times ``page_bytes``."""
 
     layer: str
-    """A layer whose tensor lies in the same storage."""
+    """A layer whose tensor shares the storage."""
     offset: int
     page_bytes: int
 
 
 class ModelLayout(NamedTuple):
-    """All that both sides of the connector must agree on."""
+    """The layout on which both sides of the connector must agree."""
 
     layout: ChunkLayout
     namespace: bytes
     regions: tuple[tuple[Region, ...], ...]
-    """For each KV-cache group, its regions in the order of the layout's ``page_bytes``."""
+    """The regions of each KV-cache group, in the order of the layout's ``page_bytes``."""
     num_blocks: int
 
 
 def model_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int) -> ModelLayout:
-    """The layout of this engine's chunks. Raises :class:`LayoutError` for what cannot be cached."""
+    """Return the layout of this engine's chunks. Raises :class:`LayoutError` if it is unsupported."""
     parallel = vllm_config.parallel_config
     for setting in (
         "pipeline_parallel_size",
@@ -57,10 +57,10 @@ def model_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_
         "nnodes",
     ):
         if getattr(parallel, setting, 1) > 1:
-            raise LayoutError(f"{setting} is {getattr(parallel, setting)}: kvtier supports 1 so far")
+            raise LayoutError(f"{setting} is {getattr(parallel, setting)}: kvtier only supports 1")
     groups = kv_cache_config.kv_cache_groups
     if not groups:
-        raise LayoutError("the model has no KV cache: leave out --kv-transfer-config")
+        raise LayoutError("the model has no KV cache: serve it without --kv-transfer-config")
     regions = tuple(tuple(_regions(kv_cache_config, group)) for group in groups)
     layout = ChunkLayout(
         chunk_tokens=chunk_tokens,
@@ -79,7 +79,7 @@ def model_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_
 
 
 def _window(group: KVCacheGroupSpec) -> int:
-    """The group's attention window; 0 for full attention. Raises :class:`LayoutError` for what is neither."""
+    """Return the group's attention window; 0 for full attention. Raises :class:`LayoutError` for others."""
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))
@@ -89,13 +89,13 @@ def _window(group: KVCacheGroupSpec) -> int:
         return 0
     kind = type(spec).__name__.removesuffix("Spec")
     raise LayoutError(
-        f"layers such as {group.layer_names[0]} keep their state as {kind}, which kvtier cannot store: "
-        "it supports full and sliding-window attention; serve this model without --kv-transfer-config"
+        f"layers such as {group.layer_names[0]} use {kind}, which kvtier does not support: it supports "
+        "full and sliding-window attention; serve this model without --kv-transfer-config"
     )
 
 
 def _regions(config: KVCacheConfig, group: KVCacheGroupSpec) -> Iterator[Region]:
-    """Where the pages of a group's layers lie; see vLLM's ``KVCacheTensor`` for the arithmetic."""
+    """Yield the regions of a group's layers; see vLLM's ``KVCacheTensor`` for the arithmetic."""
     names = set(group.layer_names)
     for tensor in config.kv_cache_tensors:
         if names.intersection(tensor.layers):
@@ -106,7 +106,7 @@ def _tensor_regions(num_blocks: int, tensor: KVCacheTensor, names: set[str]) -> 
     page_bytes = tensor.block_stride
     run_bytes = num_blocks * page_bytes
     if tensor.layer_stride < run_bytes:
-        # Blocks are outermost: a page holds the block of all layers together.
+        # Blocks are the outermost dimension: a page holds the block of all layers.
         return [Region(next(layer for layer in tensor.layers if layer in names), 0, page_bytes)]
     runs_per_layer = tensor.layer_stride // run_bytes
     return [
@@ -132,7 +132,7 @@ def _platform(vllm_config: VllmConfig, config: KVCacheConfig) -> str:
 
 
 def _model(vllm_config: VllmConfig) -> str:
-    """What makes one model's KV differ from another's."""
+    """Return a string of everything that distinguishes one model's KV from another's."""
     model = vllm_config.model_config
     shape = model.hf_config.to_dict()
     for volatile in ("_name_or_path", "transformers_version"):
@@ -141,9 +141,9 @@ def _model(vllm_config: VllmConfig) -> str:
 
 
 def page_views(model: ModelLayout, kv_caches: dict[str, torch.Tensor]) -> list[list[torch.Tensor]]:
-    """For each group and region a view ``(num_blocks, page_bytes)`` of bytes in the worker's KV memory.
+    """Return a byte view ``(num_blocks, page_bytes)`` of the worker's KV memory for each group and region.
 
-    Raises :class:`LayoutError` where the tensors are smaller than vLLM's description of them.
+    Raises :class:`LayoutError` if the tensors are smaller than vLLM's description of them.
     """
     views = []
     for regions in model.regions:
@@ -153,7 +153,7 @@ def page_views(model: ModelLayout, kv_caches: dict[str, torch.Tensor]) -> list[l
             raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             stop = region.offset + model.num_blocks * region.page_bytes
             if raw.numel() < stop:
-                raise LayoutError(f"the KV memory of {region.layer} has {raw.numel()} bytes, not {stop}")
+                raise LayoutError(f"the KV memory of {region.layer} has {raw.numel()} bytes, expected {stop}")
             group_views.append(raw[region.offset : stop].view(model.num_blocks, region.page_bytes))
         views.append(group_views)
     return views

@@ -1,7 +1,7 @@
-"""Write the connector's log in a thread, so that no step of the engine waits for the disk that it is on.
+"""Write the connector's log in a thread, so that no step of the engine waits for the disk.
 
-Where other processes write more than the disk takes, the kernel makes whoever appends a line to a file wait
-(``balance_dirty_pages`` in mm/page-writeback.c): steps were held up for 0.3 s by one line.
+If other processes saturate the disk with writes, the kernel throttles every writer, even one that appends a
+single line (``balance_dirty_pages`` in mm/page-writeback.c): one line has delayed a step by 0.3 s.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 
 MAX_RECORDS = 10_000
-"""Limit of the records that wait to be written; those on top of it are dropped."""
+"""Maximum number of queued records; further ones are dropped."""
 FLUSH_SECONDS = 1.0
 POLL_SECONDS = 0.001
 
 
 class _Forward(Handler):
-    """Hands records to another logger's handlers."""
+    """Forwards records to another logger's handlers."""
 
     def __init__(self, to: Logger) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class _Forward(Handler):
 
 
 class LogThread(QueueHandler):
-    """Passes what a logger is told to its parent's handlers, in a thread. Any thread may log."""
+    """Passes a logger's records to its parent's handlers, in a thread. Thread-safe."""
 
     def __init__(self, to: Logger) -> None:
         """Start the thread; ``to`` is the parent."""
@@ -44,17 +44,17 @@ class LogThread(QueueHandler):
 
     @classmethod
     def of(cls, logger: Logger) -> LogThread:
-        """Make it the handler of ``logger``, unless it is there already."""
+        """Return the log thread of ``logger``; install one if it has none."""
         for handler in logger.handlers:
             if isinstance(handler, LogThread):
                 return handler
-        made = cls(logger.parent or logging.getLogger())
-        logger.addHandler(made)
+        created = cls(logger.parent or logging.getLogger())
+        logger.addHandler(created)
         logger.propagate = False
-        return made
+        return created
 
     def enqueue(self, record: LogRecord) -> None:
-        """Take a record in. Does not block, but in the child of a fork, which has no such thread."""
+        """Queue a record. Blocks only in a forked child, which has no log thread."""
         if os.getpid() != self._process:
             self._forward.emit(record)
             return
@@ -62,7 +62,7 @@ class LogThread(QueueHandler):
             self._records.put_nowait(record)
 
     def flush(self) -> None:
-        """Block until all is written, up to :data:`FLUSH_SECONDS`."""
+        """Block until all records are written, up to :data:`FLUSH_SECONDS`."""
         deadline = time.monotonic() + FLUSH_SECONDS
         while self._records.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)

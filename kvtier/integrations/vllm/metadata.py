@@ -1,4 +1,4 @@
-"""What the scheduler's connector tells the workers' for one step."""
+"""Connector metadata that the scheduler sends to the workers for one step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvtier.integrations.vllm.copies import ChunkCopy
 
 @dataclass(slots=True)
 class Job:
-    """The chunks of one request to be loaded, or saved, in this step."""
+    """The chunks of one request to load or save in this step."""
 
     request_id: str
     epoch: int
     chunks: list[ChunkCopy]
     last: bool = False
-    """Whether vLLM holds a finished request's blocks until this is saved."""
+    """Whether this is the last save of a finished request, after which vLLM frees its blocks."""
 
     @property
     def leases(self) -> list[int]:
@@ -27,7 +27,7 @@ class Job:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """Everything for one step."""
+    """All loads and saves of one step."""
 
     loads: list[Job] = field(default_factory=list)
     saves: list[Job] = field(default_factory=list)

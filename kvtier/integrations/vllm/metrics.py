@@ -1,4 +1,4 @@
-"""What the connector tells vLLM's own ``/metrics`` and its periodic log line."""
+"""The connector's counters in vLLM's ``/metrics`` and in its periodic log line."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ if TYPE_CHECKING:
 BY_TIER = "hit_tokens"
 
 COUNTERS: Mapping[str, str] = {
-    "looked_up_tokens": "Tokens of prompts that kvtier was asked for",
-    BY_TIER: "Tokens that were found, by the tier that held them",
+    "looked_up_tokens": "Prompt tokens that were looked up",
+    BY_TIER: "Tokens that were hit, by tier",
     "loaded_tokens": "Tokens copied into vLLM's KV cache",
-    "loaded_bytes": "Bytes copied into vLLM's KV cache, all ranks together",
-    "load_seconds": "Seconds that copying into vLLM's KV cache took",
+    "loaded_bytes": "Bytes copied into vLLM's KV cache, sum of all ranks",
+    "load_seconds": "Seconds spent copying into vLLM's KV cache",
     "stored_tokens": "Tokens copied out of vLLM's KV cache, by each rank",
-    "stored_bytes": "Bytes copied out of vLLM's KV cache, all ranks together",
-    "store_seconds": "Seconds that copying out of vLLM's KV cache took",
-    "not_stored_chunks": "Chunks that were held already or found no room",
-    "handed_over_tokens": "Tokens of prompts that were handed over to a decoder",
-    "failed_loads": "Requests whose load failed and that were computed instead",
+    "stored_bytes": "Bytes copied out of vLLM's KV cache, sum of all ranks",
+    "store_seconds": "Seconds spent copying out of vLLM's KV cache",
+    "not_stored_chunks": "Chunks that were already held or found no room",
+    "transferred_tokens": "Prompt tokens transferred to decode instances",
+    "failed_loads": "Requests that were computed because their load failed",
 }
-"""Each counter of vLLM's ``/metrics``, as ``kvtier_<name>_total``."""
+"""Descriptions of the counters in vLLM's ``/metrics``, which are named ``kvtier_<name>_total``."""
 
 
 class TransferStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last report. Travels between vLLM's processes as a plain dictionary."""
+    """Counts since the last report. Sent between vLLM's processes as a plain dictionary."""
 
     data: dict[str, Any]
 
     def add(self, name: str, amount: float, tier: str = "") -> None:
-        """Count something."""
+        """Add to a counter."""
         key = f"{name}/{tier}" if tier else name
         self.data[key] = self.data.get(key, 0) + amount
 
     def take(self) -> TransferStats | None:
-        """Everything so far, and begin anew."""
+        """Return the counts and reset them; ``None`` if nothing was counted."""
         if self.is_empty():
             return None
         taken = TransferStats(data=self.data)
@@ -51,7 +51,7 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
         return taken
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Reset all counts."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> TransferStats:
@@ -61,7 +61,7 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The counts and what they mean, for a log line."""
+        """Return the counts and the throughputs derived from them, for a log line."""
         reduced: dict[str, int | float] = {
             key: round(amount, 3) for key, amount in self.data.items() if not key.endswith("_seconds")
         }
@@ -77,7 +77,7 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class TransferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Counters beside vLLM's own, with its labels."""
+    """Counters with vLLM's labels."""
 
     def __init__(
         self,
@@ -96,14 +96,14 @@ class TransferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, text in COUNTERS.items()
         }
-        # Shown as 0 from the start: a counter that appears late hides its first increase.
+        # Export 0 from the start: Prometheus misses the first increase of a counter that appears later.
         for name, labelled in self._counters.items():
             for values in per_engine_labelvalues.values():
                 if name != BY_TIER:
                     labelled.labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what one engine counted."""
+        """Add the counts of one engine."""
         labels = self.per_engine_labelvalues[engine_idx]
         for key, amount in transfer_stats_data.items():
             name, _, tier = key.partition("/")

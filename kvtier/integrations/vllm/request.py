@@ -1,4 +1,4 @@
-"""What the scheduler's connector remembers of one request."""
+"""State of one request in the scheduler's connector."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtier.integrations.vllm.hints import NO_HINTS, Hints
-from kvtier.keys import ChunkKey, ExtraKeys, chunk_key, chunk_keys, encode_extra, encode_tokens, root_key
+from kvtier.memory.keys import (
+    ChunkKey,
+    ExtraKeys,
+    chunk_key,
+    chunk_keys,
+    encode_extra,
+    encode_tokens,
+    root_key,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -24,38 +32,38 @@ class RequestState:
     keys: list[ChunkKey] = field(default_factory=list)
     """Keys of the whole chunks whose tokens are known, in prefix order."""
     ticket: int | None = None
-    """The look-up that is not used yet."""
+    """Ticket of a lookup whose result has not been used yet."""
     asked_at: float = 0.0
     waited: bool = False
-    """Whether the scheduler has already waited a moment for the look-up's answer."""
+    """Whether the scheduler has already waited for the lookup's answer once."""
     local_tokens: int = 0
-    """What vLLM's own cache held when it was last asked."""
+    """Tokens that vLLM's own cache held at the last query."""
     settled: int | None = None
-    """The tokens that had been computed before the last step in which it was scheduled."""
+    """Tokens that had been computed before the last step in which the request was scheduled."""
     next_chunk: int = 0
     """The first chunk that is neither held nor saved."""
     tail_saved: bool = False
     held_blocks: tuple[Sequence[int], ...] | None = None
-    """Its block table at its end, where vLLM keeps the blocks until they are saved."""
+    """Block table of a finished request, if vLLM keeps the blocks until they are saved."""
     load_failed: bool = False
-    """A load failed: compute this request, do not try again."""
+    """Whether a load has failed: the request is then computed without further attempts."""
     hits_by_tier: dict[int, int] = field(default_factory=dict)
     hints: Hints = NO_HINTS
-    hand_over: int | None = None
-    """The hand-over to a peer that is under way."""
+    kv_transfer: int | None = None
+    """Ticket of the running KV transfer to a peer."""
     preemptions: int = 0
-    """How often it had been preempted when that was last looked at."""
+    """The request's preemption count when it was last checked."""
     expect_until: float | None = None
-    """When chunks that are pushed here are waited for no longer, as :func:`time.monotonic` counts."""
-    patience: float = 0.0
-    """How many seconds the look-up may take without progress."""
+    """Deadline for chunks that a peer pushes here (:func:`time.monotonic`)."""
+    timeout: float = 0.0
+    """Seconds that the lookup may take without progress."""
 
-    def ask(self) -> None:
-        """A look-up has been sent."""
+    def lookup_sent(self) -> None:
+        """Record the time at which a lookup was sent."""
         self.asked_at = time.monotonic()
 
     def extend(self, tokens: int, first: int = 0) -> list[ChunkKey]:
-        """Keys of whole chunks, from number ``first`` to ``tokens`` tokens; none is hashed twice."""
+        """Return the keys of whole chunks from index ``first`` to ``tokens`` tokens. Hashes no key twice."""
         whole, known = tokens // self.chunk_tokens, len(self.keys)
         if whole > known:
             start, stop = known * self.chunk_tokens, whole * self.chunk_tokens
@@ -68,7 +76,7 @@ class RequestState:
         return lambda start, stop: _extra(self.request, base + start, base + stop)
 
     def tail_key(self, tokens: int) -> ChunkKey | None:
-        """The key of the partial chunk at the end of the first ``tokens`` tokens, if there is one."""
+        """Return the key of the partial chunk at the end of the first ``tokens`` tokens, if any."""
         whole = tokens // self.chunk_tokens
         start = whole * self.chunk_tokens
         if start >= tokens:
@@ -78,17 +86,17 @@ class RequestState:
         return chunk_key(self.parent(whole), rest, _extra(self.request, start, tokens))
 
     def parent(self, index: int) -> ChunkKey:
-        """The key before chunk number ``index``."""
+        """Return the key before the chunk at ``index``."""
         return self.keys[index - 1] if index else self.root
 
 
 def cacheable(request: Request) -> bool:
-    """Whether the request's KV follows from token ids and known extra keys alone."""
+    """Return whether the request's KV is determined by token ids and known extra keys."""
     return request.prompt_embeds is None and request.prompt_token_ids is not None
 
 
 def request_root(namespace: bytes, request: Request) -> ChunkKey:
-    """The root of a request's chunks: its tenant's."""
+    """Return the root key of a request's chunks, which depends on its tenant (``cache_salt``)."""
     return root_key(namespace, request.cache_salt or "")
 
 
@@ -97,7 +105,7 @@ def _has_extra(request: Request) -> bool:
 
 
 def _extra(request: Request, start: int, stop: int) -> bytes:
-    """LoRA and images: what a chunk's KV depends on besides its tokens."""
+    """Return the extra key of a chunk: its KV also depends on LoRA adapter and multimodal inputs."""
     parts: list[object] = []
     lora = request.lora_request
     if lora is not None:

@@ -1,7 +1,7 @@
-"""Plan what is stored: reserve room for all chunks of a step at once, and never depend on the answer.
+"""Plan which chunks to store: reserve room for all chunks of a step in one request, without relying on it.
 
-A reservation that is granted late is used in the step in which it arrives, as long as the request still has
-the blocks; otherwise it is abandoned.
+A late reservation is used in the step in which it arrives if the request still has the blocks; otherwise it
+is abandoned.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvtier.integrations.vllm.changes import ChangeLog
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.request import RequestState
-from kvtier.keys import ChunkKey, join_keys
-from kvtier.layout import ChunkLayout
+from kvtier.memory.keys import ChunkKey, join_keys
+from kvtier.memory.layout import ChunkLayout
 from kvtier.settings import Settings
 from kvtier.units import MIB
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from kvtier.integrations.vllm.metrics import TransferStats
 
 MAX_BACKLOG_BYTES, MAX_BACKLOG_CHUNKS = 64 * MIB, 128
-"""Limits of what one step stores of earlier steps beside its own: all of an outage would take it a second."""
+"""Limits of what one step stores of earlier steps: the backlog of an outage would block it for 1 s."""
 
 Blocks = tuple[Sequence[int], ...]
 """A request's block table: the block ids of each KV-cache group."""
 BlocksOf = Callable[[str], Blocks | None]
-"""The block table of a request that is scheduled in this step, by its id."""
+"""Returns the block table of a request by its id; ``None`` unless it is scheduled in this step."""
 
 
 def chunk_blocks(
     layout: ChunkLayout, blocks: Blocks, index: int, tokens: int, local_tokens: int = 0
 ) -> tuple[list[int], ...]:
-    """The blocks of chunk ``index``, a page each; those within ``local_tokens`` are left out."""
+    """Return the blocks of chunk ``index``, one per page; :data:`NULL_BLOCK` within ``local_tokens``."""
     found = []
     for group, ids in zip(layout.groups, blocks, strict=True):
         base = index * layout.chunk_tokens // group.block_tokens
@@ -54,33 +54,33 @@ def chunk_blocks(
 
 @dataclass(slots=True, eq=False)
 class Save:
-    """Consecutive chunks of one request that are to be stored."""
+    """Consecutive chunks of one request to store."""
 
     state: RequestState
     first: int
     keys: list[ChunkKey]
     sizes: list[int]
-    """The tokens of each chunk."""
+    """Number of tokens of each chunk."""
     preemptions: int
-    """How often the request had been preempted: once more, and its blocks are another's."""
-    hand_over: int
-    """The hand-over for which room in the staging buffer is asked for, too; 0 for none."""
+    """The request's preemption count: after a further preemption it has lost its blocks."""
+    kv_transfer: int
+    """Ticket of the KV transfer for which to reserve room in the staging buffer as well; 0 for none."""
     void: bool = False
     epoch: int = 0
-    """The cache process that was asked for room."""
+    """The cache process that the reservation was requested from."""
     slots: list[Slots] | None = None
-    """What was granted, for each of :attr:`runs`."""
+    """The granted room, for each of :attr:`runs`."""
 
     @property
     def runs(self) -> list[Run]:
-        """The room to ask for: before that in the arena, that in the staging buffer."""
+        """The room to reserve: in the staging buffer, if any, then in the arena."""
         parent, keys = self.state.parent(self.first), join_keys(self.keys)
         arena = Run(parent, keys, self.sizes[-1])
-        return [Run(parent, keys, self.sizes[-1], self.hand_over), arena] if self.hand_over else [arena]
+        return [Run(parent, keys, self.sizes[-1], self.kv_transfer), arena] if self.kv_transfer else [arena]
 
 
 class Saves:
-    """The chunks that are being stored; one thread. Nothing blocks beyond the ``wait`` of :meth:`step`."""
+    """The chunks being stored. Not thread-safe. Only :meth:`step` blocks, for up to its ``wait``."""
 
     def __init__(
         self,
@@ -91,21 +91,23 @@ class Saves:
         changes: ChangeLog | None,
     ) -> None:
         self._partial_chunks = settings.partial_chunks
-        self._stages = settings.hand_over.device == "cuda"
+        self._stages = settings.kv_transfer.device == "cuda"
         self._layout = layout
         self.backlog = min(
             MAX_BACKLOG_CHUNKS, max(1, MAX_BACKLOG_BYTES // layout.payload_bytes(layout.chunk_tokens))
         )
-        """Chunks of earlier steps that one step may store."""
+        """Maximum number of chunks of earlier steps that one step stores."""
         self._bridge = bridge
         self._stats = stats
         self._changes = changes
         self._planned: list[Save] = []
-        """Those for which room has not been asked for."""
-        self._asked: list[tuple[Question[list[Slots]], list[Save]]] = []
+        """Saves without a reservation request."""
+        self._requested: list[tuple[Question[list[Slots]], list[Save]]] = []
+        """Saves with a pending reservation request."""
         self._granted: list[Save] = []
-        """Those that wait for a step in which their request is scheduled."""
+        """Saves that wait for a step in which their request is scheduled."""
         self._unusable: list[int] = []
+        """Reservations to abandon."""
         self._held: list[RequestState] = []
         """Finished requests whose blocks vLLM keeps until they are saved."""
 
@@ -113,37 +115,37 @@ class Saves:
 
     @property
     def possible(self) -> bool:
-        """Whether room can be asked for in this step. Chunks that are not planned now can be later."""
+        """Whether room can be reserved in this step. Chunks that are not planned now can be planned later."""
         return self._bridge.reserves
 
     @property
     def room(self) -> int:
-        """How many chunks can be planned besides those that are, each of which may be reserved twice."""
+        """Number of further chunks that can be planned. Each chunk may need two reservations."""
         return MAX_RESERVED_CHUNKS // 2 - sum(len(save.keys) for save in self._planned) - 1
 
     @property
-    def unasked(self) -> bool:
-        """Whether a finished request has chunks for which room has not been asked for."""
+    def unreserved(self) -> bool:
+        """Whether a finished request has chunks for which no reservation has been requested."""
         return bool(self._planned)
 
     def due(self, state: RequestState, computed: int) -> bool:
-        """Whether a request has chunks to store, with ``computed`` tokens whose KV is final."""
+        """Return whether a request with ``computed`` tokens of final KV has chunks to store."""
         whole = computed // self._layout.chunk_tokens > state.next_chunk
         return whole or self._wants_tail(state, computed)
 
     def _wants_tail(self, state: RequestState, computed: int) -> bool:
         prompt = state.request.num_prompt_tokens
         return (
-            (self._partial_chunks or state.hand_over is not None)
+            (self._partial_chunks or state.kv_transfer is not None)
             and not state.tail_saved
             and computed >= prompt
             and prompt % self._layout.chunk_tokens != 0
         )
 
     def plan_step(self, due: Iterable[tuple[RequestState, int, int]]) -> None:
-        """Store what is due: all that this step completes, and :attr:`backlog` chunks of earlier steps.
+        """Plan all chunks that this step completes, and up to :attr:`backlog` chunks of earlier steps.
 
-        For each request its computed tokens, and how many of them it had before this step.
+        ``due``: requests, each with its computed tokens and how many of them it had before this step.
         """
         room, backlog = self.room, self.backlog
         for state, computed, since in due:
@@ -153,12 +155,12 @@ class Saves:
             backlog -= max(0, planned - fresh)
 
     def _fresh(self, state: RequestState, computed: int, since: int) -> int:
-        """How many whole chunks that are not planned end between ``since`` and ``computed`` tokens."""
+        """Return the number of unplanned whole chunks that end between ``since`` and ``computed`` tokens."""
         whole = self._layout.chunk_tokens
         return max(0, computed // whole - max(since // whole, state.next_chunk))
 
     def plan(self, state: RequestState, computed: int, limit: int) -> int:
-        """Store what is :meth:`due`, up to ``limit`` chunks and a partial one; how many are planned."""
+        """Plan the chunks that are :meth:`due`, up to ``limit`` and a partial one; return their number."""
         first = state.next_chunk
         keys = state.extend(computed, first)
         if len(keys) > limit:  # The rest in the next step.
@@ -173,12 +175,15 @@ class Saves:
                 keys.append(tail)
                 sizes.append(prompt % self._layout.chunk_tokens)
         if keys:
-            hand_over = state.hand_over or 0 if self._stages else 0
-            self._planned.append(Save(state, first, keys, sizes, state.request.num_preemptions, hand_over))
+            kv_transfer = state.kv_transfer or 0 if self._stages else 0
+            self._planned.append(Save(state, first, keys, sizes, state.request.num_preemptions, kv_transfer))
         return len(keys)
 
     def finish(self, state: RequestState, computed: int, blocks: Blocks) -> bool:
-        """A request has finished; whether vLLM must keep ``blocks`` until a worker has seen its last job."""
+        """Plan the remaining chunks of a finished request.
+
+        Return whether vLLM must keep ``blocks`` until a worker reports its last job.
+        """
         if not self._bridge.responsive:
             self.drop(state)
             return False
@@ -194,31 +199,31 @@ class Saves:
         return True
 
     def drop(self, state: RequestState | None = None) -> None:
-        """Store nothing of a request that is still pending; of any request with ``None``."""
+        """Cancel the pending saves of a request, or of all requests."""
         for save in self._pending():
             if state is None or save.state is state:
                 save.void = True
 
     def _pending(self) -> list[Save]:
-        asked = [save for _, saves in self._asked for save in saves]
-        return [*self._planned, *asked, *self._granted]
+        requested = [save for _, saves in self._requested for save in saves]
+        return [*self._planned, *requested, *self._granted]
 
     # A step.
 
     def step(self, blocks_of: BlocksOf, wait: float) -> list[Job]:
-        """Ask for room for what is planned, in one message, and plan the copies for which there is room.
+        """Reserve room for all planned chunks in one message, and plan copies into the granted room.
 
         Blocks up to ``wait`` seconds for the answer.
         """
-        # First what is late: a chunk that is given back can be reserved for another request at once.
+        # Late answers first: room that is abandoned here can be reserved for another request at once.
         jobs = self._use_answers(blocks_of)
-        question = self._ask()
+        question = self._request()
         if question is not None and self._bridge.await_answer(question, wait) is not None:
             jobs += self._use_answers(blocks_of)
         return jobs + self._last_jobs()
 
     def _use_answers(self, blocks_of: BlocksOf) -> list[Job]:
-        """Plan the copies into what was granted, and give back what cannot be used."""
+        """Plan copies into the granted room, and abandon unusable reservations."""
         self._take_answers()
         granted, self._granted = self._granted, []
         jobs = [self._job(save, blocks_of) for save in granted]
@@ -226,7 +231,7 @@ class Saves:
         self._unusable = []
         return [job for job in jobs if job is not None]
 
-    def _ask(self) -> Question[list[Slots]] | None:
+    def _request(self) -> Question[list[Slots]] | None:
         if not self._bridge.responsive:
             self._planned = []
         saves = self._planned = [save for save in self._planned if not save.void]
@@ -236,7 +241,7 @@ class Saves:
         self._planned = []
         if question is None:
             return None
-        self._asked.append((question, saves))
+        self._requested.append((question, saves))
         for save in saves:
             save.epoch = self._bridge.epoch
             if self._changes is not None:
@@ -244,18 +249,18 @@ class Saves:
         return question
 
     def _take_answers(self) -> None:
-        asked, self._asked = self._asked, []
-        for question, saves in asked:
+        requested, self._requested = self._requested, []
+        for question, saves in requested:
             if question.open:
-                self._asked.append((question, saves))
+                self._requested.append((question, saves))
             elif question.answer is not None:
                 slots = iter(question.answer)
                 for save in saves:
-                    save.slots = list(islice(slots, 2 if save.hand_over else 1))
+                    save.slots = list(islice(slots, 2 if save.kv_transfer else 1))
                 self._granted += saves
 
     def _job(self, save: Save, blocks_of: BlocksOf) -> Job | None:
-        """The copies into what was granted; ``None`` where there are none, or not in this step."""
+        """Return the copies into the granted room; ``None`` if there is nothing to copy in this step."""
         state, slots = save.state, save.slots or []
         if save.void or save.epoch != self._bridge.epoch or state.request.num_preemptions != save.preemptions:
             self._abandon(save, [slot.lease for room in slots for slot in room if slot is not None])
@@ -273,7 +278,7 @@ class Saves:
             if slot is None:
                 continue
             if any(NULL_BLOCK in group for group in chunk):
-                # vLLM has freed blocks that left the window: the chunk is incomplete.
+                # vLLM has freed blocks outside the attention window: the chunk is incomplete.
                 unusable.append(slot.lease)
             else:
                 copies.append(ChunkCopy(slot.lease, slot.offset, size, chunk, slot.staging))
@@ -283,11 +288,11 @@ class Saves:
         return Job(state.request.request_id, save.epoch, copies) if copies else None
 
     def _abandon(self, save: Save, leases: Sequence[int]) -> None:
-        if save.epoch == self._bridge.epoch:  # Another process numbers its leases anew.
+        if save.epoch == self._bridge.epoch:  # Lease numbers are only valid in the process that granted them.
             self._unusable += leases
 
     def _last_jobs(self) -> list[Job]:
-        """For each finished request of which nothing is pending a job that lets vLLM free its blocks."""
+        """Return a job for each finished request without pending saves, which lets vLLM free its blocks."""
         if not self._held:
             return []
         if not self._bridge.responsive:

@@ -1,4 +1,4 @@
-"""What clients call the model that a vLLM serves, and where its tokenizer is."""
+"""Names and tokenizer of the model that a vLLM engine serves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("vllm.kvtier")
 
 
 def engine_model(vllm_config: VllmConfig) -> EngineModel:
-    """The names and the tokenizer of an engine's model. Of several served names vLLM keeps the first here."""
+    """Return the names and the tokenizer of an engine's model. vLLM only keeps the first served name here."""
     model = vllm_config.model_config
     served = model.served_model_name
     names = [served] if isinstance(served, str) else list(served or ())
@@ -22,7 +22,7 @@ def engine_model(vllm_config: VllmConfig) -> EngineModel:
 
 
 def _tokenizer(model: Any) -> TokenizerSource | None:
-    """Where the tokenizer is and of which kind, as vLLM resolves it; ``None`` where that cannot be told."""
+    """Return the tokenizer's location and mode, as vLLM resolves them; ``None`` if they are unknown."""
     if model.skip_tokenizer_init:
         return None
     try:
@@ -32,9 +32,9 @@ def _tokenizer(model: Any) -> TokenizerSource | None:
         )
 
         if model.hf_config.model_type in _MODEL_TYPES_WITH_INCORRECT_TOKENIZER_CLASS:
-            return None  # Loaded as the repository says it would make other tokens than vLLM's.
+            return None  # Loaded as its repository declares, it would not match vLLM's tokens.
         mode, path, _, _ = tokenizer_args_from_config(model)
-    except Exception:  # Nobody needs it to serve: the controller can be asked with token ids.
-        logger.debug("where the tokenizer is cannot be told", exc_info=True)
+    except Exception:  # Optional: clients of the controller can send token ids instead of text.
+        logger.debug("cannot locate the tokenizer", exc_info=True)
         return None
     return TokenizerSource(str(path), mode, model.tokenizer_revision, bool(model.trust_remote_code))

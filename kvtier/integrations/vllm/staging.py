@@ -1,6 +1,6 @@
-"""A worker's end of its staging buffer: memory on the device of its KV that another process has made.
+"""Worker's end of its staging buffer: memory on the device of its KV cache, allocated by another process.
 
-Needs torch, and nothing of vLLM.
+Depends on torch but not on vLLM.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import NamedTuple
 
 import torch
 
-from kvtier.arena import ArenaMap
 from kvtier.bridge.client import WorkerBridge
 from kvtier.bridge.protocol import OfferStaging
 from kvtier.errors import ArenaError
 from kvtier.integrations.vllm.copies import Memory
+from kvtier.memory.arena import ArenaMap
 
 logger = logging.getLogger("vllm.kvtier")
 
 OFFER_SECONDS = 60.0
-"""How long a worker that starts waits for its buffer. It takes two, or as long as NIXL takes to fail."""
+"""How long a starting worker waits for its buffer. It takes about 2 s, or as long as NIXL takes to fail."""
 ON_DEVICES = {"cuda"}
-"""Where a buffer is worth having. Tests add ``cpu``: all but the kind of the memory is the same there."""
+"""Device types that benefit from a buffer. Tests add ``cpu``, which only differs in the type of memory."""
 
 _OPEN_ON_FIRST_USE = 1
 
 
 class _OnGPU:
-    """Memory of a GPU that another process has made, opened for this one."""
+    """GPU memory of another process, opened in this one."""
 
     def __init__(self, handle: bytes, length: int, device: torch.device) -> None:
         self._device = device
@@ -42,14 +42,14 @@ class _OnGPU:
         }
         self._tensor = torch.as_tensor(self, device=device)
         if self._tensor.data_ptr() != self._address:
-            raise RuntimeError("torch has made a copy of it")
+            raise RuntimeError("torch has copied the memory instead of mapping it")
 
     def tensor(self) -> torch.Tensor:
-        """All of it, as bytes. Not to be used past :meth:`close`."""
+        """Return the whole memory as a byte tensor. Do not use it after :meth:`close`."""
         return self._tensor
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the memory."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             ctypes.CDLL("libcuda.so.1").cuIpcCloseMemHandle(ctypes.c_uint64(self._address))
@@ -61,7 +61,7 @@ class _Opened(NamedTuple):
 
 
 class StagingBuffer:
-    """Asks for a buffer, and opens what it is offered, anew where that was lost; one thread."""
+    """Requests a buffer, opens it, and reopens it after a loss. Not thread-safe."""
 
     def __init__(self, bridge: WorkerBridge) -> None:
         self._bridge = bridge
@@ -71,31 +71,31 @@ class StagingBuffer:
 
     @property
     def number(self) -> int:
-        """Of what is open; 0 where nothing is."""
+        """Number of the open buffer; 0 if none is open."""
         return 0 if self._opened is None else self._opened.number
 
-    def ask(self, device: torch.device, seconds: float = OFFER_SECONDS) -> None:
-        """Want a buffer on the device of the engine's KV, and wait until it is there or said to be none.
+    def request(self, device: torch.device, seconds: float = OFFER_SECONDS) -> None:
+        """Request a buffer on the device of the engine's KV cache, and wait for the answer.
 
-        What comes later than in ``seconds`` is opened by :meth:`refresh`.
+        :meth:`refresh` opens a buffer that is offered after ``seconds``.
         """
         if device.type not in ON_DEVICES:
             logger.warning(
-                "hand_over.device is cuda, and this engine's KV is in memory of the %s: "
-                "chunks are handed over through the first tier",
+                "kv_transfer.device is cuda, but this engine's KV cache is on device %s: "
+                "KV transfers use the first tier",
                 device.type,
             )
             return
         self._device = device
-        self._bridge.ask_for_staging(_name_of(device))
+        self._bridge.request_staging(_name_of(device))
         offer = self._bridge.await_staging(seconds)
         if offer is None or not offer.number:
-            why = "no answer in time" if offer is None else offer.reason
-            logger.warning("no staging buffer, chunks are handed over through the first tier: %s", why)
+            reason = "no answer in time" if offer is None else offer.reason
+            logger.warning("no staging buffer, KV transfers use the first tier: %s", reason)
         self.refresh()
 
     def refresh(self) -> None:
-        """Open what has been offered since, in the place of what was open. Not amid copies."""
+        """Open the last offered buffer, and close the previous one. Do not call during copies."""
         offer = self._bridge.staging
         if offer is self._seen:
             return
@@ -106,17 +106,17 @@ class StagingBuffer:
         try:
             self._opened = self._open(offer)
         except (OSError, ValueError, RuntimeError, ArenaError) as error:
-            logger.warning("the staging buffer cannot be opened, chunks go through the first tier: %s", error)
+            logger.warning("cannot open the staging buffer, KV transfers use the first tier: %s", error)
             return
         self._bridge.open_staging(offer.number)
 
     def memory(self, number: int) -> Memory | None:
-        """The buffer, if it is the one of this number."""
+        """Return the open buffer if it has this number."""
         opened = self._opened
         return opened.memory if opened is not None and opened.number == number else None
 
     def close(self) -> None:
-        """Let go of it. Harmless when repeated."""
+        """Close the buffer. Idempotent."""
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.memory.close()
@@ -134,7 +134,7 @@ class _Handle(ctypes.Structure):
 
 
 def _open_on_gpu(handle: bytes, device: torch.device) -> int:
-    """Where memory of another process lies for this one.
+    """Open another process's GPU memory; return its address in this process.
 
     https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html
     """
@@ -142,17 +142,17 @@ def _open_on_gpu(handle: bytes, device: torch.device) -> int:
     address = ctypes.c_uint64()
     cuda.cuIpcOpenMemHandle_v2.argtypes = (ctypes.c_void_p, _Handle, ctypes.c_uint)
     with torch.cuda.device(device):
-        torch.cuda.synchronize()  # Makes the device's context this thread's.
+        torch.cuda.synchronize()  # Makes the device's context current in this thread.
         result = cuda.cuIpcOpenMemHandle_v2(
             ctypes.addressof(address), _Handle.from_buffer_copy(handle), _OPEN_ON_FIRST_USE
         )
     if result:
-        raise RuntimeError(f"cuIpcOpenMemHandle gives CUDA error {result}")
+        raise RuntimeError(f"cuIpcOpenMemHandle failed with CUDA error {result}")
     return address.value
 
 
 def _name_of(device: torch.device) -> str:
-    """As ``CUDA_VISIBLE_DEVICES`` takes it; empty for the host."""
+    """Return the device's name for ``CUDA_VISIBLE_DEVICES``; empty for the host."""
     if device.type != "cuda":
         return ""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

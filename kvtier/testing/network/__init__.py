@@ -1,4 +1,4 @@
-"""Hosts on one machine, joined by a network whose delay, loss, rate and cuts a test sets while it runs.
+"""Virtual hosts on one machine, on a network with delay, loss, rate and partitions set by the test.
 
 ::
 

@@ -1,12 +1,12 @@
-"""Network namespaces, by the kernel's own calls; and, run as a script, a command within one.
+"""System calls for network namespaces. As a script, run a command in a namespace:
 
     python namespaces.py NAMESPACE PARENT COMMAND...
 
-``NAMESPACE`` is an inherited file descriptor, ``PARENT`` the process that the command must not outlive.
-It takes 15 ms, because nothing but the standard library is imported here.
+``NAMESPACE`` is an inherited file descriptor, ``PARENT`` the id of the process that the command must not
+outlive. Startup takes 15 ms, because this file imports only the standard library.
 
-Facts: namespaces(7), setns(2), network_namespaces(7); /sys shows the network devices of the namespace it was
-mounted in, sysfs(5).
+See namespaces(7), setns(2), network_namespaces(7). /sys shows the network devices of the namespace that it
+was mounted in: sysfs(5).
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ MS_SLAVE = 0x8_0000
 MNT_DETACH = 2
 PR_SET_PDEATHSIG = 1
 
-# Python has setns and unshare of its own from 3.12 on.
+# Python has os.setns and os.unshare only since 3.12.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def leave() -> None:
-    """Put this thread into a network namespace of its own, which is empty. Raises ``OSError``."""
+    """Move this thread into a new, empty network namespace. Raises ``OSError``."""
     _check(_libc.unshare(CLONE_NEWNET), "unshare")
 
 
 def enter(namespace: int) -> None:
-    """Put this thread into a network namespace, a file descriptor. Raises ``OSError``."""
+    """Move this thread into the network namespace of a file descriptor. Raises ``OSError``."""
     _check(_libc.setns(namespace, CLONE_NEWNET), "setns")
 
 
 def signal_at_parents_death(number: int) -> None:
-    """Have this process sent a signal when the thread that started it has ended. Raises ``OSError``."""
+    """Send this process a signal when the thread that started it exits. Raises ``OSError``."""
     _check(_libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl")
 
 
 def see_own_devices() -> None:
-    """Let this process see its network namespace's devices in /sys, and nobody else. Raises ``OSError``."""
+    """Mount /sys with this network namespace's devices, for this process only. Raises ``OSError``."""
     _check(_libc.unshare(CLONE_NEWNS), "unshare")
     _check(_libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None), "mount")
-    _libc.umount2(b"/sys", MNT_DETACH)  # Fails where nothing is mounted there, which is as good.
+    _libc.umount2(b"/sys", MNT_DETACH)  # An error is fine: nothing was mounted there.
     _check(_libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None), "mount")
 
 
@@ -58,9 +58,9 @@ def _check(result: int, call: str) -> None:
 def _main() -> None:
     namespace, parent, *command = sys.argv[1:]
     enter(int(namespace))
-    # Only now: who ends everything in the namespace once the parent is gone finds this process from here on.
+    # Check only now: from here on, the clean-up of the namespace after the parent's exit finds this process.
     if os.getppid() != int(parent):
-        sys.exit("who wanted this is gone")
+        sys.exit("the parent process has exited")
     os.close(int(namespace))
     see_own_devices()
     try:

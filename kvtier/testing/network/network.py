@@ -1,4 +1,4 @@
-"""What a test says to the network, and what it starts on its hosts."""
+"""The test's interface to the network and its hosts."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from kvtier.testing.network import namespaces, relay
 
 
 class NetworkError(KVTierError):
-    """The network cannot be made, or its process has died."""
+    """The network could not be created, or its process exited."""
 
 
 class Counts(NamedTuple):
-    """What has become of the packets since the network was made, in both directions together."""
+    """Packet counts since the network was created, over both directions."""
 
-    carried: int
-    carried_bytes: int
-    """With the headers of IP and what is in it."""
+    delivered: int
+    delivered_bytes: int
+    """Including IP and transport headers."""
     lost: int
-    """By :meth:`Network.loss`."""
+    """Dropped by :meth:`Network.loss`."""
     cut_off: int
-    """By :meth:`Network.cut`; those on their way at that moment among them."""
-    overflown: int
-    """Dropped because too much was waiting for a network with a rate."""
-    under_way: int
-    """At this moment."""
+    """Dropped by :meth:`Network.cut`, including packets in flight at that moment."""
+    overflowed: int
+    """Dropped because the queue of a network with a rate was full."""
+    in_flight: int
+    """Currently in the network."""
 
 
 class Host:
-    """One host: its loopback, and the device :attr:`device` with the address :attr:`address`."""
+    """One host, with a loopback device, and the device :attr:`device` with the address :attr:`address`."""
 
     device = relay.DEVICE
 
@@ -51,10 +51,10 @@ class Host:
         self._processes: list[subprocess.Popen[Any]] = []
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:  # noqa: ANN401 - as Popen
-        """Start a process on this host; the options are those of ``subprocess.Popen``.
+        """Start a process on this host. ``options`` are those of ``subprocess.Popen``.
 
-        Its number is the command's own. Files are those of this machine, but /sys shows the host's devices.
-        It is killed when the network is closed, or when this process dies, and so is whatever it starts.
+        Its pid is that of the command. It shares this machine's file system, but /sys shows the host's
+        devices. It and its child processes are killed when the network is closed or this process exits.
         """
         pass_fds = (*options.pop("pass_fds", ()), self._namespace)
         arguments = [namespaces.__file__, str(self._namespace), str(os.getpid()), *command]
@@ -65,7 +65,7 @@ class Host:
     def socket(
         self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM, protocol: int = 0
     ) -> socket.socket:
-        """A socket of this host, for this process. Raises ``OSError``."""
+        """Create a socket of this host, for use by this process. Raises ``OSError``."""
         made: list[socket.socket] = []
 
         def make() -> None:
@@ -73,44 +73,41 @@ class Host:
                 namespaces.enter(self._namespace)
                 made.append(socket.socket(family, kind, protocol))
 
-        # A thread of its own, which never has to find its way back.
+        # In a new thread, which never has to leave the namespace.
         thread = Thread(target=make, name="kvtier-network")
         thread.start()
         thread.join()
         if not made:
-            raise OSError("the host is gone")
+            raise OSError("the host does not exist any more")
         return made[0]
 
     def kill(self) -> None:
-        """End the processes that were started here, but not yet what they have started."""
+        """Kill the processes started with :meth:`popen`, but not their child processes."""
         for process in self._processes:
             process.kill()
 
     def close(self) -> None:
-        """After :meth:`kill`: let go of everything."""
+        """Release all resources. Call after :meth:`kill`."""
         for process in self._processes:
             process.wait()
         os.close(self._namespace)
 
 
 class Network:
-    """Hosts that reach each other and nobody else. Blocks for as long as its process needs; one thread.
+    """An isolated network of hosts. Methods block briefly; use from one thread.
 
-    At first it is as fast as it can be and loses nothing. What is set is in force when the method returns,
-    and holds for what is sent from then on.
+    Initially there is no delay, no loss and no rate limit. A setting is in force when its method returns, and
+    applies to packets sent from then on.
     """
 
     def __init__(self, hosts: int = 2, *, seed: int = 0) -> None:
-        """Make it. ``seed`` begins the row of random numbers by which packets are lost.
-
-        Raises :class:`NetworkError`.
-        """
+        """Create the network. ``seed`` determines which packets are lost. Raises :class:`NetworkError`."""
         if not 1 <= hosts <= relay.MAX_HOSTS:
             raise NetworkError(f"{hosts} hosts: a network has 1 to {relay.MAX_HOSTS}")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             arguments = [theirs.fileno(), os.getpid(), hosts, seed]
-            # In a session of its own: a Ctrl+C is for the test, which closes the network then.
+            # In a new session, so that Ctrl+C interrupts only the test, which then closes the network.
             self._relay = subprocess.Popen(
                 [sys.executable, "-c", f"from {relay.__name__} import main; main()", *map(str, arguments)],
                 pass_fds=[theirs.fileno()],
@@ -128,13 +125,13 @@ class Network:
     @staticmethod
     @cache
     def missing() -> str | None:
-        """Why there can be no network here, and what to do about it; ``None`` where there can."""
+        """Return why a network cannot be created here, with the remedy; ``None`` if it can."""
         if shutil.which("ip") is None:
             return "the command ip is missing: install the package iproute2"
         if os.geteuid() != 0:
-            return "hosts of their own are network namespaces, which only root may make"
+            return "network namespaces need root"
         if not Path("/dev/net/tun").exists():
-            return "there is no /dev/net/tun: load the module tun, or give it to this container"
+            return "/dev/net/tun is missing: load the module tun, or pass the device to this container"
         try:
             Network(hosts=1).close()
         except NetworkError as error:
@@ -148,10 +145,10 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """Kill whatever runs on the hosts, and end them. Harmless when repeated."""
+        """Kill all processes on the hosts, and remove the hosts. Idempotent."""
         if self._control.fileno() < 0:
             return
-        # First, or one that is just being started would come to its host when all is over.
+        # First: a process that is just starting could otherwise enter its host after the clean-up.
         for host in self.hosts:
             host.kill()
         self._control.close()
@@ -160,42 +157,42 @@ class Network:
             host.close()
 
     def delay(self, seconds: float) -> None:
-        """How long each packet takes from host to host, at least; an answer takes as long again."""
-        self._ask(delay=float(seconds))
+        """Set the minimum one-way latency between hosts; a round trip takes twice as long."""
+        self._request(delay=float(seconds))
 
     def loss(self, share: float) -> None:
-        """Which share of the packets is lost, from 0 to 1."""
-        self._ask(loss=float(share))
+        """Set the share of packets to drop, from 0 to 1."""
+        self._request(loss=float(share))
 
     def rate(self, bytes_a_second: float | None) -> None:
-        """How much each host can send; ``None``: as much as it can."""
-        self._ask(rate=float(bytes_a_second or 0))
+        """Limit how much each host can send; ``None``: unlimited."""
+        self._request(rate=float(bytes_a_second or 0))
 
     def cut(self, *hosts: Host) -> None:
-        """Cut these hosts off, or all: nothing comes through, and what is on its way is lost."""
-        self._ask(cut=[host.number - 1 for host in hosts or self.hosts])
+        """Disconnect these hosts, or all. Packets in flight are dropped."""
+        self._request(cut=[host.number - 1 for host in hosts or self.hosts])
 
-    def cut_after(self, carried_bytes: int) -> None:
-        """:meth:`cut` all hosts once so many more bytes have come through: in the middle of a transfer."""
-        self._ask(cut_after=carried_bytes)
+    def cut_after(self, delivered_bytes: int) -> None:
+        """Disconnect all hosts after so many more bytes were delivered: in the middle of a transfer."""
+        self._request(cut_after=delivered_bytes)
 
     def heal(self, *hosts: Host) -> None:
-        """The inverse of :meth:`cut`; a :meth:`cut_after` that is still to come is taken back, too."""
-        self._ask(heal=[host.number - 1 for host in hosts or self.hosts], cut_after=0)
+        """Reconnect these hosts, or all, and cancel a pending :meth:`cut_after`."""
+        self._request(heal=[host.number - 1 for host in hosts or self.hosts], cut_after=0)
 
     @property
     def is_cut(self) -> bool:
-        """Whether any host is cut off."""
-        self._ask()
+        """Whether any host is disconnected."""
+        self._request()
         return any(self._state["is_cut"])
 
     @property
     def counts(self) -> Counts:
-        """What has become of the packets so far."""
-        self._ask()
+        """The current packet counts."""
+        self._request()
         return Counts(*(self._state[name] for name in Counts._fields))
 
-    def _ask(self, **request: object) -> None:
+    def _request(self, **request: object) -> None:
         message = b""
         with suppress(OSError):
             self._control.send(json.dumps(request).encode())
@@ -204,8 +201,8 @@ class Network:
 
     def _read(self, message: bytes) -> dict[str, Any]:
         if not message:
-            raise NetworkError("the network's process has ended")
+            raise NetworkError("the network's process exited")
         state: dict[str, Any] = json.loads(message)
         if "error" in state:
-            raise NetworkError(f"the network cannot be made: {state['error']}")
+            raise NetworkError(f"cannot create the network: {state['error']}")
         return state

@@ -1,13 +1,13 @@
-"""The network between the hosts: a process that carries every packet from one to the other, or does not.
+"""The network between the hosts: a process that forwards or drops every packet.
 
-Each host is a network namespace with a TUN device; this process alone holds both. It ends, and ends
-whatever still runs in a host, when the process that started it has closed its control socket, for whatever
-reason: nothing stays behind after a ``kill -9`` of a test.
+Each host is a network namespace with a TUN device; only this process has them open. When the process that
+started it closes its control socket, for any reason, it kills everything on the hosts and exits. So nothing
+remains after a ``kill -9`` of a test.
 
-Requests and answers are packets of JSON on that socket; an answer says that the request is in force.
+Requests and answers are JSON packets on that socket. An answer confirms that the request is in force.
 
-Facts: tuntap.rst and if_tun.h of Linux; a device opened with IFF_VNET_HDR puts a virtio_net_hdr of 10 bytes
-before each packet, which is carried along as it is, so that nobody has to compute checksums.
+See Linux' tuntap.rst and if_tun.h. A device opened with IFF_VNET_HDR puts a virtio_net_hdr of 10 bytes before
+each packet. It is forwarded unchanged, so that no checksums have to be computed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from typing import Any, NamedTuple
 from kvtier.testing.network import namespaces
 
 NETWORK = (10, 77, 0)
-"""The first bytes of each host's address; the last is its number, from 1."""
+"""The first bytes of each host's address. The last byte is its number, from 1."""
 DEVICE = "link0"
 MAX_HOSTS = 250
 MAX_MESSAGE_BYTES = 1 << 16
 QUEUE_BYTES = 16 << 20
-"""How much waits at each host for a network with a rate; what finds no room is dropped, as routers do."""
+"""Queue size of each host on a network with a rate. Further packets are dropped, as routers do."""
 
 _TUNSETIFF = 0x4004_54CA
 _TUNSETOFFLOAD = 0x4004_54D0
@@ -49,21 +49,21 @@ _VIRTIO_HEADER_BYTES = 10
 _DESTINATION = slice(_VIRTIO_HEADER_BYTES + 16, _VIRTIO_HEADER_BYTES + 20)
 
 _MTU = 65_520
-"""Nearly the largest: Python is asked once for each packet."""
+"""Nearly the maximum, because Python handles each packet."""
 _DEVICE_QUEUE = 10_000
-"""Packets. Beyond that the device drops them, which no test has asked for."""
-_PACKETS_A_TURN = 64
+"""In packets. Large, because the device drops further ones, which the test has not requested."""
+_PACKETS_PER_READ = 64
 _LONGEST_PAUSE = 1000.0
-"""Seconds; epoll knows no more than 24 days."""
+"""In seconds. epoll supports at most 24 days."""
 
 
 def address(number: int) -> str:
-    """The address of a host."""
+    """Return the address of a host."""
     return ".".join(map(str, (*NETWORK, number)))
 
 
 class _Waiting(NamedTuple):
-    """A packet on its way."""
+    """A packet in flight."""
 
     due: float
     target: _Port
@@ -71,14 +71,14 @@ class _Waiting(NamedTuple):
 
 
 class _Port:
-    """Where one host is joined to the network."""
+    """The connection of one host to the network."""
 
     def __init__(self, number: int) -> None:
-        """Make the host. Raises ``OSError`` and ``subprocess.CalledProcessError``."""
+        """Create the host. Raises ``OSError`` and ``subprocess.CalledProcessError``."""
         self.is_cut = False
         self.waiting: deque[_Waiting] = deque()
         self.free_at = 0.0
-        """When the last packet has left at the network's rate."""
+        """When the last packet has been sent, given the network's rate."""
         namespaces.leave()
         self.namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         self.device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
@@ -86,7 +86,7 @@ class _Port:
         fcntl.ioctl(self.device, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), flags))
         fcntl.ioctl(self.device, _TUNSETOFFLOAD, _TUN_F_CSUM)
         with suppress(FileNotFoundError):  # A kernel without IPv6.
-            # No host says anything that no test has asked for.
+            # Hosts must not send packets that the test does not cause.
             Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
             Path(f"/proc/sys/net/ipv6/conf/{DEVICE}/disable_ipv6").write_text("1")
         for command in (
@@ -98,7 +98,7 @@ class _Port:
 
 
 class Relay:
-    """Carries the packets until its control socket is closed. One thread."""
+    """A single-threaded loop that forwards packets until its control socket is closed."""
 
     def __init__(self, control: socket.socket, hosts: int, seed: int) -> None:
         home = os.open("/proc/self/ns/net", os.O_RDONLY)
@@ -115,10 +115,10 @@ class Relay:
         self._loss = 0.0
         self._rate = 0.0
         self._bytes_until_cut = 0
-        self._counts = {"carried": 0, "carried_bytes": 0, "lost": 0, "cut_off": 0, "overflown": 0}
+        self._counts = {"delivered": 0, "delivered_bytes": 0, "lost": 0, "cut_off": 0, "overflowed": 0}
 
     def run(self) -> None:
-        """Carry packets and obey, until the control socket is closed."""
+        """Forward packets and handle requests until the control socket is closed."""
         poll = select.epoll()
         poll.register(self._control, select.EPOLLIN)
         by_device = {port.device: port for port in self.ports}
@@ -127,18 +127,18 @@ class Relay:
         while True:
             for descriptor, _ in poll.poll(self._pause()):
                 if descriptor in by_device:
-                    self._take_in(by_device[descriptor])
-                elif not self._obey():
+                    self._read_packets(by_device[descriptor])
+                elif not self._handle_request():
                     return
             self._deliver_due()
 
     def answer(self, descriptors: Sequence[int] = ()) -> None:
-        """Say how things stand."""
-        under_way = sum(len(port.waiting) for port in self.ports)
-        state = {**self._counts, "under_way": under_way, "is_cut": [port.is_cut for port in self.ports]}
+        """Send the current state."""
+        in_flight = sum(len(port.waiting) for port in self.ports)
+        state = {**self._counts, "in_flight": in_flight, "is_cut": [port.is_cut for port in self.ports]}
         socket.send_fds(self._control, [json.dumps(state).encode()], list(descriptors))
 
-    def _obey(self) -> bool:
+    def _handle_request(self) -> bool:
         message = self._control.recv(MAX_MESSAGE_BYTES)
         if not message:
             return False
@@ -162,17 +162,17 @@ class Relay:
                 port.waiting = deque(left)
 
     def _pause(self) -> float | None:
-        """Seconds until the next packet is due; ``None`` where none is on its way."""
+        """Return the seconds until the next packet is due; ``None`` if no packet is in flight."""
         dues = [port.waiting[0].due for port in self.ports if port.waiting]
         return min(max(min(dues) - time.monotonic(), 0.0), _LONGEST_PAUSE) if dues else None
 
-    def _take_in(self, port: _Port) -> None:
-        for _ in range(_PACKETS_A_TURN):
+    def _read_packets(self, port: _Port) -> None:
+        for _ in range(_PACKETS_PER_READ):
             try:
                 packet = self._buffer[: os.readv(port.device, [self._buffer])]
             except BlockingIOError:
                 return
-            # Anything else, such as the multicast of IPv6, concerns no other host.
+            # Packets to other destinations, such as IPv6 multicast, are dropped.
             target = self._by_address.get(bytes(packet[_DESTINATION]))
             if target is None:
                 continue
@@ -181,16 +181,16 @@ class Relay:
             elif self._loss and self._random.random() < self._loss:
                 self._counts["lost"] += 1
             elif self._delay or self._rate or port.waiting:
-                self._put_on_its_way(port, target, packet)
+                self._enqueue(port, target, packet)
             else:
                 self._deliver(target, packet)
 
-    def _put_on_its_way(self, port: _Port, target: _Port, packet: memoryview) -> None:
+    def _enqueue(self, port: _Port, target: _Port, packet: memoryview) -> None:
         due = now = time.monotonic()
         if self._rate:
             start = max(now, port.free_at)
             if (start - now) * self._rate > QUEUE_BYTES:
-                self._counts["overflown"] += 1
+                self._counts["overflowed"] += 1
                 return
             due = port.free_at = start + len(packet) / self._rate
         due += self._delay
@@ -206,31 +206,31 @@ class Relay:
 
     def _deliver(self, target: _Port, packet: bytes | memoryview) -> None:
         length = len(packet) - _VIRTIO_HEADER_BYTES
-        with suppress(OSError):  # The host has no memory for it, or was told to take its device down.
+        with suppress(OSError):  # The host is out of memory, or its device is down.
             os.write(target.device, packet)
-            self._counts["carried"] += 1
-            self._counts["carried_bytes"] += length
+            self._counts["delivered"] += 1
+            self._counts["delivered_bytes"] += length
         if self._bytes_until_cut:
             self._bytes_until_cut = max(self._bytes_until_cut - length, 0)
             if not self._bytes_until_cut:
                 self._cut(self.ports)
 
 
-def end_everything_in(descriptors: Sequence[int], spared: int) -> None:
-    """SIGKILL for every process in these namespaces but one, again until there is none."""
+def kill_all_in(descriptors: Sequence[int], spared: int) -> None:
+    """Send SIGKILL to all processes in these namespaces except ``spared``, until no process is left."""
     ours = {(os.fstat(descriptor).st_dev, os.fstat(descriptor).st_ino) for descriptor in descriptors}
     found = True
     while found:
         found = False
         for folder in Path("/proc").iterdir():
             if folder.name.isdecimal() and int(folder.name) != spared:
-                found |= _end_if_in(ours, int(folder.name))
+                found |= _kill_if_in(ours, int(folder.name))
         time.sleep(0.001 if found else 0)
 
 
-def _end_if_in(namespaces: set[tuple[int, int]], process: int) -> bool:
+def _kill_if_in(namespaces: set[tuple[int, int]], process: int) -> bool:
     try:
-        # First, so that the number cannot come to mean another process between the question and the end.
+        # Open the pidfd first, so that the pid cannot be reused between the check and the signal.
         descriptor = os.pidfd_open(process)
     except OSError:
         return False
@@ -248,26 +248,26 @@ def _end_if_in(namespaces: set[tuple[int, int]], process: int) -> bool:
 
 
 def main() -> None:
-    """The process: ``CONTROL PARENT HOSTS SEED``."""
+    """Run the network's process. Arguments: ``CONTROL PARENT HOSTS SEED``."""
     control = socket.socket(fileno=int(sys.argv[1]))
     parent = int(sys.argv[2])
 
-    def end_as_an_orphan(*_: object) -> None:
-        if os.getppid() != parent:  # Else it is but the thread that has ended.
+    def exit_if_orphaned(*_: object) -> None:
+        if os.getppid() != parent:  # Otherwise only the parent's thread has exited.
             sys.exit()
 
-    signal.signal(signal.SIGTERM, end_as_an_orphan)
-    # The closed socket says the same, but for a test that has forked and left a child which holds it, too.
+    signal.signal(signal.SIGTERM, exit_if_orphaned)
+    # In addition to the closed socket, which a forked child of the test may keep open.
     namespaces.signal_at_parents_death(signal.SIGTERM)
     try:
         relay = Relay(control, hosts=int(sys.argv[3]), seed=int(sys.argv[4]))
     except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
-        control.send(json.dumps({"error": f"{error} {said}".strip()}).encode())
+        output = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
+        control.send(json.dumps({"error": f"{error} {output}".strip()}).encode())
         return
     inside = [port.namespace for port in relay.ports]
     try:
         relay.answer(inside)
         relay.run()
     finally:
-        end_everything_in(inside, spared=parent)
+        kill_all_in(inside, spared=parent)

@@ -1,4 +1,4 @@
-"""Real servers of shared pools on loopback, for tests and benchmarks: started, killed, paused, damaged."""
+"""Real servers of shared pools on loopback, for tests and benchmarks: start, kill, pause, corrupt."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from kvtier.testing.servers.valkey import ValkeyServer
 _ALL: tuple[type[Server], ...] = (RedisServer, ValkeyServer, InfiniStoreServer, MooncakeServer)
 
 SERVERS = {server.type: server for server in _ALL}
-"""By the tier type that each serves."""
+"""Servers by tier type."""

@@ -1,4 +1,4 @@
-"""What a server of a shared pool can be told in a test: start, die, stand still, hold a wrong byte."""
+"""Base class of pool servers for tests: start, kill, pause, corrupt."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from kvtier.errors import KVTierError
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 
-PATIENCE_SECONDS = 60.0
-"""How long a server may take to start or to end; nothing is judged by it."""
+TIMEOUT_SECONDS = 60.0
+"""How long a server may take to start or to stop. No test measures it."""
 POLL_SECONDS = 0.02
 PORTS = (20_000, 32_000)
-"""Below those that Linux gives to outgoing connections (ip_local_port_range)."""
+"""Below Linux' ephemeral ports (ip_local_port_range)."""
 TAIL_BYTES = 4000
 
 
 class ServerError(KVTierError):
-    """A server did not start or did not end; the message holds the end of its log."""
+    """A server did not start or stop. The message contains the end of its log."""
 
 
 class Server(ABC):
-    """One real server on loopback and a free port, each time it starts empty. Blocks; not thread-safe.
+    """A real server on loopback and a free port. It is empty after each start. Blocks; not thread-safe.
 
-    A subclass says how it is started (:meth:`_launch`) and whether it answers (:meth:`_answers`).
+    A subclass implements how to start it (:meth:`_launch`) and whether it is ready (:meth:`_answers`).
     """
 
     type: ClassVar[str]
-    """The tier type that it serves."""
+    """The tier type that uses this server."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder`` is empty and the server's own."""
+        """``folder`` is an empty folder for this server only."""
         self.folder = folder
         self.log = folder / "server.log"
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -47,48 +47,48 @@ class Server(ABC):
     @classmethod
     @abstractmethod
     def missing(cls) -> str | None:
-        """Why it cannot be started here, and what to install; ``None`` where it can."""
+        """Return why it cannot be started here, and what to install; ``None`` if it can."""
 
     @abstractmethod
     def tier(self) -> dict[str, Any]:
-        """The settings of a tier that uses it, but for its name."""
+        """Return the settings of a tier that uses it, without ``name``."""
 
     @abstractmethod
     def corrupt(self, key: ChunkKey) -> bool:
-        """Flip one byte in the middle of a stored chunk, behind the backend's back; ``False``: it cannot."""
+        """Corrupt a byte in the middle of a stored chunk, bypassing the backend. ``False``: not found."""
 
     @abstractmethod
     def _launch(self) -> None:
-        """Start the processes with :meth:`_spawn`, on the same port every time."""
+        """Start the processes with :meth:`_spawn`. Every start must use the same port."""
 
     @abstractmethod
     def _answers(self) -> bool:
-        """Whether it does what it is asked, now."""
+        """Return whether the server answers requests."""
 
     @property
     def pids(self) -> list[int]:
-        """The process ids, none while it does not run."""
+        """The process ids; empty while the server is not running."""
         return [process.pid for process in self._processes]
 
     def start(self) -> None:
-        """Start it, empty, and wait until it answers. Raises :class:`ServerError`."""
+        """Start an empty server, and wait until it answers. Raises :class:`ServerError`."""
         self._launch()
         self._wait_until(self._answers, "did not answer")
 
     def stop(self) -> None:
-        """SIGTERM, and wait for the end."""
+        """Send SIGTERM, and wait for the processes to exit."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL, and wait for the end."""
+        """Send SIGKILL, and wait for the processes to exit."""
         self._end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """SIGSTOP: connections stay, and nothing is answered."""
+        """Send SIGSTOP: connections stay open, but requests are not answered."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """The inverse of :meth:`pause`."""
+        """Send SIGCONT."""
         self._signal(signal.SIGCONT)
 
     def __enter__(self) -> Self:
@@ -99,11 +99,11 @@ class Server(ABC):
         self.kill()
 
     def tail(self) -> str:
-        """The end of its log."""
+        """Return the end of the log."""
         return self.log.read_bytes()[-TAIL_BYTES:].decode(errors="replace") if self.log.exists() else ""
 
     def _spawn(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """Start one process, which writes to the log."""
+        """Start a process with its output in the log."""
         with self.log.open("ab") as output:
             process = subprocess.Popen(
                 command,
@@ -115,14 +115,14 @@ class Server(ABC):
             )
         self._processes.append(process)
 
-    def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
+    def _wait_until(self, condition: Callable[[], bool], failure: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while not condition():
-            ended = [process.args for process in self._processes if process.poll() is not None]
-            if ended or time.monotonic() > deadline:
+            exited = [process.args for process in self._processes if process.poll() is not None]
+            if exited or time.monotonic() > deadline:
                 tail = self.tail()
                 self.kill()
-                raise ServerError(f"{self.type} {'has ended' if ended else otherwise}:\n{tail}")
+                raise ServerError(f"{self.type} {'exited' if exited else failure}:\n{tail}")
             time.sleep(POLL_SECONDS)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -131,14 +131,14 @@ class Server(ABC):
 
     def _end(self, number: signal.Signals) -> None:
         self._signal(number)
-        self._signal(signal.SIGCONT)  # A process that stands still does not see SIGTERM.
+        self._signal(signal.SIGCONT)  # A stopped process does not handle SIGTERM.
         for process in self._processes:
-            process.wait(PATIENCE_SECONDS)
+            process.wait(TIMEOUT_SECONDS)
         self._processes.clear()
 
 
 def free_port() -> int:
-    """A TCP port of loopback that nobody uses at present, and that no outgoing connection will take."""
+    """Return a free TCP port on loopback, outside the range of ephemeral ports."""
     while True:
         port = random.randrange(*PORTS)  # noqa: S311 - not for secrets
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -1,4 +1,4 @@
-"""A real InfiniStore on loopback, over TCP, on a machine that need not have an RDMA device."""
+"""A real InfiniStore server on loopback, over TCP. Needs no RDMA device."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from typing import Any, ClassVar
 
 from kvtier.backends.infinistore.backend import Pointer, read_pointer
 from kvtier.backends.infinistore.protocol import InfiniStoreConnection
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.sockets.connection import Deadline
-from kvtier.testing.servers.base import PATIENCE_SECONDS, Server, free_port
+from kvtier.testing.servers.base import TIMEOUT_SECONDS, Server, free_port
 
 HOST = "127.0.0.1"
 NEWEST_UVLOOP = (0, 21)
-"""The server reaches into uvloop's insides, and ends itself with a newer one."""
+"""The server uses uvloop's internals, and crashes with a newer version."""
 VERBS = Path(__file__).with_name("infinistore_verbs.c")
 
 _LAUNCH = """
 import sys
 from infinistore import server
 
-server.prevent_oom = lambda: None  # It would take the privilege to do so.
+server.prevent_oom = lambda: None  # Needs privileges.
 sys.argv[1:] = {arguments!r}
 server.main()
 """
 
 
 class InfiniStoreServer(Server):
-    """One InfiniStore with a gigabyte of memory, and a device that its library is made to believe in."""
+    """An InfiniStore server with 1 GB of memory and a fake RDMA device."""
 
     type: ClassVar[str] = "infinistore"
 
@@ -49,16 +49,16 @@ class InfiniStoreServer(Server):
     def missing(cls) -> str | None:
         """See :meth:`Server.missing`."""
         if util.find_spec("infinistore") is None or util.find_spec("uvloop") is None:
-            return "there is no infinistore: pip install infinistore==0.2.35 uvloop==0.21.0"
+            return "infinistore is not installed: pip install infinistore==0.2.35 uvloop==0.21.0"
         version = tuple(map(int, metadata.version("uvloop").split(".")[:2]))
         if version > NEWEST_UVLOOP:
-            return f"InfiniStore's server ends itself with uvloop {version}: pip install uvloop==0.21.0"
+            return f"InfiniStore's server crashes with uvloop {version}: pip install uvloop==0.21.0"
         if shutil.which("cc") is None:
-            return "there is no C compiler: apt-get install gcc libc6-dev"
+            return "a C compiler is missing: apt-get install gcc libc6-dev"
         try:
             ctypes.CDLL("libibverbs.so.1")
         except OSError:
-            return "there is no libibverbs: apt-get install libibverbs1"
+            return "libibverbs is missing: apt-get install libibverbs1"
         return None
 
     def tier(self) -> dict[str, Any]:
@@ -82,9 +82,9 @@ class InfiniStoreServer(Server):
 
     @contextmanager
     def connected(self) -> Iterator[InfiniStoreConnection]:
-        """A connection for what a test has to say itself. Raises ``OSError``."""
+        """Open a connection for a test's own requests. Raises ``OSError``."""
         connection = InfiniStoreConnection(socket.AF_INET)
-        connection.deadline = Deadline(PATIENCE_SECONDS)
+        connection.deadline = Deadline(TIMEOUT_SECONDS)
         try:
             connection.connect((HOST, self.port))
             yield connection

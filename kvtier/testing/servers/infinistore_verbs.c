@@ -1,6 +1,6 @@
 /*
- * An RDMA device that is not there: just enough of libibverbs for InfiniStore's server to start and to serve
- * over TCP. Preloaded into the server alone. Queue pairs are left to the real library, which refuses them.
+ * A fake RDMA device: the subset of libibverbs that InfiniStore's server needs to start and to serve over TCP.
+ * Preloaded into the server only. Queue pairs are left to the real library, which refuses them.
  *
  * Layouts: struct ibv_port_attr and struct ibv_mr of rdma-core's <infiniband/verbs.h>.
  */

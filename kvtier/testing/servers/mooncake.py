@@ -1,4 +1,4 @@
-"""A real Mooncake pool: its master, and one client that gives memory."""
+"""A real Mooncake pool: a master, and one client that provides memory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, ClassVar
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
-from kvtier.keys import ChunkKey
-from kvtier.testing.servers.base import PATIENCE_SECONDS, Server, free_port
+from kvtier.memory.keys import ChunkKey
+from kvtier.testing.servers.base import TIMEOUT_SECONDS, Server, free_port
 
 HOST = "127.0.0.1"
 MASTER, CLIENT = "mooncake_master", "mooncake_client"
 
 
 class MooncakeServer(Server):
-    """``mooncake_master``, and a ``mooncake_client`` whose ``segment`` is all the memory that the pool has.
+    """``mooncake_master``, and a ``mooncake_client`` whose ``segment`` is all of the pool's memory.
 
-    Both are started, paused and killed together. ``segment`` is written as Mooncake writes sizes; ``None``:
-    there is a master alone.
+    Both are started, paused and killed together. ``segment`` is a size in Mooncake's syntax; ``None``: start
+    the master only.
     """
 
     type: ClassVar[str] = "mooncake"
@@ -29,7 +29,7 @@ class MooncakeServer(Server):
     def __init__(self, folder: Path, *, segment: str | None = "512 MB") -> None:
         super().__init__(folder)
         self.prefix = "kvtier:"
-        """What the names of chunks begin with."""
+        """Prefix of chunk names."""
         self._segment = segment
         self._master_port, self._admin_port, self._client_port = free_port(), free_port(), free_port()
 
@@ -38,7 +38,7 @@ class MooncakeServer(Server):
         """See :meth:`Server.missing`."""
         if all(_program(name).exists() for name in (MASTER, CLIENT)):
             return None
-        return "there is no mooncake_master: pip install 'kvtier[mooncake]'"
+        return "mooncake_master is not installed: pip install 'kvtier[mooncake]'"
 
     @property
     def master(self) -> str:
@@ -46,13 +46,13 @@ class MooncakeServer(Server):
         return f"{HOST}:{self._master_port}"
 
     def tier(self) -> dict[str, Any]:
-        """The settings of a tier that uses the pool and gives no memory itself."""
+        """Return the settings of a tier that uses the pool and provides no memory itself."""
         return {"type": self.type, "master": self.master, "prefix": self.prefix}
 
     def corrupt(self, key: ChunkKey) -> bool:
-        """Flip a byte in the memory of the client that gave it, as the parent of a process may."""
+        """Corrupt a byte in the memory of the client, which its parent process may access."""
         _, client = self._processes
-        (replica,) = json.loads(self._ask_master(f"query_key?key={self.prefix}{key.hex()}"))["data"]
+        (replica,) = json.loads(self._query_master(f"query_key?key={self.prefix}{key.hex()}"))["data"]
         with Path(f"/proc/{client.pid}/mem").open("r+b", buffering=0) as memory:
             middle = replica["buffer_address_"] + replica["size_"] // 2
             memory.seek(middle)
@@ -62,7 +62,7 @@ class MooncakeServer(Server):
         return True
 
     def pause_client(self) -> None:
-        """SIGSTOP for the client alone: the master answers, the memory does not."""
+        """Send SIGSTOP to the client only: the master answers, the memory does not."""
         self._processes[1].send_signal(signal.SIGSTOP)
 
     def _launch(self) -> None:
@@ -75,8 +75,8 @@ class MooncakeServer(Server):
                 f"--metrics_port={self._admin_port}",
             ]
         )
-        # Without a master, the client does not start.
-        self._wait_until(lambda: bool(self._ask_master("health")), "did not answer")
+        # The client does not start without a master.
+        self._wait_until(lambda: bool(self._query_master("health")), "did not answer")
         if self._segment is not None:
             self._spawn(
                 [
@@ -90,14 +90,14 @@ class MooncakeServer(Server):
             )
 
     def _answers(self) -> bool:
-        return self._segment is None or bool(self._ask_master("get_all_segments"))
+        return self._segment is None or bool(self._query_master("get_all_segments"))
 
-    def _ask_master(self, question: str) -> bytes:
-        """What the master's web server for operators answers; nothing where it does not."""
+    def _query_master(self, path: str) -> bytes:
+        """Query the master's HTTP admin server. Empty if it does not answer."""
         try:
-            with urlopen(f"http://{HOST}:{self._admin_port}/{question}", timeout=PATIENCE_SECONDS) as answer:
-                said: bytes = answer.read()
-                return said
+            with urlopen(f"http://{HOST}:{self._admin_port}/{path}", timeout=TIMEOUT_SECONDS) as response:
+                body: bytes = response.read()
+                return body
         except HTTPError as error:
             error.close()
             return b""
@@ -106,7 +106,7 @@ class MooncakeServer(Server):
 
 
 def _program(name: str) -> Path:
-    """A program that comes with the client library; where that is missing, a path at which there is none."""
+    """Return the path of a program in the client library's package; a nonexistent path if that is missing."""
     package = importlib.util.find_spec("mooncake")
     folders = (package.submodule_search_locations if package else None) or []
     return next((Path(folder) / name for folder in folders), Path("/nonexistent"))

@@ -1,4 +1,4 @@
-"""A real Redis on loopback: in the clear or over TLS, with or without a password or a limit."""
+"""A real Redis server on loopback: plain or TLS, optionally with a password or a memory limit."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, ClassVar, NamedTuple
 from kvtier.backends.redis import resp
 from kvtier.backends.redis.commands import log_in
 from kvtier.backends.redis.resp import ErrorReply, encode
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.sockets.connection import Connection, Deadline, TLSConnection
-from kvtier.testing.servers.base import PATIENCE_SECONDS, Server, free_port
+from kvtier.testing.servers.base import TIMEOUT_SECONDS, Server, free_port
 
 HOST = "127.0.0.1"
 
 
 class TLSFiles(NamedTuple):
-    """What a server shows and what its clients verify it by, all PEM."""
+    """PEM files for a server, and for its clients to verify it."""
 
     certificate: Path
     """For the host ``127.0.0.1``."""
@@ -30,15 +30,15 @@ class TLSFiles(NamedTuple):
 
 
 class RedisServer(Server):
-    """One ``redis-server`` that keeps nothing on disk.
+    """A ``redis-server`` without persistence.
 
-    ``maxmemory`` as Redis writes sizes; beyond, it refuses values, unless ``options`` (of its command line)
-    say otherwise. ``unix``: it listens at a Unix socket alone.
+    ``maxmemory`` is a size in Redis' syntax. Beyond it the server refuses writes, unless ``options`` (command
+    line options) change that. ``unix``: listen on a Unix socket only.
     """
 
     type: ClassVar[str] = "redis"
-    remedy: ClassVar[str] = "there is no redis-server: apt-get install redis-server"
-    """What is said where there is none."""
+    remedy: ClassVar[str] = "redis-server is not installed: apt-get install redis-server"
+    """The result of :meth:`missing` without the program."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RedisServer(Server):
 
     @classmethod
     def program(cls) -> str | None:
-        """The server's executable, ``None`` where there is none."""
+        """Return the server's executable; ``None`` if it is not installed."""
         return shutil.which("redis-server")
 
     def tier(self) -> dict[str, Any]:
@@ -82,10 +82,11 @@ class RedisServer(Server):
             **({"ca_file": str(self._tls.authority)} if self._tls else {}),
         }
 
-    def tell(self, *words: str | bytes) -> bytes | int:
-        """The answer to one command, a status or a number. Raises ``OSError``, also for a refusal."""
+    def command(self, *arguments: str | bytes) -> bytes | int:
+        """Run a command, and return its reply, a status or a number. Raises ``OSError``, also for errors."""
+        encoded = (argument.encode() if isinstance(argument, str) else argument for argument in arguments)
         with self.connection() as connection:
-            connection.send([encode(*(word.encode() if isinstance(word, str) else word for word in words))])
+            connection.send([encode(*encoded)])
             reply = resp.reply(connection)
         if isinstance(reply, ErrorReply):
             raise ConnectionError(reply.message)
@@ -93,11 +94,11 @@ class RedisServer(Server):
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
-        """A connection for commands of a test's own, logged in. Raises ``OSError``."""
+        """Open an authenticated connection for a test's own commands. Raises ``OSError``."""
         family = socket.AF_UNIX if self._unix_socket else socket.AF_INET
         connection = TLSConnection(family, _lenient(self._tls), HOST) if self._tls else Connection(family)
         try:
-            with Deadline(PATIENCE_SECONDS).bounds(connection):
+            with Deadline(TIMEOUT_SECONDS).bounds(connection):
                 connection.connect(str(self._unix_socket) if self._unix_socket else (HOST, self.port))
                 log_in(connection, None, self.password, 0)
                 yield connection
@@ -107,12 +108,12 @@ class RedisServer(Server):
     def corrupt(self, key: ChunkKey) -> bool:
         """See :meth:`Server.corrupt`."""
         name = b"kvtier:" + key.hex().encode()
-        middle = int(self.tell("STRLEN", name)) // 2
+        middle = int(self.command("STRLEN", name)) // 2
         byte = bytearray(1)
         with self.connection() as connection:
             connection.send([encode(b"GETRANGE", name, b"%d" % middle, b"%d" % middle)])
             resp.value_into(connection, memoryview(byte))
-        self.tell("SETRANGE", name, str(middle), bytes([byte[0] ^ 0x10]))
+        self.command("SETRANGE", name, str(middle), bytes([byte[0] ^ 0x10]))
         return True
 
     def _launch(self) -> None:
@@ -134,13 +135,13 @@ class RedisServer(Server):
 
     def _answers(self) -> bool:
         try:
-            return self.tell("PING") == b"PONG"
+            return self.command("PING") == b"PONG"
         except OSError:
             return False
 
 
 def _lenient(tls: TLSFiles) -> ssl.SSLContext:
-    """For the server's own use: its certificate may be for another host, or ask for ours, on purpose."""
+    """Return a TLS context for this class, since a test may use another host's or a client certificate."""
     context = ssl.create_default_context(cafile=tls.authority)
     context.check_hostname = False
     context.load_cert_chain(tls.certificate, tls.key)

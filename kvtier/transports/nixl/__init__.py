@@ -1,4 +1,4 @@
-"""Bytes between hosts with NVIDIA's NIXL: over RDMA where there is some, else over what UCX finds."""
+"""The transport ``nixl``: NVIDIA's NIXL, over RDMA if available, else over what UCX selects."""
 
 from kvtier.transports.nixl.link import NixlLink
 from kvtier.transports.nixl.settings import NixlSettings

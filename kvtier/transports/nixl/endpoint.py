@@ -1,11 +1,11 @@
-"""What a host tells its peers of its memory."""
+"""The endpoint of the transport ``nixl``: a host's agent and memory, as sent to its peers."""
 
 from __future__ import annotations
 
 import msgspec
 
 from kvtier.errors import PeerError
-from kvtier.transports.nixl.carrier import Opened
+from kvtier.transports.nixl.worker import Opened
 
 ENDPOINT_VERSION = 1
 _MAGIC = "kvtier-nixl"
@@ -16,12 +16,12 @@ _MAX_ADDRESS = 1 << 63
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer's transport is told of this host: its agent, and where its arena lies for that."""
+    """A host's NIXL agent, and the address of its arena in that agent's process."""
 
     magic: str
     version: int
     arena: bytes
-    """A random number: an arena that took another's place must not be written by the other's grants."""
+    """A random id of the arena, so that grants of a former arena are not used for this one."""
     name: str
     address: int
     length: int
@@ -29,23 +29,23 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, arena: bytes, name: str, length: int, opened: Opened) -> Endpoint:
-        """The endpoint of an arena of ``length`` bytes, registered by a carrier."""
+        """Return the endpoint of an arena of ``length`` bytes that a NIXL process has registered."""
         return cls(_MAGIC, ENDPOINT_VERSION, arena, name, opened.address, length, opened.metadata)
 
     def encode(self) -> bytes:
-        """As it travels."""
+        """Encode as MessagePack."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Endpoint:
-        """What another host has sent. Raises :class:`PeerError` for what cannot be an endpoint of ours."""
+        """Decode and validate another host's endpoint. Raises :class:`PeerError` if it is invalid."""
         try:
             endpoint = msgspec.msgpack.decode(data, type=cls)
         except msgspec.DecodeError as error:
-            raise PeerError(f"the peer's endpoint is none of a `nixl` transport: {error}") from error
+            raise PeerError(f"the peer's endpoint is not one of the `nixl` transport: {error}") from error
         if (endpoint.magic, endpoint.version) != (_MAGIC, ENDPOINT_VERSION):
             raise PeerError(
-                "the peer's endpoint is none of this version's `nixl` transport: run the same kvtier on both"
+                "the peer's `nixl` transport has another version: install the same kvtier on both sides"
             )
         if not (
             len(endpoint.arena) == ARENA_BYTES
@@ -56,5 +56,5 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
             and endpoint.address + endpoint.length <= _MAX_ADDRESS
             and 0 < len(endpoint.metadata) <= MAX_METADATA_BYTES
         ):
-            raise PeerError("the peer's endpoint has no name, no metadata or memory that cannot be")
+            raise PeerError("the peer's endpoint has an invalid name, metadata or memory range")
         return endpoint

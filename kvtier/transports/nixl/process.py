@@ -1,4 +1,4 @@
-"""A carrier as its parent sees it: a process that is started, asked, and surely ended."""
+"""The parent's side of a NIXL process: start it, send it requests, and kill it."""
 
 from __future__ import annotations
 
@@ -15,136 +15,136 @@ from typing import NamedTuple
 
 import anyio
 
+from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.errors import PeerError, ProtocolError
 from kvtier.sockets.frames import FrameReader, decoder
-from kvtier.threads import WorkerThreads, spread
-from kvtier.transports.nixl import carrier
-from kvtier.transports.nixl.carrier import (
+from kvtier.transports.nixl import worker
+from kvtier.transports.nixl.settings import NixlSettings
+from kvtier.transports.nixl.worker import (
     LOST,
-    Carry,
+    AddPeer,
     Drop,
     Ended,
-    FromCarrier,
+    FromWorker,
     Open,
     Opened,
-    Reach,
     Refused,
-    ToCarrier,
+    ToWorker,
+    Transfer,
     encode,
 )
-from kvtier.transports.nixl.settings import NixlSettings
 
 logger = logging.getLogger("kvtier")
 
-_decode: Callable[[bytes], FromCarrier] = decoder(FromCarrier, "a message of a carrier")
+_decode: Callable[[bytes], FromWorker] = decoder(FromWorker, "a message of a NIXL process")
 
 START_SECONDS = 30.0
-"""A carrier that has not come up by then never will. It takes a second."""
+"""Timeout of a process's answers. Startup normally takes 1 s."""
 MAX_STARTS = 3
-"""A process that ends by itself before it is up is replaced so often: someone, or UCX, may have killed it."""
+"""Maximum number of starts if the process exits during startup, for example because UCX aborts it."""
 GRACE_SECONDS = 1.0
-"""So long a call that is over waits for transfers that have begun before it ends their process."""
+"""How long a cancelled call waits for its running transfers before it kills their process."""
 
 
 class Region(NamedTuple):
-    """The memory that a carrier moves bytes from and to."""
+    """The local memory of a NIXL process."""
 
     capacity: int
     """In bytes."""
     fd: int = -1
-    """Of memory of the host, to be mapped."""
+    """File descriptor of shared host memory to map."""
     gpu: str = ""
-    """The name, as in ``CUDA_VISIBLE_DEVICES``, of the GPU to take memory of where there is no ``fd``."""
+    """Without ``fd``: the GPU to allocate memory on, as in ``CUDA_VISIBLE_DEVICES``."""
 
     @property
     def kind(self) -> str:
-        """In NIXL's words."""
+        """NIXL's memory type."""
         return "VRAM" if self.fd < 0 else "DRAM"
 
 
 class Part(NamedTuple):
-    """Bytes that one transfer moves, with others: offsets from the start of either memory."""
+    """A contiguous part of a transfer. Offsets are from the start of the local and remote memory."""
 
-    ours: int
-    theirs: int
+    local: int
+    remote: int
     length: int
 
 
 class Batch:
-    """Transfers that one call waits for."""
+    """The transfers of one call."""
 
     def __init__(self, tickets: range) -> None:
         self.tickets = tickets
         self.results = [LOST] * len(tickets)
         self.left = len(tickets)
         self.ended = asyncio.Event()
-        """Set when none of them touches memory any longer."""
+        """Set when no transfer accesses memory any more."""
 
-    def note(self, ticket: int, result: int) -> None:
-        """One of them has ended."""
+    def record(self, ticket: int, result: int) -> None:
+        """Record the result of one transfer."""
         self.results[ticket - self.tickets.start] = result
         self.left -= 1
         if not self.left:
             self.ended.set()
 
 
-class CarrierEnded(PeerError):
-    """The process has ended by itself."""
+class NixlProcessEnded(PeerError):
+    """The NIXL process exited unexpectedly."""
 
 
-class CarrierProcess(asyncio.Protocol):
-    """One process with NIXL in it. Used in one event loop; made with :meth:`start`."""
+class NixlProcess(asyncio.Protocol):
+    """A child process with NIXL loaded. Use from one event loop; create with :meth:`start`."""
 
-    def __init__(self, region: Region, settings: NixlSettings, name: str, hop: WorkerThreads) -> None:
+    def __init__(self, region: Region, settings: NixlSettings, name: str, executor: WorkerThreads) -> None:
         self.name = name
         self.opened: Opened | None = None
-        self.gone = asyncio.Event()
-        """Set when the process has ended, and with that whatever it was doing to memory."""
+        self.exited = asyncio.Event()
+        """Set when the process has exited, and does not access memory any more."""
         self._region = region
         self._settings = settings
-        self._hop = hop
+        self._executor = executor
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._reaping: asyncio.Task[None] | None = None
         self._frames = FrameReader()
-        self._answers: list[asyncio.Future[FromCarrier]] = []
+        self._answers: list[asyncio.Future[FromWorker]] = []
         self._tickets = itertools.count()
         self._batches: dict[int, Batch] = {}
 
     @classmethod
     async def start(
-        cls, region: Region, settings: NixlSettings, name: str, hop: WorkerThreads, *, serves: bool
-    ) -> CarrierProcess:
-        """Start a process that makes an agent and registers the memory. Raises :class:`PeerError`.
+        cls, region: Region, settings: NixlSettings, name: str, executor: WorkerThreads, *, serves: bool
+    ) -> NixlProcess:
+        """Start a process that creates an agent and registers the memory. Raises :class:`PeerError`.
 
-        ``serves``: whether others are to reach it. :meth:`reach` comes before :meth:`carry`.
+        ``serves``: whether peers connect to it. Call :meth:`add_peer` before :meth:`transfer`.
         """
         attempts = 0
         while True:
             attempts += 1
-            started = cls(region, settings, name, hop)
+            started = cls(region, settings, name, executor)
             try:
                 await started._open(serves=serves)
-            except CarrierEnded as error:
+            except NixlProcessEnded as error:
                 await started.end()
                 if attempts == MAX_STARTS:
-                    raise PeerError(f"{error}, {attempts} times before it was up: see `ucx`") from error
-                logger.warning("%s before it was up: starting another", error)
+                    raise PeerError(f"{error} during startup, {attempts} times: see `ucx`") from error
+                logger.warning("%s during startup: restarting it", error)
             except BaseException:
                 await started.end()
                 raise
             else:
                 return started
 
-    async def reach(self, name: str, address: int, metadata: bytes) -> None:
-        """Be ready for transfers with another host's agent. Raises :class:`PeerError`."""
-        await self._ask(Reach(name, address, metadata))
+    async def add_peer(self, name: str, address: int, metadata: bytes) -> None:
+        """Prepare for transfers with another host's agent. Raises :class:`PeerError`."""
+        await self._request(AddPeer(name, address, metadata))
 
-    def carry(self, peer: str, transfers: Sequence[Sequence[Part]], *, write: bool) -> Batch:
-        """Begin some transfers with an agent that is reached, each of at least one part."""
+    def transfer(self, peer: str, transfers: Sequence[Sequence[Part]], *, write: bool) -> Batch:
+        """Start transfers with an added peer. Each transfer has at least one part."""
         first = next(self._tickets)
         batch = Batch(range(first, first + len(transfers)))
-        if self.gone.is_set() or self._transport is None or self._transport.is_closing():
+        if self.exited.is_set() or self._transport is None or self._transport.is_closing():
             batch.left = 0
             batch.ended.set()
             return batch
@@ -152,21 +152,21 @@ class CarrierProcess(asyncio.Protocol):
             next(self._tickets)
         for ticket, parts in zip(batch.tickets, transfers, strict=True):
             self._batches[ticket] = batch
-            ours, theirs, lengths = map(list, zip(*parts, strict=True))
-            self._transport.write(encode(Carry(ticket, peer, write, ours, theirs, lengths)))
+            local, remote, lengths = map(list, zip(*parts, strict=True))
+            self._transport.write(encode(Transfer(ticket, peer, write, local, remote, lengths)))
         return batch
 
     def drop(self, batch: Batch) -> None:
-        """Have those transfers end as soon as they can: what is under way is not stopped by this."""
+        """Drop the batch's waiting transfers. Running transfers are not stopped."""
         tickets = [ticket for ticket in batch.tickets if ticket in self._batches]
         if tickets and self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode(Drop(tickets)))
 
     async def until_ended(self, batch: Batch) -> None:
-        """Wait until none of these transfers touches memory any longer.
+        """Wait until the batch's transfers do not access memory any more.
 
-        Where this is cancelled, the transfers are dropped, and in the end their process is ended.
-        NIXL cannot take a transfer back: while one is under way nobody may do anything else with its memory.
+        If cancelled, drop the transfers, and kill the process if they take longer than ``GRACE_SECONDS``.
+        NIXL cannot cancel a running transfer, and its memory must not be used for anything else meanwhile.
         """
         try:
             await batch.ended.wait()
@@ -185,27 +185,27 @@ class CarrierProcess(asyncio.Protocol):
             raise
 
     async def end(self) -> None:
-        """Kill the process and wait until it is gone. Harmless when repeated."""
+        """Kill the process and wait until it has exited. Idempotent."""
         if self._process is not None:
             self._process.kill()
         if self._transport is None and self._reaping is None:
             self._reaping = asyncio.get_running_loop().create_task(self._reap())
-        await _uncancelled(self.gone)
+        await _wait_shielded(self.exited)
 
     async def _open(self, *, serves: bool) -> None:
-        await self._begin()
+        await self._spawn()
         backends, options = list(self._settings.backends), self._settings.options
         texts = {key: str(value) for key, value in options.items()}
-        opened = await self._ask(Open(self.name, serves, backends, texts, self._region.kind))
+        opened = await self._request(Open(self.name, serves, backends, texts, self._region.kind))
         assert isinstance(opened, Opened)
         self.opened = opened
 
-    async def _begin(self) -> None:
+    async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         try:
             command = [
                 sys.executable,
-                *("-P", carrier.__file__),
+                *("-P", worker.__file__),
                 *map(str, (theirs.fileno(), self._region.fd, self._region.capacity)),
             ]
             environment = self._settings.environment()
@@ -215,18 +215,18 @@ class CarrierProcess(asyncio.Protocol):
             else:
                 environment["CUDA_VISIBLE_DEVICES"] = self._region.gpu
 
-            def begin() -> None:
+            def spawn() -> None:
                 self._process = subprocess.Popen(
                     command,
                     env=environment,
                     pass_fds=shared,
                     stdin=subprocess.DEVNULL,
-                    # NIXL and UCX speak of every lost peer, and know no way to be quiet about all of it.
+                    # NIXL and UCX log every lost peer, and have no option to disable all of that.
                     stdout=subprocess.DEVNULL,
                     stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
                 )
 
-            await in_thread(self._hop, begin)
+            await in_thread(self._executor, spawn)
         except BaseException:
             ours.close()
             raise
@@ -235,17 +235,17 @@ class CarrierProcess(asyncio.Protocol):
         ours.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
 
-    async def _ask(self, message: ToCarrier) -> FromCarrier:
-        """The answer, unless it is a refusal. Raises :class:`PeerError` where none comes."""
+    async def _request(self, message: ToWorker) -> FromWorker:
+        """Send a message and return the answer. Raises :class:`PeerError` if refused or not answered."""
         assert self._transport is not None
         answer = asyncio.get_running_loop().create_future()
         if self._transport.is_closing():
-            raise CarrierEnded(self._how_ended())
+            raise NixlProcessEnded(self._how_ended())
         self._answers.append(answer)
         self._transport.write(encode(message))
         try:
             with anyio.fail_after(START_SECONDS):
-                reply: FromCarrier = await answer
+                reply: FromWorker = await answer
         except TimeoutError as error:
             raise PeerError("NIXL does not answer: see `ucx`") from error
         if isinstance(reply, Refused):
@@ -253,12 +253,12 @@ class CarrierProcess(asyncio.Protocol):
         return reply
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The socket to the process is in the loop."""
+        """Store the transport of the socket to the process."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """The process has answered, or transfers have ended."""
+        """Handle answers, and reports of ended transfers."""
         try:
             messages = [_decode(body) for body in self._frames.feed(data)]
         except ProtocolError:
@@ -269,49 +269,51 @@ class CarrierProcess(asyncio.Protocol):
             if isinstance(message, Ended):
                 for ticket, result in zip(message.tickets, message.results, strict=True):
                     if (batch := self._batches.pop(ticket, None)) is not None:
-                        batch.note(ticket, result)
+                        batch.record(ticket, result)
             elif self._answers and not (answer := self._answers.pop(0)).done():
                 answer.set_result(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The process is ending, or has to."""
+        """Kill and reap the process."""
         self._reaping = asyncio.get_running_loop().create_task(self._reap())
 
     async def _reap(self) -> None:
         if (process := self._process) is not None:
             process.kill()
-            await in_thread(self._hop, process.wait)
+            await in_thread(self._executor, process.wait)
             if process.returncode not in (0, -signal.SIGKILL):
-                logger.debug("a process with NIXL in it has ended with code %d", process.returncode)
-        self._set_gone()
+                logger.debug("nixl transport: a NIXL process exited with code %d", process.returncode)
+        self._set_exited()
 
-    def _set_gone(self) -> None:
-        self.gone.set()
+    def _set_exited(self) -> None:
+        self.exited.set()
         batches, self._batches = self._batches, {}
         for ticket, batch in batches.items():
-            batch.note(ticket, LOST)
+            batch.record(ticket, LOST)
         answers, self._answers = self._answers, []
         for answer in answers:
             if not answer.done():
-                answer.set_exception(CarrierEnded(self._how_ended()))
+                answer.set_exception(NixlProcessEnded(self._how_ended()))
 
     def _how_ended(self) -> str:
         code = self._process.returncode if self._process is not None else None
-        how = "" if code is None else f" with code {code}" if code >= 0 else f" with signal {-code}"
-        return f"NIXL's process has ended{how}"
+        if code is None:
+            return "the NIXL process exited"
+        how = f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
+        return f"the NIXL process {how}"
 
 
-async def in_thread(hop: WorkerThreads, function: Callable[[], object]) -> None:
-    """Run a function in a worker thread; ends only when it has, also where it is cancelled."""
-    await spread(_call, [function], parts=1, hop=hop)
+async def in_thread(executor: WorkerThreads, function: Callable[[], object]) -> None:
+    """Run a function in a worker thread, and wait for it even if cancelled."""
+    await spread(_call, [function], parts=1, executor=executor)
 
 
 def _call(function: Callable[[], object]) -> None:
     function()
 
 
-async def _uncancelled(event: asyncio.Event) -> None:
-    """Wait for an event, however often the waiting is cancelled, and raise the cancellation then."""
+async def _wait_shielded(event: asyncio.Event) -> None:
+    """Wait for an event even if cancelled meanwhile, then raise the cancellation."""
     cancelled: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):
         while not event.is_set():

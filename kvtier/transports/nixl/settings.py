@@ -1,4 +1,4 @@
-"""What a transport of type ``nixl`` can be told."""
+"""Settings of the transport ``nixl``."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from pydantic import Field
 from kvtier.transports.base import TransportSettings
 
 UCX_DEFAULTS = {
-    # UCX writes to standard error whatever goes wrong, and each lost peer many times.
+    # UCX writes every error to standard error, and each lost peer many times.
     "LOG_LEVEL": "fatal",
-    # An abort is an abort: no backtrace, no debugger, no seconds spent on them.
+    # Abort at once, without a backtrace or debugger, which take seconds.
     "HANDLE_ERRORS": "none",
-    # Hooks into every way to give memory back, at half a second a process; the arena stays where it is.
+    # Hooks for all functions that free memory, which take half a second per process. The arena never moves.
     "MEM_EVENTS": "n",
-    # A reading over TCP is done piece by piece, and the 8 KiB that UCX takes make it three times as slow.
+    # Reads over TCP are segmented; UCX's default of 8 KiB makes them three times as slow.
     "TCP_TX_SEG_SIZE": "256k",
     "TCP_RX_SEG_SIZE": "256k",
 }
-"""Without their ``UCX_``."""
+"""UCX variables, without the prefix ``UCX_``."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+$")]
 
 
 class NixlSettings(TransportSettings):
-    """Settings of a transport of type ``nixl``."""
+    """Settings of the transport ``nixl``."""
 
     backends: tuple[Name, ...] = Field(
         default=("UCX",),
         min_length=1,
-        description="Which of NIXL's backends move the bytes. Both hosts need at least one in common.",
+        description="NIXL backends to use. Both hosts need at least one in common.",
         examples=[["UCX"]],
     )
     options: dict[str, str | int] = Field(
         default_factory=dict,
-        description="What each of these backends is told when it is made, in NIXL's own words.",
+        description="NIXL's parameters for creating each of these backends.",
         examples=[{"num_workers": 2, "ucx_devices": "mlx5_0"}],
     )
     ucx: dict[Name, str | int] = Field(
         default_factory=dict,
         description=(
-            "UCX's variables, without their `UCX_`. What the environment says already is left as it is."
+            "UCX variables, without the prefix `UCX_`. Variables set in the environment take precedence."
         ),
         examples=[{"TLS": "tcp,sm,self"}],
     )
 
     def environment(self) -> dict[str, str]:
-        """The variables of a process that uses NIXL: this process's own, these settings, the defaults."""
+        """Return the environment of a NIXL process: this process's, then these settings, then defaults."""
         values = UCX_DEFAULTS | {name.removeprefix("UCX_"): str(value) for name, value in self.ucx.items()}
-        wanted = {"NIXL_LOG_LEVEL": "FATAL"} | {f"UCX_{name}": value for name, value in values.items()}
-        return wanted | os.environ
+        configured = {"NIXL_LOG_LEVEL": "FATAL"} | {f"UCX_{name}": value for name, value in values.items()}
+        return configured | os.environ

@@ -1,4 +1,4 @@
-"""A batch of reads or writes, cut into the parts that are asked for with one request each."""
+"""A batch of reads or writes, split into parts of one request each."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 from kvtier.backends.base import Outcome
 from kvtier.transports.base import Access, RemoteSpan
-from kvtier.transports.tcp.wire import MAX_SPANS, can_be_asked
+from kvtier.transports.tcp.wire import MAX_SPANS, is_encodable
 
 PART_BYTES = 16 << 20
-"""The most of one request."""
-LEAST_PART_BYTES = 1 << 20
-"""Less is not worth a further connection."""
+"""Maximum size of one request."""
+MIN_PART_BYTES = 1 << 20
+"""Minimum size of a part: smaller ones are not worth a further connection."""
 
 
 class Piece(NamedTuple):
-    """Bytes of one item."""
+    """A range of bytes of one item."""
 
     item: int
     span: RemoteSpan
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 class Part:
-    """What is left to be done of some pieces of one batch."""
+    """The outstanding pieces of one request of a batch."""
 
     __slots__ = ("batch", "pieces")
 
@@ -35,12 +35,12 @@ class Part:
         self.pieces = deque(pieces)
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
-        """Note what became of each piece; nothing is left to be done."""
+        """Record the outcome of each piece. The part is done."""
         self.batch.settle(zip([piece.item for piece in self.pieces], outcomes, strict=True))
         self.pieces.clear()
 
     def drop_misses(self, outcomes: Sequence[Outcome]) -> None:
-        """Note which pieces are missing; those that are left are on their way."""
+        """Settle and remove the pieces that are not granted. The remaining ones are in flight."""
         missed = [
             piece for piece, outcome in zip(self.pieces, outcomes, strict=True) if outcome is not Outcome.OK
         ]
@@ -51,11 +51,11 @@ class Part:
             self.batch.settle((piece.item, Outcome.MISS) for piece in missed)
 
     def views(self) -> list[memoryview]:
-        """The memory of all pieces."""
+        """Return the memory of all pieces."""
         return [piece.view for piece in self.pieces]
 
     def advance(self, received: int) -> None:
-        """Note that so many bytes of it have come."""
+        """Record that ``received`` further bytes have arrived."""
         whole: list[tuple[int, Outcome]] = []
         while self.pieces and received >= len(self.pieces[0].view):
             piece = self.pieces.popleft()
@@ -70,78 +70,78 @@ class Part:
 
 
 class Batch:
-    """One call. Its memory is others' until :attr:`let_go`. Used from the event loop."""
+    """The items of one call. Their memory is in use until :attr:`released`. Used from the event loop."""
 
     def __init__(self, access: Access, items: Sequence[tuple[RemoteSpan, memoryview]], spread: int) -> None:
         self.access = access
         self.outcomes = [Outcome.OK] * len(items)
-        self.let_go = asyncio.Event()
-        """Nobody uses the memory any more: it is done, or over."""
-        self.is_over = False
-        """Nobody waits for it any longer."""
-        self._gripped = 0
+        self.released = asyncio.Event()
+        """Set when the memory is not in use any more: all parts are done, or the batch has ended."""
+        self.ended = False
+        """Whether the remaining transfers are abandoned: the caller does not wait for them."""
+        self._users = 0
         self._left = [0] * len(items)
         total = sum(len(view) for _, view in items)
-        size = min(max(-(-total // spread), LEAST_PART_BYTES), PART_BYTES)
+        size = min(max(-(-total // spread), MIN_PART_BYTES), PART_BYTES)
         self.parts = [Part(self, pieces) for pieces in self._cut(items, size)]
         self._unsettled = sum(self._left)
 
     def _cut(self, items: Sequence[tuple[RemoteSpan, memoryview]], size: int) -> Iterator[list[Piece]]:
         pieces: list[Piece] = []
-        held = 0
+        size_so_far = 0
         for item, (span, view) in enumerate(items):
             if span.length != len(view):
-                raise ValueError(f"a span of {span.length} bytes and a view of {len(view)}")
-            if not can_be_asked(span):
+                raise ValueError(f"a span has {span.length} bytes and its view {len(view)}")
+            if not is_encodable(span):
                 self.outcomes[item] = Outcome.MISS
                 continue
             start = 0
             while True:
-                length = min(len(view) - start, size - held)
+                length = min(len(view) - start, size - size_so_far)
                 cut = RemoteSpan(span.grant, span.offset + start, length)
                 pieces.append(Piece(item, cut, view[start : start + length]))
                 self._left[item] += 1
                 start += length
-                held += length
-                if held >= size or len(pieces) == MAX_SPANS:
+                size_so_far += length
+                if size_so_far >= size or len(pieces) == MAX_SPANS:
                     yield pieces
-                    pieces, held = [], 0
+                    pieces, size_so_far = [], 0
                 if start == len(view):
                     break
         if pieces:
             yield pieces
 
     def settle(self, settled: Iterable[tuple[int, Outcome]]) -> None:
-        """Note outcomes of pieces, by their items."""
+        """Record outcomes of pieces, each with the index of its item."""
         for item, outcome in settled:
             self._left[item] -= 1
             self._unsettled -= 1
             if outcome is not Outcome.OK and self.outcomes[item] is not Outcome.FAILED:
                 self.outcomes[item] = outcome
-        self._tell()
+        self._release_if_unused()
 
     def forget(self) -> None:
-        """Hold no memory any longer. Once it has been let go of."""
+        """Drop all references to the memory. Call after :attr:`released`."""
         for part in self.parts:
             part.pieces.clear()
 
-    def grip(self) -> None:
-        """The memory of a part is about to be used."""
-        self._gripped += 1
+    def acquire(self) -> None:
+        """Mark the memory of a part as in use."""
+        self._users += 1
 
-    def ungrip(self) -> None:
-        """It is not any longer."""
-        self._gripped -= 1
-        self._tell()
+    def release(self) -> None:
+        """Undo one :meth:`acquire`."""
+        self._users -= 1
+        self._release_if_unused()
 
     def end(self) -> None:
-        """Nobody waits for it any longer: what has no outcome has failed."""
-        self.is_over = True
+        """Abandon the batch. Items without an outcome become ``FAILED``."""
+        self.ended = True
         for item, left in enumerate(self._left):
             if left and self.outcomes[item] is Outcome.OK:
                 self.outcomes[item] = Outcome.FAILED
-        self._tell()
+        self._release_if_unused()
 
-    def _tell(self) -> None:
-        if not self._gripped and (self.is_over or not self._unsettled):
-            self.let_go.set()
+    def _release_if_unused(self) -> None:
+        if not self._users and (self.ended or not self._unsettled):
+            self.released.set()

@@ -1,4 +1,4 @@
-"""The side that wants bytes: batches, and what drives the connections that bring them."""
+"""The requesting side: batches, and the drivers that transfer them over connections."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from kvtier.backends.base import Outcome
 from kvtier.sockets.connection import Connection, Deadline, ProtocolViolation
 from kvtier.sockets.lanes import Lane
 from kvtier.transports.base import Access, Dial, Link, ReadItem, RemoteSpan, WriteItem
-from kvtier.transports.tcp.asking import Asking
 from kvtier.transports.tcp.batch import Batch
 from kvtier.transports.tcp.queue import PartQueue
+from kvtier.transports.tcp.requester import Requester
 
 logger = logging.getLogger("kvtier")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5
-"""Seconds between attempts to connect; the very first comes at once."""
-HOPELESS_ATTEMPTS = 3
-"""So often in a row nobody listens there, or somebody who speaks otherwise: waiting does not mend that."""
+"""Back-off between connection attempts, in seconds; the first retry is immediate."""
+MAX_REFUSED_ATTEMPTS = 3
+"""Consecutive attempts, refused or answered in another protocol, after which the link gives up."""
 
 
 class TcpLink(Link):
-    """Parts of all batches stand in one queue, in the order in which they were asked for.
+    """A link that transfers the parts of all batches from one FIFO queue.
 
-    While there are any, up to ``connections`` drivers, with a connection each, ask for the next while the one
-    before is on its way. A connection that breaks leaves what it did not bring to the others, or to the one
-    that takes its place.
+    While the queue has parts, up to ``connections`` drivers, with one connection each, send pipelined
+    requests. When a connection breaks, its unfinished parts go back to the queue, for the other drivers or
+    for the connection that replaces it.
     """
 
     def __init__(self, dial: Dial, connections: int, deadline: float) -> None:
@@ -42,89 +42,89 @@ class TcpLink(Link):
         self._closing = asyncio.Event()
 
     async def read(self, items: Sequence[ReadItem]) -> Sequence[Outcome]:
-        """See :meth:`Link.read`. What had arrived when a connection was cut is not asked for again."""
-        return await self._carry(Access.READ, items)
+        """See :meth:`Link.read`. After a connection loss, bytes that have arrived are not requested again."""
+        return await self._transfer(Access.READ, items)
 
     async def write(self, items: Sequence[WriteItem]) -> Sequence[Outcome]:
-        """See :meth:`Link.write`. Of what was not confirmed when a connection was cut all is sent again."""
-        return await self._carry(Access.WRITE, [(span, view) for view, span in items])
+        """See :meth:`Link.write`. After a connection loss, all unconfirmed bytes are sent again."""
+        return await self._transfer(Access.WRITE, [(span, view) for view, span in items])
 
     async def close(self) -> None:
-        """Break every connection, and wait until nobody uses one."""
+        """Interrupt every connection, and wait for the drivers to exit."""
         self._closing.set()
         self._queue.clear()
         for deadline in list(self._deadlines):
-            deadline.cut_short()
+            deadline.expire()
         with CancelScope(shield=True):
             while self._drivers:
                 await asyncio.wait(self._drivers)
         self._lane.close()
 
-    async def _carry(
+    async def _transfer(
         self, access: Access, items: Sequence[tuple[RemoteSpan, memoryview]]
     ) -> Sequence[Outcome]:
         batch = Batch(access, items, self._lane.size)
         if not batch.parts:
             return batch.outcomes
         self._queue.add(batch.parts)
-        for _ in range(self._queue.take_on(self._lane.size)):
+        for _ in range(self._queue.add_drivers(self._lane.size)):
             driver = asyncio.ensure_future(self._drive())
             self._drivers.add(driver)
-            driver.add_done_callback(self._ended)
+            driver.add_done_callback(self._driver_done)
         timer = asyncio.get_running_loop().call_later(self._deadline, self._queue.abandon, batch)
         try:
-            await batch.let_go.wait()
+            await batch.released.wait()
         except asyncio.CancelledError:
             self._queue.abandon(batch)
-            await _let_go(batch)
+            await _wait_released(batch)
             raise
         finally:
             timer.cancel()
             batch.forget()
         return batch.outcomes
 
-    def _ended(self, driver: asyncio.Task[None]) -> None:
+    def _driver_done(self, driver: asyncio.Task[None]) -> None:
         self._drivers.discard(driver)
         error = None if driver.cancelled() else driver.exception()
         if error is not None:
-            logger.error("what fetches from a peer has failed", exc_info=error)
+            logger.error("tcp transport: transfer task failed", exc_info=error)
 
     async def _drive(self) -> None:
         attempts = _Attempts()
-        while self._queue.goes_on():
+        while self._queue.keep_driver():
             try:
-                await self._converse(attempts)
+                await self._use_connection(attempts)
             except BaseException:
-                # A fault of ours, or of what dials: nobody is to believe that this driver goes on.
-                self._queue.leave()
+                # A bug here or in ``dial``. The queue must not count this driver as running.
+                self._queue.remove_driver()
                 raise
-            if attempts.are_hopeless:
+            if attempts.is_peer_lost:
                 self._queue.fail()
             if attempts.pause:
                 with move_on_after(attempts.pause):
                     await self._closing.wait()
 
-    async def _converse(self, attempts: _Attempts) -> None:
-        """Over one connection: bring what there is, or as much as it lasts for."""
-        asking: Asking | None = None
+    async def _use_connection(self, attempts: _Attempts) -> None:
+        """Transfer queued parts over one connection until the queue is empty or the connection breaks."""
+        requester: Requester | None = None
         deadline = Deadline(self._deadline)
         self._deadlines.add(deadline)
         try:
             connection = await self._lane.connected(deadline)
             with self._lane.bound(connection, deadline):
-                asking = Asking(connection, self._queue, self._lane.pump, self._deadline)
-                await asking.bring_all()
+                requester = Requester(connection, self._queue, self._lane.pump, self._deadline)
+                await requester.run()
         except OSError as error:
             attempts.failed(error)
         finally:
             self._deadlines.discard(deadline)
-            if asking is not None:
-                asking.put_back()
-                if asking.progressed or asking.interrupted:
+            if requester is not None:
+                requester.requeue()
+                if requester.progressed or requester.interrupted:
                     attempts.succeeded()
 
     def _connect(self, deadline: Deadline) -> Connection:
-        """In a worker thread."""
+        """Connect. Blocks, in a worker thread."""
         if self._closing.is_set():
             raise TimeoutError("the link is closed")
         connection = self._dial(deadline)
@@ -133,41 +133,41 @@ class TcpLink(Link):
 
 
 class _Attempts:
-    """What came of connecting since something last arrived."""
+    """Counters of failed connection attempts since the last received data."""
 
     def __init__(self) -> None:
         self._failed = 0
-        self._hopeless = 0
+        self._refused = 0
 
     @property
-    def are_hopeless(self) -> bool:
-        """Whether the peer is gone for good, as far as one can see."""
-        return self._hopeless >= HOPELESS_ATTEMPTS
+    def is_peer_lost(self) -> bool:
+        """Whether further attempts are pointless."""
+        return self._refused >= MAX_REFUSED_ATTEMPTS
 
     @property
     def pause(self) -> float:
-        """Seconds before the next."""
+        """Back-off before the next attempt, in seconds."""
         return 0.0 if self._failed < 2 else min(FIRST_PAUSE * 2 ** min(self._failed - 2, 8), LONGEST_PAUSE)
 
     def failed(self, error: OSError) -> None:
-        """One more."""
+        """Count a failed attempt."""
         self._failed += 1
-        # A bare ConnectionError is a dial's word for a peer that is there and will not have us.
-        is_hopeless = type(error) is ConnectionError or isinstance(
+        # ``dial`` raises a plain ConnectionError if the peer is up but refuses the connection.
+        is_refused = type(error) is ConnectionError or isinstance(
             error, ConnectionRefusedError | ProtocolViolation
         )
-        self._hopeless = self._hopeless + 1 if is_hopeless else 0
+        self._refused = self._refused + 1 if is_refused else 0
 
     def succeeded(self) -> None:
-        """Something arrived."""
+        """Reset the counts after data has arrived."""
         self._failed = 1
-        self._hopeless = 0
+        self._refused = 0
 
 
-async def _let_go(batch: Batch) -> None:
-    """Wait until nobody uses the batch's memory, however often the waiting is cancelled."""
+async def _wait_released(batch: Batch) -> None:
+    """Wait until the batch's memory is unused, even if cancelled meanwhile; then raise the cancellation."""
     cancelled: asyncio.CancelledError | None = None
-    waiting = asyncio.ensure_future(batch.let_go.wait())
+    waiting = asyncio.ensure_future(batch.released.wait())
     with CancelScope(shield=True):
         while not waiting.done():
             try:
@@ -178,5 +178,5 @@ async def _let_go(batch: Batch) -> None:
         try:
             raise cancelled
         finally:
-            # Else it would refer to itself, and keep the batch's memory until it is collected.
+            # Break the reference cycle, which would keep the batch's memory until garbage collection.
             del cancelled

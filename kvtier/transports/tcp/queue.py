@@ -1,4 +1,4 @@
-"""What a link has still to bring, and who is about to bring it. Used from the event loop."""
+"""The parts that a link has yet to transfer, and its drivers. Used from the event loop."""
 
 from __future__ import annotations
 
@@ -11,84 +11,84 @@ from kvtier.transports.tcp.batch import Batch, Part
 
 
 class PartQueue:
-    """Parts in the order in which they were asked for."""
+    """A FIFO queue of parts, with a count of the drivers that process it."""
 
     def __init__(self) -> None:
         self._parts: deque[Part] = deque()
         self._drivers = 0
-        self._held: dict[Connection, Sequence[Part]] = {}
-        """The parts whose memory is being used for this connection now."""
+        self._in_use: dict[Connection, Sequence[Part]] = {}
+        """The parts whose memory a connection is using now."""
         self._interrupted: set[Connection] = set()
 
     def add(self, parts: Sequence[Part]) -> None:
-        """Put parts at the end."""
+        """Append parts."""
         self._parts.extend(parts)
 
-    def put_back(self, parts: Sequence[Part]) -> None:
-        """Put parts at the front that were taken and not brought."""
-        self._parts.extendleft(part for part in reversed(parts) if part.pieces and not part.batch.is_over)
+    def requeue(self, parts: Sequence[Part]) -> None:
+        """Put unfinished parts back at the front."""
+        self._parts.extendleft(part for part in reversed(parts) if part.pieces and not part.batch.ended)
 
     def next(self, access: Access | None = None) -> Part | None:
-        """Take the first part; with ``access`` only where it is of that."""
+        """Remove and return the first part; with ``access``, only if the part has that access."""
         if not self._parts or (access is not None and self._parts[0].batch.access is not access):
             return None
         return self._parts.popleft()
 
     def clear(self) -> None:
-        """Forget all parts."""
+        """Remove all parts."""
         self._parts.clear()
 
     def fail(self) -> None:
-        """Nothing of what there is will ever be brought."""
+        """Fail all queued parts."""
         batches = {part.batch for part in self._parts}
         self._parts.clear()
         for batch in batches:
             batch.end()
 
     def abandon(self, batch: Batch) -> None:
-        """Nobody waits for this batch any longer: have its memory let go of soon."""
+        """End a batch, and interrupt the connections that use its memory."""
         batch.end()
         self._parts = deque(part for part in self._parts if part.batch is not batch)
-        held: set[Part] = set()
-        for connection, parts in self._held.items():
+        in_use: set[Part] = set()
+        for connection, parts in self._in_use.items():
             if any(part.batch is batch for part in parts):
-                held.update(parts)
+                in_use.update(parts)
                 self._interrupted.add(connection)
                 connection.interrupt()
         for part in batch.parts:
-            if part not in held:
+            if part not in in_use:
                 part.pieces.clear()
 
-    def grip(self, connection: Connection, parts: Sequence[Part]) -> None:
-        """The memory of these parts, whose batches are not over, is about to be used for a connection."""
+    def acquire(self, connection: Connection, parts: Sequence[Part]) -> None:
+        """Mark the memory of these parts as in use by a connection. Their batches must not have ended."""
         for part in parts:
-            part.batch.grip()
-        self._held[connection] = parts
+            part.batch.acquire()
+        self._in_use[connection] = parts
 
-    def ungrip(self, connection: Connection) -> None:
-        """It is not any longer."""
-        for part in self._held.pop(connection):
-            part.batch.ungrip()
+    def release(self, connection: Connection) -> None:
+        """Undo :meth:`acquire`."""
+        for part in self._in_use.pop(connection):
+            part.batch.release()
 
     def was_interrupted(self, connection: Connection) -> bool:
-        """Whether a connection broke only because somebody gave up. Asked once."""
+        """Return whether a connection broke only because of :meth:`abandon`, and reset that."""
         was = connection in self._interrupted
         self._interrupted.discard(connection)
         return was
 
-    def take_on(self, most: int) -> int:
-        """How many drivers to start for what there is, where there may be ``most``. They count as started."""
-        more = max(min(most - self._drivers, len(self._parts)), 0)
+    def add_drivers(self, limit: int) -> int:
+        """Return how many drivers to start for the queued parts, at most ``limit`` in all, and count them."""
+        more = max(min(limit - self._drivers, len(self._parts)), 0)
         self._drivers += more
         return more
 
-    def goes_on(self) -> bool:
-        """Whether there is something for a driver to do; else it has ended."""
+    def keep_driver(self) -> bool:
+        """Return whether the calling driver has work. If not, it must exit, and is not counted any more."""
         if not self._parts:
             self._drivers -= 1
             return False
         return True
 
-    def leave(self) -> None:
-        """A driver ends with something left to do."""
+    def remove_driver(self) -> None:
+        """Uncount a driver that exits before the queue is empty."""
         self._drivers -= 1

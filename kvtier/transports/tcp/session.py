@@ -1,4 +1,4 @@
-"""The side that serves bytes: one connection of a peer, watched by the event loop."""
+"""The serving side: one connection of a peer, polled by the event loop."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvtier.backends.logs import RareWarning
-from kvtier.slices import Lease
-from kvtier.sockets.buffers import Buffers, advance, cut
+from kvtier.logs import RateLimitedWarning
+from kvtier.memory.slices import Lease
+from kvtier.sockets.buffers import Buffers, advance, split_runs
 from kvtier.sockets.connection import ProtocolViolation, keep_alive
 from kvtier.sockets.conversation import RECEIVE, SEND
 from kvtier.sockets.pump import SMALL_BYTES, Pump
@@ -20,16 +20,16 @@ from kvtier.transports.tcp.stream import Step, stream_over
 from kvtier.transports.tcp.wire import CONFIRMED_BYTES, MARK, Request, RequestReader, encode_answer
 
 ANSWERS_AT_ONCE = 8
-"""Requests whose leases are held at once, for one connection."""
+"""Maximum number of requests of one connection whose leases are held at once."""
 RECEIVE_BYTES = 4096
-"""At once, of requests: what is received beside them is copied."""
+"""Size of one read of requests. Payload that arrives with them is copied, so this is small."""
 SCRATCH_BYTES = 1 << 18
 
-_warn = RareWarning(logging.getLogger("kvtier"))
+_warn = RateLimitedWarning(logging.getLogger("kvtier"))
 
 
 class Session:
-    """Answers requests in their order. A thread is needed only while the socket takes bytes in."""
+    """A connection of a peer. Answers requests in order, using a thread only while the socket is ready."""
 
     def __init__(self, connected: socket.socket, grants: Grants, pump: Pump, deadline: float) -> None:
         self._socket = connected
@@ -39,27 +39,27 @@ class Session:
         self._deadline = deadline
         self._reader = RequestReader()
         self._next: Request | None = None
-        """A request to write that came after others to read."""
+        """A write request that arrived after read requests."""
 
     async def run(self) -> None:
-        """Until the peer closes, breaks off, is too slow, or sends what it must not."""
+        """Serve until the peer disconnects, is too slow, or violates the protocol."""
         try:
             keep_alive(self._socket)
             while requests := await self._requests():
-                # Who does not take what it has asked for is not waited for any longer.
-                with self._patience(self._deadline * len(requests)):
+                # Disconnect a peer that does not read its answers.
+                with self._timeout(self._deadline * len(requests)):
                     if requests[0].access is Access.READ:
                         await self._answer(requests)
                     else:
-                        await self._take_in(requests[0].spans)
+                        await self._receive(requests[0].spans)
         except ProtocolViolation as error:
-            _warn("a peer's connection is closed: %s", error)
+            _warn("tcp transport: closing the connection of a peer: %s", error)
         except OSError:
             return
 
     @contextmanager
-    def _patience(self, seconds: float) -> Iterator[None]:
-        """The connection breaks where this takes longer. Cheaper than a scope, which each part would pay."""
+    def _timeout(self, seconds: float) -> Iterator[None]:
+        """Interrupt the connection if the block takes longer. Cheaper than a cancel scope for each part."""
         timer = asyncio.get_running_loop().call_later(seconds, self._stream.interrupt)
         try:
             yield
@@ -67,11 +67,11 @@ class Session:
             timer.cancel()
 
     async def _requests(self) -> list[Request]:
-        """Requests that are there, at least one: some to read, or one to write. None: the peer has closed."""
-        while not (requests := self._parsed()):
-            if self._reader.held:
-                # Who has said half of it has a deadline; who says nothing may take as long as it likes.
-                with self._patience(self._deadline):
+        """Receive requests: several reads, or one write. Empty if the peer closed the connection."""
+        while not (requests := self._parse_requests()):
+            if self._reader.buffered:
+                # An incomplete request has a deadline; an idle connection has none.
+                with self._timeout(self._deadline):
                     data = await self._stream.receive(RECEIVE_BYTES)
             else:
                 data = await self._stream.receive(RECEIVE_BYTES)
@@ -80,7 +80,7 @@ class Session:
             self._reader.feed(data)
         return requests
 
-    def _parsed(self) -> list[Request]:
+    def _parse_requests(self) -> list[Request]:
         found: list[Request] = []
         while len(found) < ANSWERS_AT_ONCE:
             request = self._next or self._reader.next()
@@ -100,43 +100,43 @@ class Session:
         buffers: Buffers = deque()
         try:
             for request in requests:
-                held = [self._held(span, Access.READ, leases) for span in request.spans]
-                granted = encode_answer(Access.READ, [view is not None for view in held])
+                views = [self._lease(span, Access.READ, leases) for span in request.spans]
+                granted = encode_answer(Access.READ, [view is not None for view in views])
                 buffers.append(memoryview(granted))
-                buffers.extend(view for view in held if view)
-            held = []
-            await self._carry((SEND, buffers))
+                buffers.extend(view for view in views if view)
+            views = []
+            await self._run_steps((SEND, buffers))
         finally:
             buffers.clear()
             for lease in leases:
                 lease.release()
 
-    async def _take_in(self, spans: Sequence[RemoteSpan]) -> None:
+    async def _receive(self, spans: Sequence[RemoteSpan]) -> None:
         leases: list[Lease] = []
         steps: list[Step] = []
         try:
-            held = [self._held(span, Access.WRITE, leases) for span in spans]
-            confirmation = encode_answer(Access.WRITE, [view is not None for view in held])
-            for run in cut(_targets(spans, held), CONFIRMED_BYTES):
+            views = [self._lease(span, Access.WRITE, leases) for span in spans]
+            confirmation = encode_answer(Access.WRITE, [view is not None for view in views])
+            for run in split_runs(_targets(spans, views), CONFIRMED_BYTES):
                 steps += [(RECEIVE, run), (SEND, deque([memoryview(confirmation)]))]
                 confirmation = MARK
-            held = []
-            self._take_held(steps[0][1])
-            await self._carry(*steps)
+            views = []
+            self._copy_buffered(steps[0][1])
+            await self._run_steps(*steps)
         finally:
             for _, buffers in steps:
                 buffers.clear()
             for lease in leases:
                 lease.release()
 
-    def _take_held(self, targets: Buffers) -> None:
-        """Fill the first of them with what came along with the request."""
+    def _copy_buffered(self, targets: Buffers) -> None:
+        """Copy payload that arrived with the request to the first targets."""
         while targets and (data := self._reader.take(len(targets[0]))):
             targets[0][: len(data)] = data
             advance(targets, len(data))
 
-    def _held(self, span: RemoteSpan, access: Access, leases: list[Lease]) -> memoryview | None:
-        """The memory of a span that is granted, leased as long as ``leases`` are."""
+    def _lease(self, span: RemoteSpan, access: Access, leases: list[Lease]) -> memoryview | None:
+        """Lease the memory of a span, append the lease to ``leases``, and return the memory if granted."""
         lease = self._grants.hold(span, access)
         if lease is None:
             return None
@@ -145,8 +145,8 @@ class Session:
         view = lease.view[start : start + span.length]
         return view if start >= 0 and len(view) == span.length else None
 
-    async def _carry(self, *given: Step) -> None:
-        """Carry steps out: small ones in the loop, others in a thread while the socket does its part."""
+    async def _run_steps(self, *given: Step) -> None:
+        """Run steps: small ones in the event loop, others in a thread while the socket is ready."""
         steps = deque(given)
         while steps:
             buffers = steps[0][1]
@@ -161,10 +161,10 @@ class Session:
                 await self._stream.until_possible(steps[0])
 
 
-def _targets(spans: Sequence[RemoteSpan], held: Sequence[memoryview | None]) -> Iterator[memoryview]:
-    """Where their bytes go; what is not granted all into the same memory, which nobody keeps."""
-    scratch = memoryview(bytearray(SCRATCH_BYTES if None in held else 0))
-    for span, view in zip(spans, held, strict=True):
+def _targets(spans: Sequence[RemoteSpan], views: Sequence[memoryview | None]) -> Iterator[memoryview]:
+    """Yield the memory to receive into; for spans that are not granted, a shared scratch buffer."""
+    scratch = memoryview(bytearray(SCRATCH_BYTES if None in views else 0))
+    for span, view in zip(spans, views, strict=True):
         if view is not None:
             yield view
             continue

@@ -1,4 +1,4 @@
-"""What an operator may say about the transport ``tcp``."""
+"""Settings of the transport ``tcp``."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from kvtier.transports.base import TransportSettings
 
 
 class TcpSettings(TransportSettings):
-    """Bytes go over TCP connections to the port on which peers reach each other; no other port is opened."""
+    """Settings of the transport ``tcp``, which connects to the port of the peers' control connections."""
 
     connections: int = Field(
         default=4,
         ge=1,
         le=64,
         description=(
-            "How many connections to each peer bytes are fetched over at once; each takes a thread while "
-            "bytes come."
+            "Maximum number of parallel connections to each peer. A connection needs a thread while it "
+            "transfers bytes."
         ),
         examples=[8],
     )
@@ -25,8 +25,8 @@ class TcpSettings(TransportSettings):
         ge=1,
         le=256,
         description=(
-            "How many threads send to peers at once, all together. Connections beyond that wait for one "
-            "another; those that idle, or whose peer does not read, need none."
+            "Number of threads that send to peers, shared by all connections; further connections wait. A "
+            "connection that is idle, or whose peer does not read, needs no thread."
         ),
         examples=[32],
     )

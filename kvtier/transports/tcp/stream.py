@@ -1,6 +1,6 @@
-"""A socket that the event loop watches and worker threads move bytes over, never both at once.
+"""A socket that the event loop polls and worker threads transfer bytes over, never both at once.
 
-Time-outs: socket(7), SO_SNDTIMEO.
+Timeouts: socket(7), SO_SNDTIMEO.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvtier import native
-from kvtier.sockets.buffers import Buffers, advance, first_of
+from kvtier.sockets.buffers import Buffers, advance, first_buffers
 from kvtier.sockets.conversation import SEND, progress_of
 from kvtier.sockets.pump import Pump, finished
-from kvtier.sockets.waiting import MOMENT_SECONDS, until_readable, until_writable
+from kvtier.sockets.waiting import POLL_SECONDS, until_readable, until_writable
 
-_TIMEVAL = struct.pack("@ll", 0, int(MOMENT_SECONDS * 1e6))
+_TIMEVAL = struct.pack("@ll", 0, int(POLL_SECONDS * 1e6))
 _TLS_BYTES = 1 << 18
-"""A piece that TLS did not take must be offered again as it was, so that pieces have a size."""
+"""Size of one TLS write. A write that TLS did not accept must be retried unchanged."""
 _NOTHING = bytearray()
 
 Step = tuple[int, Buffers]
-"""One of the operations of :mod:`kvtier.sockets.conversation`, and the buffers that are left of it."""
+"""An operation of :mod:`kvtier.sockets.conversation`, and its remaining buffers."""
 
 
 class Stream:
-    """Plain: the socket blocks, and the loop says each time that it does not want to wait."""
+    """A plain socket. It is in blocking mode; calls from the event loop pass ``MSG_DONTWAIT``."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -39,51 +39,55 @@ class Stream:
             connected.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL)
 
     def interrupt(self) -> None:
-        """Wake who waits for this socket, thread or loop: it finds it closed. From any thread."""
+        """Shut the socket down, which wakes the thread or task that waits for it. Thread-safe."""
         with suppress(OSError):
-            # Not the method of an SSLSocket, which would go on in the clear.
+            # Not SSLSocket.shutdown, which would drop TLS: later calls would send plain text.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
-    # In the loop.
+    # Called from the event loop.
 
-    async def receive(self, most: int) -> bytes:
-        """What comes, at least one byte; none where the other side has closed. Raises ``OSError``."""
+    async def receive(self, limit: int) -> bytes:
+        """Return 1 to ``limit`` bytes, or none if the peer closed the connection. Raises ``OSError``."""
         while True:
             try:
-                return self._socket.recv(most, socket.MSG_DONTWAIT)
+                return self._socket.recv(limit, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 await until_readable(self._socket.fileno())
 
     def move_now(self, step: Step) -> bool:
-        """As much of it as goes at once; ``False``: not in the loop. Raises ``OSError``."""
+        """Transfer as much of a step as possible without blocking. Raises ``OSError``.
+
+        ``False`` if this stream can be used from a thread only.
+        """
         kind, buffers = step
         with suppress(BlockingIOError):
             while buffers:
-                some = first_of(buffers)
+                next_buffers = first_buffers(buffers)
                 if kind == SEND:
-                    moved = self._socket.sendmsg(some, [], socket.MSG_DONTWAIT)
+                    moved = self._socket.sendmsg(next_buffers, [], socket.MSG_DONTWAIT)
                 else:
-                    moved = unless_closed(self._socket.recvmsg_into(some, 0, socket.MSG_DONTWAIT)[0])
+                    moved = unless_closed(self._socket.recvmsg_into(next_buffers, 0, socket.MSG_DONTWAIT)[0])
                 advance(buffers, moved)
         return True
 
     async def until_possible(self, step: Step) -> None:
-        """Wait until more of it can be done. Raises ``OSError`` where that will never be."""
+        """Wait until the socket is ready for the step. Raises ``OSError`` if the connection is lost."""
         if step[0] == SEND:
             await until_writable(self._socket.fileno())
         else:
             await until_readable(self._socket.fileno())
 
     async def move(self, steps: deque[Step], pump: Pump) -> OSError | None:
-        """Carry steps out in a thread, for no longer than a moment; what is left is left. Why it ends, if so.
+        """Run steps in a thread for at most ``POLL_SECONDS``. Completed ones are removed from ``steps``.
 
-        Where this is cancelled the socket is interrupted, and the memory let go of before it ends.
+        Return the error that broke the connection, if any. If cancelled, interrupt the socket, and release
+        the memory before returning.
         """
         if not native.available():
-            return await self._move_here(steps, pump)
+            return await self._move_in_thread(steps, pump)
         operations = [(kind, list(buffers)) for kind, buffers in steps]
-        ended = pump.start(self._socket.fileno(), operations, _NOTHING, MOMENT_SECONDS)
-        # A task that is cancelled may keep this frame for longer than the leases.
+        ended = pump.start(self._socket.fileno(), operations, _NOTHING, POLL_SECONDS)
+        # A cancelled task may keep this frame, and with it the views, longer than the leases.
         del operations
         done, moved, number = await finished(ended, self.interrupt)
         for _ in range(done):
@@ -92,32 +96,34 @@ class Stream:
             advance(steps[0][1], moved)
         return None if number == errno.ETIMEDOUT else progress_of(done, moved, number).error
 
-    async def _move_here(self, steps: deque[Step], pump: Pump) -> OSError | None:
+    async def _move_in_thread(self, steps: deque[Step], pump: Pump) -> OSError | None:
         errors: list[OSError | None] = []
-        await finished(pump.hop(lambda: errors.append(self._moved(steps))), self.interrupt)
+        await finished(pump.executor(lambda: errors.append(self._move_blocking(steps))), self.interrupt)
         return errors[0]
 
-    # In a worker thread.
+    # Called from a worker thread.
 
-    def _moved(self, steps: deque[Step]) -> OSError | None:
-        # Then it is another connection's turn.
-        until = time.monotonic() + MOMENT_SECONDS
+    def _move_blocking(self, steps: deque[Step]) -> OSError | None:
+        # Bounded, so that other connections get the thread.
+        until = time.monotonic() + POLL_SECONDS
         try:
             while steps and time.monotonic() < until:
                 kind, buffers = steps[0]
                 if not buffers:
                     steps.popleft()
-                elif moved := (self._send_some if kind == SEND else self._receive_some)(first_of(buffers)):
+                elif moved := (self._send_some if kind == SEND else self._receive_some)(
+                    first_buffers(buffers)
+                ):
                     advance(buffers, moved)
                 else:
                     break
         except OSError as error:
-            # Where it was raised there are views, which nobody is to hold longer than the leases.
+            # The traceback refers to views, and would keep them longer than the leases.
             return error.with_traceback(None)
         return None
 
     def _send_some(self, buffers: Sequence[memoryview]) -> int:
-        """How many bytes went within a moment."""
+        """Send for at most ``POLL_SECONDS``, and return the number of bytes sent."""
         try:
             return self._socket.sendmsg(buffers)
         except BlockingIOError:
@@ -131,25 +137,25 @@ class Stream:
 
 
 class TLSStream(Stream):
-    """Over TLS: the socket never blocks, and ``ssl`` waits for it where it may."""
+    """A TLS socket. It is non-blocking; in worker threads ``ssl`` waits for it with a timeout."""
 
     def __init__(self, connected: ssl.SSLSocket) -> None:
         self._socket = self._secured = connected
         connected.settimeout(0)
 
-    async def receive(self, most: int) -> bytes:
+    async def receive(self, limit: int) -> bytes:
         """See :meth:`Stream.receive`."""
         self._secured.settimeout(0)
         while True:
             try:
-                return self._secured.recv(most)
+                return self._secured.recv(limit)
             except ssl.SSLWantReadError:
                 await until_readable(self._secured.fileno())
             except ssl.SSLWantWriteError:
                 await until_writable(self._secured.fileno())
 
     def move_now(self, step: Step) -> bool:
-        """Encrypting is a thread's work."""
+        """Return ``False``: encryption is too slow for the event loop."""
         return False
 
     async def until_possible(self, step: Step) -> None:
@@ -159,17 +165,17 @@ class TLSStream(Stream):
 
     async def move(self, steps: deque[Step], pump: Pump) -> OSError | None:
         """See :meth:`Stream.move`."""
-        return await self._move_here(steps, pump)
+        return await self._move_in_thread(steps, pump)
 
     def _send_some(self, buffers: Sequence[memoryview]) -> int:
-        self._secured.settimeout(MOMENT_SECONDS)
+        self._secured.settimeout(POLL_SECONDS)
         try:
             return self._secured.send(buffers[0][:_TLS_BYTES])
         except TimeoutError:
             return 0
 
     def _receive_some(self, views: Sequence[memoryview]) -> int:
-        self._secured.settimeout(MOMENT_SECONDS)
+        self._secured.settimeout(POLL_SECONDS)
         try:
             return unless_closed(self._secured.recv_into(views[0]))
         except TimeoutError:
@@ -177,12 +183,12 @@ class TLSStream(Stream):
 
 
 def stream_over(connected: socket.socket) -> Stream:
-    """Over a socket that is connected, whichever way it has been used so far."""
+    """Return the stream for a connected socket, plain or TLS."""
     return TLSStream(connected) if isinstance(connected, ssl.SSLSocket) else Stream(connected)
 
 
 def unless_closed(received: int) -> int:
-    """The same number. Raises ``ConnectionResetError`` where nothing was received."""
+    """Return ``received``. Raises ``ConnectionResetError`` if it is 0."""
     if not received:
-        raise ConnectionResetError("the other side has closed")
+        raise ConnectionResetError("the peer closed the connection")
     return received

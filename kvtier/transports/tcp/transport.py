@@ -1,4 +1,4 @@
-"""The transport ``tcp``: reads and writes over connections that the peers have authenticated."""
+"""The transport ``tcp``: reads and writes over connections that the peers authenticate."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import socket
 import struct
 from typing import ClassVar
 
-from kvtier.arena import Arena
 from kvtier.errors import PeerError
+from kvtier.memory.arena import Arena
 from kvtier.sockets.pump import Pump
 from kvtier.transports.base import (
     Dial,
@@ -27,10 +27,10 @@ _NAME = b"kvtier-tcp"
 
 
 class TcpTransport(Transport, SupportsConnections):
-    """Moves bytes between sockets and arenas in worker threads, with no copy of its own.
+    """A transport that moves bytes between sockets and arenas in worker threads, without an extra copy.
 
-    Who wants bytes takes a thread for each connection while they come. Who serves them needs a thread only
-    while there is something to send that the socket takes in.
+    The requesting side uses one thread per connection during a transfer. The serving side uses a thread only
+    while it has bytes to send and the socket accepts them.
     """
 
     settings_type: ClassVar[type[TransportSettings]] = TcpSettings
@@ -41,32 +41,32 @@ class TcpTransport(Transport, SupportsConnections):
         self._grants: Grants
 
     async def open(self, arena: Arena, grants: Grants) -> None:
-        """Nothing has to be made ready: leases give the memory, and sockets take any."""
+        """Store ``grants``. The arena needs no preparation: sockets work with any memory."""
         self._grants = grants
 
     async def close(self) -> None:
-        """Let the threads end."""
+        """Stop the threads."""
         self._pump.close()
 
     @property
     def endpoint(self) -> bytes:
-        """Which protocol this host speaks."""
+        """The protocol name and version of this host."""
         return _ENDPOINT.pack(_NAME, VERSION)
 
     async def connect(self, endpoint: bytes, dial: Dial) -> Link:
-        """A link, whose connections are opened when it is first used. Raises :class:`PeerError`."""
+        """Return a link, which connects on first use. Raises :class:`PeerError`."""
         if len(endpoint) != _ENDPOINT.size:
-            raise PeerError("its transport is not tcp: write the same peer.transport on both sides")
+            raise PeerError("the peer's transport is not tcp: set the same peer.transport on both sides")
         name, version = _ENDPOINT.unpack(endpoint)
         if name != _NAME:
-            raise PeerError("its transport is not tcp: write the same peer.transport on both sides")
+            raise PeerError("the peer's transport is not tcp: set the same peer.transport on both sides")
         if version != VERSION:
             raise PeerError(
-                f"its transport tcp has version {version} and this one version {VERSION}: install the same "
-                "kvtier on both sides"
+                f"the peer's transport tcp has version {version}, and this one version {VERSION}: install "
+                "the same kvtier on both sides"
             )
         return TcpLink(dial, self._settings.connections, self._settings.deadline)
 
     async def serve(self, connected: socket.socket) -> None:
-        """Serve a peer's connection. See :class:`~kvtier.transports.base.SupportsConnections`."""
+        """Serve a peer's connection; see :class:`~kvtier.transports.base.SupportsConnections`."""
         await Session(connected, self._grants, self._pump, self._settings.deadline).run()

@@ -1,28 +1,28 @@
-"""What travels over a connection of the transport ``tcp``. No input or output here.
+"""The wire format of the transport ``tcp``. No I/O here.
 
 Little-endian throughout. A request::
 
     magic u32 | kind u16: 1 to read, 2 to write | number of spans u16
     per span: grant u64 | offset u64 | length u64
     zeros up to a multiple of 64 bytes
-    to write: the bytes of all spans, one after the other
+    to write: the bytes of all spans, concatenated
 
-Its answer, in the order of the requests of that connection::
+The answers are in the order of the requests of a connection::
 
     magic u32 | kind u16: that of the request | number of spans u16
-    per span: u8: 0 where it is granted, 1 where it is not
+    per span: u8: 0 if granted, 1 if not
     zeros up to a multiple of 64 bytes
-    to read: the bytes of the spans that are granted, one after the other
+    to read: the bytes of the granted spans, concatenated
 
-What is written is confirmed for each ``CONFIRMED_BYTES`` that have arrived, and for the last, so that a cut
-undoes little: first by the answer, then by marks::
+The receiver confirms each ``CONFIRMED_BYTES`` of a write, and the rest, so that a connection loss repeats
+little: first with the answer, then with marks::
 
     magic u32 | kind u16: 3 | u16: 0
     zeros up to 64 bytes
 
-A request that is out of bounds ends the connection. What is to be written and is not granted is read and
-dropped, so that no round trip is needed before bytes are sent. Multiples of 64 keep the memory of kernel and
-arena aligned to each other: else the kernel takes up to twice as long over its copies.
+A request that exceeds the limits closes the connection. The receiver reads and discards writes that are not
+granted, so that the sender needs no round trip before it sends bytes. Padding to multiples of 64 keeps kernel
+and arena memory aligned to each other; without it the kernel's copies take up to twice as long.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvtier.transports.base import Access, RemoteSpan
 
 MAX_SPANS = 512
 MAX_REQUEST_BYTES = 64 << 20
-"""What the spans of a request may have together."""
+"""Maximum total length of a request's spans."""
 MAX_NUMBER = (1 << 64) - 1
 
 CONFIRMED_BYTES = 2 << 20
@@ -51,96 +51,96 @@ _ACCESSES = {kind: access for access, kind in _KINDS.items()}
 _OUTCOMES = (Outcome.OK, Outcome.MISS)
 
 MARK = _HEAD.pack(_MAGIC, 3, 0).ljust(_ALIGNMENT, b"\0")
-"""As much again has arrived."""
+"""Confirms a further ``CONFIRMED_BYTES``, or the rest, of a write."""
 
 
 class Request(NamedTuple):
-    """Spans that a peer asks for, or wants to write."""
+    """A request of a peer to read or write spans."""
 
     access: Access
     spans: list[RemoteSpan]
 
 
-def can_be_asked(span: RemoteSpan) -> bool:
-    """Whether its numbers fit; nobody grants those that do not."""
+def is_encodable(span: RemoteSpan) -> bool:
+    """Return whether the span's numbers fit into a request. A span whose numbers do not is never granted."""
     return all(0 <= number <= MAX_NUMBER for number in span)
 
 
 def encode_request(access: Access, spans: Sequence[RemoteSpan]) -> bytes:
-    """Without the bytes that are to be written."""
+    """Return a request, without the bytes to write."""
     head = _HEAD.pack(_MAGIC, _KINDS[access], len(spans))
     return (head + b"".join([_SPAN.pack(*span) for span in spans])).ljust(request_bytes(len(spans)), b"\0")
 
 
 def encode_answer(access: Access, granted: Sequence[bool]) -> bytes:
-    """Without the bytes that were read."""
-    head = _HEAD.pack(_MAGIC, _KINDS[access], len(granted)) + bytes(not one for one in granted)
+    """Return an answer, without the bytes that were read."""
+    head = _HEAD.pack(_MAGIC, _KINDS[access], len(granted)) + bytes(not is_granted for is_granted in granted)
     return head.ljust(answer_bytes(len(granted)), b"\0")
 
 
 def request_bytes(count: int) -> int:
-    """How long a request of ``count`` spans is before the bytes that are to be written."""
+    """Return the length of a request for ``count`` spans, without the bytes to write."""
     return -(-(_HEAD.size + count * _SPAN.size) // _ALIGNMENT) * _ALIGNMENT
 
 
 def answer_bytes(count: int) -> int:
-    """How long the answer to a request of ``count`` spans is before the bytes that were read."""
+    """Return the length of an answer for ``count`` spans, without the bytes that were read."""
     return -(-(_HEAD.size + count) // _ALIGNMENT) * _ALIGNMENT
 
 
 def decode_answer(data: bytes | bytearray, access: Access, count: int) -> list[Outcome]:
-    """What became of each span. Raises :class:`ProtocolViolation` where it answers another request."""
+    """Return the outcome of each span. Raises :class:`ProtocolViolation` if ``data`` does not match."""
     if _HEAD.unpack_from(data) != (_MAGIC, _KINDS[access], count):
-        raise ProtocolViolation("the answer is to another request")
+        raise ProtocolViolation("the answer does not match the request")
     try:
         return [_OUTCOMES[outcome] for outcome in data[_HEAD.size : _HEAD.size + count]]
     except IndexError:
-        raise ProtocolViolation("the answer has an outcome that there is not") from None
+        raise ProtocolViolation("the answer has an unknown outcome") from None
 
 
 class RequestReader:
-    """Cuts what a peer sends into requests, and the bytes that it wants to write."""
+    """A parser of a peer's byte stream into requests and the bytes to write."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._at = 0
 
     @property
-    def held(self) -> int:
-        """How many bytes were fed and not yet taken."""
+    def buffered(self) -> int:
+        """The number of bytes that were fed and not taken yet."""
         return len(self._buffer) - self._at
 
     def feed(self, data: bytes) -> None:
-        """Add what was received."""
+        """Append received bytes."""
         del self._buffer[: self._at]
         self._at = 0
         self._buffer += data
 
     def next(self) -> Request | None:
-        """The next request, or ``None`` until more is fed. Raises :class:`ProtocolViolation`.
+        """Return the next request, or ``None`` if it is incomplete. Raises :class:`ProtocolViolation`.
 
-        After a request to write come its bytes: :meth:`take` them before the next.
+        A write request is followed by its bytes: :meth:`take` them before the next call.
         """
-        if self.held < _HEAD.size:
+        if self.buffered < _HEAD.size:
             return None
         magic, kind, count = _HEAD.unpack_from(self._buffer, self._at)
         if magic != _MAGIC or kind not in _ACCESSES:
-            raise ProtocolViolation("that is no request")
+            raise ProtocolViolation("not a request of the tcp transport")
         if not 0 < count <= MAX_SPANS:
             raise ProtocolViolation(f"a request of {count} spans")
-        if self.held < request_bytes(count):
+        if self.buffered < request_bytes(count):
             return None
         start = self._at + _HEAD.size
-        listed = bytes(self._buffer[start : start + count * _SPAN.size])
-        spans = list(map(RemoteSpan._make, _SPAN.iter_unpack(listed)))
-        wanted = sum(span.length for span in spans)
-        if wanted > MAX_REQUEST_BYTES:
-            raise ProtocolViolation(f"a request for {wanted} bytes")
+        packed = bytes(self._buffer[start : start + count * _SPAN.size])
+        spans = list(map(RemoteSpan._make, _SPAN.iter_unpack(packed)))
+        requested = sum(span.length for span in spans)
+        if requested > MAX_REQUEST_BYTES:
+            raise ProtocolViolation(f"a request for {requested} bytes")
         self._at += request_bytes(count)
         return Request(_ACCESSES[kind], spans)
 
-    def take(self, most: int) -> bytes:
-        """Up to so many bytes of what was fed."""
-        taken = bytes(self._buffer[self._at : self._at + most])
+    def take(self, limit: int) -> bytes:
+        """Remove and return up to ``limit`` buffered bytes."""
+        taken = bytes(self._buffer[self._at : self._at + limit])
         self._at += len(taken)
         return taken

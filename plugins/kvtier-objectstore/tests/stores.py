@@ -1,4 +1,4 @@
-"""Backends of this plugin, and values for them."""
+"""Helpers: backends of this plugin, and values for them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ OK, MISS, FULL, FAILED = Outcome.OK, Outcome.MISS, Outcome.FULL, Outcome.FAILED
 
 MIB = 1 << 20
 LONG = 12 * MIB + 1
-"""Travels in three parts, the last of which is short."""
+"""Transferred in three parts, the last one short."""
 
 
 def make(**settings: Any) -> ObjectStoreBackend:
-    # Five MiB is the least that S3 takes.
+    # 5 MiB is S3's minimum.
     given = {"name": "pool", "type": "objectstore", "deadline": 20, "part_size": "5MiB", **settings}
     return ObjectStoreBackend(ObjectStoreSettings(**given))
 
@@ -35,7 +35,7 @@ async def opened(**settings: Any) -> AsyncIterator[ObjectStoreBackend]:
 
 
 async def values(count: int, size: int, seed: int = 0) -> list[PutItem]:
-    """Keys 0, 1, 2, … and values of one size for them."""
+    """Return keys 0, 1, 2, … with values of ``size`` bytes."""
 
     def make_all() -> list[PutItem]:
         return [(make_key(number), _value(number, size, seed)) for number in range(count)]
@@ -44,12 +44,12 @@ async def values(count: int, size: int, seed: int = 0) -> list[PutItem]:
 
 
 async def found(backend: Backend, items: Sequence[PutItem]) -> list[Outcome]:
-    """``OK`` where a value is held, whole, and why not where it is not."""
+    """Get the items, check the values found, and return the outcomes."""
     views = await to_thread.run_sync(lambda: [blank(len(view)) for _, view in items])
     keys = [key for key, _ in items]
     outcomes = await backend.get(list(zip(keys, views, strict=True)))
     for outcome, view, (_, value) in zip(outcomes, views, items, strict=True):
-        assert outcome is not OK or same(view, value), "another value is held"
+        assert outcome is not OK or same(view, value), "the key has another value"
     return list(outcomes)
 
 

@@ -1,4 +1,4 @@
-"""What a tier is told and tells, what it takes when it is full, and that hosts share what it holds."""
+"""Settings, checks and messages; a full store; sharing between hosts."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def check_settings(**settings: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, r"tiers\[1\]\.url .*is missing: write it, for example s3://bucket/kvtier"),
-        ({"url": "bucket/kvtier"}, "it begins with none of s3://, gs://, az://, file://, memory://"),
-        ({"url": "s3://id:hunter2@bucket"}, "it holds more than a place: write .* under credentials"),
-        ({"url": "az://box/chunks?sig=hunter2"}, "it holds more than a place: write .* under credentials"),
-        ({"url": "s3:///chunks"}, "it names no bucket: write s3://bucket/prefix"),
-        ({"url": "file://chunks"}, "it names no absolute path: write three slashes"),
+        ({}, r"tiers\[1\]\.url .*is required, for example s3://bucket/kvtier"),
+        ({"url": "bucket/kvtier"}, "it must start with one of s3://, gs://, az://, file://, memory://"),
+        ({"url": "s3://id:hunter2@bucket"}, "it must not contain .*: set them under credentials"),
+        ({"url": "az://box/chunks?sig=hunter2"}, "it must not contain .*: set them under credentials"),
+        ({"url": "s3:///chunks"}, "it has no bucket: write s3://bucket/prefix"),
+        ({"url": "file://chunks"}, "it has no absolute path: write three slashes"),
         (
             {"url": "s3://b", "endpoint": "s3.example.com"},
-            "it is no URL of a server: write one such",
+            "it is not an HTTP URL: write one such",
         ),
-        ({"url": "s3://b", "endpoint": "http://id:hunter2@h"}, "it holds more than a server"),
+        ({"url": "s3://b", "endpoint": "http://id:hunter2@h"}, "it must not contain"),
         ({"url": "s3://b", "part_size": "4MiB"}, "it should be greater than or equal to 5242880"),
         ({"url": "s3://b", "capacity": "1GiB"}, r"capacity .*is not a setting"),
     ],
 )
-def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(KVTierError, match=message) as refused:
         check_settings(**settings)
     assert "hunter2" not in str(refused.value)
@@ -58,7 +58,7 @@ def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     "url", ["s3://bucket", "s3://bucket/a/b", "gs://bucket/a", "az://container/a", "file:///a/b", "memory://"]
 )
-def test_settings_that_are_taken(url: str) -> None:
+def test_valid_settings(url: str) -> None:
     check_settings(url=url, options={"a": "b"}, credentials={"c": "d"})
 
 
@@ -80,8 +80,8 @@ def test_credentials_from_a_file_are_not_shown(tmp_path: Path) -> None:
         {"url": "az://c/a", "options": {"account_name": "a"}, "credentials": {"account_key": "hunter2"}},
     ],
 )
-async def test_what_obstore_does_not_take_is_refused_and_not_shown(settings: dict[str, Any]) -> None:
-    with pytest.raises(TierError, match="tier 'pool': obstore does not take this url with these") as refused:
+async def test_settings_that_obstore_rejects_are_not_shown(settings: dict[str, Any]) -> None:
+    with pytest.raises(TierError, match="tier 'pool': obstore rejects this url with these") as refused:
         await make(**settings).open()
     assert "hunter2" not in str(refused.value)
     assert refused.value.__cause__ is None
@@ -89,20 +89,20 @@ async def test_what_obstore_does_not_take_is_refused_and_not_shown(settings: dic
 
 
 @pytest.mark.anyio
-async def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+async def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(TierError, match=r"tier 'pool': url: .*file.*: write that of a folder"):
+    with pytest.raises(TierError, match=r"tier 'pool': url: .*file.*: set it to a folder"):
         await make(url=f"file://{tmp_path}/file/chunks").open()
 
 
 @pytest.mark.anyio
-async def test_a_folder_is_its_owners(tmp_path: Path) -> None:
+async def test_a_folder_is_private_to_its_owner(tmp_path: Path) -> None:
     async with opened(url=f"file://{tmp_path}/a%20b"):
         assert stat.S_IMODE((tmp_path / "a b").stat().st_mode) == 0o700
 
 
 @pytest.mark.anyio
-async def test_check_says_how_it_is(s3: S3Server, tmp_path: Path) -> None:
+async def test_check_reports_success(s3: S3Server, tmp_path: Path) -> None:
     async with opened(**{**s3.tier(), "url": f"s3://{BUCKET}/check"}) as backend:
         assert isinstance(backend, SupportsCheck)
         answer = await backend.check()
@@ -117,16 +117,16 @@ async def test_check_says_how_it_is(s3: S3Server, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"url": "s3://nobody-has-this/a"}, "has no such bucket: make it, or write another in url"),
+        ({"url": "s3://no-such-bucket/a"}, "has no such bucket: create it, or set url to another"),
         (
             {"credentials": {"access_key_id": "kvtier", "secret_access_key": "hunter2"}},
-            r"refuses these credentials \(403 Forbidden, SignatureDoesNotMatch\): see credentials",
+            r"refuses these credentials \(403 Forbidden, SignatureDoesNotMatch\): check credentials",
         ),
-        ({"reader": True}, r"refuses these credentials \(403 Forbidden, AccessDenied\): .*what they may do"),
-        ({"endpoint": "http://127.0.0.1:1"}, "cannot be reached: see url and endpoint"),
+        ({"reader": True}, r"refuses these credentials \(403 Forbidden, AccessDenied\): .*their permissions"),
+        ({"endpoint": "http://127.0.0.1:1"}, "cannot be reached: check url and endpoint"),
     ],
 )
-async def test_check_says_what_is_wrong(s3: S3Server, settings: dict[str, Any], message: str) -> None:
+async def test_check_reports_errors(s3: S3Server, settings: dict[str, Any], message: str) -> None:
     tier = {**s3.tier(), "deadline": 4, **settings}
     if tier.pop("reader", False):
         tier["credentials"] = {**tier["credentials"], "access_key_id": READER_KEY}
@@ -160,7 +160,7 @@ async def test_a_store_that_is_full(small_disk: Path, size: int) -> None:
         assert await found(backend, items) == [OK if outcome is OK else MISS for outcome in outcomes]
         files = sorted(path.name for path in (small_disk / "chunks").iterdir())
         kept = [key for (key, _), outcome in zip(items, outcomes, strict=True) if outcome is OK]
-        assert files == sorted(key.hex() for key in kept), "what found no room is left there"
+        assert files == sorted(key.hex() for key in kept), "failed writes left files behind"
         await backend.delete(kept)
         assert await backend.put(items[:1]) == [OK]
 
@@ -171,8 +171,8 @@ def test_loading_the_plugin_does_not_load_the_library() -> None:
         "Plugins.load(['kvtier-objectstore']).backend('objectstore'); "
         "print('kvtier_objectstore' in sys.modules, 'obstore' in sys.modules)"
     )
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["True", "False"]
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["True", "False"]
 
 
 @pytest.mark.anyio
@@ -196,7 +196,7 @@ def sockets() -> int:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", ["s3", "file"])
-async def test_hosts_share_what_it_holds(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+async def test_hosts_share_the_store(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if kind == "s3":
         server: S3Server = request.getfixturevalue("s3")
         pool = {**server.tier(), "url": f"s3://{BUCKET}/shared"}

@@ -1,4 +1,4 @@
-"""The whole contract, on each kind of store that can be had here."""
+"""The conformance suite on each kind of store available here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from s3_server import BUCKET, S3Server
 from stores import make
 
 from kvtier.backends.base import Backend
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.testing.backend import BackendConformance
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong between here and the store costs a miss: nothing hangs, nothing is left behind."""
+"""Faults of the store and the network result in misses or failures: no hangs, no leftovers."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def proxy(s3: S3Server) -> AsyncIterator[FaultyProxy]:
-    """In front of the server."""
+    """A proxy in front of the server."""
     async with FaultyProxy(s3.port) as proxy:
         yield proxy
 
 
 @pytest.fixture
 def tier(s3: S3Server, proxy: FaultyProxy, tmp_path: Path) -> dict[str, Any]:
-    """A tier of a prefix of the test's own, through the proxy."""
+    """A tier with its own prefix, through the proxy."""
     return {**s3.tier(), "url": f"s3://{BUCKET}/{tmp_path.name}", "endpoint": proxy.url}
 
 
 @pytest.fixture
 def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[S3Server]:
-    """A server of the test's own, to be killed and the like."""
+    """A server for this test only, which the test may kill or pause."""
     if reason := S3Server.missing():
         pytest.skip(reason)
     folder = tmp_path / "server"
@@ -50,8 +50,8 @@ async def in_thread(work: Callable[[], object]) -> None:
     await anyio.to_thread.run_sync(work)
 
 
-async def put_in_the_end(backend: Backend, items: Sequence[PutItem]) -> None:
-    """A server that has only just come back may take its time."""
+async def put_eventually(backend: Backend, items: Sequence[PutItem]) -> None:
+    """Retry ``put`` until it succeeds: a restarted server may need some time."""
     with anyio.fail_after(60):
         while set(await backend.put(items)) != {OK}:
             await anyio.sleep(0.1)
@@ -62,7 +62,7 @@ async def unfinished(s3: S3Server) -> list[str]:
 
 
 @pytest.mark.parametrize("part", ["uploads", "partNumber=1", "partNumber=2", "partNumber=3", "POST"])
-async def test_an_upload_of_which_a_part_is_cut_is_taken_back(
+async def test_an_upload_with_a_failed_part_is_aborted(
     tier: dict[str, Any], proxy: FaultyProxy, s3: S3Server, part: str
 ) -> None:
     old, new = await values(1, LONG, seed=1), await values(1, LONG, seed=2)
@@ -81,7 +81,7 @@ async def test_an_upload_of_which_a_part_is_cut_is_taken_back(
 
 
 @pytest.mark.parametrize("method", ["PUT", "GET", "HEAD"])
-async def test_one_cut_connection_is_made_good(tier: dict[str, Any], proxy: FaultyProxy, method: str) -> None:
+async def test_one_lost_connection_is_retried(tier: dict[str, Any], proxy: FaultyProxy, method: str) -> None:
     cut: list[str] = []
 
     def first(line: str) -> bool:
@@ -99,7 +99,7 @@ async def test_one_cut_connection_is_made_good(tier: dict[str, Any], proxy: Faul
     assert len(cut) == 1
 
 
-async def test_one_key_that_fails_does_not_spoil_the_others(tier: dict[str, Any], proxy: FaultyProxy) -> None:
+async def test_one_failing_key_does_not_affect_the_others(tier: dict[str, Any], proxy: FaultyProxy) -> None:
     items = await values(5, 4000)
     keys = [key for key, _ in items]
     bad = keys[2].hex()
@@ -133,24 +133,22 @@ async def test_a_value_that_is_replaced_between_its_parts_is_a_miss(
 
 
 @pytest.mark.parametrize("size", [0, 1, 3000, LONG + 1])
-async def test_a_long_view_on_another_value(tier: dict[str, Any], size: int) -> None:
+async def test_a_large_view_and_a_value_of_another_length(tier: dict[str, Any], size: int) -> None:
     view = await anyio.to_thread.run_sync(blank, LONG)
     async with opened(**tier) as backend:
         assert await backend.put([(make_key(0), memoryview(bytes(size)))]) == [OK]
         assert await backend.get([(make_key(0), view)]) == [MISS]
 
 
-async def test_no_more_requests_at_once_than_the_setting_says(
-    tier: dict[str, Any], proxy: FaultyProxy
-) -> None:
+async def test_the_limit_of_concurrent_requests(tier: dict[str, Any], proxy: FaultyProxy) -> None:
     items = await values(60, 2000)
     keys = [key for key, _ in items]
-    three, waiting, most = asyncio.Barrier(3), 0, 0
+    three, waiting, peak = asyncio.Barrier(3), 0, 0
 
     async def wait_for_two_more(_line: str) -> None:
-        nonlocal waiting, most
+        nonlocal waiting, peak
         waiting += 1
-        most = max(most, waiting)
+        peak = max(peak, waiting)
         await three.wait()
         waiting -= 1
 
@@ -159,7 +157,7 @@ async def test_no_more_requests_at_once_than_the_setting_says(
         assert await backend.put(items) == [OK] * 60
         assert await backend.contains(keys) == [True] * 60
         assert await found(backend, items) == [OK] * 60
-    assert (len(proxy.requests), most) == (180, 3)
+    assert (len(proxy.requests), peak) == (180, 3)
 
 
 @pytest.mark.parametrize("through", ["scope", "task"])
@@ -170,7 +168,7 @@ async def test_an_upload_that_is_cancelled_leaves_no_parts(
     async with opened(**tier) as backend:
         assert await backend.put(old) == [OK]
         view = memoryview(bytearray(new[0][1]))
-        # Its one await is the one for the threads. So many turns of the loop later parts are under way.
+        # Its only await is for the threads. 200 event loop iterations later, parts are in flight.
         assert await cancelled_at(1, lambda: backend.put([(old[0][0], view)]), through=through, lag=200)
         await anyio.to_thread.run_sync(stain, view)
         assert await unfinished(s3) == []
@@ -202,20 +200,20 @@ async def test_a_server_that_is_killed_in_mid_upload(server: S3Server) -> None:
             assert await found(backend, items) == [FAILED] * 3
             await in_thread(server.start)
             assert await backend.contains(keys) == [False] * 3
-            await put_in_the_end(backend, items)
+            await put_eventually(backend, items)
             assert await unfinished(server) == []
         async with opened(**server.tier()) as backend:
             assert await found(backend, items) == [OK] * 3
 
 
 @pytest.mark.slow
-async def test_a_server_that_stands_still_for_longer_than_the_deadline(server: S3Server) -> None:
+async def test_a_server_that_stalls_beyond_the_deadline(server: S3Server) -> None:
     short, long = await values(40, 4000), await values(2, LONG)
     keys = [key for key, _ in short]
     async with opened(**server.tier(), deadline=2, requests=4) as backend:
-        await put_in_the_end(backend, short)
+        await put_eventually(backend, short)
         await in_thread(server.pause)
-        # It goes on only after all of these have ended: none waits for it.
+        # The server resumes only after all of these calls: none may wait for it.
         assert await backend.put(short) == [FAILED] * 40
         assert await backend.put(long) == [FAILED] * 2
         view = blank(4000)
@@ -226,13 +224,13 @@ async def test_a_server_that_stands_still_for_longer_than_the_deadline(server: S
         with pytest.raises(StoreError, match="does not answer in time"):
             await backend.delete(keys)
         await in_thread(server.resume)
-        await put_in_the_end(backend, short)
-        # Of uploads whose beginning it read only when it went on, nobody but the server knows.
+        await put_eventually(backend, short)
+        # Only the server knows of uploads whose start it read after it was resumed.
         assert await anyio.to_thread.run_sync(server.orphans) == []
 
 
 @pytest.mark.slow
-async def test_a_server_that_stands_still_in_mid_upload(server: S3Server) -> None:
+async def test_a_server_that_stalls_in_mid_upload(server: S3Server) -> None:
     old, new = await values(1, LONG, seed=1), await values(1, LONG, seed=2)
     async with FaultyProxy(server.port) as proxy, opened(**server.tier()) as other:
         paused: list[str] = []
@@ -245,7 +243,7 @@ async def test_a_server_that_stands_still_in_mid_upload(server: S3Server) -> Non
         assert await other.put(old) == [OK]
         proxy.before = pause
         async with opened(**{**server.tier(), "endpoint": proxy.url, "deadline": 4}) as backend:
-            # It goes on only after this has ended.
+            # The server resumes only after this call.
             assert await backend.put(new) == [FAILED]
         await in_thread(server.resume)
         assert paused
@@ -256,7 +254,7 @@ async def test_a_server_that_stands_still_in_mid_upload(server: S3Server) -> Non
 async def test_a_server_without_room(server: S3Server) -> None:
     outcomes: list[Outcome] = []
     async with opened(**server.tier()) as backend:
-        # SeaweedFS notices only when it looks, and calls it an internal error, which says nothing of room.
+        # SeaweedFS checks its free space periodically, and reports a generic internal error.
         with anyio.fail_after(60):
             while FAILED not in outcomes:
                 items = await values(len(outcomes) + 1, 4_000_000)
@@ -265,19 +263,21 @@ async def test_a_server_without_room(server: S3Server) -> None:
         assert await found(backend, items) == [OK] * (len(items) - 1) + [MISS]
 
 
-async def test_nobody_at_the_port(tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_port_without_a_server(
+    tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
     async with FaultyProxy(s3.port) as proxy:
         url = proxy.url
     items = await values(2, 4000)
     async with opened(**{**s3.tier(), "endpoint": url}, deadline=2) as backend:
         assert await backend.put(items) == [FAILED] * 2
-        with pytest.raises(StoreError, match=f"^s3://kvtier/chunks at {url} cannot be reached: see url"):
+        with pytest.raises(StoreError, match=f"^s3://kvtier/chunks at {url} cannot be reached: check url"):
             await backend.contains([make_key(0)])
     (record,) = caplog.records
-    assert f"tier 'pool': s3://kvtier/chunks at {url} cannot be reached: see url and" in record.message
+    assert f"tier 'pool': s3://kvtier/chunks at {url} cannot be reached: check url and" in record.message
 
 
-async def test_wrong_credentials_are_said_once_and_never_shown(
+async def test_wrong_credentials_are_logged_once_and_never_shown(
     s3: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = s3.tier()
@@ -293,7 +293,8 @@ async def test_wrong_credentials_are_said_once_and_never_shown(
         assert "hunter2" not in repr(backend._settings) + repr(vars(backend._store))
     (record,) = caplog.records
     assert (
-        "refuses these credentials (403 Forbidden, SignatureDoesNotMatch): see credentials" in record.message
+        "refuses these credentials (403 Forbidden, SignatureDoesNotMatch): check credentials"
+        in record.message
     )
     assert "hunter2" not in caplog.text
     assert SECRET_KEY not in caplog.text
@@ -309,7 +310,7 @@ async def test_credentials_that_may_only_read(s3: S3Server, caplog: pytest.LogCa
         assert await backend.contains([make_key(0), make_key(7)]) == [True, False]
         assert await found(backend, items) == [OK] * 2
         assert caplog.records == []
-        # Raised, it would be tried again before every other call.
+        # If this raised, kvtier would retry it before every other call.
         await backend.delete([make_key(0)])
         assert await backend.put(items) == [FAILED] * 2
     (record,) = caplog.records

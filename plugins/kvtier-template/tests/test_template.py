@@ -1,4 +1,4 @@
-"""The whole contract, what the suite cannot know of this medium, and that kvtier finds it."""
+"""The conformance suite, faults specific to this medium, and that kvtier loads the plugin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtier_template import TemplateBackend, TemplateSettings
 
 from kvtier import TierError
 from kvtier.backends.base import Backend, Outcome
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.testing.backend import BackendConformance, make_key
 
@@ -19,7 +19,7 @@ def make(path: Path) -> TemplateBackend:
 
 
 class TestConformance(BackendConformance):
-    persistent = True  # what was put is still there after close and open
+    persistent = True  # stored values survive close and open
 
     def make_backend(self, path: Path) -> Backend:
         return make(path / "chunks")
@@ -35,12 +35,12 @@ class TestConformance(BackendConformance):
 @pytest.mark.anyio
 async def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "chunks").write_text("not a folder")
-    with pytest.raises(TierError, match=r"tier 'shared': path: .*chunks.*: write that of a folder"):
+    with pytest.raises(TierError, match=r"tier 'shared': path: .*chunks.*: set it to a folder"):
         await make(tmp_path / "chunks").open()
 
 
 @pytest.mark.anyio
-async def test_a_folder_that_is_no_longer_one(tmp_path: Path) -> None:
+async def test_a_folder_replaced_by_a_file(tmp_path: Path) -> None:
     backend = make(tmp_path / "chunks")
     await backend.open()
     (tmp_path / "chunks").rmdir()

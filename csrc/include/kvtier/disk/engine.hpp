@@ -1,7 +1,7 @@
-// Carries batches of transfers between memory and files, through one io_uring and one thread.
+// Executes batches of transfers between memory and files, with one io_uring and one thread.
 //
-// Whoever submits is never held up by a disk: handing a batch over and fetching what became of it take a lock
-// for a moment. An eventfd says when batches have finished, once for all that finished together.
+// The caller never waits for a disk: submitting a batch and taking its outcomes hold a lock only briefly. An eventfd
+// signals finished batches, once for all that finish together.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +20,10 @@ namespace kvtier::disk {
 
 struct Finished {
     std::uint64_t batch;
-    std::vector<int> outcomes;  // in the order of the transfers; of those dropped ECANCELED
+    std::vector<int> outcomes;  // in the order of the transfers; ECANCELED for dropped ones
 };
 
-// An eventfd: a number that one thread adds to, and that another waits to be more than 0.
+// An eventfd(2), to wake another thread.
 class Event {
 public:
     Event();
@@ -41,30 +41,30 @@ private:
 
 class Engine {
 public:
-    // At most `depth` transfers read or write at once. Throws std::system_error where Ring does.
+    // At most `depth` transfers read or write at once. Throws std::system_error as Ring does.
     explicit Engine(unsigned depth);
-    // As close().
+    // Calls close().
     ~Engine();
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Readable once a batch has finished, until take_finished(). Valid as long as this lives.
+    // Readable when a batch has finished, until take_finished(). Valid while this lives.
     int event_fd() const { return finished_event_.descriptor(); }
 
-    // See Ring::keep(). What transfers use of it from here on need not be pinned each time.
+    // See Ring::keep(). Later transfers of this memory need not pin it each time.
     void keep(std::byte* memory, std::size_t length);
 
-    // Begin a batch; its number. Its memory is the kernel's until it is told as finished. Never blocks on a
+    // Submit a batch; return its number. The kernel uses its memory until take_finished() returns it. Never waits for a
     // disk. Not after close().
     std::uint64_t submit(std::vector<Transfer> transfers);
 
-    // Drop what of a batch nobody has begun; the rest goes on to its end, and so does the batch.
+    // Drop the transfers of a batch that have not started; the others run to their end, and then the batch finishes.
     void cancel(std::uint64_t batch);
 
-    // What has finished since the last call.
+    // Batches that have finished since the last call.
     std::vector<Finished> take_finished();
 
-    // Blocks until every batch has finished; then the thread is gone. Harmless when repeated.
+    // Wait until every batch has finished, and end the thread. Idempotent.
     void close();
 
 private:
@@ -73,10 +73,10 @@ private:
         std::size_t unfinished;
     };
 
-    // While some read or write, as many more are opened before it and renamed after it.
-    unsigned begun_at_once() const { return 2 * depth_; }
+    // Twice the depth: while some transfers read or write, as many others are being opened or renamed.
+    unsigned max_in_flight() const { return 2 * depth_; }
     void run(std::promise<void>& ready);
-    bool take_in(Ring& ring);
+    bool accept(Ring& ring);
     void begin(Ring& ring);
     void proceed(Ring& ring, Transfer& transfer);
     bool may_move(Transfer& transfer);
@@ -84,9 +84,9 @@ private:
     void drop(std::uint64_t batch);
     void finish(const Transfer& transfer);
     void end(std::uint64_t batch);
-    void tell();
+    void publish();
 
-    // Between the threads.
+    // Shared between threads, guarded by mutex_.
     std::mutex mutex_;
     std::vector<std::pair<std::uint64_t, std::vector<Transfer>>> submitted_;
     std::vector<std::uint64_t> cancelled_;
@@ -95,14 +95,14 @@ private:
     std::pair<std::byte*, std::size_t> kept_{};
     bool closing_ = false;
 
-    // The thread's own.
+    // Used by the engine's thread only.
     std::unordered_map<std::uint64_t, Batch> batches_;
-    std::deque<Transfer*> waiting_;  // nobody has begun them
-    std::deque<Transfer*> opened_;   // begun, and may not read or write yet
+    std::deque<Transfer*> waiting_;  // not started
+    std::deque<Transfer*> opened_;   // in flight, waiting to read or write
     std::vector<Finished> newly_finished_;
-    unsigned under_way_ = 0;   // begun
-    unsigned moving_ = 0;      // of these read or write
-    std::uint64_t woken_ = 0;  // where the kernel leaves the count of submitted_event_
+    unsigned in_flight_ = 0;   // transfers started and not finished
+    unsigned moving_ = 0;      // of these, the ones that read or write
+    std::uint64_t woken_ = 0;  // the kernel stores the count of submitted_event_ here
     const unsigned depth_;
 
     Event submitted_event_;

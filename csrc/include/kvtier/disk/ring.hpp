@@ -1,6 +1,6 @@
-// Linux's io_uring, as much of it as files need: requests go in, answers come out, and one thread does both.
+// A minimal io_uring for file I/O: submit requests and reap completions, from a single thread.
 //
-// io_uring_setup(2), io_uring_enter(2), io_uring_register(2). No library between: three calls and two rings.
+// See io_uring_setup(2), io_uring_enter(2), io_uring_register(2). Uses the three system calls directly, not liburing.
 #pragma once
 
 #include <cstddef>
@@ -13,35 +13,34 @@ namespace kvtier::disk {
 
 struct Answer {
     std::uint64_t tag;
-    std::int32_t result;  // what the system call would have said, or -errno
+    std::int32_t result;  // that of the system call, or -errno
 };
 
-// Made, used and ended by one and the same thread.
+// Create, use and destroy it in the same thread.
 class Ring {
 public:
-    // For at most `most` requests under way at once. Throws std::system_error where this kernel has no
-    // io_uring (ENOSYS), does not let this process have one (EPERM) or has one that is too old (EOPNOTSUPP).
-    explicit Ring(unsigned most);
+    // For up to `max_requests` requests in flight. Throws std::system_error if the kernel has no io_uring (ENOSYS),
+    // does not permit it to this process (EPERM), or has one that is too old (EOPNOTSUPP).
+    explicit Ring(unsigned max_requests);
     ~Ring();
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    // Memory that requests will come for again and again: the kernel pins each 256 MiB of it once, as soon as
-    // all of these are in memory, where it can and this process may lock as much (RLIMIT_MEMLOCK). To be called
-    // once at most; the memory stays where it is as long as the ring lives.
+    // Register memory that many requests will use: the kernel pins each 256 MiB part of it once, as soon as the part is
+    // resident, if RLIMIT_MEMLOCK permits. Call at most once; the memory must stay mapped while the ring lives.
     void keep(std::byte* memory, std::size_t length);
 
-    // Take in a request: to open, read, write, close, rename or unlink. What it points at stays valid until
-    // it is answered. The kernel learns of it with the next wait().
+    // Queue a request to open, read, write, close, rename or unlink. Whatever it points at must stay valid until its
+    // answer. The next wait() submits it.
     void push(const Request& request, std::uint64_t tag);
 
-    // Be told when something is written to an eventfd, whose count goes to `count`.
+    // Queue a read of an eventfd into `count`, so that writing to the eventfd ends wait().
     void push_wake_up(int event_fd, std::uint64_t* count, std::uint64_t tag);
 
-    // Hand over what was pushed and wait until at least one request is answered.
+    // Submit the queued requests and wait for at least one answer.
     void wait();
 
-    // The next answer that is there. False: none.
+    // Take the next answer; false if there is no answer yet.
     bool pop(Answer* answer);
 
 private:

@@ -1,7 +1,7 @@
-// One object on its way between memory and a file, as a sequence of requests to the kernel.
+// Transfer of one object between memory and a file, as a state machine of requests to the kernel.
 //
-// Pure: it says what to ask next and is told the answer, and neither blocks nor calls anything. Whoever
-// carries it asks the kernel, through a ring or not (engine.hpp); tests answer in the kernel's place.
+// Pure: it returns the next request and accepts its result, without blocking or system calls. The engine
+// (engine.hpp) executes the requests, through io_uring or directly; tests simulate the kernel.
 #pragma once
 
 #include <cstddef>
@@ -10,35 +10,35 @@
 
 namespace kvtier::disk {
 
-// O_DIRECT moves whole pages between whole pages.
+// O_DIRECT needs page-aligned memory, offset and length.
 inline constexpr std::size_t kPageBytes = 4096;
 
-// The most that one request moves: a kernel takes no more than 2 GiB less a page at once.
-inline constexpr std::size_t kMostBytesAtOnce = std::size_t{1} << 30;
+// Largest read or write request. The kernel's limit is 2 GiB minus a page.
+inline constexpr std::size_t kMaxRequestBytes = std::size_t{1} << 30;
 
-// Copied by one of the kernel's threads where it goes through the page cache: as many copy at once as transfers move.
-inline constexpr std::size_t kPatientBytes = std::size_t{256} << 10;
+// Buffered requests of at least this size run on kernel workers, so that transfers copy in parallel.
+inline constexpr std::size_t kOffloadBytes = std::size_t{256} << 10;
 
-// What became of a transfer: kOk, kMiss, or the errno that it failed with.
+// Outcome of a transfer: kOk, kMiss, or an errno.
 inline constexpr int kOk = 0;
 inline constexpr int kMiss = -1;
 
 struct Request {
     enum class Kind : std::uint8_t {
         nothing,      // the transfer is finished
-        open,         // path, flags; answered with a descriptor
-        make_folder,  // path: the folder that it lies in
-        measure,      // descriptor; answered with the file's bytes
-        read,         // descriptor, memory, length, offset; answered with how many bytes
-        write,        // the same
-        use_cache,    // descriptor: no O_DIRECT from here on
-        touch,        // descriptor: the file was used now
+        open,         // path, flags; result: a descriptor
+        make_folder,  // path: the file's folder
+        measure,      // descriptor; result: the file's size
+        read,         // descriptor, memory, length, offset; result: bytes read
+        write,        // the same; result: bytes written
+        use_cache,    // descriptor: clear O_DIRECT
+        touch,        // descriptor: set the time stamps to now
         close,        // descriptor
         rename,       // path to other_path
         unlink,       // path
     };
     Kind kind = Kind::nothing;
-    bool patient = false;  // the kernel has had no patience with this before: have it wait
+    bool offload = false;  // run it on a kernel worker, because it blocks or copies much (IOSQE_ASYNC)
     int descriptor = -1;
     int flags = 0;
     const char* path = nullptr;
@@ -48,30 +48,30 @@ struct Request {
     std::uint64_t offset = 0;
 };
 
-// Paths and memory stay where they are from the first request to the last answer; it is not moved meanwhile.
+// Requests refer to the paths and memory, so do not move a transfer between its first request and its last result.
 class Transfer {
 public:
-    // Fill `memory` with the file `path`. One that is not there, or is of another length, is a miss.
+    // Fill `memory` with the file `path`. A missing file, or one of another length, is a miss.
     static Transfer reading(std::string path, std::byte* memory, std::size_t length, bool direct);
 
-    // Write `memory` to the file `temporary`, then give it the name `path`: all of it or nothing. The folder
-    // is made where it is missing. `memory` is only read.
+    // Write `memory` to the file `temporary`, then rename that to `path`, so that the write is atomic. Creates the
+    // folder if necessary. `memory` is only read.
     static Transfer writing(std::string path, std::string temporary, std::byte* memory, std::size_t length,
                             bool direct);
 
-    // What to ask next. `nothing` once it is finished.
+    // The next request; `nothing` when finished.
     Request request() const;
 
-    // The answer to request(): what the kernel says, or -errno.
+    // Accept the result of request(): that of the system call, or -errno.
     void answer(std::int64_t result);
 
-    // End one that nobody has begun: it has failed, with ECANCELED.
+    // Finish a transfer that has not started, with the outcome ECANCELED.
     void drop();
 
     bool finished() const { return stage_ == Request::Kind::nothing; }
     int outcome() const { return outcome_; }
 
-    // Whose it is; of no concern here.
+    // Used by the engine only.
     std::uint64_t batch = 0;
 
 private:
@@ -98,7 +98,7 @@ private:
     int outcome_ = kOk;
     Kind stage_ = Kind::open;
     bool direct_;
-    bool patient_ = false;
+    bool offload_ = false;
 };
 
 }  // namespace kvtier::disk

@@ -1,4 +1,4 @@
-"""A pool of KV cache chunks for kvtier in S3, Google Cloud Storage, Azure or a folder."""
+"""A shared pool of KV cache chunks for kvtier in S3, Google Cloud Storage, Azure or a folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvtier.backends.base import Backend
 
 @hookimpl
 def kvtier_backends() -> dict[str, type[Backend]]:
-    """The tier type ``objectstore``. The client library is imported when a tier of it is opened."""
+    """Return the tier type ``objectstore``. The client library is imported when such a tier is opened."""
     from kvtier_objectstore.backend import ObjectStoreBackend
 
     return {"objectstore": ObjectStoreBackend}

@@ -9,9 +9,9 @@ from typing import ClassVar, TypeVar
 from anyio import to_thread
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsCheck
-from kvtier.keys import ChunkKey
+from kvtier.concurrency.threads import WorkerThreads, spread
+from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
-from kvtier.threads import WorkerThreads, spread
 from kvtier_objectstore.faults import Refused, StoreError
 from kvtier_objectstore.settings import ObjectStoreSettings
 
@@ -20,27 +20,27 @@ ResultT = TypeVar("ResultT")
 LateT = TypeVar("LateT")
 
 REQUEST_SHARE = 0.25
-"""Of the tier's deadline, what one request may take."""
+"""Timeout of one request, as a share of the tier's deadline."""
 
 LAST_START = 0.75
-"""Of the tier's deadline, when the last request of a batch may begin, so that all have ended with it."""
+"""Share of the tier's deadline after which a batch starts no further request, so that all end in time."""
 
 
 class ObjectStoreBackend(Backend, SupportsCheck):
-    """One object a chunk, in S3, Google Cloud Storage, Azure or a folder.
+    """A pool with one object per chunk, in S3, Google Cloud Storage, Azure or a folder.
 
-    Requests run in at most ``requests`` worker threads, and connect when they are made: a store that is down
-    fails each batch within the tier's deadline, and one that is back is found again by the next.
+    Requests run in at most ``requests`` worker threads and connect on demand: while the store is down, each
+    batch fails within the tier's deadline; when it is back, the next batch succeeds.
     """
 
     settings_type: ClassVar[type[TierSettings]] = ObjectStoreSettings
 
     def __init__(self, settings: ObjectStoreSettings) -> None:
         self._settings = settings
-        self._hop = WorkerThreads(settings.requests)
+        self._executor = WorkerThreads(settings.requests)
 
     async def open(self) -> None:
-        """Load obstore. Raises :class:`TierError` where it does not take the settings."""
+        """Import obstore. Raises :class:`TierError` if it rejects the settings."""
         from kvtier_objectstore.store import ChunkStore
 
         self._store = await to_thread.run_sync(
@@ -48,30 +48,30 @@ class ObjectStoreBackend(Backend, SupportsCheck):
         )
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         del self._store
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Whether there is an object of each key, by a request for each. Raises :class:`StoreError`."""
-        answers = await self._each(self._store.holds, keys, self._latest(), late=_too_late())
-        self._tell(answers)
+        """Return whether each key has an object, with one request per key. Raises :class:`StoreError`."""
+        answers = await self._each(self._store.exists, keys, self._latest(), late=_too_late())
+        self._raise_or_warn(answers)
         return [answer is True for answer in answers]
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        """Upload a copy of each value, long ones in parts."""
+        """Upload a copy of each value; large ones in parts."""
         latest = self._latest()
         return await self._each(
             lambda item: self._store.write(item, latest), items, latest, late=Outcome.FAILED
         )
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        """Download each value into its view, the parts of long ones side by side."""
+        """Download each value into its view; the parts of large ones in parallel."""
         latest = self._latest()
-        began = await self._each(self._store.begin, items, latest, late=(Outcome.FAILED, None))
-        outcomes = [outcome for outcome, _ in began]
+        firsts = await self._each(self._store.read_first, items, latest, late=(Outcome.FAILED, None))
+        outcomes = [outcome for outcome, _ in firsts]
         rest = [
             (index, part)
-            for index, (outcome, version) in enumerate(began)
+            for index, (outcome, version) in enumerate(firsts)
             if outcome is Outcome.OK
             for part in self._store.rest(items[index], version)
         ]
@@ -82,23 +82,23 @@ class ObjectStoreBackend(Backend, SupportsCheck):
         return outcomes
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete each object. Raises :class:`StoreError`, but not where these credentials may not delete.
+        """Delete each object. Raises :class:`StoreError`, except if the credentials lack the permission.
 
-        What is raised is tried again before anything else is asked for, and would be for ever.
+        kvtier retries a failed ``delete`` before any other call, which would never end in that case.
         """
         answers = await self._each(self._store.remove, keys, self._latest(), late=_too_late())
         try:
-            self._tell(answers)
+            self._raise_or_warn(answers)
         except Refused as error:
             self._store.warn(error)
 
     async def check(self) -> str:
-        """See :meth:`SupportsCheck.check`. Writes an object of a few bytes and deletes it."""
-        (answer,) = await spread(lambda check: check(), [self._store.check], parts=1, hop=self._hop)
+        """See :meth:`SupportsCheck.check`. Writes a small object and deletes it."""
+        (answer,) = await spread(lambda check: check(), [self._store.check], parts=1, executor=self._executor)
         return answer
 
-    def _tell(self, answers: Sequence[object]) -> None:
-        """Raise where all went wrong, and warn where some did."""
+    def _raise_or_warn(self, answers: Sequence[object]) -> None:
+        """Raise if all requests failed, and warn if some did."""
         errors = [answer for answer in answers if isinstance(answer, StoreError)]
         if errors and len(errors) == len(answers):
             raise errors[0]
@@ -111,13 +111,13 @@ class ObjectStoreBackend(Backend, SupportsCheck):
     async def _each(
         self, work: Callable[[ItemT], ResultT], items: Sequence[ItemT], latest: float, *, late: LateT
     ) -> list[ResultT | LateT]:
-        """Apply ``work`` to each item; ``late`` where its turn comes only after ``latest``."""
+        """Apply ``work`` to each item. The result is ``late`` for items not started until ``latest``."""
 
         def in_time(item: ItemT) -> ResultT | LateT:
             return work(item) if time.monotonic() <= latest else late
 
-        return await spread(in_time, items, parts=self._settings.requests, hop=self._hop)
+        return await spread(in_time, items, parts=self._settings.requests, executor=self._executor)
 
 
 def _too_late() -> StoreError:
-    return StoreError("the store was too slow for some of a batch: see deadline")
+    return StoreError("the store was too slow for a whole batch: raise deadline")

@@ -1,6 +1,6 @@
-"""What an error of the object store means, in words that repeat nothing of it but public codes.
+"""Classify and describe errors of the object store, without quoting them except for public codes.
 
-An error's own text may hold a whole signed URL, and with it a secret: nothing here quotes it.
+The text of an error may contain a signed URL, and with it a secret.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|The specified bucket do
 
 
 class StoreError(Exception):
-    """Why a store did not do what it was asked, in words that may be logged."""
+    """A failed request. The message contains no secrets and may be logged."""
 
 
 class Refused(StoreError):
-    """It was reached, and these credentials may not do that."""
+    """The store denies this request to these credentials."""
 
 
 def is_full(error: Exception) -> bool:
-    """Whether the store has no room."""
+    """Return whether the store is out of space."""
     return _NO_ROOM.search(str(error)) is not None
 
 
 def is_shorter(error: Exception) -> bool:
-    """Whether the value ends before the range that was asked for begins."""
+    """Return whether the requested range starts beyond the end of the value."""
     return _BAD_RANGE.search(str(error)) is not None
 
 
 def is_refused(error: Exception) -> bool:
-    """Whether the store was reached and these credentials may not do that."""
+    """Return whether the store denies the request to these credentials."""
     return type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
 
 
 def explain(error: Exception) -> str:
-    """What is wrong and which setting mends it, as the end of a sentence about the store."""
+    """Describe the error and its remedy, as the predicate of a sentence about the store."""
     text = str(error)
     if _NO_BUCKET.search(text):
-        return "has no such bucket: make it, or write another in url"
+        return "has no such bucket: create it, or set url to another"
     if is_refused(error):
-        return f"refuses these credentials ({_codes(text)}): see credentials, and what they may do there"
+        return f"refuses these credentials ({_codes(text)}): check credentials and their permissions"
     if is_full(error):
-        return f"is full ({_codes(text)}): make room in it"
+        return f"is full ({_codes(text)}): free some space"
     if _TIMED_OUT.search(text):
-        return "does not answer in time: see url, endpoint and deadline"
+        return "does not answer in time: check url, endpoint and deadline"
     if _UNREACHABLE.search(text):
-        return "cannot be reached: see url and endpoint, and whether it runs"
+        return "cannot be reached: check url and endpoint, and that it is running"
     return f"failed ({_codes(text) or type(error).__name__})"
 
 

@@ -1,7 +1,7 @@
-"""The blocking half: one object a chunk, through obstore. Any thread may call it, several at once.
+"""The blocking part: one object per chunk, through obstore. Thread-safe.
 
-obstore's blocking calls let go of the GIL. None of them is given the caller's memory: a request that is out
-of time may hold on to its body for a moment after the call has ended.
+obstore's blocking calls release the GIL. They never get the caller's memory: a request that has timed out may
+keep its body for a moment after the call has returned.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from obstore.store import LocalStore, MemoryStore, from_url
 
 from kvtier import TierError
 from kvtier.backends.base import GetItem, Outcome, PutItem
-from kvtier.backends.logs import RareWarning
-from kvtier.keys import ChunkKey
+from kvtier.logs import RateLimitedWarning
+from kvtier.memory.keys import ChunkKey
 from kvtier_objectstore.faults import Refused, StoreError, explain, is_full, is_refused, is_shorter
 from kvtier_objectstore.settings import ObjectStoreSettings
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvtier")
 
 COPY_BYTES = 1 << 20
-"""Copied at once. The GIL is held for so long, some 100 microseconds, and given way in between."""
+"""Size of one copy. The GIL is held for one copy, about 100 microseconds, and released in between."""
 
 RETRIES = 3
 FIRST_BACKOFF = timedelta(milliseconds=50)
 
 
 class Part(NamedTuple):
-    """A part of a value, and the version of the value that it must be of."""
+    """A part of a value, and the version that the value must have."""
 
     key: ChunkKey
     start: int
@@ -49,28 +49,28 @@ class Part(NamedTuple):
 
 
 class ChunkStore:
-    """Chunks as objects whose names are their keys.
+    """A store of chunks as objects named by their keys.
 
-    A request takes at most ``request_seconds``, or twice that where a retry begins late. Raises
-    :class:`TierError` where obstore does not take the settings.
+    A request takes at most ``request_seconds``, or twice that if a retry starts late. Raises
+    :class:`TierError` if obstore rejects the settings.
     """
 
     def __init__(self, settings: ObjectStoreSettings, request_seconds: float) -> None:
         self._settings = settings
-        self._warn = RareWarning(logger)
+        self._warn = RateLimitedWarning(logger)
         try:
             self._store = _make_store(settings, timedelta(seconds=request_seconds))
         except OSError as error:
-            raise TierError(f"tier {settings.name!r}: url: {error}: write that of a folder") from error
+            raise TierError(f"tier {settings.name!r}: url: {error}: set it to a folder") from error
         except Exception as error:
-            # Neither quoted nor chained: it may repeat a key that it cannot read.
+            # Neither quoted nor chained: the text may contain an invalid secret key.
             raise TierError(
-                f"tier {settings.name!r}: obstore does not take this url with these credentials and options "
+                f"tier {settings.name!r}: obstore rejects this url with these credentials and options "
                 f"({type(error).__name__}): compare them with its documentation"
             ) from None
 
-    def holds(self, key: ChunkKey) -> bool | StoreError:
-        """Whether there is an object of this key, or why the store does not say."""
+    def exists(self, key: ChunkKey) -> bool | StoreError:
+        """Return whether the key has an object, or the error."""
         try:
             obstore.head(self._store, key.hex())
         except FileNotFoundError:
@@ -80,10 +80,9 @@ class ChunkStore:
         return True
 
     def write(self, item: PutItem, latest: float) -> Outcome:
-        """Put one value in the place of the old one, whole; in parts where it is long.
+        """Write a value, replacing the old one atomically. Large values are uploaded in parts.
 
-        No part of it is begun after ``latest`` (``time.monotonic``). What was sent of a value that then
-        fails is taken back.
+        No part is started after ``latest`` (``time.monotonic``). A failed upload is aborted.
         """
         key, view = item
         size = self._settings.part_size
@@ -98,8 +97,11 @@ class ChunkStore:
             return self._outcome(error, missing=Outcome.FAILED)
         return Outcome.OK
 
-    def begin(self, item: GetItem) -> tuple[Outcome, str | None]:
-        """Fill the view, or the first part of a long one, from a value of its length; the value's version."""
+    def read_first(self, item: GetItem) -> tuple[Outcome, str | None]:
+        """Read the value, or the first part of a large one, into the view. Return its version as well.
+
+        ``MISS`` if the value's length is not that of the view.
+        """
         key, view = item
         part = view[: self._settings.part_size]
         options: Any = {} if len(part) == len(view) else {"range": (0, len(part))}
@@ -113,14 +115,14 @@ class ChunkStore:
         return Outcome.OK, found.meta["e_tag"]
 
     def rest(self, item: GetItem, version: str | None) -> Iterator[Part]:
-        """The parts of a long value that :meth:`begin` leaves to :meth:`read`."""
+        """Yield the remaining parts of a large value, for :meth:`read`."""
         key, view = item
         size = self._settings.part_size
         for start in range(size, len(view), size):
             yield Part(key, start, view[start : start + size], version)
 
     def read(self, part: Part) -> Outcome:
-        """Fill one part. ``MISS`` where the value is another by now."""
+        """Read one part. ``MISS`` if the value was replaced since."""
         options: Any = {"range": (part.start, part.start + len(part.view)), "if_match": part.version}
         try:
             _fill(part.view, obstore.get(self._store, part.key.hex(), options=options).bytes())
@@ -129,7 +131,7 @@ class ChunkStore:
         return Outcome.OK
 
     def remove(self, key: ChunkKey) -> StoreError | None:
-        """Delete one object; one that is not there is no error. Why not, where it could not be done."""
+        """Delete one object, and return the error, if any. A missing object is not an error."""
         try:
             obstore.delete(self._store, key.hex())
         except FileNotFoundError:
@@ -139,11 +141,11 @@ class ChunkStore:
         return None
 
     def warn(self, error: StoreError) -> None:
-        """Say in the log what is wrong, once in a while."""
+        """Log the error, rate-limited."""
         self._warn("tier %r: %s", self._settings.name, error)
 
     def check(self) -> str:
-        """Write, read and delete an object, and ask for one that is not there. Raises :class:`TierError`."""
+        """Write, read and delete an object, and look up a missing one. Raises :class:`TierError`."""
         name = f".kvtier-check-{secrets.token_hex(8)}"
         began = time.monotonic()
         try:
@@ -156,22 +158,22 @@ class ChunkStore:
         try:
             obstore.head(self._store, name)
         except FileNotFoundError:
-            return f"{self._place}: an object was written, read and deleted in {milliseconds:.0f} ms"
+            return f"{self._location}: an object was written, read and deleted in {milliseconds:.0f} ms"
         except PermissionDeniedError:
-            problem = "refuses to say that an object is missing: allow listing too (s3:ListBucket)"
+            problem = "denies access to missing objects: allow listing as well (s3:ListBucket)"
         except Exception as error:
             problem = explain(error)
         else:
-            problem = "still has an object that was deleted: choose a store without that delay"
-        raise TierError(f"{self._place} {problem}")
+            problem = "returns an object after its deletion: use a store with strong consistency"
+        raise TierError(f"{self._location} {problem}")
 
     @property
-    def _place(self) -> str:
+    def _location(self) -> str:
         endpoint = self._settings.endpoint
         return self._settings.url + (f" at {endpoint}" if endpoint else "")
 
     def _outcome(self, error: Exception, *, missing: Outcome = Outcome.MISS) -> Outcome:
-        """What an error means for its key; a warning where it is one of the store."""
+        """Return the outcome for the key, and log a warning unless it is a miss."""
         if missing is Outcome.MISS and (
             isinstance(error, FileNotFoundError | PreconditionError) or is_shorter(error)
         ):
@@ -181,23 +183,23 @@ class ChunkStore:
 
     def _error(self, error: Exception) -> StoreError:
         kind = Refused if is_refused(error) else StoreError
-        return kind(f"{self._place} {explain(error)}")
+        return kind(f"{self._location} {explain(error)}")
 
 
 def _make_store(settings: ObjectStoreSettings, seconds: timedelta) -> ObjectStore:
-    place = urlsplit(settings.url)
-    if place.scheme == "memory":
+    location = urlsplit(settings.url)
+    if location.scheme == "memory":
         return MemoryStore()
-    if place.scheme == "file":
-        folder = Path(unquote(place.path))
+    if location.scheme == "file":
+        folder = Path(unquote(location.path))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return LocalStore(folder)
-    # One request a key says what became of each, and every server knows it. S3's bulk call is neither.
-    config: Any = {"disable_bulk_delete": "true"} if place.scheme == "s3" else {}
+    # One request per key returns a result per key, and all servers support it, unlike S3's bulk delete.
+    config: Any = {"disable_bulk_delete": "true"} if location.scheme == "s3" else {}
     config |= settings.options
     config |= {name: secret.get_secret_value() for name, secret in settings.credentials.items()}
     if settings.endpoint is not None:
-        config["base_url" if place.scheme == "gs" else "endpoint"] = settings.endpoint
+        config["base_url" if location.scheme == "gs" else "endpoint"] = settings.endpoint
     if settings.region is not None:
         config["region"] = settings.region
     allow_http = settings.endpoint is not None and settings.endpoint.startswith("http://")
@@ -214,7 +216,7 @@ def _make_store(settings: ObjectStoreSettings, seconds: timedelta) -> ObjectStor
 
 
 def _parts(view: memoryview, size: int, latest: float) -> Iterator[bytearray]:
-    """Copies, each made when there is room to send it. An upload whose parts stop by an error is aborted."""
+    """Yield copies of the parts, on demand. If this raises, obstore aborts the upload."""
     for start in range(0, len(view), size):
         if time.monotonic() > latest:
             raise TimeoutError("deadline has elapsed")

@@ -1,4 +1,4 @@
-"""Chunks as files in a folder that several hosts mount: the smallest backend that does all it must."""
+"""A minimal complete backend: chunks as files in a folder that several hosts mount."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pydantic import Field
 
 from kvtier import TierError, hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
-from kvtier.keys import ChunkKey
+from kvtier.concurrency.threads import WorkerThreads, spread
+from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
-from kvtier.threads import WorkerThreads, spread
 
 
 class TemplateSettings(TierSettings):
@@ -26,26 +26,26 @@ class TemplateSettings(TierSettings):
 
 
 class TemplateBackend(Backend):
-    """A file for each chunk."""
+    """One file per chunk."""
 
     settings_type = TemplateSettings
 
     def __init__(self, settings: TemplateSettings) -> None:
         self._name, self._path, self._threads = settings.name, settings.path, settings.concurrency
-        self._hop = WorkerThreads(self._threads)
+        self._executor = WorkerThreads(self._threads)
 
     async def open(self) -> None:
-        """Make the folder. Raises :class:`TierError` where that cannot be."""
+        """Create the folder. Raises :class:`TierError` if that fails."""
         try:
             await to_thread.run_sync(lambda: self._path.mkdir(parents=True, exist_ok=True))
         except OSError as error:
-            raise TierError(f"tier {self._name!r}: path: {error}: write that of a folder") from error
+            raise TierError(f"tier {self._name!r}: path: {error}: set it to a folder") from error
 
     async def close(self) -> None:
-        """Nothing was held open."""
+        """Do nothing: no file stays open between calls."""
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Whether each key has a file."""
+        """Return whether each key has a file."""
         return await self._each(lambda key: self._file(key).is_file(), keys)
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
@@ -57,11 +57,11 @@ class TemplateBackend(Backend):
         return await self._each(self._read, items)
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove each file."""
+        """Delete each file."""
         await self._each(lambda key: self._file(key).unlink(missing_ok=True), keys)
 
     async def _each(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        return await spread(work, items, parts=self._threads, hop=self._hop)
+        return await spread(work, items, parts=self._threads, executor=self._executor)
 
     def _file(self, key: ChunkKey) -> Path:
         return self._path / key.hex()
@@ -82,15 +82,15 @@ class TemplateBackend(Backend):
         key, view = item
         try:
             with self._file(key).open("rb") as file:
-                whole = file.readinto(view) == len(view) and not file.read(1)
+                is_complete = file.readinto(view) == len(view) and not file.read(1)
         except FileNotFoundError:
             return Outcome.MISS
         except OSError:
             return Outcome.FAILED
-        return Outcome.OK if whole else Outcome.MISS
+        return Outcome.OK if is_complete else Outcome.MISS
 
 
 @hookimpl
 def kvtier_backends() -> dict[str, type[Backend]]:
-    """Backends, by the name that a tier's ``type`` calls them by."""
+    """Return the backends by tier type."""
     return {"template": TemplateBackend}

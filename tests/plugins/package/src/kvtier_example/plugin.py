@@ -1,4 +1,4 @@
-"""Every hook, in the least code."""
+"""A minimal implementation of every hook."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pydantic import Field
 
 from kvtier import Settings, hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
+from kvtier.catalog.eviction import EvictionPolicy
 from kvtier.events import Observer, Report
-from kvtier.eviction.base import EvictionPolicy
-from kvtier.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings, TierSettings
 
 
@@ -32,23 +32,23 @@ class ShelfBackend(Backend):
         self._held: dict[ChunkKey, bytes] = {}
 
     async def open(self) -> None:
-        """Nothing to open."""
+        """Do nothing."""
 
     async def close(self) -> None:
-        """Forget everything."""
+        """Drop all objects."""
         self._held.clear()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Whether each is there."""
+        """Return for each key whether it is held."""
         return [key in self._held for key in keys]
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        """Copy each."""
+        """Store a copy of each value."""
         self._held.update((key, bytes(view)) for key, view in items)
         return [Outcome.OK] * len(items)
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        """Copy each back."""
+        """Copy each value into its buffer."""
         outcomes = []
         for key, view in items:
             held = self._held.get(key)
@@ -59,7 +59,7 @@ class ShelfBackend(Backend):
         return outcomes
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Forget each."""
+        """Drop each key."""
         for key in keys:
             self._held.pop(key, None)
 
@@ -71,67 +71,67 @@ class FifoPolicy(EvictionPolicy):
         self._rows: dict[int, None] = {}
 
     def added(self, row: int, parent: int) -> None:
-        """At the end."""
+        """Append the row."""
         self._rows[row] = None
 
     def used(self, rows: Sequence[int]) -> None:
-        """Does not matter."""
+        """Ignore it."""
 
     def removed(self, row: int) -> None:
-        """Gone."""
+        """Remove the row."""
         self._rows.pop(row, None)
 
     def victims(self) -> Iterator[int]:
-        """The oldest first."""
+        """Iterate over the rows, oldest first."""
         return iter(self._rows)
 
 
 class NamingObserver:
-    """Notes the phases."""
+    """Records the events."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self.chunk_tokens = chunk_tokens
         self.phases: list[str] = []
 
     def observe(self, report: Report) -> None:
-        """Note one."""
+        """Record the name of an event."""
         self.phases.append(type(report.event).__name__)
 
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
-        """Does not matter."""
+        """Ignore it."""
 
 
 class Pigeon:
-    """Would be a transport."""
+    """A placeholder for a transport."""
 
 
 @hookimpl
 def kvtier_backends() -> dict[str, type[Backend]]:
-    """One backend."""
+    """Provide a backend."""
     return {"shelf": ShelfBackend}
 
 
 @hookimpl
 def kvtier_transports() -> dict[str, type]:
-    """One transport."""
+    """Provide a transport."""
     return {"pigeon": Pigeon}
 
 
 @hookimpl
 def kvtier_eviction_policies() -> dict[str, type[EvictionPolicy]]:
-    """One policy."""
+    """Provide an eviction policy."""
     return {"fifo": FifoPolicy}
 
 
 @hookimpl
 def kvtier_observers(settings: Settings) -> Iterable[Observer]:
-    """One observer."""
+    """Provide an observer."""
     return [NamingObserver(settings.chunk_tokens)]
 
 
 @hookimpl
 def kvtier_commands(app: typer.Typer) -> None:
-    """One command."""
+    """Add a command."""
 
     @app.command()
     def hello(name: str) -> None:

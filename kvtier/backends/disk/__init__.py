@@ -1,0 +1,1 @@
+"""Disk backend: chunks as files, through io_uring or worker threads."""

@@ -1,0 +1,191 @@
+"""Disk backend: one file per object in a folder, written atomically and kept across restarts."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import ClassVar, Literal, TypeVar
+
+from pydantic import Field
+
+from kvtier.backends.base import (
+    Backend,
+    GetItem,
+    Outcome,
+    PutItem,
+    StoredObject,
+    SupportsCheck,
+    SupportsRegistration,
+    SupportsScan,
+)
+from kvtier.backends.disk.folder import ObjectFolder, lock_holder, object_path, walk
+from kvtier.backends.disk.ring import ObjectRing
+from kvtier.concurrency.threads import WorkerThreads, spread
+from kvtier.errors import TierError
+from kvtier.memory.arena import Arena
+from kvtier.memory.keys import ChunkKey
+from kvtier.settings import LocalPath, LocalTierSettings, TierSettings
+
+logger = logging.getLogger("kvtier")
+
+__all__ = ["DiskBackend", "DiskSettings", "lock_holder", "object_path", "walk"]
+
+QUICK_CALLS_PER_THREAD = 64
+"""Existence checks and deletes per thread. Each takes microseconds, so fewer do not justify a wake-up."""
+
+SCAN_BATCH = 1024
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+
+class DiskSettings(LocalTierSettings):
+    """Settings of a tier of type ``disk``."""
+
+    path: LocalPath = Field(
+        description="Folder for the chunks. Created if missing. Two processes cannot share it.",
+        examples=["/var/cache/kvtier"],
+    )
+    direct: bool = Field(
+        default=True,
+        description=(
+            "Bypass the page cache (O_DIRECT) if the file system supports it: faster, and it leaves the "
+            "host's memory to the memory tiers."
+        ),
+        examples=[False],
+    )
+    concurrency: int = Field(
+        default=4,
+        ge=1,
+        le=256,
+        description="Maximum number of batches in flight, and of chunks in flight.",
+        examples=[8],
+    )
+    io: Literal["auto", "uring", "threads"] = Field(
+        default="auto",
+        description=(
+            "I/O engine. `uring`: the kernel's io_uring. `threads`: one thread per chunk in flight. "
+            "`auto`: io_uring if the native core is built and the kernel allows it, otherwise threads."
+        ),
+        examples=["threads"],
+    )
+
+
+class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
+    """Objects as files ``DIR/<first 3 hex digits>/<64 hex digits>.kv``, which contain nothing else.
+
+    At most ``concurrency`` objects are read or written at once, through io_uring or as many threads. A
+    write goes to a temporary file that is then renamed over the old one, so a killed process leaves only
+    complete objects. Nothing is fsynced: after a power failure a file may be torn or empty, which its
+    header and checksum detect (:class:`~kvtier.tiers.sealed.SealedBackend`), at the cost of a miss.
+    The modification time of a file is the time of its last use. One process at a time locks the folder.
+    """
+
+    settings_type: ClassVar[type[TierSettings]] = DiskSettings
+
+    def __init__(self, settings: DiskSettings) -> None:
+        self._settings = settings
+        self._ring: ObjectRing | None = None
+
+    async def open(self) -> None:
+        """Lock the folder.
+
+        Raises :class:`TierError` if the folder is not writable, if another process has locked it, or if
+        ``io: uring`` is set and io_uring is unavailable.
+        """
+        settings = self._settings
+        self._executor = WorkerThreads(settings.concurrency)
+        try:
+            self._folder = await self._in_thread(
+                lambda: ObjectFolder(settings.name, settings.path, direct=settings.direct)
+            )
+            try:
+                self._ring = self._make_ring()
+            except BaseException:
+                self._folder.close()
+                raise
+        except BaseException:
+            self._executor.close()
+            raise
+
+    async def close(self) -> None:
+        """Unlock the folder for the next process."""
+        if self._ring is not None:
+            await self._in_thread(self._ring.wait)
+            self._ring.close()
+            self._ring = None  # Closes its descriptors and unpins the arena.
+        await self._in_thread(self._folder.close)
+        self._executor.close()
+
+    async def register(self, arena: Arena) -> None:
+        """Register the arena with io_uring, because most objects are read into or written from it."""
+        if self._ring is not None:
+            self._ring.register(arena)
+
+    async def check(self) -> str:
+        """Return the I/O engine in use and whether it bypasses the page cache."""
+        medium = "io_uring" if self._ring is not None else "threads"
+        return f"{medium}, {'O_DIRECT' if self._folder.direct else 'through the page cache'}"
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        """Return whether each key has a file."""
+        return await self._spread(self._folder.holds, keys, QUICK_CALLS_PER_THREAD)
+
+    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        """Write each view to a file. ``FULL`` if the disk is full or a quota is reached."""
+        if self._ring is not None:
+            return await self._ring.write(items)
+        return await self._spread(self._folder.write, items)
+
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        """Read each file into its view."""
+        if self._ring is not None:
+            return await self._ring.read(items)
+        return await self._spread(self._folder.read, items)
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        """Delete each file."""
+        await self._spread(self._folder.remove, keys, QUICK_CALLS_PER_THREAD)
+
+    async def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
+        """Yield every object in the folder, and delete the temporary files of interrupted writes.
+
+        Reads one page of each file. Ignores files whose name is not a key, and logs them.
+        """
+        objects = self._folder.objects()
+
+        def next_batch() -> list[Path]:
+            return list(itertools.islice(objects, SCAN_BATCH))
+
+        while paths := await self._in_thread(next_batch):
+            described = await self._spread(self._folder.describe, paths)
+            yield [stored for stored in described if stored is not None]
+
+    def _make_ring(self) -> ObjectRing | None:
+        """Create the io_uring that the settings ask for, or return ``None`` to use threads."""
+        settings = self._settings
+        if settings.io == "threads":
+            return None
+        try:
+            return ObjectRing(self._folder, settings.concurrency)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if settings.io == "uring":
+                raise TierError(
+                    f"tier {settings.name!r}: io_uring is unavailable ({reason}): enable it (`kvtier doctor` "
+                    "shows how), or set the tier's `io` to auto"
+                ) from error
+            logger.info("tier %r: io_uring is unavailable (%s); using threads", settings.name, reason)
+            return None
+
+    async def _spread(
+        self, work: Callable[[ItemT], ResultT], items: Sequence[ItemT], items_per_thread: int = 1
+    ) -> list[ResultT]:
+        parts = min(self._settings.concurrency, -(-len(items) // items_per_thread))
+        return await spread(work, items, parts=parts, executor=self._executor)
+
+    async def _in_thread(self, function: Callable[[], ResultT]) -> ResultT:
+        (result,) = await spread(lambda call: call(), [function], parts=1, executor=self._executor)
+        return result

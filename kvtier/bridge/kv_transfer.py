@@ -1,0 +1,164 @@
+"""KV transfers requested by one scheduler. They end with its connection."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import anyio
+from anyio.abc import TaskGroup
+
+from kvtier.bridge.protocol import EndKVTransfer, KVTransfer, KVTransferResult
+from kvtier.catalog.catalog import Catalog, State
+from kvtier.errors import PeerError, ProtocolError
+from kvtier.logs import ChangedWarnings
+from kvtier.memory.keys import ChunkKey, split_keys
+from kvtier.memory.layout import ChunkLayout
+from kvtier.pipeline.store import Reservation
+from kvtier.tiers.router import FIRST
+
+if TYPE_CHECKING:
+    from kvtier.peers.staging.buffers import Staging
+
+COMMIT_POLL_SECONDS = 0.02
+"""How often to check whether the workers have filled the reserved chunks. Only at the end of a prompt."""
+
+
+class Result(Protocol):
+    """Outcome of a KV transfer: see :class:`kvtier.peers.kv_transfer_result.KVTransferResult`."""
+
+    @property
+    def leading(self) -> int:
+        """Number of leading chunks that the peer holds."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether the peer rejects chunks of this model."""
+
+    @property
+    def last_error(self) -> str:
+        """Why the transfer is incomplete."""
+
+
+class Transfer(Protocol):
+    """A running KV transfer: see :class:`kvtier.peers.kv_transfer.KVTransfer`."""
+
+    filling: int
+    """Number of chunks that the engine is copying into a staging buffer."""
+
+    def stages(self, key: ChunkKey) -> bool:
+        """Return whether a chunk should be pushed from a staging buffer."""
+
+    def staged(self, staging: Staging, chunk: Reservation) -> None:
+        """Push a chunk that is complete in a staging buffer. Takes ownership of its lease."""
+
+    @property
+    def ended(self) -> anyio.Event:
+        """Set when no chunk is pending or being pushed."""
+
+    @property
+    def result(self) -> Result:
+        """Outcome so far."""
+
+    async def finish(self, seconds: float) -> Result:
+        """Push the chunks that are READY, for ``seconds`` at most. No further chunk becomes READY."""
+
+    def abort(self) -> None:
+        """Stop pushing."""
+
+
+Begin = Callable[[str, Sequence[ChunkKey]], Transfer]
+"""Start to push the chunks of a prompt to a peer. Raises :class:`PeerError`."""
+
+
+class EngineKVTransfers:
+    """Starts and ends the KV transfers of one engine, and reports their results to it."""
+
+    def __init__(
+        self,
+        begin: Begin,
+        catalog: Catalog,
+        layout: ChunkLayout,
+        warnings_: ChangedWarnings,
+        seconds: float,
+        tasks: TaskGroup,
+        notify: Callable[[KVTransferResult], Awaitable[None]],
+    ) -> None:
+        """``seconds``: how long reserved chunks may take to be filled and pushed once a prompt is computed.
+
+        ``tasks``: the task group of the connection that ``notify`` sends on.
+        """
+        self._begin = begin
+        self._catalog = catalog
+        self._layout = layout
+        self._warnings = warnings_
+        self._seconds = seconds
+        self._tasks = tasks
+        self._notify = notify
+        self._open: dict[int, tuple[Transfer, list[ChunkKey]]] = {}
+
+    @property
+    def count(self) -> int:
+        """Number of running transfers."""
+        return len(self._open)
+
+    def find(self, ticket: int) -> Transfer | None:
+        """Return a running transfer, or ``None``."""
+        return self._open.get(ticket, (None, ()))[0]
+
+    def begin(self, request: KVTransfer) -> KVTransferResult | None:
+        """Push chunks as they become READY; return a result if that fails. Raises :class:`ProtocolError`."""
+        try:
+            keys = split_keys(request.keys)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+        if request.ticket in self._open or not 0 < request.tokens <= len(keys) * self._layout.chunk_tokens:
+            raise ProtocolError("invalid KV transfer: ticket in use, or tokens do not match its keys")
+        try:
+            transfer = self._begin(request.to, keys)
+        except PeerError as error:
+            self._warnings.note(request.to, str(error))
+            return KVTransferResult(request.ticket, 0, str(error))
+        self._open[request.ticket] = transfer, keys
+        self._tasks.start_soon(self._watch, request, transfer)
+        return None
+
+    def end(self, request: EndKVTransfer) -> None:
+        """End a transfer: no further chunk of it will be reserved. Unknown tickets are ignored."""
+        transfer, keys = self._open.get(request.ticket, (None, ()))
+        if transfer is None:
+            return
+        if request.complete:
+            self._tasks.start_soon(self._finish, transfer, keys)
+        else:
+            transfer.abort()
+
+    def close(self) -> None:
+        """Abort all transfers: the scheduler has disconnected."""
+        for transfer, _ in self._open.values():
+            transfer.abort()
+        self._open.clear()
+
+    async def _finish(self, transfer: Transfer, keys: Sequence[ChunkKey]) -> None:
+        # Workers commit chunks on their own connections, possibly later than this.
+        deadline = anyio.current_time() + self._seconds
+        while (
+            not transfer.ended.is_set()
+            and (transfer.filling or self._any_pending(keys))
+            and anyio.current_time() < deadline
+        ):
+            with anyio.move_on_after(COMMIT_POLL_SECONDS):
+                await transfer.ended.wait()
+        await transfer.finish(self._seconds)
+
+    def _any_pending(self, keys: Sequence[ChunkKey]) -> bool:
+        return any(self._catalog.state(key, FIRST) is State.PENDING for key in keys)
+
+    async def _watch(self, request: KVTransfer, transfer: Transfer) -> None:
+        await transfer.ended.wait()
+        self._open.pop(request.ticket, None)
+        result = transfer.result
+        last_error = f"{result.last_error}; here: {self._layout}" if result.refused else result.last_error
+        self._warnings.note(request.to, last_error)
+        tokens = min(result.leading * self._layout.chunk_tokens, request.tokens)
+        await self._notify(KVTransferResult(request.ticket, tokens, last_error))

@@ -1,0 +1,1 @@
+"""Chunk format (keys, layout, header) and chunk memory (the arena and its slices)."""

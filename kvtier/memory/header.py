@@ -1,0 +1,164 @@
+r"""Chunk header: format, checksum and validation.
+
+A *chunk object* is header and payload in one contiguous run of bytes, padded to whole pages: one value in a
+pool, one file on disk, one aligned slice of the arena. A backend transfers it with a single call, also with
+O_DIRECT, and it can never mix two writes.
+
+======  =====  ==========================================================
+offset  bytes  field (little-endian)
+======  =====  ==========================================================
+0       8      magic ``KVTIER\r\n``
+8       2      version
+10      2      checksum algorithm: 0 none, 1 XXH3-128
+12      4      reserved, zero
+16      8      payload length in bytes
+24      32     key
+56      32     parent key
+88      32     namespace
+120     16     checksum of the payload
+136     8      XXH3-64 of the preceding 136 bytes
+144     112    reserved, zero
+======  =====  ==========================================================
+
+The namespace includes the fingerprint of the layout (:func:`kvtier.memory.layout.namespace`).
+XXH3: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from xxhash import xxh3_64_digest, xxh3_128_digest
+
+from kvtier import native
+from kvtier.errors import CorruptChunk
+from kvtier.memory.keys import ChunkKey
+
+MAGIC = b"KVTIER\r\n"
+VERSION = 1
+HEADER_BYTES = 256
+OBJECT_ALIGNMENT = 4096
+NATIVE_CHECKSUM_BYTES = 4096
+"""From this size on, the native core computes the checksum and releases the GIL.
+
+The xxhash package holds the GIL, for 3 ms per 32 MiB.
+"""
+
+_FIELDS = struct.Struct("<8sHHIQ32s32s32s16s")
+_NO_CHECKSUM = bytes(16)
+_RESERVED = bytes(112)
+_ALGORITHM_NONE, _ALGORITHM_XXH3 = 0, 1
+_ALGORITHM_AT = 10
+
+
+def object_bytes(payload_bytes: int) -> int:
+    """Return the size of a chunk object: header and payload, padded to whole 4 KiB pages."""
+    return -(-(HEADER_BYTES + payload_bytes) // OBJECT_ALIGNMENT) * OBJECT_ALIGNMENT
+
+
+def is_sealed(memory: memoryview, offset: int = 0) -> bool:
+    """Whether the header at ``offset`` has a payload checksum. Checks nothing else; takes 0.1 µs."""
+    return memory[offset + _ALGORITHM_AT] == _ALGORITHM_XXH3
+
+
+class ChunkHeader(NamedTuple):
+    """The fields of a chunk header."""
+
+    key: ChunkKey
+    parent: ChunkKey
+    namespace: bytes
+    payload_bytes: int
+
+    def packed(self, checksum: bytes | None = None) -> bytes:
+        """Return this header as :data:`HEADER_BYTES` bytes, unsealed if ``checksum`` is ``None``."""
+        fields = _FIELDS.pack(
+            MAGIC,
+            VERSION,
+            _ALGORITHM_NONE if checksum is None else _ALGORITHM_XXH3,
+            0,
+            self.payload_bytes,
+            self.key,
+            self.parent,
+            self.namespace,
+            _NO_CHECKSUM if checksum is None else checksum,
+        )
+        return (fields + xxh3_64_digest(fields)).ljust(HEADER_BYTES, b"\0")
+
+    def checksum(self, chunk: memoryview) -> bytes:
+        """Return the checksum of the payload that follows this header in ``chunk``.
+
+        Takes about 0.05 ms per MiB: keep it off the event loop for large chunks. The native core releases the
+        GIL for payloads of :data:`NATIVE_CHECKSUM_BYTES` or more.
+        """
+        return _checksum(chunk[HEADER_BYTES : HEADER_BYTES + self.payload_bytes])
+
+    def seal(self, chunk: memoryview, *, checksum: bool = True) -> None:
+        """Write this header in front of the payload in ``chunk``.
+
+        Only for memory that no other thread reads. Shared memory is sealed by a
+        :class:`kvtier.tiers.sealer.Sealer`.
+        """
+        chunk[:HEADER_BYTES] = self.packed(self.checksum(chunk) if checksum else None)
+
+    @classmethod
+    def parse(cls, head: bytes | memoryview) -> ChunkHeader:
+        """Parse a header and verify its checksum. Raises :class:`CorruptChunk`."""
+        return _parse(head)[0]
+
+    @classmethod
+    def read(cls, chunk: memoryview, key: ChunkKey) -> tuple[ChunkHeader, bytes | None]:
+        """Return the header of the chunk object of ``key`` and the payload checksum, ``None`` if unsealed.
+
+        Does not read the payload. Raises :class:`CorruptChunk`.
+        """
+        header, algorithm, checksum = _parse(chunk)
+        if header.key != key:
+            raise CorruptChunk(f"holds chunk {header.key.hex()[:16]}, not {key.hex()[:16]}")
+        if object_bytes(header.payload_bytes) != len(chunk):
+            raise CorruptChunk(f"is {len(chunk)} bytes for a payload of {header.payload_bytes}")
+        return header, checksum if algorithm == _ALGORITHM_XXH3 else None
+
+    @classmethod
+    def verify(cls, chunk: memoryview, key: ChunkKey) -> ChunkHeader:
+        """Verify header and payload of the chunk object of ``key``. Raises :class:`CorruptChunk`."""
+        header, checksum = cls.read(chunk, key)
+        if checksum is not None and header.checksum(chunk) != checksum:
+            raise CorruptChunk("has a payload that does not match its checksum")
+        return header
+
+
+def write_headers(memory: memoryview, objects: Iterable[tuple[int, ChunkHeader]]) -> None:
+    """Write each header at its offset, unsealed. Takes less than 1 µs per header."""
+    rest = bytes(HEADER_BYTES - _FIELDS.size - 8)
+    for offset, (key, parent, space, payload_bytes) in objects:
+        fields = _FIELDS.pack(
+            MAGIC, VERSION, _ALGORITHM_NONE, 0, payload_bytes, key, parent, space, _NO_CHECKSUM
+        )
+        memory[offset : offset + HEADER_BYTES] = fields + xxh3_64_digest(fields) + rest
+
+
+def _checksum(payload: memoryview) -> bytes:
+    if len(payload) >= NATIVE_CHECKSUM_BYTES and native.available():
+        return native.core.xxh3_128(payload)
+    return xxh3_128_digest(payload)
+
+
+def _parse(head: bytes | memoryview) -> tuple[ChunkHeader, int, bytes]:
+    if len(head) < HEADER_BYTES:
+        raise CorruptChunk(f"is {len(head)} bytes, shorter than a header")
+    head = bytes(head[:HEADER_BYTES])  # A copy, so that all checks see the same bytes.
+    fields = head[: _FIELDS.size]
+    magic, version, algorithm, _, payload_bytes, key, parent, space, checksum = _FIELDS.unpack(fields)
+    if magic != MAGIC:
+        raise CorruptChunk("does not begin with kvtier's magic")
+    if version != VERSION:
+        raise CorruptChunk(f"has format version {version}, not {VERSION}")
+    if head[_FIELDS.size : _FIELDS.size + 8] != xxh3_64_digest(fields):
+        raise CorruptChunk("has a header that does not match its checksum")
+    if head[_FIELDS.size + 8 :] != _RESERVED:
+        raise CorruptChunk("has reserved bytes set")
+    if algorithm not in (_ALGORITHM_NONE, _ALGORITHM_XXH3):
+        raise CorruptChunk(f"has unknown checksum algorithm {algorithm}")
+    return ChunkHeader(ChunkKey(key), ChunkKey(parent), space, payload_bytes), algorithm, checksum

@@ -1,0 +1,116 @@
+"""Chunk keys, deterministic across hosts, processes and runs.
+
+A key is the BLAKE3 hash (https://github.com/BLAKE3-team/BLAKE3-specs) of the parent's key, the BLAKE3 hash of
+the token IDs as little-endian u32, and other inputs of the KV (LoRA, images). The chain starts at a root
+derived from namespace and tenant salt, so equal keys imply an equal prefix in one namespace of one tenant.
+Hashes are never truncated. Tokens are hashed separately because this can run in parallel for all chunks;
+the sequential part of the chain is then one block per chunk.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NewType, cast
+
+import msgspec
+from blake3 import blake3
+
+from kvtier import native
+
+ChunkKey = NewType("ChunkKey", bytes)
+"""The 32-byte key of a chunk."""
+
+KEY_BYTES = 32
+TOKEN_BYTES = 4
+
+_KEY = struct.Struct(f"{KEY_BYTES}s")
+
+ExtraKeys = Callable[[int, int], bytes]
+"""Returns the encoded inputs, other than tokens, that the KV of tokens ``[start, stop)`` depends on."""
+
+
+def root_key(namespace: bytes, salt: str = "") -> ChunkKey:
+    """Return the parent key of the first chunk of every prompt in a namespace of a tenant."""
+    return ChunkKey(blake3(namespace + salt.encode(), derive_key_context="kvtier root v1").digest())
+
+
+def encode_extra(parts: Sequence[object]) -> bytes:
+    """Encode the inputs, other than tokens, that a chunk's KV depends on. No inputs encode as ``b""``."""
+    return msgspec.msgpack.encode(parts) if parts else b""
+
+
+def encode_tokens(tokens: Sequence[int] | bytes) -> bytes:
+    """Encode token IDs as little-endian u32. ``bytes`` are returned as they are.
+
+    Raises ``OverflowError`` if a token does not fit a u32, ``TypeError`` if it is not an integer, and
+    ``ValueError`` if ``bytes`` are not a multiple of 4 long.
+    """
+    if isinstance(tokens, bytes):
+        _count_tokens(tokens)
+        return tokens
+    words = array("I", tokens)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def chunk_key(parent: ChunkKey, tokens: bytes, extra: bytes = b"") -> ChunkKey:
+    """Return the key of one chunk from its parent's key and its encoded tokens."""
+    return ChunkKey(blake3(parent + blake3(tokens).digest() + extra).digest())
+
+
+def chunk_keys(
+    root: ChunkKey,
+    tokens: Sequence[int] | bytes,
+    chunk_tokens: int,
+    *,
+    extra: ExtraKeys | None = None,
+    tail: bool = False,
+) -> list[ChunkKey]:
+    """Return the keys of a prompt's chunks, in prefix order.
+
+    ``root`` is the parent of the first chunk. ``tokens`` is a list, an array (also of numpy) or encoded
+    ``bytes``. With ``tail``, a last chunk shorter than ``chunk_tokens`` gets a key as well. Blocks for about
+    3 µs per 1000 tokens (14 µs without the native core). Raises the errors of :func:`encode_tokens`.
+    """
+    total = _count_tokens(tokens)
+    count = -(-total // chunk_tokens) if tail else total // chunk_tokens
+    starts = range(0, count * chunk_tokens, chunk_tokens)
+    extras = [extra(start, min(start + chunk_tokens, total)) for start in starts] if extra else []
+    if native.available():
+        keys = native.core.chunk_keys(root, tokens, chunk_tokens, tail, extras)
+        return cast("list[ChunkKey]", keys)
+    return _chain(root, encode_tokens(tokens), chunk_tokens * TOKEN_BYTES, extras or [b""] * count)
+
+
+def _count_tokens(tokens: Sequence[int] | bytes) -> int:
+    if not isinstance(tokens, bytes):
+        return len(tokens)
+    if len(tokens) % TOKEN_BYTES:
+        raise ValueError(f"{len(tokens)} bytes are not a whole number of {TOKEN_BYTES}-byte token IDs")
+    return len(tokens) // TOKEN_BYTES
+
+
+def _chain(parent: ChunkKey, tokens: bytes, stride: int, extras: Sequence[bytes]) -> list[ChunkKey]:
+    """Return one key for each of ``extras``, for chunks of ``stride`` bytes of encoded tokens."""
+    keys: list[ChunkKey] = []
+    for index, extra in enumerate(extras):
+        parent = chunk_key(parent, tokens[index * stride : (index + 1) * stride], extra)
+        keys.append(parent)
+    return keys
+
+
+def join_keys(keys: Sequence[ChunkKey]) -> bytes:
+    """Concatenate keys, as they are sent over the wire."""
+    return b"".join(keys)
+
+
+def split_keys(joined: bytes) -> list[ChunkKey]:
+    """Undo :func:`join_keys`. Raises ``ValueError`` if the length is not a multiple of a key's."""
+    if len(joined) % KEY_BYTES:
+        raise ValueError(f"{len(joined)} bytes are not a whole number of {KEY_BYTES}-byte keys")
+    # Three times as fast as slicing: an instance reports millions of keys to its controller.
+    return [key for (key,) in _KEY.iter_unpack(joined)]

@@ -1,0 +1,99 @@
+"""Layout of a chunk's payload, and its fingerprint.
+
+The payload is ``[rank][group][layer][block]``: for each rank, KV cache group and layer, the engine's pages of
+the chunk's blocks as opaque bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+from blake3 import blake3
+
+from kvtier.errors import LayoutError
+
+
+class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
+    """One KV cache group: layers that share a block table.
+
+    ``page_bytes`` holds, per layer, the bytes of one block on one rank. ``window`` is the attention window in
+    tokens, or 0 for full attention. With a window, only blocks visible to a query after the chunk are stored.
+    """
+
+    block_tokens: int
+    page_bytes: tuple[int, ...]
+    window: int = 0
+
+    def blocks(self, tokens: int) -> range:
+        """Return the indexes of the stored blocks of a chunk of ``tokens`` tokens."""
+        stop = -(-tokens // self.block_tokens)
+        first = max(0, tokens - self.window + 1) // self.block_tokens if self.window else 0
+        return range(min(first, stop), stop)
+
+
+class Span(NamedTuple):
+    """Position of one layer of one chunk in the payload: its blocks as consecutive pages."""
+
+    group: int
+    layer: int
+    offset: int
+    pages: int
+    page_bytes: int
+
+
+class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
+    """The layout of a model's chunks on one platform.
+
+    ``platform`` covers everything that determines the bytes inside a block (device, layout name, instruction
+    set, dtype). Two engines share chunks only if it is equal.
+    """
+
+    chunk_tokens: int
+    groups: tuple[GroupLayout, ...]
+    ranks: int = 1
+    platform: str = ""
+
+    def __post_init__(self) -> None:
+        for group in self.groups:
+            if self.chunk_tokens % group.block_tokens:
+                raise LayoutError(
+                    f"chunk_tokens is {self.chunk_tokens}, not a multiple of the engine's block size "
+                    f"{group.block_tokens}: set chunk_tokens to a multiple of {group.block_tokens}"
+                )
+
+    def __str__(self) -> str:
+        """Summarize the configured properties, to distinguish layouts in messages."""
+        blocks = " and ".join(str(tokens) for tokens in sorted({group.block_tokens for group in self.groups}))
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return (
+            f"chunks of {self.chunk_tokens} tokens in blocks of {blocks}, {ranks}, {self.platform or 'any'}"
+        )
+
+    def rank_bytes(self, tokens: int) -> int:
+        """Return the payload bytes of one rank for a chunk of ``tokens`` tokens."""
+        return sum(len(group.blocks(tokens)) * sum(group.page_bytes) for group in self.groups)
+
+    def payload_bytes(self, tokens: int) -> int:
+        """Return the payload bytes of all ranks for a chunk of ``tokens`` tokens."""
+        return self.ranks * self.rank_bytes(tokens)
+
+    def spans(self, tokens: int, rank: int) -> Iterator[Span]:
+        """Yield the position of each layer of ``rank`` in the payload of a chunk of ``tokens`` tokens."""
+        offset = rank * self.rank_bytes(tokens)
+        for group_index, group in enumerate(self.groups):
+            pages = len(group.blocks(tokens))
+            for layer, page_bytes in enumerate(group.page_bytes):
+                yield Span(group_index, layer, offset, pages, page_bytes)
+                offset += pages * page_bytes
+
+    def fingerprint(self) -> bytes:
+        """Return 32 bytes that differ whenever a chunk's bytes have another meaning."""
+        return blake3(msgspec.msgpack.encode(self), derive_key_context="kvtier layout v1").digest()
+
+
+def namespace(model: str, layout: ChunkLayout) -> bytes:
+    """Return 32 bytes that identify one model in one layout."""
+    name = model.encode()
+    return blake3(name + layout.fingerprint(), derive_key_context="kvtier namespace v1").digest()

@@ -1,0 +1,465 @@
+"""KV transfers: push the chunks of one prompt into a peer's first tier while they are computed here.
+
+::
+
+    transfer = instance.transfer_kv("10.0.0.2:8200", keys)  # Keys of the whole prompt. Does not block.
+    ...                                                     # Chunks are pushed as they become READY.
+    result = await transfer.finish(5)                       # No further chunk will become READY.
+    result.leading                                          # Length of the prefix that the peer has.
+
+Lookups at the peer wait for the announced chunks (``TieredCache.look_up(expect=…)``). READY chunks are leased
+until the peer has them, so that they cannot be evicted before. A chunk that is also in a staging buffer is
+transferred from there if the peer has a staging buffer as well, otherwise through the first tier.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+import anyio
+from anyio import CancelScope
+from anyio.abc import TaskGroup
+
+from kvtier.cache import TieredCache
+from kvtier.catalog.catalog import State
+from kvtier.errors import ChannelError, PeerError
+from kvtier.events import Report
+from kvtier.logs import ChangedWarnings
+from kvtier.memory.keys import ChunkKey
+from kvtier.memory.slices import Lease
+from kvtier.peers.backend import PeersBackend
+from kvtier.peers.kv_transfer_result import KVTransferResult, Progress
+from kvtier.peers.protocol import MAX_IN_ONE
+from kvtier.peers.push import PushOutcome, Target
+from kvtier.peers.source import Source
+from kvtier.peers.staging.buffers import Staging
+from kvtier.peers.staging.push import StagedTarget
+from kvtier.pipeline.store import Reservation
+from kvtier.settings.peer import split_address
+from kvtier.tiers.router import FIRST
+from kvtier.tiers.tier import ChunkBytes
+
+logger = logging.getLogger("kvtier")
+
+MAX_KV_TRANSFERS = 1024
+"""Concurrent transfers."""
+BATCH_BYTES, BATCH_CHUNKS = 32 << 20, 64
+"""Limits of one reservation; it always contains at least one chunk."""
+PUSH_SECONDS = 30.0
+"""Timeout of one batch."""
+FINISH_SECONDS = 10.0
+
+
+class KVTransfer:
+    """Transfer of the chunks of one prompt to one peer. Created by :meth:`KVTransfers.begin`.
+
+    Chunks are pushed in the order in which they become READY in the first tier here. The transfer ends at the
+    first chunk that the peer has no room for or that fails twice, because later chunks are useless without
+    it. A lost connection is reopened once. Peer failures never raise. Bound to one event loop.
+    """
+
+    def __init__(self, transfers: KVTransfers, number: int, to: str, keys: Sequence[ChunkKey]) -> None:
+        self.to = to
+        """``HOST:PORT`` of the peer."""
+        self.keys = list(dict.fromkeys(keys))
+        self.announced = anyio.Event()
+        """Set when lookups at the peer wait for the chunks, or when the transfer has ended before."""
+        self.ended = anyio.Event()
+        """Set when the transfer has ended: nothing is pushed, leased or awaited."""
+        self.last_error = ""
+        """The last error, as text."""
+        self.pushed_bytes = 0
+        self.staged_chunks = 0
+        """Chunks transferred between staging buffers."""
+        self._transfers = transfers
+        self._number = number
+        self._scope = CancelScope()
+        self._awaited = set(self.keys)
+        self._queue: deque[ChunkKey] = deque()
+        """READY here, waiting to be pushed."""
+        self._leases: dict[ChunkKey, Lease] = {}
+        """Leases of queued and in-flight chunks."""
+        self._staged: dict[ChunkKey, tuple[Staging, Reservation]] = {}
+        """Queued and in-flight chunks that are transferred from a staging buffer."""
+        self.filling = 0
+        """Chunks that the engine is copying to a staging buffer. Maintained by the caller of ``reserve``."""
+        self._outcomes: dict[ChunkKey, PushOutcome] = {}
+        self._began = time.monotonic()
+        self._seconds = 0.0
+        self._finishing = False
+        self._failed = False
+        self._unstaged = False
+        self._refused = False
+        self._in_flight = 0
+        self._pushing_since = 0.0
+        self._pushing_seconds = 0.0
+        self._connection_error: ChannelError | None = None
+        self._changed = anyio.Event()
+
+    @property
+    def progress(self) -> Progress:
+        """The progress of the transfer."""
+        counts = Counter(self._outcomes.values())
+        pushed, held = counts[PushOutcome.OK], counts[PushOutcome.HELD]
+        return Progress(
+            chunks=len(self.keys),
+            awaited=len(self._awaited),
+            in_flight=len(self.keys) - len(self._awaited) - len(self._outcomes),
+            pushed=pushed,
+            held=held,
+            failed=len(self._outcomes) - pushed - held,
+            pushed_bytes=self.pushed_bytes,
+        )
+
+    @property
+    def result(self) -> KVTransferResult:
+        """The result so far; chunks without an outcome count as ``ABSENT``."""
+        outcomes = {key: self._outcomes.get(key, PushOutcome.ABSENT) for key in self.keys}
+        return KVTransferResult(
+            outcomes,
+            sum(1 for _ in itertools.takewhile(lambda outcome: outcome.at_peer, outcomes.values())),
+            self.pushed_bytes,
+            self._seconds or time.monotonic() - self._began,
+            self._pushing_seconds,
+            self._refused,
+            self.last_error,
+        )
+
+    async def finish(self, seconds: float = FINISH_SECONDS) -> KVTransferResult:
+        """Push the remaining READY chunks within ``seconds``, and return the result.
+
+        Call it when no further chunk will become READY. On timeout or cancellation, aborts the transfer as
+        :meth:`abort` does. May be called again.
+        """
+        self._finishing = True
+        self._notify()
+        try:
+            with anyio.move_on_after(seconds):
+                await self.ended.wait()
+        finally:
+            if not self.ended.is_set():
+                self.last_error = self.last_error or f"not complete within {seconds:g} s"
+                self.abort()
+        return self.result
+
+    def abort(self) -> None:
+        """End the transfer without pushing further chunks. Idempotent.
+
+        Takes effect at once, except that chunks in flight stay leased until the transport releases them.
+        """
+        self._scope.cancel()
+
+    def ready(self, key: ChunkKey) -> None:
+        """Queue a chunk that became READY in the first tier. Called by :class:`KVTransfers`."""
+        if key not in self._awaited:
+            return
+        self._awaited.discard(key)
+        self._queue.append(key)
+        lease = self._transfers.lease(key) if key not in self._staged else None
+        if lease is not None:
+            self._leases[key] = lease
+        self._notify()
+
+    def stages(self, key: ChunkKey) -> bool:
+        """Return whether to transfer a chunk from a staging buffer: it is not READY, and the peer has one."""
+        return key in self._awaited and not self._failed and not self._unstaged
+
+    def staged(self, staging: Staging, chunk: Reservation) -> None:
+        """Queue a chunk that is complete in a staging buffer here. Takes ownership of its lease."""
+        key = chunk.header.key
+        if not self.stages(key):
+            chunk.lease.release()
+            return
+        self._staged[key] = staging, chunk
+        self._transfers.stop_awaiting(key, self)
+        self.ready(key)
+
+    async def run(self) -> None:
+        """Push until the transfer ends. Called once, by :class:`KVTransfers`."""
+        try:
+            with self._scope:
+                retry = True
+                while retry:
+                    retry = await self._run_connected()
+        finally:
+            self._end()
+
+    async def _run_connected(self) -> bool:
+        """Push over one connection. Return whether to reconnect: only after the first loss."""
+        first = self._connection_error is None
+        connected = False
+        try:
+            async with self._transfers.peers.checkout(self.to) as source:
+                connected = True
+                self._connection_error, self.last_error = None, ""
+                await self._push_to(source)
+                return False
+        except ChannelError as error:
+            self.last_error = str(error)
+            self._connection_error = error
+            return connected and first
+
+    async def _push_to(self, source: Source) -> None:
+        target = Target(source, self._transfers.sealer)
+        staged = StagedTarget(target)
+        left = [key for key in self.keys if key not in self._outcomes]
+        try:
+            if not await target.announce(self._number, left):
+                logger.debug("peer %s: announcement rejected, too many chunks announced already", self.to)
+            self.announced.set()
+            await self._pump(target, staged)
+        finally:
+            target.withdraw(self._number)
+            self._refused = bool(target.last_error)
+            if staged.last_error:
+                self._transfers.warn_staging(self.to, staged.last_error)
+            self.last_error = self.last_error or target.last_error
+        if self._connection_error is not None:
+            raise self._connection_error
+
+    async def _pump(self, target: Target, staged: StagedTarget) -> None:
+        """Push batches concurrently until all chunks have an outcome, one fails, or the connection ends."""
+        async with anyio.create_task_group() as tasks:
+            watching = CancelScope()
+            tasks.start_soon(self._watch, target.source, watching)
+            while not self._is_over():
+                changed = self._changed
+                if not self._queue:
+                    await changed.wait()
+                    continue
+                await target.source.pushing.acquire()
+                if batch := self._next_staged() or self._next_batch():
+                    if not self._in_flight:
+                        self._pushing_since = time.monotonic()
+                    self._in_flight += 1
+                    tasks.start_soon(self._push, target, staged, batch)
+                else:
+                    target.source.pushing.release()
+            watching.cancel()
+            if self._connection_error is not None:
+                tasks.cancel_scope.cancel()
+
+    def _is_over(self) -> bool:
+        if self._connection_error is not None or self._failed:
+            return True
+        idle = not self._queue and not self._in_flight
+        return idle and (self._finishing or not self._awaited)
+
+    async def _watch(self, source: Source, scope: CancelScope) -> None:
+        with scope:
+            await source.ended.wait()
+            self._connection_error = self._connection_error or PeerError("the connection was lost")
+            self._notify()
+
+    def _next_staged(self) -> list[ChunkBytes]:
+        """Dequeue the leading chunks that are transferred from one staging buffer."""
+        batch: list[ChunkBytes] = []
+        room = BATCH_BYTES
+        first = self._staged.get(self._queue[0]) if self._queue else None
+        while first is not None and self._queue and len(batch) < BATCH_CHUNKS:
+            staging, chunk = self._staged.get(self._queue[0], (None, first[1]))
+            room -= chunk.header.payload_bytes
+            if staging is not first[0] or (batch and room < 0):
+                break
+            batch.append(ChunkBytes(self._queue.popleft(), chunk.lease))
+        return batch
+
+    def _next_batch(self) -> list[ChunkBytes]:
+        """Dequeue the leading chunks that are pushed through the first tier."""
+        batch: list[ChunkBytes] = []
+        room = BATCH_BYTES
+        while self._queue and len(batch) < BATCH_CHUNKS and self._queue[0] not in self._staged:
+            key = self._queue[0]
+            lease = self._leases.get(key) or self._transfers.lease(key, always=True)
+            if lease is None:
+                self._outcomes[self._queue.popleft()] = PushOutcome.ABSENT
+                continue
+            self._leases[key] = lease
+            room -= lease.length
+            if batch and room < 0:
+                break
+            batch.append(ChunkBytes(self._queue.popleft(), lease))
+        return batch
+
+    async def _push(self, target: Target, staged: StagedTarget, batch: Sequence[ChunkBytes]) -> None:
+        """Push one batch. If the connection ends, requeue it for the next one."""
+        outcomes: Sequence[PushOutcome] = ()
+        try:
+            if batch[0].key in self._staged:
+                staging = self._staged[batch[0].key][0]
+                chunks = [self._staged[key][1] for key, _ in batch]
+                outcomes = await staged.push(staging, chunks, PUSH_SECONDS)
+                self._unstaged = staged.refused
+            else:
+                outcomes = await target.push(batch, PUSH_SECONDS)
+        except ChannelError as error:
+            self._connection_error = self._connection_error or error
+        finally:
+            target.source.pushing.release()
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._pushing_seconds += time.monotonic() - self._pushing_since
+            self._settle(batch, outcomes)
+            self._notify()
+
+    def _settle(self, batch: Sequence[ChunkBytes], outcomes: Sequence[PushOutcome]) -> None:
+        if not outcomes:
+            self._queue.extendleft(chunk.key for chunk in reversed(batch))
+            return
+        retry = []
+        for (key, lease), outcome in zip(batch, outcomes, strict=True):
+            staging, staged = self._staged.pop(key, (None, None))
+            length = lease.length
+            if staging is not None and staged is not None:
+                staged.lease.release()
+                length = staged.header.payload_bytes
+                if not outcome.at_peer:
+                    retry.append(key)
+                    continue
+            else:
+                self._transfers.release(self._leases.pop(key))
+            self._outcomes[key] = outcome
+            self._failed |= not outcome.at_peer
+            self.pushed_bytes += length if outcome is PushOutcome.OK else 0
+            self.staged_chunks += staging is not None and outcome is PushOutcome.OK
+        # Retry through the first tier, which holds them as well.
+        self._queue.extendleft(reversed(retry))
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+    def _end(self) -> None:
+        self._seconds = time.monotonic() - self._began
+        self._queue.clear()
+        self._awaited.clear()
+        for key in self.keys:
+            self._outcomes.setdefault(key, PushOutcome.ABSENT)
+        leases = list(self._leases.values())
+        self._leases.clear()
+        for lease in leases:
+            self._transfers.release(lease)
+        for _, chunk in self._staged.values():
+            chunk.lease.release()
+        self._staged.clear()
+        self._transfers.end(self)
+        self.announced.set()
+        self.ended.set()
+
+
+class KVTransfers:
+    """All KV transfers of this host. Observes the cache, and routes READY chunks to their transfers."""
+
+    def __init__(self, cache: TieredCache, peers: PeersBackend, tasks: TaskGroup, max_bytes: int) -> None:
+        """``max_bytes``: limit of bytes leased for chunks that wait to be pushed."""
+        self.peers = peers
+        self.sealer = cache.hierarchy.sealer
+        self.leased_bytes = 0
+        self._cache = cache
+        self._tasks = tasks
+        self._max_bytes = max_bytes
+        self._numbers = itertools.count(1)
+        self._open: set[KVTransfer] = set()
+        self._awaiting: dict[ChunkKey, set[KVTransfer]] = {}
+        self._counts: Counter[str] = Counter()
+        self._pushed_bytes = 0
+        self._pushing_seconds = 0.0
+        self._staging_warnings = ChangedWarnings(
+            "KV transfers to %s use the first tier instead of staging buffers: %s"
+        )
+        cache.add_observer(self)
+
+    def begin(self, to: str, keys: Sequence[ChunkKey]) -> KVTransfer:
+        """Start pushing the chunks of a prompt, in prefix order, to the peer at ``HOST:PORT``.
+
+        The peer need not be configured. Raises :class:`PeerError` for an invalid address, too many chunks, or
+        too many transfers.
+        """
+        try:
+            split_address(to)
+        except ValueError as error:
+            raise PeerError(f"cannot start a KV transfer: {error}") from error
+        if len(keys) > MAX_IN_ONE:
+            raise PeerError(f"cannot start a KV transfer of {len(keys)} chunks: the limit is {MAX_IN_ONE}")
+        if len(self._open) >= MAX_KV_TRANSFERS:
+            raise PeerError(f"cannot start a KV transfer: {MAX_KV_TRANSFERS} in flight is the limit")
+        transfer = KVTransfer(self, next(self._numbers), to, keys)
+        self._open.add(transfer)
+        for key in transfer.keys:
+            self._awaiting.setdefault(key, set()).add(transfer)
+        self.changed(FIRST, [key for key in transfer.keys if self._is_ready(key)], ())
+        self._tasks.start_soon(transfer.run)
+        return transfer
+
+    def lease(self, key: ChunkKey, *, always: bool = False) -> Lease | None:
+        """Lease a chunk that is READY in the first tier; ``None`` at the limit, unless ``always``."""
+        if self.leased_bytes >= self._max_bytes and not always:
+            return None
+        lease = self._cache.hierarchy.lease(key)
+        if lease is not None:
+            self.leased_bytes += lease.length
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """Undo :meth:`lease`."""
+        self.leased_bytes -= lease.length
+        lease.release()
+
+    def end(self, transfer: KVTransfer) -> None:
+        """Remove a transfer that has ended, and count its outcomes."""
+        self._open.discard(transfer)
+        for key in transfer.keys:
+            self.stop_awaiting(key, transfer)
+        result = transfer.result
+        self._counts.update(outcome.value for outcome in result.outcomes.values())
+        self._counts["kv_transfers"] += 1
+        self._counts["staged"] += transfer.staged_chunks
+        self._pushed_bytes += result.pushed_bytes
+        self._pushing_seconds += result.pushing_seconds
+        result.log(transfer.to)
+
+    def warn_staging(self, to: str, last_error: str) -> None:
+        """Warn once why chunks are not transferred between staging buffers."""
+        self._staging_warnings.note(to, last_error)
+
+    def observe(self, report: Report) -> None:
+        """Ignore reports of transfers."""
+
+    def changed(self, tier: int, stored: Iterable[ChunkKey], removed: Iterable[ChunkKey]) -> None:
+        """Queue stored chunks synchronously, so that they are leased before they can be evicted."""
+        if tier != FIRST or not self._awaiting:
+            return
+        for key in stored:
+            for transfer in list(self._awaiting.get(key, ())):
+                self.stop_awaiting(key, transfer)
+                transfer.ready(key)
+
+    def close(self) -> None:
+        """Stop observing the cache. The caller ends the tasks."""
+        self._cache.remove_observer(self)
+
+    def status(self) -> dict[str, object]:
+        """Return counters and gauges."""
+        return {
+            "open": len(self._open),
+            "leased_bytes": self.leased_bytes,
+            "awaited": len(self._awaiting),
+            "pushed_bytes": self._pushed_bytes + sum(transfer.pushed_bytes for transfer in self._open),
+            "pushing_seconds": self._pushing_seconds,
+            "counts": dict(self._counts),
+        }
+
+    def _is_ready(self, key: ChunkKey) -> bool:
+        return self._cache.hierarchy.catalog.state(key, FIRST) is State.READY
+
+    def stop_awaiting(self, key: ChunkKey, transfer: KVTransfer) -> None:
+        """Stop notifying a transfer of this chunk. Idempotent."""
+        awaiting = self._awaiting.get(key)
+        if awaiting is not None:
+            awaiting.discard(transfer)
+            if not awaiting:
+                del self._awaiting[key]

@@ -1,0 +1,29 @@
+"""Settings: models, sources, validation messages, and the JSON schema."""
+
+from __future__ import annotations
+
+from kvtier.settings.model import (
+    PAGE_BYTES,
+    SOCKET_PATH_BYTES,
+    LocalPath,
+    LocalTierSettings,
+    Origin,
+    PrefetchSettings,
+    Settings,
+    TierSettings,
+    describe,
+    load_settings,
+)
+
+__all__ = [
+    "PAGE_BYTES",
+    "SOCKET_PATH_BYTES",
+    "LocalPath",
+    "LocalTierSettings",
+    "Origin",
+    "PrefetchSettings",
+    "Settings",
+    "TierSettings",
+    "describe",
+    "load_settings",
+]

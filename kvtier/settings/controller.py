@@ -1,0 +1,82 @@
+"""Settings for the controller connection and for the metrics endpoint."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from kvtier.settings.peer import Address
+from kvtier.settings.secret import Secret
+
+INSTANCE_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+
+
+def _validate_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.username:
+        raise ValueError(f"{url!r} is not a valid controller URL: use http://HOST:PORT or https://HOST:PORT")
+    return url.rstrip("/")
+
+
+ControllerURL = Annotated[str, AfterValidator(_validate_url)]
+
+
+class ControllerSettings(BaseModel):
+    """The controller that this instance registers with. If omitted, the instance runs without one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: ControllerURL | None = Field(
+        default=None,
+        description=(
+            "URL of the controller. If omitted, the instance does not register. Serving and fetching work "
+            "without a controller, and while it is unreachable."
+        ),
+        examples=["http://controller:9000"],
+    )
+    instance_id: str | None = Field(
+        default=None,
+        pattern=INSTANCE_ID,
+        description=(
+            "Name of this instance at the controller. Must be unique. If omitted, the host name and the "
+            "process ID."
+        ),
+        examples=["decode-1"],
+    )
+    token: Secret | None = Field(
+        default=None,
+        description="Bearer token of the controller.",
+        examples=["{file: /etc/kvtier/controller-token}"],
+    )
+    ask: bool = Field(
+        default=True,
+        description=(
+            "On a miss here and on the peers in `peer.others`, ask the controller which instances hold the "
+            "prompt, and fetch it from there. Requires `peer.secret` or `peer.tls`."
+        ),
+        examples=[True],
+    )
+
+    @property
+    def instance_name(self) -> str:
+        """``instance_id``, or its default."""
+        return self.instance_id or f"{socket.gethostname()}-{os.getpid()}"
+
+
+class MetricsSettings(BaseModel):
+    """The Prometheus endpoint of this instance. If omitted, metrics are not served."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    listen: Address | None = Field(
+        default=None,
+        description=(
+            "Address to serve `/metrics` on, `HOST:PORT`. `127.0.0.1` accepts local connections only. If "
+            "omitted, metrics are not served."
+        ),
+        examples=["127.0.0.1:9464"],
+    )

@@ -1,0 +1,65 @@
+"""Turn pydantic validation errors into one line per key, with the source of the value and a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
+
+from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from kvtier.settings.sources import nested_model, suggestion
+
+
+def explain(
+    error: ValidationError, model: type[BaseModel], place: Callable[[str], str], prefix: str = ""
+) -> str:
+    """Return one line per invalid key of ``model``.
+
+    ``prefix`` is prepended to each key (``tiers[1].``). ``place`` returns where a key was set, as a phrase
+    that follows the key.
+    """
+    lines = []
+    for details in error.errors(include_url=False):
+        key = prefix + _dotted(details)
+        lines.append(f"{key}{place(key)} {_describe(details, model, prefix)}")
+    return "\n".join(lines)
+
+
+def _dotted(details: ErrorDetails) -> str:
+    key = ""
+    for part in details["loc"]:
+        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
+    return key
+
+
+def _describe(details: ErrorDetails, model: type[BaseModel], prefix: str) -> str:
+    owner, field = _find(details, model)
+    if details["type"] == "extra_forbidden":
+        outer = prefix + _dotted(details).rpartition(".")[0]
+        outer += "." if outer and not outer.endswith(".") else ""
+        known = [outer + name for name in owner.model_fields]
+        return f"is not a setting: {suggestion(prefix + _dotted(details), known)}"
+    example = f", for example {field.examples[0]}" if field is not None and field.examples else ""
+    if details["type"] == "missing":
+        return f"is required{example}"
+    if details["type"] == "value_error":
+        return f"is invalid: {details['ctx']['error']}"
+    remedy = details["msg"].replace("Input should be", "it should be")
+    value = "invalid" if field is not None and _is_secret(field.annotation) else repr(details["input"])
+    return f"is {value}: {remedy[0].lower()}{remedy[1:]}{example}"
+
+
+def _find(details: ErrorDetails, model: type[BaseModel]) -> tuple[type[BaseModel], FieldInfo | None]:
+    """Return the model that the key of the error belongs to, and its field."""
+    field: FieldInfo | None = None
+    for part in details["loc"]:
+        nested = nested_model(field) if field is not None else None
+        model = nested or model
+        field = model.model_fields.get(part, field) if isinstance(part, str) else field
+    return model, field
+
+
+def _is_secret(annotation: object) -> bool:
+    return annotation is SecretStr or any(_is_secret(argument) for argument in get_args(annotation))

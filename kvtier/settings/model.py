@@ -1,0 +1,369 @@
+"""The settings model.
+
+Precedence, highest first: values from code or vLLM's ``kv_connector_extra_config``, ``KVTIER_*`` environment
+variables, the YAML file named by ``KVTIER_CONFIG_FILE``, the defaults. :func:`load_settings` reads all of
+them; ``Settings(...)`` uses its arguments only.
+
+The settings of a tier depend on its type, which a plugin may provide. :class:`Settings` holds tiers as raw
+mappings; :meth:`kvtier.plugins.Plugins.tier_settings` validates them as :class:`TierSettings`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kvtier.errors import SettingsError
+from kvtier.settings.controller import ControllerSettings, MetricsSettings
+from kvtier.settings.errors import explain
+from kvtier.settings.kv_transfer import KVTransferSettings, Role
+from kvtier.settings.peer import PeerSettings
+from kvtier.settings.sources import (
+    configured_file,
+    given_names,
+    merged,
+    read_environment,
+    read_file,
+    variable_name,
+)
+from kvtier.units import Duration, Size
+
+PAGE_BYTES = 4096
+"""Minimum capacity: one page, the accounting unit of every tier."""
+
+SOCKET_PATH_BYTES = 107
+"""Maximum length of a Unix socket path (``sockaddr_un`` without the terminating NUL)."""
+
+
+class Origin(NamedTuple):
+    """The source of a value."""
+
+    kind: Literal["default", "file", "environment", "override"]
+    where: str = ""
+    """Path of the file, name of the variable, or empty."""
+
+
+def _reject_empty(value: object) -> object:
+    """Reject an empty path, which would mean the current folder and often comes from an unset variable."""
+    if value == "":
+        raise ValueError("the path is empty")
+    return value
+
+
+def _check_socket_path_length(path: Path) -> Path:
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+        raise ValueError(
+            f"{str(path)!r} is too long for a Unix socket: use at most {SOCKET_PATH_BYTES} bytes"
+        )
+    return path
+
+
+LocalPath = Annotated[Path, BeforeValidator(_reject_empty), AfterValidator(Path.expanduser)]
+SocketPath = Annotated[LocalPath, AfterValidator(_check_socket_path_length)]
+LogLevel = Annotated[
+    Literal["DEBUG", "INFO", "WARNING", "ERROR"],
+    BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),
+]
+
+
+class TierSettings(BaseModel):
+    """Settings common to all tiers. A shared pool needs no more, because it manages its own capacity.
+
+    A backend with further settings subclasses this class or :class:`LocalTierSettings` and declares the
+    subclass as its ``settings_type``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(
+        description="Name of the tier in messages, metrics and commands. Must be unique.",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        examples=["ram"],
+    )
+    type: str = Field(description="Backend that stores the tier's chunks.", examples=["cpu"])
+    write: Literal["through", "on_evict", "never"] = Field(
+        default="through",
+        description=(
+            "When to write chunks here from the tier above: as soon as they are stored (`through`), when "
+            "they are evicted there and no lower tier holds them (`on_evict`), or only on an explicit move "
+            "(`never`). Ignored for the first tier, which gets every chunk."
+        ),
+        examples=["through"],
+    )
+    deadline: Duration = Field(
+        default=5.0,
+        gt=0,
+        description=(
+            "How long a batch of reads or writes of up to 16 MiB may take before it counts as failed. "
+            "Scales with the size of larger batches."
+        ),
+        examples=["5s"],
+    )
+    queue: Size | None = Field(
+        default=None,
+        ge=PAGE_BYTES,
+        description=(
+            "Maximum bytes queued for writing to this tier. Chunks beyond this are counted and not written. "
+            "If omitted, a quarter of the first tier's capacity."
+        ),
+        examples=["1GiB"],
+    )
+    concurrency: int = Field(
+        default=4, ge=1, le=256, description="Maximum number of batches in flight.", examples=[4]
+    )
+
+
+class LocalTierSettings(TierSettings):
+    """Settings of a tier whose medium belongs to this host only: kvtier tracks and bounds its content."""
+
+    capacity: Size = Field(
+        description="Maximum size of the tier in bytes. Never exceeded.", examples=["5GiB"]
+    )
+    eviction: str = Field(default="lru", description="Eviction policy.", examples=["lru"])
+    high_watermark: float = Field(
+        default=0.95,
+        gt=0,
+        le=1,
+        description="Fraction of the capacity in use at which eviction starts.",
+        examples=[0.95],
+    )
+    low_watermark: float = Field(
+        default=0.9,
+        validate_default=True,
+        gt=0,
+        le=1,
+        description="Fraction of the capacity in use at which eviction stops.",
+        examples=[0.9],
+    )
+
+    @field_validator("capacity")
+    @classmethod
+    def _check_capacity(cls, capacity: int) -> int:
+        if capacity < PAGE_BYTES:
+            raise ValueError(
+                f"{capacity} bytes is less than one page of {PAGE_BYTES}: "
+                "use a size that holds many chunks, such as 5GiB"
+            )
+        return capacity
+
+    @field_validator("low_watermark")
+    @classmethod
+    def _check_low_watermark(cls, low: float, info: ValidationInfo) -> float:
+        high = info.data.get("high_watermark", 1.0)
+        if low > high:
+            raise ValueError(f"{low} is above high_watermark ({high}): use at most {high}")
+        return low
+
+
+class PrefetchSettings(BaseModel):
+    """How long a request waits for chunks that only a lower tier or a peer holds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: Literal["best_effort", "wait", "timeout"] = Field(
+        default="timeout",
+        description=(
+            "`best_effort`: a request uses the chunks already in memory and does not wait. `wait`: it "
+            "waits until every chunk found is in memory. `timeout`: it waits while chunks arrive; if none "
+            "arrives for `prefetch.deadline`, it uses the leading ones that are in memory."
+        ),
+        examples=["timeout"],
+    )
+    deadline: Duration = Field(
+        default=2.0,
+        gt=0,
+        description="With the policy `timeout`: how long a request waits for the next chunk.",
+        examples=["2s"],
+    )
+
+
+def _default_tiers() -> list[dict[str, Any]]:
+    return [{"name": "ram", "type": "cpu", "capacity": "5GiB"}]
+
+
+class Settings(BaseSettings):
+    """All settings of a host's cache process and of its engines. Unknown names are errors."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="KVTIER_",
+        env_nested_delimiter="__",
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+    )
+
+    chunk_tokens: int = Field(
+        default=256,
+        ge=1,
+        description=(
+            "Tokens per chunk, the unit of storage, transfer and eviction. A multiple of the engine's block "
+            "size. Smaller chunks match more of a prompt's end; larger chunks have less overhead per token."
+        ),
+        examples=[256],
+    )
+    partial_chunks: bool = Field(
+        default=False,
+        description="Also store the last chunk of a prompt if it has fewer than `chunk_tokens` tokens.",
+        examples=[True],
+    )
+    save_decode: bool = Field(
+        default=True,
+        description="Also store chunks of generated tokens, so that the next turn of a chat hits them.",
+        examples=[False],
+    )
+    tiers: list[dict[str, Any]] = Field(
+        default_factory=_default_tiers,
+        min_length=1,
+        max_length=8,
+        description="Storage tiers, fastest first. The first tier must be memory: `cpu` or `hugepage`.",
+        examples=['[{"name": "ram", "type": "cpu", "capacity": "5GiB"}]'],
+    )
+    socket: SocketPath | None = Field(
+        default=None,
+        description=(
+            "Unix socket of a running `kvtier serve`. If omitted, each engine's connector starts its own "
+            "cache process."
+        ),
+        examples=["/run/kvtier.sock"],
+    )
+    linger: Duration = Field(
+        default=10.0,
+        description=(
+            "How long a cache process started by a connector keeps running after its last engine disconnects."
+        ),
+        examples=["10s"],
+    )
+    drain_timeout: Duration = Field(
+        default=30.0,
+        description="How long a cache process continues to write queued chunks when it is stopped.",
+        examples=["30s"],
+    )
+    checksum: bool = Field(
+        default=True,
+        description=(
+            "Checksum each chunk's payload when it is written below the first tier, and verify it when it is "
+            "read. Headers are always verified."
+        ),
+        examples=[True],
+    )
+    plugins: list[str] | None = Field(
+        default=None,
+        description=(
+            "Installed plugins to load, by distribution or entry point name. If omitted, all of them; `[]`: "
+            "only the built-in ones."
+        ),
+        examples=['["kvtier-example"]'],
+    )
+    prefetch: PrefetchSettings = Field(
+        default=PrefetchSettings(),
+        description="Prefetching chunks from lower tiers before a request needs them.",
+    )
+    peer: PeerSettings = Field(
+        default=PeerSettings(),
+        description="Serving this instance's tiers to peers, and fetching from theirs.",
+    )
+    role: Role = Field(
+        default="both",
+        description=(
+            "Role of this instance's engines. `prefill`: compute prompts and transfer their KV to decode "
+            "instances. `decode`: receive KV from prefill instances. `both`: either. If omitted, vLLM's "
+            "`kv_role` of each engine."
+        ),
+        examples=["prefill"],
+    )
+    kv_transfer: KVTransferSettings = Field(
+        default=KVTransferSettings(),
+        description="KV transfer from prefill instances to decode instances.",
+    )
+    controller: ControllerSettings = Field(
+        default=ControllerSettings(),
+        description="The controller, which tracks the chunks of this instance and may move them.",
+    )
+    metrics: MetricsSettings = Field(
+        default=MetricsSettings(), description="The Prometheus metrics of this instance."
+    )
+    log_level: LogLevel = Field(
+        default="INFO",
+        description="Minimum severity of the cache process's log messages.",
+        examples=["INFO"],
+    )
+
+    _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)
+
+    def origin(self, key: str) -> Origin:
+        """Return the source of the dotted ``key``; for ``tiers[1].path`` that of ``tiers``."""
+        return _origin(self._origins, key)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Use the constructor arguments only: :func:`load_settings` reads the other sources."""
+        return (init_settings,)
+
+
+def load_settings(overrides: Mapping[str, Any] | None = None, *, file: Path | None = None) -> Settings:
+    """Read the settings. Precedence: ``overrides``, environment, YAML file, defaults.
+
+    ``file`` replaces the path in ``KVTIER_CONFIG_FILE``. Nested settings are merged, lists are replaced.
+    Blocks while it reads the file. Raises :class:`SettingsError` with one line per invalid key: its source
+    and what to use instead.
+    """
+    path = file or configured_file()
+    layers: list[tuple[Mapping[str, Any], Callable[[str], Origin]]] = [
+        (read_file(path) if path else {}, lambda _: Origin("file", str(path))),
+        (read_environment(Settings), lambda key: Origin("environment", _variable_of(key))),
+        (overrides or {}, lambda _: Origin("override")),
+    ]
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    for layer, origin_of in layers:
+        values = merged(values, layer)
+        origins.update((key, origin_of(key)) for key in given_names(Settings, layer))
+    try:
+        settings = Settings(**values)
+    except ValidationError as error:
+        raise SettingsError(explain(error, Settings, lambda key: describe(_origin(origins, key)))) from error
+    settings._origins.update(origins)
+    return settings
+
+
+def describe(origin: Origin) -> str:
+    """Return the source of a value as a phrase that follows its key in a message."""
+    if origin.kind == "override":
+        return " (set on the command line, in code or in kv_connector_extra_config)"
+    return f" (in {origin.where})" if origin.where else ""
+
+
+def _origin(origins: Mapping[str, Origin], key: str) -> Origin:
+    name = key.partition("[")[0]
+    while name not in origins and "." in name:
+        name = name.rpartition(".")[0]
+    return origins.get(name, Origin("default"))
+
+
+def _variable_of(key: str) -> str:
+    """Return the variable that sets ``key``: its own, or that of an enclosing setting (as JSON)."""
+    while variable_name(key) not in os.environ and "." in key:
+        key = key.rpartition(".")[0]
+    return variable_name(key)

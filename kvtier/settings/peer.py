@@ -1,0 +1,182 @@
+"""Settings for peers: addresses, authentication, transport and limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import NoDecode
+
+from kvtier.settings.secret import Secret
+from kvtier.units import Duration
+
+MIN_SECRET_CHARACTERS = 16
+"""Minimum length of a secret. A shorter one can be brute-forced from one captured handshake."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT`` or ``[HOST]:PORT``. Raises ``ValueError`` with the remedy."""
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"{address!r} is ambiguous: put an IPv6 address in brackets, as in [::1]:8200")
+    if not host or not colon or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{address!r} is not an address: use HOST:PORT, as in 10.0.0.2:8200")
+    return host, int(port)
+
+
+def _validate_address(address: str) -> str:
+    split_address(address)
+    return address
+
+
+Address = Annotated[str, AfterValidator(_validate_address)]
+FilePath = Annotated[Path, AfterValidator(Path.expanduser)]
+
+
+_NAME_OR_SETTINGS = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]},
+    ]
+}
+
+
+class TLSSettings(BaseModel):
+    """Certificates for mutual authentication and encryption between instances."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    certificate: FilePath = Field(
+        description="Certificate file of this instance (PEM).", examples=["/etc/kvtier/peer.pem"]
+    )
+    key: FilePath = Field(
+        description="Private key file of the certificate (PEM).", examples=["/etc/kvtier/peer.key"]
+    )
+    authority: FilePath = Field(
+        description="File of the CA that must have signed every peer's certificate (PEM).",
+        examples=["/etc/kvtier/authority.pem"],
+    )
+
+
+class PeerSettings(BaseModel):
+    """How this instance and its peers serve their tiers to each other. If omitted, it has no peers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    listen: Address | None = Field(
+        default=None,
+        description=(
+            "Address to serve peers on, `HOST:PORT`. `127.0.0.1` accepts local peers only, `0.0.0.0` every "
+            "peer that authenticates. If omitted, this instance does not serve peers."
+        ),
+        examples=["0.0.0.0:8200"],
+    )
+    others: list[Address] = Field(
+        default_factory=list,
+        max_length=256,
+        description="Peers to fetch from, each as `HOST:PORT` reachable from this host.",
+        examples=['["10.0.0.2:8200"]'],
+    )
+    secret: Secret | None = Field(
+        default=None,
+        description=(
+            "Secret shared by all instances. Both sides of a connection prove that they know it before "
+            f"anything else is read; it is never sent. At least {MIN_SECRET_CHARACTERS} characters. Without "
+            "`tls`, traffic is neither encrypted nor signed: use it on a trusted network only."
+        ),
+        examples=["{file: /etc/kvtier/secret}"],
+    )
+    tls: TLSSettings | None = Field(
+        default=None,
+        description="Mutual TLS: certificates instead of, or besides, the secret. Encrypts all traffic.",
+        examples=["{certificate: peer.pem, key: peer.key, authority: authority.pem}"],
+    )
+    transport: Annotated[dict[str, Any], NoDecode, WithJsonSchema(_NAME_OR_SETTINGS)] = Field(
+        default={"type": "tcp"},
+        description=(
+            "Transport for chunks: `tcp`, `nixl`, or one provided by a plugin; or a mapping of its settings "
+            "with its name as `type`. Must be the same on all peers."
+        ),
+        examples=["nixl"],
+    )
+    lease: Duration = Field(
+        default=10.0,
+        gt=0,
+        le=600,
+        description=(
+            "How long chunks granted to a peer are protected from eviction until the peer fetches them."
+        ),
+        examples=["10s"],
+    )
+    share: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Maximum fraction of the first tier's capacity that may be leased to peers at once.",
+        examples=[0.5],
+    )
+    timeout: Duration = Field(
+        default=0.1,
+        gt=0,
+        description=(
+            "How long a lookup waits for the peers' answers. A peer that has not answered by then counts as "
+            "a miss."
+        ),
+        examples=["100ms"],
+    )
+
+    @field_validator("transport", mode="before")
+    @classmethod
+    def _parse_transport(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        return json.loads(value) if value.lstrip().startswith("{") else {"type": value}
+
+    @field_validator("transport")
+    @classmethod
+    def _check_transport_type(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        if isinstance(value.get("type"), str):
+            return value
+        raise ValueError("it has no transport type: use tcp, or {type: tcp, ...}")
+
+    @field_validator("secret")
+    @classmethod
+    def _check_secret_length(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None and len(secret.get_secret_value()) < MIN_SECRET_CHARACTERS:
+            raise ValueError(
+                f"it has fewer than {MIN_SECRET_CHARACTERS} characters: "
+                "generate one with `openssl rand -hex 32`"
+            )
+        return secret
+
+    @model_validator(mode="after")
+    def _check_credentials(self) -> PeerSettings:
+        if self.used and not self.has_credentials:
+            raise ValueError(
+                "peers must authenticate: set peer.secret, such as {file: /etc/kvtier/secret}, or peer.tls"
+            )
+        return self
+
+    @property
+    def has_credentials(self) -> bool:
+        """Whether this instance can authenticate to peers."""
+        return self.secret is not None or self.tls is not None
+
+    @property
+    def used(self) -> bool:
+        """Whether this instance serves peers or fetches from them."""
+        return self.listen is not None or bool(self.others)

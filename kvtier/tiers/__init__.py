@@ -1,0 +1,1 @@
+"""Tiers: backends with circuit breaker, checksums, deadlines and cost estimates; and the router."""

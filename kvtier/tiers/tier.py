@@ -1,0 +1,255 @@
+"""A tier: one backend with a name, a capacity, a deadline and a bounded number of calls in flight.
+
+Deadlines of backend calls are enforced here, and so is rule 3: a caller may give up waiting, but the memory
+of a transfer stays leased, and the catalog entry pending, until the backend call ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+import anyio
+from anyio.abc import TaskGroup
+
+from kvtier.backends.base import GetItem, Outcome, PutItem, SupportsPrefix
+from kvtier.catalog.catalog import Catalog
+from kvtier.concurrency.tasks import wait_for_event
+from kvtier.logs import RateLimitedWarning
+from kvtier.memory.keys import ChunkKey
+from kvtier.memory.slices import Lease
+from kvtier.settings import LocalTierSettings, TierSettings
+from kvtier.tiers.breaker import GuardedBackend
+from kvtier.tiers.costs import ReadCost
+from kvtier.units import MIB, format_duration, format_size
+
+logger = logging.getLogger("kvtier")
+
+DEADLINE_BYTES = 16 * MIB
+"""Batch size that a tier's deadline applies to. It scales up for larger batches."""
+MAX_TRACKED_CHUNKS = 1_000_000
+"""Chunks of a shared pool tracked in the catalog, about 200 MB. Others are queried on demand."""
+
+Settle = Callable[[Sequence[Outcome]], None]
+"""Receives the outcomes when the backend call ends, even if that is after the deadline."""
+
+
+class ChunkBytes(NamedTuple):
+    """A chunk object in memory, leased for the duration of the transfer."""
+
+    key: ChunkKey
+    lease: Lease
+
+
+class Tier:
+    """One level of the hierarchy. All methods must be called from the event loop."""
+
+    def __init__(
+        self, index: int, settings: TierSettings, backend: GuardedBackend, catalog: Catalog, tasks: TaskGroup
+    ) -> None:
+        self.index = index
+        self.settings = settings
+        self.backend = backend
+        self._catalog = catalog
+        self._tasks = tasks
+        self._slots = anyio.Semaphore(settings.concurrency)
+        self._deleting_bytes = 0
+        self._refused_bytes = 0
+        """Bytes of the last written batch that the medium rejected as full."""
+        self._batches_returned = 0
+        """Number of batches that the medium completed."""
+        self._warn = RateLimitedWarning(logger)
+        self.reading = ReadCost()
+        """The recent cost of reads."""
+
+    @property
+    def name(self) -> str:
+        """The tier's name in the settings."""
+        return self.settings.name
+
+    @property
+    def write(self) -> str:
+        """When it receives chunks from above: ``through``, ``on_evict`` or ``never``."""
+        return self.settings.write
+
+    @property
+    def available(self) -> bool:
+        """Whether calls reach the medium; ``False`` while the circuit breaker is open."""
+        return self.backend.available
+
+    @property
+    def shared(self) -> bool:
+        """Whether it is a pool that other hosts use as well. The catalog then has only part of its chunks."""
+        return not isinstance(self.settings, LocalTierSettings)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether chunks here are retained reliably. False for a shared pool that this host never writes."""
+        return not self.shared or self.write != "never"
+
+    def cost(self, length: int) -> float | None:
+        """Return the expected seconds to read ``length`` bytes from recent reads; ``None`` if unknown."""
+        return self.reading.expected(length)
+
+    @property
+    def capacity(self) -> int | None:
+        """Maximum size in bytes; ``None`` for a shared pool."""
+        return self.settings.capacity if isinstance(self.settings, LocalTierSettings) else None
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of chunk objects in the catalog, ready or pending, or being deleted."""
+        return self._catalog.used(self.index) + self._deleting_bytes
+
+    def excess_bytes(self, incoming: int) -> int:
+        """Return the bytes to evict before ``incoming`` more are added; 0 below the high watermark.
+
+        Eviction goes down to the low watermark, so that it runs in batches. If the medium has less space
+        than its capacity, at least the bytes that it rejected last are evicted.
+        """
+        settings, required = self.settings, self.used_bytes + incoming
+        if not isinstance(settings, LocalTierSettings):
+            return 0
+        if required <= settings.capacity * settings.high_watermark:
+            return self._refused_bytes
+        return max(self._refused_bytes, int(required - settings.capacity * settings.low_watermark))
+
+    def fits(self, length: int) -> bool:
+        """Whether ``length`` more bytes fit into the capacity."""
+        return self.capacity is None or self.used_bytes + length <= self.capacity
+
+    @property
+    def surplus_chunks(self) -> int:
+        """Number of chunks of a shared pool to drop from the catalog."""
+        return max(0, self._catalog.count(self.index) - MAX_TRACKED_CHUNKS) if self.shared else 0
+
+    async def held_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        """Query how many leading keys the medium holds; 0 if the deadline passes."""
+        held = 0
+
+        async def run() -> None:
+            nonlocal held
+            if isinstance(self.backend, SupportsPrefix):
+                held = await self.backend.held_prefix(keys)
+            else:
+                contained = await self.backend.contains(keys)
+                held = next((index for index, found in enumerate(contained) if not found), len(contained))
+
+        action = f"looking up {len(keys)} chunks"
+        ended = self._wait_for(self._start(run), self.settings.deadline, action, "counted as misses")
+        return held if await ended else 0
+
+    async def put(self, chunks: Sequence[ChunkBytes], settle: Settle) -> Sequence[Outcome]:
+        """Write chunk objects. Takes over their leases. All outcomes are ``FAILED`` after the deadline."""
+        return await self._run_batch(self._put, chunks, settle, "writing", "counted as failed")
+
+    async def get(self, chunks: Sequence[ChunkBytes], settle: Settle) -> Sequence[Outcome]:
+        """Read chunk objects into the leased memory. Takes over the leases."""
+        return await self._run_batch(self._get, chunks, settle, "reading", "counted as misses")
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove chunks from catalog and backend. Their bytes count as used until the backend call ends."""
+        deleting = sum(self._catalog.length(key) for key in keys)
+        self._deleting_bytes += deleting
+        for key in keys:
+            self._catalog.remove(key, self.index)
+
+        async def run() -> None:
+            try:
+                await self.backend.delete(keys)
+            finally:
+                self._deleting_bytes -= deleting
+
+        action = f"deleting {len(keys)} chunks"
+        await self._wait_for(self._start(run), self.settings.deadline, action, "continuing in the background")
+
+    async def _put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        """Write a batch, and record how many bytes the medium rejected as full."""
+        outcomes = await self.backend.put(items)
+        results = zip(items, outcomes, strict=True)
+        self._refused_bytes = sum(len(view) for (_, view), outcome in results if outcome is Outcome.FULL)
+        return outcomes
+
+    async def _get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        """Read a batch and update the read cost. Time spent in the queue is not included."""
+        started = time.monotonic()
+        outcomes = await self.backend.get(items)
+        seconds = time.monotonic() - started
+        results = zip(items, outcomes, strict=True)
+        read_bytes = sum(len(view) for (_, view), outcome in results if outcome is Outcome.OK)
+        self.reading.succeeded(read_bytes, seconds)
+        if Outcome.FAILED in outcomes:
+            self.reading.failed()
+        return outcomes
+
+    async def _run_batch(
+        self,
+        operation: Callable[[Sequence[GetItem]], Awaitable[Sequence[Outcome]]],
+        chunks: Sequence[ChunkBytes],
+        settle: Settle,
+        verb: str,
+        consequence: str,
+    ) -> Sequence[Outcome]:
+        outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(chunks)
+        total = sum(chunk.lease.length for chunk in chunks)
+        action = f"{verb} {format_size(total)} ({len(chunks)} chunks)"
+        started, queue, returned_before = anyio.Event(), anyio.CancelScope(), self._batches_returned
+
+        async def run() -> None:
+            nonlocal outcomes
+            try:
+                with queue:
+                    async with self._slots:
+                        started.set()
+                        outcomes = await operation([(chunk.key, chunk.lease.view) for chunk in chunks])
+                        self._batches_returned += 1
+            finally:
+                started.set()
+                settle(outcomes)
+                for chunk in chunks:
+                    chunk.lease.release()
+
+        ended = self._start(run)
+        if not await wait_for_event(started, self.settings.deadline):
+            # It did not reach the medium: its memory is freed at once, so that another tier can read into it.
+            queue.cancel()
+            missed = f"no free slot within {format_duration(self.settings.deadline)} for {action}"
+            self._warn("tier %s: %s", self.name, missed)
+            if self._batches_returned == returned_before:  # No batch completed meanwhile: the medium hangs.
+                self.backend.record_failure(missed)
+            await ended.wait()
+            return outcomes
+        seconds = self.settings.deadline * max(1.0, total / DEADLINE_BYTES)
+        if await self._wait_for(ended, seconds, action, consequence):
+            return outcomes
+        return [Outcome.FAILED] * len(chunks)
+
+    def _start(self, run: Callable[[], Awaitable[None]]) -> anyio.Event:
+        """Start a backend call in its own task. Return an event that is set when it ends."""
+        ended = anyio.Event()
+
+        async def call() -> None:
+            try:
+                await run()
+            finally:
+                ended.set()
+
+        self._tasks.start_soon(call)
+        return ended
+
+    async def _wait_for(self, ended: anyio.Event, seconds: float, action: str, consequence: str) -> bool:
+        """Wait for a backend call. Return whether it ended within ``seconds``; if not, it continues.
+
+        Logs a warning with ``action`` and ``consequence`` on a timeout, at most once a minute.
+        """
+        started = time.monotonic()
+        if await wait_for_event(ended, seconds):
+            return True
+        missed = f"deadline of {format_duration(seconds)} exceeded {action}"
+        elapsed = format_duration(time.monotonic() - started)
+        self._warn("tier %s: %s after %s; %s", self.name, missed, elapsed, consequence)
+        self.backend.record_failure(missed)
+        self.reading.failed()
+        return False

@@ -1,0 +1,252 @@
+"""KV transfers started by an engine, with real instances and transports, and scripted engines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import pytest
+
+from kvtier.bridge.protocol import (
+    Cancel,
+    Commit,
+    EndKVTransfer,
+    Found,
+    KVTransfer,
+    KVTransferResult,
+    Lookup,
+    Refused,
+    Release,
+    Reserve,
+    Reserved,
+    Run,
+)
+from kvtier.memory.header import HEADER_BYTES
+from kvtier.memory.keys import join_keys
+from kvtier.memory.layout import ChunkLayout
+from kvtier.plugins import Plugins
+
+from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, ROOT, TOKENS, Host, Peer, open_host, store
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _import_modules() -> None:
+    """Import slow modules up front: they would block the event loop of the first test for a second."""
+    import_module("kvtier.peers.kv_transfer")
+    import_module("kvtier.peers.server")
+    Plugins.load([])
+
+
+PEER = {"listen": "127.0.0.1:0", "secret": "sixteen or more characters", "share": 0.9}
+IDLE = [{"name": "engine", "leases": 0, "reservations": 0, "tickets": 0}]
+ALL = join_keys(KEYS)
+
+
+class Pair(NamedTuple):
+    """A prefill host with scheduler and workers of its engine, and a decode host with a scheduler."""
+
+    prefill_host: Host
+    decode_host: Host
+    scheduler: Peer
+    workers: list[Peer]
+    decode_scheduler: Peer
+    receiver: str
+
+    async def transfer_kv(self, ticket: int = 1) -> None:
+        await self.scheduler.send(KVTransfer(ticket, self.receiver, ROOT, ALL, TOKENS))
+        await until(lambda: pushed_counts(self.decode_host)["coming"] == len(KEYS))
+
+    async def expect(self, ticket: int = 1) -> Found:
+        """Look the prompt up at the decode host, before all of it has arrived."""
+        found = await self.decode_scheduler.request(Lookup(ticket, ALL, TOKENS, len(KEYS), 60.0))
+        assert isinstance(found, Found)
+        assert len(found.leases) + found.fetching == len(KEYS)
+        assert found.fetching
+        return found
+
+
+def pushed_counts(host: Host) -> dict[str, int]:
+    """Return the counts of pushed chunks of a host."""
+    status: Any = host.server.status()
+    return dict(status["pushed"])
+
+
+def is_idle(host: Host) -> bool:
+    """Whether no transfer, reservation or wait is open, and only the chunks of the first tier are leased."""
+    status: Any = host.server.status()
+    cache = host.server.cache
+    reserving = status["serving"]["reserving"]
+    counts = (
+        status["kv_transfers"]["open"],
+        status["kv_transfers"]["leased_bytes"],
+        status["pushed"]["coming"],
+        status["pushed"]["waiting"],
+        reserving["reserved_bytes"],
+        reserving["announcements"],
+        status["serving"]["grants"],
+        cache.pending_bytes,
+        cache.arena.leases - cache.hierarchy.catalog.count(0),
+    )
+    return not any(counts)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(30):
+        while not condition():
+            await anyio.sleep(0.005)
+
+
+@asynccontextmanager
+async def open_pair(tmp_path: Path, **more: Any) -> AsyncIterator[Pair]:
+    """Open a prefill and a decode host. Check on exit that nothing is held."""
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for folder in folders:
+        folder.mkdir()
+    async with (
+        open_host(folders[0], peer=PEER, **more) as prefill_host,
+        open_host(folders[1], peer=PEER) as decode_host,
+    ):
+        async with (
+            prefill_host.peer() as scheduler,
+            prefill_host.peer() as worker0,
+            prefill_host.peer() as worker1,
+            decode_host.peer() as decode_scheduler,
+        ):
+            await scheduler.greet()
+            await worker0.greet("worker", 0)
+            await worker1.greet("worker", 1)
+            welcome = await decode_scheduler.greet()
+            assert welcome.peer is not None
+            yield Pair(
+                prefill_host, decode_host, scheduler, [worker0, worker1], decode_scheduler, welcome.peer
+            )
+        await prefill_host.wait_until_idle()
+        await decode_host.wait_until_idle()
+        await until(lambda: is_idle(prefill_host) and is_idle(decode_host))
+
+
+async def test_chunks_are_pushed_once_every_rank_has_committed(tmp_path: Path) -> None:
+    """Existing chunks are pushed immediately, and chunks committed after the end of the prompt as well."""
+    async with open_pair(tmp_path) as pair:
+        await store(pair.scheduler, pair.workers, KEYS[:2])
+        await pair.transfer_kv()
+        first = await pair.expect()
+        reserved = await pair.scheduler.request(Reserve(2, [Run(KEYS[1], join_keys(KEYS[2:]), CHUNK_TOKENS)]))
+        assert isinstance(reserved, Reserved)
+        last = reserved.offsets[-1] + HEADER_BYTES
+        pair.workers[0].arena.view(last, 32)[:] = KEYS[-1]
+        await pair.workers[0].send(Commit(reserved.leases))
+        await pair.workers[0].status()
+        await pair.scheduler.send(EndKVTransfer(1, complete=True))
+        await until(lambda: pair.decode_host.server.cache.hierarchy.catalog.count(0) == 2)
+        assert pushed_counts(pair.decode_host)["waiting"] == 1, "one rank has not committed yet"
+        await pair.workers[1].send(Commit(reserved.leases))
+        assert await pair.scheduler.receive() == KVTransferResult(1, TOKENS, "")
+        found = await pair.decode_scheduler.receive()
+        assert isinstance(found, Found)
+        assert (len(first.leases + found.leases), found.fetching) == (6, 0)
+        assert bytes(pair.decode_scheduler.arena.view(found.offsets[-1] + HEADER_BYTES, 32)) == KEYS[-1]
+        await pair.decode_scheduler.send(Release(first.leases + found.leases))
+
+
+async def test_chunks_never_stored_are_not_waited_for(tmp_path: Path) -> None:
+    async with open_pair(tmp_path) as pair:
+        await pair.transfer_kv()
+        await pair.expect()
+        await store(pair.scheduler, pair.workers, KEYS[:4])
+        await pair.scheduler.send(EndKVTransfer(1, complete=True))
+        assert await pair.scheduler.receive() == KVTransferResult(1, 4 * CHUNK_TOKENS, "")
+        found = await pair.decode_scheduler.receive()
+        assert isinstance(found, Found)
+        assert (len(found.leases), found.fetching) == (4, 0)
+        await pair.decode_scheduler.send(Cancel(1))
+
+
+@pytest.mark.parametrize("ending", ["end message", "disconnect"])
+async def test_aborted_kv_transfer_ends_the_lookup(tmp_path: Path, ending: str) -> None:
+    async with open_pair(tmp_path) as pair:
+        await pair.transfer_kv()
+        await pair.expect()
+        if ending == "end message":
+            await pair.scheduler.send(EndKVTransfer(1, complete=False))
+            result = await pair.scheduler.receive()
+            assert isinstance(result, KVTransferResult)
+            assert result.tokens == 0
+        else:
+            await pair.scheduler.stream.aclose()
+        found = await pair.decode_scheduler.receive()
+        assert found == Found(1, [], [], [], 0)
+
+
+async def test_cancelled_lookup_is_released_immediately(tmp_path: Path) -> None:
+    async with open_pair(tmp_path) as pair:
+        await store(pair.scheduler, pair.workers, KEYS[:2])
+        await pair.transfer_kv()
+        await pair.expect()
+        await until(lambda: pair.decode_host.server.cache.hierarchy.catalog.count(0) == 2)
+        await pair.decode_scheduler.send(Cancel(1))
+        await until(lambda: pushed_counts(pair.decode_host)["waiting"] == 0)
+        await until(lambda: pair.decode_host.server.status()["engines"] == IDLE)
+
+
+async def test_kv_transfer_without_credentials_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_host(tmp_path) as host, host.peer() as scheduler:
+        await scheduler.greet()
+        for ticket in (1, 2):
+            result = await scheduler.request(KVTransfer(ticket, "127.0.0.1:1", ROOT, ALL, TOKENS))
+            assert isinstance(result, KVTransferResult)
+            assert (result.ticket, result.tokens) == (ticket, 0)
+            assert "set peer.secret" in result.reason
+        await scheduler.send(EndKVTransfer(1, complete=True))
+    assert caplog.text.count("KV transfer to 127.0.0.1:1 failed") == 1
+
+
+async def test_layout_mismatch_is_reported_with_both_layouts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_pair(tmp_path) as pair:
+        other = ChunkLayout(CHUNK_TOKENS, LAYOUT.groups, ranks=1, platform="bfloat16")
+        await pair.decode_scheduler.stream.aclose()
+        await pair.decode_host.wait_until_idle()
+        async with pair.decode_host.peer() as decode_scheduler:
+            await decode_scheduler.greet(layout=other, namespace=bytes(32))
+            await store(pair.scheduler, pair.workers, KEYS)
+            for ticket in (1, 2):
+                await pair.scheduler.send(KVTransfer(ticket, pair.receiver, ROOT, ALL, TOKENS))
+                result = await pair.scheduler.receive()
+                assert isinstance(result, KVTransferResult)
+                assert (result.ticket, result.tokens) == (ticket, 0)
+            assert f"{other}; here: {LAYOUT}" in result.reason
+            assert await decode_scheduler.request(Lookup(1, ALL, TOKENS)) == Found(1, [], [], [], 0)
+    assert "1 rank, bfloat16" in caplog.text
+    assert caplog.text.count(f"KV transfer to {pair.receiver} failed") == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        KVTransfer(1, "a:1", ROOT, ALL[:-1], TOKENS),
+        KVTransfer(1, "a:1", ROOT, ALL, TOKENS + 1),
+        KVTransfer(1, "a:1", ROOT, ALL, 0),
+        KVTransfer(1, "a:1", ROOT, b"", 1),
+    ],
+    ids=["cut-short", "too-many-tokens", "no-tokens", "no-keys"],
+)
+async def test_invalid_kv_transfer_is_refused(tmp_path: Path, message: KVTransfer) -> None:
+    async with open_host(tmp_path) as host, host.peer() as engine:
+        await engine.greet()
+        assert isinstance(await engine.request(message), Refused)
+
+
+async def test_kv_transfer_from_a_worker_is_refused(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host, host.peer() as worker:
+        await worker.greet("worker", 0)
+        assert isinstance(await worker.request(KVTransfer(1, "a:1", ROOT, ALL, TOKENS)), Refused)

@@ -1,0 +1,547 @@
+"""The catalog: chunk states, bytes per tier and victim order, also compared with a model of plain dicts."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import runpy
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvtier.catalog.catalog import MAX_TIERS, Catalog, State
+from kvtier.catalog.lru import LruPolicy
+from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
+
+pytestmark = pytest.mark.usefixtures("either_core")
+
+ABSENT, PENDING, READY = State.ABSENT, State.PENDING, State.READY
+RAM, SSD, POOL = range(3)
+LENGTH = 8192
+PROMPT = chunk_keys(root_key(bytes(32)), range(8), 1)
+A, B, C, D = PROMPT[:4]
+
+
+@pytest.fixture
+def catalog() -> Catalog:
+    return Catalog([LruPolicy(), LruPolicy(), LruPolicy()])
+
+
+def store(catalog: Catalog, keys: list[ChunkKey], tier: int, state: State = READY) -> None:
+    """Add consecutive chunks of the prompt."""
+    for key in keys:
+        at = PROMPT.index(key)
+        catalog.add(key, tier, LENGTH, state, PROMPT[at - 1] if at else None)
+
+
+# States.
+
+
+def test_chunk_states(catalog: Catalog) -> None:
+    assert (A in catalog, catalog.state(A, RAM), len(catalog)) == (False, ABSENT, 0)
+    catalog.add(A, RAM, LENGTH, PENDING)
+    assert (A in catalog, catalog.state(A, RAM), len(catalog)) == (True, PENDING, 1)
+    catalog.set_ready(A, RAM)
+    assert (catalog.state(A, RAM), catalog.length(A)) == (READY, LENGTH)
+    catalog.remove(A, RAM)
+    assert (A in catalog, catalog.state(A, RAM), len(catalog)) == (False, ABSENT, 0)
+
+
+def test_tiers_lists_ready_tiers_fastest_first(catalog: Catalog) -> None:
+    assert (catalog.tiers(A), catalog.fastest(A)) == ([], -1)
+    catalog.add(A, POOL, LENGTH, READY)
+    catalog.add(A, RAM, LENGTH, PENDING)
+    assert (catalog.tiers(A), catalog.fastest(A)) == ([POOL], POOL)
+    catalog.add(A, SSD, LENGTH, READY)
+    catalog.set_ready(A, RAM)
+    assert (catalog.tiers(A), catalog.fastest(A)) == ([RAM, SSD, POOL], RAM)
+    assert len(catalog) == 1
+
+
+def test_counts_bytes_and_chunks_per_tier(catalog: Catalog) -> None:
+    catalog.add(A, RAM, 4096, READY)
+    catalog.add(B, RAM, 8192, PENDING)
+    catalog.add(A, SSD, 4096, READY)
+    assert [(catalog.used(tier), catalog.count(tier)) for tier in (RAM, SSD, POOL)] == [
+        (12288, 2),
+        (4096, 1),
+        (0, 0),
+    ]
+    catalog.set_ready(B, RAM)
+    catalog.remove(A, RAM)
+    assert [(catalog.used(tier), catalog.count(tier)) for tier in (RAM, SSD, POOL)] == [
+        (8192, 1),
+        (4096, 1),
+        (0, 0),
+    ]
+
+
+@pytest.mark.parametrize("state", [PENDING, READY])
+def test_adding_a_chunk_twice_to_a_tier_fails(catalog: Catalog, state: State) -> None:
+    catalog.add(A, SSD, LENGTH, state)
+    with pytest.raises(ValueError, match=f"chunk {A.hex()[:16]} is already in tier {SSD}"):
+        catalog.add(A, SSD, LENGTH, READY)
+    assert (catalog.used(SSD), catalog.count(SSD), catalog.state(A, SSD)) == (LENGTH, 1, state)
+
+
+def test_only_pending_chunks_become_ready(catalog: Catalog) -> None:
+    catalog.add(A, RAM, LENGTH, READY)
+    catalog.add(A, POOL, LENGTH, PENDING)
+    catalog.set_ready(A, POOL)
+    for key, tier in ((A, RAM), (A, SSD), (A, POOL), (B, RAM)):
+        with pytest.raises(KeyError):
+            catalog.set_ready(key, tier)
+
+
+def test_removing_an_absent_chunk_fails(catalog: Catalog) -> None:
+    catalog.add(A, RAM, LENGTH, READY)
+    for key, tier in ((A, SSD), (B, RAM)):
+        with pytest.raises(KeyError):
+            catalog.remove(key, tier)
+    with pytest.raises(KeyError):
+        catalog.length(B)
+    assert (catalog.used(RAM), len(catalog)) == (LENGTH, 1)
+
+
+def test_reused_row_has_no_old_state(catalog: Catalog) -> None:
+    catalog.add(A, RAM, LENGTH, READY, namespace=b"one")
+    catalog.add(A, POOL, LENGTH, PENDING)
+    catalog.pin([A], None)
+    catalog.remove(A, RAM)
+    catalog.remove(A, POOL)
+    catalog.add(B, SSD, 4096, PENDING, namespace=b"two")
+    assert [catalog.state(B, tier) for tier in (RAM, SSD, POOL)] == [ABSENT, PENDING, ABSENT]
+    assert (catalog.length(B), catalog.pinned(B, 0), len(catalog)) == (4096, False, 1)
+    assert (catalog.keys(SSD, b"one"), catalog.keys(SSD, b"two")) == ([], [B])
+    catalog.add(A, RAM, LENGTH, READY)
+    assert not catalog.pinned(A, 0)
+
+
+def test_rows_are_iterated_in_slices(catalog: Catalog) -> None:
+    store(catalog, PROMPT[:5], RAM)
+    store(catalog, PROMPT[2:6], SSD)
+    catalog.add(PROMPT[6], RAM, LENGTH, PENDING, namespace=b"one")
+    catalog.remove(PROMPT[0], RAM)
+    slices = list(catalog.slices(3))
+    assert slices == [range(3), range(3, 6), range(6, 7)]
+    for tier, held in ((RAM, PROMPT[1:5]), (SSD, PROMPT[2:6]), (POOL, [])):
+        assert b"".join(catalog.ready_keys(tier, rows) for rows in slices) == b"".join(held)
+    assert [len(catalog.keys(RAM, rows=rows)) for rows in slices] == [2, 2, 1]
+    assert [len(catalog.keys(RAM, b"one", rows=rows)) for rows in slices] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("tiers", [0, MAX_TIERS + 1])
+def test_number_of_tiers_is_limited(tiers: int) -> None:
+    with pytest.raises(ValueError, match="must be 1 to 8"):
+        Catalog([LruPolicy() for _ in range(tiers)])
+
+
+def test_eight_tiers_are_separate() -> None:
+    catalog = Catalog([LruPolicy() for _ in range(MAX_TIERS)])
+    for tier in reversed(range(MAX_TIERS)):
+        catalog.add(A, tier, LENGTH, READY)
+        assert catalog.fastest(A) == tier
+    assert catalog.tiers(A) == list(range(MAX_TIERS))
+
+
+# Prefixes.
+
+
+def test_prefix_ends_before_the_first_chunk_that_is_not_ready(catalog: Catalog) -> None:
+    store(catalog, [A, B, D], SSD)
+    store(catalog, [A], RAM)
+    store(catalog, [C], RAM, PENDING)
+    assert catalog.prefix(PROMPT) == [RAM, SSD]
+    catalog.set_ready(C, RAM)
+    assert catalog.prefix(PROMPT) == [RAM, SSD, RAM, SSD]
+    catalog.remove(A, SSD)
+    catalog.remove(A, RAM)
+    assert catalog.prefix(PROMPT) == []
+    assert catalog.prefix([]) == []
+
+
+# Victims.
+
+
+def test_victims_are_coldest_first_and_leaves_before_parents(catalog: Catalog) -> None:
+    store(catalog, PROMPT, SSD)
+    assert list(catalog.victims(SSD)) == PROMPT[::-1]
+    catalog.touch(PROMPT[:2])
+    assert list(catalog.victims(SSD)) == [*PROMPT[:1:-1], B, A]
+    assert list(catalog.victims(RAM)) == []
+
+
+def test_touch_updates_every_tier(catalog: Catalog) -> None:
+    unrelated = chunk_keys(root_key(b"s" * 32), range(2), 1)
+    for tier in (RAM, SSD):
+        for key in (A, *unrelated):
+            catalog.add(key, tier, LENGTH, READY)
+    catalog.touch([A])
+    for tier in (RAM, SSD):
+        assert list(catalog.victims(tier)) == [*unrelated, A]
+
+
+def test_pending_chunk_is_not_a_victim(catalog: Catalog) -> None:
+    store(catalog, [A, B], RAM, PENDING)
+    assert list(catalog.victims(RAM)) == []
+    catalog.set_ready(A, RAM)
+    assert list(catalog.victims(RAM)) == [A]
+
+
+def test_chunk_ready_in_one_tier_is_not_a_victim_of_another(catalog: Catalog) -> None:
+    store(catalog, [A], SSD)
+    store(catalog, [A], RAM, PENDING)
+    assert (list(catalog.victims(RAM)), list(catalog.victims(SSD))) == ([], [A])
+
+
+def test_victims_can_be_removed_while_iterating(catalog: Catalog) -> None:
+    store(catalog, PROMPT, RAM)
+    for key in list(itertools.islice(catalog.victims(RAM), 3)):
+        catalog.remove(key, RAM)
+    assert list(catalog.victims(RAM)) == PROMPT[4::-1]
+
+
+def test_parent_is_known_in_every_tier(catalog: Catalog) -> None:
+    """A chunk keeps its parent when it is added to another tier."""
+    store(catalog, [A, B], RAM)
+    catalog.add_chain([C, D], RAM, [LENGTH] * 2, READY, B)
+    catalog.remove(B, RAM)
+    store(catalog, [B], RAM)  # Reuses its former row.
+    for tier in (SSD, POOL):
+        for key in (A, B, C, D):
+            catalog.add(key, tier, LENGTH, READY)
+        assert list(catalog.victims(tier)) == [D, C, B, A]
+
+
+# Pins.
+
+
+def test_pinned_chunk_is_not_a_victim(catalog: Catalog) -> None:
+    store(catalog, [A, B], RAM)
+    catalog.pin([A, B], None)
+    assert list(catalog.victims(RAM)) == []
+    assert catalog.pinned(A, 1e18)
+    assert catalog.pins == 2
+    catalog.unpin([B, C])
+    assert catalog.pins == 1
+    assert list(catalog.victims(RAM)) == [B]
+
+
+def test_pin_expires(catalog: Catalog) -> None:
+    now = time.monotonic()
+    store(catalog, [A, B], RAM)
+    catalog.pin([A], now + 1000)
+    catalog.pin([B], now - 1)
+    assert list(catalog.victims(RAM)) == [B]
+    assert catalog.pinned(A, now + 999)
+    assert not catalog.pinned(A, now + 1000)
+
+
+@pytest.mark.parametrize(
+    ("times", "longest"), [([5, 9], 9), ([9, 5], 9), ([None, 5], None), ([5, None], None)]
+)
+def test_longer_pin_wins(catalog: Catalog, times: list[float | None], longest: float | None) -> None:
+    store(catalog, [A], RAM)
+    for until in times:
+        catalog.pin([A], until)
+    assert catalog.pinned(A, 8)
+    assert catalog.pinned(A, 1e18) is (longest is None)
+
+
+def test_absent_chunk_cannot_be_pinned(catalog: Catalog) -> None:
+    catalog.pin([A], None)
+    store(catalog, [A], RAM)
+    assert not catalog.pinned(A, 0)
+
+
+def test_pin_ends_with_the_last_copy(catalog: Catalog) -> None:
+    store(catalog, [A], RAM)
+    store(catalog, [A], SSD)
+    catalog.pin([A], None)
+    catalog.remove(A, RAM)
+    assert catalog.pinned(A, 0)
+    catalog.remove(A, SSD)
+    store(catalog, [A], SSD)
+    assert list(catalog.victims(SSD)) == [A]
+
+
+# Namespaces.
+
+
+def test_keys_by_tier_and_namespace(catalog: Catalog) -> None:
+    catalog.add(A, RAM, LENGTH, READY, namespace=b"one")
+    catalog.add(B, RAM, LENGTH, PENDING, namespace=b"two")
+    catalog.add(B, SSD, LENGTH, READY, namespace=b"ignored: it is known already")
+    catalog.add(C, SSD, LENGTH, READY)
+    assert set(catalog.keys(RAM)) == {A, B}
+    assert catalog.keys(RAM, b"one") == [A]
+    assert catalog.keys(SSD, b"two") == [B]
+    assert catalog.keys(SSD, b"") == [C]
+    assert catalog.keys(SSD, b"three") == []
+
+
+# Batches.
+
+
+def test_add_chain_equals_repeated_add(catalog: Catalog) -> None:
+    one_by_one = Catalog([LruPolicy(), LruPolicy(), LruPolicy()])
+    for instance in (catalog, one_by_one):
+        store(instance, PROMPT[:1], RAM)
+        store(instance, PROMPT[2:4], SSD)
+        instance.remove(C, SSD)
+    catalog.add_chain(PROMPT[1:], RAM, [LENGTH] * 7, PENDING, A, b"space")
+    for at in range(1, 8):
+        one_by_one.add(PROMPT[at], RAM, LENGTH, PENDING, PROMPT[at - 1], b"space")
+    for instance in (catalog, one_by_one):
+        for key in PROMPT[1:]:
+            instance.set_ready(key, RAM)
+    assert list(catalog.victims(RAM)) == list(one_by_one.victims(RAM)) == PROMPT[::-1]
+    for tier in (RAM, SSD):
+        assert (catalog.used(tier), catalog.count(tier)) == (one_by_one.used(tier), one_by_one.count(tier))
+        assert catalog.keys(tier, b"space") == one_by_one.keys(tier, b"space")
+    assert len(catalog) == len(one_by_one)
+
+
+@pytest.mark.parametrize("keys", [[B, A, C], [B, C, B], [A]], ids=["there", "twice", "alone"])
+def test_add_chain_is_all_or_nothing(catalog: Catalog, keys: list[ChunkKey]) -> None:
+    store(catalog, [A], RAM)
+    with pytest.raises(ValueError, match=r"already|twice"):
+        catalog.add_chain(keys, RAM, [LENGTH] * len(keys), READY)
+    assert (len(catalog), catalog.count(RAM), catalog.used(RAM)) == (1, 1, LENGTH)
+    assert list(catalog.victims(RAM)) == [A]
+
+
+@pytest.mark.parametrize("keys", [[A, C], [A, D], [A, B, A]], ids=["elsewhere", "nowhere", "twice"])
+def test_remove_all_is_all_or_nothing(catalog: Catalog, keys: list[ChunkKey]) -> None:
+    store(catalog, [A, B], RAM)
+    store(catalog, [C], SSD)
+    with pytest.raises(KeyError):
+        catalog.remove_all(keys, RAM)
+    assert (len(catalog), catalog.count(RAM), catalog.used(RAM)) == (3, 2, 2 * LENGTH)
+    catalog.remove_all([A, B], RAM)
+    assert (len(catalog), catalog.count(RAM), catalog.used(RAM)) == (1, 0, 0)
+    assert list(catalog.victims(RAM)) == []
+
+
+def test_empty_batches(catalog: Catalog) -> None:
+    catalog.add_chain([], RAM, [], READY)
+    catalog.remove_all([], RAM)
+    assert len(catalog) == 0
+
+
+# Comparison with a model.
+
+TREE_PARENTS: list[int | None] = [None, 0, 1, 2, 1, 4, 0, 6, None, 8, 9, 8]
+"""Branching prompts: the parent of each chunk."""
+TREE = [ChunkKey(blake3(bytes([at])).digest()) for at in range(len(TREE_PARENTS))]
+TREE_TIERS = 3
+
+nodes = st.sampled_from(range(len(TREE)))
+tiers = st.sampled_from(range(TREE_TIERS))
+
+
+def path_to(node: int) -> list[int]:
+    parent = TREE_PARENTS[node]
+    return [node] if parent is None else [*path_to(parent), node]
+
+
+class CatalogMachine(RuleBasedStateMachine):
+    """The model: a state per chunk and tier, an order per tier, and the set of pins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.catalog = Catalog([LruPolicy() for _ in range(TREE_TIERS)])
+        self.states: dict[tuple[int, int], State] = {}
+        self.coldest_first: list[list[int]] = [[] for _ in range(TREE_TIERS)]
+        self.pins: set[int] = set()
+        self.now = time.monotonic()
+
+    def held(self, node: int) -> bool:
+        return any((node, tier) in self.states for tier in range(TREE_TIERS))
+
+    def ready_tiers(self, node: int) -> list[int]:
+        return [tier for tier in range(TREE_TIERS) if self.states.get((node, tier)) is READY]
+
+    def length(self, node: int) -> int:
+        return 4096 * (node + 1)
+
+    @rule(node=nodes, tier=tiers, state=st.sampled_from([PENDING, READY]))
+    def add(self, node: int, tier: int, state: State) -> None:
+        parent = TREE_PARENTS[node]
+        arguments = (TREE[node], tier, self.length(node), state, None if parent is None else TREE[parent])
+        if (node, tier) in self.states:
+            with pytest.raises(ValueError, match="already"):
+                self.catalog.add(*arguments)
+            return
+        self.catalog.add(*arguments)
+        self.states[node, tier] = state
+        order = self.coldest_first[tier]
+        order.insert(order.index(parent) if parent in order else len(order), node)
+
+    @rule(node=nodes, tier=tiers, state=st.sampled_from([PENDING, READY]), skipped=st.integers(0, 2))
+    def add_chain(self, node: int, tier: int, state: State, skipped: int) -> None:
+        chain = path_to(node)[skipped:]
+        parent = TREE_PARENTS[chain[0]] if chain else None
+        if any((step, tier) in self.states for step in chain):
+            with pytest.raises(ValueError, match="already"):
+                self.enter(chain, tier, state, parent)
+            return
+        self.enter(chain, tier, state, parent)
+        order = self.coldest_first[tier]
+        for step in chain:
+            self.states[step, tier] = state
+            order.insert(order.index(parent) if parent in order else len(order), step)
+            parent = step
+
+    def enter(self, chain: list[int], tier: int, state: State, parent: int | None) -> None:
+        keys, lengths = [TREE[step] for step in chain], [self.length(step) for step in chain]
+        self.catalog.add_chain(keys, tier, lengths, state, None if parent is None else TREE[parent])
+
+    @rule(node=nodes, tier=tiers)
+    def remove_all(self, node: int, tier: int) -> None:
+        path = path_to(node)
+        if any((step, tier) not in self.states for step in path):
+            with pytest.raises(KeyError):
+                self.catalog.remove_all([TREE[step] for step in path], tier)
+            return
+        self.catalog.remove_all([TREE[step] for step in path], tier)
+        for step in path:
+            del self.states[step, tier]
+            self.coldest_first[tier].remove(step)
+            if not self.held(step):
+                self.pins.discard(step)
+
+    @precondition(lambda self: self.states)
+    @rule(data=st.data())
+    def arrive(self, data: st.DataObject) -> None:
+        node, tier = data.draw(st.sampled_from(sorted(self.states)))
+        if self.states[node, tier] is PENDING:
+            self.catalog.set_ready(TREE[node], tier)
+            self.states[node, tier] = READY
+        else:
+            with pytest.raises(KeyError):
+                self.catalog.set_ready(TREE[node], tier)
+
+    @precondition(lambda self: self.states)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        self.remove_from_tier(*data.draw(st.sampled_from(sorted(self.states))))
+
+    def remove_from_tier(self, node: int, tier: int) -> None:
+        self.catalog.remove(TREE[node], tier)
+        del self.states[node, tier]
+        self.coldest_first[tier].remove(node)
+        if not self.held(node):
+            self.pins.discard(node)
+
+    @rule(node=nodes, tier=tiers)
+    def refuse(self, node: int, tier: int) -> None:
+        if (node, tier) not in self.states:
+            for refused in (self.catalog.set_ready, self.catalog.remove):
+                with pytest.raises(KeyError):
+                    refused(TREE[node], tier)
+
+    @precondition(lambda self: self.states)
+    @rule(tier=tiers, count=st.integers(1, 4))
+    def evict(self, tier: int, count: int) -> None:
+        for key in list(itertools.islice(self.catalog.victims(tier), count)):
+            self.remove_from_tier(TREE.index(key), tier)
+
+    @rule(node=nodes)
+    def touch(self, node: int) -> None:
+        path = path_to(node)
+        self.catalog.touch([TREE[step] for step in path])
+        for tier, order in enumerate(self.coldest_first):
+            present = [step for step in path if step in order]
+            self.coldest_first[tier] = [other for other in order if other not in present] + present[::-1]
+
+    @rule(node=nodes, seconds=st.sampled_from([None, 1000, -1]))
+    def pin(self, node: int, seconds: float | None) -> None:
+        until = None if seconds is None else self.now + seconds
+        self.catalog.pin([TREE[step] for step in path_to(node)], until)
+        if seconds != -1:
+            self.pins.update(step for step in path_to(node) if self.held(step))
+
+    @rule(node=nodes)
+    def unpin(self, node: int) -> None:
+        self.catalog.unpin([TREE[node]])
+        self.pins.discard(node)
+
+    @invariant()
+    def chunks_agree(self) -> None:
+        assert len(self.catalog) == sum(map(self.held, range(len(TREE))))
+        for node, key in enumerate(TREE):
+            assert (key in self.catalog) is self.held(node)
+            assert self.catalog.tiers(key) == self.ready_tiers(node)
+            assert self.catalog.fastest(key) == next(iter(self.ready_tiers(node)), -1)
+            assert self.catalog.pinned(key, self.now) is (node in self.pins)
+            if self.held(node):
+                assert self.catalog.length(key) == self.length(node)
+            for tier in range(TREE_TIERS):
+                assert self.catalog.state(key, tier) is self.states.get((node, tier), ABSENT)
+
+    @invariant()
+    def prefixes_agree(self) -> None:
+        for node in range(len(TREE)):
+            path = path_to(node)
+            leading = itertools.takewhile(self.ready_tiers, path)
+            assert self.catalog.prefix([TREE[step] for step in path]) == [
+                self.ready_tiers(step)[0] for step in leading
+            ]
+
+    @invariant()
+    def tiers_agree(self) -> None:
+        for tier, order in enumerate(self.coldest_first):
+            assert self.catalog.count(tier) == len(order)
+            assert self.catalog.used(tier) == sum(map(self.length, order))
+            assert sorted(self.catalog.keys(tier)) == sorted(TREE[node] for node in order)
+            assert list(self.victims(tier)) == [
+                TREE[node] for node in order if self.states[node, tier] is READY and node not in self.pins
+            ]
+
+    def victims(self, tier: int) -> Iterator[ChunkKey]:
+        """Return at most 100 victims, so that a cycle in the order fails instead of hanging."""
+        return itertools.islice(self.catalog.victims(tier), 100)
+
+
+def test_catalog_agrees_with_the_model() -> None:
+    run_state_machine_as_test(
+        CatalogMachine, settings=hypothesis_settings(max_examples=100, stateful_step_count=50, deadline=None)
+    )
+
+
+# Memory.
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="from 3.14 on, the collector tracks every dictionary")
+def test_collector_does_not_visit_chunks(catalog: Catalog) -> None:
+    def visited() -> int:
+        gc.collect()
+        return sum(len(gc.get_referents(tracked)) for tracked in gc.get_objects())
+
+    before = visited()
+    for number in range(20_000):
+        catalog.add(ChunkKey(blake3(number.to_bytes(4, "little")).digest()), SSD, LENGTH, READY)
+    assert visited() - before < 2_000
+
+
+def test_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "catalog.py"
+    runpy.run_path(str(script))["main"](["--entries", "2560"])
+    printed = capsys.readouterr().out
+    assert "2,560" in printed
+    for line in ("bytes per entry", "add a chunk", "prefix of 128 chunks", "the 1024 coldest"):
+        assert line in printed

@@ -1,0 +1,132 @@
+"""The chunk header: its format, and detection of any other content."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import CorruptChunk
+from kvtier.memory.header import HEADER_BYTES, MAGIC, OBJECT_ALIGNMENT, ChunkHeader, object_bytes
+from kvtier.memory.keys import ChunkKey
+
+KEY = ChunkKey(bytes(range(32)))
+PARENT = ChunkKey(bytes(range(32, 64)))
+OTHER = ChunkKey(bytes(range(1, 33)))
+SPACE = b"n" * 32
+PAYLOAD = b"hello"
+
+
+def sealed(payload: bytes = PAYLOAD, *, checksum: bool = True) -> bytearray:
+    chunk = bytearray(object_bytes(len(payload)))
+    chunk[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
+    ChunkHeader(KEY, PARENT, SPACE, len(payload)).seal(memoryview(chunk), checksum=checksum)
+    return chunk
+
+
+def verify(chunk: bytes | bytearray | memoryview, key: ChunkKey = KEY) -> ChunkHeader:
+    return ChunkHeader.verify(memoryview(chunk), key)
+
+
+@given(st.binary(max_size=10_000), st.booleans())
+def test_sealed_chunk_verifies_and_keeps_its_payload(payload: bytes, checksum: bool) -> None:
+    chunk = sealed(payload, checksum=checksum)
+    header = ChunkHeader(KEY, PARENT, SPACE, len(payload))
+    assert verify(chunk) == header
+    assert ChunkHeader.parse(bytes(chunk[:HEADER_BYTES])) == header
+    assert chunk[HEADER_BYTES : HEADER_BYTES + len(payload)] == payload
+
+
+@pytest.mark.parametrize(
+    ("payload_bytes", "pages"), [(0, 1), (3840, 1), (3841, 2), (7936, 2), (7937, 3), (4 << 20, 1025)]
+)
+def test_objects_are_whole_pages(payload_bytes: int, pages: int) -> None:
+    assert object_bytes(payload_bytes) == pages * OBJECT_ALIGNMENT
+
+
+def test_format_is_stable() -> None:
+    fields = (
+        MAGIC.hex(),
+        "01000100000000000500000000000000",
+        KEY.hex(),
+        PARENT.hex(),
+        SPACE.hex(),
+        "b5e9c1ad071b3e7fc779cfaa5e523818",
+    )
+    assert bytes(sealed()[:136]).hex() == "".join(fields)
+    assert bytes(sealed()[144:]) == bytes(112) + PAYLOAD + bytes(
+        OBJECT_ALIGNMENT - HEADER_BYTES - len(PAYLOAD)
+    )
+
+
+# Tampering.
+
+
+@pytest.mark.parametrize("flip", [0x01, 0x80, 0xFF])
+def test_any_change_of_the_header_is_detected(flip: int) -> None:
+    accepted = []
+    for position in range(HEADER_BYTES):
+        chunk = sealed()
+        chunk[position] ^= flip
+        for check in (ChunkHeader.parse, verify):
+            with suppress(CorruptChunk):
+                check(memoryview(chunk))
+                accepted.append(position)
+    assert not accepted
+
+
+@given(st.binary(min_size=1, max_size=9000), st.data())
+def test_any_change_of_the_payload_is_detected(payload: bytes, data: st.DataObject) -> None:
+    chunk = sealed(payload)
+    position = data.draw(st.integers(0, len(payload) - 1))
+    chunk[HEADER_BYTES + position] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(CorruptChunk, match="payload that does not match"):
+        verify(chunk)
+
+
+def test_header_is_checked_without_a_checksum() -> None:
+    chunk = sealed(checksum=False)
+    chunk[HEADER_BYTES] ^= 1
+    assert verify(chunk).payload_bytes == len(PAYLOAD)
+    chunk[24] ^= 1
+    with pytest.raises(CorruptChunk):
+        verify(chunk)
+
+
+def test_chunk_of_another_key_is_rejected() -> None:
+    with pytest.raises(CorruptChunk, match=f"holds chunk {KEY.hex()[:16]}, not {OTHER.hex()[:16]}"):
+        verify(sealed(), OTHER)
+
+
+@pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1])
+def test_less_than_a_header_is_rejected(length: int) -> None:
+    with pytest.raises(CorruptChunk, match="shorter than a header"):
+        ChunkHeader.parse(bytes(sealed()[:length]))
+
+
+@pytest.mark.parametrize("length", [HEADER_BYTES, OBJECT_ALIGNMENT, 3 * OBJECT_ALIGNMENT])
+def test_object_of_wrong_length_is_rejected(length: int) -> None:
+    chunk = sealed(bytes(5000)).ljust(length, b"\0")[:length]
+    with pytest.raises(CorruptChunk, match=f"is {length} bytes for a payload of 5000"):
+        verify(chunk)
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=2 * HEADER_BYTES))
+def test_noise_is_rejected(noise: bytes) -> None:
+    with pytest.raises(CorruptChunk):
+        ChunkHeader.parse(noise)
+    with pytest.raises(CorruptChunk):
+        ChunkHeader.parse(MAGIC + noise)
+
+
+def test_mix_of_two_chunks_is_rejected() -> None:
+    one, other = sealed(b"a" * 8000), sealed(b"b" * 8000)
+    with pytest.raises(CorruptChunk, match="payload that does not match"):
+        verify(one[:OBJECT_ALIGNMENT] + other[OBJECT_ALIGNMENT:])
+
+
+def test_unwritten_memory_is_rejected() -> None:
+    with pytest.raises(CorruptChunk, match="magic"):
+        verify(bytes(OBJECT_ALIGNMENT))

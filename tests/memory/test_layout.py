@@ -1,0 +1,158 @@
+"""Chunk layouts: each payload byte belongs to one span, and each block that may be needed has a span."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import LayoutError
+from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
+
+MODEL = ChunkLayout(
+    chunk_tokens=256,
+    groups=(GroupLayout(32, (4096, 4096)), GroupLayout(64, (8192,), window=128)),
+    ranks=2,
+    platform="cpu LBHNC float32",
+)
+
+block_tokens = st.sampled_from([1, 2, 4, 8])
+groups = st.builds(
+    GroupLayout,
+    block_tokens,
+    st.lists(st.integers(1, 64), min_size=1, max_size=3).map(tuple),
+    st.just(0) | st.integers(1, 24),
+)
+layouts = st.builds(
+    ChunkLayout,
+    st.just(16),
+    st.lists(groups, min_size=1, max_size=3).map(tuple),
+    st.integers(1, 3),
+    st.text(),
+)
+chunk_lengths = st.integers(1, 16)
+
+
+@given(layouts, chunk_lengths)
+def test_spans_cover_the_payload_without_gap_or_overlap(layout: ChunkLayout, tokens: int) -> None:
+    stop = 0
+    for rank in range(layout.ranks):
+        for span in layout.spans(tokens, rank):
+            assert span.offset == stop
+            stop += span.pages * span.page_bytes
+    assert stop == layout.payload_bytes(tokens)
+
+
+@given(layouts, chunk_lengths)
+def test_every_rank_has_a_span_for_every_layer(layout: ChunkLayout, tokens: int) -> None:
+    layers = [
+        (index, layer, len(group.blocks(tokens)), page_bytes)
+        for index, group in enumerate(layout.groups)
+        for layer, page_bytes in enumerate(group.page_bytes)
+    ]
+    for rank in range(layout.ranks):
+        spans = list(layout.spans(tokens, rank))
+        assert [(span.group, span.layer, span.pages, span.page_bytes) for span in spans] == layers
+        assert spans[0].offset == rank * layout.rank_bytes(tokens)
+
+
+@given(layouts, st.integers(0, 15))
+def test_shorter_chunk_is_never_larger_without_windows(layout: ChunkLayout, tokens: int) -> None:
+    full = msgspec.structs.replace(
+        layout, groups=tuple(msgspec.structs.replace(group, window=0) for group in layout.groups)
+    )
+    assert full.payload_bytes(tokens) <= full.payload_bytes(tokens + 1)
+    assert layout.payload_bytes(tokens) <= full.payload_bytes(tokens)
+
+
+def test_model_with_two_groups() -> None:
+    assert MODEL.rank_bytes(256) == 8 * 2 * 4096 + 2 * 8192
+    assert MODEL.payload_bytes(256) == 2 * MODEL.rank_bytes(256)
+    assert [tuple(span) for span in MODEL.spans(256, 1)] == [
+        (0, 0, 81920, 8, 4096),
+        (0, 1, 114688, 8, 4096),
+        (1, 0, 147456, 2, 8192),
+    ]
+
+
+# Stored blocks.
+
+
+@given(block_tokens, st.integers(1, 64))
+def test_full_attention_stores_every_block(size: int, tokens: int) -> None:
+    assert GroupLayout(size, (1,)).blocks(tokens) == range(-(-tokens // size))
+
+
+@given(block_tokens, st.integers(1, 64), st.integers(2, 80))
+def test_window_stores_blocks_that_the_next_token_sees(size: int, tokens: int, window: int) -> None:
+    # The token after the chunk, at position `tokens`, sees itself and the window - 1 tokens before it.
+    visible = {position // size for position in range(max(0, tokens - window + 1), tokens)}
+    assert set(GroupLayout(size, (1,), window).blocks(tokens)) == visible
+
+
+def test_window_of_one_stores_no_full_blocks() -> None:
+    assert len(GroupLayout(4, (1,), window=1).blocks(16)) == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "stored"),
+    [
+        (256, 128, range(4, 8)),
+        (256, 129, range(4, 8)),
+        (256, 130, range(3, 8)),
+        (256, 512, range(8)),
+        (40, 16, range(2)),
+    ],
+)
+def test_window_edges(tokens: int, window: int, stored: range) -> None:
+    assert GroupLayout(32, (1,), window).blocks(tokens) == stored
+
+
+# Fingerprints.
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        msgspec.structs.replace(MODEL, chunk_tokens=512),
+        msgspec.structs.replace(MODEL, groups=MODEL.groups[:1]),
+        msgspec.structs.replace(MODEL, groups=MODEL.groups[::-1]),
+        msgspec.structs.replace(MODEL, groups=(GroupLayout(64, (4096, 4096)), MODEL.groups[1])),
+        msgspec.structs.replace(MODEL, groups=(GroupLayout(32, (8192,)), MODEL.groups[1])),
+        msgspec.structs.replace(MODEL, groups=(MODEL.groups[0], GroupLayout(64, (8192,), window=64))),
+        msgspec.structs.replace(MODEL, ranks=1),
+        msgspec.structs.replace(MODEL, platform="cpu LBHNC bfloat16"),
+    ],
+)
+def test_any_difference_changes_the_fingerprint(other: ChunkLayout) -> None:
+    assert other.fingerprint() != MODEL.fingerprint()
+    assert namespace("llama", other) != namespace("llama", MODEL)
+
+
+@given(layouts, layouts)
+def test_fingerprints_are_equal_only_for_equal_layouts(left: ChunkLayout, right: ChunkLayout) -> None:
+    assert (left.fingerprint() == right.fingerprint()) is (left == right)
+
+
+@given(st.text(max_size=8), st.text(max_size=8))
+def test_namespaces_of_models_differ(left: str, right: str) -> None:
+    assert (namespace(left, MODEL) == namespace(right, MODEL)) is (left == right)
+
+
+def test_fingerprint_and_namespace_are_stable() -> None:
+    fingerprint = "809cd11ddb432843a88344b1f850fc03906d6749a9ed9fc6bb717f7cb8763cce"
+    assert MODEL.fingerprint().hex() == fingerprint
+    space = "be4c32911b2bf2dd380060d472732612ce71a831f2577c22fa7db07829e804a1"
+    assert namespace("llama", MODEL).hex() == space
+
+
+def test_layout_survives_serialization() -> None:
+    copy = msgspec.msgpack.decode(msgspec.msgpack.encode(MODEL), type=ChunkLayout)
+    assert copy == MODEL
+    assert copy.fingerprint() == MODEL.fingerprint()
+
+
+def test_chunk_tokens_must_be_a_multiple_of_the_block_size() -> None:
+    with pytest.raises(LayoutError, match="set chunk_tokens to a multiple of 48"):
+        ChunkLayout(256, (GroupLayout(48, (1,)),))
