@@ -1,4 +1,4 @@
-"""Ask a vLLM server the same long question twice, and print the time to the first token of each.
+"""Send a vLLM server the same long prompt twice, and print the time to first token of each request.
 
 python query_twice.py man-bash.txt [http://localhost:8000]
 """
@@ -17,7 +17,7 @@ QUESTION = "Summarize bash in 2 sentences."
 
 
 def time_to_first_token(client: httpx.Client, model: str, prompt: str) -> float:
-    """Stream one completion to the terminal; seconds until its first text."""
+    """Stream a completion to the terminal. Return the seconds until its first text."""
     request = {"model": model, "prompt": prompt, "stream": True, "max_tokens": 64, "temperature": 0}
     started = time.perf_counter()
     first = 0.0
