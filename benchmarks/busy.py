@@ -335,12 +335,12 @@ def reserve(scheduler: SchedulerBridge, keys: Sequence[ChunkKey]) -> list[Any]:
         from kvtier.bridge.protocol import Run
     except ImportError:
         return [scheduler.reserve(ROOT, [key], CHUNK_TOKENS, seconds=LIMIT_SECONDS)[0] for key in keys]
-    question = scheduler.reserve([Run(ROOT, key, CHUNK_TOKENS) for key in keys])
-    while question is not None and question.open:
+    call = scheduler.reserve([Run(ROOT, key, CHUNK_TOKENS) for key in keys])
+    while call is not None and not call.settled:
         scheduler.poll(LIMIT_SECONDS)
-    if question is None or question.answer is None:
+    if call is None or call.result is None:
         raise SystemExit("the cache process did not answer")
-    return [slot for (slot,) in question.answer]
+    return [slot for (slot,) in call.result]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

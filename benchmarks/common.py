@@ -10,17 +10,18 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.bench.timing import filled, interleave, ratio, speed
-from kvtier.bridge.bridge import Bridge, Question
+from kvtier.bridge.bridge import Bridge
 from kvtier.bridge.client import SchedulerBridge, Slots, WorkerBridge
 from kvtier.bridge.protocol import Run
 from kvtier.memory.keys import ChunkKey, join_keys
+from kvtier.rpc.calls import Call
 from kvtier.units import MIB
 
 __all__ = ["MIB", "confirm", "filled", "interleave", "ratio", "reserve", "show", "speed"]
 
 ANSWER_SECONDS = 60.0
 
-AnswerT = TypeVar("AnswerT")
+ResultT = TypeVar("ResultT")
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -47,10 +48,10 @@ def confirm(worker: WorkerBridge, leases: Sequence[int]) -> bool:
     return _answer(worker, worker.confirm(leases))
 
 
-def _answer(bridge: Bridge, question: Question[AnswerT] | None) -> AnswerT:
-    assert question is not None, "the cache process is not connected"
+def _answer(bridge: Bridge, call: Call[ResultT] | None) -> ResultT:
+    assert call is not None, "the cache process is not connected"
     deadline = time.monotonic() + ANSWER_SECONDS
-    while question.open and time.monotonic() < deadline:
+    while not call.settled and time.monotonic() < deadline:
         bridge.poll(1.0)
-    assert question.answer is not None, "the cache process did not answer"
-    return question.answer
+    assert call.result is not None, "the cache process did not answer"
+    return call.result

@@ -38,7 +38,7 @@ from benchmarks.controller_process import BATCH_KEYS, PROMPT_TOKENS, hello, prom
 from benchmarks.peer import python
 from kvtier.agent.protocol import CONNECT_PATH, WhoHolds
 from kvtier.memory.keys import join_keys
-from kvtier.sockets.frames import encode_body
+from kvtier.rpc.frames import encode_body
 
 PEER = Path(__file__).with_name("peer") / "controller.py"
 SERVED_WITH = ("fastapi", "uvicorn", "opentelemetry-api<=1.40.0", "opentelemetry-sdk<=1.40.0")

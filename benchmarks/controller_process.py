@@ -19,6 +19,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 from blake3 import blake3
+from starlette.websockets import WebSocket
 
 from benchmarks.catalog import resident_bytes
 from kvtier.agent.protocol import VERSION, Changed, Hello, Model, TierDescription, decode_from_instance
@@ -27,7 +28,9 @@ from kvtier.controller.serve import run_controller
 from kvtier.controller.settings import service_settings
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
-from kvtier.sockets.frames import encode_body
+from kvtier.rpc.endpoint import Endpoint
+from kvtier.rpc.frames import encode_body
+from kvtier.rpc.websocket_server import ServerWire
 
 INSTANCES = 8
 PROMPT_CHUNKS = 128
@@ -49,6 +52,12 @@ def hello(number: int) -> Hello:
     )
 
 
+def unconnected() -> Endpoint:
+    """Return an endpoint that queues what is sent to it."""
+    websocket = WebSocket({"type": "websocket"}, None, None)  # type: ignore[arg-type]
+    return Endpoint(ServerWire(websocket), decode_from_instance)
+
+
 def update_message(batch: int) -> bytes:
     """Return a message that adds keys without another holder."""
     joined = join_keys(list(itertools.chain(*(prompt_keys((1 << 40) + batch * 8 + n) for n in range(8)))))
@@ -65,7 +74,7 @@ class Commands:
 
     async def fill(self, keys: int) -> float:
         """Add that many keys, each held by one instance; return the memory used in bytes."""
-        members = [await self._registry.admit(hello(number), lambda: None) for number in range(INSTANCES)]
+        members = [await self._registry.admit(hello(number), unconnected()) for number in range(INSTANCES)]
         self._registry.serves(members[0], [MODEL])
         self._prompts = keys // PROMPT_CHUNKS
         before = resident_bytes()

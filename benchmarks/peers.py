@@ -44,7 +44,7 @@ from kvtier.peers.backend import PeersBackend
 from kvtier.peers.protocol import Granted, Lookup
 from kvtier.peers.source import Source
 from kvtier.pipeline.discover import Expected
-from kvtier.sockets.frames import encode
+from kvtier.rpc.frames import encode
 from kvtier.testing.backend import make_key
 
 PARTS = ("look-ups", "fetch")

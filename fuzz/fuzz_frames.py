@@ -6,7 +6,7 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["kvtier.sockets", "kvtier.peers"]):
+with atheris.instrument_imports(include=["kvtier.rpc", "kvtier.peers"]):
     from kvtier.errors import ProtocolError
     from kvtier.peers.protocol import (
         Await,
@@ -14,15 +14,13 @@ with atheris.instrument_imports(include=["kvtier.sockets", "kvtier.peers"]):
         Granted,
         Hello,
         Lookup,
-        Ping,
         Readable,
-        Refused,
         Release,
         Welcome,
         decode_from_client,
         decode_from_server,
     )
-    from kvtier.sockets.frames import MAX_FRAME_BYTES, FrameReader, encode
+    from kvtier.rpc.frames import MAX_FRAME_BYTES, FrameReader, Ping, Refused, encode
 
 EXAMPLES = [
     Hello(1, "here", "control"),

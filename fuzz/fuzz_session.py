@@ -11,10 +11,10 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["kvtier.sockets", "kvtier.peers"]):
+with atheris.instrument_imports(include=["kvtier.rpc", "kvtier.peers"]):
     from kvtier.memory.keys import join_keys
-    from kvtier.peers.protocol import Await, Contains, Hello, Lookup, Ping, Release
-    from kvtier.sockets.frames import encode
+    from kvtier.peers.protocol import Await, Contains, Hello, Lookup, Release
+    from kvtier.rpc.frames import Ping, encode
     from tests.peers.conversing import HELD, ClientMessage, SessionHarness
 
 MAX_MESSAGES = 12

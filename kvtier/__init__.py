@@ -2,9 +2,14 @@
 
 The names below and those that docs/extending documents for plugins are the public API. Everything else may
 change between minor versions.
+
+Importing this package imports only the exceptions. The other names are imported on first use, so that a NIXL
+process (:mod:`kvtier.transports.nixl.worker`) starts fast.
 """
 
-from kvtier.cache import TieredCache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from kvtier.errors import (
     ArenaError,
     ChannelClosed,
@@ -15,13 +20,36 @@ from kvtier.errors import (
     PeerError,
     PluginError,
     ProtocolError,
+    Rejected,
     SettingsError,
     TierError,
     UnsupportedEngine,
 )
-from kvtier.hookmarkers import hookimpl
-from kvtier.model import ModelCache
-from kvtier.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from kvtier.cache import TieredCache
+    from kvtier.hookmarkers import hookimpl
+    from kvtier.model import ModelCache
+    from kvtier.settings import Settings, load_settings
+else:
+    _MODULES = {
+        "ModelCache": "kvtier.model",
+        "Settings": "kvtier.settings",
+        "TieredCache": "kvtier.cache",
+        "hookimpl": "kvtier.hookmarkers",
+        "load_settings": "kvtier.settings",
+    }
+
+    def __getattr__(name: str) -> object:
+        """Import a public name on first use."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __version__ = "0.2.0"
 
@@ -36,6 +64,7 @@ __all__ = [
     "PeerError",
     "PluginError",
     "ProtocolError",
+    "Rejected",
     "Settings",
     "SettingsError",
     "TierError",

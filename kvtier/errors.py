@@ -12,6 +12,7 @@
     ├── ChannelError         communication between engine and cache process, or two instances, failed
     │   ├── ProtocolError    the other side violated the protocol
     │   ├── ChannelClosed    the other side closed the connection
+    │   ├── Rejected         the other side rejected the connection; the message is its reason
     │   └── PeerError        a peer is unreachable, fails authentication or refuses to serve
     ├── ControllerError      the controller cannot execute a request (kvtier.controller.errors)
     └── UnsupportedEngine    the vLLM version or configuration is not supported
@@ -59,6 +60,10 @@ class ProtocolError(ChannelError):
 
 class ChannelClosed(ChannelError):
     """The other side closed the channel."""
+
+
+class Rejected(ChannelError):
+    """The other side rejected the connection. The message is its reason."""
 
 
 class PeerError(ChannelError):

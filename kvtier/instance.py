@@ -94,12 +94,12 @@ class Instance:
     @asynccontextmanager
     async def _with_peers(cls, name: str, settings: Settings, plugins: Plugins) -> AsyncIterator[Instance]:
         # Imported here, so that an instance without peers does not pay for the import.
-        from kvtier.peers.authentication import Credentials
         from kvtier.peers.backend import PeersBackend
         from kvtier.peers.grants import GrantBook
         from kvtier.peers.kv_transfer import KVTransfers
         from kvtier.peers.server import PeerServer
         from kvtier.peers.staging.buffers import Stagings
+        from kvtier.rpc.authentication import Credentials
         from kvtier.transports.nixl.settings import NixlSettings
 
         transport_settings = plugins.transport_settings(settings)

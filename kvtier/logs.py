@@ -1,4 +1,4 @@
-"""Deduplicated and rate-limited warnings for events that may occur thousands of times a second."""
+"""Deduplicated and rate-limited warnings, and text from other processes made safe for logs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from logging import Logger, getLogger
 logger = getLogger("kvtier")
 
 MAX_REMEMBERED = 256
+MAX_CHARACTERS = 300
 
 
 class ChangedWarnings:
@@ -56,3 +57,8 @@ class RateLimitedWarning:
         more = f" (and {suppressed} more since the last such message)" if suppressed else ""
         self._logger.warning(message + more, *args)
         return True
+
+
+def printable(text: str) -> str:
+    """Return text from another process made safe for logs: printable, one line, bounded length."""
+    return "".join(character if character.isprintable() else "?" for character in text[:MAX_CHARACTERS])

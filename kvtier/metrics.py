@@ -283,16 +283,16 @@ def _of_serving(serving: Status) -> Iterator[Metric]:
 def _of_controller(controller: Status | None) -> Iterator[Metric]:
     """Yield the metrics of the controller connection, without samples if no controller is configured."""
     connected = GaugeMetricFamily("kvtier_agent_connected", "0 while the controller is not connected.")
-    in_step = GaugeMetricFamily(
-        "kvtier_agent_in_step", "0 while the controller's view of this instance is not up to date."
+    up_to_date = GaugeMetricFamily(
+        "kvtier_agent_up_to_date", "0 while the controller's view of this instance is not up to date."
     )
     lost = CounterMetricFamily("kvtier_agent_lost_connections", "Lost connections to the controller.")
     if controller is not None:
         connected.add_metric([], controller["connected"])
-        in_step.add_metric([], controller["in_step"])
+        up_to_date.add_metric([], controller["up_to_date"])
         lost.add_metric([], controller["lost"])
     yield connected
-    yield in_step
+    yield up_to_date
     yield lost
 
 

@@ -113,7 +113,7 @@ class Recovery:
                 status = host.cache.status()
             except ChannelError as error:
                 return f"cache-{host.number}: {error}"
-            if not status["controller"]["in_step"]:
+            if not status["controller"]["up_to_date"]:
                 return f"cache-{host.number} is not registered: {status['controller']}"
             configured = f"127.0.0.1:{host.link.port}"
             peer = next(peer for peer in status["peers"] if peer["address"] == configured)

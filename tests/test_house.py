@@ -18,7 +18,7 @@ LAYERS = (
     ("errors", "units", "logs", "native", "hookmarkers"),
     ("settings", "concurrency"),
     ("memory", "sockets"),
-    ("backends", "catalog"),
+    ("backends", "catalog", "rpc"),
     ("events", "transports"),
     ("hookspecs", "tiers"),
     ("plugins", "pipeline"),

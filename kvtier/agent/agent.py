@@ -27,16 +27,15 @@ from kvtier import __version__
 from kvtier.agent.commands import Commands
 from kvtier.agent.protocol import CONNECT_PATH, VERSION, Hello, TierDescription
 from kvtier.agent.served import Served
-from kvtier.agent.session import RefusedByController, Session
+from kvtier.agent.session import Session
 from kvtier.cache import TieredCache
-from kvtier.errors import ChannelClosed, ChannelError
-from kvtier.logs import RateLimitedWarning
+from kvtier.errors import ChannelClosed, ChannelError, Rejected
+from kvtier.logs import RateLimitedWarning, printable
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.dialling import printable
-from kvtier.peers.pauses import Backoff
+from kvtier.rpc.backoff import Backoff
+from kvtier.rpc.frames import MAX_FRAME_BYTES
 from kvtier.settings import Settings
 from kvtier.settings.peer import split_address
-from kvtier.sockets.frames import MAX_FRAME_BYTES
 
 logger = logging.getLogger("kvtier")
 
@@ -90,7 +89,7 @@ class Agent:
         self._name = settings.controller.instance_name
         self._incarnation = secrets.randbits(63)
         self._session: Session | None = None
-        self._pause = Backoff()
+        self._backoff = Backoff()
         self._warn = RateLimitedWarning(logger)
         self._last_error = ""
         self._refused: str | None = None
@@ -102,8 +101,8 @@ class Agent:
             began = time.monotonic()
             try:
                 await self._stay_registered()
-            except RefusedByController as error:
-                self._refused = printable(str(error))
+            except Rejected as error:
+                self._refused = str(error)
                 self._note(f"it rejects this instance: {self._refused}")
             except (OSError, ChannelError) as error:
                 self._refused = None
@@ -112,8 +111,8 @@ class Agent:
                 logger.exception("controller %s: the connection failed", self._url)
                 self._note(repr(error))
             if time.monotonic() - began > STEADY_SECONDS:
-                self._pause.reset()
-            await anyio.sleep(self._pause.next())
+                self._backoff.reset()
+            await anyio.sleep(self._backoff.next())
 
     async def who_holds(self, keys: Sequence[ChunkKey]) -> list[tuple[str, int]]:
         """Return the peer addresses of instances that hold leading ``keys``, and how many; most first.
@@ -137,8 +136,8 @@ class Agent:
             "url": self._url,
             "instance": self._name,
             "connected": session is not None,
-            "in_step": session is not None and session.holdings.up_to_date,
-            "told_anew": session.holdings.lost if session is not None else 0,
+            "up_to_date": session is not None and session.holdings.up_to_date,
+            "resyncs": session.holdings.lost if session is not None else 0,
             "commands": session.commands_running if session is not None else 0,
             "refused": self._refused,
             "last_error": self._last_error,
@@ -228,7 +227,7 @@ class Agent:
 
 def _refusal(status: int) -> ChannelError:
     if status in (401, 403):
-        return RefusedByController(
+        return Rejected(
             f"the token is missing or wrong (HTTP {status}): set controller.token to the controller's token"
         )
     return ChannelError(f"HTTP {status} from {CONNECT_PATH}: is controller.url right?")

@@ -82,7 +82,6 @@ class Commands:
                 return _Pinning(self, command)
             case Tokenize():
                 return _Tokenizing(self, command)
-        raise ProtocolError(f"{type(command).__name__} is not an executable command")
 
     def tier(self, number: int) -> Tier:
         """Return a tier by its number. Raises :class:`ProtocolError`."""

@@ -16,7 +16,7 @@ from kvtier.agent.protocol import MAX_KEYS, Changed, Lost, UpToDate
 from kvtier.cache import TieredCache
 from kvtier.events import Report
 from kvtier.memory.keys import ChunkKey, join_keys
-from kvtier.sockets.frames import Message
+from kvtier.rpc.frames import Message
 
 GATHER_SECONDS = 0.05
 """How long changes are collected before they are reported."""

@@ -1,6 +1,6 @@
 """Messages between an instance and its controller, over one WebSocket that the instance opens.
 
-A binary WebSocket message is one frame of :mod:`kvtier.sockets.frames` without its length prefix, of at most
+A binary WebSocket message is one frame of :mod:`kvtier.rpc.frames` without its length prefix, of at most
 ``MAX_FRAME_BYTES``; it is decoded into the types below and nothing else. Chunk bytes are never sent here:
 instances fetch them from each other (:mod:`kvtier.peers`). The instance authenticates with the controller's
 token in the ``Authorization`` header of the WebSocket handshake, before any message.
@@ -17,19 +17,18 @@ Sequence::
       Heartbeat ──────────────────────────►      every ``Welcome.heartbeat`` seconds
       WhoHolds(keys) ─────────────────────►
       ◄───────────────────────────── HeldBy
-      ◄────────── a command with a ticket
-      Progress(ticket) ───────────────────►      any number of times
-      Done(ticket) or Failed(ticket) ─────►      once for every command
+      ◄─────────────────────────── a command
+      Progress ───────────────────────────►      any number of times
+      Done or Failed ─────────────────────►      once for every command
 
 Rules:
 
 - An instance holds what it has reported on this connection. When the connection ends it holds nothing, and
   pending commands of both sides have failed.
 - The changes of a command are reported before its Done, so that later queries return the new state.
-- The controller detects a dead instance by missed heartbeats, the instance a dead controller by missed pongs
-  to its WebSocket pings. ``removed`` may contain chunks that were never reported as stored.
-- A command without chunks is answered like any other. The controller uses one as a ping when another
-  instance with the same id connects.
+- The controller detects a dead instance by missed heartbeats, the instance a dead controller by unanswered
+  pings. The controller pings an instance when another one with the same id connects.
+- ``removed`` may contain chunks that were never reported as stored.
 - No command both copies and deletes. A move deletes from the source what the target has confirmed.
 - A tier is identified by its index in ``Hello.tiers``. A key has 32 bytes; keys are sent concatenated.
 """
@@ -42,9 +41,9 @@ from typing import TypeAlias
 import msgspec
 
 from kvtier.memory.layout import ChunkLayout
-from kvtier.sockets.frames import Message, decoder
+from kvtier.rpc.frames import Interim, Message, Ping, Pong, Refused, Reply, Request, decoder
 
-VERSION = 1
+VERSION = 2
 MAX_KEYS = 32_768
 """Maximum number of keys per message, which is 1 MiB; longer lists are split."""
 CONNECT_PATH = "/connect"
@@ -92,12 +91,6 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     """Seconds without a message after which either side considers the other dead."""
 
 
-class Refused(Message, frozen=True, array_like=True, tag=3):
-    """Rejection of this connection, with the reason."""
-
-    reason: str
-
-
 class Model(msgspec.Struct, frozen=True, array_like=True):
     """A model that engines of this instance serve, in one layout."""
 
@@ -109,13 +102,13 @@ class Model(msgspec.Struct, frozen=True, array_like=True):
     """Whether this instance can tokenize prompts for it."""
 
 
-class Serves(Message, frozen=True, array_like=True, tag=4):
+class Serves(Message, frozen=True, array_like=True, tag=10):
     """All models that engines of this instance serve, or have served since it started."""
 
     models: list[Model]
 
 
-class Changed(Message, frozen=True, array_like=True, tag=5):
+class Changed(Message, frozen=True, array_like=True, tag=11):
     """Chunks that a tier now holds, and chunks that it has removed. Apply ``removed`` first."""
 
     tier: int
@@ -123,11 +116,11 @@ class Changed(Message, frozen=True, array_like=True, tag=5):
     removed: bytes
 
 
-class UpToDate(Message, frozen=True, array_like=True, tag=6):
+class UpToDate(Message, frozen=True, array_like=True, tag=12):
     """End of the snapshot that began with :class:`Hello` or :class:`Lost`. Changes follow."""
 
 
-class Lost(Message, frozen=True, array_like=True, tag=7):
+class Lost(Message, frozen=True, array_like=True, tag=13):
     """Too many changes were pending and have been dropped: earlier reports are invalid."""
 
 
@@ -143,7 +136,7 @@ class TierState(msgspec.Struct, frozen=True, array_like=True):
     """Number of chunks that lookups have hit in it since the instance started."""
 
 
-class Heartbeat(Message, frozen=True, array_like=True, tag=8):
+class Heartbeat(Message, frozen=True, array_like=True, tag=14):
     """State of the instance. All counts are since it started."""
 
     tiers: list[TierState]
@@ -155,25 +148,23 @@ class Heartbeat(Message, frozen=True, array_like=True, tag=8):
     """Bytes that are still to be written to lower tiers."""
 
 
-class WhoHolds(Message, frozen=True, array_like=True, tag=9):
+class WhoHolds(Request, frozen=True, array_like=True, tag=15):
     """Request for the instances that hold leading chunks of this prompt in tiers of their own."""
 
-    ticket: int
     keys: bytes
 
 
-class HeldBy(Message, frozen=True, array_like=True, tag=10):
+class HeldBy(Reply, frozen=True, array_like=True, tag=16):
     """Answer to :class:`WhoHolds`: peer addresses, and how many leading chunks each holds, most first."""
 
-    ticket: int
     peers: list[str]
     chunks: list[int]
 
 
-# Commands. Each is always answered by Done or Failed with its ticket.
+# Commands. Each is always answered by Done or Failed.
 
 
-class Fetch(Message, frozen=True, array_like=True, tag=16):
+class Fetch(Request, frozen=True, array_like=True, tag=17):
     """Fetch chunks into ``tier``, from this instance's other tiers if possible, otherwise from ``peer``.
 
     No other peer is queried; with ``None``, no peer at all. All chunks belong to one prompt of one namespace,
@@ -181,7 +172,6 @@ class Fetch(Message, frozen=True, array_like=True, tag=16):
     or finds no room.
     """
 
-    ticket: int
     tier: int
     peer: str | None
     namespace: bytes
@@ -191,65 +181,63 @@ class Fetch(Message, frozen=True, array_like=True, tag=16):
     """Deadline, at which Done reports the chunks that have arrived. ``None``: no deadline."""
 
 
-class Delete(Message, frozen=True, array_like=True, tag=17):
+class Delete(Request, frozen=True, array_like=True, tag=18):
     """Remove chunks from one tier. Their memory is freed with the last lease on them.
 
     The answer lists the removed chunks. Chunks that the tier does not hold are not an error.
     """
 
-    ticket: int
     tier: int
     keys: bytes
 
 
-class DeleteAll(Message, frozen=True, array_like=True, tag=18):
+class DeleteAll(Request, frozen=True, array_like=True, tag=19):
     """Remove every chunk from ``tier``, or from all tiers with ``None``."""
 
-    ticket: int
     tier: int | None
 
 
-class Pin(Message, frozen=True, array_like=True, tag=19):
+class Pin(Request, frozen=True, array_like=True, tag=20):
     """Protect chunks from eviction for ``seconds``, or indefinitely with ``None``."""
 
-    ticket: int
     keys: bytes
     seconds: float | None
 
 
-class Unpin(Message, frozen=True, array_like=True, tag=20):
+class Unpin(Request, frozen=True, array_like=True, tag=21):
     """The inverse of :class:`Pin`."""
 
-    ticket: int
     keys: bytes
 
 
-class Tokenize(Message, frozen=True, array_like=True, tag=21):
+class Tokenize(Request, frozen=True, array_like=True, tag=22):
     """Tokenize a prompt as the engine that serves the model does."""
 
-    ticket: int
     namespace: bytes
     prompt: str
 
 
-class Cancel(Message, frozen=True, array_like=True, tag=22):
+class Cancel(Message, frozen=True, array_like=True, tag=23):
     """Cancel a command. It is still answered."""
 
     ticket: int
+    """That of the command."""
 
 
-class Progress(Message, frozen=True, array_like=True, tag=32):
+class Progress(Interim, frozen=True, array_like=True, tag=24):
     """Number of chunks, and their bytes, that a command has completed so far."""
 
-    ticket: int
     chunks: int
     bytes: int
 
 
-class Done(Message, frozen=True, array_like=True, tag=33):
+class Outcome(Reply, frozen=True, array_like=True):
+    """Base of the answers that end a command."""
+
+
+class Done(Outcome, frozen=True, array_like=True, tag=25):
     """Completion of a command, possibly partial."""
 
-    ticket: int
     keys: JoinedKeys
     """The chunks for which it succeeded: held by the tier, removed, pinned, or unpinned.
 
@@ -265,17 +253,16 @@ class Done(Message, frozen=True, array_like=True, tag=33):
     """The result of :class:`Tokenize`."""
 
 
-class Failed(Message, frozen=True, array_like=True, tag=34):
+class Failed(Outcome, frozen=True, array_like=True, tag=26):
     """Failure of a whole command."""
 
-    ticket: int
     reason: str
 
 
-Command = Fetch | Delete | DeleteAll | Pin | Unpin | Tokenize | Cancel
-Answer = Progress | Done | Failed
-FromInstance = Hello | Serves | Changed | UpToDate | Lost | Heartbeat | WhoHolds | Progress | Done | Failed
-FromController = Welcome | Refused | HeldBy | Fetch | Delete | DeleteAll | Pin | Unpin | Tokenize | Cancel
+Command = Fetch | Delete | DeleteAll | Pin | Unpin | Tokenize
+Report = Serves | Changed | UpToDate | Lost | Heartbeat
+FromInstance = Hello | Report | WhoHolds | Progress | Done | Failed | Refused | Ping | Pong
+FromController = Welcome | HeldBy | Command | Cancel | Refused | Ping | Pong
 
 decode_from_instance: Callable[[bytes], FromInstance] = decoder(FromInstance, "a message from an instance")
 decode_from_controller: Callable[[bytes], FromController] = decoder(

@@ -12,38 +12,38 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvtier.agent.served import TokenizerSource
-from kvtier.sockets.frames import FrameReader, Message, decoder, encode
+from kvtier.rpc.frames import FrameReader, Message, decoder, encode
 
 READ_BYTES = 1 << 18
 MAX_REASON_CHARACTERS = 500
 
 
-class Load(Message, frozen=True, array_like=True, tag=1):
+class Load(Message, frozen=True, array_like=True, tag=10):
     """First request: load a tokenizer."""
 
     source: TokenizerSource
 
 
-class Prompt(Message, frozen=True, array_like=True, tag=2):
+class Prompt(Message, frozen=True, array_like=True, tag=11):
     """Request to tokenize a prompt."""
 
     text: str
 
 
-class Tokens(Message, frozen=True, array_like=True, tag=3):
+class Tokens(Message, frozen=True, array_like=True, tag=12):
     """Answer to :class:`Prompt`, and to :class:`Load` without ids."""
 
     ids: list[int]
 
 
-class Refused(Message, frozen=True, array_like=True, tag=4):
-    """Error answer."""
+class Failed(Message, frozen=True, array_like=True, tag=13):
+    """Error answer to a request. Others may follow."""
 
     reason: str
 
 
 decode_request: Callable[[bytes], Load | Prompt] = decoder(Load | Prompt, "a request for tokens")
-decode_answer: Callable[[bytes], Tokens | Refused] = decoder(Tokens | Refused, "an answer of a tokenizer")
+decode_answer: Callable[[bytes], Tokens | Failed] = decoder(Tokens | Failed, "an answer of a tokenizer")
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def main() -> None:
                 answer = Tokens(token_ids(tokenizer, request.text))
             encoded = encode(answer)
         except Exception as error:  # A third-party tokenizer may raise anything.
-            encoded = encode(Refused(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]))
+            encoded = encode(Failed(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]))
         _write(answers, encoded)
 
 

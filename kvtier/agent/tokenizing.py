@@ -14,10 +14,10 @@ from anyio import CancelScope
 from anyio.abc import Process, TaskGroup
 
 from kvtier.agent.served import Served, TokenizerSource
-from kvtier.agent.tokenizer import Load, Prompt, Refused, Tokens, decode_answer
+from kvtier.agent.tokenizer import Failed, Load, Prompt, Tokens, decode_answer
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelClosed, ChannelError
-from kvtier.sockets.frames import FrameReader, Message, encode
+from kvtier.rpc.frames import FrameReader, Message, encode
 
 logger = logging.getLogger("kvtier")
 
@@ -148,22 +148,22 @@ class _Helper:
     async def ask(self, request: Message, seconds: float) -> list[int]:
         """Return the answer to a request; stop the helper without one. Raises :class:`ChannelError`."""
         self._busy = True
-        answer: Tokens | Refused | None = None
+        answer: Tokens | Failed | None = None
         try:
             with anyio.move_on_after(seconds):
                 answer = await self._ask(request)
         finally:
             self._busy = False
             self.used_at = time.monotonic()
-            if answer is None or (isinstance(answer, Refused) and isinstance(request, Load)):
+            if answer is None or (isinstance(answer, Failed) and isinstance(request, Load)):
                 self.stop()
         if answer is None:
             raise ChannelClosed(f"the tokenizer did not answer within {seconds:g} s")
-        if isinstance(answer, Refused):
+        if isinstance(answer, Failed):
             raise ChannelError(f"the tokenizer failed: {answer.reason}")
         return answer.ids
 
-    async def _ask(self, request: Message) -> Tokens | Refused:
+    async def _ask(self, request: Message) -> Tokens | Failed:
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None

@@ -1,6 +1,6 @@
 """Scheduler's and workers' ends of the bridge: synchronous, without threads.
 
-Called from vLLM's hooks. Nothing blocks except calls with a ``wait``, :meth:`WorkerBridge.await_staging` and
+Called from vLLM's hooks. Nothing blocks except what takes a ``wait``, :meth:`WorkerBridge.await_staging` and
 :func:`status`.
 """
 
@@ -15,9 +15,10 @@ from logging import Logger
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from kvtier.bridge import protocol
-from kvtier.bridge.bridge import Bridge, Question
-from kvtier.bridge.connection import GREETING_SECONDS, Connection
+from kvtier.bridge.bridge import Bridge, open_connection
 from kvtier.bridge.notices import MAX_CHARACTERS
 from kvtier.bridge.protocol import (
     Abandon,
@@ -45,12 +46,17 @@ from kvtier.bridge.protocol import (
     Run,
     Status,
     StatusReport,
+    Welcome,
 )
 from kvtier.concurrency.threads import run_in_background
-from kvtier.errors import ChannelClosed, ProtocolError
+from kvtier.errors import ArenaError, ChannelClosed, ChannelError, ProtocolError
 from kvtier.memory.arena import ArenaMap
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys
 from kvtier.memory.layout import ChunkLayout
+from kvtier.rpc.calls import Call
+from kvtier.rpc.client import GREETING_SECONDS
+from kvtier.rpc.frames import Ping, Pong, Reply
+from kvtier.rpc.unix import UnixConnection
 
 PROBE_SECONDS = 0.25
 MAX_ORPHANS = 100_000
@@ -74,15 +80,21 @@ Slots = Sequence[Slot | None]
 class LookupState:
     """Everything that a lookup has been granted so far, in prefix order."""
 
+    call: Call[Found]
+    """Settled by the first answer; further ones may follow."""
     leases: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     fetching: int = 0
     staging: int = 0
     """Number of the staging buffer that holds the chunks whose source is one past the last tier."""
-    answered: bool = False
     updated_at: float = 0.0
     """Time of the last answer (:func:`time.monotonic`); each batch that arrives causes one."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether there was an answer."""
+        return self.call.result is not None
 
     @property
     def final(self) -> bool:
@@ -102,29 +114,19 @@ class SchedulerBridge(Bridge):
     ) -> None:
         super().__init__(hello, path, start, logger)
         self._lookups: dict[int, LookupState] = {}
-        self._reserving: dict[int, Sequence[Run]] = {}
-        """The runs of each pending reservation request."""
+        self._reserving: Call[list[Slots]] | None = None
+        """The last reservation request."""
         self._changes: list[Changed] = []
         self._kv_transfers: dict[int, KVTransferResult | None] = {}
         """The last result of each running KV transfer."""
         self._in_use: set[int] = set()
 
     def _make_hello(self) -> Hello:
-        return Hello(
-            self._hello.version,
-            self._hello.engine,
-            self._hello.role,
-            self._hello.rank,
-            self._hello.layout,
-            self._hello.namespace,
-            self._hello.changes,
-            sorted(self._in_use),
-            self._hello.model,
-        )
+        return msgspec.structs.replace(self._hello, holding=sorted(self._in_use))
 
     def _lost(self) -> None:
+        super()._lost()
         self._lookups.clear()
-        self._reserving.clear()
         self._kv_transfers.clear()
         self._in_use.clear()
 
@@ -132,10 +134,8 @@ class SchedulerBridge(Bridge):
         match message:
             case Found():
                 self._take_found(message)
-            case Reserved():
-                self._answer(message.ticket, self._slots(message))
-            case Cleared():
-                self._answer(message.ticket, message.chunks)
+            case Reply():
+                pass
             case Changed():
                 self._changes.append(message)
             case KVTransferResult():
@@ -153,7 +153,6 @@ class SchedulerBridge(Bridge):
         return len(tiers) - 1 if tiers and tiers[-1] == protocol.STAGING else -1
 
     def _take_found(self, found: Found) -> None:
-        self._answer(found.ticket, found)
         lookup = self._lookups.get(found.ticket)
         if lookup is None:
             return  # Cancelled: the cache process releases everything that it has granted.
@@ -162,7 +161,6 @@ class SchedulerBridge(Bridge):
         lookup.sources += found.sources
         lookup.fetching = found.fetching
         lookup.staging = found.staging
-        lookup.answered = True
         lookup.updated_at = time.monotonic()
         self._in_use.update(found.leases)
 
@@ -179,12 +177,18 @@ class SchedulerBridge(Bridge):
         The final answer may take up to ``expect_seconds`` longer: the cache process waits that long for
         chunks among the first ``expect_chunks`` that a peer is pushing.
         """
-        if not keys or not self.takes_questions:
+        if not keys or not self.takes_requests:
             return None
-        ticket = next(self._tickets)
-        self._lookups[ticket] = LookupState()
-        request = Lookup(ticket, join_keys(keys), tokens, expect_chunks, expect_seconds)
-        return ticket if self._ask(ticket, "lookups", request) else None
+        call = self.call(
+            "lookups",
+            lambda ticket: Lookup(ticket, join_keys(keys), tokens, expect_chunks, expect_seconds),
+            Found,
+            lambda found, _wanted: found,
+        )
+        if call is None:
+            return None
+        self._lookups[call.ticket] = LookupState(call)
+        return call.ticket
 
     def found(self, ticket: int, wait: float = 0.0) -> LookupState | None:
         """Return the state of a lookup; ``None`` if it was cancelled or its connection was lost.
@@ -193,9 +197,8 @@ class SchedulerBridge(Bridge):
         """
         lookup = self._lookups.get(ticket)
         if lookup is not None and not lookup.final:
-            question = self._questions.get(ticket)
-            if wait > 0 and question is not None:
-                self.await_answer(question, wait)
+            if wait > 0 and not lookup.answered:
+                self.await_reply(lookup.call, wait)
             else:
                 self.glance()
         return self._lookups.get(ticket)
@@ -205,7 +208,7 @@ class SchedulerBridge(Bridge):
         lookup = self._lookups.pop(ticket, None)
         if lookup is not None and (lookup.leases or not lookup.final):
             self._in_use.difference_update(lookup.leases)
-            self._send(Cancel(ticket))
+            self.send(Cancel(ticket))
 
     def take(self, ticket: int) -> None:
         """Transfer ownership of a final lookup's leases to the caller, who must release each of them."""
@@ -215,37 +218,29 @@ class SchedulerBridge(Bridge):
         """Release leases."""
         if leases:
             self._in_use.difference_update(leases)
-            self._send(Release(list(leases)))
+            self.send(Release(list(leases)))
 
     @property
     def reserves(self) -> bool:
         """Whether :meth:`reserve` can be called now: the cache process answers, and no request is pending."""
-        return self.takes_questions and not self.late and not self._reserving
+        pending = self._reserving is not None and not self._reserving.settled
+        return self.takes_requests and not self.late and not pending
 
-    def reserve(self, runs: Sequence[Run]) -> Question[list[Slots]] | None:
+    def reserve(self, runs: Sequence[Run]) -> Call[list[Slots]] | None:
         """Request room for the chunks of ``runs`` in one message; ``None`` if :attr:`reserves` is false.
 
         The answer has the slots of each run. The caller owns them even if the answer is late, and must
-        :meth:`abandon` unused ones. The request is ``lost`` with its connection.
+        :meth:`abandon` unused ones. The request fails with its connection.
         """
         if not self.reserves:
             return None
-        ticket = next(self._tickets)
-        self._reserving[ticket] = runs
-        return self._ask(ticket, "reservations", Reserve(ticket, list(runs)))
-
-    def _slots(self, reserved: Reserved) -> list[Slots]:
-        runs = self._reserving.pop(reserved.ticket, ())
-        counts = [len(run.keys) // KEY_BYTES for run in runs]
-        if not sum(counts) == len(reserved.leases) == len(reserved.offsets):
-            raise ProtocolError(f"{len(reserved.leases)} reservations in answer to {sum(counts)} chunks")
-        answers = iter(zip(reserved.leases, reserved.offsets, strict=True))
-        slots: list[Slots] = []
-        for run, count in zip(runs, counts, strict=True):
-            staging = reserved.staging if run.kv_transfer else 0
-            pairs = islice(answers, count)
-            slots.append([Slot(lease, offset, staging) if lease else None for lease, offset in pairs])
-        return slots
+        self._reserving = self.call(
+            "reservations",
+            lambda ticket: Reserve(ticket, list(runs)),
+            Reserved,
+            lambda reserved, _wanted: _slots(runs, reserved),
+        )
+        return self._reserving
 
     def expect_answers_within(self, seconds: float) -> None:
         """Set how long the cache process may not answer until it counts as unresponsive. 1 s by default."""
@@ -253,25 +248,25 @@ class SchedulerBridge(Bridge):
 
     def probe(self) -> None:
         """Ping the cache process if it fetches chunks and has sent nothing for :data:`PROBE_SECONDS`."""
-        quiet = not self._questions and self._health.quiet_seconds >= PROBE_SECONDS
-        if quiet and any(lookup.fetching for lookup in self._lookups.values()):
-            self.reserve([])
+        quiet = not self.calls and self._health.quiet_seconds >= PROBE_SECONDS
+        if quiet and any(lookup.fetching for lookup in self._lookups.values()) and self.takes_requests:
+            self.call("pings", Ping, Pong, lambda pong, _wanted: pong)
 
     def abandon(self, leases: Sequence[int]) -> None:
         """Abandon reservations."""
         if leases:
-            self._send(Abandon(list(leases)))
+            self.send(Abandon(list(leases)))
 
     def transfer_kv(self, to: str, root: ChunkKey, keys: Sequence[ChunkKey], tokens: int) -> int | None:
         """Push a prompt's chunks to a peer as they are stored; return a ticket, or ``None`` on failure.
 
         Does not block. End it with :meth:`end_kv_transfer`.
         """
-        if not keys or not self.takes_questions:
+        if not keys or not self.takes_requests:
             return None
-        ticket = next(self._tickets)
+        ticket = self.calls.next_ticket()
         self._kv_transfers[ticket] = None
-        return ticket if self._send(KVTransfer(ticket, to, root, join_keys(keys), tokens)) else None
+        return ticket if self.send(KVTransfer(ticket, to, root, join_keys(keys), tokens)) else None
 
     def transferred(self, ticket: int) -> KVTransferResult | None:
         """Return the last result of a KV transfer; ``None`` if there is no result yet.
@@ -285,7 +280,7 @@ class SchedulerBridge(Bridge):
         """End a transfer: no further chunk will be reserved. Unless ``complete``, also stop pushing."""
         if ticket in self._kv_transfers:
             del self._kv_transfers[ticket]
-            self._send(EndKVTransfer(ticket, complete))
+            self.send(EndKVTransfer(ticket, complete))
 
     def clear(self, wait: float) -> int | None:
         """Remove every chunk of this engine's model; return their number, or ``None`` without an answer.
@@ -293,19 +288,32 @@ class SchedulerBridge(Bridge):
         Blocks up to ``wait`` seconds, or not at all if the cache process is unresponsive.
         """
         self.update()
-        if not self.takes_questions:
+        if not self.takes_requests:
             return None
-        ticket = next(self._tickets)
-        question: Question[int] | None = self._ask(ticket, "clears", Clear(ticket))
-        if question is None:
+        call = self.call("clears", Clear, Cleared, lambda cleared, _wanted: cleared.chunks)
+        if call is None:
             return None
-        self._wait(lambda: question.answer is not None or question.lost, wait)
-        return question.answer
+        self.wait(lambda: call.settled, wait)
+        return call.result
 
     def changes(self) -> list[Changed]:
         """Return the chunks stored in and removed from the tiers since the last call."""
         changes, self._changes = self._changes, []
         return changes
+
+
+def _slots(runs: Sequence[Run], reserved: Reserved) -> list[Slots]:
+    """Return the slots of each run. Raises :class:`ProtocolError` if the answer has too few or too many."""
+    counts = [len(run.keys) // KEY_BYTES for run in runs]
+    if not sum(counts) == len(reserved.leases) == len(reserved.offsets):
+        raise ProtocolError(f"{len(reserved.leases)} reservations in answer to {sum(counts)} chunks")
+    answers = iter(zip(reserved.leases, reserved.offsets, strict=True))
+    slots: list[Slots] = []
+    for run, count in zip(runs, counts, strict=True):
+        staging = reserved.staging if run.kv_transfer else 0
+        pairs = islice(answers, count)
+        slots.append([Slot(lease, offset, staging) if lease else None for lease, offset in pairs])
+    return slots
 
 
 class WorkerBridge(Bridge):
@@ -333,34 +341,36 @@ class WorkerBridge(Bridge):
         The request is repeated after every reconnect. The answer is stored in :attr:`staging`.
         """
         self._gpu = gpu
-        self._send(RequestStaging(gpu))
+        self.send(RequestStaging(gpu))
 
     def await_staging(self, seconds: float) -> OfferStaging | None:
         """Block up to ``seconds`` until the offer arrives; ``None`` on timeout. Not for hooks."""
-        self._wait(lambda: self.staging is not None, seconds)
+        self.wait(lambda: self.staging is not None, seconds)
         return self.staging
 
     def open_staging(self, number: int) -> None:
         """Report that the offered buffer with this number is open."""
-        self._send(OpenedStaging(number))
+        self.send(OpenedStaging(number))
 
-    def _connected(self, connection: Connection) -> None:
+    def _connected(self, connection: UnixConnection[Welcome]) -> None:
+        super()._connected(connection)
         if self._gpu is not None:
             connection.send(RequestStaging(self._gpu))
         # Map the new arena first: unmapping the old one holds the lock that mapping waits for.
-        old, self.arena = self.arena, connection.map_arena()
+        old, self.arena = self.arena, _map_arena(connection)
         if old is not None:
             _close_in_background(old)
         orphans, self._orphans = self._orphans, []
         self.abandon([lease for epoch, lease in orphans if epoch == self.epoch])
 
     def _lost(self) -> None:
+        super()._lost()
         self.staging = None
 
     def _receive(self, message: FromCache) -> None:
         match message:
-            case Confirmed():
-                self._answer(message.ticket, message.held)
+            case Reply():
+                pass
             case OfferStaging():
                 self.staging = message
             case _:
@@ -368,7 +378,7 @@ class WorkerBridge(Bridge):
 
     def commit(self, leases: Sequence[int]) -> bool:
         """Report that these reservations have been filled; return whether the message was sent."""
-        return not leases or self._send(Commit(list(leases)))
+        return not leases or self.send(Commit(list(leases)))
 
     def abandon(self, leases: Sequence[int], epoch: int = 0) -> None:
         """Abandon reservations; those of another cache process as soon as it is connected.
@@ -377,22 +387,33 @@ class WorkerBridge(Bridge):
         """
         if epoch in (0, self.epoch):
             if leases:
-                self._send(Abandon(list(leases)))
+                self.send(Abandon(list(leases)))
         elif len(self._orphans) + len(leases) <= MAX_ORPHANS:
             self._orphans += [(epoch, lease) for lease in leases]
 
-    def confirm(self, leases: Sequence[int]) -> Question[bool] | None:
+    def confirm(self, leases: Sequence[int]) -> Call[bool] | None:
         """Check whether these leases are still held. ``None`` if no cache process is connected."""
-        if self._connection is None:
-            return None
-        ticket = next(self._tickets)
-        return self._ask(ticket, "confirmations", Confirm(ticket, list(leases)))
+        return self.call(
+            "confirmations",
+            lambda ticket: Confirm(ticket, list(leases)),
+            Confirmed,
+            lambda confirmed, _wanted: confirmed.held,
+        )
 
     def close(self) -> None:
         """Disconnect, and unmap the arena."""
         super().close()
         if self.arena is not None:
             self.arena.close()
+
+
+def _map_arena(connection: UnixConnection[Welcome]) -> ArenaMap:
+    """Map the arena that came with the welcome. Raises :class:`ChannelError`."""
+    assert connection.welcome is not None
+    try:
+        return ArenaMap(connection.take_fd(), connection.welcome.arena_bytes)
+    except ArenaError as error:
+        raise ChannelError(str(error)) from error
 
 
 def _close_in_background(arena: ArenaMap) -> None:
@@ -405,7 +426,8 @@ def _close_in_background(arena: ArenaMap) -> None:
 
 def status(path: Path, seconds: float = GREETING_SECONDS) -> dict[str, Any]:
     """Return the status of a cache process. Blocks up to ``seconds``. Raises :class:`ChannelError`."""
-    connection = Connection(path, Hello(protocol.VERSION, "observer", "observer", 0, ChunkLayout(1, ()), b""))
+    hello = Hello(protocol.VERSION, "observer", "observer", 0, ChunkLayout(1, ()), b"")
+    connection = open_connection(path, hello)
     try:
         deadline = time.monotonic() + seconds
         connection.send(Status(1))

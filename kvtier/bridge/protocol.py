@@ -1,7 +1,7 @@
 """Messages between an engine and its cache process over the Unix socket.
 
-Frames are those of :mod:`kvtier.sockets.frames`, decoded into the types below and nothing else. Chunk bytes
-are never sent over this socket: they are in the arena, whose file descriptor comes with :class:`Welcome`
+Frames are those of :mod:`kvtier.rpc.frames`, decoded into the types below and nothing else. Chunk bytes are
+never sent over this socket: they are in the arena, whose file descriptor comes with :class:`Welcome`
 (SCM_RIGHTS).
 
 Sequence::
@@ -45,9 +45,9 @@ import msgspec
 
 from kvtier.agent.served import EngineModel
 from kvtier.memory.layout import ChunkLayout
-from kvtier.sockets.frames import Message, decoder
+from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
-VERSION = 5
+VERSION = 6
 
 MAX_RESERVED_CHUNKS = 32_768
 """Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
@@ -92,34 +92,26 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     """Address on which this instance listens for peers, ``HOST:PORT``; the host may be a wildcard."""
 
 
-class Refused(Message, frozen=True, array_like=True, tag=3):
-    """Rejection of this connection, with the reason."""
-
-    reason: str
-
-
-class Lookup(Message, frozen=True, array_like=True, tag=4):
+class Lookup(Request, frozen=True, array_like=True, tag=10):
     """Request for the held leading chunks of a prompt. ``keys`` cover ``tokens`` tokens in total.
 
     Chunks among the first ``expect_chunks`` that a peer is pushing here count as being fetched for
     ``expect_seconds``.
     """
 
-    ticket: int
     keys: bytes
     tokens: int
     expect_chunks: int = 0
     expect_seconds: float = 0.0
 
 
-class Found(Message, frozen=True, array_like=True, tag=5):
+class Found(Reply, frozen=True, array_like=True, tag=11):
     """Further leading chunks: a lease, an arena offset and a source tier each, in prefix order.
 
     ``fetching``: number of chunks still in flight or being located; with 0 this is the final answer.
     An answer without leases and with ``fetching`` reports progress: some chunks have arrived.
     """
 
-    ticket: int
     leases: list[int]
     offsets: list[int]
     sources: list[int]
@@ -131,13 +123,13 @@ class Found(Message, frozen=True, array_like=True, tag=5):
     """
 
 
-class Cancel(Message, frozen=True, array_like=True, tag=6):
+class Cancel(Message, frozen=True, array_like=True, tag=12):
     """Cancel a lookup, and release every lease granted for it."""
 
     ticket: int
 
 
-class Release(Message, frozen=True, array_like=True, tag=7):
+class Release(Message, frozen=True, array_like=True, tag=13):
     """Release these leases."""
 
     leases: list[int]
@@ -156,69 +148,59 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     """Ticket of a :class:`KVTransfer`: reserve in the staging buffer what is pushed from there."""
 
 
-class Reserve(Message, frozen=True, array_like=True, tag=8):
-    """Reserve room for the chunks of many requests, :data:`MAX_RESERVED_CHUNKS` at most.
+class Reserve(Request, frozen=True, array_like=True, tag=14):
+    """Reserve room for the chunks of many requests, :data:`MAX_RESERVED_CHUNKS` at most."""
 
-    Without runs it reserves nothing and serves as a ping.
-    """
-
-    ticket: int
     runs: list[Run]
 
 
-class Reserved(Message, frozen=True, array_like=True, tag=9):
+class Reserved(Reply, frozen=True, array_like=True, tag=15):
     """A lease and an offset for each key of each run, in order.
 
     Lease 0 if there is no room, or if the chunk is already held or reserved.
     """
 
-    ticket: int
     leases: list[int]
     offsets: list[int]
     staging: int = 0
     """Number of the buffer that the offsets of runs with ``kv_transfer`` refer to, on each rank."""
 
 
-class Commit(Message, frozen=True, array_like=True, tag=10):
+class Commit(Message, frozen=True, array_like=True, tag=16):
     """This rank has filled its slices of these reservations."""
 
     leases: list[int]
 
 
-class Abandon(Message, frozen=True, array_like=True, tag=11):
+class Abandon(Message, frozen=True, array_like=True, tag=17):
     """These reservations will not be filled."""
 
     leases: list[int]
 
 
-class Confirm(Message, frozen=True, array_like=True, tag=12):
+class Confirm(Request, frozen=True, array_like=True, tag=18):
     """Check whether these leases have been held without interruption."""
 
-    ticket: int
     leases: list[int]
 
 
-class Confirmed(Message, frozen=True, array_like=True, tag=13):
+class Confirmed(Reply, frozen=True, array_like=True, tag=19):
     """Answer to :class:`Confirm`: whether all of its leases are still held."""
 
-    ticket: int
     held: bool
 
 
-class Clear(Message, frozen=True, array_like=True, tag=14):
+class Clear(Request, frozen=True, array_like=True, tag=20):
     """Remove every chunk of this engine's namespace from every local tier."""
 
-    ticket: int
 
-
-class Cleared(Message, frozen=True, array_like=True, tag=15):
+class Cleared(Reply, frozen=True, array_like=True, tag=21):
     """Answer to :class:`Clear`: the number of removed chunks."""
 
-    ticket: int
     chunks: int
 
 
-class KVTransfer(Message, frozen=True, array_like=True, tag=19):
+class KVTransfer(Message, frozen=True, array_like=True, tag=25):
     """Push these consecutive chunks of one prompt to the peer at ``to``, each as soon as it is READY here.
 
     Chunks that are already held are pushed as well. All chunks are full except the last. ``keys`` cover
@@ -233,7 +215,7 @@ class KVTransfer(Message, frozen=True, array_like=True, tag=19):
     tokens: int
 
 
-class KVTransferResult(Message, frozen=True, array_like=True, tag=20):
+class KVTransferResult(Message, frozen=True, array_like=True, tag=26):
     """Number of leading tokens that the peer holds or has made room for, and why it is not all of them."""
 
     ticket: int
@@ -241,7 +223,7 @@ class KVTransferResult(Message, frozen=True, array_like=True, tag=20):
     reason: str
 
 
-class EndKVTransfer(Message, frozen=True, array_like=True, tag=21):
+class EndKVTransfer(Message, frozen=True, array_like=True, tag=27):
     """End of a transfer: no further chunk of this prompt will be reserved.
 
     With ``complete``, reserved chunks are still pushed once they are READY. All other chunks are not pushed,
@@ -252,14 +234,14 @@ class EndKVTransfer(Message, frozen=True, array_like=True, tag=21):
     complete: bool
 
 
-class RequestStaging(Message, frozen=True, array_like=True, tag=22):
+class RequestStaging(Message, frozen=True, array_like=True, tag=28):
     """Request of a worker for a staging buffer on the device of its KV cache."""
 
     gpu: str
     """As in ``CUDA_VISIBLE_DEVICES``; empty if the engine's KV cache is in host memory."""
 
 
-class OfferStaging(Message, frozen=True, array_like=True, tag=23):
+class OfferStaging(Message, frozen=True, array_like=True, tag=29):
     """The staging buffer of this worker, which replaces any earlier one, or the reason for its absence."""
 
     number: int
@@ -270,26 +252,23 @@ class OfferStaging(Message, frozen=True, array_like=True, tag=23):
     reason: str
 
 
-class OpenedStaging(Message, frozen=True, array_like=True, tag=24):
+class OpenedStaging(Message, frozen=True, array_like=True, tag=30):
     """Confirmation that this worker has opened the last offered buffer."""
 
     number: int
 
 
-class Status(Message, frozen=True, array_like=True, tag=16):
+class Status(Request, frozen=True, array_like=True, tag=22):
     """Request for a :class:`StatusReport`."""
 
-    ticket: int
 
-
-class StatusReport(Message, frozen=True, array_like=True, tag=17):
+class StatusReport(Reply, frozen=True, array_like=True, tag=23):
     """Answer to :class:`Status`: JSON, for diagnostics and tests."""
 
-    ticket: int
     report: bytes
 
 
-class Changed(Message, frozen=True, array_like=True, tag=18):
+class Changed(Message, frozen=True, array_like=True, tag=24):
     """Chunks of this connection's namespace that became READY in a tier or were removed from it."""
 
     tier: int
@@ -297,7 +276,7 @@ class Changed(Message, frozen=True, array_like=True, tag=18):
     removed: bytes
 
 
-class Notice(Message, frozen=True, array_like=True, tag=25):
+class Notice(Message, frozen=True, array_like=True, tag=31):
     """A warning of the cache process, for the engine's log. Sent to schedulers, a few per second at most."""
 
     text: str
@@ -318,6 +297,7 @@ FromEngine = (
     | EndKVTransfer
     | RequestStaging
     | OpenedStaging
+    | Ping
 )
 FromCache = (
     Welcome
@@ -331,6 +311,7 @@ FromCache = (
     | KVTransferResult
     | OfferStaging
     | Notice
+    | Pong
 )
 
 decode_from_engine: Callable[[bytes], FromEngine] = decoder(FromEngine, "a message from an engine")

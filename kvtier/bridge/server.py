@@ -1,7 +1,7 @@
 """Cache process's end of the bridge. The state of an engine ends with its last connection.
 
-One task per connection reads frames and answers them in order. :class:`~kvtier.cache.TieredCache` decides
-answers synchronously; only waiting for a fetch is a separate task.
+One task per connection handles messages in order. :class:`~kvtier.cache.TieredCache` decides answers
+synchronously; only waiting for a fetch is a separate task.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import json
 import logging
 import os
 import secrets
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio
-import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from kvtier.bridge import protocol
@@ -43,7 +43,6 @@ from kvtier.bridge.protocol import (
     Notice,
     OfferStaging,
     OpenedStaging,
-    Refused,
     Release,
     RequestStaging,
     Reserve,
@@ -51,14 +50,17 @@ from kvtier.bridge.protocol import (
     StatusReport,
     Welcome,
 )
-from kvtier.errors import ChannelClosed, ProtocolError
+from kvtier.concurrency.tasks import open_tasks
+from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
 from kvtier.events import Report
 from kvtier.instance import Instance
 from kvtier.logs import ChangedWarnings
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.pipeline.found import Lookup as CacheLookup
-from kvtier.sockets.channel import Channel
-from kvtier.sockets.frames import FrameReader, Message, encode
+from kvtier.rpc.endpoint import Endpoint
+from kvtier.rpc.frames import Message
+from kvtier.rpc.greeting import check_greeting
+from kvtier.rpc.wire import SocketWire
 
 if TYPE_CHECKING:
     from kvtier.peers.staging.buffers import Offer
@@ -90,21 +92,26 @@ class BridgeServer:
         self.idle = anyio.Event()
         """Set when the last engine disconnects; replaced when an engine connects."""
 
-    async def handle(self, channel: Channel) -> None:
+    async def handle(self, connected: socket.socket) -> None:
         """Serve one connection until the engine closes it."""
-        if channel.peer_uid not in (0, os.getuid()):
-            logger.warning("rejected a connection of user %d", channel.peer_uid)
-            return
-        async with anyio.create_task_group() as tasks:
-            try:
-                await Connection(self, channel, tasks).serve()
-            except (ChannelClosed, TimeoutError) as error:
-                logger.debug("connection closed: %s", error)
-            except Exception:
-                # Last resort: an error in one connection must not end the others.
-                logger.exception("connection failed")
-            finally:
-                tasks.cancel_scope.cancel()
+        wire = SocketWire(connected)
+        try:
+            if (user := wire.frames.peer_uid) not in (0, os.getuid()):
+                logger.warning("rejected a connection of user %d", user)
+                return
+            endpoint = Endpoint(wire, protocol.decode_from_engine)
+            async with open_tasks() as tasks:
+                try:
+                    await Connection(self, endpoint, tasks).serve()
+                finally:
+                    tasks.cancel_scope.cancel()
+        except ChannelError as error:
+            logger.debug("connection closed: %s", error)
+        except Exception:
+            # Last resort: an error in one connection must not end the others.
+            logger.exception("connection failed")
+        finally:
+            wire.close()
 
     @property
     def peer(self) -> str | None:
@@ -125,7 +132,14 @@ class BridgeServer:
         return len(self._engines)
 
     def join(self, connection: Connection, hello: Hello) -> Engine:
-        """Add a connection to its engine. The first connection creates the engine."""
+        """Add a connection to its engine. The first connection creates the engine.
+
+        Raises :class:`ProtocolError`.
+        """
+        if not 0 <= hello.rank < hello.layout.ranks:
+            raise ProtocolError(
+                f"rank {hello.rank} is out of range: the layout has {hello.layout.ranks} ranks"
+            )
         engine = self._engines.get(hello.engine)
         if engine is None:
             engine = self._engines[hello.engine] = Engine(self.cache, hello, self._numbers)
@@ -135,10 +149,6 @@ class BridgeServer:
             logger.info("engine %s connected", hello.engine)
         elif engine.layout != hello.layout or engine.namespace != hello.namespace:
             raise ProtocolError(f"engine {hello.engine} is already connected with another layout")
-        if not 0 <= hello.rank < engine.layout.ranks:
-            raise ProtocolError(
-                f"rank {hello.rank} is out of range: the layout has {engine.layout.ranks} ranks"
-            )
         if hello.role == "scheduler":
             engine.keep_only(hello.holding)
         self._instance.served.add(engine.name, engine.namespace, engine.layout, hello.model)
@@ -157,11 +167,11 @@ class BridgeServer:
             connection.notify,
         )
 
-    async def stage(self, connection: Connection, engine: Engine, rank: int, request: RequestStaging) -> None:
+    def stage(self, connection: Connection, engine: Engine, rank: int, request: RequestStaging) -> None:
         """Provide a staging buffer for a worker, or report why none is available."""
         stagings = self._instance.stagings
         if stagings is None:
-            await connection.notify(OfferStaging(0, b"", 0, "kv_transfer.device is cpu in the cache process"))
+            connection.send(OfferStaging(0, b"", 0, "kv_transfer.device is cpu in the cache process"))
             return
         if engine.staging is None:
             engine.staging = stagings.of_engine(engine.name, engine.namespace, engine.layout)
@@ -193,57 +203,50 @@ class BridgeServer:
 class Connection:
     """One scheduler, worker or observer."""
 
-    def __init__(self, server: BridgeServer, channel: Channel, tasks: TaskGroup) -> None:
+    def __init__(self, server: BridgeServer, endpoint: Endpoint, tasks: TaskGroup) -> None:
         self._server = server
-        self._channel = channel
+        self._endpoint = endpoint
         self._tasks = tasks
-        self._reader = FrameReader()
+        self._engine: Engine | None = None
+        """``None`` for an observer."""
+        self._rank = 0
         self._kv_transfers: EngineKVTransfers | None = None
 
     async def serve(self) -> None:
-        """Answer until the client closes the connection, then raise :class:`ChannelClosed`."""
+        """Answer until the client closes the connection. Raises :class:`ChannelError`."""
         try:
-            hello, more = await self._greeting()
+            hello = check_greeting(await self._endpoint.receive(HELLO_SECONDS), Hello, protocol.VERSION)
+            if hello.role != "observer":
+                self._engine, self._rank = self._server.join(self, hello), hello.rank
+            self._welcome()
+            if self._engine is not None:
+                self._start(self._engine, hello)
+            raise await self._endpoint.run(self._handle, refuses=False)
         except ProtocolError as error:
-            await self._refuse(str(error))
-            return
-        if hello.role == "observer":
-            await self._welcome()
-            await self._answer_all(None, 0, more)
-            return
-        try:
-            engine = self._server.join(self, hello)
-        except ProtocolError as error:
-            await self._refuse(str(error))
-            return
-        try:
-            await self._welcome()
-            if hello.changes:
-                self._tasks.start_soon(self._send_changes)
-            if hello.role == "scheduler":
-                self._kv_transfers = self._server.kv_transfers(self, engine, self._tasks)
-                self._tasks.start_soon(self._server.notices.forward, self._send_notices)
-            await self._answer_all(engine, hello.rank, more)
+            logger.warning("rejected an engine: %s", error)
+            # The engine keeps its leases until it closes the connection, because it may still be copying.
+            await self._endpoint.refuse(error, lingers=True)
         finally:
-            if self._kv_transfers is not None:
-                self._kv_transfers.close()
-            if hello.role == "worker" and engine.staging is not None:
-                engine.staging.leave(hello.rank, self.offer)
-            self._server.leave(self, engine)
+            self._leave()
 
-    async def _greeting(self) -> tuple[Hello, list[FromEngine]]:
-        with anyio.fail_after(HELLO_SECONDS):
-            first, *more = await self._read()
-        if not isinstance(first, Hello):
-            raise ProtocolError(f"the first frame is {type(first).__name__}, not Hello")
-        if first.version != protocol.VERSION:
-            raise ProtocolError(
-                f"this cache process speaks version {protocol.VERSION} and the engine {first.version}: "
-                "restart both with the same kvtier"
-            )
-        return first, more
+    def _start(self, engine: Engine, hello: Hello) -> None:
+        if hello.changes:
+            self._tasks.start_soon(self._send_changes)
+        if hello.role == "scheduler":
+            self._kv_transfers = self._server.kv_transfers(self, engine, self._tasks)
+            self._tasks.start_soon(self._server.notices.forward, self._send_notices)
 
-    async def _welcome(self) -> None:
+    def _leave(self) -> None:
+        engine = self._engine
+        if engine is None:
+            return
+        if self._kv_transfers is not None:
+            self._kv_transfers.close()
+        if engine.staging is not None:
+            engine.staging.leave(self._rank, self.offer)
+        self._server.leave(self, engine)
+
+    def _welcome(self) -> None:
         cache = self._server.cache
         staging = [protocol.STAGING] if self._server.stages else []
         welcome = Welcome(
@@ -254,29 +257,13 @@ class Connection:
             [*(tier.settings.type for tier in cache.hierarchy.tiers), *staging],
             self._server.peer,
         )
-        await self._channel.send(encode(welcome), [cache.arena.fd])
+        self._endpoint.send(welcome, [cache.arena.fd])
 
-    async def _read(self) -> list[FromEngine]:
-        messages: list[FromEngine] = []
-        while not messages:
-            bodies = self._reader.feed(await self._channel.receive())
-            messages = [protocol.decode_from_engine(body) for body in bodies]
-        return messages
-
-    async def _answer_all(self, engine: Engine | None, rank: int, messages: list[FromEngine]) -> None:
-        try:
-            while True:
-                answers = [await self._answer(engine, rank, message) for message in messages]
-                await self._send([answer for answer in answers if answer is not None])
-                # Yield to other tasks after the answer, not before it.
-                await anyio.lowlevel.checkpoint()
-                messages = await self._read()
-        except ProtocolError as error:
-            await self._refuse(str(error))
-
-    async def _answer(self, engine: Engine | None, rank: int, message: FromEngine) -> Message | None:
+    async def _handle(self, message: FromEngine) -> None:
+        engine = self._engine
         if isinstance(message, Status):
-            return StatusReport(message.ticket, json.dumps(self._server.status()).encode())
+            self.send(StatusReport(message.ticket, json.dumps(self._server.status()).encode()))
+            return
         if engine is None or isinstance(message, Hello):
             raise ProtocolError(f"unexpected {type(message).__name__}: from an observer, or a second Hello")
         match message:
@@ -284,59 +271,67 @@ class Connection:
                 answer, fetched = engine.look_up(message)
                 if fetched is not None:
                     self._tasks.start_soon(self._send_fetched, engine, message.ticket, fetched)
-                return answer
+                self.send(answer)
             case Reserve():
                 if self._kv_transfers is None:
-                    return engine.reserve(message)
-                return engine.reserve(message, self._kv_transfers.find)
+                    self.send(engine.reserve(message))
+                else:
+                    self.send(engine.reserve(message, self._kv_transfers.find))
             case Confirm():
-                return Confirmed(message.ticket, engine.holds(message.leases))
+                self.send(Confirmed(message.ticket, engine.holds(message.leases)))
             case Clear():
+                self._endpoint.uncork()
                 cleared = await self._server.cache.clear(namespace=engine.namespace)
-                return Cleared(message.ticket, cleared.chunks)
+                self.send(Cleared(message.ticket, cleared.chunks))
             case Commit():
-                engine.commit(message.leases, rank)
+                engine.commit(message.leases, self._rank)
             case Release():
                 engine.release(message.leases)
             case Abandon():
                 if self._kv_transfers is None:
-                    engine.give_up(message.leases, rank)
+                    engine.give_up(message.leases, self._rank)
                 else:
                     engine.abandon(message.leases)
             case Cancel():
                 engine.cancel(message.ticket)
             case RequestStaging():
-                await self._server.stage(self, engine, rank, message)
+                self._server.stage(self, engine, self._rank, message)
             case OpenedStaging():
                 if engine.staging is not None:
-                    engine.staging.opened(rank, message.number)
+                    engine.staging.opened(self._rank, message.number)
             case KVTransfer() | EndKVTransfer():
-                return self._kv_transfer(message)
-        return None
+                self._kv_transfer(message)
 
-    def _kv_transfer(self, message: KVTransfer | EndKVTransfer) -> Message | None:
+    def _kv_transfer(self, message: KVTransfer | EndKVTransfer) -> None:
         if self._kv_transfers is None:
             raise ProtocolError(f"unexpected {type(message).__name__}: only schedulers send it")
-        if isinstance(message, KVTransfer):
-            return self._kv_transfers.begin(message)
-        self._kv_transfers.end(message)
-        return None
+        if isinstance(message, EndKVTransfer):
+            self._kv_transfers.end(message)
+        elif (result := self._kv_transfers.begin(message)) is not None:
+            self.send(result)
+
+    def send(self, message: Message) -> None:
+        """Send a message, in answer to one that is being handled."""
+        self._endpoint.send(message)
 
     async def notify(self, message: Message) -> None:
-        """Send an unsolicited message."""
-        await self._send([message])
+        """Send an unsolicited message, as soon as the engine reads. No effect if it has disconnected."""
+        with suppress(ChannelClosed):  # The receiving task also gets this error, and ends the connection.
+            await self._endpoint.drain()
+            self._endpoint.send(message)
 
     async def offer(self, offer: Offer) -> None:
         """Notify a worker of its staging buffer."""
         await self.notify(OfferStaging(*offer))
 
     async def _send_notices(self, texts: Sequence[str]) -> None:
-        await self._send([Notice(text) for text in texts])
+        for text in texts:
+            await self.notify(Notice(text))
 
     async def _send_fetched(self, engine: Engine, ticket: int, found: CacheLookup) -> None:
         async def report_progress() -> None:
             """Show the engine that the lookup makes progress, so that it keeps waiting."""
-            await self._send([Found(ticket, [], [], [], found.in_flight)])
+            await self.notify(Found(ticket, [], [], [], found.in_flight))
 
         try:
             await self._server.cache.settle(found, report_progress)
@@ -345,7 +340,7 @@ class Connection:
             found.release()
             raise
         if answer is not None:
-            await self._send([answer])
+            await self.notify(answer)
 
     async def _send_changes(self) -> None:
         gathered = _Changes()
@@ -353,24 +348,10 @@ class Connection:
         try:
             while True:
                 await anyio.sleep(CHANGES_SECONDS)
-                if changes := gathered.take():
-                    await self._send(changes)
+                for changed in gathered.take():
+                    await self.notify(changed)
         finally:
             self._server.cache.remove_observer(gathered)
-
-    async def _refuse(self, reason: str) -> None:
-        """Send the reason, then wait for the engine to close: until then it may still be copying."""
-        logger.warning("rejected an engine: %s", reason)
-        await self._send([Refused(reason)])
-        while True:
-            await self._channel.receive()
-
-    async def _send(self, messages: Sequence[Message]) -> None:
-        if not messages:
-            return
-        data = b"".join(map(encode, messages))
-        with suppress(ChannelClosed):  # The reading task also gets this error, and ends the connection.
-            await self._channel.send(data)
 
 
 class _Changes:

@@ -18,11 +18,12 @@ from kvtier.backends.base import Outcome
 from kvtier.cli.checks import Check
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import KVTierError, PeerError
+from kvtier.logs import printable
 from kvtier.memory.arena import Arena
 from kvtier.memory.slices import Lease
-from kvtier.peers.authentication import Credentials
-from kvtier.peers.dialling import ControlConnection, PeerDialer, printable
+from kvtier.peers.dialling import ControlConnection, PeerDialer
 from kvtier.plugins import Plugins
+from kvtier.rpc.authentication import Credentials
 from kvtier.settings import Settings
 from kvtier.settings.peer import PeerSettings, split_address
 from kvtier.sockets.connection import Connection, Deadline

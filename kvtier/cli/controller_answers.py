@@ -110,7 +110,7 @@ class Instance(msgspec.Struct, frozen=True, omit_defaults=True):
     transport: str | None
     registered_at: float
     last_heartbeat: float | None
-    in_step: bool
+    up_to_date: bool
     """Whether the controller's index of its chunks is up to date."""
     models: list[str]
     engines: list[str]

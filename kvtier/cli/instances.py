@@ -73,7 +73,7 @@ def _print_all(registered: Sequence[Instance]) -> None:
 def _print_one(instance: Instance) -> None:
     facts = {
         "instance": instance.instance,
-        "state": instance.state + ("" if instance.in_step else ", catching up"),
+        "state": instance.state + ("" if instance.up_to_date else ", catching up"),
         "version": instance.version,
         "host": instance.host,
         "process": str(instance.process),

@@ -252,7 +252,7 @@ class InstanceAnswer(BaseModel):
     transport: str | None
     registered_at: float
     last_heartbeat: float | None
-    in_step: bool = Field(description="Whether the controller's index of its chunks is up to date.")
+    up_to_date: bool = Field(description="Whether the controller's index of its chunks is up to date.")
     models: list[str] = Field(description="All names of the models that its engines serve.")
     engines: list[str]
     tiers: list[TierAnswer]

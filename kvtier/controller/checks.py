@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from kvtier.agent.protocol import VERSION, Heartbeat, Hello, Model, TierDescription
+from kvtier.agent.protocol import Heartbeat, Hello, Model, TierDescription
 from kvtier.controller.errors import RefusedInstance
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.memory.layout import ChunkLayout
@@ -35,11 +35,6 @@ _ID = re.compile(INSTANCE_ID)
 
 def check_hello(hello: Hello) -> None:
     """Check the description that an instance registers with."""
-    if hello.version != VERSION:
-        raise RefusedInstance(
-            f"this controller speaks version {VERSION} of the protocol and the instance {hello.version}: "
-            "install the same kvtier version on both"
-        )
     if not _ID.fullmatch(hello.instance):
         raise RefusedInstance(
             f"{hello.instance[:MAX_CHARACTERS]!r} is not a valid instance id: use 1 to 128 letters, digits, "

@@ -181,4 +181,4 @@ class Clear(Operation):
 
 def _is_fully_indexed(place: Place) -> bool:
     """Return whether the index is complete for a place: not for shared pools and instances out of date."""
-    return place.member.in_step and not place.shared
+    return place.member.up_to_date and not place.shared

@@ -46,7 +46,7 @@ async def restore_pins(registry: Registry, pins: Pins) -> None:
 
 def _start_restoring(registry: Registry, pins: Pins, restored: set[Member], tasks: TaskGroup) -> None:
     for member in registry.members.values():
-        if member.in_step and member not in restored:
+        if member.up_to_date and member not in restored:
             restored.add(member)
             if pins.has(member.id):
                 tasks.start_soon(_restore, member, pins)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import anyio
@@ -30,6 +30,7 @@ from kvtier.controller.member import Member
 from kvtier.controller.models import Models
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.keys import ChunkKey
+from kvtier.rpc.endpoint import Endpoint
 
 logger = logging.getLogger("kvtier")
 
@@ -168,12 +169,12 @@ class Registry:
 
     # Used by connections.
 
-    async def admit(self, hello: Hello, hang_up: Callable[[], None]) -> Member:
-        """Register an instance. ``hang_up`` closes its connection.
+    async def admit(self, hello: Hello, endpoint: Endpoint) -> Member:
+        """Register an instance, and send its welcome.
 
         If another instance with this id is connected, it is pinged first, and replaced if it does not answer.
 
-        Raises: RefusedInstance.
+        Raises: RefusedInstance, ChannelError.
         """
         check_hello(hello)
         while (current := self._members.get(hello.instance)) is not None:
@@ -190,7 +191,8 @@ class Registry:
                 )
         if len(self._members) >= MAX_MEMBERS:
             raise RefusedInstance(f"the controller has {MAX_MEMBERS} instances, which is the limit")
-        member = Member(hello, [self._new_place() for _ in hello.tiers], hang_up)
+        endpoint.send(Welcome(VERSION, self.heartbeat, self.idle_timeout))
+        member = Member(hello, [self._new_place() for _ in hello.tiers], endpoint)
         self._members[member.id] = member
         if hello.peer is not None:
             self._sources.update(
@@ -198,14 +200,13 @@ class Registry:
                 for place, tier in zip(member.places, hello.tiers, strict=True)
                 if not tier.shared
             )
-        member.say(Welcome(VERSION, self.heartbeat, self.idle_timeout))
         logger.info("instance %s registered: process %d on %s", member.id, hello.process, hello.host)
         self._changes.notify()
         return member
 
     def leave(self, member: Member, why: str) -> None:
         """Unregister an instance and drop its chunks from the index. Idempotent."""
-        member.end(why)
+        member.disconnect(why)
         if self._members.get(member.id) is not member:
             return
         del self._members[member.id]
@@ -213,7 +214,7 @@ class Registry:
             self._sources.pop(place, None)
         self._drop(member)
         self._vacant_places.extend(member.places)
-        logger.info("instance %s disconnected: %s", member.id, member.over)
+        logger.info("instance %s disconnected: %s", member.id, member.closed_reason)
         self._changes.notify()
 
     def serves(self, member: Member, models: Sequence[Model]) -> None:
@@ -229,26 +230,26 @@ class Registry:
         member.heartbeat = heartbeat
         self._changes.notify()
 
-    def in_step(self, member: Member) -> None:
+    def up_to_date(self, member: Member) -> None:
         """Mark a member as up to date: it has reported all its chunks."""
-        member.in_step = True
+        member.up_to_date = True
         self._changes.notify()
 
     def lost(self, member: Member) -> None:
         """Drop a member's chunks from the index. It will report them again."""
-        member.in_step = False
+        member.up_to_date = False
         self._drop(member)
         self._changes.notify()
 
     def stored(self, member: Member, tier: int, keys: Sequence[ChunkKey]) -> None:
         """Add keys to a member's tier. Ignored for disconnected members."""
-        if member.over is None:
+        if not member.endpoint.closed:
             self.holders.add(member.places[tier], keys)
             self._after_change()
 
     def removed(self, member: Member, tier: int, keys: Sequence[ChunkKey]) -> None:
         """Remove keys from a member's tier. Ignored for disconnected members."""
-        if member.over is None:
+        if not member.endpoint.closed:
             self.holders.remove(member.places[tier], keys)
             self._after_change()
 

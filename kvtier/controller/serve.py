@@ -26,7 +26,7 @@ from kvtier.controller.state import State
 from kvtier.controller.stream import MAX_READERS
 from kvtier.errors import SettingsError
 from kvtier.http import serving
-from kvtier.sockets.frames import MAX_FRAME_BYTES
+from kvtier.rpc.frames import MAX_FRAME_BYTES
 
 logger = logging.getLogger("kvtier.controller")
 

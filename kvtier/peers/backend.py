@@ -17,7 +17,6 @@ from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsPre
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.authentication import Credentials
 from kvtier.peers.client import PeerClient
 from kvtier.peers.dialling import CONNECT_SECONDS, CONNECT_THREADS
 from kvtier.peers.directory import Directory, DirectoryClient
@@ -25,6 +24,7 @@ from kvtier.peers.fetch import Fetch
 from kvtier.peers.roster import IDLE_SECONDS, Roster
 from kvtier.peers.source import Source
 from kvtier.peers.temporary import KEYS_PER_REQUEST, Bound, TemporaryPeer
+from kvtier.rpc.authentication import Credentials
 from kvtier.settings import TierSettings
 from kvtier.settings.peer import PeerSettings
 from kvtier.transports.base import Transport

@@ -10,13 +10,15 @@ from typing import TypeVar
 import anyio
 
 from kvtier.concurrency.threads import WorkerThreads
-from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError
+from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError, Rejected
+from kvtier.logs import printable
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.authentication import Credentials
-from kvtier.peers.dialling import ControlConnection, PeerDialer, printable
+from kvtier.peers.dialling import ControlConnection, PeerDialer
 from kvtier.peers.pace import Pace
-from kvtier.peers.pauses import Backoff, Breaker, Outage
-from kvtier.peers.source import Source, Timeouts
+from kvtier.peers.pauses import Breaker, Outage
+from kvtier.peers.source import Source, timeouts_of
+from kvtier.rpc.authentication import Credentials
+from kvtier.rpc.backoff import Backoff
 from kvtier.settings.peer import split_address
 from kvtier.transports.base import Transport
 
@@ -61,7 +63,7 @@ class PeerClient:
         self._transport = transport
         self._transport_name = transport_name
         self._instance = instance
-        self._timeouts = Timeouts(deadline)
+        self._timeouts = timeouts_of(deadline)
         self._breaker = Breaker()
         self._temporary = temporary
         self._outage = Outage(logger, address, quiet=temporary)
@@ -137,13 +139,13 @@ class PeerClient:
             if source is None and not self._tried.is_set():
                 await self._tried.wait()
                 source = self.source
-            if source is None or (not force and source.conversation.heard_at < self._unanswered_at):
+            if source is None or (not force and source.heard_at < self._unanswered_at):
                 return None
             sent_at = time.monotonic()
             try:
                 answer = await request(source)
             except ChannelError as error:
-                self._last_error = str(error)
+                self.record_error(error)
         if answer is not None:
             self._breaker.record_success(LOOKUPS)
             if answer:
@@ -271,8 +273,10 @@ class PeerClient:
             reason = f"unreachable: {error.strerror or reason}"
         elif isinstance(error, ChannelClosed):
             reason = f"connection lost: {reason}"
+        elif isinstance(error, Rejected):
+            reason = f"it refuses the connection: {reason}"
         self._last_error = printable(reason)
-        refused = isinstance(error, PeerError | ProtocolError)
+        refused = isinstance(error, PeerError | ProtocolError | Rejected)
         self._outage.begin("refused" if refused else "lost", self._last_error)
 
     # Status.

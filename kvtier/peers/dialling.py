@@ -6,24 +6,22 @@ Everything here that is not a coroutine blocks, and runs in worker threads.
 from __future__ import annotations
 
 import socket
-import struct
 from typing import NamedTuple
 
 from kvtier.concurrency.threads import WorkerThreads, spread
-from kvtier.errors import ChannelError, PeerError, ProtocolError
-from kvtier.peers.authentication import Credentials
-from kvtier.peers.protocol import VERSION, Hello, Purpose, Refused, Welcome, decode_from_server
+from kvtier.errors import ChannelError, PeerError
+from kvtier.logs import printable
+from kvtier.peers.protocol import VERSION, Hello, Purpose, Welcome, decode_from_server
+from kvtier.rpc.authentication import Credentials
+from kvtier.rpc.frames import Refused, encode, read_frame
+from kvtier.rpc.greeting import check_greeting
 from kvtier.sockets.connection import Connection, Deadline
-from kvtier.sockets.frames import encode
 from kvtier.sockets.lanes import Dialer
 
 CONNECT_SECONDS = 5.0
 CONNECT_THREADS = 16
 """An unreachable peer that does not refuse blocks one for :data:`CONNECT_SECONDS`."""
 MAX_WELCOME_BYTES = 1 << 20
-MAX_REASON_CHARACTERS = 300
-
-_LENGTH = struct.Struct("<I")
 
 
 class ControlConnection(NamedTuple):
@@ -49,7 +47,7 @@ class PeerDialer:
         """Open a control connection. Raises ``OSError`` if unreachable, otherwise ``ChannelError``."""
         deadline = Deadline(CONNECT_SECONDS)
         # Resolved each time: the name may point to another host by now.
-        dialer = Dialer(self._host, self._port, self._make, self._credentials.prove_to_server)
+        dialer = Dialer(self._host, self._port, self._make, self._prove)
         await dialer.find(deadline)
         outcomes: list[ControlConnection | Exception] = []
 
@@ -88,7 +86,7 @@ class PeerDialer:
         try:
             with deadline.bounds(connection):
                 connection.connect(control.sock.getpeername())
-                self._credentials.prove_to_server(connection)
+                self._prove(connection)
                 self._check_same(control.welcome, self._greet(connection, "data"))
         except ChannelError as error:
             connection.close()
@@ -106,30 +104,12 @@ class PeerDialer:
     def _make(self, family: int) -> Connection:
         return self._credentials.connection(family, self._host)
 
+    def _prove(self, connection: Connection) -> None:
+        self._credentials.prove_to_server(connection, VERSION)
+
     def _greet(self, connection: Connection, purpose: Purpose) -> Welcome:
         connection.send([encode(Hello(VERSION, self._instance, purpose))])
-        head = bytearray(_LENGTH.size)
-        connection.take(memoryview(head))
-        (length,) = _LENGTH.unpack(head)
-        if length > MAX_WELCOME_BYTES:
-            raise ProtocolError(f"its greeting of {length} bytes is over {MAX_WELCOME_BYTES}")
-        body = bytearray(length)
-        connection.take(memoryview(body))
-        answer = decode_from_server(bytes(body))
-        if isinstance(answer, Refused):
-            raise PeerError(f"it refuses the connection: {printable(answer.reason)}")
-        if not isinstance(answer, Welcome):
-            raise ProtocolError(f"it answers Hello with {type(answer).__name__}")
-        if answer.version != VERSION:
-            raise PeerError(
-                f"it speaks protocol version {answer.version} and this instance version {VERSION}: "
-                "install the same kvtier on both"
-            )
-        return answer
-
-
-def printable(text: str) -> str:
-    """Return text from a peer made safe for logs: printable, one line, bounded length."""
-    return "".join(
-        character if character.isprintable() else "?" for character in text[:MAX_REASON_CHARACTERS]
-    )
+        reply = decode_from_server(read_frame(connection.read, MAX_WELCOME_BYTES))
+        if isinstance(reply, Refused):
+            raise PeerError(f"it refuses the connection: {printable(reply.reason)}")
+        return check_greeting(reply, Welcome, VERSION)

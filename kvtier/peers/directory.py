@@ -12,7 +12,7 @@ import anyio
 
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.pauses import Backoff
+from kvtier.rpc.backoff import Backoff
 
 logger = logging.getLogger("kvtier")
 

@@ -51,6 +51,10 @@ class Grant:
         self._starts: list[int] | None = None
         self._order: list[int] = []
 
+    def is_accessible(self, index: int) -> bool:
+        """Return whether there is such a slice, and it may be accessed."""
+        return 0 <= index < len(self.leases) and index not in self.unready and self.leases[index] is not None
+
     def slice_of(self, span: RemoteSpan) -> Lease | None:
         """Return the lease of the slice that contains a span, if it may be accessed."""
         index = self._find_slice(span.offset)

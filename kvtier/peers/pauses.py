@@ -1,36 +1,16 @@
-"""Back-off, circuit breaker and outage logging for a peer."""
+"""Circuit breaker and outage logging for a peer."""
 
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections import Counter
 from collections.abc import Callable
 from logging import Logger
 
-MIN_PAUSE, MAX_PAUSE = 0.2, 10.0
-"""Seconds."""
+from kvtier.rpc.backoff import Backoff
+
 FAILURES_IN_A_ROW = 3
-
-
-class Backoff:
-    """Exponential back-off with jitter."""
-
-    def __init__(self, shortest: float = MIN_PAUSE, longest: float = MAX_PAUSE) -> None:
-        self._shortest = shortest
-        self._longest = longest
-        self._next = shortest
-
-    def next(self) -> float:
-        """Return the seconds to wait now, 75 to 100% of the current delay, and double the delay."""
-        seconds = self._next
-        self._next = min(2 * seconds, self._longest)
-        return seconds * random.uniform(0.75, 1.0)  # noqa: S311 - not a secret
-
-    def reset(self) -> None:
-        """Start again from the shortest delay."""
-        self._next = self._shortest
 
 
 class Breaker:

@@ -1,12 +1,18 @@
-"""Chunks that a peer has granted to this host: a bounded map that drops entries before they expire."""
+"""Chunks that a peer has granted to this host, and their release."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
+import anyio
+
+from kvtier.errors import ChannelError
 from kvtier.memory.keys import ChunkKey
+from kvtier.peers.protocol import Release, Released
+from kvtier.rpc.endpoint import Endpoint
 from kvtier.transports.base import RemoteSpan
 
 MAX_PROMISES = 65_536
@@ -37,7 +43,7 @@ class Promise:
 
 
 class Promises:
-    """The newest promise of one peer for each chunk. Synchronous.
+    """The newest promise of one peer for each chunk, in bounded number. Synchronous.
 
     All promises last equally long, so the oldest expires first. ``release`` is called for promises that are
     dropped before they expire.
@@ -102,6 +108,40 @@ class Promises:
             if self._by_key[oldest].ends > now:
                 return
             del self._by_key[oldest]
+
+
+class Releases:
+    """Releases promises at a connected peer, with one message per grant, and waits for no response."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._unsent: dict[int, list[int]] = {}
+        """Numbers of promises by grant."""
+        self._added = anyio.Event()
+
+    def add(self, promises: Iterable[Promise]) -> None:
+        """Release these soon. Does nothing once the connection has ended, which ends the grants as well."""
+        if self._endpoint.closed:
+            return
+        for promise in promises:
+            self._unsent.setdefault(promise.grant, []).append(promise.number)
+        self._added.set()
+
+    async def run(self) -> None:
+        """Send releases until cancelled. Ends the connection if one cannot be sent."""
+        while True:
+            await self._added.wait()
+            self._added = anyio.Event()
+            unsent, self._unsent = self._unsent, {}
+            try:
+                for grant, numbers in unsent.items():
+                    self._endpoint.call(
+                        partial(Release, grant=grant, chunks=numbers),
+                        Released,
+                        lambda _released, _wanted: None,
+                    )
+            except ChannelError as error:
+                self._endpoint.end(error)
 
 
 def usable_seconds(lease: float) -> float:

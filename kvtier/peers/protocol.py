@@ -1,6 +1,6 @@
 """Control protocol between two instances, over an authenticated connection.
 
-Messages are frames (:mod:`kvtier.sockets.frames`), decoded strictly into the types below. Chunk bytes are not
+Messages are frames (:mod:`kvtier.rpc.frames`), decoded strictly into the types below. Chunk bytes are not
 sent here: a transport (:mod:`kvtier.transports`) copies them, authorized by the grants of this protocol.
 
 Message sequence::
@@ -29,7 +29,8 @@ Message sequence::
       Ping ───────────────────────────────►      keep-alive on an idle connection
       ◄───────────────────────────── Pong
 
-After :class:`Welcome`, a connection with the purpose ``data`` belongs to the transport.
+After :class:`Welcome`, a connection with the purpose ``data`` belongs to the transport. A side that violates
+the protocol gets ``Refused`` with the reason, and is disconnected.
 
 Correctness rules:
 
@@ -50,9 +51,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from kvtier.sockets.frames import Message, decoder
+from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
-VERSION = 3
+VERSION = 4
 MAX_IN_ONE = 32_768
 """Maximum chunks of one :class:`Announce`: 1 MiB of keys."""
 MAX_RESERVED = 128
@@ -84,25 +85,17 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     """Lifetime of a grant in seconds."""
 
 
-class Refused(Message, frozen=True, array_like=True, tag=3):
-    """The server closes this connection, for the given reason."""
-
-    reason: str
-
-
-class Lookup(Message, frozen=True, array_like=True, tag=4):
+class Lookup(Request, frozen=True, array_like=True, tag=10):
     """Request a grant of the held ``keys``; with ``prefix``, only up to the first miss."""
 
-    ticket: int
     keys: bytes
     """32 bytes each, concatenated."""
     prefix: bool
 
 
-class Granted(Message, frozen=True, array_like=True, tag=5):
+class Granted(Reply, frozen=True, array_like=True, tag=11):
     """Response to :class:`Lookup`: positions of the granted keys in the request, and their arena slices."""
 
-    ticket: int
     grant: int
     """:data:`NO_GRANT` if nothing is granted."""
     positions: list[int]
@@ -112,95 +105,71 @@ class Granted(Message, frozen=True, array_like=True, tag=5):
     """How many leading ones may be read now; the others after an :class:`Await`."""
 
 
-class Await(Message, frozen=True, array_like=True, tag=6):
+class Await(Request, frozen=True, array_like=True, tag=12):
     """Wait until these chunks of a grant, by their indexes in :class:`Granted`, may be read."""
 
-    ticket: int
     grant: int
     chunks: list[int]
 
 
-class Readable(Message, frozen=True, array_like=True, tag=7):
+class Readable(Reply, frozen=True, array_like=True, tag=13):
     """Response to :class:`Await`: whether each may be read now; if not, it never will."""
 
-    ticket: int
     readable: list[bool]
 
 
-class Release(Message, frozen=True, array_like=True, tag=8):
+class Release(Request, frozen=True, array_like=True, tag=14):
     """Release these chunks of a grant."""
 
-    ticket: int
     grant: int
     chunks: list[int]
 
 
-class Released(Message, frozen=True, array_like=True, tag=9):
+class Released(Reply, frozen=True, array_like=True, tag=15):
     """Response to :class:`Release`: whether all were granted until now. If not, discard what was read."""
 
-    ticket: int
     valid: bool
 
 
-class Contains(Message, frozen=True, array_like=True, tag=10):
+class Contains(Request, frozen=True, array_like=True, tag=16):
     """Query which of these keys are held. Grants nothing."""
 
-    ticket: int
     keys: bytes
 
 
-class Contained(Message, frozen=True, array_like=True, tag=11):
+class Contained(Reply, frozen=True, array_like=True, tag=17):
     """Response to :class:`Contains`, in its order."""
 
-    ticket: int
     held: list[bool]
 
 
-class Ping(Message, frozen=True, array_like=True, tag=12):
-    """Keep-alive and liveness probe."""
-
-    ticket: int
-
-
-class Pong(Message, frozen=True, array_like=True, tag=13):
-    """Response to :class:`Ping`."""
-
-    ticket: int
-
-
-class Announce(Message, frozen=True, array_like=True, tag=14):
+class Announce(Request, frozen=True, array_like=True, tag=18):
     """Announce chunks of one prompt, in prefix order, that will be pushed unless the server holds them."""
 
-    ticket: int
     number: int
     """Id of the announcement, chosen by the client, and unique among its open ones."""
     keys: bytes
 
 
-class Announced(Message, frozen=True, array_like=True, tag=15):
+class Announced(Reply, frozen=True, array_like=True, tag=19):
     """Response to :class:`Announce`: whether lookups wait for these; not if too many are announced."""
 
-    ticket: int
     accepted: bool
 
 
-class Withdraw(Message, frozen=True, array_like=True, tag=16):
+class Withdraw(Request, frozen=True, array_like=True, tag=20):
     """End an announcement. Unknown numbers are ignored."""
 
-    ticket: int
     number: int
 
 
-class Withdrawn(Message, frozen=True, array_like=True, tag=17):
+class Withdrawn(Reply, frozen=True, array_like=True, tag=21):
     """Response to :class:`Withdraw`."""
 
-    ticket: int
 
-
-class Reserve(Message, frozen=True, array_like=True, tag=18):
+class Reserve(Request, frozen=True, array_like=True, tag=22):
     """Reserve room for the payloads of these chunks of one namespace."""
 
-    ticket: int
     namespace: bytes
     keys: bytes
     parents: bytes
@@ -213,13 +182,12 @@ class Reserve(Message, frozen=True, array_like=True, tag=18):
     """
 
 
-class Reserved(Message, frozen=True, array_like=True, tag=19):
+class Reserved(Reply, frozen=True, array_like=True, tag=23):
     """Response to :class:`Reserve`: positions of the chunks that may be written, and payload offsets.
 
     There is no room for chunks that are listed nowhere.
     """
 
-    ticket: int
     grant: int
     """:data:`NO_GRANT` if nothing is granted."""
     positions: list[int]
@@ -234,34 +202,30 @@ class Reserved(Message, frozen=True, array_like=True, tag=19):
     """Why the server rejects this namespace altogether; empty if it does not."""
 
 
-class Commit(Message, frozen=True, array_like=True, tag=20):
+class Commit(Request, frozen=True, array_like=True, tag=24):
     """Commit written chunks of a grant, by their indexes in :class:`Reserved`. Ends the right to write."""
 
-    ticket: int
     grant: int
     chunks: list[int]
     checksums: bytes
     """XXH3-128 of each payload, :data:`CHECKSUM_BYTES` each, concatenated. Empty for a staging buffer."""
 
 
-class Committed(Message, frozen=True, array_like=True, tag=21):
+class Committed(Reply, frozen=True, array_like=True, tag=25):
     """Response to :class:`Commit`: which are valid and served from now on. The others are dropped."""
 
-    ticket: int
     valid: list[bool]
 
 
-class Stage(Message, frozen=True, array_like=True, tag=22):
+class Stage(Request, frozen=True, array_like=True, tag=26):
     """Query the staging buffers of the engine that serves this namespace."""
 
-    ticket: int
     namespace: bytes
 
 
-class Staged(Message, frozen=True, array_like=True, tag=23):
+class Staged(Reply, frozen=True, array_like=True, tag=27):
     """Response to :class:`Stage`: NIXL endpoints, one per rank. The number changes with the memory."""
 
-    ticket: int
     number: int
     endpoints: list[bytes]
     refusal: str
@@ -269,16 +233,27 @@ class Staged(Message, frozen=True, array_like=True, tag=23):
 
 
 FromClient = (
-    Hello | Lookup | Await | Release | Contains | Ping | Announce | Withdraw | Reserve | Commit | Stage
+    Hello
+    | Refused
+    | Ping
+    | Lookup
+    | Await
+    | Release
+    | Contains
+    | Announce
+    | Withdraw
+    | Reserve
+    | Commit
+    | Stage
 )
 FromServer = (
     Welcome
     | Refused
+    | Pong
     | Granted
     | Readable
     | Released
     | Contained
-    | Pong
     | Announced
     | Withdrawn
     | Reserved

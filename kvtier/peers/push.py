@@ -6,15 +6,15 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 
 import anyio
 
 from kvtier.backends.base import Outcome
-from kvtier.errors import PeerError, ProtocolError
+from kvtier.errors import ChannelError, PeerError, ProtocolError
+from kvtier.logs import printable
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey, join_keys
-from kvtier.peers.conversation import answer_of
-from kvtier.peers.dialling import printable
 from kvtier.peers.promises import Promise, usable_seconds
 from kvtier.peers.protocol import (
     NO_GRANT,
@@ -28,6 +28,7 @@ from kvtier.peers.protocol import (
     Withdrawn,
 )
 from kvtier.peers.source import MAX_NUMBER, Source, expect_length
+from kvtier.rpc.backoff import Backoff
 from kvtier.tiers.sealer import Sealer
 from kvtier.tiers.tier import ChunkBytes
 
@@ -88,20 +89,16 @@ class Target:
 
     async def announce(self, number: int, keys: Sequence[ChunkKey]) -> bool:
         """Announce chunks, so that the peer's lookups wait for them. Return whether they do."""
-        joined_keys = join_keys(keys)
-        return await answer_of(
-            self.source.conversation.ask(
-                lambda ticket: Announce(ticket, number, joined_keys),
-                Announced,
-                lambda reply, _wanted: reply.accepted,
-            )
-        )
+        request = partial(Announce, number=number, keys=join_keys(keys))
+        return await self.source.endpoint.call(
+            request, Announced, lambda reply, _wanted: reply.accepted
+        ).reply()
 
     def withdraw(self, number: int) -> None:
         """End an announcement without waiting for the response. Raises nothing."""
-        with suppress(PeerError):
-            self.source.conversation.ask(
-                lambda ticket: Withdraw(ticket, number), Withdrawn, lambda _reply, _wanted: True
+        with suppress(ChannelError):
+            self.source.endpoint.call(
+                partial(Withdraw, number=number), Withdrawn, lambda _reply, _wanted: None
             )
 
     async def push(self, chunks: Sequence[ChunkBytes], seconds: float) -> list[PushOutcome]:
@@ -138,17 +135,15 @@ class Target:
                 self.source.release(room.promises.values())
             return room
 
-        def request(ticket: int) -> Reserve:
-            return Reserve(
-                ticket,
-                headers[0].namespace,
-                join_keys([header.key for header in headers]),
-                join_keys([header.parent for header in headers]),
-                [header.payload_bytes for header in headers],
-                staging,
-            )
-
-        return await answer_of(self.source.conversation.ask(request, Reserved, settle))
+        request = partial(
+            Reserve,
+            namespace=headers[0].namespace,
+            keys=join_keys([header.key for header in headers]),
+            parents=join_keys([header.parent for header in headers]),
+            payload_lengths=[header.payload_bytes for header in headers],
+            staging=staging,
+        )
+        return await self.source.endpoint.call(request, Reserved, settle).reply()
 
     async def commit(self, promises: Sequence[Promise], checksums: Sequence[bytes]) -> list[bool]:
         """Commit written chunks of one grant. Return which of them the peer serves now."""
@@ -157,14 +152,13 @@ class Target:
             expect_length(committed.valid, len(promises))
             return committed.valid
 
-        numbers = [promise.number for promise in promises]
-        return await answer_of(
-            self.source.conversation.ask(
-                lambda ticket: Commit(ticket, promises[0].grant, numbers, b"".join(checksums)),
-                Committed,
-                settle,
-            )
+        request = partial(
+            Commit,
+            grant=promises[0].grant,
+            chunks=[promise.number for promise in promises],
+            checksums=b"".join(checksums),
         )
+        return await self.source.endpoint.call(request, Committed, settle).reply()
 
 
 class _Push:
@@ -188,19 +182,18 @@ class _Push:
                 for index, chunk in enumerate(sealed)
                 if chunk is not None and chunk[0].namespace == namespace
             }
-            pause, full_since = MIN_PAUSE_SECONDS, anyio.current_time()
+            backoff, full_since = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS), anyio.current_time()
             while self._sealed:
                 before = len(self._sealed)
                 room = await self._reserve()
                 if room.promises or room.pending or len(self._sealed) < before:
                     full_since = anyio.current_time()
                 if len(self._sealed) < before:
-                    pause = MIN_PAUSE_SECONDS
+                    backoff.reset()
                     continue
                 if anyio.current_time() - full_since > FULL_SECONDS:
                     break
-                await anyio.sleep(pause)
-                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+                await anyio.sleep(backoff.next())
         return self._outcomes
 
     async def _reserve(self) -> Room:

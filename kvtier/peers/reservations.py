@@ -35,6 +35,7 @@ from kvtier.peers.protocol import (
 )
 from kvtier.peers.staging.buffers import Stagings
 from kvtier.pipeline.store import Reservation
+from kvtier.rpc.backoff import Backoff
 from kvtier.transports.base import Access
 
 MAX_ANNOUNCEMENTS = 1024
@@ -294,11 +295,10 @@ class Reservations:
 
     async def _verify(self, place: Place, filled: dict[int, Reservation], request: Commit) -> set[int]:
         """Return the reservations that match their checksums and whose writes have ended."""
-        pause = MIN_PAUSE_SECONDS
+        backoff = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
         with anyio.move_on_after(STRAGGLER_SECONDS):
-            while not all(reservation.lease.sole for reservation in filled.values()):
-                await anyio.sleep(pause)
-                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+            while not all(reservation.lease.sole for reservation in filled.values()):  # noqa: ASYNC110
+                await anyio.sleep(backoff.next())
         checksums = {
             index: request.checksums[at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]
             for at, index in enumerate(request.chunks)

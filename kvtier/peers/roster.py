@@ -12,8 +12,8 @@ from anyio import CancelScope
 from anyio.abc import TaskGroup
 
 from kvtier.errors import PeerError
+from kvtier.logs import printable
 from kvtier.peers.client import PeerClient
-from kvtier.peers.dialling import printable
 from kvtier.settings.peer import split_address
 
 MAX_TEMPORARY_PEERS = 64

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import logging
 import socket
-import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import anyio
-import anyio.lowlevel
 from anyio import CancelScope
-from anyio.abc import TaskGroup
 
 from kvtier.cache import TieredCache
 from kvtier.concurrency.tasks import open_tasks
-from kvtier.errors import ChannelClosed, PeerError, ProtocolError
-from kvtier.logs import RateLimitedWarning
-from kvtier.peers.authentication import ACCEPT_SECONDS, Credentials, receive_exactly, send_all
-from kvtier.peers.dialling import printable
+from kvtier.errors import PeerError, ProtocolError
+from kvtier.logs import RateLimitedWarning, printable
 from kvtier.peers.grants import GrantBook
-from kvtier.peers.handshake import RefusedHandshake
 from kvtier.peers.holdings import Holdings
-from kvtier.peers.protocol import VERSION, Hello, Refused, Welcome, decode_from_client
+from kvtier.peers.protocol import VERSION, Hello, Welcome, decode_from_client
 from kvtier.peers.reservations import Reservations
 from kvtier.peers.session import Session
 from kvtier.peers.staging.buffers import Stagings
+from kvtier.rpc.authentication import ACCEPT_SECONDS, Credentials, receive_exactly, send_all
+from kvtier.rpc.endpoint import REFUSAL_SECONDS
+from kvtier.rpc.frames import Refused, encode, receive_frame
+from kvtier.rpc.greeting import check_greeting
+from kvtier.rpc.handshake import RefusedHandshake
+from kvtier.rpc.listener import accept_all
+from kvtier.rpc.wire import SocketWire
 from kvtier.settings.peer import PeerSettings, split_address
-from kvtier.sockets.channel import Channel
-from kvtier.sockets.frames import encode
 from kvtier.transports.base import SupportsConnections, Transport
 
 logger = logging.getLogger("kvtier")
@@ -38,13 +38,7 @@ MAX_CONNECTIONS = 1024
 MAX_UNAUTHENTICATED = 64
 """Limit of unauthenticated connections. A further one evicts the oldest."""
 MAX_HELLO_BYTES = 4096
-REFUSAL_SECONDS = 1.0
-"""Timeout for sending the reason before a refused connection is closed."""
 BACKLOG = 256
-RECOVERY_SECONDS = 0.1
-"""Pause after a failed ``accept``, for example when file descriptors run out."""
-
-_LENGTH = struct.Struct("<I")
 
 
 class PeerServer:
@@ -113,7 +107,7 @@ class PeerServer:
             self._address = (host, port)
             try:
                 async with open_tasks() as tasks:
-                    tasks.start_soon(self._accept_all, listener, tasks)
+                    tasks.start_soon(accept_all, listener, self._serve)
                     tasks.start_soon(self._expire)
                     try:
                         yield
@@ -146,36 +140,24 @@ class PeerServer:
             await anyio.sleep(min(1.0, self._settings.lease / 4))
             self._grants.expire()
 
-    async def _accept_all(self, listener: socket.socket, tasks: TaskGroup) -> None:
-        while True:
-            try:
-                connected, address = listener.accept()
-            except BlockingIOError:
-                await anyio.wait_readable(listener)
-            except OSError as error:
-                self._warn("cannot accept peer connections: %s", error)
-                await anyio.sleep(RECOVERY_SECONDS)
-            else:
-                tasks.start_soon(self._serve, connected, f"{address[0]} port {address[1]}")
-                await anyio.lowlevel.checkpoint()
-
-    async def _serve(self, connected: socket.socket, peer: str) -> None:
+    async def _serve(self, connected: socket.socket, address: tuple[str, int]) -> None:
         """Handle one connection, and close it. Raises nothing."""
+        peer = f"{address[0]} port {address[1]}"
         try:
-            connected, hello = await self._identify(connected)
+            connected, message = await self._identify(connected)
             with connected:
-                await self._admit(connected, hello, peer)
+                await self._admit(connected, message, peer)
         except RefusedHandshake as error:
             self._note_refusal(peer, error.reason, str(error))
-        except (OSError, ChannelClosed) as error:
+        except OSError as error:
             logger.debug("connection from %s closed: %s", peer, error)
         except Exception:
             # Last resort: an error with one peer must not affect the others.
             self._refused["error here"] += 1
             logger.exception("connection from peer %s failed", peer)
 
-    async def _identify(self, connected: socket.socket) -> tuple[socket.socket, Hello | ProtocolError]:
-        """Authenticate a connection, and read its :class:`Hello`, or return why that is invalid.
+    async def _identify(self, connected: socket.socket) -> tuple[socket.socket, object]:
+        """Authenticate a connection, and read its first message, or return why that is invalid.
 
         Raises :class:`RefusedHandshake` and ``OSError``, after closing the connection.
         """
@@ -189,8 +171,8 @@ class PeerServer:
             with scope:
                 connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                connected = await self._credentials.accept(connected)
-                return connected, await self._read_hello(connected)
+                connected = await self._credentials.accept(connected, VERSION)
+                return connected, await self._read_message(connected)
         except BaseException:
             connected.close()
             raise
@@ -199,26 +181,24 @@ class PeerServer:
         connected.close()
         raise RefusedHandshake("too many strangers", "too many unauthenticated connections")
 
-    async def _read_hello(self, connected: socket.socket) -> Hello | ProtocolError:
+    async def _read_message(self, connected: socket.socket) -> object:
         try:
             with anyio.fail_after(ACCEPT_SECONDS):
-                (length,) = _LENGTH.unpack(await receive_exactly(connected, _LENGTH.size))
-                if length > MAX_HELLO_BYTES:
-                    return ProtocolError(f"its Hello of {length} bytes is over {MAX_HELLO_BYTES}")
-                message = decode_from_client(await receive_exactly(connected, length))
+                return decode_from_client(
+                    await receive_frame(partial(receive_exactly, connected), MAX_HELLO_BYTES)
+                )
         except ProtocolError as error:
             return error
         except TimeoutError as error:
             raise RefusedHandshake("too slow", "timed out waiting for Hello") from error
-        if isinstance(message, Hello):
-            return message
-        return ProtocolError(f"it sends {type(message).__name__} before Hello")
 
-    async def _admit(self, connected: socket.socket, hello: Hello | ProtocolError, peer: str) -> None:
-        """Serve the connection, or refuse it with a reason. Raises ``OSError`` and ``ChannelClosed``."""
+    async def _admit(self, connected: socket.socket, hello: object, peer: str) -> None:
+        """Serve the connection, or refuse it with a reason. Raises ``OSError``."""
         refusal = self._refusal(hello)
         if refusal is not None:
-            await self._refuse(connected, peer, *refusal)
+            self._note_refusal(peer, *refusal)
+            with anyio.move_on_after(REFUSAL_SECONDS), suppress(OSError):
+                await send_all(connected, encode(Refused(printable(refusal[1]))))
             return
         assert isinstance(hello, Hello)
         logger.debug("%s opened a %s connection: %s", peer, hello.purpose, printable(hello.instance))
@@ -227,28 +207,35 @@ class PeerServer:
             with anyio.fail_after(ACCEPT_SECONDS):
                 await send_all(connected, encode(self._welcome()))
             if hello.purpose == "control":
-                await self._session(Channel(connected)).serve()
+                await self._serve_control(connected, peer)
             elif isinstance(self._transport, SupportsConnections):
                 await self._transport.serve(connected)
-        except ProtocolError as error:
-            await self._refuse(connected, peer, "no protocol", str(error))
         finally:
             self._connections[hello.purpose] -= 1
 
-    def _session(self, channel: Channel) -> Session:
-        return Session(
-            channel, self._holdings, self._grants, self._reservations, self._asked, self._transport.cut_off
+    async def _serve_control(self, connected: socket.socket, peer: str) -> None:
+        session = Session(
+            SocketWire(connected),
+            self._holdings,
+            self._grants,
+            self._reservations,
+            self._asked,
+            self._transport.cut_off,
         )
+        error = await session.serve()
+        if isinstance(error, ProtocolError):
+            self._note_refusal(peer, "no protocol", str(error))
+        else:
+            logger.debug("connection from %s closed: %s", peer, printable(str(error)))
 
-    def _refusal(self, hello: Hello | ProtocolError) -> tuple[str, str] | None:
+    def _refusal(self, message: object) -> tuple[str, str] | None:
         """Return the label and the text of the reason to refuse a connection; ``None`` to accept it."""
-        if isinstance(hello, ProtocolError):
-            return "no protocol", str(hello)
-        if hello.version != VERSION:
-            return "another version", (
-                f"this instance speaks protocol version {VERSION} and the peer version {hello.version}: "
-                "install the same kvtier on both"
-            )
+        if isinstance(message, ProtocolError):
+            return "no protocol", str(message)
+        try:
+            hello = check_greeting(message, Hello, VERSION)
+        except ProtocolError as error:
+            return "another version" if isinstance(message, Hello) else "no protocol", str(error)
         if hello.purpose == "data" and not isinstance(self._transport, SupportsConnections):
             name = self._settings.transport["type"]
             return "wrong purpose", f"the transport here, {name}, accepts no data connections"
@@ -259,11 +246,6 @@ class PeerServer:
     def _welcome(self) -> Welcome:
         name = self._settings.transport["type"]
         return Welcome(VERSION, self._instance, name, self._transport.endpoint, self._settings.lease)
-
-    async def _refuse(self, connected: socket.socket, peer: str, reason: str, detail: str) -> None:
-        self._note_refusal(peer, reason, detail)
-        with anyio.move_on_after(REFUSAL_SECONDS), suppress(OSError):
-            await send_all(connected, encode(Refused(printable(detail))))
 
     def _note_refusal(self, peer: str, reason: str, detail: str) -> None:
         self._refused[reason] += 1

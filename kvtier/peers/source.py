@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -13,12 +12,11 @@ import anyio
 from anyio import CancelScope
 
 from kvtier.backends.base import Outcome
-from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError
+from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
 from kvtier.memory.keys import ChunkKey, join_keys
-from kvtier.peers.conversation import Conversation, answer_of
 from kvtier.peers.dialling import ControlConnection, PeerDialer
 from kvtier.peers.pace import Pace
-from kvtier.peers.promises import Promise, Promises, usable_seconds
+from kvtier.peers.promises import Promise, Promises, Releases, usable_seconds
 from kvtier.peers.protocol import (
     NO_GRANT,
     Await,
@@ -26,36 +24,32 @@ from kvtier.peers.protocol import (
     Contains,
     Granted,
     Lookup,
-    Ping,
-    Pong,
     Readable,
     Release,
     Released,
     Welcome,
+    decode_from_server,
 )
-from kvtier.sockets.channel import Channel
+from kvtier.rpc.calls import Call
+from kvtier.rpc.endpoint import Endpoint
+from kvtier.rpc.keep_alive import KeepAlive, Timeouts
+from kvtier.rpc.wire import SocketWire
 from kvtier.transports.base import Link, Transport
 
 MAX_NUMBER = (1 << 63) - 1
 MAX_PUSHES = 8
 """Concurrent batches over all prompts: some are written while others are reserved or verified."""
 DISCONNECT_SECONDS = 6.0
-"""An unresponsive peer is disconnected after this long. Without it, a cut network is never detected."""
+"""An unresponsive peer is disconnected after this long."""
 
 ResultT = TypeVar("ResultT")
 Read = tuple[Promise, memoryview]
 """A promise, and the view to read into or write from."""
 
 
-class Timeouts:
-    """Timeouts in seconds for a peer that sends nothing."""
-
-    def __init__(self, deadline: float) -> None:
-        self.ping = min(1.0, deadline / 5)
-        """Idle time after which the peer is pinged."""
-        self.idle_timeout = min(2.0, deadline / 4)
-        """Timeout of a ping, after which reads in flight are retried at other peers."""
-        self.disconnect = DISCONNECT_SECONDS
+def timeouts_of(deadline: float) -> Timeouts:
+    """Return the timeouts that leave time to retry reads at other peers within ``deadline`` seconds."""
+    return Timeouts(min(1.0, deadline / 5), min(2.0, deadline / 4), DISCONNECT_SECONDS)
 
 
 class Source:
@@ -75,15 +69,20 @@ class Source:
     ) -> None:
         self.welcome: Welcome = control.welcome
         self.pace = pace
-        self.conversation = Conversation(Channel(control.sock))
-        self.promises = Promises(self.conversation.release)
+        self.endpoint = Endpoint(SocketWire(control.sock), decode_from_server)
+        self._releases = Releases(self.endpoint)
+        self.promises = Promises(self._releases.add)
         self.one_sided = transport.one_sided
         self.pushing = anyio.Semaphore(MAX_PUSHES)
         """Acquired for each batch that is pushed to this peer."""
         self.ended = anyio.Event()
         """Set when the connection has ended: no further requests or transfers."""
-        self.unresponsive = False
-        """Whether a ping has timed out."""
+        self._keep_alive = KeepAlive(
+            self.endpoint,
+            timeouts,
+            on_unresponsive=self._set_unresponsive,
+            on_round_trip=pace.note_round_trip,
+        )
         self._on_unresponsive = on_unresponsive
         self._timeouts = timeouts
         self._transport = transport
@@ -97,7 +96,17 @@ class Source:
     @property
     def over(self) -> bool:
         """Whether the connection has ended."""
-        return self.conversation.over
+        return self.endpoint.closed
+
+    @property
+    def heard_at(self) -> float:
+        """When the peer last sent a message, on the clock of :func:`time.monotonic`."""
+        return self.endpoint.heard_at
+
+    @property
+    def unresponsive(self) -> bool:
+        """Whether a ping has timed out."""
+        return self._keep_alive.unresponsive
 
     @property
     def linked(self) -> bool:
@@ -106,23 +115,25 @@ class Source:
 
     async def run(self) -> ChannelError:
         """Run until the connection ends, close everything, and return the cause."""
-        cause: ChannelError = ChannelClosed(f"no answer for {self._timeouts.disconnect:g} s")
         try:
             async with anyio.create_task_group() as tasks:
-
-                async def converse() -> None:
-                    nonlocal cause
-                    cause = await self.conversation.run()
-                    tasks.cancel_scope.cancel()
-
-                tasks.start_soon(converse)
-                await self._heartbeat()
+                tasks.start_soon(self._releases.run)
+                tasks.start_soon(self._run_keep_alive)
+                cause = await self.endpoint.run()
                 tasks.cancel_scope.cancel()
         finally:
             self.ended.set()
             with CancelScope(shield=True):
                 await self._close()
         return cause
+
+    async def _run_keep_alive(self) -> None:
+        await self._keep_alive.run()
+        self.endpoint.end(ChannelClosed(f"no answer for {self._timeouts.disconnect:g} s"))
+
+    async def probe(self, seconds: float) -> bool:
+        """Return whether a ping is answered within ``seconds``. Raises :class:`ChannelError`."""
+        return await self._keep_alive.probe(seconds)
 
     # Requests. The caller's cancel scopes set the timeout. All raise ChannelError.
 
@@ -135,13 +146,11 @@ class Source:
             if wanted:
                 self.promises.add(promises)
             else:
-                self.conversation.release(promises)
+                self.release(promises)
             return granted.positions
 
-        joined_keys = join_keys(keys)
-        return await answer_of(
-            self.conversation.ask(lambda ticket: Lookup(ticket, joined_keys, prefix), Granted, settle)
-        )
+        request = partial(Lookup, keys=join_keys(keys), prefix=prefix)
+        return await self.endpoint.call(request, Granted, settle).reply()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Return whether the peer holds each key. Leases nothing."""
@@ -150,10 +159,7 @@ class Source:
             expect_length(contained.held, len(keys))
             return contained.held
 
-        joined_keys = join_keys(keys)
-        return await answer_of(
-            self.conversation.ask(lambda ticket: Contains(ticket, joined_keys), Contained, settle)
-        )
+        return await self.endpoint.call(partial(Contains, keys=join_keys(keys)), Contained, settle).reply()
 
     async def readable(self, promises: Sequence[Promise]) -> set[Promise]:
         """Wait until the peer has these chunks in memory. Return those that became readable."""
@@ -163,36 +169,36 @@ class Source:
             return readable.readable
 
         grants = _by_grant(promises)
-        answers = [
-            self.conversation.ask(
-                partial(_await, grant=grant, numbers=[promise.number for promise in group]),
+        calls = [
+            self.endpoint.call(
+                partial(Await, grant=grant, chunks=[promise.number for promise in group]),
                 Readable,
                 partial(settle, group),
             )
             for grant, group in grants.items()
         ]
         ready: set[Promise] = set()
-        for group, answer in zip(grants.values(), await _all_answers(answers), strict=True):
-            ready.update(promise for promise, ok in zip(group, answer, strict=True) if ok)
+        for group, reply in zip(grants.values(), await _all_replies(calls), strict=True):
+            ready.update(promise for promise, ok in zip(group, reply, strict=True) if ok)
         return ready
 
     async def confirm(self, promises: Sequence[Promise]) -> set[Promise]:
         """Release these promises. Return those that were valid until now."""
         grants = _by_grant(promises)
-        answers = [
-            self.conversation.ask(
-                partial(_release, grant=grant, numbers=[promise.number for promise in group]),
+        calls = [
+            self.endpoint.call(
+                partial(Release, grant=grant, chunks=[promise.number for promise in group]),
                 Released,
                 lambda released, _wanted: released.valid,
             )
             for grant, group in grants.items()
         ]
-        valid = await _all_answers(answers)
+        valid = await _all_replies(calls)
         return {promise for group, ok in zip(grants.values(), valid, strict=True) if ok for promise in group}
 
     def release(self, promises: Iterable[Promise]) -> None:
-        """Release these promises without waiting for the response."""
-        self.conversation.release(promises)
+        """Release these promises soon, without waiting for the response."""
+        self._releases.add(promises)
 
     # Transfers.
 
@@ -226,7 +232,7 @@ class Source:
 
     async def prepare(self) -> None:
         """Open the data link ahead of the first transfer, if possible."""
-        with suppress(OSError, PeerError):  # The next transfer retries, and reports the error.
+        with suppress(OSError, ChannelError):  # The next transfer retries, and reports the error.
             await self._open_link()
 
     async def _open_link(self) -> Link:
@@ -259,62 +265,17 @@ class Source:
             promises.append(Promise(keys[position], granted.grant, number, offset, length, ready, ends))
         return promises
 
-    # Heartbeat.
+    # End.
 
-    async def _heartbeat(self) -> None:
-        """Ping the peer when it is idle. Return when it has not answered in time."""
-        while await self._ping():
-            await self._wait_idle(self._timeouts.ping)
-
-    async def _wait_idle(self, seconds: float) -> None:
-        idle = 0.0
-        while idle < seconds:
-            await anyio.sleep(seconds - idle)
-            idle = time.monotonic() - self.conversation.heard_at
-
-    async def _ping(self) -> bool:
-        """Ping once; return whether it is answered in time. Sets :attr:`unresponsive` while it is late."""
-        sent_at = time.monotonic()
-        try:
-            pong = self._send_ping()
-        except PeerError:
-            return False
-        for _ in range(4):
-            # In parts, so that a stall of this event loop does not count against the peer.
-            await asyncio.wait([pong], timeout=self._timeouts.idle_timeout / 4)
-        if not pong.done():
-            self._become_unresponsive()
-            await asyncio.wait([pong], timeout=self._timeouts.disconnect - self._timeouts.idle_timeout)
-        if not pong.done() or pong.result() is None:
-            pong.cancel()
-            return False
-        self.pace.note_round_trip(time.monotonic() - sent_at)
-        if self.unresponsive:
-            self.unresponsive = False
-            self._on_unresponsive(False)
-        return True
-
-    async def probe(self, seconds: float) -> bool:
-        """Return whether a ping is answered in time. Raises :class:`PeerError` if the connection is lost."""
-        sent_at = time.monotonic()
-        with anyio.move_on_after(seconds):
-            await answer_of(self._send_ping())
-            self.pace.note_round_trip(time.monotonic() - sent_at)
-            return True
-        return False
-
-    def _send_ping(self) -> asyncio.Future[bool | None]:
-        return self.conversation.ask(Ping, Pong, lambda _pong, _wanted: True)
-
-    def _become_unresponsive(self) -> None:
-        self.unresponsive = True
-        self._on_unresponsive(True)
-        for scope in self._transfers:
-            scope.cancel()
+    def _set_unresponsive(self, unresponsive: bool) -> None:
+        self._on_unresponsive(unresponsive)
+        if unresponsive:
+            for scope in self._transfers:
+                scope.cancel()
 
     async def _close(self) -> None:
         """Cancel all transfers and wait for them before closing the link."""
-        self.conversation.close()
+        self.endpoint.close()
         self.promises.clear()
         while self._transfers:
             self._drained = anyio.Event()
@@ -323,14 +284,6 @@ class Source:
             await self._drained.wait()
         if self._link is not None:
             await self._link.close()
-
-
-def _await(ticket: int, *, grant: int, numbers: list[int]) -> Await:
-    return Await(ticket, grant, numbers)
-
-
-def _release(ticket: int, *, grant: int, numbers: list[int]) -> Release:
-    return Release(ticket, grant, numbers)
 
 
 def _by_grant(promises: Iterable[Promise]) -> dict[int, list[Promise]]:
@@ -346,9 +299,9 @@ def expect_length(answers: Sequence[object], length: int) -> None:
         raise ProtocolError(f"its response has {len(answers)} entries, expected {length}")
 
 
-async def _all_answers(futures: Sequence[asyncio.Future[ResultT | None]]) -> list[ResultT]:
+async def _all_replies(calls: Sequence[Call[ResultT]]) -> list[ResultT]:
     try:
-        return [await answer_of(future) for future in futures]
+        return [await call.reply() for call in calls]
     finally:
-        for future in futures:
-            future.cancel()
+        for call in calls:
+            call.abandon()

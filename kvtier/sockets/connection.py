@@ -183,6 +183,12 @@ class Connection:
         while held < len(view):
             held += self._receive_some(view[held:], socket.MSG_WAITALL)
 
+    def read(self, length: int) -> bytes:
+        """Read exactly ``length`` bytes."""
+        data = bytearray(length)
+        self.take(memoryview(data))
+        return bytes(data)
+
     def receive_some(self, views: Sequence[memoryview]) -> int:
         """Receive into the views in order, without copying, and return the number of bytes.
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 @hookimpl
 def kvtier_transports() -> dict[str, type[Transport]]:
     """Return the built-in transports, imported lazily."""
-    from kvtier.transports.nixl import NixlTransport
+    from kvtier.transports.nixl.transport import NixlTransport
     from kvtier.transports.tcp import TcpTransport
 
     return {"tcp": TcpTransport, "nixl": NixlTransport}

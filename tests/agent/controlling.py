@@ -35,7 +35,7 @@ from kvtier.agent.protocol import (
 )
 from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.plugins import Plugins
-from kvtier.sockets.frames import MAX_FRAME_BYTES, Message, encode_body
+from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Ping, Pong, Refused, encode_body
 
 TOKEN = "a token of these tests"
 BUILT_IN = Plugins.load([])
@@ -59,6 +59,9 @@ class Conversation:
         """The reply to ``WhoHolds``; ``None`` to send no reply."""
         self.progress: list[Progress] = []
         self.answers: dict[int, Done | Failed] = {}
+        self.refusal: str | None = None
+        """Why the instance has ended the connection, if it sent a reason."""
+        self.pings = 0
         self._tickets = itertools.count(1)
 
     async def send(self, message: Message | bytes | str) -> None:
@@ -116,8 +119,13 @@ class Conversation:
                 self.questions.append(message)
                 if self.holders is not None:
                     await self.send(HeldBy(message.ticket, *self.holders))
-            case Hello():
-                raise AssertionError("Hello twice")
+            case Ping():
+                self.pings += 1
+                await self.send(Pong(message.ticket))
+            case Refused():
+                self.refusal = message.reason
+            case Hello() | Pong():
+                raise AssertionError(message)
 
 
 class Controller:

@@ -17,15 +17,13 @@ from kvtier.agent.protocol import (
     VERSION,
     HeldBy,
     Hello,
-    Refused,
     TierDescription,
-    Unpin,
     Welcome,
 )
 from kvtier.agent.served import EngineModel, TokenizerSource
 from kvtier.memory.keys import split_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout
-from kvtier.sockets.frames import MAX_FRAME_BYTES, Message
+from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Refused
 from kvtier.testing.backend import make_key
 from tests.agent.conftest import SECRET, Node, OpenNode
 from tests.agent.controlling import Controller, Conversation, controlling, until
@@ -57,13 +55,13 @@ async def test_hello_describes_the_instance(open_node: OpenNode) -> None:
                 TierDescription("peers", "peers", None, True),
             ],
         )
-        await until(lambda: one.status["in_step"])
+        await until(lambda: one.status["up_to_date"])
         assert one.status | {"lost": 0} == {
             "url": controller.url,
             "instance": "one",
             "connected": True,
-            "in_step": True,
-            "told_anew": 0,
+            "up_to_date": True,
+            "resyncs": 0,
             "commands": 0,
             "refused": None,
             "last_error": "",
@@ -232,7 +230,7 @@ MALFORMED_LATER: dict[str, Message | bytes | str] = {
     **{kind: MALFORMED_GREETINGS[kind] for kind in ("garbage", "text", "deep", "too_long")},
     "welcome_again": Welcome(VERSION, 1.0, 10.0),
     "refused_late": Refused("not any more"),
-    "answer_with_a_missing_count": HeldBy(1, ["a:1"], []),
+    "unexpected_answer": HeldBy(99, ["a:1"], [1]),
 }
 
 
@@ -247,14 +245,6 @@ async def test_malformed_message_ends_only_the_connection(kind: str, open_node: 
         await until(lambda: again.held == {0: set(keys)})
 
 
-async def test_unexpected_answer_is_ignored(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller) as one:
-        conversation = await controller.up_to_date()
-        await conversation.send(HeldBy(99, ["a:1"], [1]))
-        assert (await conversation.done(lambda ticket: Unpin(ticket, b""))).reason is None
-        assert one.status["lost"] == 0
-
-
 async def test_unresponsive_controller_is_disconnected_and_reconnected(open_node: OpenNode) -> None:
     async with controlling(idle_timeout=0.3) as controller, open_node(controller) as one:
         conversation = await controller.up_to_date()
@@ -263,6 +253,13 @@ async def test_unresponsive_controller_is_disconnected_and_reconnected(open_node
         assert again is not conversation
         assert one.status["connected"]
         assert one.status["lost"] == 1
+
+
+async def test_idle_controller_stays_connected(open_node: OpenNode) -> None:
+    async with controlling(idle_timeout=0.3) as controller, open_node(controller) as one:
+        conversation = await controller.up_to_date()
+        await until(lambda: conversation.pings > 15)  # At least three times its idle timeout.
+        assert one.status["lost"] == 0
 
 
 async def test_missing_welcome_does_not_block_the_instance(open_node: OpenNode) -> None:
@@ -320,6 +317,16 @@ async def test_who_holds_times_out_without_an_answer(open_node: OpenNode) -> Non
         await controller.kill()
         await until(lambda: not one.status["connected"])
         assert await agent_of(one).who_holds([make_key(1)]) == []
+
+
+async def test_malformed_holders_end_only_the_connection(open_node: OpenNode) -> None:
+    async with controlling() as controller, open_node(controller, peer={"timeout": "10s"}) as one:
+        conversation = await controller.up_to_date()
+        conversation.holders = (["a:1"], [])
+        assert await agent_of(one).who_holds([make_key(1)]) == []
+        await conversation.socket.wait_closed()
+        assert conversation.refusal == "HeldBy has 1 peers, but 0 chunk counts"
+        await controller.up_to_date(1)
 
 
 async def test_who_holds_sends_at_most_max_keys(open_node: OpenNode) -> None:

@@ -15,6 +15,7 @@ from kvtier.agent.protocol import (
     Command,
     Delete,
     DeleteAll,
+    Done,
     Failed,
     Fetch,
     Pin,
@@ -26,7 +27,7 @@ from kvtier.memory.keys import join_keys, split_keys
 from kvtier.pipeline import gather as gather_module
 from kvtier.testing.backend import make_key
 from tests.agent.conftest import SECRET, OpenNode, fetch
-from tests.agent.controlling import controlling
+from tests.agent.controlling import controlling, until
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 
 pytestmark = pytest.mark.anyio
@@ -179,6 +180,21 @@ async def test_too_many_commands_at_once_are_refused(
         for ticket in tickets[:2]:
             await conversation.send(Cancel(ticket))
             await conversation.wait_for_answer(ticket)
+
+
+async def test_commands_are_read_while_the_controller_reads_nothing(open_node: OpenNode) -> None:
+    """Or both sides might wait for the other to read."""
+    async with controlling(idle_timeout=60.0) as controller, open_node(controller) as one:
+        conversation = await controller.up_to_date()
+        keys = await one.store(2)
+        conversation.socket.transport.pause_reading()
+        many = join_keys([make_key(number) for number in range(MAX_KEYS)])
+        tickets = [await conversation.start_command(lambda ticket: Unpin(ticket, many)) for _ in range(24)]
+        tickets.append(await conversation.start_command(lambda ticket: Pin(ticket, join_keys(keys), None)))
+        await until(lambda: one.cache.hierarchy.catalog.pinned(keys[0], anyio.current_time()))
+        conversation.socket.transport.resume_reading()
+        answers = [await conversation.wait_for_answer(ticket) for ticket in tickets]
+        assert [isinstance(answer, Done) and answer.chunks for answer in answers] == [MAX_KEYS] * 24 + [2]
 
 
 async def test_exception_in_one_command_does_not_affect_others(

@@ -20,7 +20,7 @@ from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.lru import LruPolicy
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
-from kvtier.sockets.frames import Message
+from kvtier.rpc.frames import Message
 from kvtier.testing.backend import make_key
 from tests.agent.controlling import BUILT_IN, until
 

@@ -21,7 +21,7 @@ from kvtier.agent.tokenizing import Tokenizers
 from kvtier.demo import model as demo_model
 from kvtier.errors import ChannelClosed, ChannelError
 from kvtier.memory.layout import ChunkLayout, GroupLayout
-from kvtier.sockets.frames import MAX_FRAME_BYTES
+from kvtier.rpc.frames import MAX_FRAME_BYTES
 from tests.agent.conftest import OpenNode
 from tests.agent.controlling import controlling, until
 

@@ -13,13 +13,14 @@ import pytest
 import yaml
 
 from kvtier.bridge import protocol
-from kvtier.bridge.bridge import Bridge, Question
+from kvtier.bridge.bridge import Bridge
 from kvtier.bridge.client import SchedulerBridge, Slots, WorkerBridge, status
 from kvtier.bridge.protocol import Hello, Run
 from kvtier.errors import ChannelError
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import ChunkKey, chunk_keys, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.rpc.calls import Call
 
 CHUNK_TOKENS = 64
 LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (65_536,)),))
@@ -27,7 +28,7 @@ NAMESPACE = bytes(32)
 ROOT = root_key(NAMESPACE)
 KEYS = chunk_keys(ROOT, list(range(CHUNK_TOKENS * 40)), CHUNK_TOKENS)
 
-AnswerT = TypeVar("AnswerT")
+ResultT = TypeVar("ResultT")
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -96,22 +97,22 @@ def hello(role: protocol.Role) -> Hello:
     return Hello(protocol.VERSION, "engine", role, 0, LAYOUT, NAMESPACE)
 
 
-def wait_for_answer(bridge: Bridge, question: Question[AnswerT] | None) -> AnswerT:
-    """Block until a question is answered. Hooks of the connector never block this way."""
-    assert question is not None, "the question was not sent"
-    wait_until(lambda: (bridge.poll(0.1), not question.open)[1])
-    assert question.answer is not None, "the connection was lost"
-    return question.answer
+def wait_for_reply(bridge: Bridge, call: Call[ResultT] | None) -> ResultT:
+    """Block until a request is answered. Hooks of the connector never block this way."""
+    assert call is not None, "the request was not sent"
+    wait_until(lambda: (bridge.poll(0.1), call.settled)[1])
+    assert call.result is not None, "the connection was lost"
+    return call.result
 
 
 def reserve(
     scheduler: SchedulerBridge, parent: ChunkKey, keys: list[ChunkKey], last_tokens: int = CHUNK_TOKENS
 ) -> Slots:
-    return wait_for_answer(scheduler, scheduler.reserve([Run(parent, join_keys(keys), last_tokens)]))[0]
+    return wait_for_reply(scheduler, scheduler.reserve([Run(parent, join_keys(keys), last_tokens)]))[0]
 
 
 def confirm(worker: WorkerBridge, leases: list[int]) -> bool:
-    return wait_for_answer(worker, worker.confirm(leases))
+    return wait_for_reply(worker, worker.confirm(leases))
 
 
 def store(socket: Path, keys: list[ChunkKey]) -> tuple[SchedulerBridge, WorkerBridge]:

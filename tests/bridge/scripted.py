@@ -20,7 +20,7 @@ from kvtier.memory.arena import ArenaMap
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import ChunkKey, chunk_keys, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
-from kvtier.sockets.frames import FrameReader, Message, encode
+from kvtier.rpc.frames import FrameReader, Message, encode
 
 CHUNK_TOKENS = 64
 LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024, 1024)),), ranks=2)

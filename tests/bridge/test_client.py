@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,25 +12,24 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bridge import bridge, client
-from kvtier.bridge.bridge import FIRST_RETRY_SECONDS
+from kvtier.bridge import client
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
-from kvtier.bridge.connection import Connection
 from kvtier.bridge.protocol import (
     Abandon,
     Cancel,
     Confirm,
     Confirmed,
     Found,
-    Hello,
     Lookup,
     Reserve,
     Reserved,
     Run,
 )
-from kvtier.errors import ChannelError
+from kvtier.errors import ChannelError, ProtocolError
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys
+from kvtier.rpc.client import MIN_RETRY_SECONDS
+from kvtier.rpc.frames import Ping, Pong
 
 from .conftest import (
     CHUNK_TOKENS,
@@ -44,10 +41,10 @@ from .conftest import (
     is_serving,
     reserve,
     store,
-    wait_for_answer,
+    wait_for_reply,
     wait_until,
 )
-from .scripted_cache import ScriptedCache, scheduler_of, worker_of
+from .scripted_cache import scheduler_of, worker_of
 
 Start = Callable[..., subprocess.Popen[str]]
 TOKENS = CHUNK_TOKENS * len(KEYS)
@@ -116,7 +113,7 @@ def test_stopped_cache_process_delays_only_once_and_leaks_nothing(
     try:
         late = scheduler.reserve([run])
         assert late is not None
-        assert scheduler.await_answer(late, 0.05) is None
+        assert scheduler.await_reply(late, 0.05) is None
         assert scheduler.late
         assert scheduler.reserve([run]) is None, "no request is sent while one is late"
         ticket = scheduler.look_up(KEYS, TOKENS)
@@ -126,13 +123,13 @@ def test_stopped_cache_process_delays_only_once_and_leaks_nothing(
         assert lookup is not None
         assert not lookup.answered
         assert scheduler.waited == waited, "no second wait"
-        assert worker.await_answer(worker.confirm([1]), 0.05) is None
+        assert worker.await_reply(worker.confirm([1]), 0.05) is None
     finally:
         running.send_signal(signal.SIGCONT)
     wait_until(lambda: bool((late := scheduler.found(ticket)) and late.final))
     assert not scheduler.late
-    slots = wait_for_answer(scheduler, late)[0]
-    assert all(slots), "a late answer is matched to its question"
+    slots = wait_for_reply(scheduler, late)[0]
+    assert all(slots), "a late reply is matched to its request"
     scheduler.abandon([slot.lease for slot in slots if slot is not None])
     scheduler.cancel(ticket)
     wait_until(lambda: held_by_engine(path) == NOTHING_HELD)
@@ -178,10 +175,9 @@ def test_stalled_fetch_is_detected_by_probe(path: Path) -> None:
         wait_until(lambda: bool((lookup := scheduler.found(ticket)) and lookup.answered))
         assert cache.nothing_received()
         wait_until(lambda: (scheduler.update(), scheduler.probe(), not cache.nothing_received())[2])
-        probe = cache.receive(Reserve)
-        assert probe == Reserve(probe.ticket, [])
-        cache.send(Reserved(probe.ticket, [], []))
-        wait_until(lambda: (scheduler.update(), not scheduler._questions)[1])
+        assert scheduler.reserves, "a probe is no reservation"
+        cache.send(Pong(cache.receive(Ping).ticket))
+        wait_until(lambda: (scheduler.update(), not scheduler.calls)[1])
         assert scheduler.responsive
         wait_until(lambda: (scheduler.update(), scheduler.probe(), not scheduler.responsive)[2])
 
@@ -214,7 +210,7 @@ def test_killed_cache_process_is_a_miss_and_successor_is_connected(
     assert arena is not None
     running.kill()
     running.wait()
-    assert not worker.await_answer(worker.confirm(lookup.leases), 5), "a load in flight is not confirmed"
+    assert not worker.await_reply(worker.confirm(lookup.leases), 5), "a load in flight is not confirmed"
     assert bytes(arena.view(lookup.offsets[0] + HEADER_BYTES, KEY_BYTES)) == KEYS[0], "memory stays mapped"
     scheduler.poll()
     assert not scheduler.connected
@@ -222,7 +218,7 @@ def test_killed_cache_process_is_a_miss_and_successor_is_connected(
     assert scheduler.reserve([Run(ROOT, KEYS[0], CHUNK_TOKENS)]) is None
     start()
     wait_until(lambda: is_serving(path))
-    wait_until(lambda: scheduler.ready() and worker.ready(), seconds=4 * FIRST_RETRY_SECONDS + 10)
+    wait_until(lambda: scheduler.ready() and worker.ready(), seconds=4 * MIN_RETRY_SECONDS + 10)
     assert worker.epoch == scheduler.epoch != old_epoch
     ticket_after = scheduler.look_up(KEYS, TOKENS)
     assert ticket_after is not None
@@ -230,7 +226,7 @@ def test_killed_cache_process_is_a_miss_and_successor_is_connected(
 
 def test_missing_cache_process_is_reported_and_retried_rarely(path: Path) -> None:
     scheduler = SchedulerBridge(hello("scheduler"), path)
-    with pytest.raises(ChannelError, match="no cache process answers"):
+    with pytest.raises(ChannelError, match="the cache process does not answer on"):
         scheduler.connect()
     started = time.monotonic()
     starts = 0
@@ -249,7 +245,7 @@ def test_missing_cache_process_is_reported_and_retried_rarely(path: Path) -> Non
 def test_version_mismatch_is_reported(path: Path) -> None:
     old = hello("scheduler")
     mismatched = type(old)(999, old.engine, old.role, old.rank, old.layout, old.namespace)
-    with pytest.raises(ChannelError, match="restart both with the same kvtier"):
+    with pytest.raises(ChannelError, match="install the same kvtier on both, and restart both"):
         SchedulerBridge(mismatched, path).connect()
 
 
@@ -305,12 +301,12 @@ def test_worker_maps_new_arena_after_reconnect_without_waiting_for_the_old_one(
 
 def test_mismatched_answer_closes_connection(path: Path) -> None:
     with scheduler_of(path) as (cache, scheduler):
-        question = scheduler.reserve([Run(ROOT, KEYS[0], 1), Run(ROOT, join_keys(KEYS[1:3]), 1)])
-        assert question is not None
+        call = scheduler.reserve([Run(ROOT, KEYS[0], 1), Run(ROOT, join_keys(KEYS[1:3]), 1)])
+        assert call is not None
         cache.receive(Reserve)
-        cache.send(Reserved(question.ticket, [1, 2], [0, 4096]))
+        cache.send(Reserved(call.ticket, [1, 2], [0, 4096]))
         wait_until(lambda: (scheduler.poll(), not scheduler.connected)[1])
-        assert question.lost
+        assert isinstance(call.error, ProtocolError)
 
 
 def test_each_run_gets_its_slots(path: Path) -> None:
@@ -320,81 +316,13 @@ def test_each_run_gets_its_slots(path: Path) -> None:
             Run(ROOT, KEYS[0], 1),
             Run(KEYS[0], join_keys(KEYS[1:3]), 1),
         ]
-        question = scheduler.reserve(runs)
-        assert question is not None
-        assert cache.receive(Reserve) == Reserve(question.ticket, runs)
-        cache.send(Reserved(question.ticket, [4, 5, 0, 7], [0, 64, 0, 128], staging=3))
-        assert wait_for_answer(scheduler, question) == [[(4, 0, 3)], [(5, 64, 0)], [None, (7, 128, 0)]]
-        assert not scheduler._reserving
-
-
-def test_await_welcome_times_out_and_closes_connection(path: Path) -> None:
-    cache = ScriptedCache(path)
-    connection = Connection(path, hello("scheduler"))
-    with pytest.raises(ChannelError, match=r"no cache process answers on .*: no welcome within 0.05 s"):
-        connection.await_welcome(0.05)
-    cache.accept()
-    assert cache.receive(Hello)
-    assert cache.is_disconnected()
-    cache.close()
-
-
-def test_listener_that_sends_no_welcome_does_not_block(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bridge, "GREETING_SECONDS", 0.05)
-    cache = ScriptedCache(path)
-    scheduler = SchedulerBridge(hello("scheduler"), path)
-    monkeypatch.setattr(scheduler, "_wait", lambda *_: pytest.fail("it blocks"))
-    assert not scheduler.ready()
-    cache.accept()
-    greeting = scheduler._greeting
-    assert greeting is not None
-    assert not scheduler.ready()
-    assert scheduler._greeting is greeting, "one attempt at a time"
-    wait_until(lambda: (scheduler.ready(), scheduler._greeting is not greeting)[1])
-    assert cache.receive(Hello)
-    assert scheduler.look_up(KEYS, TOKENS) is None
-    scheduler._retry_at = 0.0
-    assert not scheduler.ready()
-    cache.greet()
-    wait_until(scheduler.ready)
-    scheduler.close()
-    cache.close()
-
-
-def test_full_backlog_does_not_block(path: Path) -> None:
-    """A blocking connect(2) would wait for room in the backlog."""
-    cache = socket.socket(socket.AF_UNIX)
-    cache.bind(str(path))
-    cache.listen(0)
-    schedulers = [SchedulerBridge(hello("scheduler"), path) for _ in range(8)]
-    assert not any(scheduler.ready() for scheduler in schedulers)
-    assert any(scheduler._greeting is None for scheduler in schedulers), "the backlog is not full"
-    for scheduler in schedulers:
-        scheduler.close()
-    cache.close()
-
-
-@pytest.mark.usefixtures("running")
-def test_descriptors_beyond_a_thousand(path: Path) -> None:
-    """``select.select`` would raise ``ValueError`` for them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2048)), hard))
-    descriptors = [os.dup(0)]
-    try:
-        while descriptors[-1] < 1024:
-            descriptors.append(os.dup(0))
-        scheduler, worker = store(path, KEYS[:2])
-        ticket = scheduler.look_up(KEYS[:2], 2 * CHUNK_TOKENS)
-        assert ticket is not None
-        lookup = scheduler.found(ticket, wait=5)
-        assert lookup is not None
-        assert len(lookup.leases) == 2
-        assert worker.await_answer(worker.confirm(lookup.leases), 5)
-        scheduler.cancel(ticket)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        call = scheduler.reserve(runs)
+        assert call is not None
+        assert not scheduler.reserves, "one request at a time"
+        assert cache.receive(Reserve) == Reserve(call.ticket, runs)
+        cache.send(Reserved(call.ticket, [4, 5, 0, 7], [0, 64, 0, 128], staging=3))
+        assert wait_for_reply(scheduler, call) == [[(4, 0, 3)], [(5, 64, 0)], [None, (7, 128, 0)]]
+        assert scheduler.reserves
 
 
 def test_abandoned_leases_are_sent_to_the_process_of_their_epoch(path: Path) -> None:
@@ -422,18 +350,18 @@ def test_late_answer_to_cancelled_lookup_holds_nothing(path: Path) -> None:
         cache.receive(Lookup)
         cache.receive(Cancel)
         cache.send(Found(ticket, [1, 2], [0, 0], [0, 0], 0))
-        wait_until(lambda: (scheduler.poll(), not scheduler._questions)[1])
+        wait_until(lambda: (scheduler.poll(), not scheduler.calls)[1])
         assert scheduler.found(ticket) is None
         assert not scheduler._in_use
 
 
 def test_late_confirmation_is_used(path: Path) -> None:
     with worker_of(path) as (cache, worker):
-        question = worker.confirm([1])
-        assert question is not None
-        assert worker.await_answer(question, 0.002) is None
+        call = worker.confirm([1])
+        assert call is not None
+        assert worker.await_reply(call, 0.002) is None
         assert worker.late
-        assert cache.receive(Confirm) == Confirm(question.ticket, [1])
-        cache.send(Confirmed(question.ticket, held=True))
-        assert wait_for_answer(worker, question) is True
+        assert cache.receive(Confirm) == Confirm(call.ticket, [1])
+        cache.send(Confirmed(call.ticket, held=True))
+        assert wait_for_reply(worker, call) is True
         assert not worker.late

@@ -30,7 +30,9 @@ from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.memory.slices import Lease, Slices
 from kvtier.peers.staging.buffers import EngineStaging
 from kvtier.plugins import Plugins
-from kvtier.sockets.frames import encode
+from kvtier.rpc.endpoint import Endpoint
+from kvtier.rpc.frames import encode_body
+from kvtier.rpc.wire import Wire
 from kvtier.tiers.router import FIRST
 
 pytestmark = pytest.mark.anyio
@@ -353,25 +355,33 @@ async def test_backend_without_lease_all_is_supported() -> None:
 async def test_flooding_engine_does_not_starve_other_tasks() -> None:
     """Neither its reads nor its replies ever block, so the server must yield."""
 
-    class Flood:
-        peer_uid = 0
+    class Flood(Wire):
+        unsent = 0
 
         def __init__(self) -> None:
-            self.questions = iter([encode(HELLO)])
+            self.first = iter([[encode_body(HELLO)]])
             self.replies = 0
 
-        async def receive(self) -> bytes:
-            return next(self.questions, encode(Release([1])) + encode(Lookup(1, b"", 0)))
+        async def receive(self) -> list[bytes]:
+            return next(self.first, [encode_body(Release([1])), encode_body(Lookup(1, b"", 0))])
 
-        async def send(self, data: bytes, fds: object = ()) -> None:
+        def write(self, body: bytes, fds: object = ()) -> None:
             self.replies += 1
+
+        def flush_now(self) -> None:
+            pass
+
+        async def flush(self) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
 
     settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": "cpu", "capacity": "1MiB"}])
     flood = Flood()
     async with Instance.open(settings) as instance, anyio.create_task_group() as tasks:
-        server = BridgeServer(instance)
-
-        tasks.start_soon(Connection(server, flood, tasks).serve)  # type: ignore[arg-type]
+        endpoint = Endpoint(flood, protocol.decode_from_engine)
+        tasks.start_soon(Connection(BridgeServer(instance), endpoint, tasks).serve)
         while flood.replies < 20:
             await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()

@@ -19,7 +19,6 @@ from kvtier.bridge.protocol import (
     KVTransfer,
     KVTransferResult,
     Lookup,
-    Refused,
     Release,
     Reserve,
     Reserved,
@@ -29,6 +28,7 @@ from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import join_keys
 from kvtier.memory.layout import ChunkLayout
 from kvtier.plugins import Plugins
+from kvtier.rpc.frames import Refused
 
 from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, ROOT, TOKENS, Host, Peer, open_host, store
 

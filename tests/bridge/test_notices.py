@@ -17,7 +17,7 @@ from kvtier.bridge import notices
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.bridge.notices import MAX_CHARACTERS, MAX_NOTICES, Notices
 from kvtier.bridge.protocol import Notice, decode_from_cache
-from kvtier.sockets.frames import FrameReader, encode
+from kvtier.rpc.frames import FrameReader, encode
 
 from .conftest import KEYS, hello, is_serving, store, wait_until
 from .scripted import open_host

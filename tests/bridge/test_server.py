@@ -6,6 +6,7 @@ import array
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -25,7 +26,7 @@ from kvtier.bridge.protocol import (
     Found,
     Hello,
     Lookup,
-    Refused,
+    Notice,
     Release,
     Reserve,
     Reserved,
@@ -35,7 +36,7 @@ from kvtier.bridge.protocol import (
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import chunk_keys, join_keys
 from kvtier.pipeline import prefetch
-from kvtier.sockets.frames import encode
+from kvtier.rpc.frames import Ping, Pong, Refused, encode
 
 from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, NAMESPACE, ROOT, TOKENS, Peer, open_host, store
 
@@ -272,6 +273,80 @@ async def test_truncated_keys_are_refused(tmp_path: Path) -> None:
         await faulty.greet()
         assert isinstance(await faulty.request(Lookup(1, join_keys(KEYS)[:-1], TOKENS)), Refused)
         assert host.server.engines == 1, "it may still be copying until it disconnects"
+
+
+async def test_refused_engine_keeps_its_leases_until_it_disconnects(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may still be copying."""
+    async with open_host(tmp_path) as host:
+        async with host.peer() as scheduler, host.peer() as observer:
+            await scheduler.greet()
+            await observer.greet("observer")
+            await scheduler.request(Reserve(1, [Run(ROOT, join_keys(KEYS), CHUNK_TOKENS)]))
+            assert isinstance(await scheduler.request(Reserve(2, [Run(ROOT, b"?", 1)])), Refused)
+            assert "rejected an engine: " in caplog.text
+            for _ in range(10):
+                await scheduler.send(Lookup(1, join_keys(KEYS), TOKENS))
+                assert (await observer.status())["engines"] == [
+                    {"name": "engine", "leases": 0, "reservations": len(KEYS), "tickets": 0}
+                ]
+        await host.wait_until_idle()
+
+
+async def test_engine_with_invalid_rank_leaves_nothing(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host, host.peer() as faulty:
+        await faulty.send(Hello(protocol.VERSION, "engine", "worker", 7, LAYOUT, NAMESPACE))
+        assert isinstance(await faulty.receive(), Refused)
+        assert host.server.engines == 0
+
+
+@pytest.mark.parametrize("role", ["scheduler", "worker", "observer"])
+async def test_pings_are_answered(tmp_path: Path, role: protocol.Role) -> None:
+    async with open_host(tmp_path) as host, host.peer() as engine:
+        await engine.greet(role)
+        assert await engine.request(Ping(5)) == Pong(5)
+
+
+async def test_notifications_are_sent_during_a_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_host(tmp_path) as host, host.peer() as scheduler:
+        await scheduler.greet()
+        cleared, clear = anyio.Event(), host.server.cache.clear
+
+        async def slow_clear(**options: Any) -> Any:
+            (connection,) = host.server._connections["engine"]
+            await connection.notify(Notice("clearing"))
+            await cleared.wait()
+            return await clear(**options)
+
+        monkeypatch.setattr(host.server.cache, "clear", slow_clear)
+        assert await scheduler.request(Clear(1)) == Notice("clearing")
+        cleared.set()
+        assert await scheduler.receive() == Cleared(1, 0)
+
+
+async def test_engine_that_does_not_read_is_waited_for(tmp_path: Path) -> None:
+    """It may be stopped, and still be copying."""
+    async with open_host(tmp_path) as host, host.peer() as scheduler:
+        await scheduler.greet()
+        (connection,) = host.server._connections["engine"]
+        notices = 64
+        sent = 0
+
+        async def notify() -> None:
+            nonlocal sent
+            await connection.notify(Notice("x" * (1 << 20)))
+            sent += 1
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(notices):
+                tasks.start_soon(notify)
+            await anyio.sleep(0.2)
+            assert 0 < sent < 8
+            assert host.server.engines == 1
+            for _ in range(notices):
+                assert isinstance(await scheduler.receive(), Notice)
+        assert await scheduler.request(Ping(1)) == Pong(1)
 
 
 async def test_descriptor_is_sent_with_welcome_only(tmp_path: Path) -> None:

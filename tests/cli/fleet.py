@@ -102,7 +102,7 @@ async def fleet(folder: Path, kvtier: Kvtier, *names: str, **options: Any) -> As
         members = controller.registry.members
         with anyio.fail_after(TIMEOUT_SECONDS):
             while not all(
-                name in members and members[name].in_step and members[name].models for name in names
+                name in members and members[name].up_to_date and members[name].models for name in names
             ):
                 await anyio.sleep(0.01)
         yield running

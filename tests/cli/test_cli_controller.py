@@ -43,7 +43,7 @@ INSTANCE: dict[str, Any] = {
     "transport": None,
     "registered_at": 1.7e9,
     "last_heartbeat": 1.7e9,
-    "in_step": True,
+    "up_to_date": True,
     "models": ["m"],
     "engines": ["vllm"],
     "tiers": [TIER, {**TIER, "name": "pool", "type": "redis", "capacity": None, "shared": True}],

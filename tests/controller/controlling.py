@@ -38,6 +38,7 @@ from kvtier.controller.models import Models
 from kvtier.controller.serve import Controller, run_controller
 from kvtier.controller.settings import service_settings
 from kvtier.memory.keys import ChunkKey, join_keys, split_keys
+from kvtier.rpc.frames import Ping, Pong
 from tests.controller.registering import (
     DISK,
     MODEL,
@@ -115,6 +116,8 @@ class ScriptedInstance(RegisteringInstance):
             message = decode_from_controller(body)
             if isinstance(message, Cancel):
                 self.cancelled.append(message.ticket)
+            elif isinstance(message, Ping):
+                await self.send(Pong(message.ticket))
             elif isinstance(message, Command):
                 tasks.start_soon(self._run_command, message)
 

@@ -23,13 +23,13 @@ from kvtier.agent.protocol import (
     Heartbeat,
     Hello,
     Model,
-    Refused,
     Serves,
     TierDescription,
     TierState,
     UpToDate,
     Welcome,
     decode_from_controller,
+    decode_from_instance,
 )
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.controller import connection
@@ -38,7 +38,9 @@ from kvtier.controller.registry import Registry
 from kvtier.http import serving
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
-from kvtier.sockets.frames import MAX_FRAME_BYTES, Message, encode_body
+from kvtier.rpc.endpoint import Endpoint
+from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Refused, encode_body
+from kvtier.rpc.websocket_server import ServerWire
 
 TIMEOUT_SECONDS = 60.0
 """Upper bound for whatever a test waits for."""
@@ -76,6 +78,12 @@ def hello(instance: str = "one", **changes: Any) -> Hello:
 
 def heartbeat(used: int = 0, looked_up: int = 0, found: int = 0) -> Heartbeat:
     return Heartbeat([TierState(used, used // 4096, True, found)] * len(TIERS), looked_up, ["engine"], 0, 0)
+
+
+def unconnected() -> Endpoint:
+    """Return an endpoint that queues what is sent to it."""
+    websocket = WebSocket({"type": "websocket"}, None, None)  # type: ignore[arg-type]
+    return Endpoint(ServerWire(websocket), decode_from_instance)
 
 
 class RegisteringInstance:

@@ -48,7 +48,7 @@ def instance(name: str, *tiers: dict[str, Any], **fields: Any) -> dict[str, Any]
         "transport": "tcp",
         "registered_at": now - 4000,
         "last_heartbeat": now,
-        "in_step": True,
+        "up_to_date": True,
         "models": ["meta-llama/Llama-3.1-8B-Instruct"],
         "engines": ["engine-0"],
         "tiers": list(tiers or [tier("ram", "cpu", 20 * GIB, 9 * GIB)]),

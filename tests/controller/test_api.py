@@ -148,7 +148,7 @@ async def test_instances_are_described(controller: RunningController) -> None:
         assert (described["state"], described["version"], described["host"], described["process"]) == (
             "connected", "0.1.0", "test-host", 4242,
         )  # fmt: skip
-        assert (described["peer"], described["transport"], described["in_step"]) == ("a:8200", "tcp", True)
+        assert (described["peer"], described["transport"], described["up_to_date"]) == ("a:8200", "tcp", True)
         assert described["models"] == MODEL.names
         assert described["engines"] == ["engine"]
         assert described["last_heartbeat"] >= described["registered_at"]

@@ -17,25 +17,23 @@ from websockets.exceptions import ConnectionClosed
 from kvtier import http
 from kvtier.agent.protocol import (
     MAX_KEYS,
+    VERSION,
     Changed,
     Done,
     HeldBy,
     Model,
-    Refused,
     Serves,
     TierState,
-    Unpin,
     UpToDate,
     Welcome,
     WhoHolds,
 )
 from kvtier.controller import connection, registry
-from kvtier.controller import member as member_module
 from kvtier.controller.checks import MAX_MODELS
-from kvtier.controller.errors import MemberGone
+from kvtier.errors import ChannelClosed
 from kvtier.memory.keys import KEY_BYTES, join_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout
-from kvtier.sockets.frames import MAX_FRAME_BYTES, encode_body
+from kvtier.rpc.frames import MAX_FRAME_BYTES, Ping, Pong, Refused, encode_body
 from tests.controller.registering import (
     DISK,
     MODEL,
@@ -46,6 +44,7 @@ from tests.controller.registering import (
     hello,
     keys_of,
     running_registry,
+    unconnected,
 )
 
 pytestmark = pytest.mark.anyio
@@ -63,10 +62,10 @@ async def test_instance_registers_reports_its_chunks_and_disconnects(running: Ru
         await instance.report(KEYS[:3], RAM)
         await instance.report(KEYS, DISK, removed=keys_of("never reported", 2))
         await running.wait_until(lambda: registered.holders.count(member.places[DISK]) == 5)
-        assert not member.in_step
+        assert not member.up_to_date
         await instance.send(UpToDate(), heartbeat(used=8192))
         await running.wait_until(lambda: member.heartbeat is not None)
-        assert member.in_step
+        assert member.up_to_date
         assert member.heartbeat is not None
         assert member.heartbeat.tiers[RAM].used == 8192
         assert member.models == (MODEL,)
@@ -106,13 +105,13 @@ async def test_restarted_controller_receives_all_reports_again() -> None:
 async def test_unresponsive_instance_is_disconnected() -> None:
     async with running_registry(heartbeat=0.05, idle_timeout=0.3) as running:
         async with running.instance_holding("one", KEYS) as instance:
-            assert await instance.refusal() == "it has said nothing for 0.3 s"
+            assert await instance.refusal() == "no message for 0.3 s"
         assert not running.registry.members
         async with running.instance("one") as instance:
             for _ in range(10):
                 await anyio.sleep(0.05)
                 await instance.send(heartbeat())
-            assert running.member().over is None
+            assert running.member().closed_reason is None
 
 
 async def test_connection_without_hello_is_closed(
@@ -120,7 +119,7 @@ async def test_connection_without_hello_is_closed(
 ) -> None:
     monkeypatch.setattr(connection, "HELLO_SECONDS", 0.1)
     async with running.instance() as instance:
-        assert await instance.refusal() == "it has said nothing for 0.1 s"
+        assert await instance.refusal() == "no message within 0.1 s"
 
 
 # Duplicate ids.
@@ -130,9 +129,8 @@ async def test_second_instance_with_the_same_id_is_refused(running: RunningRegis
     async with running.instance("one", host="first-host", process=11) as first, running.instance() as second:
         await second.send(hello("one"))
         ping = await first.receive()
-        assert isinstance(ping, Unpin)
-        assert not ping.keys
-        await first.send(Done(ping.ticket, b"", 0, 0))
+        assert isinstance(ping, Ping)
+        await first.send(Pong(ping.ticket))
         assert await second.refusal() == (
             "instance id 'one' is in use by process 11 on host first-host: set another controller.instance_id"
         )
@@ -238,10 +236,10 @@ INVALID_MESSAGES = {
     "no tag": (pack(99, 1), "not a message from an instance"),
     "truncated": (encode_body(heartbeat())[:-3], "not a message from an instance"),
     "deep": (b"\x91" * 100_000, "not a message from an instance"),
-    "long list": (pack(8, [], 0, [""] * 300_000, 0, 0), "is over 262144"),
-    "too long": (bytes([0x94, 5, 0, 0xC6]) + bytes(MAX_FRAME_BYTES - 10), "not a message from an instance"),
-    "hello again": (encode_body(hello()), "Hello twice"),
-    "welcome": (encode_body(Welcome(1, 1.0, 1.0)), "not a message from an instance"),
+    "long list": (pack(14, [], 0, [""] * 300_000, 0, 0), "is over 262144"),
+    "too long": (bytes([0x94, 11, 0, 0xC6]) + bytes(MAX_FRAME_BYTES - 10), "not a message from an instance"),
+    "hello again": (encode_body(hello()), "unexpected Hello"),
+    "welcome": (encode_body(Welcome(VERSION, 1.0, 1.0)), "not a message from an instance"),
     "no keys": (encode_body(Changed(RAM, bytes(33), b"")), "33 bytes are not a whole number"),
     "nothing removed": (encode_body(Changed(RAM, b"", bytes(1))), "1 bytes are not a whole number"),
     "too many keys": (
@@ -249,21 +247,21 @@ INVALID_MESSAGES = {
         "names 32769 chunks in one message",
     ),
     "asks for too many": (encode_body(WhoHolds(1, bytes(KEY_BYTES * (MAX_KEYS + 1)))), "more than 32768"),
-    "tier 3": (encode_body(Changed(3, b"", b"")), "tells of tier 3, and has 3 of them"),
-    "tier -1": (encode_body(Changed(-1, b"", b"")), "tells of tier -1"),
-    "ticket": (encode_body(Done(77, b"", 0, 0)), "ticket 77"),
-    "fewer tiers": (pack(8, [], 0, [], 0, 0), "0 tiers, but it registered 3"),
-    "negative bytes": (pack(8, [TierState(-1, 0, True, 0)] * 3, 0, [], 0, 0), "-1 is not between 0"),
-    "huge count": (pack(8, [TierState(1 << 63, 0, True, 0)] * 3, 0, [], 0, 0), "is not between 0 and"),
-    "engines": (pack(8, [TierState(0, 0, True, 0)] * 3, 0, ["e"] * 500, 0, 0), "500 engines"),
-    "engine": (pack(8, [TierState(0, 0, True, 0)] * 3, 0, ["\x07"], 0, 0), "not printable"),
+    "tier 3": (encode_body(Changed(3, b"", b"")), "reports on tier 3, but has 3 tiers"),
+    "tier -1": (encode_body(Changed(-1, b"", b"")), "reports on tier -1"),
+    "ticket": (encode_body(Done(77, b"", 0, 0)), "Done answers a request that was not sent"),
+    "fewer tiers": (pack(14, [], 0, [], 0, 0), "0 tiers, but it registered 3"),
+    "negative bytes": (pack(14, [TierState(-1, 0, True, 0)] * 3, 0, [], 0, 0), "-1 is not between 0"),
+    "huge count": (pack(14, [TierState(1 << 63, 0, True, 0)] * 3, 0, [], 0, 0), "is not between 0 and"),
+    "engines": (pack(14, [TierState(0, 0, True, 0)] * 3, 0, ["e"] * 500, 0, 0), "500 engines"),
+    "engine": (pack(14, [TierState(0, 0, True, 0)] * 3, 0, ["\x07"], 0, 0), "not printable"),
     "no names": (serves(names=[]), "has 0 names"),
     "name": (serves(names=["<b>\n"]), "not printable"),
     "namespace": (serves(namespace=b"short"), "has 5 bytes, not 32"),
     "models": (encode_body(Serves([MODEL] * (MAX_MODELS + 1))), "serves 65 models"),
     "chunk": (serves(layout=layout(chunk_tokens=0)), "is invalid"),
-    "block": (pack(4, [[["m"], bytes(32), [256, [[0, [1], 0]], 1, ""], False]]), "makes no sense"),
-    "odd block": (pack(4, [[["m"], bytes(32), [256, [[33, [1], 0]], 1, ""], False]]), "makes no sense"),
+    "block": (pack(10, [[["m"], bytes(32), [256, [[0, [1], 0]], 1, ""], False]]), "is invalid"),
+    "odd block": (pack(10, [[["m"], bytes(32), [256, [[33, [1], 0]], 1, ""], False]]), "is invalid"),
     "window": (serves(layout=layout(groups=(GroupLayout(32, (1,), -1),))), "is invalid"),
     "page": (serves(layout=layout(groups=(GroupLayout(32, (-1,)),))), "is invalid"),
     "big": (serves(layout=layout(groups=(GroupLayout(32, (1 << 40,)),))), "is invalid"),
@@ -294,7 +292,15 @@ async def test_text_is_refused(running: RunningRegistry) -> None:
 async def test_messages_before_hello_are_refused(running: RunningRegistry, message: Any) -> None:
     async with running.instance() as instance:
         await instance.send(message)
-        assert await instance.refusal() == f"it says {type(message).__name__} before Hello"
+        assert await instance.refusal() == f"its first message is {type(message).__name__}, not Hello"
+        assert not running.registry.members
+
+
+async def test_instance_of_another_version_is_refused(running: RunningRegistry) -> None:
+    async with running.instance() as instance:
+        await instance.send(hello("one", version=99))
+        reason = f"it speaks protocol version 99 and this process version {VERSION}: install the same kvtier"
+        assert reason in await instance.refusal()
         assert not running.registry.members
 
 
@@ -322,7 +328,7 @@ async def test_instance_that_reads_nothing_is_disconnected() -> None:
     ):
         for number in range(8):  # So that WhoHolds has a long answer.
             message = hello(f"holder-{number}", peer="h" * 240 + ":8200")
-            holder = await running.registry.admit(message, lambda: None)
+            holder = await running.registry.admit(message, unconnected())
             running.registry.stored(holder, RAM, KEYS)
         member = running.member("stalled")
         stalled.websocket.transport.pause_reading()
@@ -337,23 +343,23 @@ async def test_instance_that_reads_nothing_is_disconnected() -> None:
             tasks.start_soon(send_questions)
             await running.wait_until(lambda: "stalled" not in running.registry.members)
             tasks.cancel_scope.cancel()
-        assert member.over == "it has taken nothing in for 0.5 s"
+        assert member.closed_reason == "it has read nothing for 0.5 s"
         stalled.websocket.transport.abort()
 
 
 async def test_send_queue_is_bounded(running: RunningRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_module, "MAX_UNSENT_BYTES", 1 << 20)
+    monkeypatch.setattr(connection, "MAX_UNSENT_BYTES", 1 << 20)
     async with running.instance("stalled") as stalled:
         member = running.member("stalled")
         stalled.websocket.transport.pause_reading()
         sent = 0
-        with suppress(MemberGone):
+        with suppress(ChannelClosed):
             while sent < 200:
-                member.say(Refused("x" * 100_000))
+                member.endpoint.send(Refused("x" * 100_000))
                 sent += 1
                 await anyio.lowlevel.checkpoint()
         assert 5 < sent < 200
-        assert member.over == "it takes in nothing of what it is told"
+        assert member.closed_reason == "the other side has not read for too long"
         await running.wait_until(lambda: not running.registry.members)
         stalled.websocket.transport.abort()
 
@@ -367,7 +373,7 @@ async def test_socket_of_an_instance_that_reads_nothing_is_closed(monkeypatch: p
         stalled.websocket.transport.pause_reading()
         member = running.member("stalled")
         for _ in range(3):
-            member.say(Refused("x" * 3_000_000))
+            member.endpoint.send(Refused("x" * 3_000_000))
         await running.wait_until(lambda: not running.registry.members)
         assert accepted(running.port) == 1, "unread data is still queued"
         await running.wait_until(lambda: accepted(running.port) == 0)

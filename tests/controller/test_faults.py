@@ -75,7 +75,7 @@ class Controller:
 
     def up_to_date(self) -> set[str]:
         instances = self.get("/instances")["instances"]
-        return {found["instance"] for found in instances if found["in_step"] and found["models"]}
+        return {found["instance"] for found in instances if found["up_to_date"] and found["models"]}
 
     def _is_up(self) -> bool:
         try:
@@ -201,7 +201,7 @@ def test_unresponsive_instance_is_disconnected_and_readmitted(cluster: Cluster) 
     accepted = cluster.controller.post("/move", **MOVE)
     event = cluster.controller.wait_for_end(accepted)
     assert event["state"] == "failed"
-    assert "it has said nothing for 2 s" in event["error"]
+    assert "no message for 2 s" in event["error"]
     assert cluster.controller.up_to_date() == {"a"}
     assert cluster.controller.held("a", "ssd") == CHUNKS
     cluster.b.signal(signal.SIGCONT)

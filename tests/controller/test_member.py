@@ -132,21 +132,21 @@ async def test_commands_fail_when_the_connection_ends(running: RunningRegistry) 
             await instance.receive()
         outcome = await waiting.result()
         assert isinstance(outcome, MemberGone)
-        assert str(outcome) == "instance 'one' has gone: it has closed the connection"
-    with pytest.raises(MemberGone, match="'one' has gone"):
+        assert str(outcome) == "instance 'one' has disconnected: the other side has closed the connection"
+    with pytest.raises(MemberGone, match="'one' has disconnected: the other side"):
         await member.execute(fetch)
 
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (Done(9, b"", 0, 0), "ticket 9, which no command of its has"),
-        (Progress(0, 1, 1), "ticket 0, which"),
+        (Done(9, b"", 0, 0), "Done answers a request that was not sent"),
+        (Progress(0, 1, 1), "Progress answers a request that was not sent"),
         (Progress(1, -1, 0), "negative number of chunks or bytes"),
-        (Done(1, b"x" * 31, 0, 0), "no keys or no tokens: 31 bytes"),
+        (Done(1, b"x" * 31, 0, 0), "malformed keys or tokens: 31 bytes"),
         (Done(1, join_keys(keys_of("other", 1)), 1, 0), "names chunks that the command did not"),
-        (Done(1, b"", 0, 0, tokens=[1]), "tokens that nobody asked for"),
-        (Done(1, b"", 0, 0, tokens=[-1]), "no keys or no tokens"),
+        (Done(1, b"", 0, 0, tokens=[1]), "has tokens, but the command was not to tokenize"),
+        (Done(1, b"", 0, 0, tokens=[-1]), "malformed keys or tokens"),
         (Done(1, b"", 0, -1), "negative number"),
     ],
 )
@@ -180,9 +180,9 @@ async def test_number_of_concurrent_commands_is_limited(
 
 async def test_too_long_command_is_not_sent(running: RunningRegistry) -> None:
     async with running.instance("one"):
-        with pytest.raises(CommandFailed, match="ask for fewer chunks at once"):
+        with pytest.raises(CommandFailed, match="request fewer chunks at once"):
             await running.member().execute(lambda ticket: Delete(ticket, RAM, bytes(5 << 20)))
-        assert running.member().over is None
+        assert running.member().closed_reason is None
 
 
 async def test_reasons_of_an_instance_are_truncated(running: RunningRegistry) -> None:

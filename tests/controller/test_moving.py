@@ -34,7 +34,7 @@ async def wait_until_registered(controller: RunningController, *names: str) -> N
 
     def is_registered() -> bool:
         members = controller.registry.members
-        return all(name in members and members[name].in_step and members[name].models for name in names)
+        return all(name in members and members[name].up_to_date and members[name].models for name in names)
 
     with anyio.fail_after(TIMEOUT_SECONDS):
         while not is_registered():

@@ -92,7 +92,7 @@ async def test_clear_of_everything_from_one_tier_or_all(controller: RunningContr
 async def test_unreported_chunks_are_cleared_as_well(controller: RunningController) -> None:
     async with controller.instance("a", ram=KEYS) as a:
         await a.send(Lost())
-        await controller.wait_until(lambda: not controller.registry.find("a").in_step)
+        await controller.wait_until(lambda: not controller.registry.find("a").up_to_date)
         event = await controller.done("/clear", instance="a", tier="ram", tokens=TOKENS)
         assert event["result"]["removed"] == 5
         a.held[RAM] = dict.fromkeys(KEYS)

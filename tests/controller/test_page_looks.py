@@ -67,7 +67,7 @@ async def full_page(browser: Browser) -> AsyncIterator[Visit]:
         full = tier("ram", "hugepage", 20 << 30, 19 << 30)
         pool = tier("pool-" + "x" * 60, "redis", None, 0, available=False)
         controller.instances = [
-            instance(long, full, pool, in_step=False, models=["m" * 200], host="h" * 120),
+            instance(long, full, pool, up_to_date=False, models=["m" * 200], host="h" * 120),
             instance("decode-2", peer=None, models=[], engines=[], hit_rate=None),
             instance("gone"),
         ]

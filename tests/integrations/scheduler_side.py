@@ -15,7 +15,6 @@ from vllm.v1.request import RequestStatus
 
 from benchmarks import stepping
 from benchmarks.stepping import CHUNK_TOKENS, Engine, make_request
-from kvtier.bridge.connection import Connection
 from kvtier.bridge.protocol import (
     Abandon,
     Clear,
@@ -27,6 +26,7 @@ from kvtier.bridge.protocol import (
 )
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.metadata import Job
+from kvtier.rpc.unix import UnixConnection
 from tests.bridge.conftest import wait_until
 from tests.bridge.scripted_cache import ScriptedCache
 
@@ -55,14 +55,14 @@ def cache(tmp_path: Path) -> Iterator[Cache]:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The duration of every wait of a bridge, in seconds."""
     seconds: list[float] = []
-    receive = Connection.receive
+    receive = UnixConnection.receive
 
-    def recording_receive(self: Connection, wait: float = 0.0) -> Any:
+    def recording_receive(self: UnixConnection[Any], wait: float = 0.0) -> Any:
         if wait > 0:
             seconds.append(wait)
         return receive(self, wait)
 
-    monkeypatch.setattr(Connection, "receive", recording_receive)
+    monkeypatch.setattr(UnixConnection, "receive", recording_receive)
     return seconds
 
 
@@ -122,7 +122,7 @@ def run(engine: Engine, cache: Cache, count: int) -> list[Any]:
 def wait_for_replies(engine: Engine) -> None:
     """Wait until all replies of the scripted cache process have arrived."""
     bridge = engine.bridges[0]
-    wait_until(lambda: (bridge.poll(), not bridge._questions)[1])
+    wait_until(lambda: (bridge.poll(), not bridge.calls)[1])
 
 
 def test_all_chunks_of_a_step_are_reserved_in_one_message(engine: Engine, cache: Cache) -> None:
@@ -163,15 +163,15 @@ def test_lookups_and_reservations_share_one_wait_budget(
 ) -> None:
     """Messages keep the cache process from counting as late, but the wait budget of the step still ends."""
     run(engine, cache, 2)
-    receive = Connection.receive
+    receive = UnixConnection.receive
     tickets = iter(range(10**6, 10**7))
 
-    def receive_with_message(connection: Connection, wait: float = 0.0) -> Any:
+    def receive_with_message(connection: UnixConnection[Any], wait: float = 0.0) -> Any:
         if wait > 0:
             cache.send(Found(next(tickets), [], [], [], 0))
         return receive(connection, wait)
 
-    monkeypatch.setattr(Connection, "receive", receive_with_message)
+    monkeypatch.setattr(UnixConnection, "receive", receive_with_message)
     for _ in range(8):
         engine.arrive(make_request(4 * CHUNK_TOKENS))
     before = engine.bridges[0].waited

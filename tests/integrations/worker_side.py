@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from kvtier.bridge.bridge import Question
+from kvtier.bridge.protocol import Confirmed
+from kvtier.errors import ChannelClosed
 from kvtier.integrations.vllm import worker
 from kvtier.integrations.vllm.copies import ChunkCopy
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.worker import WorkerSide
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.rpc.calls import Call, Calls
 
 LAYOUT = ChunkLayout(64, (GroupLayout(16, (4096,)),))
 CONFIRM_TIMEOUT = 3.5
@@ -27,7 +29,8 @@ class Bridge:
         self.epoch = 1
         self.waited = 0.0
         self.answers = True
-        self.questions: list[Question[bool]] = []
+        self.calls = Calls()
+        self.confirmations: list[Call[bool]] = []
         self.arena = object()
         self.connected = True
         self.held = True
@@ -46,16 +49,20 @@ class Bridge:
 
     retry_now = update
 
-    def confirm(self, leases: list[int]) -> Question[bool] | None:
+    def confirm(self, leases: list[int]) -> Call[bool] | None:
         self.confirmed.append(leases)
-        self.questions.append(Question(1, "confirmations"))
-        return self.questions[-1] if self.connected else None
+        call = self.calls.add("confirmations", Confirmed, lambda confirmed, _wanted: confirmed.held)
+        self.confirmations.append(call)
+        return call if self.connected else None
 
-    def await_answer(self, question: Question[bool] | None, wait: float) -> bool | None:
+    def answer(self, index: int) -> None:
+        self.calls.settle(Confirmed(self.confirmations[index].ticket, self.held))
+
+    def await_reply(self, call: Call[bool] | None, wait: float) -> bool | None:
         self.waits.append(wait)
-        if question is not None and self.answers:
-            question.answer = self.held
-        return None if question is None else question.answer
+        if call is not None and self.answers:
+            self.calls.settle(Confirmed(call.ticket, self.held))
+        return None if call is None else call.result
 
     def commit(self, leases: list[int]) -> bool:
         self.committed.append(leases)
@@ -162,11 +169,11 @@ def test_late_confirmation_does_not_block_a_step(side: WorkerSide, bridge: Bridg
     assert side.take_results() == (set(), set(), set())
     side.load([job("b", 2)])
     assert side.take_results() == (set(), set(), set())
-    assert bridge.confirmed == [[1], [2]], "one question per load"
+    assert bridge.confirmed == [[1], [2]], "one request per load"
     assert max(bridge.waits) <= worker.CONFIRM_WAIT_SECONDS
-    bridge.questions[1].answer = True
+    bridge.answer(1)
     assert side.take_results() == (set(), {"b"}, set())
-    bridge.questions[0].answer = True
+    bridge.answer(0)
     assert side.take_results() == (set(), {"a"}, set())
 
 
@@ -187,7 +194,7 @@ def test_missing_confirmation_fails_the_load(
     (warning,) = warnings
     assert warning.startswith("request a: loading 64 tokens (16KiB) failed after ")
     assert warning.endswith(" s, computing them instead: no confirmation from the cache process within 3.5 s")
-    bridge.questions[0].answer = True
+    bridge.answer(0)
     assert side.take_results() == (set(), set(), set())
 
 
@@ -209,7 +216,7 @@ def test_expired_leases_fail_the_load(side: WorkerSide, bridge: Bridge, copies: 
     copies.finished.add(1)
     side.load([job("a", 1)])
     if lost:
-        bridge.questions[0].lost = True
+        bridge.calls.fail(ChannelClosed("it is gone"))
     assert side.take_results() == (set(), {"a"}, {"a"})
 
 

@@ -77,10 +77,10 @@ async def test_controller_metrics_exist_only_with_a_controller(tmp_path: Path) -
     async with controlling() as controller:
         controller_settings = {"url": controller.url, "instance_id": "one", "token": TOKEN}
         async with instance(tmp_path / "one", controller=controller_settings) as (_, scraped):
-            scrape = await wait_until(scraped, lambda scrape: scrape("agent_in_step") == 1)
+            scrape = await wait_until(scraped, lambda scrape: scrape("agent_up_to_date") == 1)
             assert scrape("agent_connected") == 1
             await controller.conversations[-1].socket.close()
             await wait_until(scraped, lambda scrape: scrape("agent_lost_connections_total") == 1)
-            await wait_until(scraped, lambda scrape: scrape("agent_in_step") == 1)
+            await wait_until(scraped, lambda scrape: scrape("agent_up_to_date") == 1)
     async with instance(tmp_path / "two") as (_, alone):
         assert ("kvtier_agent_connected", frozenset()) not in (await alone.scrape()).series

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import socket
-import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
 
 from kvtier import Settings, TieredCache
-from kvtier.errors import ChannelClosed, ProtocolError
+from kvtier.errors import ChannelError
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.grants import GrantBook
 from kvtier.peers.holdings import Holdings
-from kvtier.peers.protocol import Granted, Lookup, Reserve, Reserved, decode_from_server
+from kvtier.peers.protocol import Granted, Lookup, Reserve, Reserved
 from kvtier.peers.reservations import Reservations
 from kvtier.peers.session import Session
+from kvtier.rpc.frames import Message
+from kvtier.rpc.wire import SocketWire
 from kvtier.settings.peer import PeerSettings
-from kvtier.sockets.channel import Channel
-from kvtier.sockets.frames import Message, encode
 from kvtier.testing.backend import make_key
 
-from .serving import BUILT_IN, CHUNK, PAYLOAD, NoTransport
+from .serving import BUILT_IN, CHUNK, PAYLOAD, NoTransport, RawClient
 
 HELD = [make_key(number) for number in range(1, 6)]
 ClientMessage = Message | bytes | Callable[[int], Message]
 """A message, raw bytes, or a function that builds the message from the latest grant number (0 if none)."""
-_LENGTH = struct.Struct("<I")
 
 
 class SessionHarness:
@@ -56,38 +54,37 @@ class SessionHarness:
         async with TieredCache.open(Settings(tiers=tiers), plugins=BUILT_IN) as cache:
             yield cls(cache)
 
-    async def run(self, *messages: ClientMessage) -> tuple[list[Any], Exception]:
-        """Send the messages, close, and return the replies and the exception that ended the session."""
+    async def run(self, *messages: ClientMessage) -> tuple[list[Any], ChannelError]:
+        """Send the messages, close, and return the replies and the error that ended the session."""
         ours, theirs = socket.socketpair()
-        errors: list[Exception] = []
+        errors: list[ChannelError] = []
 
         async def serve() -> None:
             session = Session(
-                Channel(theirs),
+                SocketWire(theirs),
                 self.holdings,
                 self.grants,
                 self.reservations,
                 Counter(),
                 NoTransport().cut_off,
             )
-            try:
-                await session.serve()
-            except (ChannelClosed, ProtocolError) as error:
-                errors.append(error)
+            errors.append(await session.serve())
             theirs.close()
 
         replies: list[Any] = []
         with ours, theirs, anyio.fail_after(30):
-            channel = Channel(ours)
+            client = RawClient(ours)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(serve)
-                tasks.start_soon(self._receive, channel, replies)
+                tasks.start_soon(self._receive, client, replies)
                 for at, message in enumerate(messages):
                     if callable(message):
                         await self._wait_for_grants(messages[:at], replies, errors)
                         grants = [reply.grant for reply in replies if isinstance(reply, Granted | Reserved)]
                         message = message(grants[-1] if grants else 0)
-                    if not await self._send(channel, message):
+                    try:
+                        await client.send(message)
+                    except OSError:
                         break
                 ours.shutdown(socket.SHUT_WR)
         await self._assert_idle()
@@ -95,7 +92,7 @@ class SessionHarness:
         return replies, error
 
     async def _wait_for_grants(
-        self, sent: Sequence[ClientMessage], replies: list[Any], errors: list[Exception]
+        self, sent: Sequence[ClientMessage], replies: list[Any], errors: list[ChannelError]
     ) -> None:
         """Wait until all requested grants have arrived; only briefly if garbage may have swallowed some."""
         await anyio.sleep(0.001)
@@ -105,24 +102,10 @@ class SessionHarness:
         while not errors and sum(isinstance(reply, Granted | Reserved) for reply in replies) < requests:
             await anyio.sleep(0.001)
 
-    async def _send(self, channel: Channel, message: Message | bytes) -> bool:
-        try:
-            await channel.send(message if isinstance(message, bytes) else encode(message))
-        except ChannelClosed:
-            return False
-        return True
-
-    async def _receive(self, channel: Channel, replies: list[Any]) -> None:
-        buffer = bytearray()
-        try:
+    async def _receive(self, client: RawClient, replies: list[Any]) -> None:
+        with suppress(OSError):
             while True:
-                buffer += await channel.receive()
-                while len(buffer) >= 4 and len(buffer) >= 4 + _LENGTH.unpack_from(buffer)[0]:
-                    end = 4 + _LENGTH.unpack_from(buffer)[0]
-                    replies.append(decode_from_server(bytes(buffer[4:end])))
-                    del buffer[:end]
-        except ChannelClosed:
-            pass
+                replies.append(await client.receive())
 
     async def _assert_idle(self) -> None:
         grants, cache = self.grants, self.cache

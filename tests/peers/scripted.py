@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
@@ -16,10 +17,9 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from kvtier.backends.base import Outcome
-from kvtier.errors import ChannelError, PeerError
+from kvtier.errors import PeerError, ProtocolError
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey, split_keys
-from kvtier.peers.authentication import Credentials
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.protocol import (
     NO_GRANT,
@@ -30,19 +30,17 @@ from kvtier.peers.protocol import (
     Granted,
     Hello,
     Lookup,
-    Ping,
-    Pong,
     Readable,
     Release,
     Released,
     Welcome,
     decode_from_client,
 )
+from kvtier.rpc.authentication import Credentials, receive_exactly, send_all
+from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Ping, Pong, Refused, encode, receive_frame
 from kvtier.settings import TierSettings
 from kvtier.settings.peer import PeerSettings
-from kvtier.sockets.channel import Channel
 from kvtier.sockets.connection import Connection
-from kvtier.sockets.frames import FrameReader, Message, encode
 from kvtier.testing.backend import make_key, noise
 from kvtier.transports.base import (
     Dial,
@@ -66,7 +64,7 @@ class NoAuthentication:
     def connection(self, family: int, host: str) -> Connection:
         return Connection(family)
 
-    def prove_to_server(self, connection: Connection) -> None:
+    def prove_to_server(self, connection: Connection, version: int) -> None:
         pass
 
 
@@ -115,7 +113,7 @@ class ScriptedPeer:
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count(1000)
-        self._channels: set[Channel] = set()
+        self._sockets: set[socket.socket] = set()
 
     def hold(self, *numbers: int, length: int = CHUNK) -> ScriptedPeer:
         for number in numbers:
@@ -143,8 +141,8 @@ class ScriptedPeer:
 
     def disconnect(self) -> None:
         """Close every connection, as a peer does when it exits."""
-        for channel in self._channels:
-            channel._socket.shutdown(socket.SHUT_RDWR)
+        for connected in self._sockets:
+            connected.shutdown(socket.SHUT_RDWR)
 
     async def _accept(self, listener: socket.socket, tasks: TaskGroup) -> None:
         while True:
@@ -157,44 +155,45 @@ class ScriptedPeer:
         self.requests["connections"] += 1
         if self.credentials is not None:
             try:
-                connected = await self.credentials.accept(connected)
+                connected = await self.credentials.accept(connected, VERSION)
             except (OSError, PeerError):
                 return
-        channel = Channel(connected)
-        self._channels.add(channel)
+        connected.setblocking(False)
+        self._sockets.add(connected)
         self.connections += 1
-        reader = FrameReader()
         own_grants: list[int] = []
+        sending = anyio.Lock()
         try:
             async with anyio.create_task_group() as tasks:
-                with suppress(ChannelError):
+                with suppress(OSError, ProtocolError):
                     while True:
-                        for body in reader.feed(await channel.receive()):
-                            message = decode_from_client(body)
-                            tasks.start_soon(self._respond, channel, message, own_grants)
-                            if isinstance(message, Hello) and message.purpose == "data":
-                                await self.serve_data(channel)
+                        body = await receive_frame(partial(receive_exactly, connected), MAX_FRAME_BYTES)
+                        message = decode_from_client(body)
+                        if isinstance(message, Refused):
+                            break
+                        tasks.start_soon(self._respond, connected, sending, message, own_grants)
+                        if isinstance(message, Hello) and message.purpose == "data":
+                            await receive_exactly(connected, 1)  # Until the connection closes.
                 tasks.cancel_scope.cancel()
         finally:
             for grant in own_grants:
                 self.granted.pop(grant, None)
-            self._channels.discard(channel)
+            self._sockets.discard(connected)
             self.connections -= 1
-            channel.close()
+            connected.close()
 
-    async def serve_data(self, channel: Channel) -> None:
-        """Serve a data connection until it closes."""
-        await channel.receive()
-
-    async def _respond(self, channel: Channel, message: Any, own_grants: list[int]) -> None:
+    async def _respond(
+        self, connected: socket.socket, sending: anyio.Lock, message: Any, own_grants: list[int]
+    ) -> None:
         self.requests[type(message).__name__] += 1
         await self.answering.wait()
         replies = self.script(message)
         if replies is None:
             replies = [await self._default_reply(message, own_grants)]
-        with suppress(ChannelError):
+        with suppress(OSError):
             for reply in replies:
-                await channel.send(reply if isinstance(reply, bytes) else encode(reply))
+                async with sending:
+                    await send_all(connected, reply if isinstance(reply, bytes) else encode(reply))
 
     async def _default_reply(self, message: Any, own_grants: list[int]) -> Message:
         match message:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import socket
-import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,12 @@ from kvtier.errors import PeerError
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey, join_keys
-from kvtier.peers.authentication import Credentials, receive_exactly, send_all
 from kvtier.peers.grants import GrantBook
 from kvtier.peers.protocol import (
     VERSION,
     Granted,
     Hello,
     Lookup,
-    Refused,
     Release,
     Released,
     Welcome,
@@ -33,9 +31,10 @@ from kvtier.peers.protocol import (
 )
 from kvtier.peers.server import PeerServer
 from kvtier.plugins import Plugins
+from kvtier.rpc.authentication import Credentials, receive_exactly, send_all
+from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Refused, encode, receive_frame
 from kvtier.settings.peer import PeerSettings
 from kvtier.sockets.connection import Connection, Deadline
-from kvtier.sockets.frames import Message, encode
 from kvtier.testing.backend import make_key, noise
 from kvtier.transports.base import Dial, Grants, Link, Transport, TransportSettings
 from tests.open_files import open_files
@@ -91,8 +90,8 @@ class RawClient:
 
     async def receive(self) -> Any:
         with anyio.fail_after(30):
-            (length,) = struct.unpack("<I", await receive_exactly(self.socket, 4))
-            return decode_from_server(await receive_exactly(self.socket, length))
+            read = partial(receive_exactly, self.socket)
+            return decode_from_server(await receive_frame(read, MAX_FRAME_BYTES))
 
     async def request(self, message: Message) -> Any:
         await self.send(message)
@@ -177,7 +176,7 @@ class ServedCache:
         def prove(connection: Connection) -> None:
             with deadline.bounds(connection):
                 connection.connect(self.server.address)
-                chosen.prove_to_server(connection)
+                chosen.prove_to_server(connection, VERSION)
 
         try:
             await self.executor(lambda: prove(connection))

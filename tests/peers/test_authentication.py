@@ -11,19 +11,18 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError, SettingsError
-from kvtier.peers import authentication
-from kvtier.peers.authentication import Credentials, receive_exactly, send_all
-from kvtier.peers.handshake import OPENING_BYTES, PROOF_BYTES, Handshake, RefusedHandshake
-from kvtier.peers.protocol import VERSION, Hello, Ping, Pong, Refused
+from kvtier.peers.protocol import VERSION, Hello
+from kvtier.rpc import authentication
+from kvtier.rpc.authentication import Credentials, receive_exactly, send_all
+from kvtier.rpc.frames import Ping, Pong, Refused, encode
+from kvtier.rpc.handshake import OPENING_BYTES, PROOF_BYTES, Handshake
 from kvtier.settings.peer import PeerSettings
 from kvtier.sockets.connection import Connection, Deadline, ProtocolViolation
-from kvtier.sockets.frames import encode
 from kvtier.testing.backend import make_key
+from tests.rpc.test_handshake import feed_all
 
 from .authority import Authority
 from .serving import SECRET, RawClient, serving, until
@@ -37,119 +36,6 @@ def credentials(secret: str | None = SECRET, tls: dict[str, str] | None = None) 
     return Credentials.from_settings(
         PeerSettings.model_validate({"secret": secret, "tls": tls, "others": ["a:1"]})
     )
-
-
-def run_handshake(
-    client: Handshake, server: Handshake, change: Callable[[str, bytes], bytes] = lambda _, data: data
-) -> None:
-    """Run a handshake through a man in the middle, which may change the bytes."""
-    to_server, to_client = change("client", client.opening), change("server", server.opening)
-    while client.needed or server.needed:
-        progressed = False
-        while server.needed and len(to_server) >= server.needed:
-            data, to_server = to_server[: server.needed], to_server[server.needed :]
-            to_client += change("server", server.feed(data))
-            progressed = True
-        while client.needed and len(to_client) >= client.needed:
-            data, to_client = to_client[: client.needed], to_client[client.needed :]
-            to_server += change("client", client.feed(data))
-            progressed = True
-        assert progressed, "deadlock"
-    assert not to_server
-    assert not to_client
-
-
-# State machine, without I/O.
-
-
-def test_handshake_succeeds_with_same_secret() -> None:
-    run_handshake(Handshake("client", b"secret"), Handshake("server", b"secret"))
-
-
-def test_server_rejects_wrong_secret_before_client_does() -> None:
-    client, server = Handshake("client", b"secret"), Handshake("server", b"other")
-    with pytest.raises(RefusedHandshake, match=r"peer\.secret"):
-        run_handshake(client, server)
-    assert client.needed == PROOF_BYTES, "it waits for a proof and has sent nothing else"
-
-
-@given(st.data())
-def test_any_flipped_bit_is_refused(data: st.DataObject) -> None:
-    side = data.draw(st.sampled_from(["client", "server"]))
-    at = data.draw(st.integers(0, OPENING_BYTES + PROOF_BYTES - 1))
-    bit = data.draw(st.integers(0, 7))
-    passed_bytes = {"client": 0, "server": 0}
-
-    def flip(sender: str, sent: bytes) -> bytes:
-        start = passed_bytes[sender]
-        passed_bytes[sender] += len(sent)
-        if sender != side or not start <= at < start + len(sent):
-            return sent
-        changed = bytearray(sent)
-        changed[at - start] ^= 1 << bit
-        return bytes(changed)
-
-    with pytest.raises(RefusedHandshake):
-        run_handshake(Handshake("client", b"secret"), Handshake("server", b"secret"), flip)
-
-
-def test_replayed_proof_is_refused() -> None:
-    sent: list[bytes] = []
-
-    def record(sender: str, data: bytes) -> bytes:
-        if sender == "client":
-            sent.append(data)
-        return data
-
-    run_handshake(Handshake("client", b"secret"), Handshake("server", b"secret"), record)
-    server = Handshake("server", b"secret")
-    with pytest.raises(RefusedHandshake, match="secret"):
-        feed_all(server, b"".join(sent))
-
-
-def feed_all(side: Handshake, data: bytes) -> bytes:
-    answers = b""
-    while side.needed and len(data) >= side.needed:
-        part, data = data[: side.needed], data[side.needed :]
-        answers += side.feed(part)
-    return answers
-
-
-def test_echoed_opening_is_refused() -> None:
-    client = Handshake("client", b"secret")
-    with pytest.raises(RefusedHandshake, match="echoes"):
-        feed_all(client, client.opening)
-
-
-def test_proof_cannot_be_reflected() -> None:
-    """Neither the client's own proof to the client, nor the proof of another connection to the server."""
-    client, server = Handshake("client", b"secret"), Handshake("server", b"secret")
-    proof = feed_all(client, server.opening)
-    with pytest.raises(RefusedHandshake):
-        client.feed(proof)
-    # The attacker relays the opening of one server connection to another, to obtain a proof.
-    first, second = Handshake("server", b"secret"), Handshake("server", b"secret")
-    assert feed_all(first, second.opening) == b"", "a server sends no proof before it has verified the peer's"
-
-
-@given(st.binary(min_size=6, max_size=200))
-def test_garbage_is_refused(data: bytes) -> None:
-    for role in ("client", "server"):
-        side = Handshake(role, b"secret")  # type: ignore[arg-type]
-        with pytest.raises(RefusedHandshake):
-            feed_all(side, data.ljust(OPENING_BYTES + PROOF_BYTES, b"\0"))
-
-
-def test_version_mismatch_is_reported() -> None:
-    other = bytearray(Handshake("server", b"secret").opening)
-    other[6] += 1
-    with pytest.raises(RefusedHandshake, match=f"version {VERSION + 1} .* version {VERSION}"):
-        feed_all(Handshake("client", b"secret"), bytes(other))
-
-
-def test_feed_requires_exact_length() -> None:
-    with pytest.raises(ValueError, match="expected"):
-        Handshake("client", b"secret").feed(b"")
 
 
 # Over sockets, against a running server.
@@ -174,11 +60,11 @@ async def test_refusal_sends_no_reason(recorded: bool) -> None:
     """After a wrong proof the server closes, without any bytes beyond its opening."""
     async with serving() as served:
         raw = RawClient(await served.connect())
-        side = Handshake("client", SECRET.encode())
+        side = Handshake("client", SECRET.encode(), VERSION)
         theirs = await receive_exactly(raw.socket, OPENING_BYTES)
         proof = bytes(PROOF_BYTES)
         if recorded:
-            proof = feed_all(Handshake("client", SECRET.encode()), theirs)
+            proof = feed_all(Handshake("client", SECRET.encode(), VERSION), theirs)
         await raw.send(side.opening, proof)
         assert await raw.read_to_end() == b""
 
@@ -189,7 +75,7 @@ async def test_server_without_secret_receives_only_opening_and_proof() -> None:
 
 
 async def _impersonate_without_secret(connected: socket.socket) -> bytes:
-    await send_all(connected, Handshake("server", b"").opening)
+    await send_all(connected, Handshake("server", b"", VERSION).opening)
     received = await receive_exactly(connected, OPENING_BYTES + PROOF_BYTES)
     await send_all(connected, bytes(PROOF_BYTES))
     return received
@@ -226,7 +112,7 @@ async def received_by(impersonate: Callable[[socket.socket], Awaitable[bytes]]) 
             try:
                 with deadline.bounds(connection):
                     connection.connect(address)
-                    credentials().prove_to_server(connection)
+                    credentials().prove_to_server(connection, VERSION)
             except PeerError as error:
                 errors.append(error)
             finally:
@@ -255,7 +141,7 @@ async def test_unresponsive_and_slow_clients_time_out(monkeypatch: pytest.Monkey
     async with serving() as served:
         unresponsive = RawClient(await served.connect())
         slow = RawClient(await served.connect())
-        opening = Handshake("client", SECRET.encode()).opening
+        opening = Handshake("client", SECRET.encode(), VERSION).opening
 
         async def send_slowly() -> None:
             for at in range(len(opening)):
@@ -311,7 +197,7 @@ async def test_replayed_handshake_is_refused() -> None:
     """Replay all bytes of a client on another connection."""
     async with serving(checksum=False) as served:
         first = RawClient(await served.connect())
-        side = Handshake("client", SECRET.encode())
+        side = Handshake("client", SECRET.encode(), VERSION)
         sent = side.opening
         proof = feed_all(side, await receive_exactly(first.socket, OPENING_BYTES))
         sent += proof + encode(Hello(VERSION, "a test", "control"))
@@ -326,7 +212,7 @@ async def test_replayed_handshake_is_refused() -> None:
 
 async def test_client_that_disconnects_during_handshake_is_released() -> None:
     async with serving() as served:
-        opening = Handshake("client", b"secret").opening
+        opening = Handshake("client", b"secret", VERSION).opening
         for length in (0, 3, 6, 20, OPENING_BYTES, OPENING_BYTES + 5):
             raw = RawClient(await served.connect())
             await raw.send(opening.ljust(OPENING_BYTES + 5)[:length])

@@ -18,9 +18,9 @@ from kvtier.backends.base import GetItem, Outcome
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.slices import Lease
-from kvtier.peers.authentication import Credentials
 from kvtier.peers.backend import PeersBackend
 from kvtier.plugins import Plugins
+from kvtier.rpc.authentication import Credentials
 from kvtier.settings import TierSettings
 from kvtier.testing.backend import blank, is_stained, make_key, same, stain
 from kvtier.transports.base import Access, RemoteSpan

@@ -12,9 +12,9 @@ from anyio.lowlevel import checkpoint
 from kvtier.backends.base import Outcome
 from kvtier.errors import PeerError
 from kvtier.peers.backend import PeersBackend
-from kvtier.peers.protocol import Granted, Lookup, Refused
+from kvtier.peers.protocol import Granted, Lookup
 from kvtier.peers.temporary import TemporaryPeer
-from kvtier.sockets.frames import Message
+from kvtier.rpc.frames import Message, Refused
 from kvtier.testing.cancelling import Through, cancelled_at
 
 from .scripted import ScriptedPeer, reading_from, until
@@ -132,7 +132,6 @@ async def test_two_addresses_of_one_instance_share_a_connection(configured: bool
 async def test_lost_configured_peer_reconnects_without_back_off_on_demand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtier.peers.pauses.MIN_PAUSE", 60.0)
     monkeypatch.setattr("kvtier.peers.client.Backoff.next", lambda _: 60.0)
     peer = ScriptedPeer().hold(1)
     async with peer.serving():

@@ -20,12 +20,12 @@ from kvtier.errors import PeerError
 from kvtier.instance import PEERS, Instance
 from kvtier.memory.header import HEADER_BYTES, object_bytes
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.authentication import Credentials
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.grants import GrantBook
 from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.gather import ChunkProvider, Gathering
 from kvtier.plugins import Plugins
+from kvtier.rpc.authentication import Credentials
 from kvtier.settings import TierSettings
 from kvtier.testing.backend import make_key, same
 

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -13,10 +14,8 @@ import pytest
 
 from kvtier.backends.base import Outcome
 from kvtier.concurrency.threads import WorkerThreads
-from kvtier.peers.authentication import Credentials
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.dialling import ControlConnection, PeerDialer
-from kvtier.peers.pauses import Backoff
 from kvtier.peers.protocol import (
     NO_GRANT,
     VERSION,
@@ -25,19 +24,19 @@ from kvtier.peers.protocol import (
     Granted,
     Hello,
     Lookup,
-    Ping,
-    Pong,
     Readable,
-    Refused,
     Released,
     Welcome,
 )
+from kvtier.rpc.authentication import Credentials
+from kvtier.rpc.backoff import Backoff
+from kvtier.rpc.frames import Message, Ping, Pong, Refused
 from kvtier.settings.peer import PeerSettings
 from kvtier.sockets.connection import Deadline
-from kvtier.sockets.frames import Message
 from kvtier.testing.cancelling import Through, cancelled_at
 from tests.open_files import open_files
 
+from .authority import Authority
 from .scripted import NoAuthentication, ScriptedPeer, reading_from, until
 from .test_backend import assert_intact, blanks, connected, keys_of
 
@@ -245,6 +244,31 @@ async def test_shared_secret_connects() -> None:
         assert await backend.get(blanks([1])) == [OK]
 
 
+async def test_certificates_connect(tmp_path: Path) -> None:
+    """Requests and replies of many TLS records, in both directions at once."""
+    authority = Authority(tmp_path, "authority")
+    ours, theirs = (
+        Credentials.from_settings(PeerSettings.model_validate({"tls": authority.sign(name)}))
+        for name in ("ours", "theirs")
+    )
+    peer = ScriptedPeer(credentials=theirs).hold(0, 1, 2)
+    async with peer.serving(), reading_from(peer, credentials=ours) as backend:
+        await connected(backend)
+        keys = keys_of(range(10_000))
+        held: list[int] = []
+
+        async def contains() -> None:
+            held.append(sum(await backend.contains(keys)))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(8):
+                tasks.start_soon(contains)
+        assert held == [3] * 8
+        items = blanks([1, 2])
+        assert await backend.get(items) == [OK, OK]
+        assert_intact(items)
+
+
 async def test_wrong_secret_is_logged_once(log_lines: Callable[[], list[str]]) -> None:
     before = sockets()
     peer = ScriptedPeer(credentials=credentials_of("what one of them knows")).hold(1)
@@ -296,7 +320,7 @@ INVALID_REPLIES = {
     "a refusal in between": (Lookup, Refused("no more")),
     "no frame": (Lookup, b"\xff\xff\xff\xff"),
     "no message": (Lookup, b"\x04\0\0\0\xc1\xc1\xc1\xc1"),
-    "MessagePack of another type": (Lookup, b"\x05\0\0\0\x94\x05\x01\xc0\xc0"),
+    "MessagePack of another type": (Lookup, b"\x05\0\0\0\x94\x0b\x01\xc0\xc0"),
     "trailing bytes": (Lookup, b"\x03\0\0\0\x01\x02\x03"),
 }
 

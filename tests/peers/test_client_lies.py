@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import ChannelError
 from kvtier.memory.header import ChunkHeader
-from kvtier.peers.conversation import Conversation
 from kvtier.peers.dialling import ControlConnection, PeerDialer
 from kvtier.peers.pace import Pace
-from kvtier.peers.protocol import VERSION, Committed, Granted, Reserved, Welcome
+from kvtier.peers.protocol import VERSION, Committed, Granted, Reserved, Welcome, decode_from_server
 from kvtier.peers.push import Target
-from kvtier.peers.source import Source, Timeouts
-from kvtier.sockets.channel import Channel
-from kvtier.sockets.frames import encode
+from kvtier.peers.source import Source, timeouts_of
+from kvtier.rpc.endpoint import Endpoint
+from kvtier.rpc.frames import encode
+from kvtier.rpc.wire import SocketWire
 from kvtier.testing.backend import make_key
 from kvtier.tiers.sealer import Sealer
 
@@ -39,7 +39,7 @@ def source_of(connected: socket.socket) -> Source:
         ControlConnection(connected, welcome),
         MemoryTransport([]),
         Pace(),
-        Timeouts(5.0),
+        timeouts_of(5.0),
         lambda _: None,
     )
 
@@ -60,7 +60,7 @@ async def test_any_granted_reply_is_refused_or_consistent(
     with theirs:
         source = source_of(ours)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(source.conversation.run)
+            tasks.start_soon(source.endpoint.run)
             theirs.send(encode(Granted(1, grant, positions, offsets, lengths, ready)))
             try:
                 found = await source.look_up(KEYS, prefix=prefix)
@@ -84,15 +84,15 @@ async def test_any_granted_reply_is_refused_or_consistent(
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=200))
-async def test_any_bytes_end_the_conversation_with_an_error(data: bytes) -> None:
+async def test_any_bytes_end_the_connection_with_an_error(data: bytes) -> None:
     ours, theirs = socket.socketpair()
-    conversation = Conversation(Channel(ours))
+    endpoint = Endpoint(SocketWire(ours), decode_from_server)
     with theirs:
         theirs.sendall(data)
-    error = await conversation.run()
+    error = await endpoint.run()
     assert isinstance(error, ChannelError)
     assert str(error)
-    assert conversation.over
+    assert endpoint.closed
 
 
 @settings(max_examples=300, deadline=None)
@@ -112,7 +112,7 @@ async def test_any_reserved_reply_is_refused_or_consistent(
         source = source_of(ours)
         headers = [ChunkHeader(key, key, bytes(32), 1000) for key in KEYS]
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(source.conversation.run)
+            tasks.start_soon(source.endpoint.run)
             theirs.send(encode(Reserved(1, grant, positions, offsets, seconds, held, coming, "")))
             try:
                 room = await Target(source, Sealer()).reserve(headers)
@@ -139,7 +139,7 @@ async def test_committed_reply_of_wrong_length_closes_connection(count: int) -> 
         headers = [ChunkHeader(key, key, bytes(32), 1000) for key in KEYS[:2]]
         target = Target(source, Sealer())
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(source.conversation.run)
+            tasks.start_soon(source.endpoint.run)
             theirs.send(encode(Reserved(1, 5, [0, 1], [0, 4096], 1.0, [], [], "")))
             promises = list((await target.reserve(headers)).promises.values())
             theirs.send(encode(Committed(2, [True] * count)))

@@ -1,4 +1,4 @@
-"""Promises, back-offs, circuit breakers, outages and paces, on a fake clock."""
+"""Promises, circuit breakers, outages and paces, on a fake clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 
 from kvtier.peers.pace import REMEMBERED_SECONDS, Pace, fastest
-from kvtier.peers.pauses import FAILURES_IN_A_ROW, Backoff, Breaker, Outage
+from kvtier.peers.pauses import FAILURES_IN_A_ROW, Breaker, Outage
 from kvtier.peers.promises import Promise, Promises, usable_seconds
 from kvtier.testing.backend import make_key
 
@@ -76,15 +76,6 @@ def test_newest_promise_of_a_chunk_is_kept() -> None:
 @pytest.mark.parametrize(("lease", "usable"), [(10.0, 9.5), (1.0, 0.5), (0.2, 0.1)])
 def test_end_of_lease_is_not_used(lease: float, usable: float) -> None:
     assert usable_seconds(lease) == pytest.approx(usable)
-
-
-def test_back_off_grows_to_a_limit() -> None:
-    pause = Backoff(0.2, 10.0)
-    seconds = [pause.next() for _ in range(8)]
-    limits = [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
-    assert all(0.75 * limit <= value <= limit for value, limit in zip(seconds, limits, strict=True))
-    pause.reset()
-    assert pause.next() <= 0.2
 
 
 def test_breaker_opens_after_consecutive_failures_and_for_longer_each_time() -> None:

@@ -31,7 +31,7 @@ def control_socket(host: Host) -> socket.socket:
     assert host.instance._kv_transfers is not None
     (client,) = host.instance._kv_transfers.peers.clients
     assert client.source is not None
-    return client.source.conversation._channel._socket
+    return client.source.endpoint._wire.frames.socket  # type: ignore[attr-defined]
 
 
 # Outcomes.

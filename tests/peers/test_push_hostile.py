@@ -19,7 +19,6 @@ from kvtier.peers.protocol import (
     Commit,
     Committed,
     Lookup,
-    Refused,
     Release,
     Released,
     Reserve,
@@ -27,7 +26,7 @@ from kvtier.peers.protocol import (
     Withdraw,
     Withdrawn,
 )
-from kvtier.sockets.frames import Message
+from kvtier.rpc.frames import Message, Refused
 from kvtier.testing.backend import make_key, noise
 from kvtier.transports.base import Access, RemoteSpan
 

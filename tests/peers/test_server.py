@@ -11,19 +11,16 @@ import pytest
 from kvtier.errors import PeerError
 from kvtier.peers import server as server_module
 from kvtier.peers import session as session_module
-from kvtier.peers.authentication import receive_exactly
 from kvtier.peers.protocol import (
     VERSION,
     Await,
     Contains,
     Hello,
     Lookup,
-    Ping,
-    Pong,
-    Refused,
     Welcome,
 )
-from kvtier.sockets.frames import encode
+from kvtier.rpc.authentication import receive_exactly
+from kvtier.rpc.frames import Ping, Pong, Refused, encode
 from kvtier.testing.backend import make_key
 
 from .serving import EchoTransport, RawClient, serving, until
@@ -86,10 +83,10 @@ async def test_await_of_more_chunks_than_granted_ends_the_session() -> None:
     [
         (
             Hello(VERSION + 1, "new", "control"),
-            f"protocol version {VERSION} and the peer version {VERSION + 1}",
+            f"protocol version {VERSION + 1} and this process version {VERSION}",
         ),
         (Hello(VERSION, "a test", "data"), "none, accepts no data connections"),
-        (Ping(1), "Ping before Hello"),
+        (Ping(1), "first message is Ping, not Hello"),
         (b"\x00\x20\x00\x00", "over 4096"),
         (b"\x03\x00\x00\x00abc", "not a client message"),
     ],

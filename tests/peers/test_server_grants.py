@@ -19,13 +19,11 @@ from kvtier.peers.protocol import (
     Contains,
     Granted,
     Hello,
-    Ping,
-    Pong,
     Readable,
-    Refused,
     Release,
     Released,
 )
+from kvtier.rpc.frames import Ping, Pong, Refused
 from kvtier.testing.backend import make_key
 from kvtier.testing.faults import SlowBackend
 from kvtier.tiers.sealed import SealedBackend

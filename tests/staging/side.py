@@ -20,7 +20,7 @@ from kvtier.bridge.client import LookupState, SchedulerBridge, Slot, WorkerBridg
 from kvtier.bridge.protocol import Hello, Role, Run
 from kvtier.memory.keys import ChunkKey, chunk_key, chunk_keys, encode_tokens, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
-from tests.bridge.conftest import wait_for_answer
+from tests.bridge.conftest import wait_for_reply
 
 CHUNK = 64
 BLOCK = 16
@@ -124,7 +124,7 @@ class _Side:
         parent = keys[first - 1] if first else ROOT
         joined_keys = join_keys(stored_keys)
         runs = [Run(parent, joined_keys, tokens, self._tickets[prompt]), Run(parent, joined_keys, tokens)]
-        rooms = wait_for_answer(self._scheduler, self._scheduler.reserve(runs))
+        rooms = wait_for_reply(self._scheduler, self._scheduler.reserve(runs))
         slots = [(at, slot) for room in rooms for at, slot in enumerate(room, first) if slot is not None]
         for rank, worker in enumerate(self._workers):
             pages = self._pages(prompt, rank)
@@ -168,7 +168,7 @@ class _Side:
                 staging = lookup.staging if source == self._scheduler.staging_source else 0
                 intact &= self._copy(Slot(lease, offset, staging), at, rank, loaded, save=False)
             self._wait_for_device()
-            confirmed &= wait_for_answer(worker, worker.confirm(lookup.leases))
+            confirmed &= wait_for_reply(worker, worker.confirm(lookup.leases))
             stop = 1 + -(-min(len(lookup.leases) * CHUNK, TOKENS) // BLOCK)
             for page, actual in zip(expected[0], loaded[0], strict=True):
                 intact &= bool(self._torch.equal(page[1:stop], actual[1:stop]))

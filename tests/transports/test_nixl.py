@@ -23,9 +23,10 @@ from kvtier.sockets.connection import Connection, Deadline
 from kvtier.testing.transport_process import OtherProcess
 from kvtier.testing.transport_side import Side, dial_nowhere, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan
-from kvtier.transports.nixl import NixlSettings, NixlTransport
 from kvtier.transports.nixl.endpoint import Endpoint
 from kvtier.transports.nixl.process import MAX_STARTS
+from kvtier.transports.nixl.settings import NixlSettings
+from kvtier.transports.nixl.transport import NixlTransport
 from kvtier.transports.nixl.worker import LARGE_PAGE_BYTES, map_shared
 
 pytest.importorskip("nixl_cu13")
@@ -153,6 +154,13 @@ async def test_memory_outside_the_arena_and_read_only_memory(peer: OtherProcess)
         assert everything is not None
         assert await link.read([(first, views[0])]) == [Outcome.FAILED]
         everything.release()
+
+
+async def test_empty_spans(peer: OtherProcess) -> None:
+    async with open_link(peer, SHARED_MEMORY_SETTINGS) as (_, _, link):
+        empty = (await peer.grant([4096]))[0]._replace(length=0)
+        with anyio.fail_after(10):
+            assert await link.read([(empty, memoryview(bytearray()))] * 2) == [Outcome.OK] * 2
 
 
 async def test_spans_outside_the_peer_arena_are_misses(peer: OtherProcess) -> None:

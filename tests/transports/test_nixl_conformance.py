@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvtier.testing.transport import TransportConformance
-from kvtier.transports.nixl import NixlTransport
+from kvtier.transports.nixl.transport import NixlTransport
 
 pytest.importorskip("nixl_cu13")
 

@@ -128,4 +128,4 @@ class ControllerProcess:
             return False
 
     def _up_to_date(self) -> set[str]:
-        return {found["instance"] for found in self.get("/instances")["instances"] if found["in_step"]}
+        return {found["instance"] for found in self.get("/instances")["instances"] if found["up_to_date"]}

@@ -158,7 +158,7 @@ class TierRow {
 }
 
 /** Return the state of an instance: as a name for the style sheet, and as text. */
-function condition({ disconnectedAt, in_step: upToDate }) {
+function condition({ disconnectedAt, up_to_date: upToDate }) {
   if (disconnectedAt) return ["disconnected", "disconnected"];
   return upToDate ? ["up-to-date", "up to date"] : ["catching-up", "catching up"];
 }

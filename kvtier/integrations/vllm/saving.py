@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from kvtier.bridge.bridge import Question
 from kvtier.bridge.client import SchedulerBridge, Slots
 from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Run
 from kvtier.integrations.vllm.changes import ChangeLog
@@ -20,6 +19,7 @@ from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.request import RequestState
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.memory.layout import ChunkLayout
+from kvtier.rpc.calls import Call
 from kvtier.settings import Settings
 from kvtier.units import MIB
 
@@ -102,7 +102,7 @@ class Saves:
         self._changes = changes
         self._planned: list[Save] = []
         """Saves without a reservation request."""
-        self._requested: list[tuple[Question[list[Slots]], list[Save]]] = []
+        self._requested: list[tuple[Call[list[Slots]], list[Save]]] = []
         """Saves with a pending reservation request."""
         self._granted: list[Save] = []
         """Saves that wait for a step in which their request is scheduled."""
@@ -217,8 +217,7 @@ class Saves:
         """
         # Late answers first: room that is abandoned here can be reserved for another request at once.
         jobs = self._use_answers(blocks_of)
-        question = self._request()
-        if question is not None and self._bridge.await_answer(question, wait) is not None:
+        if self._bridge.await_reply(self._request(), wait) is not None:
             jobs += self._use_answers(blocks_of)
         return jobs + self._last_jobs()
 
@@ -231,30 +230,30 @@ class Saves:
         self._unusable = []
         return [job for job in jobs if job is not None]
 
-    def _request(self) -> Question[list[Slots]] | None:
+    def _request(self) -> Call[list[Slots]] | None:
         if not self._bridge.responsive:
             self._planned = []
         saves = self._planned = [save for save in self._planned if not save.void]
         if not saves or not self.possible:
             return None
-        question = self._bridge.reserve([run for save in saves for run in save.runs])
+        call = self._bridge.reserve([run for save in saves for run in save.runs])
         self._planned = []
-        if question is None:
+        if call is None:
             return None
-        self._requested.append((question, saves))
+        self._requested.append((call, saves))
         for save in saves:
             save.epoch = self._bridge.epoch
             if self._changes is not None:
                 self._changes.remember(save.state, save.first, save.keys, save.sizes)
-        return question
+        return call
 
     def _take_answers(self) -> None:
         requested, self._requested = self._requested, []
-        for question, saves in requested:
-            if question.open:
-                self._requested.append((question, saves))
-            elif question.answer is not None:
-                slots = iter(question.answer)
+        for call, saves in requested:
+            if not call.settled:
+                self._requested.append((call, saves))
+            elif call.result is not None:
+                slots = iter(call.result)
                 for save in saves:
                     save.slots = list(islice(slots, 2 if save.kv_transfer else 1))
                 self._granted += saves

@@ -98,7 +98,7 @@ class SchedulerSide:
 
     def _look_up(self, state: RequestState) -> None:
         request = state.request
-        if request.skip_reading_prefix_cache or state.load_failed or not self._bridge.takes_questions:
+        if request.skip_reading_prefix_cache or state.load_failed or not self._bridge.takes_requests:
             return
         keys = list(state.extend(request.num_tokens))
         covered = len(keys) * self._layout.chunk_tokens

@@ -19,7 +19,6 @@ from operator import attrgetter
 
 import torch
 
-from kvtier.bridge.bridge import Question
 from kvtier.bridge.client import WorkerBridge
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, Memory, PageCopies, page_copies
 from kvtier.integrations.vllm.layout import ModelLayout, page_views
@@ -27,6 +26,7 @@ from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.staging import StagingBuffer
 from kvtier.logs import RateLimitedWarning
+from kvtier.rpc.calls import Call
 from kvtier.units import format_size
 
 logger = logging.getLogger("vllm.kvtier")
@@ -55,8 +55,8 @@ class _Batch:
     tickets: list[int] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Why the load of a request has failed, by request id."""
-    question: Question[bool] | None = None
-    """Confirmation that the leases of the copied chunks were held throughout."""
+    confirmation: Call[bool] | None = None
+    """Whether the leases of the copied chunks were held throughout."""
     asked_at: float = 0.0
 
     def fail(self, reason: str) -> None:
@@ -203,12 +203,12 @@ class WorkerSide:
 
     def _confirmed(self, batch: _Batch) -> bool:
         """Return whether the confirmation has completed. Fails the batch if its leases were not held."""
-        if batch.question is None:
-            batch.question = self._bridge.confirm([lease for job in batch.copied for lease in job.leases])
+        if batch.confirmation is None:
+            batch.confirmation = self._bridge.confirm([lease for job in batch.copied for lease in job.leases])
             batch.asked_at = time.monotonic()
         wait = CONFIRM_WAIT_SECONDS - (self._bridge.waited - self._waited_before)
-        held = self._bridge.await_answer(batch.question, wait)
-        if held is None and batch.question is not None and batch.question.open:
+        held = self._bridge.await_reply(batch.confirmation, wait)
+        if batch.confirmation is not None and not batch.confirmation.settled:
             if time.monotonic() < batch.asked_at + self._confirm_timeout:
                 return False
             batch.fail(f"no confirmation from the cache process within {self._confirm_timeout:g} s")

@@ -40,13 +40,14 @@ from kvtier.peers.grants import GrantBook
 from kvtier.peers.places import Place, Written
 from kvtier.peers.promises import Promise
 from kvtier.pipeline.store import Reservation
+from kvtier.rpc.backoff import Backoff
 from kvtier.settings import Settings
 from kvtier.tiers.router import FIRST
 from kvtier.transports.base import Access
 from kvtier.transports.nixl.endpoint import ARENA_BYTES, Endpoint
 from kvtier.transports.nixl.process import Batch, NixlProcess, Part, Region
+from kvtier.transports.nixl.protocol import DONE
 from kvtier.transports.nixl.settings import NixlSettings
-from kvtier.transports.nixl.worker import DONE
 
 logger = logging.getLogger("kvtier")
 
@@ -311,7 +312,7 @@ class EngineStaging:
             self._current = None
 
     async def _run(self, scope: CancelScope, workers: Sequence[_Worker]) -> None:
-        pause = MIN_PAUSE_SECONDS
+        backoff = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
         with scope:
             while True:
                 try:
@@ -321,8 +322,7 @@ class EngineStaging:
                     for worker in workers:
                         await worker.notify(Offer(0, b"", 0, str(error)))
                     return
-                await anyio.sleep(pause)
-                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+                await anyio.sleep(backoff.next())
 
     async def _serve(self, workers: Sequence[_Worker]) -> None:
         """Create buffers, and serve them until they are lost.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import anyio
 
 from kvtier.errors import PeerError
-from kvtier.peers.conversation import answer_of
-from kvtier.peers.dialling import printable
+from kvtier.logs import printable
 from kvtier.peers.promises import Promise
 from kvtier.peers.protocol import Stage, Staged
 from kvtier.peers.push import PushOutcome, Room, Target
@@ -55,11 +55,10 @@ class StagedTarget:
 
     async def _find(self, staging: Staging, namespace: bytes) -> PeerStaging | None:
         """Query the peer's staging buffers. Not cached: they may change, and the query takes about 100 µs."""
-        staged = await answer_of(
-            self._target.source.conversation.ask(
-                lambda ticket: Stage(ticket, namespace), Staged, lambda reply, _wanted: reply
-            )
-        )
+        request = partial(Stage, namespace=namespace)
+        staged = await self._target.source.endpoint.call(
+            request, Staged, lambda reply, _wanted: reply
+        ).reply()
         if staged.refusal:
             self.last_error = printable(staged.refusal)
             return None

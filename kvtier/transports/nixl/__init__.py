@@ -1,7 +1,4 @@
-"""The transport ``nixl``: NVIDIA's NIXL, over RDMA if available, else over what UCX selects."""
+"""The transport ``nixl``: NVIDIA's NIXL, over RDMA if available, else over what UCX selects.
 
-from kvtier.transports.nixl.link import NixlLink
-from kvtier.transports.nixl.settings import NixlSettings
-from kvtier.transports.nixl.transport import NixlTransport
-
-__all__ = ["NixlLink", "NixlSettings", "NixlTransport"]
+This imports nothing, because a NIXL process (:mod:`kvtier.transports.nixl.worker`) loads it.
+"""

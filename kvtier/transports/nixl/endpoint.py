@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvtier.errors import PeerError
-from kvtier.transports.nixl.worker import Opened
+from kvtier.transports.nixl.protocol import Opened
 
 ENDPOINT_VERSION = 1
 _MAGIC = "kvtier-nixl"

@@ -21,7 +21,7 @@ from kvtier.sockets.connection import Deadline
 from kvtier.transports.base import Dial, Link, ReadItem, RemoteSpan, WriteItem
 from kvtier.transports.nixl.endpoint import MAX_METADATA_BYTES, Endpoint
 from kvtier.transports.nixl.process import NixlProcess, Part, in_thread
-from kvtier.transports.nixl.worker import DONE
+from kvtier.transports.nixl.protocol import DONE
 
 logger = logging.getLogger("kvtier")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import signal
 import socket
@@ -11,32 +10,33 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import anyio
 
 from kvtier.concurrency.threads import WorkerThreads, spread
-from kvtier.errors import PeerError, ProtocolError
-from kvtier.sockets.frames import FrameReader, decoder
+from kvtier.errors import ChannelError, PeerError, ProtocolError
+from kvtier.rpc.endpoint import Endpoint
+from kvtier.rpc.frames import Request
+from kvtier.rpc.wire import SocketWire
 from kvtier.transports.nixl import worker
-from kvtier.transports.nixl.settings import NixlSettings
-from kvtier.transports.nixl.worker import (
+from kvtier.transports.nixl.protocol import (
     LOST,
     AddPeer,
+    Answer,
     Drop,
     Ended,
-    FromWorker,
     Open,
     Opened,
-    Refused,
-    ToWorker,
+    PeerAdded,
     Transfer,
-    encode,
+    decode_from_worker,
 )
+from kvtier.transports.nixl.settings import NixlSettings
 
 logger = logging.getLogger("kvtier")
 
-_decode: Callable[[bytes], FromWorker] = decoder(FromWorker, "a message of a NIXL process")
+AnswerT = TypeVar("AnswerT", bound=Answer)
 
 START_SECONDS = 30.0
 """Timeout of a process's answers. Startup normally takes 1 s."""
@@ -79,6 +79,8 @@ class Batch:
         self.left = len(tickets)
         self.ended = asyncio.Event()
         """Set when no transfer accesses memory any more."""
+        if not tickets:
+            self.ended.set()
 
     def record(self, ticket: int, result: int) -> None:
         """Record the result of one transfer."""
@@ -92,24 +94,24 @@ class NixlProcessEnded(PeerError):
     """The NIXL process exited unexpectedly."""
 
 
-class NixlProcess(asyncio.Protocol):
-    """A child process with NIXL loaded. Use from one event loop; create with :meth:`start`."""
+class NixlProcess:
+    """A child process with NIXL loaded. Use from one event loop; create with :meth:`start`.
 
-    def __init__(self, region: Region, settings: NixlSettings, name: str, executor: WorkerThreads) -> None:
+    A task receives its messages, and kills and reaps it when the connection ends.
+    """
+
+    def __init__(self, name: str, connected: socket.socket, executor: WorkerThreads) -> None:
+        """``connected``: this side of the connection to the process."""
         self.name = name
         self.opened: Opened | None = None
         self.exited = asyncio.Event()
         """Set when the process has exited, and does not access memory any more."""
-        self._region = region
-        self._settings = settings
         self._executor = executor
         self._process: subprocess.Popen[bytes] | None = None
-        self._transport: asyncio.Transport | None = None
-        self._reaping: asyncio.Task[None] | None = None
-        self._frames = FrameReader()
-        self._answers: list[asyncio.Future[FromWorker]] = []
-        self._tickets = itertools.count()
+        self._next_ticket = 0
         self._batches: dict[int, Batch] = {}
+        self._endpoint = Endpoint(SocketWire(connected), decode_from_worker)
+        self._running = asyncio.get_running_loop().create_task(self._run())
 
     @classmethod
     async def start(
@@ -122,9 +124,12 @@ class NixlProcess(asyncio.Protocol):
         attempts = 0
         while True:
             attempts += 1
-            started = cls(region, settings, name, executor)
+            ours, theirs = socket.socketpair()
+            started = cls(name, ours, executor)
             try:
-                await started._open(serves=serves)
+                with theirs:
+                    await started._spawn(region, settings, theirs)
+                await started._open(region, settings, serves=serves)
             except NixlProcessEnded as error:
                 await started.end()
                 if attempts == MAX_STARTS:
@@ -138,29 +143,25 @@ class NixlProcess(asyncio.Protocol):
 
     async def add_peer(self, name: str, address: int, metadata: bytes) -> None:
         """Prepare for transfers with another host's agent. Raises :class:`PeerError`."""
-        await self._request(AddPeer(name, address, metadata))
+        await self._request(lambda ticket: AddPeer(ticket, name, address, metadata), PeerAdded)
 
     def transfer(self, peer: str, transfers: Sequence[Sequence[Part]], *, write: bool) -> Batch:
         """Start transfers with an added peer. Each transfer has at least one part."""
-        first = next(self._tickets)
-        batch = Batch(range(first, first + len(transfers)))
-        if self.exited.is_set() or self._transport is None or self._transport.is_closing():
-            batch.left = 0
+        batch = Batch(range(self._next_ticket, self._next_ticket + len(transfers)))
+        self._next_ticket = batch.tickets.stop
+        if self.exited.is_set():
             batch.ended.set()
             return batch
-        for _ in transfers[1:]:
-            next(self._tickets)
         for ticket, parts in zip(batch.tickets, transfers, strict=True):
             self._batches[ticket] = batch
             local, remote, lengths = map(list, zip(*parts, strict=True))
-            self._transport.write(encode(Transfer(ticket, peer, write, local, remote, lengths)))
+            self._send(Transfer(ticket, peer, write, local, remote, lengths))
         return batch
 
     def drop(self, batch: Batch) -> None:
         """Drop the batch's waiting transfers. Running transfers are not stopped."""
-        tickets = [ticket for ticket in batch.tickets if ticket in self._batches]
-        if tickets and self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode(Drop(tickets)))
+        if tickets := [ticket for ticket in batch.tickets if ticket in self._batches]:
+            self._send(Drop(tickets))
 
     async def until_ended(self, batch: Batch) -> None:
         """Wait until the batch's transfers do not access memory any more.
@@ -186,114 +187,79 @@ class NixlProcess(asyncio.Protocol):
 
     async def end(self) -> None:
         """Kill the process and wait until it has exited. Idempotent."""
-        if self._process is not None:
-            self._process.kill()
-        if self._transport is None and self._reaping is None:
-            self._reaping = asyncio.get_running_loop().create_task(self._reap())
+        self._endpoint.close()
         await _wait_shielded(self.exited)
 
-    async def _open(self, *, serves: bool) -> None:
-        await self._spawn()
-        backends, options = list(self._settings.backends), self._settings.options
-        texts = {key: str(value) for key, value in options.items()}
-        opened = await self._request(Open(self.name, serves, backends, texts, self._region.kind))
-        assert isinstance(opened, Opened)
-        self.opened = opened
+    async def _spawn(self, region: Region, settings: NixlSettings, theirs: socket.socket) -> None:
+        arguments = [str(number) for number in (theirs.fileno(), region.fd, region.capacity)]
+        environment = settings.environment()
+        shared = [theirs.fileno()]
+        if region.fd >= 0:
+            shared.append(region.fd)
+        else:
+            environment["CUDA_VISIBLE_DEVICES"] = region.gpu
 
-    async def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        try:
-            command = [
-                sys.executable,
-                *("-P", worker.__file__),
-                *map(str, (theirs.fileno(), self._region.fd, self._region.capacity)),
-            ]
-            environment = self._settings.environment()
-            shared = [theirs.fileno()]
-            if self._region.fd >= 0:
-                shared.append(self._region.fd)
-            else:
-                environment["CUDA_VISIBLE_DEVICES"] = self._region.gpu
+        def spawn() -> None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", worker.__file__, *arguments],
+                env=environment,
+                pass_fds=shared,
+                stdin=subprocess.DEVNULL,
+                # NIXL and UCX log every lost peer, and have no option to disable all of that.
+                stdout=subprocess.DEVNULL,
+                stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+            )
 
-            def spawn() -> None:
-                self._process = subprocess.Popen(
-                    command,
-                    env=environment,
-                    pass_fds=shared,
-                    stdin=subprocess.DEVNULL,
-                    # NIXL and UCX log every lost peer, and have no option to disable all of that.
-                    stdout=subprocess.DEVNULL,
-                    stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
-                )
+        await in_thread(self._executor, spawn)
 
-            await in_thread(self._executor, spawn)
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        ours.setblocking(False)
-        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+    async def _open(self, region: Region, settings: NixlSettings, *, serves: bool) -> None:
+        backends = list(settings.backends)
+        options = {key: str(value) for key, value in settings.options.items()}
+        self.opened = await self._request(
+            lambda ticket: Open(ticket, self.name, serves, backends, options, region.kind), Opened
+        )
 
-    async def _request(self, message: ToWorker) -> FromWorker:
-        """Send a message and return the answer. Raises :class:`PeerError` if refused or not answered."""
-        assert self._transport is not None
-        answer = asyncio.get_running_loop().create_future()
-        if self._transport.is_closing():
-            raise NixlProcessEnded(self._how_ended())
-        self._answers.append(answer)
-        self._transport.write(encode(message))
+    async def _request(self, request: Callable[[int], Request], answer_type: type[AnswerT]) -> AnswerT:
+        """Send a request and return the answer. Raises :class:`PeerError` if it fails or is not answered."""
         try:
             with anyio.fail_after(START_SECONDS):
-                reply: FromWorker = await answer
+                return await self._endpoint.call(request, answer_type, _successful).reply()
         except TimeoutError as error:
             raise PeerError("NIXL does not answer: see `ucx`") from error
-        if isinstance(reply, Refused):
-            raise PeerError(f"NIXL {reply.reason}")
-        return reply
+        except PeerError:
+            raise
+        except ChannelError as error:
+            await self.end()
+            raise NixlProcessEnded(self._how_ended()) from error
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport of the socket to the process."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        """Handle answers, and reports of ended transfers."""
+    def _send(self, message: Transfer | Drop) -> None:
+        """Send a message to a process that has not exited. Kill it if it does not take the message."""
         try:
-            messages = [_decode(body) for body in self._frames.feed(data)]
-        except ProtocolError:
-            assert self._transport is not None
-            self._transport.abort()
-            return
-        for message in messages:
-            if isinstance(message, Ended):
-                for ticket, result in zip(message.tickets, message.results, strict=True):
-                    if (batch := self._batches.pop(ticket, None)) is not None:
-                        batch.record(ticket, result)
-            elif self._answers and not (answer := self._answers.pop(0)).done():
-                answer.set_result(message)
+            self._endpoint.send(message)
+        except ChannelError as error:
+            self._endpoint.end(error)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Kill and reap the process."""
-        self._reaping = asyncio.get_running_loop().create_task(self._reap())
+    def _handle(self, message: Ended) -> None:
+        if len(message.tickets) != len(message.results):
+            raise ProtocolError("it reports transfers without their results")
+        for ticket, result in zip(message.tickets, message.results, strict=True):
+            if (batch := self._batches.pop(ticket, None)) is not None:
+                batch.record(ticket, result)
 
-    async def _reap(self) -> None:
-        if (process := self._process) is not None:
-            process.kill()
-            await in_thread(self._executor, process.wait)
-            if process.returncode not in (0, -signal.SIGKILL):
-                logger.debug("nixl transport: a NIXL process exited with code %d", process.returncode)
-        self._set_exited()
-
-    def _set_exited(self) -> None:
-        self.exited.set()
-        batches, self._batches = self._batches, {}
-        for ticket, batch in batches.items():
-            batch.record(ticket, LOST)
-        answers, self._answers = self._answers, []
-        for answer in answers:
-            if not answer.done():
-                answer.set_exception(NixlProcessEnded(self._how_ended()))
+    async def _run(self) -> None:
+        """Receive until the connection ends. Then kill and reap the process."""
+        try:
+            await self._endpoint.run(at_once=self._handle)
+        finally:
+            if (process := self._process) is not None:
+                process.kill()
+                await in_thread(self._executor, process.wait)
+                if process.returncode not in (0, -signal.SIGKILL):
+                    logger.debug("nixl transport: a NIXL process exited with code %d", process.returncode)
+            self.exited.set()
+            for ticket, batch in self._batches.items():
+                batch.record(ticket, LOST)
+            self._batches.clear()
 
     def _how_ended(self) -> str:
         code = self._process.returncode if self._process is not None else None
@@ -301,6 +267,12 @@ class NixlProcess(asyncio.Protocol):
             return "the NIXL process exited"
         how = f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
         return f"the NIXL process {how}"
+
+
+def _successful(answer: AnswerT, _wanted: bool) -> AnswerT:
+    if answer.failure:
+        raise PeerError(f"NIXL {answer.failure}")
+    return answer
 
 
 async def in_thread(executor: WorkerThreads, function: Callable[[], object]) -> None:

@@ -13,9 +13,7 @@ of them registers the arena once. A staging buffer (:mod:`kvtier.peers.staging.b
 both roles: GPU memory that peers access must belong to that process. The process exits when the socket to its
 parent closes, always without NIXL's clean-up: the kernel's is more reliable.
 
-This file runs as a script and imports nothing of kvtier, which would dominate the startup time. For the same
-reason it defines the messages to and from its parent: each is a length (u32) and that many bytes of
-MessagePack.
+This file runs as a script, and imports only what is fast to import.
 
 NIXL: https://github.com/ai-dynamo/nixl, ``src/plugins/ucx/ucx_backend.cpp`` for how transfers are released.
 """
@@ -28,94 +26,29 @@ import os
 import resource
 import select
 import socket
-import struct
 import sys
 import time
 from collections import deque
 from typing import Any, NamedTuple
 
-import msgspec
-
-DONE, LOST, DROPPED = range(3)
-"""The result of a transfer: completed, failed with an unknown state, or never started."""
-
-
-class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The first message to a NIXL process: create an agent, and register the memory with it."""
-
-    name: str
-    serves: bool
-    """Whether peers connect to it. If not, it only connects to peers."""
-    backends: list[str]
-    options: dict[str, str]
-    memory: str
-    """``DRAM``, shared through an inherited file descriptor, or ``VRAM``, allocated by the process."""
-
-
-class Opened(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Answer to :class:`Open`: the memory's address in the NIXL process, and the agent's metadata."""
-
-    address: int
-    metadata: bytes
-    handle: bytes
-    """CUDA IPC handle with which another process on the same GPU opens ``VRAM``; empty for ``DRAM``."""
-
-
-class AddPeer(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Prepare for transfers with a peer's agent. Replaces a known agent of the same name."""
-
-    name: str
-    address: int
-    metadata: bytes
-
-
-class PeerAdded(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Answer to :class:`AddPeer`."""
-
-
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Answer to :class:`Open` or :class:`AddPeer` if that fails, with the reason as text."""
-
-    reason: str
-
-
-class Transfer(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Read or write spans of a peer's memory. Offsets are from the start of the local and remote memory."""
-
-    ticket: int
-    peer: str
-    write: bool
-    local: list[int]
-    remote: list[int]
-    lengths: list[int]
-
-
-class Drop(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Drop these transfers unless they are running."""
-
-    tickets: list[int]
-
-
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Transfers that do not access memory any more, and the result of each."""
-
-    tickets: list[int]
-    results: list[int]
-
-
-ToWorker = Open | AddPeer | Transfer | Drop
-FromWorker = Opened | PeerAdded | Refused | Ended
-
-_LENGTH = struct.Struct("<I")
-_decoder = msgspec.msgpack.Decoder(ToWorker)
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: ToWorker | FromWorker) -> bytes:
-    """Encode a message, with its length prefix."""
-    body = _encoder.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
+from kvtier.errors import ChannelClosed, ChannelError
+from kvtier.rpc.frames import Refused, encode_body
+from kvtier.rpc.wire import FrameSocket
+from kvtier.transports.nixl.protocol import (
+    DONE,
+    DROPPED,
+    LOST,
+    AddPeer,
+    Drop,
+    Ended,
+    FromWorker,
+    Open,
+    Opened,
+    PeerAdded,
+    ToWorker,
+    Transfer,
+    decode_to_worker,
+)
 
 MAX_BYTES_IN_FLIGHT = 256 << 20
 """Beyond this, transfers wait in a queue, where they can be dropped."""
@@ -128,16 +61,11 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 5e-6, 50e-6
 THREAD_PAUSE_MICROSECONDS = 10_000
 """Polling interval of NIXL's progress thread, for work that raises no event."""
 
-READ_BYTES = 1 << 18
 LARGE_PAGE_BYTES = 2 << 20
 
 _PR_SET_TIMERSLACK = 29
 _PROT_NONE, _MAP_FIXED = 0, 0x10
 """Missing in Python's ``mmap`` (asm-generic/mman-common.h)."""
-
-
-class ParentExited(Exception):
-    """The parent closed the socket."""
 
 
 class _InFlight(NamedTuple):
@@ -241,12 +169,11 @@ class Agent:
 class NixlWorker:
     """The loop that handles the parent's messages and polls transfers, in one thread."""
 
-    def __init__(self, parent: socket.socket, capacity: int, shared: int | None) -> None:
+    def __init__(self, parent: FrameSocket, capacity: int, shared: int | None) -> None:
         """``capacity``: size of the memory in bytes; ``shared``: its address if it is host memory."""
         self._parent = parent
         self._capacity = capacity
         self._shared = shared
-        self._received = bytearray()
         self._base = 0
         self._peers: dict[str, int] = {}
         """By agent, the address of its memory in its process."""
@@ -257,7 +184,7 @@ class NixlWorker:
         self._ended: list[tuple[int, int]] = []
 
     def run(self) -> None:
-        """Run until the parent exits, then raise :class:`ParentExited`."""
+        """Run until the parent exits, then raise :class:`ChannelError`."""
         active_at = time.monotonic()
         pause = SHORTEST_PAUSE
         while True:
@@ -278,21 +205,16 @@ class NixlWorker:
 
     def _receive(self, wait: float | None) -> bool:
         """Receive and handle messages; wait up to ``wait`` seconds for them, or forever with ``None``."""
-        readable, _, _ = select.select([self._parent], [], [], wait)
+        parent = self._parent
+        # poll(2) waits for whole milliseconds, select(2) for microseconds.
+        unsent = [parent.socket] if parent.unsent else []
+        readable, writable, _ = select.select([parent.socket], unsent, [], wait)
+        if writable:
+            parent.flush()
         if not readable:
             return False
-        data = self._parent.recv(READ_BYTES)
-        if not data:
-            raise ParentExited
-        received = self._received
-        received += data
-        while len(received) >= _LENGTH.size:
-            stop = _LENGTH.size + _LENGTH.unpack_from(received)[0]
-            if len(received) < stop:
-                break
-            message = _decoder.decode(bytes(received[_LENGTH.size : stop]))
-            del received[:stop]
-            self._handle(message)
+        for body in parent.read() or ():
+            self._handle(decode_to_worker(body))
         return True
 
     def _handle(self, message: ToWorker) -> None:
@@ -306,9 +228,11 @@ class NixlWorker:
             case Open():
                 self._send(self._open(message))
             case AddPeer():
-                self._send(self._add_peer(message))
+                self._send(PeerAdded(message.ticket, self._add_peer(message)))
+            case Refused(reason=reason):
+                raise ChannelClosed(reason)
 
-    def _open(self, message: Open) -> FromWorker:
+    def _open(self, message: Open) -> Opened:
         try:
             handle = b""
             if self._shared is not None:
@@ -323,24 +247,26 @@ class NixlWorker:
                 memory=message.memory,
             )
             self._agent.register(self._base, self._capacity)
-            return Opened(self._base, self._agent.metadata, handle)
+            return Opened(message.ticket, "", self._base, self._agent.metadata, handle)
         except ImportError as error:
-            return Refused(f"is not installed ({error}): pip install 'kvtier[nixl]'")
+            failure = f"is not installed ({error}): pip install 'kvtier[nixl]'"
         except LookupError as error:
-            return Refused(f"{error}: see `backends`")
+            failure = f"{error}: see `backends`"
         except Exception as error:
-            return Refused(f"does not start ({_describe_error(error)}): see `backends`, `options` and `ucx`")
+            failure = f"does not start ({_describe_error(error)}): see `backends`, `options` and `ucx`"
+        return Opened(message.ticket, failure)
 
-    def _add_peer(self, message: AddPeer) -> FromWorker:
+    def _add_peer(self, message: AddPeer) -> str:
+        """Return why it failed; empty if it did not."""
         assert self._agent is not None
         if any(transfer.peer == message.name for transfer in self._in_flight):
-            return Refused("still has transfers with that agent in flight")
+            return "still has transfers with that agent in flight"
         try:
             self._agent.add_peer(message.name, message.metadata)
         except Exception as error:
-            return Refused(f"cannot connect to the peer: {_describe_error(error)}")
+            return f"cannot connect to the peer: {_describe_error(error)}"
         self._peers[message.name] = message.address
-        return PeerAdded()
+        return ""
 
     def _start_waiting(self) -> bool:
         """Start waiting transfers within the limit. Return whether any was started."""
@@ -398,7 +324,8 @@ class NixlWorker:
             self._send(Ended(list(tickets), list(results)))
 
     def _send(self, message: FromWorker) -> None:
-        self._parent.sendall(encode(message))
+        self._parent.write(encode_body(message))
+        self._parent.flush()
 
 
 def map_shared(descriptor: int, length: int) -> int:
@@ -461,11 +388,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The default timer slack would add 50 microseconds to each pause.
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-    parent = socket.socket(fileno=parent_fd)
-    parent.setblocking(True)
+    # The lowest free descriptor: the parent may have more than the 1024 that select(2) can take.
+    parent = FrameSocket(socket.socket(fileno=os.dup(parent_fd)))
+    os.close(parent_fd)
     try:
         NixlWorker(parent, capacity, map_shared(memory_fd, capacity) if memory_fd >= 0 else None).run()
-    except (ParentExited, OSError, msgspec.DecodeError):
+    except (ChannelError, OSError):
         pass
     finally:
         # Skip destructors: NIXL's can abort this process, or the peer's.

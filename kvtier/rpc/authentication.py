@@ -1,8 +1,8 @@
-"""Peer authentication: a shared secret, TLS certificates, or both.
+"""Authentication of peers: a shared secret, TLS certificates, or both.
 
 With ``peer.tls`` both sides present a certificate signed by the configured authority, over TLS 1.3. The host
 name is not checked, because peers have addresses and no names: any certificate that the authority signed is
-accepted. With ``peer.secret`` both sides prove that they know it (:mod:`kvtier.peers.handshake`). With
+accepted. With ``peer.secret`` both sides prove that they know it (:mod:`kvtier.rpc.handshake`). With
 ``tls`` alone the same messages are exchanged under an empty secret, so that there is one sequence to get
 right.
 """
@@ -18,7 +18,7 @@ import anyio
 
 from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.errors import SettingsError
-from kvtier.peers.handshake import Handshake, RefusedHandshake
+from kvtier.rpc.handshake import Handshake, RefusedHandshake
 from kvtier.settings.peer import PeerSettings, TLSSettings
 from kvtier.sockets.connection import Connection, TLSConnection
 
@@ -59,20 +59,18 @@ class Credentials:
             return Connection(family)
         return _PeerTLSConnection(family, self._client_context, host)
 
-    def prove_to_server(self, connection: Connection) -> None:
-        """Authenticate both sides within the connection's deadline.
+    def prove_to_server(self, connection: Connection, version: int) -> None:
+        """Authenticate both sides, which use protocol ``version``, within the connection's deadline.
 
         Nothing else is sent to a server that fails. Raises :class:`kvtier.errors.PeerError`, whose message
         names the fix, and ``OSError`` if the connection is lost or too slow.
         """
-        handshake = Handshake("client", self._secret)
+        handshake = Handshake("client", self._secret, version)
         opened = False
         try:
             connection.send([handshake.opening])
             while handshake.needed:
-                data = bytearray(handshake.needed)
-                connection.take(memoryview(data))
-                answer = handshake.feed(bytes(data))
+                answer = handshake.feed(connection.read(handshake.needed))
                 if answer:
                     connection.send([answer])
                     opened = True
@@ -93,11 +91,12 @@ class Credentials:
 
     # Server side: runs in the event loop.
 
-    async def accept(self, connected: socket.socket) -> socket.socket:
+    async def accept(self, connected: socket.socket, version: int) -> socket.socket:
         """Authenticate a client and return the socket to use from now on: non-blocking, TLS if configured.
 
-        It replaces ``connected``, and the caller closes it. On failure everything is closed. Raises
-        :class:`RefusedHandshake`, and ``OSError`` if the connection is lost.
+        Both sides must use protocol ``version``. The socket replaces ``connected``, and the caller closes it.
+        On failure everything is closed. Raises :class:`RefusedHandshake`, and ``OSError`` if the connection
+        is lost.
         """
         connected.setblocking(False)
         try:
@@ -108,7 +107,7 @@ class Credentials:
                         connected, server_side=True, do_handshake_on_connect=False
                     )
                     await self._tls_handshake(connected)
-                await self._prove_to_client(connected)
+                await self._prove_to_client(connected, version)
         except TimeoutError as error:
             connected.close()
             raise RefusedHandshake("too slow", "timed out authenticating it") from error
@@ -126,8 +125,8 @@ class Credentials:
         except ssl.SSLError as error:
             raise _tls_refusal(error) from error
 
-    async def _prove_to_client(self, connected: socket.socket) -> None:
-        handshake = Handshake("server", self._secret)
+    async def _prove_to_client(self, connected: socket.socket, version: int) -> None:
+        handshake = Handshake("server", self._secret, version)
         await send_all(connected, handshake.opening)
         while handshake.needed:
             await send_all(connected, handshake.feed(await receive_exactly(connected, handshake.needed)))

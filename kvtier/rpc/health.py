@@ -1,4 +1,4 @@
-"""Detect an unresponsive cache process, for an engine that must not wait for it."""
+"""Detects an unresponsive server, for a client that must not wait for it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ class Health:
     :attr:`limit` seconds. Any message ends both.
     """
 
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, logger: logging.Logger, server: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._logger = logger
+        self._server = server
         self._clock = clock
         self._warn = RateLimitedWarning(logger)
         self._warned = False
@@ -51,7 +54,7 @@ class Health:
     def heard(self) -> None:
         """Record that a message has arrived."""
         if self.unresponsive and self._warned:
-            self._logger.info("the cache process answers again, after %.1f s", self.quiet_seconds)
+            self._logger.info("%s answers again, after %.1f s", self._server, self.quiet_seconds)
         self.reset()
 
     def check(self, outstanding: Iterable[str]) -> None:
@@ -61,8 +64,8 @@ class Health:
         if open_questions := Counter(outstanding):
             self.late = self.unresponsive = True
             self._warned = self._warn(
-                "the cache process has not answered for %.2f s (open: %s): nothing is looked up or stored "
-                "until it does",
+                "%s has not answered for %.2f s (open: %s): nothing is looked up or stored until it does",
+                self._server,
                 self.quiet_seconds,
                 ", ".join(f"{count} {what}" for what, count in open_questions.items()),
             )

@@ -24,7 +24,7 @@ import struct
 from typing import Literal
 
 from kvtier.errors import PeerError
-from kvtier.peers.protocol import VERSION
+from kvtier.rpc.greeting import describe_mismatch
 
 MAGIC = b"KVPEER"
 NONCE_BYTES = 32
@@ -48,13 +48,15 @@ class RefusedHandshake(PeerError):
 class Handshake:
     """One side of a handshake. Send :attr:`opening`, then feed received data, ``needed`` bytes at a time."""
 
-    def __init__(self, role: Role, secret: bytes) -> None:
-        self.opening = MAGIC + _VERSION.pack(VERSION) + secrets.token_bytes(NONCE_BYTES)
+    def __init__(self, role: Role, secret: bytes, version: int) -> None:
+        """``version``: of the protocol that is used afterwards."""
+        self.opening = MAGIC + _VERSION.pack(version) + secrets.token_bytes(NONCE_BYTES)
         """To send first."""
         self.needed = len(MAGIC)
         """How many bytes to feed next; 0 once both sides are authenticated."""
         self._role: Role = role
         self._secret = secret
+        self._version = version
         self._theirs = b""
 
     def feed(self, data: bytes) -> bytes:
@@ -88,12 +90,8 @@ class Handshake:
 
     def _check_version(self) -> None:
         (version,) = _VERSION.unpack(self._theirs[len(MAGIC) :])
-        if version != VERSION:
-            raise RefusedHandshake(
-                "another version",
-                f"it speaks protocol version {version} and this instance version {VERSION}: "
-                "install the same kvtier on both",
-            )
+        if version != self._version:
+            raise RefusedHandshake("another version", describe_mismatch(version, self._version))
 
     def _read_proof(self, data: bytes) -> bytes:
         other: Role = "server" if self._role == "client" else "client"

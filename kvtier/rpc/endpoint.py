@@ -1,0 +1,301 @@
+"""Either side of a connection in an event loop."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import anyio
+import anyio.lowlevel
+
+from kvtier.errors import ChannelClosed, ChannelError, KVTierError, ProtocolError, Rejected
+from kvtier.logs import printable
+from kvtier.rpc.calls import MAX_CALLS, Call, Calls, ReplyT, ResultT, Settle
+from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, encode_body
+from kvtier.rpc.wire import SocketWire, Wire
+
+DRAIN_BYTES = 1 << 20
+"""A side whose messages are not read handles no further ones while more than this is queued."""
+TURN_MESSAGES = 64
+"""Messages to handle before other tasks of the event loop get a turn."""
+REFUSAL_SECONDS = 1.0
+"""Timeout for sending the reason before a connection is closed because of an error."""
+
+MessageT = TypeVar("MessageT", bound=Message)
+Handle = Callable[[Any], Awaitable[None]]
+
+
+class Endpoint:
+    """Sends requests and notifications, and receives those of the other side. Confined to one event loop.
+
+    Messages are queued and sent in order, so that a cancelled caller never leaves half a frame behind.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        decode: Callable[[bytes], Any],
+        *,
+        idle_timeout: float | None = None,
+        max_calls: int = MAX_CALLS,
+    ) -> None:
+        """``idle_timeout``: seconds without a message, or without sending progress, that end :meth:`run`."""
+        self.calls = Calls(max_calls)
+        self.heard_at = time.monotonic()
+        """When the last message arrived, on the clock of :func:`time.monotonic`."""
+        self.error: ChannelError | None = None
+        """Why the connection has ended; ``None`` while it is open."""
+        self._wire = wire
+        self._decode = decode
+        self._idle_timeout = idle_timeout
+        self._received: deque[bytes] = deque()
+        self._corked = False
+        """Whether sending is deferred to the end of the received batch."""
+        self._unsent = anyio.Event()
+        self._sent = anyio.Event()
+        self._running: anyio.CancelScope | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection has ended."""
+        return self.error is not None
+
+    @property
+    def unsent(self) -> int:
+        """Number of queued bytes."""
+        return self._wire.unsent
+
+    # Send. Nothing here waits for the other side but what is a coroutine.
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Send a message, or queue what cannot be sent at once. Raises :class:`ChannelError`.
+
+        Ends the connection if too much is queued.
+        """
+        if self.error is not None:
+            raise ChannelClosed("the connection is closed")
+        body = encode_body(message)
+        try:
+            self._wire.write(body, fds)
+        except ChannelClosed as error:
+            self.end(error)
+            raise
+        if not self._corked:
+            self._flush()
+
+    def call(
+        self,
+        request: Callable[[int], Request],
+        reply_type: type[ReplyT],
+        settle: Settle[ReplyT, ResultT],
+        *,
+        on_interim: Callable[[Any], None] | None = None,
+    ) -> Call[ResultT]:
+        """Send a request, made from its ticket. Raises :class:`ChannelError`.
+
+        The call fails with an error of that type when the connection ends.
+        """
+        call = self.calls.add(reply_type.__name__, reply_type, settle, on_interim)
+        try:
+            self.send(request(call.ticket))
+        except BaseException:
+            self.calls.remove(call)
+            raise
+        return call
+
+    def ping(self) -> Call[bool]:
+        """Send a ping. Raises :class:`ChannelError`."""
+        return self.call(Ping, Pong, lambda _pong, _wanted: True)
+
+    async def drain(self) -> None:
+        """Wait while much is queued. Raises :class:`ChannelClosed` if the other side reads nothing.
+
+        Callable from several tasks.
+        """
+        while self._wire.unsent > DRAIN_BYTES and self.error is None:
+            self._flush()
+            unsent = self._wire.unsent
+            if self._sent.is_set():
+                self._sent = anyio.Event()
+            with anyio.move_on_after(self._idle_timeout) as scope:
+                await self._sent.wait()
+            if scope.cancelled_caught and self._wire.unsent >= unsent:
+                raise ChannelClosed(f"it has read nothing for {self._idle_timeout:g} s")
+
+    def uncork(self) -> None:
+        """Send at once, until the received batch is handled. For a handler that is about to wait."""
+        self._corked = False
+        self._flush()
+
+    def _flush(self) -> None:
+        self._wire.flush_now()
+        if self._wire.unsent:
+            self._unsent.set()
+
+    # Receive.
+
+    async def receive(self, seconds: float) -> Any:  # noqa: ANN401 - what ``decode`` returns
+        """Return the next message, before :meth:`run`. Raises :class:`ChannelError`, and on timeout."""
+        with anyio.move_on_after(seconds):
+            await self._wire.flush()
+            while not self._received:
+                self._received.extend(await self._wire.receive())
+            return self._rejecting(self._decode(self._received.popleft()))
+        raise ChannelClosed(f"no message within {seconds:g} s")
+
+    async def run(
+        self,
+        handle: Handle | None = None,
+        *,
+        at_once: Callable[[Any], None] | None = None,
+        refuses: bool = True,
+        drains: bool = True,
+    ) -> ChannelError:
+        """Send and receive until the connection ends. Return why; every call has failed by then.
+
+        ``handle`` gets what is neither a reply nor a ping, one message after the other. A
+        :class:`ProtocolError` of it is sent to the other side as :class:`Refused`, and then the connection is
+        closed. Without ``refuses``, both are left to the caller. Without ``drains``, messages are handled
+        even while much is queued: for two sides that both send unasked, and might wait for each other.
+
+        ``at_once`` replaces ``handle`` for a trusted process at the other end of a socket: a function that
+        the event loop calls as soon as it has read, without the latency of another task. ``idle_timeout`` and
+        ``drains`` do not apply.
+        """
+
+        async def until_failure(work: Callable[[], Awaitable[None]]) -> None:
+            try:
+                await work()
+            except ChannelError as error:
+                self.end(error)
+
+        async def receive() -> None:
+            if at_once is None:
+                await self._receive_all(handle, drains)
+            else:
+                await self._receive_at_once(at_once)
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._running = tasks.cancel_scope
+                if self.error is None:
+                    tasks.start_soon(until_failure, receive)
+                    tasks.start_soon(until_failure, self._send_all)
+            if refuses and isinstance(self.error, ProtocolError):
+                await self.refuse(self.error)
+        finally:
+            self._running = None
+            self.end(_lost())
+            if refuses:
+                self._wire.close()
+        assert self.error is not None
+        return self.error
+
+    async def _receive_all(self, handle: Handle | None, drains: bool) -> None:
+        bodies: Sequence[bytes] = tuple(self._received)
+        while True:
+            self._corked = True
+            try:
+                await self._handle_all(bodies, handle, drains)
+            finally:
+                self._corked = False
+            self._flush()
+            if drains and handle is not None:
+                # A side that only gets replies reads on, or both might wait for each other.
+                await self.drain()
+            # If there is always more to read, receiving never yields.
+            await anyio.lowlevel.checkpoint()
+            bodies = await self._receive_next()
+
+    async def _receive_at_once(self, handle: Callable[[Any], None]) -> None:
+        def receive(body: bytes) -> None:
+            message = self._rejecting(self._decode(body))
+            if not self._answers(message):
+                handle(message)
+
+        assert isinstance(self._wire, SocketWire)
+        assert not self._received
+        await self._wire.receive_all(receive)
+
+    async def _receive_next(self) -> Sequence[bytes]:
+        if self._idle_timeout is None:
+            return await self._wire.receive()
+        with anyio.move_on_after(self._idle_timeout):
+            return await self._wire.receive()
+        raise ChannelClosed(f"no message for {self._idle_timeout:g} s")
+
+    async def _handle_all(self, bodies: Sequence[bytes], handle: Handle | None, drains: bool) -> None:
+        for index, body in enumerate(bodies, 1):
+            message = self._rejecting(self._decode(body))
+            if not self._answers(message):
+                if handle is None:
+                    raise ProtocolError(f"unexpected {type(message).__name__}")
+                await handle(message)
+                if drains and self._wire.unsent > DRAIN_BYTES:  # Long answers to short requests.
+                    await self.drain()
+            if not index % TURN_MESSAGES:
+                await anyio.lowlevel.checkpoint()
+
+    def _answers(self, message: Message) -> bool:
+        """Handle a reply or a ping; return whether the message is one of them."""
+        self.heard_at = time.monotonic()
+        if isinstance(message, Reply):
+            if not self.calls.settle(message):
+                raise ProtocolError(f"{type(message).__name__} answers a request that was not sent")
+            return True
+        if isinstance(message, Ping):
+            self.send(Pong(message.ticket))
+            return True
+        return False
+
+    @staticmethod
+    def _rejecting(message: MessageT) -> MessageT:
+        if isinstance(message, Refused):
+            raise Rejected(printable(message.reason))
+        return message
+
+    async def _send_all(self) -> None:
+        while True:
+            await self._unsent.wait()
+            self._unsent = anyio.Event()
+            await self._wire.flush()
+            self._sent.set()
+
+    # End.
+
+    def close(self) -> None:
+        """Close the connection; every call fails. Idempotent."""
+        self.end(_lost())
+        if self._running is None:
+            self._wire.close()
+
+    def end(self, error: ChannelError) -> None:
+        """Make :meth:`run` return ``error``. Every call fails at once, and no message is sent. Idempotent."""
+        if self.error is None:
+            self.error = error.with_traceback(None)  # It would refer to this endpoint.
+            self.calls.fail(error)
+            self._sent.set()
+            if self._running is not None:
+                self._running.cancel()
+
+    async def refuse(self, error: KVTierError, *, lingers: bool = False) -> None:
+        """Send the reason as :class:`Refused`. Call it before or after :meth:`run`.
+
+        With ``lingers``, then wait until the other side closes the connection: until then it may still use
+        memory that it was granted.
+        """
+        with anyio.move_on_after(None if lingers else REFUSAL_SECONDS), suppress(ChannelClosed):
+            self._wire.write(encode_body(Refused(str(error))))
+            await self._wire.flush()
+        with suppress(ChannelClosed):
+            while lingers:
+                with suppress(ProtocolError):
+                    await self._wire.receive()
+                await anyio.lowlevel.checkpoint()
+
+
+def _lost() -> ChannelClosed:
+    return ChannelClosed("the connection was lost")

@@ -1,0 +1,80 @@
+"""Frames as binary WebSocket messages, without their length prefix. The client's side.
+
+That of the server is in :mod:`~kvtier.rpc.websocket_server`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+
+from websockets.asyncio.client import ClientConnection
+from websockets.exceptions import ConnectionClosed
+
+from kvtier.errors import ChannelClosed, ProtocolError
+from kvtier.rpc.wire import MAX_UNSENT_BYTES, Wire
+
+
+class WebSocketWire(Wire):
+    """Queues messages. The connection belongs to the caller, who closes it."""
+
+    def __init__(self, limit: int = MAX_UNSENT_BYTES) -> None:
+        self._limit = limit
+        self._bodies: deque[bytes] = deque()
+        self._unsent = 0
+
+    @property
+    def unsent(self) -> int:
+        """Number of queued bytes."""
+        return self._unsent
+
+    def write(self, body: bytes, fds: Sequence[int] = ()) -> None:
+        """Queue a message. Raises :class:`ChannelClosed` if too much is queued already."""
+        assert not fds
+        if self._unsent > self._limit:
+            raise ChannelClosed("the other side has not read for too long")
+        self._bodies.append(body)
+        self._unsent += len(body)
+
+    def flush_now(self) -> None:
+        """Do nothing: sending on a WebSocket is a coroutine."""
+
+    async def flush(self) -> None:
+        """Send everything. Raises :class:`ChannelClosed`."""
+        while self._bodies:
+            body = self._bodies.popleft()
+            try:
+                await self._send(body)
+            finally:
+                self._unsent -= len(body)
+
+    @abstractmethod
+    async def _send(self, body: bytes) -> None: ...
+
+    def close(self) -> None:
+        """Do nothing: the caller closes the connection."""
+
+
+class ClientWire(WebSocketWire):
+    """The client's side of a connection."""
+
+    def __init__(self, connection: ClientConnection, limit: int = MAX_UNSENT_BYTES) -> None:
+        super().__init__(limit)
+        self._connection = connection
+
+    async def receive(self) -> Sequence[bytes]:
+        """Wait for a message. Raises :class:`kvtier.errors.ChannelError`."""
+        try:
+            body = await self._connection.recv()
+        except (ConnectionClosed, OSError) as error:
+            raise ChannelClosed(str(error)) from error
+        if isinstance(body, str):
+            raise ProtocolError("it sends text instead of binary messages")
+        return (body,)
+
+    async def _send(self, body: bytes) -> None:
+        try:
+            await self._connection.send(body)
+        except (ConnectionClosed, OSError) as error:
+            raise ChannelClosed(str(error)) from error

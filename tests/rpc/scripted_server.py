@@ -1,0 +1,73 @@
+"""A server on a Unix socket, scripted message by message: it shows what a real one cannot be made to show."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvtier.rpc.frames import FrameReader, Message, encode
+
+MessageT = TypeVar("MessageT")
+
+
+class ScriptedServer:
+    """Listens on a socket path, and has one connection at a time. The test scripts every message."""
+
+    def __init__(self, path: Path, decode: Callable[[bytes], Any]) -> None:
+        self._decode = decode
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._connection: socket.socket | None = None
+        self._reader = FrameReader()
+        self._received: list[Any] = []
+
+    def accept(self) -> None:
+        """Accept a pending connection, without a welcome."""
+        if self._connection is not None:
+            self._connection.close()
+        self._listener.settimeout(10)
+        self._connection, _ = self._listener.accept()
+        self._connection.settimeout(10)
+        self._reader = FrameReader()
+
+    def receive(self, kind: type[MessageT]) -> MessageT:
+        """Return the next message, which must be a ``kind``."""
+        assert self._connection is not None
+        while not self._received:
+            bodies = self._reader.feed(self._connection.recv(1 << 16))
+            self._received += [self._decode(body) for body in bodies]
+        message = self._received.pop(0)
+        assert isinstance(message, kind), message
+        return message
+
+    def nothing_received(self) -> bool:
+        """Whether no message is pending."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)  # type: ignore[arg-type]
+        return not self._received and not poll.poll(0)
+
+    def is_disconnected(self) -> bool:
+        """Wait for the client to disconnect; ``False`` if it sends a message instead."""
+        assert self._connection is not None
+        return not self._received and not self._connection.recv(1)
+
+    def send(self, *messages: Message, fds: Sequence[int] = ()) -> None:
+        assert self._connection is not None
+        data = b"".join(map(encode, messages))
+        if fds:
+            assert socket.send_fds(self._connection, [data], fds) == len(data)
+        else:
+            self._connection.sendall(data)
+
+    def disconnect(self) -> None:
+        assert self._connection is not None
+        self._connection.close()
+
+    def close(self) -> None:
+        self._listener.close()
+        if self._connection is not None:
+            self._connection.close()
