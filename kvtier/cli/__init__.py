@@ -15,18 +15,12 @@ from rich.markup import escape
 import kvtier
 from kvtier.cli import (
     bench,
-    clear,
     config,
     controller,
+    controller_commands,
     doctor,
-    events,
     inspect,
-    instances,
-    lookup,
-    move,
-    pin,
     plugins,
-    prefetch,
     proxy,
     serve,
 )
@@ -57,22 +51,9 @@ def make_app() -> typer.Typer:
     app.add_typer(config.app)
     app.add_typer(inspect.app)
     app.command("plugins")(plugins.plugins)
-    _add_controller_commands(app)
-    return app
-
-
-def _add_controller_commands(app: typer.Typer) -> None:
-    for command, examples in (
-        (lookup.lookup, lookup.EXAMPLES),
-        (move.move, move.EXAMPLES),
-        (prefetch.prefetch, prefetch.EXAMPLES),
-        (pin.pin, pin.PIN_EXAMPLES),
-        (pin.unpin, pin.UNPIN_EXAMPLES),
-        (clear.clear, clear.EXAMPLES),
-        (instances.instances, instances.EXAMPLES),
-        (events.events, events.EXAMPLES),
-    ):
+    for command, examples in controller_commands.COMMANDS:
         app.command(epilog=examples, rich_help_panel=CONTROLLER_PANEL)(command)
+    return app
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

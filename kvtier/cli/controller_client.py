@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
-import msgspec
+from pydantic import BaseModel, ValidationError
 
 import kvtier
-from kvtier.cli.controller_answers import (
+from kvtier.controller.api import (
     Accepted,
-    Event,
-    Events,
-    Found,
-    Instance,
-    Instances,
-    Place,
-    Prompt,
-    Refusal,
+    EventAnswer,
+    EventsAnswer,
+    InstancesAnswer,
+    InstanceWithHistory,
+    LookupAnswer,
 )
 from kvtier.errors import ControllerError
 
@@ -39,7 +36,7 @@ ANSWER_SECONDS = 60.0
 STREAM_SECONDS = 30.0
 """Idle timeout of the stream, which sends a list of instances every 10 s."""
 
-AnswerT = TypeVar("AnswerT")
+AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 
 class Controller:
@@ -64,47 +61,31 @@ class Controller:
     ) -> None:
         self._http.close()
 
-    def lookup(self, prompt: Prompt) -> Found:
+    def lookup(self, prompt: Mapping[str, object]) -> LookupAnswer:
         """Return which tiers hold how much of a prompt's prefix."""
-        return self._post(Found, "/lookup", prompt)
+        return self._answer(LookupAnswer, "POST", "/lookup", prompt)
 
-    def move(self, source: Place, target: Place, prompt: Prompt, *, copy: bool) -> Accepted:
-        """Move a prompt's chunks to another tier, of the same or another instance."""
-        return self._post(Accepted, "/move", prompt, old_position=source, new_position=target, copy=copy)
+    def operate(self, operation: str, fields: Mapping[str, object]) -> Accepted:
+        """Request an operation, such as ``move``. Fields that are ``None`` are omitted."""
+        return self._answer(Accepted, "POST", f"/{operation}", fields)
 
-    def prefetch(self, place: Place, prompt: Prompt, *, deadline: float | None) -> Accepted:
-        """Prefetch a prompt's chunks into a tier, within ``deadline`` seconds."""
-        return self._post(Accepted, "/prefetch", prompt, **_at(place), deadline=deadline)
-
-    def pin(self, place: Place, prompt: Prompt, *, ttl: float | None) -> Accepted:
-        """Protect a prompt's chunks from eviction, for ``ttl`` seconds or until unpinned."""
-        return self._post(Accepted, "/pin", prompt, **_at(place), ttl=ttl)
-
-    def unpin(self, place: Place, prompt: Prompt) -> Accepted:
-        """Allow a prompt's chunks to be evicted again."""
-        return self._post(Accepted, "/unpin", prompt, **_at(place))
-
-    def clear(self, instance: str, tier: str | None, prompt: Prompt | None) -> Accepted:
-        """Remove a prompt's chunks, or all chunks, from one tier or all tiers of an instance."""
-        return self._post(Accepted, "/clear", prompt, instance=instance, tier=tier)
-
-    def events(self, limit: int) -> Events:
+    def events(self, limit: int) -> EventsAnswer:
         """Return the latest events, newest first."""
-        return self._get(Events, "/events", limit=limit)
+        return self._answer(EventsAnswer, "GET", "/events", {"limit": limit})
 
-    def event(self, event_id: str, *, wait: float | None = None) -> Event:
+    def event(self, event_id: str, *, wait: float | None = None) -> EventAnswer:
         """Return an event. With ``wait``, once it has ended or after so many seconds."""
-        return self._get(Event, f"/events/{quote(event_id, safe='')}", wait=wait)
+        return self._answer(EventAnswer, "GET", f"/events/{quote(event_id, safe='')}", {"wait": wait})
 
-    def instances(self) -> Instances:
+    def instances(self) -> InstancesAnswer:
         """Return all registered instances."""
-        return self._get(Instances, "/instances")
+        return self._answer(InstancesAnswer, "GET", "/instances")
 
-    def instance(self, name: str) -> Instance:
+    def instance(self, name: str) -> InstanceWithHistory:
         """Return one instance, with its history."""
-        return self._get(Instance, f"/instances/{quote(name, safe='')}")
+        return self._answer(InstanceWithHistory, "GET", f"/instances/{quote(name, safe='')}")
 
-    def stream(self) -> Iterator[Event]:
+    def stream(self) -> Iterator[EventAnswer]:
         """Yield events as they change, until the stream ends. Raises: ControllerError: also at its end."""
         timeout = httpx.Timeout(STREAM_SECONDS, connect=CONNECT_SECONDS)
         with self._explained(), self._http.stream("GET", "/stream", timeout=timeout) as response:
@@ -117,27 +98,21 @@ class Controller:
                 if field == "event":
                     name = value.strip()
                 elif field == "data" and name == "event":
-                    yield self._decoded(Event, value.encode())
+                    yield self._decoded(EventAnswer, value.encode())
         raise ControllerError(f"the controller at {self._url} has ended the stream of events")
 
-    def _post(self, kind: type[AnswerT], path: str, prompt: Prompt | None, **values: object) -> AnswerT:
-        given = {name: value for name, value in values.items() if value is not None}
-        body = given if prompt is None else {**given, **msgspec.to_builtins(prompt)}
-        return self._decoded(kind, self._answer("POST", path, body=body))
-
-    def _get(self, kind: type[AnswerT], path: str, **query: float | None) -> AnswerT:
-        given = {name: value for name, value in query.items() if value is not None}
-        return self._decoded(kind, self._answer("GET", path, query=given))
-
     def _answer(
-        self, method: str, path: str, *, body: object = None, query: dict[str, float] | None = None
-    ) -> bytes:
+        self, kind: type[AnswerT], method: str, path: str, fields: Mapping[str, object] | None = None
+    ) -> AnswerT:
+        """Send ``fields`` as JSON or, with GET, as a query."""
+        given: Any = {name: value for name, value in (fields or {}).items() if value is not None}
+        data: Any = {"params": given} if method == "GET" else {"json": given}
         pause = FIRST_PAUSE_SECONDS
         until = time.monotonic() + TIMEOUT_SECONDS
         with self._explained():
             while True:
                 try:
-                    response = self._http.request(method, path, json=body, params=query)
+                    response = self._http.request(method, path, **data)
                     break
                 except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
                     is_cut_off_get = method == "GET" and not isinstance(error, httpx.ConnectError)
@@ -147,7 +122,7 @@ class Controller:
                 pause = min(pause * 2, LAST_PAUSE_SECONDS)
         if not response.is_success:
             raise self._refusal(response)
-        return response.content
+        return self._decoded(kind, response.content)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -179,27 +154,23 @@ class Controller:
                 "controller.token"
             )
         try:
-            refusal = msgspec.json.decode(response.content, type=Refusal)
-        except msgspec.DecodeError:
+            refusal = response.json()
+            return ControllerError(_sentence(refusal["detail"], refusal.get("known", ())))
+        except (ValueError, LookupError, TypeError):
             return ControllerError(
                 f"the server at {self._url} responded {response.status_code} {response.reason_phrase} and is "
                 "not a controller: set --url or controller.url"
             )
-        return ControllerError(_sentence(refusal))
 
     def _decoded(self, kind: type[AnswerT], content: bytes) -> AnswerT:
         try:
-            return msgspec.json.decode(content, type=kind)
-        except msgspec.DecodeError as error:
+            return kind.model_validate_json(content)
+        except ValidationError as error:
             raise ControllerError(
                 f"the server at {self._url} is not a controller that kvtier {kvtier.__version__} understands "
-                f"({error}): set --url or controller.url, or install the controller's version"
+                f"({_issue(error.errors()[0])}): set --url or controller.url, or install the controller's "
+                "version"
             ) from error
-
-
-def _at(place: Place) -> dict[str, str]:
-    instance, tier = place
-    return {"instance": instance, "tier": tier}
 
 
 def _is_refused(error: httpx.TransportError) -> bool:
@@ -212,11 +183,13 @@ def _is_refused(error: httpx.TransportError) -> bool:
     return False
 
 
-def _sentence(refusal: Refusal) -> str:
-    detail: Any = refusal.detail
+def _sentence(detail: Any, known: Sequence[str]) -> str:  # noqa: ANN401 - JSON
     if isinstance(detail, list):  # A validation error of FastAPI.
-        parts = [part for part in detail if isinstance(part, dict)]
-        detail = "; ".join(f"{'.'.join(map(str, part.get('loc', ())))}: {part.get('msg')}" for part in parts)
+        detail = "; ".join(_issue(part) for part in detail if isinstance(part, dict))
     # Usually the detail already names them.
-    named = not refusal.known or any(name in str(detail) for name in refusal.known)
-    return str(detail) if named else f"{detail} (known: {', '.join(refusal.known)})"
+    named = not known or any(name in str(detail) for name in known)
+    return str(detail) if named else f"{detail} (known: {', '.join(known)})"
+
+
+def _issue(error: Any) -> str:  # noqa: ANN401 - an error of Pydantic, which has more fields
+    return f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}".removeprefix(": ")

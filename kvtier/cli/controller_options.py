@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from kvtier.cli.options import Command, epilog, make_command, option, own_parameters
+from kvtier.cli.terminal import CONFIG_HELP
 from kvtier.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pydantic import BaseModel
 
-    from kvtier.cli.controller_answers import Place, Prompt
     from kvtier.cli.controller_client import Controller
 
 DEFAULT_URL = "http://127.0.0.1:9000"
@@ -24,93 +26,90 @@ MAX_FILE_BYTES = 64 << 20
 CONTROLLER_PANEL = "Controller"
 PROMPT_PANEL = "Prompt"
 
-ControllerURL = Annotated[
-    str | None,
-    typer.Option(
-        "--url",
-        metavar="URL",
-        help=f"URL of the controller. Default: `controller.url` of the settings, or {DEFAULT_URL}.",
-        rich_help_panel=CONTROLLER_PANEL,
+URL_HELP = f"URL of the controller. Default: `controller.url` of the settings, or {DEFAULT_URL}."
+AUTH_HELP = "File with the controller's token. Default: `controller.token` of the settings, if any."
+TOKENS_FILE_HELP = "File with token ids or the response of vLLM's `/tokenize`, or `-` for stdin."
+CONTROLLER_OPTIONS = [
+    *(
+        option(name, kind, *flags, metavar=metavar, help=text, rich_help_panel=CONTROLLER_PANEL)
+        for name, kind, flags, metavar, text in (
+            ("url", str | None, (), "URL", URL_HELP),
+            ("token_file", Path | None, (), "FILE", AUTH_HELP),
+            ("config", Path | None, ("--config", "-c"), "FILE", CONFIG_HELP),
+        )
     ),
+    option("as_json", bool, "--json", default=False, help="Print JSON."),
 ]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file",
-        metavar="FILE",
-        help="File with the controller's token. Default: `controller.token` of the settings, if any.",
-        rich_help_panel=CONTROLLER_PANEL,
-    ),
+PROMPT_OPTIONS = [
+    option(name, str | None, metavar=metavar, help=text, rich_help_panel=PROMPT_PANEL)
+    for name, metavar, text in (
+        ("prompt", "TEXT", "The prompt. An instance that serves the model tokenizes it."),
+        ("prompt_file", "FILE", "File with the prompt, or `-` for stdin."),
+        ("tokens", "JSON", "Token ids of the prompt, as in `[128000, 849, 21435]`."),
+        ("tokens_file", "FILE", TOKENS_FILE_HELP),
+        ("model", "NAME", "The model that it was sent to. Default: the only one served."),
+        ("salt", "TEXT", "The `cache_salt` that it was sent with."),
+    )
 ]
-SettingsFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        "-c",
-        metavar="FILE",
-        help="YAML file with the settings. Default: the file named by KVTIER_CONFIG_FILE, if any.",
-        rich_help_panel=CONTROLLER_PANEL,
-    ),
-]
-PromptText = Annotated[
-    str | None,
-    typer.Option(
-        "--prompt",
-        metavar="TEXT",
-        help="The prompt. An instance that serves the model tokenizes it.",
-        rich_help_panel=PROMPT_PANEL,
-    ),
-]
-PromptFile = Annotated[
-    str | None,
-    typer.Option(
-        "--prompt-file",
-        metavar="FILE",
-        help="File with the prompt, or `-` for stdin.",
-        rich_help_panel=PROMPT_PANEL,
-    ),
-]
-Tokens = Annotated[
-    str | None,
-    typer.Option(
-        "--tokens",
-        metavar="JSON",
-        help="Token ids of the prompt, as in `[128000, 849, 21435]`.",
-        rich_help_panel=PROMPT_PANEL,
-    ),
-]
-TokensFile = Annotated[
-    str | None,
-    typer.Option(
-        "--tokens-file",
-        metavar="FILE",
-        help="File with token ids or the response of vLLM's `/tokenize`, or `-` for stdin.",
-        rich_help_panel=PROMPT_PANEL,
-    ),
-]
-ModelName = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="NAME",
-        help="The model that it was sent to. Default: the only one served.",
-        rich_help_panel=PROMPT_PANEL,
-    ),
-]
-Salt = Annotated[
-    str | None,
-    typer.Option(
-        "--salt", metavar="TEXT", help="The `cache_salt` that it was sent with.", rich_help_panel=PROMPT_PANEL
-    ),
-]
-NoWait = Annotated[
-    bool,
-    typer.Option("--no-wait", help="Do not wait for the result; print the event id."),
-]
+NO_WAIT = option(
+    "no_wait", bool, "--no-wait", default=False, help="Do not wait for the result; print the event id."
+)
+
+COMMANDS: list[tuple[Command, str]] = []
+"""All controller commands, with their examples."""
+
+
+class Call(NamedTuple):
+    """What the shared options of a controller command specify."""
+
+    client: Controller
+    prompt: dict[str, Any]
+    """Fields of a request; empty without a prompt."""
+    wait: bool
+    as_json: bool
+
+    def show(self, answer: BaseModel) -> None:
+        """Print an answer of the controller, as JSON or as a table."""
+        from kvtier.cli.controller_tables import show
+
+        show(answer, as_json=self.as_json)
+
+    def operate(self, operation: str, **fields: object) -> None:
+        """Request an operation on the prompt, and print its result. Raises: ControllerError."""
+        from kvtier.cli.controller_follow import print_outcome
+
+        accepted = self.client.operate(operation, {**fields, **self.prompt})
+        print_outcome(self.client, accepted, wait=self.wait, as_json=self.as_json)
+
+
+def controller_command(
+    *examples: str, prompt: Literal["required", "optional"] | None = None, waits: bool = False
+) -> Callable[[Command], Command]:
+    """Register a function as a command. It gets a :class:`Call`, and the parameters that it declares itself.
+
+    ``waits`` adds the option ``--no-wait``.
+    """
+
+    def register(function: Command) -> Command:
+        shared = [*(PROMPT_OPTIONS if prompt else ()), *([NO_WAIT] if waits else ()), *CONTROLLER_OPTIONS]
+
+        def run(values: dict[str, Any]) -> None:
+            given = {parameter.name: values.pop(parameter.name) for parameter in shared}
+            query = _prompt(**{each.name: given[each.name] for each in PROMPT_OPTIONS}) if prompt else {}
+            if prompt == "required" and not query:
+                raise typer.BadParameter("no prompt: use --prompt, --prompt-file, --tokens or --tokens-file")
+            with _controller(given["url"], given["token_file"], given["config"]) as client:
+                function(Call(client, query, not given.get("no_wait"), given["as_json"]), **values)
+
+        command = make_command(function, [*own_parameters(function), *shared], run)
+        COMMANDS.append((command, epilog(*examples)))
+        return function
+
+    return register
 
 
 @contextmanager
-def controller(url: str | None, token_file: Path | None, config: Path | None) -> Iterator[Controller]:
+def _controller(url: str | None, token_file: Path | None, config: Path | None) -> Iterator[Controller]:
     """Yield a client of the controller given by options and settings. Raises: SettingsError."""
     from kvtier.cli.controller_client import Controller
     from kvtier.settings import load_settings
@@ -119,14 +118,24 @@ def controller(url: str | None, token_file: Path | None, config: Path | None) ->
     if url is not None:
         given["url"] = url
     if token_file is not None:
-        given["token"] = _token(token_file)
+        given["token"] = read_secret(token_file, "--token-file")
     settings = load_settings({"controller": given}, file=config).controller
     token = settings.token.get_secret_value() if settings.token is not None else None
     with Controller(settings.url or DEFAULT_URL, token) as client:
         yield client
 
 
-def parse_place(text: str, parameter: str) -> Place:
+def read_secret(file: Path, parameter: str) -> str:
+    """Read a secret from the file given by an option. Raises: SettingsError."""
+    from kvtier.settings.secret import resolve
+
+    try:
+        return str(resolve({"file": str(file)}))
+    except ValueError as error:
+        raise SettingsError(f"{parameter}: {error}") from error
+
+
+def parse_place(text: str, parameter: str) -> tuple[str, str]:
     """Parse ``INSTANCE/TIER``."""
     instance, slash, tier = text.partition("/")
     if not (instance and slash and tier) or "/" in tier:
@@ -147,57 +156,30 @@ def parse_seconds(text: str | None, parameter: str) -> float | None:
         raise typer.BadParameter(str(error), param_hint=parameter) from error
 
 
-def optional_prompt(
-    text: str | None,
-    file: str | None,
+def _prompt(
+    *,
+    prompt: str | None,
+    prompt_file: str | None,
     tokens: str | None,
     tokens_file: str | None,
-    model: str | None,
-    salt: str | None,
-) -> Prompt | None:
-    """Return the prompt given by the options, or ``None``. Rejects more than one."""
-    from kvtier.cli.controller_answers import Prompt
-
-    sources = {"--prompt": text, "--prompt-file": file, "--tokens": tokens, "--tokens-file": tokens_file}
+    **about: str | None,
+) -> dict[str, Any]:
+    """Return the prompt given by the options as fields of a request. Rejects more than one."""
+    sources = {
+        "--prompt": prompt, "--prompt-file": prompt_file, "--tokens": tokens, "--tokens-file": tokens_file
+    }  # fmt: skip
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise typer.BadParameter(f"{' and '.join(given)} exclude each other: use one of them")
-    if file is not None:
-        text = _content(file, "--prompt-file")
-    if text is not None:
-        return Prompt(prompt=text, model=model, salt=salt)
-    if tokens is not None:
-        return Prompt(tokens=_token_ids(tokens, "--tokens"), model=model, salt=salt)
-    if tokens_file is not None:
-        ids = _token_ids(_content(tokens_file, "--tokens-file"), "--tokens-file")
-        return Prompt(tokens=ids, model=model, salt=salt)
-    if model is not None or salt is not None:
+    if not given and any(value is not None for value in about.values()):
         raise typer.BadParameter("--model and --salt require a prompt: give one as well")
-    return None
-
-
-def required_prompt(
-    text: str | None,
-    file: str | None,
-    tokens: str | None,
-    tokens_file: str | None,
-    model: str | None,
-    salt: str | None,
-) -> Prompt:
-    """Return the prompt given by the options. Without one, raise a usage error."""
-    prompt = optional_prompt(text, file, tokens, tokens_file, model, salt)
-    if prompt is None:
-        raise typer.BadParameter("no prompt: use --prompt, --prompt-file, --tokens or --tokens-file")
-    return prompt
-
-
-def _token(file: Path) -> str:
-    from kvtier.settings.secret import resolve
-
-    try:
-        return str(resolve({"file": str(file)}))
-    except ValueError as error:
-        raise SettingsError(f"--token-file: {error}") from error
+    if prompt_file is not None:
+        prompt = _content(prompt_file, "--prompt-file")
+    if tokens_file is not None:
+        tokens = _content(tokens_file, "--tokens-file")
+    ids = None if tokens is None else _token_ids(tokens, *given)
+    fields = {"prompt": prompt, "tokens": ids, **about}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _content(name: str, parameter: str) -> str:
@@ -220,12 +202,11 @@ def _content(name: str, parameter: str) -> str:
 def _token_ids(text: str, parameter: str) -> list[int]:
     import msgspec
 
-    from kvtier.cli.controller_answers import Tokenized
-
     try:
-        if text.lstrip().startswith("{"):
-            return msgspec.json.decode(text, type=Tokenized).tokens
-        return msgspec.convert({"tokens": msgspec.json.decode(text)}, type=Tokenized).tokens
+        ids = msgspec.json.decode(text)
+        if isinstance(ids, dict):
+            ids = ids.get("tokens")
+        return msgspec.convert(ids, list[Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]])
     except msgspec.DecodeError as error:
         raise typer.BadParameter(
             f"invalid token ids ({error}): use a list such as [128000, 849], or the response of /tokenize",

@@ -15,15 +15,8 @@ from rich.table import Table
 PIPE_COLUMNS = 1 << 16
 """Wider than any row: in a pipe, each row of a table stays on one line."""
 
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        "-c",
-        metavar="FILE",
-        help="YAML file with the settings. Default: the file named by KVTIER_CONFIG_FILE, if any.",
-    ),
-]
+CONFIG_HELP = "YAML file with the settings. Default: the file named by KVTIER_CONFIG_FILE, if any."
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", metavar="FILE", help=CONFIG_HELP)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

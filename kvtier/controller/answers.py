@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import asdict
+
 from kvtier.agent.protocol import TierState
 from kvtier.controller.api import (
     EventAnswer,
     InstanceAnswer,
     InstancesAnswer,
     InstanceWithHistory,
-    ResultAnswer,
-    Sample,
     TierAnswer,
-    TierSample,
 )
 from kvtier.controller.events import Event
-from kvtier.controller.history import Sample as HistorySample
+from kvtier.controller.history import Sample
 from kvtier.controller.member import Member
 from kvtier.controller.registry import Registry
 
@@ -26,30 +25,7 @@ _UNKNOWN = TierState(used=0, chunks=0, available=True, found=0)
 
 def of_event(event: Event) -> EventAnswer:
     """Return the response model of an event."""
-    result = event.result
-    return EventAnswer(
-        event_id=event.id,
-        kind=event.kind,
-        state=event.state,
-        source=event.source,
-        target=event.target,
-        model=event.model,
-        num_tokens=event.num_tokens,
-        chunks=event.chunks,
-        chunks_done=event.chunks_done,
-        bytes_done=event.bytes_done,
-        created_at=event.created_at,
-        started_at=event.started_at,
-        ended_at=event.ended_at,
-        error=event.error,
-        result=ResultAnswer(
-            tokens=result.tokens,
-            chunks=result.chunks,
-            bytes=result.bytes,
-            removed=result.removed,
-            reason=result.reason,
-        ),
-    )
+    return EventAnswer.model_validate({"event_id": event.id, **asdict(event)})
 
 
 def of_registry(registry: Registry) -> InstancesAnswer:
@@ -79,16 +55,7 @@ def of_member(member: Member) -> InstanceAnswer:
         models=list(dict.fromkeys(name for model in member.models for name in model.names)),
         engines=list(heartbeat.engines) if heartbeat is not None else [],
         tiers=[
-            TierAnswer(
-                name=tier.name,
-                type=tier.type,
-                capacity=tier.capacity,
-                used=state.used,
-                chunks=state.chunks,
-                available=state.available,
-                shared=tier.shared,
-                found=state.found,
-            )
+            TierAnswer(**asdict(tier), **asdict(state))
             for tier, state in zip(hello.tiers, states, strict=True)
         ],
         looked_up=looked_up,
@@ -96,14 +63,6 @@ def of_member(member: Member) -> InstanceAnswer:
     )
 
 
-def with_history(member: Member, samples: Sequence[HistorySample]) -> InstanceWithHistory:
+def with_history(member: Member, samples: Sequence[Sample]) -> InstanceWithHistory:
     """Return the response model of an instance, with its history."""
-    history = [
-        Sample(
-            time=sample.time,
-            looked_up=sample.looked_up,
-            tiers=[TierSample(used=tier.used, found=tier.found) for tier in sample.tiers],
-        )
-        for sample in samples
-    ]
-    return InstanceWithHistory(**of_member(member).model_dump(), history=history)
+    return InstanceWithHistory.model_validate({**dict(of_member(member)), "history": samples})

@@ -159,6 +159,10 @@ class ClearBody(PromptBody):
         return True
 
 
+class _Answer(BaseModel):
+    model_config = ConfigDict(from_attributes=True)
+
+
 class LookupAnswer(BaseModel):
     """The tiers that hold a prefix of the prompt."""
 
@@ -183,7 +187,7 @@ class Accepted(BaseModel):
     )
 
 
-class ResultAnswer(BaseModel):
+class ResultAnswer(_Answer):
     """The result of an event."""
 
     tokens: int = Field(description="Tokens of the chunks that were processed.")
@@ -260,14 +264,14 @@ class InstanceAnswer(BaseModel):
     hit_rate: float | None = Field(description="The fraction of those that was found, from 0 to 1.")
 
 
-class TierSample(BaseModel):
+class TierSample(_Answer):
     """A tier at one point in time."""
 
     used: int
     found: int
 
 
-class Sample(BaseModel):
+class Sample(_Answer):
     """An instance at one point in time."""
 
     time: float

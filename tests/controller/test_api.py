@@ -10,14 +10,13 @@ from typing import Any
 
 import anyio
 import httpx
-import msgspec
 import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from kvtier.agent.protocol import CONNECT_PATH
-from kvtier.cli.controller_answers import Event, Instances
 from kvtier.controller import bodies, stream
+from kvtier.controller.api import EventAnswer, InstancesAnswer
 from kvtier.controller.app import INTERNAL_ERROR
 from tests.controller.controlling import A_TO_B, KEYS, Gate, RunningController, running_controller
 from tests.controller.registering import MODEL, TIMEOUT_SECONDS, heartbeat
@@ -141,7 +140,7 @@ async def test_internal_error_is_reported_and_logged(
 async def test_instances_are_described(controller: RunningController) -> None:
     async with controller.instance("b"), controller.instance("a", ram=KEYS) as a:
         body = (await controller.client.get("/instances")).content
-        listed = msgspec.json.decode(body, type=Instances).instances
+        listed = InstancesAnswer.model_validate_json(body).instances
         assert [instance.instance for instance in listed] == ["a", "b"]
         described = await controller.get("/instances/a")
         assert described["history"] == []
@@ -195,7 +194,7 @@ async def test_events_are_listed_and_awaited(controller: RunningController) -> N
     assert answer.status_code == 404
     assert set(answer.json()["known"]) == {accepted["event_id"], pinned["event_id"]}
     for event in (await controller.get("/events"))["events"]:
-        assert msgspec.convert(event, Event).ended, "as the CLI parses it"
+        assert EventAnswer.model_validate(event).state == "done", "as the CLI parses it"
 
 
 async def test_prometheus_metrics(controller: RunningController) -> None:

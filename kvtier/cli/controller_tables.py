@@ -1,0 +1,205 @@
+"""Answers of the controller, as JSON, tables and sentences."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from pydantic import BaseModel
+from rich.markup import escape
+
+from kvtier.cli.terminal import output, print_json, table
+from kvtier.controller.api import (
+    EventAnswer,
+    EventsAnswer,
+    InstanceAnswer,
+    InstancesAnswer,
+    InstanceWithHistory,
+    LookupAnswer,
+    TierAnswer,
+)
+from kvtier.units import format_duration, format_size
+
+COLOURS = {"queued": "dim", "running": "yellow", "done": "green", "failed": "red"}
+DONE = {
+    "move": "moved",
+    "copy": "copied",
+    "prefetch": "prefetched",
+    "pin": "pinned",
+    "unpin": "unpinned",
+    "clear": "removed",
+}
+
+
+def show(answer: BaseModel, *, as_json: bool) -> None:
+    """Print an answer as JSON, or as a table."""
+    match answer:
+        case _ if as_json:
+            print_json(answer.model_dump(mode="json"))
+        case LookupAnswer():
+            _show_found(answer)
+        case InstancesAnswer():
+            _show_instances(answer)
+        case InstanceWithHistory():
+            _show_instance(answer)
+        case EventsAnswer():
+            _show_events(answer)
+        case EventAnswer():
+            _show_event(answer)
+
+
+def describe_result(event: EventAnswer) -> str:
+    """Return the result of a finished event as a sentence."""
+    result = event.result
+    done = f"{DONE.get(event.kind, 'done')} ({route(event)})"
+    if event.kind == "clear":
+        text = f"{result.removed} chunks {done}, {format_size(result.bytes)} freed."
+    elif not event.chunks:
+        text = f"No chunk of it is held there: none was {done}."
+    else:
+        seconds = (event.ended_at or 0.0) - (event.started_at or event.ended_at or 0.0)
+        transfer = f", {transferred(result.bytes, seconds)}" if result.bytes else ""
+        text = f"{result.tokens} tokens {done}: {result.chunks} of {event.chunks} chunks{transfer}."
+    return f"{text} {result.reason}" if result.reason else text
+
+
+def route(event: EventAnswer) -> str:
+    """Return an event's source and target as INSTANCE/TIER, or its only place. INSTANCE means all tiers."""
+    places = (place for place in (event.source, event.target) if place is not None)
+    return " -> ".join("/".join(name for name in place if name) for place in places)
+
+
+def progress(event: EventAnswer) -> str:
+    """Return the number of chunks done, and their size."""
+    size = f", {format_size(event.bytes_done)}" if event.bytes_done else ""
+    return f"{event.chunks_done} of {event.chunks} chunks{size}"
+
+
+def transferred(count: int, duration: float) -> str:
+    """Return a number of bytes and its rate; nothing for 0 bytes."""
+    if not count or duration <= 0:
+        return format_size(count) if count else ""
+    return f"{format_size(count)} in {format_duration(duration)} ({format_size(count / duration)}/s)"
+
+
+def _show_found(found: LookupAnswer) -> None:
+    rows = table("instance", "tier", "tokens", "of the prompt")
+    held = [
+        (-count, instance, tier)
+        for instance, tiers in found.instances.items()
+        for tier, count in tiers.items()
+        if count
+    ]
+    for count, instance, tier in sorted(held):
+        rows.add_row(escape(instance), escape(tier), str(-count), _percent(-count / (found.num_tokens or 1)))
+    output().print(
+        rows
+        if held
+        else f"No instance holds a prefix of this prompt ({found.num_tokens} tokens, model "
+        f"{escape(found.model)})."
+    )
+
+
+def _show_instances(answer: InstancesAnswer) -> None:
+    if not answer.instances:
+        output().print("No instance is registered: set controller.url in the settings of an instance.")
+        return
+    rows = table("instance", "tier", "type", "used", "of", "chunks", "hit rate", "models", "heartbeat")
+    for each in answer.instances:
+        common = [_percent(each.hit_rate), ", ".join(each.models) or "-", _age(each.last_heartbeat)]
+        for tier in each.tiers:
+            rows.add_row(*map(escape, [each.instance, *_tier_cells(tier), *common]))
+    output().print(rows)
+
+
+def _show_instance(instance: InstanceAnswer) -> None:
+    _show_facts(
+        {
+            "instance": instance.instance,
+            "state": instance.state + ("" if instance.up_to_date else ", catching up"),
+            "version": instance.version,
+            "host": instance.host,
+            "process": str(instance.process),
+            "peer address": instance.peer or "none: peer.listen is not set",
+            "transport": instance.transport or "-",
+            "registered": _time(instance.registered_at),
+            "last heartbeat": _time(instance.last_heartbeat),
+            "models": ", ".join(instance.models) or "-",
+            "engines": ", ".join(instance.engines) or "-",
+            "hit rate": f"{_percent(instance.hit_rate)} of {instance.looked_up} chunks looked up",
+        }
+    )
+    rows = table("tier", "type", "used", "of", "chunks", "found", "")
+    for tier in instance.tiers:
+        state = "" if tier.available else "[red]unavailable[/red]"
+        rows.add_row(*map(escape, _tier_cells(tier)), str(tier.found), state)
+    output().print(rows)
+
+
+def _show_events(answer: EventsAnswer) -> None:
+    if not answer.events:
+        output().print("No events.")
+        return
+    rows = table("event", "kind", "state", "where", "tokens", "done", "created", "error")
+    for event in answer.events:
+        rows.add_row(
+            escape(event.event_id),
+            event.kind,
+            f"[{COLOURS[event.state]}]{event.state}[/]",
+            escape(route(event)),
+            str(event.num_tokens),
+            progress(event),
+            _time(event.created_at),
+            escape(event.error or ""),
+        )
+    output().print(rows)
+
+
+def _show_event(event: EventAnswer) -> None:
+    _show_facts(
+        {
+            "event": event.event_id,
+            "kind": event.kind,
+            "state": event.state,
+            "where": route(event),
+            "model": event.model or "-",
+            "tokens": str(event.num_tokens),
+            "done": progress(event),
+            "created": _time(event.created_at),
+            "started": _time(event.started_at),
+            "ended": _time(event.ended_at),
+            "error": event.error or "-",
+            "result": describe_result(event) if event.state == "done" else "-",
+        }
+    )
+
+
+def _show_facts(facts: Mapping[str, str]) -> None:
+    lines = table("", "")
+    lines.show_header = False
+    for name, value in facts.items():
+        lines.add_row(f"[bold]{name}[/bold]", escape(value))
+    output().print(lines)
+
+
+def _tier_cells(tier: TierAnswer) -> list[str]:
+    if tier.capacity is None:
+        return [tier.name, tier.type, "-", "shared", str(tier.chunks)]
+    used = f"{format_size(tier.used)} ({tier.used / tier.capacity:.0%})"
+    return [tier.name, tier.type, used, format_size(tier.capacity), str(tier.chunks)]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _age(timestamp: float | None) -> str:
+    return "-" if timestamp is None else f"{format_duration(round(max(0.0, time.time() - timestamp), 1))} ago"
+
+
+def _time(timestamp: float | None) -> str:
+    """Format a Unix timestamp as local date and time."""
+    if timestamp is None:
+        return "-"
+    return datetime.fromtimestamp(timestamp, UTC).astimezone().isoformat(" ", timespec="seconds")

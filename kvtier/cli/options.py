@@ -1,0 +1,42 @@
+"""Commands whose options are built from data. Typer reads the options of a command from its signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from inspect import Parameter
+from typing import Any
+
+import typer
+
+Command = Callable[..., None]
+
+
+def option(name: str, kind: Any, *flags: str, default: Any = None, **info: Any) -> Parameter:  # noqa: ANN401 - a type
+    """Return an option as a parameter. ``info`` is that of :func:`typer.Option`."""
+    return Parameter(
+        name, Parameter.KEYWORD_ONLY, default=typer.Option(default, *flags, **info), annotation=kind
+    )
+
+
+def own_parameters(function: Command) -> list[Parameter]:
+    """Return the parameters of a function after its first one."""
+    return list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+
+
+def make_command(
+    function: Command, parameters: Sequence[Parameter], run: Callable[[dict[str, Any]], None]
+) -> Command:
+    """Return a command that is named and documented as ``function``, and passes its values to ``run``."""
+
+    def command(**values: Any) -> None:  # noqa: ANN401 - as given on the command line
+        run(values)
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def epilog(*examples: str) -> str:
+    """Return the examples shown at the end of a command's help."""
+    return "\n\n".join(["\nExamples:", *(f"  {example}" for example in examples)]) + "\n"
