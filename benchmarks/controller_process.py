@@ -25,7 +25,7 @@ from benchmarks.catalog import resident_bytes
 from kvtier.agent.protocol import VERSION, Changed, Hello, Model, TierDescription, decode_from_instance
 from kvtier.controller.registry import Registry
 from kvtier.controller.serve import run_controller
-from kvtier.controller.settings import service_settings
+from kvtier.controller.settings import ServiceSettings
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.rpc.endpoint import Endpoint
@@ -153,7 +153,7 @@ class Commands:
 async def main() -> None:
     logging.disable()
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
-        settings = service_settings(
+        settings = ServiceSettings.of(
             listen="127.0.0.1:0", state=Path(folder, "state.sqlite"), heartbeat=600, instance_timeout=3600
         )
         async with run_controller(settings) as controller:

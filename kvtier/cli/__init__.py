@@ -16,14 +16,14 @@ import kvtier
 from kvtier.cli import (
     bench,
     config,
-    controller,
     controller_commands,
     doctor,
     inspect,
     plugins,
-    proxy,
     serve,
+    services,
 )
+from kvtier.cli.options import epilog
 from kvtier.cli.terminal import messages
 from kvtier.errors import KVTierError, SettingsError
 
@@ -44,8 +44,8 @@ def make_app() -> typer.Typer:
     if find_spec(DEMO_MODULE) is not None:
         app.command("demo")(import_module(DEMO_MODULE).demo)
     app.command()(serve.serve)
-    app.command(epilog=controller.EXAMPLES)(controller.controller)
-    app.command(epilog=proxy.EXAMPLES)(proxy.proxy)
+    app.command(epilog=epilog(*services.CONTROLLER_EXAMPLES))(services.controller)
+    app.command(epilog=epilog(*services.PROXY_EXAMPLES))(services.proxy)
     app.command()(doctor.doctor)
     app.command(epilog=bench.EXAMPLES)(bench.bench)
     app.add_typer(config.app)

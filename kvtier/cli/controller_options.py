@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from kvtier.cli.options import Command, epilog, make_command, option, own_parameters
+from kvtier.cli.options import Command, epilog, make_command, option, own_parameters, read_secret
 from kvtier.cli.terminal import CONFIG_HELP
-from kvtier.errors import SettingsError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -123,16 +122,6 @@ def _controller(url: str | None, token_file: Path | None, config: Path | None) -
     token = settings.token.get_secret_value() if settings.token is not None else None
     with Controller(settings.url or DEFAULT_URL, token) as client:
         yield client
-
-
-def read_secret(file: Path, parameter: str) -> str:
-    """Read a secret from the file given by an option. Raises: SettingsError."""
-    from kvtier.settings.secret import resolve
-
-    try:
-        return str(resolve({"file": str(file)}))
-    except ValueError as error:
-        raise SettingsError(f"{parameter}: {error}") from error
 
 
 def parse_place(text: str, parameter: str) -> tuple[str, str]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from inspect import Parameter
+from pathlib import Path
 from typing import Any
 
 import typer
+
+from kvtier.errors import SettingsError
 
 Command = Callable[..., None]
 
@@ -35,6 +38,16 @@ def make_command(
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
+
+
+def read_secret(file: Path, parameter: str) -> str:
+    """Read a secret from the file given by an option. Raises: SettingsError."""
+    from kvtier.settings.secret import resolve
+
+    try:
+        return str(resolve({"file": str(file)}))
+    except ValueError as error:
+        raise SettingsError(f"{parameter}: {error}") from error
 
 
 def epilog(*examples: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hmac
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from fastapi import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, Response
+
+from kvtier.settings.peer import is_loopback
 
 WRONG_TOKEN = "the token is wrong or missing: send it as `Authorization: Bearer TOKEN`"  # noqa: S105
 LOCAL_ONLY = "without a token the controller answers only its own host: start it with --token-file"
@@ -52,6 +53,6 @@ def _is_local(connection: HTTPConnection) -> bool:
         return False
     try:
         name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ip_address(name).is_loopback
     except ValueError:
         return False
+    return name == "localhost" or is_loopback(name)

@@ -18,6 +18,7 @@ import anyio
 import msgspec
 
 from kvtier.controller.errors import TooManyOperations, UnknownEvent
+from kvtier.controller.settings import KEEP_SECONDS
 from kvtier.controller.state import State
 
 Kind = Literal["move", "copy", "prefetch", "pin", "unpin", "clear"]
@@ -25,7 +26,6 @@ EventState = Literal["queued", "running", "done", "failed"]
 Position = tuple[str, str | None]
 """Instance id and tier name; ``None`` for all tiers."""
 
-KEEP_SECONDS = 3600.0
 MAX_ENDED = 10_000
 MAX_UNFINISHED = 1_000
 """Backpressure: further operations are refused until some have finished."""

@@ -28,14 +28,13 @@ from kvtier.controller.history import SAMPLE_SECONDS, History, Sample
 from kvtier.controller.holders import MAX_KEYS, Holders
 from kvtier.controller.member import Member
 from kvtier.controller.models import Models
+from kvtier.controller.settings import HEARTBEAT_SECONDS, IDLE_TIMEOUT_SECONDS
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.keys import ChunkKey
 from kvtier.rpc.endpoint import Endpoint
 
 logger = logging.getLogger("kvtier")
 
-HEARTBEAT_SECONDS = 2.0
-IDLE_TIMEOUT_SECONDS = 10.0
 PING_SECONDS = 2.0
 """Time for an instance to answer a ping when another one connects with the same id."""
 MAX_MEMBERS = 1024

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, SecretStr, model_validator
 
-from kvtier.controller.events import KEEP_SECONDS
-from kvtier.controller.registry import HEARTBEAT_SECONDS, IDLE_TIMEOUT_SECONDS
-from kvtier.errors import SettingsError
-from kvtier.settings.peer import Address, FilePath, split_address
+from kvtier.settings.command import CommandSettings, Option, Token
+from kvtier.settings.peer import Address, FilePath, is_loopback, split_address
 from kvtier.units import Duration
 
-MIN_TOKEN_CHARACTERS = 16
+HEARTBEAT_SECONDS = 2.0
+IDLE_TIMEOUT_SECONDS = 10.0
+KEEP_SECONDS = 3600.0
 DEFAULT_LISTEN = "127.0.0.1:9000"
 
 
@@ -35,28 +26,41 @@ def default_state() -> Path:
     return base / "kvtier" / "controller.sqlite"
 
 
-class ServiceSettings(BaseModel):
+class ServiceSettings(CommandSettings):
     """Settings of the controller process."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-
-    listen: Address = DEFAULT_LISTEN
-    token: SecretStr | None = None
-    state: FilePath = Field(default_factory=default_state)
-    heartbeat: Annotated[Duration, Field(ge=0.01)] = HEARTBEAT_SECONDS
-    instance_timeout: Annotated[Duration, Field(le=3600)] = IDLE_TIMEOUT_SECONDS
-    keep_events: Duration = KEEP_SECONDS
-    tls_certificate: FilePath | None = None
-    tls_key: FilePath | None = None
-
-    @field_validator("token")
-    @classmethod
-    def _is_long_enough(cls, token: SecretStr | None) -> SecretStr | None:
-        if token is not None and len(token.get_secret_value()) < MIN_TOKEN_CHARACTERS:
-            raise ValueError(
-                f"it has fewer than {MIN_TOKEN_CHARACTERS} characters: create one with `openssl rand -hex 32`"
-            )
-        return token
+    listen: Annotated[Address, Option("HOST:PORT", "Address to listen on.")] = DEFAULT_LISTEN
+    token: Annotated[
+        Token | None,
+        Option(
+            "FILE",
+            "File with the token that instances and clients must send. Required unless listening on "
+            "loopback. Default: `controller.token` of the settings, if any.",
+            kind=SecretStr,
+        ),
+    ] = None
+    instance_timeout: Annotated[
+        Duration, Field(le=3600), Option("TIME", "Drop an instance after this time without messages.")
+    ] = IDLE_TIMEOUT_SECONDS
+    heartbeat: Annotated[Duration, Field(ge=0.01), Option("TIME", "Heartbeat interval of instances.")] = (
+        HEARTBEAT_SECONDS
+    )
+    state: Annotated[
+        FilePath,
+        Option(
+            "FILE",
+            "File to store events and pins in.",
+            kind=Path,
+            shown="$XDG_STATE_HOME/kvtier/controller.sqlite",
+        ),
+    ] = Field(default_factory=default_state)
+    keep_events: Annotated[Duration, Option("TIME", "Time to keep events after their end.")] = KEEP_SECONDS
+    tls_certificate: Annotated[
+        FilePath | None, Option("FILE", "Serve HTTPS with this PEM certificate.", kind=Path)
+    ] = None
+    tls_key: Annotated[FilePath | None, Option("FILE", "The certificate's PEM private key.", kind=Path)] = (
+        None
+    )
 
     @model_validator(mode="after")
     def _make_sense(self) -> ServiceSettings:
@@ -79,28 +83,4 @@ class ServiceSettings(BaseModel):
     def is_local(self) -> bool:
         """Whether the controller is reachable from this host only."""
         host, _ = split_address(self.listen)
-        try:
-            return ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            return host == "localhost"
-
-
-def service_settings(**values: object) -> ServiceSettings:
-    """Return settings with these values. ``None`` stands for the default.
-
-    Raises: SettingsError: one line per invalid value.
-    """
-    try:
-        return ServiceSettings.model_validate(
-            {name: value for name, value in values.items() if value is not None}
-        )
-    except ValidationError as error:
-        raise SettingsError(
-            "\n".join(_describe_error(issue) for issue in error.errors(include_url=False))
-        ) from None
-
-
-def _describe_error(error: object) -> str:
-    assert isinstance(error, dict)
-    message = str(error["msg"]).removeprefix("Value error, ")
-    return f"--{str(error['loc'][0]).replace('_', '-')}: {message}" if error["loc"] else f"--{message}"
+        return host == "localhost" or is_loopback(host)

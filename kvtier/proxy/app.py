@@ -22,7 +22,8 @@ from kvtier.proxy.exchange import Exchange
 from kvtier.proxy.metrics import ProxyMetrics
 from kvtier.proxy.models import Models
 from kvtier.proxy.proxy import Proxy
-from kvtier.proxy.settings import engine_url, is_loopback, peer_address
+from kvtier.proxy.settings import engine_url, peer_address
+from kvtier.settings.peer import is_loopback
 
 COMPLETIONS = ("/v1/completions", CHAT_PATH)
 URL = Annotated[str, AfterValidator(engine_url)]

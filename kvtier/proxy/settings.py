@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Annotated, NamedTuple
 
-import httpx
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, SecretStr, field_validator, model_validator
 
-from kvtier.errors import SettingsError
+from kvtier.settings.command import CommandSettings, Option, Token
 from kvtier.settings.peer import Address, split_address
 from kvtier.units import GIB, KIB, MIB, Duration, Size
 
 DEFAULT_LISTEN = "127.0.0.1:9000"
-MIN_TOKEN_LENGTH = 16
 MAX_ENGINES = 256
 MAX_BODY_BYTES = 64 * MIB
 """Upper limit of ``max_body``. Bodies are parsed on the event loop, which takes tens of ms at this size."""
@@ -45,6 +34,8 @@ def engine_url(text: str) -> str:
 
     Raises ``ValueError`` if it is not an HTTP URL, or contains credentials.
     """
+    import httpx  # Slow, and the command line imports this module.
+
     try:
         url = httpx.URL(text.strip())
     except (httpx.InvalidURL, TypeError) as error:
@@ -67,29 +58,128 @@ def peer_address(text: str) -> str:
     return text
 
 
-class ProxySettings(BaseModel):
+ENGINES, ROUTING, LIMITS = "Engines", "Routing", "Limits"
+
+
+class ProxySettings(CommandSettings):
     """Settings of the proxy. Sizes are in bytes, durations in seconds."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-
-    prefill: tuple[str, ...] = ()
-    decode: tuple[str, ...] = ()
-    listen: Address = DEFAULT_LISTEN
-    controller: str | None = None
-    controller_token: SecretStr | None = None
-    engine_key: SecretStr | None = None
-    token: SecretStr | None = None
-    min_prefill: Annotated[int, Field(ge=0)] = 256
-    max_cached: Annotated[float, Field(gt=0, le=1)] = 0.8
-    timeout: Annotated[Duration, Field(ge=0, le=600)] = 10.0
-    prefill_timeout: Annotated[Duration, Field(gt=0)] = 120.0
-    idle_timeout: Annotated[Duration, Field(gt=0)] = 600.0
-    check: Annotated[Duration, Field(ge=0.05, le=3600)] = 2.0
-    drain: Duration = 60.0
-    max_requests: Annotated[int, Field(ge=1, le=65_536)] = 1024
-    max_body: Annotated[Size, Field(ge=KIB, le=MAX_BODY_BYTES)] = 32 * MIB
-    max_held: Annotated[Size, Field(ge=KIB)] = GIB
-    remember: Annotated[int, Field(ge=0, le=100_000_000)] = 1_000_000
+    prefill: Annotated[
+        tuple[str, ...], Option("URL", "A prefill instance. Repeatable.", ENGINES, list[str])
+    ] = ()
+    decode: Annotated[
+        tuple[str, ...],
+        Option(
+            "URL[=HOST:PORT]",
+            "A decode instance. Repeatable. HOST:PORT is the address where prefill instances reach its "
+            "`peer.listen`. Default: ask the engine.",
+            ENGINES,
+            list[str],
+        ),
+    ] = ()
+    engine_key: Annotated[
+        SecretStr | None,
+        Option(
+            "FILE",
+            "File with the engines' API key, for the proxy's own requests. Clients' keys are forwarded.",
+            ENGINES,
+            SecretStr,
+        ),
+    ] = None
+    check: Annotated[
+        Duration, Field(ge=0.05, le=3600), Option("TIME", "Interval of health checks of engines.", ENGINES)
+    ] = 2.0
+    listen: Annotated[Address, Option("HOST:PORT", "Address to listen on.")] = DEFAULT_LISTEN
+    token: Annotated[
+        Token | None,
+        Option(
+            "FILE",
+            "File with the token for `/engines`. Default: only this host can add and remove engines.",
+            kind=SecretStr,
+        ),
+    ] = None
+    controller: Annotated[
+        str | None,
+        Option(
+            "URL",
+            "URL of the controller, to look up which engine holds a prompt. Default: track prompts.",
+            ROUTING,
+        ),
+    ] = None
+    controller_token: Annotated[
+        SecretStr | None, Option("FILE", "File with the controller's token.", ROUTING, SecretStr)
+    ] = None
+    min_prefill: Annotated[
+        int,
+        Field(ge=0),
+        Option(
+            "TOKENS",
+            "Prompts with fewer tokens to compute are prefilled by the decode instance.",
+            ROUTING,
+            int,
+        ),
+    ] = 256
+    max_cached: Annotated[
+        float,
+        Field(gt=0, le=1),
+        Option(
+            "SHARE",
+            "Prompts of which the decode instance holds this share are prefilled by it.",
+            ROUTING,
+            float,
+        ),
+    ] = 0.8
+    remember: Annotated[
+        int,
+        Field(ge=0, le=100_000_000),
+        Option(
+            "TOKENS",
+            "Tokens that each engine is assumed to keep of the prompts sent to it.",
+            ROUTING,
+            int,
+        ),
+    ] = 1_000_000
+    timeout: Annotated[
+        Duration,
+        Field(ge=0, le=600),
+        Option("TIME", "Time that a decode instance waits for the KV transfer.", ROUTING),
+    ] = 10.0
+    prefill_timeout: Annotated[
+        Duration,
+        Field(gt=0),
+        Option(
+            "TIME",
+            "Maximum time of a prefill. Beyond this, the decode instance computes the prompt.",
+            LIMITS,
+        ),
+    ] = 120.0
+    idle_timeout: Annotated[
+        Duration,
+        Field(gt=0),
+        Option(
+            "TIME",
+            "Maximum time between data from a decode instance. Without streaming, its total time.",
+            LIMITS,
+        ),
+    ] = 600.0
+    max_requests: Annotated[
+        int,
+        Field(ge=1, le=65_536),
+        Option("N", "Concurrent requests; further ones get 429.", LIMITS, int),
+    ] = 1024
+    max_body: Annotated[
+        Size,
+        Field(ge=KIB, le=MAX_BODY_BYTES),
+        Option("SIZE", "Size of a request body; longer ones get 413.", LIMITS),
+    ] = 32 * MIB
+    max_held: Annotated[
+        Size,
+        Field(ge=KIB),
+        Option("SIZE", "Total size of request bodies in flight; beyond this, requests get 429.", LIMITS),
+    ] = GIB
+    drain: Annotated[
+        Duration, Option("TIME", "Grace period for requests after SIGTERM.", LIMITS, shown="60s")
+    ] = 60.0
 
     @field_validator("prefill", "decode")
     @classmethod
@@ -106,15 +196,6 @@ class ProxySettings(BaseModel):
     def _check_url(cls, url: str | None) -> str | None:
         return None if url is None else engine_url(url)
 
-    @field_validator("token")
-    @classmethod
-    def _check_token_length(cls, token: SecretStr | None) -> SecretStr | None:
-        if token is not None and len(token.get_secret_value()) < MIN_TOKEN_LENGTH:
-            raise ValueError(
-                f"it has fewer than {MIN_TOKEN_LENGTH} characters: make one with `openssl rand -hex 32`"
-            )
-        return token
-
     @model_validator(mode="after")
     def _check_max_held(self) -> ProxySettings:
         if self.max_held < self.max_body:
@@ -130,32 +211,3 @@ class ProxySettings(BaseModel):
     def decoders(self) -> list[EngineAddress]:
         """The decode engines, parsed."""
         return [EngineAddress.of(text) for text in self.decode]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is a loopback address, IPv4-mapped IPv6 included."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
-
-
-def proxy_settings(**values: object) -> ProxySettings:
-    """Return settings with these values; ``None`` stands for the default.
-
-    Raises :class:`SettingsError` with one line per invalid value.
-    """
-    try:
-        return ProxySettings.model_validate(
-            {name: value for name, value in values.items() if value is not None}
-        )
-    except ValidationError as error:
-        raise SettingsError("\n".join(_message(entry) for entry in error.errors(include_url=False))) from None
-
-
-def _message(error: object) -> str:
-    assert isinstance(error, dict)
-    text = str(error["msg"]).removeprefix("Value error, ")
-    return f"--{str(error['loc'][0]).replace('_', '-')}: {text}" if error["loc"] else f"--{text}"

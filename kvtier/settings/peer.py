@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +37,15 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not colon or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{address!r} is not an address: use HOST:PORT, as in 10.0.0.2:8200")
     return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an IP address is a loopback address, IPv4-mapped IPv6 included."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _validate_address(address: str) -> str:

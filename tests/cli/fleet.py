@@ -21,7 +21,7 @@ import kvtier.peers.backend
 import kvtier.peers.server  # noqa: F401
 from kvtier.agent.served import EngineModel
 from kvtier.controller.serve import Controller, run_controller
-from kvtier.controller.settings import service_settings
+from kvtier.controller.settings import ServiceSettings
 from kvtier.instance import Instance
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.plugins import Plugins
@@ -88,7 +88,7 @@ class Fleet(NamedTuple):
 @asynccontextmanager
 async def fleet(folder: Path, kvtier: Kvtier, *names: str, **options: Any) -> AsyncIterator[Fleet]:
     """Run registered instances with these names. Each has memory and a disk, and serves one model."""
-    settings = service_settings(listen="127.0.0.1:0", state=folder / "state.sqlite", **options)
+    settings = ServiceSettings.of(listen="127.0.0.1:0", state=folder / "state.sqlite", **options)
     async with AsyncExitStack() as stack:
         controller = await stack.enter_async_context(run_controller(settings))
         running = Fleet(controller, {}, kvtier)

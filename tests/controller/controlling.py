@@ -36,7 +36,7 @@ from kvtier.agent.protocol import (
 )
 from kvtier.controller.models import Models
 from kvtier.controller.serve import Controller, run_controller
-from kvtier.controller.settings import service_settings
+from kvtier.controller.settings import ServiceSettings
 from kvtier.memory.keys import ChunkKey, join_keys, split_keys
 from kvtier.rpc.frames import Ping, Pong
 from tests.controller.registering import (
@@ -290,7 +290,7 @@ async def running_controller(folder: Path, **changes: Any) -> AsyncIterator[Runn
         "state": folder / "controller.sqlite",
         "instance_timeout": 60,
     } | changes
-    settings = service_settings(**values)
+    settings = ServiceSettings.of(**values)
     token = settings.token.get_secret_value() if settings.token is not None else None
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     async with run_controller(settings) as controller:

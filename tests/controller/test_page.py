@@ -22,7 +22,7 @@ from kvtier.agent.protocol import CONNECT_PATH, Delete, Done, Failed, Fetch, Pro
 from kvtier.controller.models import Models
 from kvtier.controller.page import FILES
 from kvtier.controller.serve import Controller, run_controller
-from kvtier.controller.settings import service_settings
+from kvtier.controller.settings import ServiceSettings
 from kvtier.memory.keys import ChunkKey, split_keys
 from tests.cli.fleet import CHUNK_TOKENS, fleet
 from tests.controller.registering import DISK, MODEL, RAM, RegisteringInstance, heartbeat
@@ -46,7 +46,7 @@ AT_RAM_1 = {"instance": "decode-1", "tier": "ram"}
 async def real(folder: Path, port: int = 0, **settings: Any) -> AsyncIterator[tuple[Controller, str]]:
     """Run a real controller, and yield it with its URL."""
     values = {"listen": f"127.0.0.1:{port}", "state": folder / "state.sqlite", **settings}
-    async with run_controller(service_settings(**values)) as controller:
+    async with run_controller(ServiceSettings.of(**values)) as controller:
         yield controller, f"http://127.0.0.1:{controller.address[1]}"
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from kvtier.cli import main
 from kvtier.controller.serve import run_controller, serve
-from kvtier.controller.settings import ServiceSettings, default_state, service_settings
+from kvtier.controller.settings import ServiceSettings, default_state
 from kvtier.errors import ChannelError, ControllerError, SettingsError
 from tests.controller.registering import TIMEOUT_SECONDS
 from tests.peers.authority import Authority
@@ -30,7 +30,7 @@ TOKEN = "a token that nobody guesses"
 
 def test_default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/var/state")
-    settings = service_settings(listen=None, token=None)
+    settings = ServiceSettings.of(listen=None, token=None)
     assert settings == ServiceSettings()
     assert (settings.listen, settings.heartbeat, settings.instance_timeout) == ("127.0.0.1:9000", 2.0, 10.0)
     assert (settings.keep_events, settings.token) == (3600.0, None)
@@ -54,12 +54,12 @@ def test_default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_listening_for_other_hosts_requires_a_token(listen: str, local: bool) -> None:
-    assert service_settings(listen=listen, token=TOKEN).is_local == local
+    assert ServiceSettings.of(listen=listen, token=TOKEN).is_local == local
     if local:
-        service_settings(listen=listen)
+        ServiceSettings.of(listen=listen)
     else:
         with pytest.raises(SettingsError, match="set --token-file to the file of a token"):
-            service_settings(listen=listen)
+            ServiceSettings.of(listen=listen)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_listening_for_other_hosts_requires_a_token(listen: str, local: bool) ->
 )
 def test_invalid_settings_are_named(wrong: dict[str, str], message: str) -> None:
     with pytest.raises(SettingsError, match=message) as raised:
-        service_settings(**wrong)
+        ServiceSettings.of(**wrong)
     assert wrong.get("token", "?") not in str(raised.value)
 
 
@@ -86,7 +86,7 @@ def test_invalid_settings_are_named(wrong: dict[str, str], message: str) -> None
 async def test_port_in_use_is_one_clear_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        settings = service_settings(listen=f"127.0.0.1:{port}", state=tmp_path / "state")
+        settings = ServiceSettings.of(listen=f"127.0.0.1:{port}", state=tmp_path / "state")
         with pytest.raises(ChannelError, match=rf"127.0.0.1:{port}: Address already in use.*--listen"):
             async with run_controller(settings):
                 pass
@@ -94,7 +94,7 @@ async def test_port_in_use_is_one_clear_error(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_state_is_not_shared_by_two_controllers(tmp_path: Path) -> None:
-    settings = service_settings(listen="127.0.0.1:0", state=tmp_path / "state")
+    settings = ServiceSettings.of(listen="127.0.0.1:0", state=tmp_path / "state")
     async with run_controller(settings):
         with pytest.raises(ControllerError, match="another controller uses"):
             await serve(settings)
@@ -110,7 +110,7 @@ def certificates(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.anyio
 async def test_serves_over_tls(tmp_path: Path, certificates: dict[str, str]) -> None:
     certificate, key = certificates["certificate"], certificates["key"]
-    settings = service_settings(
+    settings = ServiceSettings.of(
         listen="127.0.0.1:0", state=tmp_path / "state", tls_certificate=certificate, tls_key=key
     )
     context = ssl.create_default_context(cafile=certificates["authority"])
@@ -201,7 +201,7 @@ def test_start_errors(
     message: str,
     status: int,
 ) -> None:
-    monkeypatch.setattr("kvtier.cli.controller.set_up_logging", lambda _: None)
+    monkeypatch.setattr("kvtier.cli.services.set_up_logging", lambda _: None)
     with pytest.raises(SystemExit) as exited:
         main(["controller", "--state", str(tmp_path / "state"), *arguments])
     assert exited.value.code == status

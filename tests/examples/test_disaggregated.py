@@ -17,7 +17,7 @@ import yaml
 
 from kvtier.cli import make_app
 from kvtier.plugins import Plugins
-from kvtier.proxy.settings import ProxySettings, proxy_settings
+from kvtier.proxy.settings import ProxySettings
 from kvtier.settings import LocalTierSettings, Settings, load_settings
 
 HERE = Path(__file__).parents[2] / "examples" / "disaggregated"
@@ -114,7 +114,7 @@ def options_of(command: str) -> dict[str, Any]:
 def proxy_of(command: str) -> ProxySettings:
     """Return the proxy settings of a command line, without options that name files."""
     options = options_of(command)
-    return proxy_settings(**{name: value for name, value in options.items() if name in NON_FILE_OPTIONS})
+    return ProxySettings.of(**{name: value for name, value in options.items() if name in NON_FILE_OPTIONS})
 
 
 NON_FILE_OPTIONS = ("prefill", "decode", "listen", "controller")

@@ -14,7 +14,7 @@ import pytest
 from kvtier.proxy.engine import State
 from kvtier.proxy.proxy import Proxy
 from kvtier.proxy.serve import run_proxy
-from kvtier.proxy.settings import ProxySettings, proxy_settings
+from kvtier.proxy.settings import ProxySettings
 
 from .stub import Stub
 
@@ -55,7 +55,7 @@ class Cluster:
 
 
 def settings_of(**settings: Any) -> ProxySettings:
-    return proxy_settings(**{"listen": "127.0.0.1:0", "check": "100ms", **settings})
+    return ProxySettings.of(**{"listen": "127.0.0.1:0", "check": "100ms", **settings})
 
 
 @asynccontextmanager

@@ -15,7 +15,8 @@ from kvtier.proxy.connections import Connections
 from kvtier.proxy.engine import Engine, Role, State
 from kvtier.proxy.fleet import SLACK, Fleet
 from kvtier.proxy.prompt import BLOCK_BYTES, PrefixMemory, Prompt
-from kvtier.proxy.settings import EngineAddress, is_loopback, proxy_settings
+from kvtier.proxy.settings import EngineAddress, ProxySettings
+from kvtier.settings.peer import is_loopback
 
 from .conftest import Cluster, running, settings_of
 from .stub import DONE, Slow, Stub, event, responds
@@ -322,7 +323,7 @@ def test_prefix_memory_is_bounded_and_keeps_prefixes() -> None:
 )
 def test_invalid_settings(values: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        proxy_settings(**values)
+        ProxySettings.of(**values)
     assert message in str(caught.value)
 
 
