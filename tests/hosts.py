@@ -23,9 +23,9 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from kvtier.testing.network import Host
+from tests.network import Host
+from tests.network.network import ROOT
 
-ROOT = Path(__file__).parents[1]
 TIMEOUT_SECONDS = 60.0
 LEAK_TIMEOUT_SECONDS = 30.0
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.testing.network import Host, Network
 from tests.hosts import TIMEOUT_SECONDS, HostProcess, wait_for
+from tests.network import Host, Network
 
 PROGRAM = "tests.peers.network_process"
 PORT = 8200

@@ -14,7 +14,8 @@ from threading import Thread
 
 import pytest
 
-from kvtier.testing.network import Host, Network, NetworkError
+from tests.network import Host, Network, NetworkError
+from tests.network.network import ROOT
 
 TIMEOUT_SECONDS = 30.0
 PORT = 5000
@@ -285,7 +286,7 @@ def test_close_leaks_nothing() -> None:
 KILLED_TEST = """
 import sys, time
 from threading import Thread
-from kvtier.testing.network import Network
+from tests.network import Network
 
 network = Network()
 sleepers = []
@@ -299,7 +300,9 @@ time.sleep(1000)
 
 
 def test_killed_test_leaks_no_processes() -> None:
-    with subprocess.Popen([sys.executable, "-c", KILLED_TEST], stdout=subprocess.PIPE, text=True) as test:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED_TEST], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as test:
         assert test.stdout is not None
         pids = [int(pid) for pid in test.stdout.readline().split()]
         assert all(is_alive(pid) for pid in pids)

@@ -16,7 +16,9 @@ from threading import Thread
 from typing import Any, NamedTuple, Self
 
 from kvtier.errors import KVTierError
-from kvtier.testing.network import namespaces, relay
+from tests.network import namespaces, relay
+
+ROOT = Path(__file__).parents[2]
 
 
 class NetworkError(KVTierError):
@@ -50,7 +52,7 @@ class Host:
         self._namespace = namespace
         self._processes: list[subprocess.Popen[Any]] = []
 
-    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:  # noqa: ANN401 - as Popen
+    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a process on this host. ``options`` are those of ``subprocess.Popen``.
 
         Its pid is that of the command. It shares this machine's file system, but /sys shows the host's
@@ -113,6 +115,7 @@ class Network:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                cwd=ROOT,
             )
         message, descriptors, _, _ = socket.recv_fds(self._control, relay.MAX_MESSAGE_BYTES, hosts)
         self.hosts = tuple(Host(number, descriptor) for number, descriptor in enumerate(descriptors, 1))

@@ -14,6 +14,6 @@
 
 from __future__ import annotations
 
-from kvtier.testing.network.network import Counts, Host, Network, NetworkError
+from tests.network.network import Counts, Host, Network, NetworkError
 
 __all__ = ["Counts", "Host", "Network", "NetworkError"]

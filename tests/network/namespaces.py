@@ -64,7 +64,7 @@ def _main() -> None:
     os.close(int(namespace))
     see_own_devices()
     try:
-        os.execvp(command[0], command)  # noqa: S606 - no shell is wanted
+        os.execvp(command[0], command)
     except OSError as error:
         sys.exit(f"{command[0]}: {error.strerror}")
 

@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtier.testing.network import namespaces
+from tests.network import namespaces
 
 NETWORK = (10, 77, 0)
 """The first bytes of each host's address. The last byte is its number, from 1."""
@@ -108,7 +108,7 @@ class Relay:
             namespaces.enter(home)
             os.close(home)
         self._control = control
-        self._random = random.Random(seed)  # noqa: S311 - not for secrets
+        self._random = random.Random(seed)
         self._buffer = memoryview(bytearray(_VIRTIO_HEADER_BYTES + _MTU))
         self._by_address = {bytes((*NETWORK, number)): port for number, port in enumerate(self.ports, 1)}
         self._delay = 0.0
