@@ -87,11 +87,6 @@ class Body:
         """Whether the client gets the response's ``kv_transfer_params``."""
         return _is_set(self.fields.get(PARAMS))
 
-    @property
-    def streams(self) -> bool:
-        """Whether the client requests a streaming response."""
-        return _truthy(self.fields.get("stream"))
-
     def text(self, name: str) -> str | None:
         """Return a string field; ``None`` if it is missing or not a string."""
         value = self.value(name)

@@ -30,8 +30,6 @@ LOOPBACK = "127.0.0.1"
 _PATTERN_BYTES = MIB + 13
 """Not a multiple of any page or part size, so that bytes at a wrong offset differ."""
 
-DialFrom = Callable[[int], Dial]
-
 
 class Certificate(NamedTuple):
     """The files of a self-signed certificate, for connections over TLS."""

@@ -22,7 +22,6 @@ from tests.plugins.conftest import install
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "extending" / "backends.md").read_text()
-TEMPLATE = ROOT / "plugins" / "kvtier-template"
 MODULE = "plugins/kvtier-template/src/kvtier_template/__init__.py"
 
 

@@ -20,8 +20,6 @@ from kvtier.backends.redis.url import Endpoint
 OTHER_NODE_CODES = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "READONLY", "TRYAGAIN"})
 """Another server may accept the command: refresh the topology."""
 
-LOGIN_CODES = frozenset({"NOAUTH", "NOPERM", "WRONGPASS"})
-
 _MESSAGES = {
     "CLUSTERDOWN": "{} reports that its cluster is down: check CLUSTER INFO there",
     "LOADING": "{} is still loading its data",
