@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from inspect import Parameter
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 import typer
-from pydantic import SecretStr
+from pydantic import BeforeValidator, SecretStr
+from pydantic.fields import FieldInfo
 
 from kvtier.cli.options import Command, make_command, option, own_parameters, read_secret
+from kvtier.cli.settings_reference import format_value
 from kvtier.cli.terminal import ConfigFile, set_up_logging
 from kvtier.controller.settings import ServiceSettings
 from kvtier.proxy.settings import ProxySettings
-from kvtier.settings.command import CommandSettings, Option
-from kvtier.units import format_duration, format_size
+from kvtier.settings.command import CommandSettings
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL = option("log_level", str, default="INFO", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")
-FORMATS: dict[str, Callable[[Any], str]] = {"TIME": format_duration, "SIZE": format_size}
-"""How the help shows a default, by metavar."""
 
 
 def service_command(model: type[CommandSettings]) -> Callable[[Command], Command]:
     """Make a function a command with an option per field of ``model``. It gets their values, by field."""
-    options = dict(_options(model))
-    files = {name: f"{name}_file" for name, field in options.items() if field.kind is SecretStr}
-    shared = [
-        option(
-            files.get(name, name),
-            (Path if name in files else field.kind) | None,
-            metavar=field.metavar,
-            help=field.help,
-            rich_help_panel=field.panel,
-            show_default=field.shown or _default(model, name, field.metavar),
-        )
-        for name, field in options.items()
-    ]
+    fields = model.model_fields
+    files = {name: f"{name}_file" for name, field in fields.items() if _kind(field) is SecretStr}
+    shared = [_option(files.get(name, name), field) for name, field in fields.items()]
 
     def decorate(function: Command) -> Command:
         def run(values: dict[str, Any]) -> None:
             set_up_logging(_level(values.pop("log_level")))
-            given = {name: values.pop(files.get(name, name)) for name in options}
+            given = {name: values.pop(files.get(name, name)) for name in fields}
             for name, file in files.items():
                 if given[name] is not None:
                     given[name] = read_secret(given[name], f"--{file.replace('_', '-')}")
@@ -99,16 +90,27 @@ PROXY_EXAMPLES = (
 )
 
 
-def _options(model: type[CommandSettings]) -> Iterator[tuple[str, Option]]:
-    for name, field in model.model_fields.items():
-        (shown,) = (item for item in field.metadata if isinstance(item, Option))
-        yield name, shown
+def _option(name: str, field: FieldInfo) -> Parameter:
+    kind, extra = _kind(field), field.json_schema_extra
+    assert isinstance(extra, dict)
+    return option(
+        name,
+        (Path if kind is SecretStr else kind) | None,
+        metavar=extra["metavar"],
+        help=field.description,
+        rich_help_panel=extra["panel"],
+        show_default=extra["shown"] or (format_value(field, field.default) if field.default else False),
+    )
 
 
-def _default(model: type[CommandSettings], name: str, metavar: str) -> str | bool:
-    """Return a field's default as shown in the help. Typer shows none for ``False``."""
-    value = model.model_fields[name].default
-    return FORMATS.get(metavar, str)(value) if value else False
+def _kind(field: FieldInfo) -> Any:  # noqa: ANN401 - a type
+    """Return the type that the command line checks; the settings parse the rest."""
+    if any(isinstance(item, BeforeValidator) for item in field.metadata):
+        return str  # A size or a duration.
+    kind = field.annotation
+    while (arguments := get_args(kind)) and get_origin(kind) is not tuple:
+        kind = next(argument for argument in arguments if argument is not NoneType)
+    return list[str] if get_origin(kind) is tuple else kind
 
 
 def _level(text: str) -> str:

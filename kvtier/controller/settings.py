@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import model_validator
 
-from kvtier.settings.command import CommandSettings, Option, Token
+from kvtier.settings.command import CommandSettings, Token, option
 from kvtier.settings.peer import Address, FilePath, is_loopback, split_address
 from kvtier.units import Duration
 
@@ -29,38 +28,26 @@ def default_state() -> Path:
 class ServiceSettings(CommandSettings):
     """Settings of the controller process."""
 
-    listen: Annotated[Address, Option("HOST:PORT", "Address to listen on.")] = DEFAULT_LISTEN
-    token: Annotated[
-        Token | None,
-        Option(
-            "FILE",
-            "File with the token that instances and clients must send. Required unless listening on "
-            "loopback. Default: `controller.token` of the settings, if any.",
-            kind=SecretStr,
-        ),
-    ] = None
-    instance_timeout: Annotated[
-        Duration, Field(le=3600), Option("TIME", "Drop an instance after this time without messages.")
-    ] = IDLE_TIMEOUT_SECONDS
-    heartbeat: Annotated[Duration, Field(ge=0.01), Option("TIME", "Heartbeat interval of instances.")] = (
-        HEARTBEAT_SECONDS
+    listen: Address = option(DEFAULT_LISTEN, "HOST:PORT", "Address to listen on.")
+    token: Token | None = option(
+        None,
+        "FILE",
+        "File with the token that instances and clients must send. Required unless listening on loopback. "
+        "Default: `controller.token` of the settings, if any.",
     )
-    state: Annotated[
-        FilePath,
-        Option(
-            "FILE",
-            "File to store events and pins in.",
-            kind=Path,
-            shown="$XDG_STATE_HOME/kvtier/controller.sqlite",
-        ),
-    ] = Field(default_factory=default_state)
-    keep_events: Annotated[Duration, Option("TIME", "Time to keep events after their end.")] = KEEP_SECONDS
-    tls_certificate: Annotated[
-        FilePath | None, Option("FILE", "Serve HTTPS with this PEM certificate.", kind=Path)
-    ] = None
-    tls_key: Annotated[FilePath | None, Option("FILE", "The certificate's PEM private key.", kind=Path)] = (
-        None
+    instance_timeout: Duration = option(
+        IDLE_TIMEOUT_SECONDS, "TIME", "Drop an instance after this time without messages.", le=3600
     )
+    heartbeat: Duration = option(HEARTBEAT_SECONDS, "TIME", "Heartbeat interval of instances.", ge=0.01)
+    state: FilePath = option(
+        default_state,
+        "FILE",
+        "File to store events and pins in.",
+        shown="$XDG_STATE_HOME/kvtier/controller.sqlite",
+    )
+    keep_events: Duration = option(KEEP_SECONDS, "TIME", "Time to keep events after their end.")
+    tls_certificate: FilePath | None = option(None, "FILE", "Serve HTTPS with this PEM certificate.")
+    tls_key: FilePath | None = option(None, "FILE", "The certificate's PEM private key.")
 
     @model_validator(mode="after")
     def _make_sense(self) -> ServiceSettings:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import SecretStr, field_validator, model_validator
 
-from kvtier.settings.command import CommandSettings, Option, Token
+from kvtier.settings.command import CommandSettings, Token, option
 from kvtier.settings.peer import Address, split_address
 from kvtier.units import GIB, KIB, MIB, Duration, Size
 
@@ -64,122 +64,84 @@ ENGINES, ROUTING, LIMITS = "Engines", "Routing", "Limits"
 class ProxySettings(CommandSettings):
     """Settings of the proxy. Sizes are in bytes, durations in seconds."""
 
-    prefill: Annotated[
-        tuple[str, ...], Option("URL", "A prefill instance. Repeatable.", ENGINES, list[str])
-    ] = ()
-    decode: Annotated[
-        tuple[str, ...],
-        Option(
-            "URL[=HOST:PORT]",
-            "A decode instance. Repeatable. HOST:PORT is the address where prefill instances reach its "
-            "`peer.listen`. Default: ask the engine.",
-            ENGINES,
-            list[str],
-        ),
-    ] = ()
-    engine_key: Annotated[
-        SecretStr | None,
-        Option(
-            "FILE",
-            "File with the engines' API key, for the proxy's own requests. Clients' keys are forwarded.",
-            ENGINES,
-            SecretStr,
-        ),
-    ] = None
-    check: Annotated[
-        Duration, Field(ge=0.05, le=3600), Option("TIME", "Interval of health checks of engines.", ENGINES)
-    ] = 2.0
-    listen: Annotated[Address, Option("HOST:PORT", "Address to listen on.")] = DEFAULT_LISTEN
-    token: Annotated[
-        Token | None,
-        Option(
-            "FILE",
-            "File with the token for `/engines`. Default: only this host can add and remove engines.",
-            kind=SecretStr,
-        ),
-    ] = None
-    controller: Annotated[
-        str | None,
-        Option(
-            "URL",
-            "URL of the controller, to look up which engine holds a prompt. Default: track prompts.",
-            ROUTING,
-        ),
-    ] = None
-    controller_token: Annotated[
-        SecretStr | None, Option("FILE", "File with the controller's token.", ROUTING, SecretStr)
-    ] = None
-    min_prefill: Annotated[
-        int,
-        Field(ge=0),
-        Option(
-            "TOKENS",
-            "Prompts with fewer tokens to compute are prefilled by the decode instance.",
-            ROUTING,
-            int,
-        ),
-    ] = 256
-    max_cached: Annotated[
-        float,
-        Field(gt=0, le=1),
-        Option(
-            "SHARE",
-            "Prompts of which the decode instance holds this share are prefilled by it.",
-            ROUTING,
-            float,
-        ),
-    ] = 0.8
-    remember: Annotated[
-        int,
-        Field(ge=0, le=100_000_000),
-        Option(
-            "TOKENS",
-            "Tokens that each engine is assumed to keep of the prompts sent to it.",
-            ROUTING,
-            int,
-        ),
-    ] = 1_000_000
-    timeout: Annotated[
-        Duration,
-        Field(ge=0, le=600),
-        Option("TIME", "Time that a decode instance waits for the KV transfer.", ROUTING),
-    ] = 10.0
-    prefill_timeout: Annotated[
-        Duration,
-        Field(gt=0),
-        Option(
-            "TIME",
-            "Maximum time of a prefill. Beyond this, the decode instance computes the prompt.",
-            LIMITS,
-        ),
-    ] = 120.0
-    idle_timeout: Annotated[
-        Duration,
-        Field(gt=0),
-        Option(
-            "TIME",
-            "Maximum time between data from a decode instance. Without streaming, its total time.",
-            LIMITS,
-        ),
-    ] = 600.0
-    max_requests: Annotated[
-        int,
-        Field(ge=1, le=65_536),
-        Option("N", "Concurrent requests; further ones get 429.", LIMITS, int),
-    ] = 1024
-    max_body: Annotated[
-        Size,
-        Field(ge=KIB, le=MAX_BODY_BYTES),
-        Option("SIZE", "Size of a request body; longer ones get 413.", LIMITS),
-    ] = 32 * MIB
-    max_held: Annotated[
-        Size,
-        Field(ge=KIB),
-        Option("SIZE", "Total size of request bodies in flight; beyond this, requests get 429.", LIMITS),
-    ] = GIB
-    drain: Annotated[
-        Duration, Option("TIME", "Grace period for requests after SIGTERM.", LIMITS, shown="60s")
-    ] = 60.0
+    prefill: tuple[str, ...] = option((), "URL", "A prefill instance. Repeatable.", ENGINES)
+    decode: tuple[str, ...] = option(
+        (),
+        "URL[=HOST:PORT]",
+        "A decode instance. Repeatable. HOST:PORT is the address where prefill instances reach its "
+        "`peer.listen`. Default: ask the engine.",
+        ENGINES,
+    )
+    engine_key: SecretStr | None = option(
+        None,
+        "FILE",
+        "File with the engines' API key, for the proxy's own requests. Clients' keys are forwarded.",
+        ENGINES,
+    )
+    check: Duration = option(2.0, "TIME", "Interval of health checks of engines.", ENGINES, ge=0.05, le=3600)
+    listen: Address = option(DEFAULT_LISTEN, "HOST:PORT", "Address to listen on.")
+    token: Token | None = option(
+        None,
+        "FILE",
+        "File with the token for `/engines`. Default: only this host can add and remove engines.",
+    )
+    controller: str | None = option(
+        None,
+        "URL",
+        "URL of the controller, to look up which engine holds a prompt. Default: track prompts.",
+        ROUTING,
+    )
+    controller_token: SecretStr | None = option(None, "FILE", "File with the controller's token.", ROUTING)
+    min_prefill: int = option(
+        256,
+        "TOKENS",
+        "Prompts with fewer tokens to compute are prefilled by the decode instance.",
+        ROUTING,
+        ge=0,
+    )
+    max_cached: float = option(
+        0.8,
+        "SHARE",
+        "Prompts of which the decode instance holds this share are prefilled by it.",
+        ROUTING,
+        gt=0,
+        le=1,
+    )
+    remember: int = option(
+        1_000_000,
+        "TOKENS",
+        "Tokens that each engine is assumed to keep of the prompts sent to it.",
+        ROUTING,
+        ge=0,
+        le=100_000_000,
+    )
+    timeout: Duration = option(
+        10.0, "TIME", "Time that a decode instance waits for the KV transfer.", ROUTING, ge=0, le=600
+    )
+    prefill_timeout: Duration = option(
+        120.0,
+        "TIME",
+        "Maximum time of a prefill. Beyond this, the decode instance computes the prompt.",
+        LIMITS,
+        gt=0,
+    )
+    idle_timeout: Duration = option(
+        600.0,
+        "TIME",
+        "Maximum time between data from a decode instance. Without streaming, its total time.",
+        LIMITS,
+        gt=0,
+    )
+    max_requests: int = option(
+        1024, "N", "Concurrent requests; further ones get 429.", LIMITS, ge=1, le=65_536
+    )
+    max_body: Size = option(
+        32 * MIB, "SIZE", "Size of a request body; longer ones get 413.", LIMITS, ge=KIB, le=MAX_BODY_BYTES
+    )
+    max_held: Size = option(
+        GIB, "SIZE", "Total size of request bodies in flight; beyond this, requests get 429.", LIMITS, ge=KIB
+    )
+    drain: Duration = option(60.0, "TIME", "Grace period for requests after SIGTERM.", LIMITS, shown="60s")
 
     @field_validator("prefill", "decode")
     @classmethod

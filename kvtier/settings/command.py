@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from kvtier.errors import SettingsError
 
 MIN_TOKEN_CHARACTERS = 16
 
 
-@dataclass(frozen=True)
-class Option:
-    """The command line option of a setting. An annotation of the model's field."""
+def option(
+    default: object,
+    metavar: str,
+    text: str,
+    panel: str | None = None,
+    *,
+    shown: str = "",
+    **limits: Any,  # noqa: ANN401 - as Field
+) -> Any:  # noqa: ANN401 - as Field
+    """Return a field that is an option of the command, with a default value or a function that makes it.
 
-    metavar: str
-    help: str
-    panel: str | None = None
-    kind: Any = str
-    """The type that the command line checks. ``SecretStr``: the option is ``--NAME-file``."""
-    shown: str | None = None
-    """The default as shown in the help, unless it is formatted from the field's."""
+    ``shown`` is the default as shown in the help, unless that is formatted from the value. The option of a
+    secret is ``--NAME-file``.
+    """
+    given: Any = {"default_factory" if callable(default) else "default": default}
+    extra = {"metavar": metavar, "panel": panel, "shown": shown}
+    return Field(**given, description=text, json_schema_extra=extra, **limits)
 
 
 def _check_token(token: SecretStr) -> SecretStr:
@@ -38,7 +43,7 @@ Token = Annotated[SecretStr, AfterValidator(_check_token)]
 
 
 class CommandSettings(BaseModel):
-    """Base class. Each field has an annotation of type :class:`Option`."""
+    """Base class. Each field is made by :func:`option`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
