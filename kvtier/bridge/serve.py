@@ -6,7 +6,6 @@ import fcntl
 import gc
 import logging
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -15,7 +14,6 @@ from typing import TextIO
 
 import anyio
 from anyio import CancelScope
-from anyio.abc import TaskStatus
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -23,6 +21,7 @@ from kvtier.bridge.listen import listening
 from kvtier.bridge.server import BridgeServer
 from kvtier.bridge.spawn import default_address
 from kvtier.cache import TieredCache
+from kvtier.concurrency.signals import stop_on_signals
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelError
 from kvtier.instance import Instance
@@ -47,7 +46,7 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
     with _claim(path):
         async with Instance.open(settings) as instance, open_tasks() as tasks:
             server = BridgeServer(instance)
-            await tasks.start(_stop_on_signals, serving, draining)
+            await tasks.start(stop_on_signals, serving, draining, logger)
             async with _serving_metrics(settings.metrics.listen, server):
                 with server.notices.listening(logger), _frozen(), serving:
                     await _serve_engines(server, path, settings.linger if exit_when_idle else None)
@@ -103,20 +102,6 @@ async def _until_idle(server: BridgeServer, linger: float) -> None:
         if not server.engines:
             logger.info("no engine for %g s: shutting down", linger)
             return
-
-
-async def _stop_on_signals(
-    serving: CancelScope, draining: CancelScope, *, task_status: TaskStatus[None]
-) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        task_status.started()
-        async for number in signals:
-            if serving.cancel_called:
-                logger.warning("%s again: exiting without draining", signal.Signals(number).name)
-                draining.cancel()
-            else:
-                logger.info("%s: shutting down", signal.Signals(number).name)
-                serving.cancel()
 
 
 async def _finish(cache: TieredCache) -> None:

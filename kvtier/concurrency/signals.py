@@ -7,7 +7,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import Logger
 from types import FrameType
+
+import anyio
+from anyio import CancelScope
+from anyio.abc import TaskStatus
 
 
 @contextmanager
@@ -26,3 +31,18 @@ def exit_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+async def stop_on_signals(
+    serving: CancelScope, draining: CancelScope, logger: Logger, *, task_status: TaskStatus[None]
+) -> None:
+    """Cancel ``serving`` on the first SIGTERM or SIGINT, and ``draining`` on the second."""
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
+        async for number in signals:
+            if serving.cancel_called:
+                logger.warning("%s again: exiting without draining", signal.Signals(number).name)
+                draining.cancel()
+            else:
+                logger.info("%s: shutting down", signal.Signals(number).name)
+                serving.cancel()

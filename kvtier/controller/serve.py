@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,8 +11,8 @@ from typing import NamedTuple
 
 import anyio
 from anyio import CancelScope
-from anyio.abc import TaskStatus
 
+from kvtier.concurrency.signals import stop_on_signals
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.controller.app import make_app
 from kvtier.controller.events import EventLog
@@ -81,7 +80,7 @@ async def serve(settings: ServiceSettings) -> None:
     """
     serve_scope, finish_scope = CancelScope(), CancelScope()
     async with open_tasks() as tasks:
-        await tasks.start(_stop_on_signals, serve_scope, finish_scope)
+        await tasks.start(stop_on_signals, serve_scope, finish_scope, logger)
         async with run_controller(settings) as controller:
             host, port = controller.address
             scheme = "http" if settings.tls_certificate is None else "https"
@@ -92,18 +91,6 @@ async def serve(settings: ServiceSettings) -> None:
             with finish_scope:
                 await controller.operations.finish(FINISH_SECONDS)
         tasks.cancel_scope.cancel()
-
-
-async def _stop_on_signals(
-    serve_scope: CancelScope, finish_scope: CancelScope, *, task_status: TaskStatus[None]
-) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        task_status.started()
-        async for number in signals:
-            logger.info("%s: shutting down", signal.Signals(number).name)
-            if serve_scope.cancel_called:
-                finish_scope.cancel()
-            serve_scope.cancel()
 
 
 def _tls(settings: ServiceSettings) -> ssl.SSLContext | None:

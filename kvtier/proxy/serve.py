@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import anyio
 from anyio import CancelScope
-from anyio.abc import TaskStatus
 
+from kvtier.concurrency.signals import stop_on_signals
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.http import serving
 from kvtier.proxy.app import make_app
@@ -67,7 +66,7 @@ async def serve(settings: ProxySettings) -> Statistics:
     _raise_file_limit(4 * settings.max_requests + SPARE_FILES)
     serving_scope, draining = CancelScope(), CancelScope()
     async with open_tasks() as tasks:
-        await tasks.start(_stop_on_signals, serving_scope, draining)
+        await tasks.start(stop_on_signals, serving_scope, draining, logger)
         async with run_proxy(settings) as running:
             host, port = running.address
             name = f"[{host}]" if ":" in host else host
@@ -80,18 +79,6 @@ async def serve(settings: ProxySettings) -> Statistics:
                 await running.proxy.admission.drain(settings.drain)
         tasks.cancel_scope.cancel()
     return running.proxy.statistics
-
-
-async def _stop_on_signals(
-    serving_scope: CancelScope, draining: CancelScope, *, task_status: TaskStatus[None]
-) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        task_status.started()
-        async for number in signals:
-            logger.info("%s: shutting down", signal.Signals(number).name)
-            if serving_scope.cancel_called:
-                draining.cancel()
-            serving_scope.cancel()
 
 
 def _raise_file_limit(needed: int) -> None:
