@@ -18,7 +18,7 @@ Command = Callable[..., None]
 def option(name: str, kind: Any, *flags: str, default: Any = None, **info: Any) -> Parameter:  # noqa: ANN401 - a type
     """Return an option as a parameter. ``info`` is that of :func:`typer.Option`."""
     return Parameter(
-        name, Parameter.KEYWORD_ONLY, default=typer.Option(default, *flags, **info), annotation=kind
+        name, Parameter.POSITIONAL_OR_KEYWORD, default=typer.Option(default, *flags, **info), annotation=kind
     )
 
 

@@ -44,6 +44,36 @@ def service_command(model: type[CommandSettings]) -> Callable[[Command], Command
     return decorate
 
 
+def _option(name: str, field: FieldInfo) -> Parameter:
+    kind, extra = _kind(field), field.json_schema_extra
+    assert isinstance(extra, dict)
+    return option(
+        name,
+        (Path if kind is SecretStr else kind) | None,
+        metavar=extra["metavar"],
+        help=field.description,
+        rich_help_panel=extra["panel"],
+        show_default=extra["shown"] or (format_value(field, field.default) if field.default else False),
+    )
+
+
+def _kind(field: FieldInfo) -> Any:  # noqa: ANN401 - a type
+    """Return the type that the command line checks; the settings parse the rest."""
+    if any(isinstance(item, BeforeValidator) for item in field.metadata):
+        return str  # A size or a duration.
+    kind = field.annotation
+    while (arguments := get_args(kind)) and get_origin(kind) is not tuple:
+        kind = next(argument for argument in arguments if argument is not NoneType)
+    return list[str] if get_origin(kind) is tuple else kind
+
+
+def _level(text: str) -> str:
+    level = text.upper()
+    if level not in LEVELS:
+        raise typer.BadParameter(f"{text!r} is not DEBUG, INFO, WARNING or ERROR", param_hint="--log-level")
+    return level
+
+
 @service_command(ServiceSettings)
 def controller(given: dict[str, Any], config: ConfigFile = None) -> None:
     """Run the controller: instances register with it, and it looks up, moves, pins and clears their chunks.
@@ -88,33 +118,3 @@ PROXY_EXAMPLES = (
     "kvtier proxy --listen 0.0.0.0:9000 --prefill http://gpu-1:8000 --prefill http://gpu-2:8000 "
     "--decode http://gpu-3:8000=10.0.0.3:55555",
 )
-
-
-def _option(name: str, field: FieldInfo) -> Parameter:
-    kind, extra = _kind(field), field.json_schema_extra
-    assert isinstance(extra, dict)
-    return option(
-        name,
-        (Path if kind is SecretStr else kind) | None,
-        metavar=extra["metavar"],
-        help=field.description,
-        rich_help_panel=extra["panel"],
-        show_default=extra["shown"] or (format_value(field, field.default) if field.default else False),
-    )
-
-
-def _kind(field: FieldInfo) -> Any:  # noqa: ANN401 - a type
-    """Return the type that the command line checks; the settings parse the rest."""
-    if any(isinstance(item, BeforeValidator) for item in field.metadata):
-        return str  # A size or a duration.
-    kind = field.annotation
-    while (arguments := get_args(kind)) and get_origin(kind) is not tuple:
-        kind = next(argument for argument in arguments if argument is not NoneType)
-    return list[str] if get_origin(kind) is tuple else kind
-
-
-def _level(text: str) -> str:
-    level = text.upper()
-    if level not in LEVELS:
-        raise typer.BadParameter(f"{text!r} is not DEBUG, INFO, WARNING or ERROR", param_hint="--log-level")
-    return level

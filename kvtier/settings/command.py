@@ -27,7 +27,7 @@ def option(
     secret is ``--NAME-file``.
     """
     given: Any = {"default_factory" if callable(default) else "default": default}
-    extra = {"metavar": metavar, "panel": panel, "shown": shown}
+    extra: Any = {"metavar": metavar, "panel": panel, "shown": shown}
     return Field(**given, description=text, json_schema_extra=extra, **limits)
 
 
