@@ -10,17 +10,16 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager, suppress
 from ssl import SSLContext
 from typing import Any
 
 import anyio
-import uvicorn
 from anyio import CancelScope
 from anyio.abc import TaskStatus
+from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import Server
 
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelError
@@ -71,7 +70,7 @@ async def serving(
     """
     _limit_uvicorn_log()
     lifespan = _LifespanErrors(app)
-    config = uvicorn.Config(
+    config = Config(
         lifespan,
         interface="asgi3",
         http=_Connection,
@@ -90,7 +89,7 @@ async def serving(
     )
     config.load()
     config.ssl = ssl
-    server = _Server(config)
+    server = Server(config)
     with await _bind(listen, setting, backlog) as listener:
         host, port = listener.getsockname()[:2]
         async with open_tasks() as tasks:
@@ -133,15 +132,32 @@ async def _bind(listen: str | tuple[str, int], setting: str, backlog: int) -> so
 
 
 async def _run(
-    server: _Server, lifespan: _LifespanErrors, listener: socket.socket, *, task_status: TaskStatus[None]
+    server: Server, lifespan: _LifespanErrors, listener: socket.socket, *, task_status: TaskStatus[None]
 ) -> None:
+    """Do what :meth:`Server.serve` does, without its signal handlers and with a limited shutdown."""
     # Shielded: uvicorn leaks connections and tasks when cancelled. should_exit stops it.
     with CancelScope(shield=True):
-        server.when_started = task_status.started
+        server.lifespan = server.config.lifespan_class(server.config)
         with suppress(SystemExit):  # Some versions of uvicorn raise it if startup failed.
-            await server.serve([listener])
+            await server.startup([listener])
         if not server.started:
             raise lifespan.error or ChannelError("the application failed to start: see its log")
+        task_status.started()
+        await server.main_loop()
+        timer = asyncio.get_running_loop().call_later(FINISH_SECONDS, _abort_connections, server)
+        try:
+            await server.shutdown([listener])
+        finally:
+            timer.cancel()
+            _abort_connections(server)
+            if server.server_state.tasks:  # Already cancelled.
+                await asyncio.wait(server.server_state.tasks, timeout=CANCEL_SECONDS)
+
+
+def _abort_connections(server: Server) -> None:
+    """Abort endless streams and connections with a stalled reader. Their requests see a disconnect."""
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
 
 
 class _LifespanErrors:
@@ -166,35 +182,6 @@ class _LifespanErrors:
         except BaseException as error:
             self.error = error
             raise
-
-
-class _Server(Server):
-    when_started: Callable[[], None]
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Do nothing: the process handles its signals."""
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self.when_started()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(FINISH_SECONDS, self._abort_connections)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            timer.cancel()
-            self._abort_connections()
-            if self.server_state.tasks:  # Already cancelled.
-                await asyncio.wait(self.server_state.tasks, timeout=CANCEL_SECONDS)
-
-    def _abort_connections(self) -> None:
-        """Abort endless streams and connections with a stalled reader. Their requests see a disconnect."""
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
 
 
 class _Connection(H11Protocol):
