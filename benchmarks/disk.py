@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 import anyio
 
 from benchmarks.common import MIB, filled, ratio, show, speed
-from kvtier.backends.base import Backend, Outcome, SupportsRegistration
+from kvtier.backends.base import Backend, Outcome
 from kvtier.backends.disk.backend import DiskBackend, DiskSettings, walk
 from kvtier.bench.raw_files import in_threads, read_file, write_file
 from kvtier.bench.sides import unseal
@@ -40,7 +40,7 @@ from kvtier.bench.timing import rotated
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
-from kvtier.tiers.sealed import SealedBackend
+from kvtier.tiers.seal import Seal
 from kvtier.units import format_size
 
 KIB = 1 << 10
@@ -126,13 +126,13 @@ class Bench:
         """Return every run of every side, for writes and reads."""
         self._raw.mkdir(exist_ok=True)
         async with AsyncExitStack() as stack:
-            backends: dict[str, Backend] = {}
+            backends: dict[str, Backend | Seal] = {}
             for side, path in self._folders.items():
-                backends[side] = self._backend(side, path)
-                await backends[side].open()
-                stack.push_async_callback(backends[side].close)
-                if isinstance(backends[side], SupportsRegistration):
-                    await backends[side].register(self._arena)
+                backend = self._backend(side, path)
+                await backend.open()
+                stack.push_async_callback(backend.close)
+                await backend.register(self._arena)
+                backends[side] = Seal(backend) if side == "sealed" else backend
             writes = {
                 "raw": self._raw_write,
                 **{side: partial(put, backends[side], self._chunks) for side in SIDES},
@@ -149,7 +149,7 @@ class Bench:
             finally:
                 self._remove(list(writes))
 
-    def _backend(self, side: str, path: Path) -> Backend:
+    def _backend(self, side: str, path: Path) -> DiskBackend:
         settings = DiskSettings(
             name="ssd",
             type="disk",
@@ -159,8 +159,7 @@ class Bench:
             concurrency=self._depth,
             io=SIDES[side],
         )
-        backend = DiskBackend(settings)
-        return SealedBackend(backend) if side == "sealed" else backend
+        return DiskBackend(settings)
 
     async def _raw_write(self) -> None:
         in_threads(self._depth, self._chunks, lambda item: write_file(self._raw / item[0].hex(), item[1]))
@@ -238,13 +237,13 @@ def chunk_objects(memory: memoryview, size: int) -> Chunks:
     return chunks
 
 
-async def put(backend: Backend, chunks: Chunks) -> None:
-    if isinstance(backend, SealedBackend):
+async def put(backend: Backend | Seal, chunks: Chunks) -> None:
+    if isinstance(backend, Seal):
         unseal(chunks)
     expect_ok(await backend.put(chunks))
 
 
-async def get(backend: Backend, chunks: Chunks) -> None:
+async def get(backend: Backend | Seal, chunks: Chunks) -> None:
     expect_ok(await backend.get(chunks))
 
 

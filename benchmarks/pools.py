@@ -31,7 +31,6 @@ import anyio
 from benchmarks.common import MIB, ratio, show, speed
 from benchmarks.peer import LMCache, LMCacheSide
 from benchmarks.pools_sides import Pump, RawRESP, fill_arena
-from kvtier.backends.base import SupportsRegistration
 from kvtier.bench.chunks import clear_stamps, have_stamps, put_stamps
 from kvtier.bench.libraries import InfiniStoreLibrary, MooncakeLibrary
 from kvtier.bench.sides import BackendSide, Chunk, Side
@@ -40,7 +39,7 @@ from kvtier.memory.arena import Arena
 from kvtier.plugins import Plugins
 from kvtier.testing.servers import SERVERS
 from kvtier.testing.servers.base import Server
-from kvtier.tiers.sealed import SealedBackend
+from kvtier.tiers.seal import Seal
 
 CONNECTIONS = 4
 """Connections of the tier, raw sockets, and threads of the libraries."""
@@ -158,13 +157,13 @@ async def sides_of(
         settings["connections"] = CONNECTIONS
     backend = backend_type(backend_type.settings_type.model_validate(settings))
     await backend.open()
-    if isinstance(backend, SupportsRegistration):
-        await backend.register(arena)
+    if (registration := backend.capabilities().registration) is not None:
+        await registration.register(arena)
     sides: dict[str, Side] = {
         "limit": limit_of(pool, settings, arena),
         "pump": Pump(CONNECTIONS, size),
         "plain": BackendSide(backend),
-        "sealed": BackendSide(SealedBackend(backend)),
+        "sealed": BackendSide(backend, Seal(backend)),
     }
     process = LMCache(settings["url"].replace("valkey:", "redis:"), size, depth) if with_lmcache else None
     if process is not None:

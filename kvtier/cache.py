@@ -18,7 +18,7 @@ from functools import partial
 import anyio
 from anyio.abc import TaskGroup
 
-from kvtier.backends.base import Backend, SupportsArena, SupportsRegistration, SupportsScan
+from kvtier.backends.base import Backend
 from kvtier.catalog.catalog import ALL_TIERS, Catalog, State
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import SettingsError
@@ -41,11 +41,9 @@ from kvtier.pipeline.prefetch import PrefetchStage
 from kvtier.pipeline.store import Reservation, StoreStage
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, TierSettings, load_settings
-from kvtier.tiers.breaker import GuardedBackend
 from kvtier.tiers.router import FIRST, Router
 from kvtier.tiers.sealer import Sealer
 from kvtier.tiers.tier import Tier
-from kvtier.tiers.wrapped import open_wrapped
 
 logger = logging.getLogger("kvtier")
 
@@ -100,23 +98,22 @@ class TieredCache:
         tier_settings = [tier for tier, _ in media]
         catalog = Catalog([plugins.eviction(eviction_of(tier))() for tier in tier_settings])
         async with AsyncExitStack() as stack:
-            sealer = Sealer(settings.checksum)
-            backends = [
-                await open_wrapped(stack, backend, name=tier.name, sealer=sealer if index > FIRST else None)
-                for index, (tier, backend) in enumerate(media)
-            ]
-            memory = backends[FIRST].inner
-            if not isinstance(memory, SupportsArena):
+            for _, backend in media:
+                await backend.open()
+                stack.push_async_callback(backend.close)
+            memory = media[FIRST][1].capabilities().arena
+            if memory is None:
                 raise SettingsError(f"tiers[0] is {tier_settings[FIRST].type}: the first tier must be memory")
             tasks = await stack.enter_async_context(open_tasks())
+            sealer = Sealer(settings.checksum)
             tiers = [
-                Tier(index, tier, backend, catalog, tasks)
-                for index, (tier, backend) in enumerate(zip(tier_settings, backends, strict=True))
+                Tier(index, tier, backend, catalog, tasks, sealer)
+                for index, (tier, backend) in enumerate(media)
             ]
             router, observers = Router(catalog, tiers), list(plugins.observers(settings))
             hierarchy = Hierarchy(tiers, catalog, router, memory, tasks, observers, sealer)
             cache = cls(settings, hierarchy)
-            await cache._load_held(backends)
+            await cache._load_held()
             cache._start(tasks)
             try:
                 yield cache
@@ -125,28 +122,25 @@ class TieredCache:
                     await cache.finish()
                 tasks.cancel_scope.cancel()
 
-    async def _load_held(self, backends: Sequence[GuardedBackend]) -> None:
+    async def _load_held(self) -> None:
         """Add the chunks that the tiers held when opened to the catalog, least recently used first."""
         catalog = self.hierarchy.catalog
-        for index, backend in enumerate(backends):
-            if index > FIRST and isinstance(backend, SupportsRegistration):
-                await backend.register(self.arena)
-            if index == FIRST or not isinstance(backend, SupportsScan):
-                continue
+        for tier in self.hierarchy.tiers[FIRST + 1 :]:
+            if tier.capabilities.registration is not None:
+                await tier.capabilities.registration.register(self.arena)
             held: list[HeldChunk] = []
-            async for batch in backend.scan():
+            async for batch in tier.scan():
                 held += [HeldChunk.of(stored) for stored in batch]
             for chunk in parents_first(held):
-                catalog.add(
-                    chunk.key, index, chunk.length, State.READY, chunk.header.parent, chunk.header.namespace
-                )
-            await self._evicting.make_room(index, 0)
-            if catalog.count(index):
+                header = chunk.header
+                catalog.add(chunk.key, tier.index, chunk.length, State.READY, header.parent, header.namespace)
+            await self._evicting.make_room(tier.index, 0)
+            if catalog.count(tier.index):
                 logger.info(
                     "tier %s: found %d existing chunks (%.2f GiB)",
-                    self.hierarchy.name(index),
-                    catalog.count(index),
-                    catalog.used(index) / 2**30,
+                    tier.name,
+                    catalog.count(tier.index),
+                    catalog.used(tier.index) / 2**30,
                 )
 
     def _start(self, tasks: TaskGroup) -> None:

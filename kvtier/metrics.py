@@ -36,7 +36,6 @@ from kvtier.cache import TieredCache
 from kvtier.events import Event, Prefetch, Report, Store
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.router import FIRST
-from kvtier.tiers.sealed import SealedBackend
 from kvtier.tiers.tier import Tier
 
 Status = Mapping[str, Any]
@@ -181,16 +180,13 @@ class CacheMetrics(Collector):
         yield gauge("chunks", "Chunks in a tier according to the catalog.", lambda tier: count(tier.index))
         yield gauge("available", "0 while a tier's circuit breaker is open.", lambda tier: tier.available)
         yield counter(
-            "outages", "How often a tier's circuit breaker opened.", lambda tier: tier.backend.outages
+            "outages", "How often a tier's circuit breaker opened.", lambda tier: tier.breaker.outages
         )
         text = "Corrupt chunks found in a tier and deleted; in memory only headers are checked."
         yield counter("corrupt_chunks", text, self._corrupt)
 
-    def _corrupt(self, tier: Tier) -> int | None:
-        if tier.index == FIRST:
-            return self._cache.hierarchy.sealer.corrupt
-        inner = tier.backend.inner
-        return inner.corrupt if isinstance(inner, SealedBackend) else None
+    def _corrupt(self, tier: Tier) -> int:
+        return self._cache.hierarchy.sealer.corrupt if tier.index == FIRST else tier.seal.corrupt
 
     def _of_counts(self, tiers: Sequence[Tier]) -> Iterator[Metric]:
         counts = self._cache.hierarchy.counts

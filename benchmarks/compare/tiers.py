@@ -28,7 +28,7 @@ from kvtier.catalog.lru import LruPolicy
 from kvtier.memory.arena import Arena
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.servers.redis import RedisServer
-from kvtier.tiers.sealed import SealedBackend
+from kvtier.tiers.seal import Seal
 from kvtier.units import MIB
 
 LOOKUP_KEYS = 128
@@ -59,13 +59,14 @@ def kvtier_side(
     chunks: Sequence[Chunk],
     prepare_read: Callable[[], None] = lambda: None,
     server: RawRESP | None = None,
+    seal: Seal | None = None,
 ) -> RunCall:
     """Return a side for a tier of kvtier. ``prepare_read`` is called before each get and is not timed.
 
     Lookups in a local tier use only the catalog, as in a cache. With a pool, lookups query the ``server``,
     which is emptied over a raw socket: with UNLINK, it would still be busy during the next side's turn.
     """
-    side, keys = BackendSide(backend), [key for key, _ in chunks]
+    side, keys = BackendSide(backend, seal), [key for key, _ in chunks]
     lookup_keys = [keys[index % len(keys)] for index in range(LOOKUP_KEYS)]
     catalog = Catalog([LruPolicy()])
     for key, view in chunks:
@@ -190,7 +191,7 @@ async def disk(extent: Extent, folder: Path, *, direct: bool) -> list[Pair]:
         with lmcache(name, extent) as process:
             sides = {
                 "plain": kvtier_side(backend, chunks, drop_cache),
-                "sealed": kvtier_side(SealedBackend(backend), chunks, drop_cache),
+                "sealed": kvtier_side(backend, chunks, drop_cache, seal=Seal(backend)),
                 "LMCache": lmcache_side(process, "disk O_DIRECT" if direct else "disk"),
             }
             seconds = await interleave(sides, extent.pairs)
@@ -219,7 +220,7 @@ async def redis(extent: Extent, kinds: Sequence[str]) -> list[Pair]:
         process = LMCache(tier.url, extent.size, extent.chunks)
         sides = {
             "plain": kvtier_side(backend, chunks, server=raw),
-            "sealed": kvtier_side(SealedBackend(backend), chunks, server=raw),
+            "sealed": kvtier_side(backend, chunks, server=raw, seal=Seal(backend)),
             **{kind: connector_side(process, kind, extent.chunks, raw) for kind in kinds},
         }
         seconds = await interleave(sides, extent.pairs)

@@ -1,7 +1,7 @@
 """The interface of a storage backend, and its optional capabilities.
 
 A backend stores opaque bytes under keys. It knows nothing of headers, checksums, deadlines, capacity
-or eviction: wrappers add those to every backend alike (``sealed.py``, ``guarded.py``, ``tiers/tier.py``).
+or eviction: :class:`kvtier.tiers.tier.Tier` adds those to every backend alike.
 """
 
 from __future__ import annotations
@@ -91,6 +91,13 @@ class Backend(ABC):
     @abstractmethod
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
         """Remove each key, ignoring keys that are not held. Raises if the medium cannot be reached."""
+
+    def capabilities(self) -> Capabilities:
+        """Return the optional capabilities, by default all protocols below that this object implements.
+
+        Called after ``open``. A wrapper returns those of the backend that it wraps.
+        """
+        return Capabilities.of(self)
 
 
 class StoredObject(NamedTuple):
@@ -188,3 +195,28 @@ class SupportsTTL(Protocol):
     def ttl(self) -> float | None:
         """Seconds until a chunk expires, or ``None``."""
         ...
+
+
+class Capabilities(NamedTuple):
+    """The optional capabilities of one backend; ``None`` for each that it does not have."""
+
+    scan: SupportsScan | None = None
+    arena: SupportsArena | None = None
+    leases: SupportsLeases | None = None
+    registration: SupportsRegistration | None = None
+    prefix: SupportsPrefix | None = None
+    check: SupportsCheck | None = None
+    ttl: SupportsTTL | None = None
+
+    @classmethod
+    def of(cls, backend: Backend) -> Capabilities:
+        """Return the protocols that ``backend`` implements."""
+        return cls(
+            scan=backend if isinstance(backend, SupportsScan) else None,
+            arena=backend if isinstance(backend, SupportsArena) else None,
+            leases=backend if isinstance(backend, SupportsLeases) else None,
+            registration=backend if isinstance(backend, SupportsRegistration) else None,
+            prefix=backend if isinstance(backend, SupportsPrefix) else None,
+            check=backend if isinstance(backend, SupportsCheck) else None,
+            ttl=backend if isinstance(backend, SupportsTTL) else None,
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvtier.backends.base import Backend, SupportsArena
+from kvtier.backends.base import Backend
 from kvtier.backends.disk.backend import DiskSettings
 from kvtier.backends.infinistore.settings import InfiniStoreSettings
 from kvtier.backends.mooncake.settings import MooncakeSettings
@@ -29,7 +29,7 @@ def limit_of(tier: TierSettings, backend: Backend, arena: Arena, length: int) ->
     which the limits do not support. Blocks. Raises ``OSError``, :class:`kvtier.errors.KVTierError`, and the
     client library's errors.
     """
-    if isinstance(backend, SupportsArena):
+    if backend.capabilities().arena is not None:
         return "memcpy", Memcpy(filled(length))
     if isinstance(tier, DiskSettings):
         return _raw_files(tier)

@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
-from kvtier.backends.base import Backend, Outcome, SupportsPrefix
+from kvtier.backends.base import Backend, Outcome
 from kvtier.bench.errors import BenchFailed
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
-from kvtier.tiers.sealed import SealedBackend
+from kvtier.tiers.seal import Seal
 
 Chunk = tuple[ChunkKey, memoryview]
 
@@ -60,21 +60,23 @@ class Side(ABC):
 
 
 class BackendSide(Side):
-    """A backend opened by the caller, plain or wrapped in :class:`SealedBackend`."""
+    """A backend opened by the caller, plain or with a seal."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, seal: Seal | None = None) -> None:
         self._backend = backend
+        self._store = seal or backend
+        self._is_sealed = seal is not None
 
     async def put(self, chunks: Sequence[Chunk]) -> float:
         """See :meth:`Side.put`."""
-        if isinstance(self._backend, SealedBackend):
+        if self._is_sealed:
             unseal(chunks)
-        seconds, outcomes = await timed(lambda: self._backend.put(chunks))
+        seconds, outcomes = await timed(lambda: self._store.put(chunks))
         return _all_ok("store", seconds, outcomes, len(chunks))
 
     async def get(self, chunks: Sequence[Chunk]) -> float:
         """See :meth:`Side.get`."""
-        seconds, outcomes = await timed(lambda: self._backend.get(chunks))
+        seconds, outcomes = await timed(lambda: self._store.get(chunks))
         return _all_ok("return", seconds, outcomes, len(chunks))
 
     async def look_up(self, keys: Sequence[ChunkKey]) -> float:
@@ -84,9 +86,9 @@ class BackendSide(Side):
 
     async def prefix(self, keys: Sequence[ChunkKey]) -> float | None:
         """See :meth:`Side.prefix`."""
-        if not isinstance(self._backend, SupportsPrefix):
+        backend = self._backend.capabilities().prefix
+        if backend is None:
             return None
-        backend = self._backend
         seconds, held = await timed(lambda: backend.held_prefix(keys))
         return expect(seconds, held == len(keys), f"it holds {held} of {len(keys)} chunks that were stored")
 

@@ -12,7 +12,7 @@ from functools import partial
 import anyio
 from anyio import CancelScope
 
-from kvtier.backends.base import Backend, SupportsCheck, SupportsRegistration
+from kvtier.backends.base import Backend
 from kvtier.bench.calls import within
 from kvtier.bench.chunks import clear_stamps, have_stamps, make_chunks, put_stamps, random_keys
 from kvtier.bench.errors import BenchFailed, Stuck
@@ -24,7 +24,8 @@ from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import is_memory
 from kvtier.settings import TierSettings
-from kvtier.tiers.sealed import SealedBackend
+from kvtier.tiers.seal import Seal
+from kvtier.tiers.sealer import Sealer
 from kvtier.units import MIB, format_duration
 
 logger = logging.getLogger("kvtier")
@@ -66,20 +67,20 @@ async def measure_tier(
     after an error or cancellation. The limit blocks the event loop while it moves bytes. Raises
     :class:`BenchFailed`, :class:`Stuck` if a call does not end at all, and what the backend raises.
     """
-    wrapped = backend if is_memory(type(backend)) else SealedBackend(backend, checksum)
+    seal = None if is_memory(type(backend)) else Seal(backend, Sealer(checksum))
     arena = Arena.create(tier_bytes(extent) + 2 * MIB)
     async with AsyncExitStack() as stack:
         stack.push(_closing(arena))
-        await stack.enter_async_context(_opened(wrapped, arena))
-        remark = ""
-        if isinstance(wrapped, SupportsCheck):
-            remark = await within(OPENING_SECONDS, "checking it", wrapped.check)
-        sides: dict[str, Side] = {KVTIER: BackendSide(wrapped)}
+        await stack.enter_async_context(_opened(backend, arena))
+        check, remark = backend.capabilities().check, ""
+        if check is not None:
+            remark = await within(OPENING_SECONDS, "checking it", check.check)
+        sides: dict[str, Side] = {KVTIER: BackendSide(backend, seal)}
         limit = limit_of(tier, backend, arena, extent.length)
         if limit is not None:
             sides[LIMIT] = limit[1]
             stack.push_async_callback(limit[1].close)
-        bench = _Bench(sides, wrapped, arena, tier, extent)
+        bench = _Bench(sides, backend, arena, tier, extent)
         put, get, look_ups = await bench.measure(advance)
     name = limit[0] if limit is not None else None
     return Row(
@@ -107,8 +108,9 @@ async def _opened(backend: Backend, arena: Arena) -> AsyncIterator[None]:
     """Open a backend and register the arena; close it when the block exits, unless a call is stuck in it."""
     await within(OPENING_SECONDS, "opening it", backend.open)
     try:
-        if isinstance(backend, SupportsRegistration):
-            await within(OPENING_SECONDS, "registering memory", lambda: backend.register(arena))
+        registration = backend.capabilities().registration
+        if registration is not None:
+            await within(OPENING_SECONDS, "registering memory", lambda: registration.register(arena))
         yield
     except Stuck:
         raise

@@ -9,14 +9,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
-from kvtier.backends.base import Backend, Outcome, SupportsArena, SupportsCheck, SupportsRegistration
+from kvtier.backends.base import Backend, Outcome
 from kvtier.errors import KVTierError
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.settings import TierSettings
-from kvtier.tiers.sealed import SealedBackend
+from kvtier.tiers.seal import Seal
+from kvtier.tiers.sealer import Sealer
 from kvtier.units import format_duration, format_size
 
 GRACE_SECONDS = 1.0
@@ -56,7 +57,7 @@ async def run_trial(backend: Backend, tier: TierSettings, size: int, *, checksum
     Raises: Problem, and any error of the backend.
     """
     arena = Arena.create(2 * size)
-    trial = _Trial(SealedBackend(backend, checksum), tier)
+    trial = _Trial(backend, Seal(backend, Sealer(checksum)), tier)
     try:
         await trial.open()
         try:
@@ -87,8 +88,9 @@ def _make_chunk(arena: Arena, size: int) -> _Chunk:
 class _Trial:
     """A backend under test, and the deadline of its calls."""
 
-    def __init__(self, backend: SealedBackend, tier: TierSettings) -> None:
+    def __init__(self, backend: Backend, seal: Seal, tier: TierSettings) -> None:
         self._backend = backend
+        self._seal = seal
         self._deadline = tier.deadline
         self.stuck = False
         """Whether a call has ignored its cancellation, and still uses the memory."""
@@ -109,22 +111,23 @@ class _Trial:
 
     async def description(self) -> str:
         """Return the backend's description of itself, or "" if it has none."""
-        backend = self._backend
-        if not isinstance(backend, SupportsCheck):
+        check = self._backend.capabilities().check
+        if check is None:
             return ""
-        description, _ = await self._timed("checking the backend", backend.check)
+        description, _ = await self._timed("checking the backend", check.check)
         return description
 
     async def round_trip(self, arena: Arena, size: int) -> str:
         """Write, look up, read, compare and delete a chunk."""
-        backend = self._backend
-        if isinstance(backend, SupportsRegistration):
-            await self._timed("registering memory", lambda: backend.register(arena), OPENING_SECONDS)
+        capabilities = self._backend.capabilities()
+        registration = capabilities.registration
+        if registration is not None:
+            await self._timed("registering memory", lambda: registration.register(arena), OPENING_SECONDS)
         chunk = _make_chunk(arena, size)
         if await self._is_held(chunk.key):
             raise Problem("it reports a chunk as held that was never stored", _REMEDY_INCORRECT)
         try:
-            if isinstance(backend, SupportsArena):
+            if capabilities.arena is not None:
                 # Warm up: fault in its pages, which a cache process does once.
                 await self._write(chunk)
                 await self._delete(chunk.key)
@@ -158,7 +161,7 @@ class _Trial:
 
     async def _write(self, chunk: _Chunk) -> float:
         item = (chunk.key, chunk.written.view)
-        outcome, seconds = await self._call_single("writing a chunk", lambda: self._backend.put([item]))
+        outcome, seconds = await self._call_single("writing a chunk", lambda: self._seal.put([item]))
         if outcome is Outcome.FULL:
             size = format_size(chunk.written.length)
             raise Problem(
@@ -170,8 +173,8 @@ class _Trial:
 
     async def _read(self, chunk: _Chunk) -> float:
         item = (chunk.key, chunk.read.view)
-        outcome, seconds = await self._call_single("reading a chunk", lambda: self._backend.get([item]))
-        if self._backend.corrupt or (outcome is Outcome.OK and chunk.read.view != chunk.written.view):
+        outcome, seconds = await self._call_single("reading a chunk", lambda: self._seal.get([item]))
+        if self._seal.corrupt or (outcome is Outcome.OK and chunk.read.view != chunk.written.view):
             raise Problem("it returned other bytes than were written", _REMEDY_INCORRECT)
         if outcome is Outcome.MISS:
             raise Problem("it did not return a chunk that it reported as held", _REMEDY_INCORRECT)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import anyio
 
-from kvtier.backends.base import SupportsTTL
 from kvtier.catalog.catalog import State
 from kvtier.events import Report
 from kvtier.memory.keys import ChunkKey
@@ -61,4 +60,4 @@ class ForgetStage:
 
 
 def _ttl(tier: Tier) -> float | None:
-    return tier.backend.ttl if isinstance(tier.backend, SupportsTTL) else None
+    return None if tier.capabilities.ttl is None else tier.capabilities.ttl.ttl

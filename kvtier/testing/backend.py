@@ -26,12 +26,12 @@ import anyio.to_thread
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvtier.backends.base import Backend, Outcome, SupportsArena, SupportsScan
+from kvtier.backends.base import Backend, Outcome
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.testing.noise import SENTINEL, noise, stain
-from kvtier.tiers.sealed import SealedBackend
+from kvtier.tiers.seal import Seal
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -73,7 +73,7 @@ class BackendConformance:
     """Whether stored values survive ``close`` and another ``open``."""
 
     chunk_objects: bool = False
-    """Whether the backend accepts whole chunk objects only, like :class:`SealedBackend` around a medium."""
+    """Whether the backend accepts whole chunk objects only, like a medium behind a :class:`Seal`."""
 
     def make_backend(self, path: Path) -> Backend:
         """Create a backend without opening it. The same ``path`` means the same stored values.
@@ -85,6 +85,10 @@ class BackendConformance:
     def corrupt(self, path: Path, key: ChunkKey) -> bool:
         """Corrupt the stored value of ``key``, bypassing the backend. ``False``: not supported."""
         return False
+
+    def seal(self, backend: Backend) -> Seal:
+        """Return the seal through which corruption must be detected."""
+        return Seal(backend)
 
     def value(self, key: ChunkKey, size: int, seed: int = 0) -> memoryview:
         """Return a value of ``size`` bytes for ``key``, or a chunk object with a payload of that size."""
@@ -109,7 +113,8 @@ class BackendConformance:
         """Open a backend within the block. Fails if the backend's arena has open leases after ``close``."""
         backend = self.make_backend(path)
         await backend.open()
-        arena = backend.arena if isinstance(backend, SupportsArena) else None
+        memory = backend.capabilities().arena
+        arena = None if memory is None else memory.arena
         try:
             yield backend
         finally:
@@ -370,14 +375,16 @@ class BackendConformance:
         began = time.time()
         sizes = {make_key(number): 300 + number * 1000 for number in range(30)}
         async with self.opened(tmp_path) as backend:
-            if not isinstance(backend, SupportsScan):
+            medium = backend.capabilities().scan
+            if medium is None:
                 pytest.skip("the backend has no scan")
-            assert [stored async for batch in backend.scan() for stored in batch] == []
+            assert [stored async for batch in medium.scan() for stored in batch] == []
             for key, size in sizes.items():
                 await self.store(backend, [key], size)
         async with self.opened(tmp_path) as backend:
-            assert isinstance(backend, SupportsScan)
-            found = [stored async for batch in backend.scan() for stored in batch]
+            medium = backend.capabilities().scan
+            assert medium is not None
+            found = [stored async for batch in medium.scan() for stored in batch]
         assert sorted(stored.key for stored in found) == sorted(sizes)
         for stored in found:
             value = self.value(stored.key, sizes[stored.key])
@@ -386,11 +393,11 @@ class BackendConformance:
             assert began - 2 < stored.last_used < time.time() + 2
 
     async def test_corruption_is_a_miss(self, tmp_path: Path) -> None:
-        """Through :class:`SealedBackend`, a corrupt object is a miss, is counted, and is deleted."""
+        """Through a :class:`Seal`, a corrupt object is a miss, is counted, and is deleted."""
         backend = self.make_backend(tmp_path)
-        sealed = backend if isinstance(backend, SealedBackend) else SealedBackend(backend)
         damaged, sound = make_key(1), make_key(2)
-        await sealed.open()
+        await backend.open()
+        sealed = self.seal(backend)
         try:
             for key in (damaged, sound):
                 view = blank(object_bytes(20_000))
@@ -402,32 +409,33 @@ class BackendConformance:
             outcomes = await sealed.get([(damaged, views[0]), (sound, views[1])])
             assert list(outcomes) == [MISS, OK]
             assert sealed.corrupt == 1
-            assert list(await sealed.contains([damaged, sound])) == [False, True]
+            assert list(await backend.contains([damaged, sound])) == [False, True]
         finally:
-            await sealed.close()
+            await backend.close()
 
     # Arena.
 
     async def test_memory_is_adopted_without_a_copy(self, backend: Backend) -> None:
         """``adopt``, ``lease``, ``idle``, ``discard``: bytes are valid until their last lease is released."""
-        if not isinstance(backend, SupportsArena):
+        memory = backend.capabilities().arena
+        if memory is None:
             pytest.skip("the backend has no arena")
-        key, arena = make_key(1), backend.arena
-        assert backend.lease(key) is None
-        assert not backend.idle(key)
+        key, arena = make_key(1), memory.arena
+        assert memory.lease(key) is None
+        assert not memory.idle(key)
         for seed in (1, 2):
             given = arena.allocate(10_000)
             assert given is not None
             given.view[:] = noise(b"%d" % seed, 10_000)
-            backend.adopt(key, given)
+            memory.adopt(key, given)
         assert arena.leases == 1, "the replaced value is still leased"
-        lease = backend.lease(key)
+        lease = memory.lease(key)
         assert lease is not None
         assert bytes(lease.view) == noise(b"2", 10_000)
-        assert not backend.idle(key)
-        backend.discard(key)
+        assert not memory.idle(key)
+        memory.discard(key)
         assert list(await backend.contains([key])) == [False]
         assert bytes(lease.view) == noise(b"2", 10_000)
         lease.release()
         assert (arena.leases, arena.used) == (0, 0)
-        backend.discard(key)
+        memory.discard(key)

@@ -9,9 +9,8 @@ from typing import TypeVar
 
 import anyio
 
-from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
+from kvtier.backends.base import Backend, Capabilities, GetItem, Outcome, PutItem
 from kvtier.memory.keys import ChunkKey
-from kvtier.tiers.wrapper import WrapperBackend
 
 AnswerT = TypeVar("AnswerT")
 
@@ -31,6 +30,46 @@ class Fault(Enum):
     """``get`` returns ``OK``, with one bit of the view flipped."""
     FORGET = "forget"
     """``put`` returns ``OK`` but stores nothing."""
+
+
+class WrapperBackend(Backend):
+    """Forwards all calls to the wrapped backend, and has its optional capabilities. Subclass it."""
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner = inner
+
+    @property
+    def inner(self) -> Backend:
+        """The wrapped backend."""
+        return self._inner
+
+    async def open(self) -> None:
+        """See :meth:`Backend.open`."""
+        await self._inner.open()
+
+    async def close(self) -> None:
+        """See :meth:`Backend.close`."""
+        await self._inner.close()
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        """See :meth:`Backend.contains`."""
+        return await self._inner.contains(keys)
+
+    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        """See :meth:`Backend.put`."""
+        return await self._inner.put(items)
+
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        """See :meth:`Backend.get`."""
+        return await self._inner.get(items)
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        """See :meth:`Backend.delete`."""
+        await self._inner.delete(keys)
+
+    def capabilities(self) -> Capabilities:
+        """Return the capabilities of the wrapped backend, whose methods are called directly."""
+        return self._inner.capabilities()
 
 
 class FaultyBackend(WrapperBackend):

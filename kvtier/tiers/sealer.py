@@ -31,7 +31,7 @@ _Place = tuple[ChunkKey, int]
 """Key and address of a chunk object."""
 
 
-class Seal(NamedTuple):
+class SealedHeader(NamedTuple):
     """A valid header and its checksum."""
 
     header: ChunkHeader
@@ -40,7 +40,7 @@ class Seal(NamedTuple):
 
 
 class _Examined(NamedTuple):
-    seal: Seal | None
+    seal: SealedHeader | None
     """``None`` for a corrupt chunk."""
     fault: str = ""
     head: bytes | None = None
@@ -65,7 +65,7 @@ class _Job:
                 return
             self.examined.append(_examine(item, hashes=True))
 
-    def seal_of(self, number: int) -> Seal | None:
+    def seal_of(self, number: int) -> SealedHeader | None:
         if self.error is not None:
             raise self.error
         return self.examined[number].seal
@@ -89,7 +89,7 @@ class Sealer:
         self._executor = WorkerThreads(SEALED_AT_ONCE)
         self._warn = RateLimitedWarning(logger)
 
-    async def seal(self, items: Sequence[PutItem]) -> list[Seal | None]:
+    async def seal(self, items: Sequence[PutItem]) -> list[SealedHeader | None]:
         """Validate each header and seal it if necessary. The result is ``None`` for a corrupt chunk object.
 
         If another call is already hashing a payload, this call waits for its result, which it also gets if
@@ -112,13 +112,13 @@ class Sealer:
         await self._wait_for(jobs)
         return [job.seal_of(number) for job, number in found]
 
-    async def checksums(self, items: Sequence[PutItem]) -> list[Seal | None]:
+    async def checksums(self, items: Sequence[PutItem]) -> list[SealedHeader | None]:
         """Like :meth:`seal`, but also compute checksums if headers get none; these are not written."""
         if self.checksum:
             return await self.seal(items)
         return await self._examine(items, hashes=True)
 
-    async def _examine(self, items: Sequence[PutItem], *, hashes: bool) -> list[Seal | None]:
+    async def _examine(self, items: Sequence[PutItem], *, hashes: bool) -> list[SealedHeader | None]:
         examined = await spread(partial(_examine, hashes=hashes), items, parts=1, executor=self._executor)
         self._report(items, examined)
         return [result.seal for result in examined]
@@ -174,9 +174,9 @@ def _examine(item: PutItem, *, hashes: bool) -> _Examined:
     except CorruptChunk as error:
         return _Examined(None, str(error))
     if checksum is not None or not hashes:
-        return _Examined(Seal(header, checksum))
+        return _Examined(SealedHeader(header, checksum))
     checksum = header.checksum(chunk)
-    return _Examined(Seal(header, checksum), head=header.packed(checksum))
+    return _Examined(SealedHeader(header, checksum), head=header.packed(checksum))
 
 
 def _place(item: PutItem) -> _Place:

@@ -1,4 +1,4 @@
-"""A tier: one backend with a name, a capacity, a deadline and a bounded number of calls in flight.
+"""A tier: one backend with a circuit breaker, a seal, a capacity, a deadline and bounded concurrency.
 
 Deadlines of backend calls are enforced here, and so is rule 3: a caller may give up waiting, but the memory
 of a transfer stays leased, and the catalog entry pending, until the backend call ends.
@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
-from kvtier.backends.base import GetItem, Outcome, PutItem, SupportsPrefix
+from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.catalog.catalog import Catalog
 from kvtier.concurrency.tasks import wait_for_event
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.settings import LocalTierSettings, TierSettings
-from kvtier.tiers.breaker import GuardedBackend
+from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.costs import ReadCost
+from kvtier.tiers.deletions import Deletions
+from kvtier.tiers.seal import Seal
+from kvtier.tiers.sealer import Sealer
 from kvtier.units import MIB, format_duration, format_size
 
 logger = logging.getLogger("kvtier")
@@ -31,6 +34,9 @@ DEADLINE_BYTES = 16 * MIB
 """Batch size that a tier's deadline applies to. It scales up for larger batches."""
 MAX_TRACKED_CHUNKS = 1_000_000
 """Chunks of a shared pool tracked in the catalog, about 200 MB. Others are queried on demand."""
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 
 Settle = Callable[[Sequence[Outcome]], None]
 """Receives the outcomes when the backend call ends, even if that is after the deadline."""
@@ -44,14 +50,28 @@ class ChunkBytes(NamedTuple):
 
 
 class Tier:
-    """One level of the hierarchy. All methods must be called from the event loop."""
+    """One level of the hierarchy. All methods must be called from the event loop.
+
+    ``backend`` must be open; the caller closes it. ``sealer`` is the sealer of the memory that chunks are
+    stored from. Reads from a medium that is memory are not verified.
+    """
 
     def __init__(
-        self, index: int, settings: TierSettings, backend: GuardedBackend, catalog: Catalog, tasks: TaskGroup
+        self,
+        index: int,
+        settings: TierSettings,
+        backend: Backend,
+        catalog: Catalog,
+        tasks: TaskGroup,
+        sealer: Sealer,
     ) -> None:
         self.index = index
         self.settings = settings
         self.backend = backend
+        self.capabilities = backend.capabilities()
+        self.breaker = CircuitBreaker(settings.name)
+        self.seal = Seal(backend, sealer, verify=self.capabilities.arena is None)
+        self._deletions = Deletions(settings.name, backend)
         self._catalog = catalog
         self._tasks = tasks
         self._slots = anyio.Semaphore(settings.concurrency)
@@ -77,7 +97,7 @@ class Tier:
     @property
     def available(self) -> bool:
         """Whether calls reach the medium; ``False`` while the circuit breaker is open."""
-        return self.backend.available
+        return self.breaker.available
 
     @property
     def shared(self) -> bool:
@@ -131,11 +151,7 @@ class Tier:
 
         async def run() -> None:
             nonlocal held
-            if isinstance(self.backend, SupportsPrefix):
-                held = await self.backend.held_prefix(keys)
-            else:
-                contained = await self.backend.contains(keys)
-                held = next((index for index, found in enumerate(contained) if not found), len(contained))
+            held = await self.count_prefix(keys)
 
         action = f"looking up {len(keys)} chunks"
         ended = self._wait_for(self._start(run), self.settings.deadline, action, "counted as misses")
@@ -158,16 +174,71 @@ class Tier:
 
         async def run() -> None:
             try:
-                await self.backend.delete(keys)
+                await self.remove(keys)
             finally:
                 self._deleting_bytes -= deleting
 
         action = f"deleting {len(keys)} chunks"
         await self._wait_for(self._start(run), self.settings.deadline, action, "continuing in the background")
 
+    # Calls of the medium, without deadline: failures are results.
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        """Return whether the medium holds each key; ``False`` if it fails."""
+        return await self._call(self.backend.contains, keys, default=False)
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        """Return how many leading keys the medium holds; 0 if it fails."""
+        held = await self._call(self._contains_prefix, keys, default=False)
+        return next((index for index, found in enumerate(held) if not found), len(held))
+
+    async def write_items(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        """Seal and store chunk objects; all are ``FAILED`` while the breaker is open. See :class:`Seal`."""
+        return await self._call(self.seal.put, items, default=Outcome.FAILED)
+
+    async def read_items(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        """Read and verify chunk objects; all are ``FAILED`` while the breaker is open. See :class:`Seal`."""
+        return await self._call(self.seal.get, items, default=Outcome.FAILED)
+
+    async def remove(self, keys: Sequence[ChunkKey]) -> None:
+        """Delete keys from the medium, now or before the next call that reaches it."""
+        self._deletions.add(keys)
+        await self.breaker.call(self._deletions.run, keys, default=False)
+
+    async def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
+        """Yield the valid objects in the medium, if it supports it, up to the first error."""
+        try:
+            async for batch in self.seal.scan():
+                yield batch
+        except Exception as error:
+            self._warn("tier %s: scan aborted: %r", self.name, error)
+            self.breaker.record_failure(repr(error))
+
+    async def _call(
+        self,
+        operation: Callable[[Sequence[ItemT]], Awaitable[Sequence[ResultT]]],
+        batch: Sequence[ItemT],
+        *,
+        default: ResultT,
+    ) -> Sequence[ResultT]:
+        """Call the medium through the breaker, after deletions that failed earlier."""
+
+        async def call(items: Sequence[ItemT]) -> Sequence[ResultT]:
+            await self._deletions.retry()
+            return await operation(items)
+
+        return await self.breaker.call(call, batch, default=default)
+
+    async def _contains_prefix(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        """Return whether the medium holds each key, up to the first that it does not."""
+        if self.capabilities.prefix is None:
+            return await self.backend.contains(keys)
+        held = await self.capabilities.prefix.held_prefix(keys)
+        return [index < held for index in range(len(keys))]
+
     async def _put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Write a batch, and record how many bytes the medium rejected as full."""
-        outcomes = await self.backend.put(items)
+        outcomes = await self.write_items(items)
         results = zip(items, outcomes, strict=True)
         self._refused_bytes = sum(len(view) for (_, view), outcome in results if outcome is Outcome.FULL)
         return outcomes
@@ -175,7 +246,7 @@ class Tier:
     async def _get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Read a batch and update the read cost. Time spent in the queue is not included."""
         started = time.monotonic()
-        outcomes = await self.backend.get(items)
+        outcomes = await self.read_items(items)
         seconds = time.monotonic() - started
         results = zip(items, outcomes, strict=True)
         read_bytes = sum(len(view) for (_, view), outcome in results if outcome is Outcome.OK)
@@ -218,7 +289,7 @@ class Tier:
             missed = f"no free slot within {format_duration(self.settings.deadline)} for {action}"
             self._warn("tier %s: %s", self.name, missed)
             if self._batches_returned == returned_before:  # No batch completed meanwhile: the medium hangs.
-                self.backend.record_failure(missed)
+                self.breaker.record_failure(missed)
             await ended.wait()
             return outcomes
         seconds = self.settings.deadline * max(1.0, total / DEADLINE_BYTES)
@@ -250,6 +321,6 @@ class Tier:
         missed = f"deadline of {format_duration(seconds)} exceeded {action}"
         elapsed = format_duration(time.monotonic() - started)
         self._warn("tier %s: %s after %s; %s", self.name, missed, elapsed, consequence)
-        self.backend.record_failure(missed)
+        self.breaker.record_failure(missed)
         self.reading.failed()
         return False

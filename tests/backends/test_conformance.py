@@ -1,4 +1,4 @@
-"""The conformance suite for every built-in local backend, plain and in its wrappers."""
+"""The conformance suite for every built-in local backend, plain, behind a seal, and in a tier."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.backend import BackendConformance
-from kvtier.tiers.breaker import GuardedBackend
-from kvtier.tiers.sealed import SealedBackend
+from tests.backends.composed import SealedBackend, SealedSuite, TierBackend
 
 CAPACITY = 256 << 20
 
@@ -22,16 +21,14 @@ class TestCpu(BackendConformance):
         return CpuBackend(LocalTierSettings(name="ram", type="cpu", capacity=CAPACITY))
 
 
-class TestGuardedCpu(TestCpu):
+class TestSealedCpu(SealedSuite, TestCpu):
     def make_backend(self, path: Path) -> Backend:
-        return GuardedBackend(super().make_backend(path))
+        return SealedBackend(super().make_backend(path))
 
 
-class TestSealedCpu(TestCpu):
-    chunk_objects = True
-
+class TestCpuTier(SealedSuite, TestCpu):
     def make_backend(self, path: Path) -> Backend:
-        return GuardedBackend(SealedBackend(super().make_backend(path)))
+        return TierBackend(super().make_backend(path))
 
 
 class TestHugePage(BackendConformance):
@@ -79,25 +76,21 @@ class TestBufferedThreadsDisk(TestThreadsDisk):
     direct = False
 
 
-class TestGuardedDisk(TestDisk):
-    def make_backend(self, path: Path) -> Backend:
-        return GuardedBackend(super().make_backend(path))
-
-
-class TestSealedDisk(TestDisk):
-    chunk_objects = True
-
+class TestSealedDisk(SealedSuite, TestDisk):
     def make_backend(self, path: Path) -> Backend:
         return SealedBackend(super().make_backend(path))
 
 
-class TestUncheckedDisk(TestDisk):
+class TestDiskTier(SealedSuite, TestDisk):
+    def make_backend(self, path: Path) -> Backend:
+        return TierBackend(super().make_backend(path))
+
+
+class TestUncheckedDiskTier(SealedSuite, TestDisk):
     """Without a checksum, a bit flip in the payload is not detected."""
 
-    chunk_objects = True
-
     def make_backend(self, path: Path) -> Backend:
-        return GuardedBackend(SealedBackend(super().make_backend(path), checksum=False))
+        return TierBackend(super().make_backend(path), checksum=False)
 
     def corrupt(self, path: Path, key: ChunkKey) -> bool:
         return False

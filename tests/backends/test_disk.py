@@ -22,8 +22,8 @@ from kvtier.backends.disk.folder import ObjectFolder
 from kvtier.concurrency.threads import WORKER_NAME, WorkerThreads
 from kvtier.errors import TierError
 from kvtier.testing.backend import blank, make_key, noise, same
-from kvtier.tiers.sealed import SealedBackend
 from tests.backends.chunks import FAILED, FULL, MISS, OK, chunks, disk, disk_engines, opened
+from tests.backends.composed import SealedBackend
 
 pytestmark = pytest.mark.anyio
 

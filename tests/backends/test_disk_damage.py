@@ -17,8 +17,8 @@ from kvtier.backends.base import StoredObject
 from kvtier.backends.disk.backend import lock_holder, object_path
 from kvtier.memory.header import HEADER_BYTES, object_bytes
 from kvtier.testing.backend import blank, make_key, noise
-from kvtier.tiers.sealed import SealedBackend
 from tests.backends.chunks import FAILED, FULL, MISS, OK, blanks, chunks, disk, disk_engines, opened
+from tests.backends.composed import SealedBackend
 from tests.backends.writer import KEYS
 from tests.small_disk import mounted
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 async def scanned(backend: SealedBackend) -> list[StoredObject]:
-    return [stored async for batch in backend.scan_inner() for stored in batch]
+    return [stored async for batch in backend.scan() for stored in batch]
 
 
 @pytest.fixture(params=disk_engines())

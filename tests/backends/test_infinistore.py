@@ -27,7 +27,7 @@ from kvtier.sockets.connection import Deadline
 from kvtier.testing.backend import BackendConformance, blank, make_key, noise, same
 from kvtier.testing.servers.base import free_port
 from kvtier.testing.servers.infinistore import HOST, InfiniStoreServer
-from kvtier.tiers.sealed import SealedBackend
+from tests.backends.composed import SealedBackend, SealedSuite
 from tests.open_files import open_files
 
 from .chunks import FAILED, FULL, MISS, OK, blanks, chunks
@@ -104,9 +104,7 @@ class TestInfiniStore(BackendConformance):
         return self.server.corrupt(key, prefix=self.prefix)
 
 
-class TestSealedInfiniStore(TestInfiniStore):
-    chunk_objects = True
-
+class TestSealedInfiniStore(SealedSuite, TestInfiniStore):
     def make_backend(self, path: Path) -> Backend:
         return SealedBackend(super().make_backend(path))
 

@@ -13,7 +13,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
 from kvtier.testing.servers.redis import RedisServer
 from kvtier.testing.servers.valkey import ValkeyServer
-from kvtier.tiers.sealed import SealedBackend
+from tests.backends.composed import SealedBackend, SealedSuite
 
 from .certificates import make_certificate
 from .redis_pool import backend_on
@@ -49,9 +49,7 @@ class TestRedis(BackendConformance):
         return self.server.corrupt(key)
 
 
-class TestSealedRedis(TestRedis):
-    chunk_objects = True
-
+class TestSealedRedis(SealedSuite, TestRedis):
     def make_backend(self, path: Path) -> Backend:
         return SealedBackend(super().make_backend(path))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import anyio
 
 from kvtier.testing.backend import make_key
-from kvtier.tiers.sealed import SealedBackend
 from tests.backends.chunks import chunk, disk
+from tests.backends.composed import SealedBackend
 
 KEYS = [make_key(number) for number in range(24)]
 

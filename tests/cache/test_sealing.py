@@ -118,7 +118,7 @@ async def test_chunks_are_not_written_before_they_are_sealed(
         for tier in ("ssd", "pool", "spare"):
             assert held(cache, keys, tier) == [0, 1, 2, 3]
         assert hashing.count == 4
-        spare_backend = cache.hierarchy.tiers[cache._index("spare")].backend.inner.inner  # type: ignore[attr-defined]
+        spare_backend = cache.hierarchy.tiers[cache._index("spare")].backend
         for key in keys:
             lease = spare_backend.lease(key)
             assert is_sealed(lease.view)
@@ -147,7 +147,7 @@ async def test_corrupt_chunk_affects_no_other_on_write_through(
             assert held(cache, keys, tier) == [0, 2, 3]
         assert cache.hierarchy.sealer.corrupt >= 1
         assert cache.hierarchy.counts["put_miss"] >= 1
-        assert [tier.backend.outages for tier in cache.hierarchy.tiers] == [0, 0, 0]
+        assert [tier.breaker.outages for tier in cache.hierarchy.tiers] == [0, 0, 0]
         await assert_still_stores(cache, prompt(1024, 1))
 
 
@@ -166,7 +166,7 @@ async def test_corrupt_chunk_affects_no_other_on_demotion(settings: MakeSettings
         assert held(cache, first, "ssd") == [0, 2, 3]
         assert held(cache, later, "ram") == [0, 1, 2, 3]
         assert cache.hierarchy.sealer.corrupt == 1
-        assert cache.hierarchy.tiers[1].backend.outages == 0
+        assert cache.hierarchy.tiers[1].breaker.outages == 0
 
 
 async def test_corrupt_chunk_affects_no_other_on_move(settings: MakeSettings, prompt: Prompt) -> None:

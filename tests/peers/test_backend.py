@@ -19,8 +19,8 @@ from kvtier.peers.backend import PeersBackend
 from kvtier.peers.protocol import Release
 from kvtier.testing.backend import blank, is_stained, make_key, stain
 from kvtier.testing.cancelling import Through, cancelled_at
-from kvtier.tiers.breaker import GuardedBackend
-from kvtier.tiers.sealed import SealedBackend
+from kvtier.tiers.breaker import CircuitBreaker
+from tests.backends.composed import tier_over
 
 from .scripted import CHUNK, ScriptedPeer, reading_from, until, value
 
@@ -369,11 +369,11 @@ async def test_missing_peers_do_not_open_circuit_breaker() -> None:
     async with ScriptedPeer().hold(1).serving() as peer:
         pass
     async with reading_from(peer) as backend:
-        guarded = GuardedBackend(SealedBackend(backend), failures=1)
+        tier = tier_over(backend, CircuitBreaker("peers", failures=1))
         for _ in range(10):
-            assert await guarded.get(blanks([1], 4096)) == [MISS]
-            assert await guarded.contains(keys_of([1])) == [False]
-        assert guarded.available
+            assert await tier.read_items(blanks([1], 4096)) == [MISS]
+            assert await tier.contains(keys_of([1])) == [False]
+        assert tier.available
 
 
 # Disconnect.

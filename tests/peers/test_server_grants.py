@@ -26,7 +26,6 @@ from kvtier.peers.protocol import (
 from kvtier.rpc.frames import Ping, Pong, Refused
 from kvtier.testing.backend import make_key
 from kvtier.testing.faults import SlowBackend
-from kvtier.tiers.sealed import SealedBackend
 from kvtier.transports.base import Access, RemoteSpan
 
 from .serving import CHUNK, RawClient, ServedCache, serving, until
@@ -169,9 +168,8 @@ async def test_chunks_on_disk_are_promoted_and_can_be_awaited(tmp_path: Path) ->
 
 def slow_disk(served: ServedCache) -> SlowBackend:
     """Wrap the disk tier's backend in a :class:`SlowBackend`, and return it."""
-    sealed = served.cache.hierarchy.tiers[1].backend.inner
-    assert isinstance(sealed, SealedBackend)
-    sealed._inner = slow = SlowBackend(sealed._inner)
+    tier = served.cache.hierarchy.tiers[1]
+    tier.seal._backend = slow = SlowBackend(tier.backend)
     return slow
 
 

@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 import anyio
 import pytest
 
-from kvtier.backends.base import StoredObject, SupportsPrefix
+from kvtier.backends.base import Capabilities, StoredObject, SupportsPrefix
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import make_key
 from kvtier.testing.faults import Fault, FaultyBackend, SlowBackend
-from kvtier.tiers.breaker import BreakerState, GuardedBackend
+from kvtier.tiers.breaker import BreakerState, CircuitBreaker
 from tests.backends.chunks import FAILED, FULL, MISS, OK, blanks, chunks, disk, memory, opened
+from tests.backends.composed import TierBackend
 
 pytestmark = pytest.mark.anyio
 
@@ -22,14 +23,15 @@ CLOSED, OPEN, PROBING = BreakerState
 
 
 class Guarded:
-    """A breaker with a controllable clock, around a backend that can be made to fail and hang."""
+    """A tier whose breaker has a controllable clock, over a backend that can be made to fail and hang."""
 
     def __init__(self, failures: int = 3, cooldown: float = 1.0, max_cooldown: float = 5.0) -> None:
         self.now = 100.0
         self.faulty = FaultyBackend(memory())
         self.slow = SlowBackend(self.faulty)
-        self.backend = GuardedBackend(
-            self.slow, failures, cooldown, max_cooldown, name="doll", clock=lambda: self.now
+        self.breaker = CircuitBreaker("doll", failures, cooldown, max_cooldown, clock=lambda: self.now)
+        self.backend = TierBackend(
+            self.slow, breaker=self.breaker, retry_seconds=max_cooldown, clock=lambda: self.now
         )
 
     async def get(self) -> list[str]:
@@ -56,46 +58,49 @@ async def guarded() -> AsyncIterator[Guarded]:
 @pytest.mark.parametrize("fault", [Fault.FAIL, Fault.RAISE, Fault.SHORT])
 @pytest.mark.parametrize("method", ["get", "put"])
 async def test_opens_after_consecutive_failures(guarded: Guarded, fault: Fault, method: str) -> None:
-    backend = guarded.backend
+    backend, breaker = guarded.backend, guarded.breaker
     for _ in range(3):
         guarded.faulty.fault = fault
         for _ in range(2):
             await getattr(backend, method)(chunks([1]))
-        assert backend.state is CLOSED
+        assert breaker.state is CLOSED
         guarded.faulty.fault = None
         await backend.get(blanks([1]))
     guarded.faulty.fault = fault
     for _ in range(3):
-        assert backend.available
+        assert breaker.available
         assert list(await getattr(backend, method)(chunks([1, 2]))) == [FAILED, FAILED] or fault is Fault.FAIL
-    assert backend.state is OPEN
-    assert not backend.available
+    assert breaker.state is OPEN
+    assert not breaker.available
 
 
 async def test_one_failed_key_counts_as_a_failed_batch(guarded: Guarded) -> None:
     guarded.faulty.fault, guarded.faulty.only = Fault.FAIL, frozenset({make_key(2)})
     for _ in range(3):
         assert list(await guarded.backend.get(blanks([1, 2]))) == [OK, FAILED]
-    assert guarded.backend.state is OPEN
+    assert guarded.breaker.state is OPEN
 
 
 async def test_lookups_that_raise_open_the_breaker(guarded: Guarded) -> None:
     guarded.faulty.fault = Fault.RAISE
     for _ in range(3):
-        assert guarded.backend.state is CLOSED
+        assert guarded.breaker.state is CLOSED
         assert list(await guarded.backend.contains([make_key(1), make_key(2)])) == [False, False]
-    assert guarded.backend.state is OPEN
+    assert guarded.breaker.state is OPEN
     before = guarded.inner_calls
     assert list(await guarded.backend.contains([make_key(1)])) == [False]
     assert guarded.inner_calls == before
     guarded.faulty.fault = None
     guarded.now += 2
     assert list(await guarded.backend.contains([make_key(1), make_key(2)])) == [True, False]
-    assert guarded.backend.state is CLOSED
+    assert guarded.breaker.state is CLOSED
 
 
 class Prefixed(FaultyBackend, SupportsPrefix):
     """Support ``held_prefix``, with the faults of ``contains``."""
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities.of(self)
 
     async def held_prefix(self, keys: Sequence[ChunkKey]) -> int:
         held = await self.contains(keys)
@@ -105,8 +110,8 @@ class Prefixed(FaultyBackend, SupportsPrefix):
 async def test_held_prefix_that_raises_opens_the_breaker() -> None:
     now = 100.0
     faulty = Prefixed(memory())
-    backend = GuardedBackend(faulty, failures=3, cooldown=1.0, clock=lambda: now)
-    assert isinstance(backend, SupportsPrefix)
+    breaker = CircuitBreaker("doll", failures=3, cooldown=1.0, clock=lambda: now)
+    backend = TierBackend(faulty, breaker=breaker)
     keys = [make_key(number) for number in range(1, 4)]
     async with opened(backend):
         await backend.put(chunks([1, 2]))
@@ -114,16 +119,16 @@ async def test_held_prefix_that_raises_opens_the_breaker() -> None:
         assert await backend.held_prefix(keys[2:]) == 0
         faulty.fault = Fault.RAISE
         for _ in range(3):
-            assert backend.state is CLOSED
+            assert breaker.state is CLOSED
             assert await backend.held_prefix(keys) == 0
-        assert backend.state is OPEN
+        assert breaker.state is OPEN
         faulty.fault = None
         before = faulty.calls.total()
         assert await backend.held_prefix(keys) == 0
         assert faulty.calls.total() == before
         now += 2
         assert await backend.held_prefix(keys) == 2
-        assert backend.state is CLOSED
+        assert breaker.state is CLOSED
 
 
 async def test_misses_and_full_are_not_failures(guarded: Guarded) -> None:
@@ -133,7 +138,7 @@ async def test_misses_and_full_are_not_failures(guarded: Guarded) -> None:
         assert list(await guarded.backend.get(blanks([3]))) == [MISS]
         assert list(await guarded.backend.contains([make_key(3)])) == [False]
         await guarded.backend.delete([make_key(3)])
-    assert guarded.backend.state is CLOSED
+    assert guarded.breaker.state is CLOSED
 
 
 async def test_open_breaker_fails_fast_without_calling_the_backend(guarded: Guarded) -> None:
@@ -154,9 +159,9 @@ async def test_successful_probe_closes_the_breaker(guarded: Guarded) -> None:
     guarded.now += 0.99
     assert await guarded.get() == ["failed"]
     guarded.now += 0.02
-    assert guarded.backend.available
+    assert guarded.breaker.available
     assert await guarded.get() == ["ok"]
-    assert guarded.backend.state is CLOSED
+    assert guarded.breaker.state is CLOSED
 
 
 async def test_failed_probes_double_the_cooldown(guarded: Guarded) -> None:
@@ -169,15 +174,15 @@ async def test_failed_probes_double_the_cooldown(guarded: Guarded) -> None:
         guarded.now += 0.02
         assert await guarded.get() == ["failed"]
         assert guarded.inner_calls == before + 1
-        assert guarded.backend.state is OPEN
-    assert guarded.backend.outages == 1
+        assert guarded.breaker.state is OPEN
+    assert guarded.breaker.outages == 1
     guarded.faulty.fault = None
     guarded.now += 6
     assert await guarded.get() == ["ok"]
     await guarded.fail(3)
-    assert guarded.backend.outages == 2
+    assert guarded.breaker.outages == 2
     guarded.now += 1.01
-    assert guarded.backend.available, "the cooldown restarts at its initial value"
+    assert guarded.breaker.available, "the cooldown restarts at its initial value"
 
 
 async def test_only_one_call_probes(guarded: Guarded) -> None:
@@ -188,11 +193,11 @@ async def test_only_one_call_probes(guarded: Guarded) -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(guarded.get)
         await anyio.wait_all_tasks_blocked()
-        assert guarded.backend.state is PROBING
-        assert not guarded.backend.available
+        assert guarded.breaker.state is PROBING
+        assert not guarded.breaker.available
         assert await guarded.get() == ["failed"]
         guarded.slow.resume()
-    assert guarded.backend.state is CLOSED
+    assert guarded.breaker.state is CLOSED
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -210,7 +215,7 @@ async def test_next_call_probes_after_a_cancelled_probe(guarded: Guarded, native
     else:
         with anyio.move_on_after(0.01):
             await guarded.get()
-    assert guarded.backend.available
+    assert guarded.breaker.available
     guarded.slow.resume()
     assert await guarded.get() == ["ok"]
 
@@ -221,13 +226,13 @@ async def test_timeouts_open_the_breaker_and_late_replies_are_ignored(guarded: G
         for _ in range(3):
             group.start_soon(guarded.get)
         await anyio.wait_all_tasks_blocked()
-        guarded.backend.record_failure()
-        guarded.backend.record_failure()
-        assert guarded.backend.state is CLOSED
-        guarded.backend.record_failure()
-        assert guarded.backend.state is OPEN
+        guarded.breaker.record_failure()
+        guarded.breaker.record_failure()
+        assert guarded.breaker.state is CLOSED
+        guarded.breaker.record_failure()
+        assert guarded.breaker.state is OPEN
         guarded.slow.resume()
-    assert guarded.backend.state is OPEN, "replies to calls from before it opened are ignored"
+    assert guarded.breaker.state is OPEN, "replies to calls from before it opened are ignored"
 
 
 async def test_late_successes_do_not_reset_timeouts(guarded: Guarded) -> None:
@@ -236,9 +241,9 @@ async def test_late_successes_do_not_reset_timeouts(guarded: Guarded) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(guarded.get)
             await anyio.wait_all_tasks_blocked()
-            guarded.backend.record_failure()
+            guarded.breaker.record_failure()
             guarded.slow.resume()
-    assert guarded.backend.state is OPEN
+    assert guarded.breaker.state is OPEN
 
 
 async def test_timed_out_probe_fails(guarded: Guarded) -> None:
@@ -249,12 +254,12 @@ async def test_timed_out_probe_fails(guarded: Guarded) -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(guarded.get)
         await anyio.wait_all_tasks_blocked()
-        guarded.backend.record_failure()
-        assert guarded.backend.state is OPEN
+        guarded.breaker.record_failure()
+        assert guarded.breaker.state is OPEN
         guarded.now += 1.5
-        assert not guarded.backend.available, "the cooldown is doubled"
+        assert not guarded.breaker.available, "the cooldown is doubled"
         guarded.slow.resume()
-    assert guarded.backend.state is OPEN
+    assert guarded.breaker.state is OPEN
 
 
 async def test_failures_of_earlier_calls_do_not_fail_the_probe(guarded: Guarded) -> None:
@@ -263,23 +268,23 @@ async def test_failures_of_earlier_calls_do_not_fail_the_probe(guarded: Guarded)
         old.start_soon(guarded.get)
         await anyio.wait_all_tasks_blocked()
         for _ in range(3):
-            guarded.backend.record_failure()
+            guarded.breaker.record_failure()
         guarded.now += 2
         async with anyio.create_task_group() as probe:
             probe.start_soon(guarded.get)
             await anyio.wait_all_tasks_blocked()
-            assert guarded.backend.state is PROBING
+            assert guarded.breaker.state is PROBING
             guarded.slow.resume()
-    assert guarded.backend.state is CLOSED
+    assert guarded.breaker.state is CLOSED
 
 
 async def test_failed_deletions_are_retried_before_other_calls(guarded: Guarded) -> None:
-    backend, inner = guarded.backend, guarded.faulty.inner
+    backend, breaker, inner = guarded.backend, guarded.breaker, guarded.faulty.inner
     await backend.put(chunks([2, 3]))
     guarded.faulty.fault = Fault.RAISE
     await backend.delete([make_key(1)])
     assert await guarded.get() == await guarded.get() == ["failed"]
-    assert backend.state is OPEN
+    assert breaker.state is OPEN
     await backend.delete([make_key(2)])
     assert list(await inner.contains([make_key(1), make_key(2), make_key(3)])) == [True, True, True]
     guarded.faulty.fault = None
@@ -292,19 +297,19 @@ async def test_failed_deletions_are_retried_before_other_calls(guarded: Guarded)
 
 
 async def test_deletions_that_raise_open_the_breaker_and_are_retried(guarded: Guarded) -> None:
-    backend, inner = guarded.backend, guarded.faulty.inner
+    backend, breaker, inner = guarded.backend, guarded.breaker, guarded.faulty.inner
     await backend.put(chunks([2, 3, 4]))
     guarded.faulty.fault = Fault.RAISE
     for number in (1, 2, 3):
-        assert backend.state is CLOSED
+        assert breaker.state is CLOSED
         await backend.delete([make_key(number)])
-    assert backend.state is OPEN
+    assert breaker.state is OPEN
     guarded.faulty.fault = None
     guarded.now += 2
     keys = [make_key(number) for number in (1, 2, 3, 4)]
     assert list(await inner.contains(keys)) == [True] * 4
     assert list(await backend.contains(keys)) == [False, False, False, True]
-    assert backend.state is CLOSED
+    assert breaker.state is CLOSED
 
 
 async def test_empty_batches_are_ignored(guarded: Guarded) -> None:
@@ -313,7 +318,7 @@ async def test_empty_batches_are_ignored(guarded: Guarded) -> None:
         assert list(await getattr(guarded.backend, method)([])) == []
     await guarded.backend.delete([])
     await guarded.fail(1)
-    assert guarded.backend.state is OPEN
+    assert guarded.breaker.state is OPEN
 
 
 async def test_state_changes_are_logged_once(guarded: Guarded, caplog: pytest.LogCaptureFixture) -> None:
@@ -348,6 +353,6 @@ async def test_failed_scan_yields_earlier_batches(tmp_path) -> None:
                 yield batch
                 raise OSError("disconnected")
 
-    async with opened(GuardedBackend(FailingScan(disk(tmp_path)._settings))) as backend:
+    async with opened(TierBackend(FailingScan(disk(tmp_path)._settings))) as backend:
         await backend.put(chunks([1]))
         assert [len(batch) async for batch in backend.scan()] == [1]

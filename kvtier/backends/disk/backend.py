@@ -79,7 +79,7 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
     At most ``concurrency`` objects are read or written at once, through io_uring or as many threads. A
     write goes to a temporary file that is then renamed over the old one, so a killed process leaves only
     complete objects. Nothing is fsynced: after a power failure a file may be torn or empty, which its
-    header and checksum detect (:class:`~kvtier.tiers.sealed.SealedBackend`), at the cost of a miss.
+    header and checksum detect (:class:`~kvtier.tiers.seal.Seal`), at the cost of a miss.
     The modification time of a file is the time of its last use. One process at a time locks the folder.
     """
 

@@ -38,7 +38,7 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
 
     ``put`` and ``delete`` bypass the leases by which Mooncake protects values that are being read. Locks
     prevent this within the process; a reader on another host may get a mix of two values, which its
-    checksum detects (:class:`~kvtier.tiers.sealed.SealedBackend`).
+    checksum detects (:class:`~kvtier.tiers.seal.Seal`).
     """
 
     settings_type: ClassVar[type[TierSettings]] = MooncakeSettings

@@ -1,4 +1,4 @@
-"""A sealed backend returns only objects that match their header."""
+"""A seal returns only objects that match their header."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import pytest
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import blank, make_key
-from kvtier.testing.faults import Fault, FaultyBackend
-from kvtier.tiers.breaker import GuardedBackend
-from kvtier.tiers.sealed import SealedBackend
-from kvtier.tiers.wrapper import WrapperBackend
+from kvtier.testing.faults import Fault, FaultyBackend, WrapperBackend
 from tests.backends.chunks import FAILED, MISS, OK, blanks, chunk, chunks, disk, memory, opened
+from tests.backends.composed import SealedBackend, TierBackend
 
 pytestmark = pytest.mark.anyio
 
@@ -87,14 +85,14 @@ async def test_corrupt_object_that_cannot_be_deleted_does_not_affect_others() ->
 async def test_backend_that_cannot_delete_stays_in_use() -> None:
     seconds = 0.0
     inner = Undeletable(memory())
-    async with opened(GuardedBackend(inner, max_cooldown=30.0, clock=lambda: seconds)) as guarded:
+    async with opened(TierBackend(inner, clock=lambda: seconds)) as guarded:
         items = chunks([1, 2])
         assert list(await guarded.put(items)) == [OK, OK]
         await guarded.delete([items[0][0]])
         for _ in range(10):
             assert list(await guarded.get(blanks([2]))) == [OK]
             assert list(await guarded.put(items[1:])) == [OK]
-        assert guarded.available
+        assert guarded.tier.available
         assert inner.refusals == 2
         seconds = 31.0
         assert list(await guarded.get(blanks([2]))) == [OK]
@@ -111,8 +109,8 @@ async def test_object_under_another_key_is_a_miss() -> None:
 
 async def test_batch_is_split_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outcomes are in the order of the items, and parts do not affect each other."""
-    monkeypatch.setattr("kvtier.tiers.sealed.PART_BYTES", 40_000)
-    monkeypatch.setattr("kvtier.tiers.sealed.PART_OBJECTS", 2)
+    monkeypatch.setattr("kvtier.tiers.seal.PART_BYTES", 40_000)
+    monkeypatch.setattr("kvtier.tiers.seal.PART_OBJECTS", 2)
     inner = FaultyBackend(memory())
     async with opened(SealedBackend(inner)) as sealed:
         items = chunks(range(9))

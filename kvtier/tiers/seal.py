@@ -1,4 +1,4 @@
-"""Headers and checksums around a backend: an object that does not match them is a miss and is deleted."""
+"""Headers and checksums of a backend's objects: one that does not match them is a miss and is deleted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from kvtier.logs import RateLimitedWarning
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.sealer import Sealer
-from kvtier.tiers.wrapper import WrapperBackend
 from kvtier.units import MIB
 
 logger = logging.getLogger("kvtier")
@@ -28,27 +27,25 @@ PARTS_IN_FLIGHT = 2
 """More concurrent calls are not faster on any medium, and halve the throughput of some."""
 
 
-class SealedBackend(WrapperBackend):
-    """Seals chunk objects written to ``inner`` and verifies chunk objects read from it.
+class Seal:
+    """Seals chunk objects written to a backend and verifies chunk objects read from it.
 
     The views passed to ``put`` and ``get`` are whole chunk objects (:mod:`kvtier.memory.header`) and
     writable. ``put`` writes the checksum into their header, unless it is already set. A ``put`` whose header
     is corrupt or has another key or length is a ``MISS``: the medium is not called, and no failure is
-    counted. Checksums are computed in worker threads, one executor call per :data:`PART_BYTES`. With
-    ``checksum=False`` only the header is verified, which detects neither flipped bits nor torn writes in the
-    payload.
+    counted. Checksums are computed in worker threads, one executor call per :data:`PART_BYTES`. If the
+    ``sealer`` computes none, only the header is verified, which detects neither flipped bits nor torn writes
+    in the payload.
 
-    All backends that store chunks of the same memory must share one ``sealer``, whose ``checksum`` then
-    applies. ``verify=False`` is for media that are memory: reads are not verified.
+    All seals of chunks in the same memory must share one ``sealer``. ``verify=False`` is for media that are
+    memory: reads are not verified.
     """
 
-    def __init__(
-        self, inner: Backend, checksum: bool = True, *, sealer: Sealer | None = None, verify: bool = True
-    ) -> None:
-        super().__init__(inner)
+    def __init__(self, backend: Backend, sealer: Sealer | None = None, *, verify: bool = True) -> None:
         self.corrupt = 0
         """Number of objects found corrupt, and deleted."""
-        self._sealer = sealer or Sealer(checksum)
+        self._backend = backend
+        self._sealer = sealer or Sealer()
         self._verify = verify
         self._executor = WorkerThreads(PARTS_AT_ONCE)
         self._warn = RateLimitedWarning(logger)
@@ -60,17 +57,17 @@ class SealedBackend(WrapperBackend):
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Fill each view with a verified chunk object. See :meth:`Backend.get`."""
         if not self._verify:
-            return await self._inner.get(items)
+            return await self._backend.get(items)
         return await _in_parts(self._get_part, items)
 
     async def _put_part(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         seals = await self._sealer.seal(items)
         valid = [item for item, seal in zip(items, seals, strict=True) if seal is not None]
-        stored = iter(await self._inner.put(valid))
+        stored = iter(await self._backend.put(valid))
         return [Outcome.MISS if seal is None else next(stored) for seal in seals]
 
     async def _get_part(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        outcomes = list(await self._inner.get(items))
+        outcomes = list(await self._backend.get(items))
         fetched = [index for index, outcome in enumerate(outcomes) if outcome is Outcome.OK]
         faults = await spread(_fault, [items[index] for index in fetched], parts=1, executor=self._executor)
         corrupt = [(index, fault) for index, fault in zip(fetched, faults, strict=True) if fault]
@@ -79,9 +76,12 @@ class SealedBackend(WrapperBackend):
         await self._remove([(items[index][0], fault) for index, fault in corrupt])
         return outcomes
 
-    async def scan_inner(self) -> AsyncIterator[Sequence[StoredObject]]:
-        """Yield the objects in the medium. Objects without a valid header are deleted instead."""
-        async for batch in super().scan_inner():
+    async def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
+        """Yield the objects in a medium that can list them. Deletes those without a valid header."""
+        medium = self._backend.capabilities().scan
+        if medium is None:
+            return
+        async for batch in medium.scan():
             faults = [(stored, _head_fault(stored)) for stored in batch]
             await self._remove([(stored.key, fault) for stored, fault in faults if fault])
             yield [stored for stored, fault in faults if not fault]
@@ -93,7 +93,7 @@ class SealedBackend(WrapperBackend):
         for key, fault in corrupt:
             self._warn("deleting corrupt chunk %s: it %s", key.hex()[:16], fault)
         try:
-            await self._inner.delete([key for key, _ in corrupt])
+            await self._backend.delete([key for key, _ in corrupt])
         except Exception as error:
             # Do not fail the batch: the corrupt chunks remain misses.
             self._warn("cannot delete %d corrupt chunks: %r", len(corrupt), error)
