@@ -41,7 +41,8 @@ from kvtier.pipeline.prefetch import PrefetchStage
 from kvtier.pipeline.store import Reservation, StoreStage
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, TierSettings, load_settings
-from kvtier.tiers.router import FIRST, Router
+from kvtier.tiers.host_memory import HostMemory
+from kvtier.tiers.router import Router
 from kvtier.tiers.sealer import Sealer
 from kvtier.tiers.tier import Tier
 
@@ -59,8 +60,8 @@ class TieredCache:
     def __init__(self, settings: Settings, hierarchy: Hierarchy) -> None:
         self.settings = settings
         self.hierarchy = hierarchy
-        capacity = hierarchy.memory.arena.capacity
-        queue_bytes = [tier.settings.queue or capacity // 4 for tier in hierarchy.tiers]
+        quarter = hierarchy.memory.arena.capacity // 4
+        queue_bytes = {tier.index: tier.settings.queue or quarter for tier in hierarchy.lower}
         self._evicting = EvictStage(hierarchy)
         self._storing = StoreStage(hierarchy, self._evicting, queue_bytes)
         self._prefetching = PrefetchStage(hierarchy, self._evicting)
@@ -98,21 +99,18 @@ class TieredCache:
         tier_settings = [tier for tier, _ in media]
         catalog = Catalog([plugins.eviction(eviction_of(tier))() for tier in tier_settings])
         async with AsyncExitStack() as stack:
-            for _, backend in media:
+            memory = _open_memory(*media[0], catalog, Sealer(settings.checksum))
+            stack.callback(memory.close)
+            for _, backend in media[1:]:
                 await backend.open()
                 stack.push_async_callback(backend.close)
-            memory = media[FIRST][1].capabilities().arena
-            if memory is None:
-                raise SettingsError(f"tiers[0] is {tier_settings[FIRST].type}: the first tier must be memory")
             tasks = await stack.enter_async_context(open_tasks())
-            sealer = Sealer(settings.checksum)
-            tiers = [
-                Tier(index, tier, backend, catalog, tasks, sealer)
-                for index, (tier, backend) in enumerate(media)
+            lower = [
+                Tier(index, tier, backend, catalog, tasks, memory.sealer)
+                for index, (tier, backend) in enumerate(media[1:], 1)
             ]
-            router, observers = Router(catalog, tiers), list(plugins.observers(settings))
-            hierarchy = Hierarchy(tiers, catalog, router, memory, tasks, observers, sealer)
-            cache = cls(settings, hierarchy)
+            router, observers = Router(catalog, [memory, *lower]), list(plugins.observers(settings))
+            cache = cls(settings, Hierarchy(memory, lower, catalog, router, tasks, observers))
             await cache._load_held()
             cache._start(tasks)
             try:
@@ -125,7 +123,7 @@ class TieredCache:
     async def _load_held(self) -> None:
         """Add the chunks that the tiers held when opened to the catalog, least recently used first."""
         catalog = self.hierarchy.catalog
-        for tier in self.hierarchy.tiers[FIRST + 1 :]:
+        for tier in self.hierarchy.lower:
             if tier.capabilities.registration is not None:
                 await tier.capabilities.registration.register(self.arena)
             held: list[HeldChunk] = []
@@ -146,7 +144,7 @@ class TieredCache:
     def _start(self, tasks: TaskGroup) -> None:
         tasks.start_soon(self._evicting.run)
         tasks.start_soon(self._forgetting.run)
-        for tier in self.hierarchy.tiers[FIRST + 1 :]:
+        for tier in self.hierarchy.lower:
             tasks.start_soon(self._storing.run, tier.index)
 
     @property
@@ -208,7 +206,7 @@ class TieredCache:
         return found
 
     def _add_pushed(self, found: Lookup, key: ChunkKey) -> bool:
-        lease = self.hierarchy.lease(key)
+        lease = self.hierarchy.memory.lease(key)
         if lease is not None:
             self.hierarchy.catalog.touch([key])
             found.add([FoundChunk(key, lease)])
@@ -252,13 +250,14 @@ class TieredCache:
         return False
 
     def _extend_from_tiers(self, found: Lookup, keys: Sequence[ChunkKey], among: int) -> bool:
-        hierarchy = self.hierarchy
-        sources = hierarchy.catalog.prefix(keys, among)
-        held = keys[: len(sources)]
-        hierarchy.catalog.touch(held)
-        if not found.count and sources.count(FIRST) == len(sources):
-            return self._extend_from_memory(found, held, among)
-        if any(source != FIRST for source in sources):
+        hierarchy, memory = self.hierarchy, self.hierarchy.memory
+        rows, sources = hierarchy.catalog.prefix_rows(keys, among)
+        held = keys[: len(rows)]
+        hierarchy.catalog.touch_rows(rows)
+        in_memory = sources.count(memory.index) == len(sources)
+        if in_memory and not found.count:
+            return self._extend_from_memory(found, held, rows, among)
+        if not in_memory:
             self._prefetching.start(Prefetch(keys=held, priority=Priority.REQUESTED, among=among))
         chunks: list[FoundChunk] = []
         for key, source in zip(held, sources, strict=True):
@@ -272,12 +271,14 @@ class TieredCache:
                 hierarchy.counts[f"found_{hierarchy.tiers[source].name}"] += count
         return len(chunks) == len(held)
 
-    def _extend_from_memory(self, found: Lookup, held: Sequence[ChunkKey], among: int) -> bool:
-        """Lease a prefix that is entirely in the first tier, in one batch."""
-        leases = self.hierarchy.lease_all(held)
+    def _extend_from_memory(
+        self, found: Lookup, held: Sequence[ChunkKey], rows: Sequence[int], among: int
+    ) -> bool:
+        """Lease a prefix that is entirely in memory, in one batch."""
+        leases = self.hierarchy.memory.lease_rows(rows)
         found.set_head(held, leases)
         if among == ALL_TIERS and len(leases):
-            self.hierarchy.counts[f"found_{self.hierarchy.tiers[FIRST].name}"] += len(leases)
+            self.hierarchy.counts[f"found_{self.hierarchy.memory.name}"] += len(leases)
         return len(leases) == len(held)
 
     async def _query_pools(self, found: Lookup, keys: Sequence[ChunkKey], expected: Expected) -> None:
@@ -293,7 +294,7 @@ class TieredCache:
             found.answered.set()
 
     def _find(self, key: ChunkKey, source: int, among: int) -> FoundChunk | None:
-        if source == FIRST:
+        if source == self.hierarchy.memory.index:
             lease = self.hierarchy.memory.lease(key)
             return None if lease is None else FoundChunk(key, lease)
         flight = self._prefetching.flights.get(key)
@@ -435,21 +436,18 @@ class TieredCache:
         """Return the state of all tiers and the counters, for display and tests."""
         hierarchy = self.hierarchy
         return {
-            "tiers": [
-                {
-                    "name": tier.name,
-                    "type": tier.settings.type,
-                    "capacity_bytes": tier.capacity,
-                    "used_bytes": tier.used_bytes,
-                    "chunks": hierarchy.catalog.count(tier.index),
-                    "available": tier.available,
-                    "reading": tier.reading.status(),
-                }
-                for tier in hierarchy.tiers
-            ],
+            "tiers": [tier.status() for tier in hierarchy.tiers],
             "arena": {"used_bytes": self.arena.used, "leases": self.arena.leases},
             "flights": len(self._prefetching.flights),
             "pushed": {"coming": self.expecting.coming, "waiting": self.expecting.waiting},
             "pending_bytes": self.pending_bytes,
             "counts": dict(hierarchy.counts),
         }
+
+
+def _open_memory(settings: TierSettings, backend: Backend, catalog: Catalog, sealer: Sealer) -> HostMemory:
+    """Create the first tier. Raises :class:`SettingsError` and :class:`kvtier.errors.TierError`."""
+    medium = backend.capabilities().arena
+    if medium is None:
+        raise SettingsError(f"tiers[0] is {settings.type}: the first tier must be memory")
+    return HostMemory(settings, medium.create_arena(), catalog, sealer)

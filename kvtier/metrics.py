@@ -35,8 +35,7 @@ from kvtier.backends.base import Outcome
 from kvtier.cache import TieredCache
 from kvtier.events import Event, Prefetch, Report, Store
 from kvtier.memory.keys import ChunkKey
-from kvtier.tiers.router import FIRST
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.level import Level
 
 Status = Mapping[str, Any]
 
@@ -112,11 +111,11 @@ class CacheMetrics(Collector):
         self._status = status
         self._transfers: dict[tuple[type[Event], str | None, str | None], _Transfers] = {}
         # Export 0 from the start: rate() misses the first increase of a counter that appears late.
-        first, *lower = cache.hierarchy.tiers
-        for tier in lower:
-            self._transfers[Prefetch, tier.name, first.name] = _Transfers()
+        memory = cache.hierarchy.memory.name
+        for tier in cache.hierarchy.lower:
+            self._transfers[Prefetch, tier.name, memory] = _Transfers()
             if tier.write != "never":
-                self._transfers[Store, first.name, tier.name] = _Transfers()
+                self._transfers[Store, memory, tier.name] = _Transfers()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
@@ -160,35 +159,29 @@ class CacheMetrics(Collector):
         yield from _of_serving(status.get("serving", {}))
         yield from _of_controller(status.get("controller"))
 
-    def _of_tiers(self, tiers: Sequence[Tier]) -> Iterator[Metric]:
+    def _of_tiers(self, tiers: Sequence[Level]) -> Iterator[Metric]:
         info = InfoMetricFamily("kvtier_tier", "The type of a tier.", labels=["tier"])
         for tier in tiers:
             info.add_metric([tier.name], {"type": tier.settings.type})
         yield info
 
-        def gauge(name: str, text: str, value: Callable[[Tier], float | None]) -> Metric:
+        def gauge(name: str, text: str, value: Callable[[Level], float | None]) -> Metric:
             return _by_tier(GaugeMetricFamily(f"kvtier_tier_{name}", text, labels=["tier"]), tiers, value)
 
-        def counter(name: str, text: str, value: Callable[[Tier], float | None]) -> Metric:
+        def counter(name: str, text: str, value: Callable[[Level], float | None]) -> Metric:
             return _by_tier(CounterMetricFamily(f"kvtier_tier_{name}", text, labels=["tier"]), tiers, value)
 
-        count = self._cache.hierarchy.catalog.count
         yield gauge(
             "capacity_bytes", "Capacity of a tier; absent for a shared pool.", lambda tier: tier.capacity
         )
         yield gauge("used_bytes", "Bytes in a tier according to the catalog.", lambda tier: tier.used_bytes)
-        yield gauge("chunks", "Chunks in a tier according to the catalog.", lambda tier: count(tier.index))
+        yield gauge("chunks", "Chunks in a tier according to the catalog.", lambda tier: tier.count)
         yield gauge("available", "0 while a tier's circuit breaker is open.", lambda tier: tier.available)
-        yield counter(
-            "outages", "How often a tier's circuit breaker opened.", lambda tier: tier.breaker.outages
-        )
+        yield counter("outages", "How often a tier's circuit breaker opened.", lambda tier: tier.outages)
         text = "Corrupt chunks found in a tier and deleted; in memory only headers are checked."
-        yield counter("corrupt_chunks", text, self._corrupt)
+        yield counter("corrupt_chunks", text, lambda tier: tier.corrupt)
 
-    def _corrupt(self, tier: Tier) -> int:
-        return self._cache.hierarchy.sealer.corrupt if tier.index == FIRST else tier.seal.corrupt
-
-    def _of_counts(self, tiers: Sequence[Tier]) -> Iterator[Metric]:
+    def _of_counts(self, tiers: Sequence[Level]) -> Iterator[Metric]:
         counts = self._cache.hierarchy.counts
         for key, name, text in COUNTS:
             yield CounterMetricFamily(name, text, counts[key])
@@ -235,8 +228,8 @@ class CacheMetrics(Collector):
 
 def _by_tier(
     family: GaugeMetricFamily | CounterMetricFamily,
-    tiers: Sequence[Tier],
-    value: Callable[[Tier], float | None],
+    tiers: Sequence[Level],
+    value: Callable[[Level], float | None],
 ) -> Metric:
     for tier in tiers:
         if (number := value(tier)) is not None:

@@ -34,7 +34,6 @@ BUILT_IN = "built in"
 BUILT_IN_MODULES = ("kvtier.backends", "kvtier.catalog", "kvtier.transports")
 
 _PROVIDING_HOOKS = ("kvtier_backends", "kvtier_transports", "kvtier_eviction_policies")
-_MEMORY_CAPABILITIES = ("arena", "adopt", "lease", "idle", "discard")
 
 Found = TypeVar("Found")
 
@@ -251,8 +250,8 @@ def source_of(entry: EntryPoint) -> str:
 
 
 def is_memory(backend: type[Backend]) -> bool:
-    """Whether a backend implements ``SupportsArena``. ``issubclass`` rejects protocols with properties."""
-    return all(hasattr(backend, capability) for capability in _MEMORY_CAPABILITIES)
+    """Whether a tier of this type can be the first one."""
+    return hasattr(backend, "create_arena")
 
 
 def _select(entries: Sequence[EntryPoint], only: Sequence[str] | None) -> list[EntryPoint]:

@@ -29,6 +29,7 @@ from kvtier.peers.backend import PeersBackend
 from kvtier.pipeline.clear import Cleared
 from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.gather import ChunkProvider
+from kvtier.tiers.level import Level
 from kvtier.tiers.tier import Tier
 
 KEYS_A_STEP = 4096
@@ -83,7 +84,7 @@ class Commands:
             case Tokenize():
                 return _Tokenizing(self, command)
 
-    def tier(self, number: int) -> Tier:
+    def tier(self, number: int) -> Level:
         """Return a tier by its number. Raises :class:`ProtocolError`."""
         tiers = self.cache.hierarchy.tiers
         if not 0 <= number < len(tiers):

@@ -40,7 +40,6 @@ from kvtier.rpc.frames import Message, encode_body
 from kvtier.rpc.greeting import greet
 from kvtier.rpc.keep_alive import KeepAlive, Timeouts
 from kvtier.rpc.websocket import ClientWire
-from kvtier.tiers.router import FIRST
 
 logger = logging.getLogger("kvtier")
 
@@ -148,7 +147,7 @@ class Session:
             for tier in hierarchy.tiers
         ]
         # Each chunk in memory has a lease of its own; the others are those of engines, peers and transfers.
-        leases = max(0, cache.arena.leases - hierarchy.catalog.count(FIRST))
+        leases = max(0, cache.arena.leases - hierarchy.memory.count)
         return Heartbeat(
             tiers, hierarchy.counts["looked_up"], self._served.engines, leases, cache.pending_bytes
         )

@@ -13,7 +13,6 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
-from kvtier.memory.slices import Lease, Leases
 from kvtier.settings import TierSettings
 
 
@@ -123,36 +122,14 @@ class SupportsScan(Protocol):
 
 @runtime_checkable
 class SupportsArena(Protocol):
-    """A medium in shared memory that engines copy to and from directly."""
+    """A medium that is memory of this host. A tier of this type can be the first one."""
 
-    @property
-    def arena(self) -> Arena:
-        """The shared region. Valid from ``open`` to ``close``."""
-        ...
+    def create_arena(self) -> Arena:
+        """Create the shared memory of the first tier, with the tier's capacity. The caller closes it.
 
-    def adopt(self, key: ChunkKey, lease: Lease) -> None:
-        """Store the memory of ``lease`` under ``key`` without a copy. Takes ownership of the lease."""
-        ...
-
-    def lease(self, key: ChunkKey) -> Lease | None:
-        """Return another lease on the value of ``key``; the caller releases it."""
-        ...
-
-    def idle(self, key: ChunkKey) -> bool:
-        """Return whether ``key`` is held and has no other lease."""
-        ...
-
-    def discard(self, key: ChunkKey) -> None:
-        """Remove ``key``; its memory is freed with the last lease."""
-        ...
-
-
-@runtime_checkable
-class SupportsLeases(Protocol):
-    """A :class:`SupportsArena` that leases chunks in bulk, at a tenth of the cost per chunk."""
-
-    def lease_all(self, keys: Sequence[ChunkKey]) -> Leases:
-        """Return another lease on the value of each key, up to the first miss."""
+        Called instead of ``open``: engines copy to and from the first tier directly, so it uses neither
+        ``put`` nor ``get``. Raises :class:`kvtier.errors.TierError` if the system cannot provide the memory.
+        """
         ...
 
 
@@ -202,7 +179,6 @@ class Capabilities(NamedTuple):
 
     scan: SupportsScan | None = None
     arena: SupportsArena | None = None
-    leases: SupportsLeases | None = None
     registration: SupportsRegistration | None = None
     prefix: SupportsPrefix | None = None
     check: SupportsCheck | None = None
@@ -214,7 +190,6 @@ class Capabilities(NamedTuple):
         return cls(
             scan=backend if isinstance(backend, SupportsScan) else None,
             arena=backend if isinstance(backend, SupportsArena) else None,
-            leases=backend if isinstance(backend, SupportsLeases) else None,
             registration=backend if isinstance(backend, SupportsRegistration) else None,
             prefix=backend if isinstance(backend, SupportsPrefix) else None,
             check=backend if isinstance(backend, SupportsCheck) else None,

@@ -1,11 +1,11 @@
-"""Host memory: chunks in a shared arena of normal pages. As the first tier, engines copy to it directly."""
+"""Host memory: chunks in an arena of normal pages."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from kvtier import native
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsArena
@@ -13,7 +13,7 @@ from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.errors import ArenaError, TierError
 from kvtier.memory.arena import Arena, address_of
 from kvtier.memory.keys import ChunkKey
-from kvtier.memory.slices import Lease, Leases
+from kvtier.memory.slices import Lease
 from kvtier.settings import LocalTierSettings, TierSettings
 
 INLINE_COPY_BYTES = 256 * 1024
@@ -26,10 +26,13 @@ THREAD_COPY_BYTES = 16 * 1024 * 1024
 class MemoryBackend(Backend, SupportsArena):
     """Chunks in an :class:`~kvtier.memory.arena.Arena`.
 
-    As the first tier it owns the arena: ``adopt`` and ``lease`` pass slices without a copy. As a lower
-    tier, ``put`` and ``get`` copy; large copies run in worker threads, without the GIL. A replaced or
-    deleted chunk keeps its memory until its last lease is released. Not thread-safe.
+    As the first tier it only creates the arena. As a lower tier, ``put`` and ``get`` copy; large copies run
+    in worker threads, without the GIL. A replaced or deleted chunk keeps its memory while a ``get`` reads it.
+    Not thread-safe.
     """
+
+    arena: Arena
+    """Where chunks are stored, from ``open`` to ``close``."""
 
     settings_type: ClassVar[type[TierSettings]] = LocalTierSettings
 
@@ -38,56 +41,25 @@ class MemoryBackend(Backend, SupportsArena):
         self._held: dict[ChunkKey, Lease] = {}
         self._executor = WorkerThreads(settings.concurrency)
 
-    @property
-    def arena(self) -> Arena:
-        """The shared region. Valid from ``open`` to ``close``."""
-        # AttributeError before ``open``: the only error that ``isinstance(_, SupportsArena)`` tolerates.
-        return self._arena
-
-    async def open(self) -> None:
-        """Create the arena. Raises :class:`TierError` if the system cannot provide that much memory."""
+    def create_arena(self) -> Arena:
+        """Create an arena. Raises :class:`TierError` if the system cannot provide that much memory."""
         native.warn_if_missing()
         try:
-            self._arena = self._make_arena()
+            return self._make_arena()
         except ArenaError as error:
             raise TierError(f"tier {self._settings.name!r}: {error}") from error
-
-    async def close(self) -> None:
-        """Release every chunk and the arena."""
-        for key in list(self._held):
-            self.discard(key)
-        self._arena.close()
 
     def _make_arena(self) -> Arena:
         return Arena.create(self._settings.capacity)
 
-    def adopt(self, key: ChunkKey, lease: Lease) -> None:
-        """Store the memory of ``lease`` under ``key`` without a copy, replacing any previous value."""
-        self.discard(key)
-        self._held[key] = lease
+    async def open(self) -> None:
+        """Create the arena. Raises :class:`TierError` if the system cannot provide that much memory."""
+        self.arena = self.create_arena()
 
-    def lease(self, key: ChunkKey) -> Lease | None:
-        """Return another lease on the value of ``key``; the caller releases it."""
-        held = self._held.get(key)
-        return None if held is None else held.share()
-
-    def lease_all(self, keys: Sequence[ChunkKey]) -> Leases:
-        """Return another lease on the value of each key, up to the first miss."""
-        held = list(map(self._held.get, keys))
-        if None in held:
-            del held[held.index(None) :]
-        return Leases.sharing(cast("list[Lease]", held))
-
-    def idle(self, key: ChunkKey) -> bool:
-        """Return whether ``key`` is held and has no other lease."""
-        held = self._held.get(key)
-        return held is not None and held.sole
-
-    def discard(self, key: ChunkKey) -> None:
-        """Remove ``key``, if held; its memory is freed with the last lease."""
-        held = self._held.pop(key, None)
-        if held is not None:
-            held.release()
+    async def close(self) -> None:
+        """Release every chunk and the arena."""
+        await self.delete(list(self._held))
+        self.arena.close()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Return whether each key is held."""
@@ -95,7 +67,7 @@ class MemoryBackend(Backend, SupportsArena):
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Store copies. ``FULL`` if the arena has no contiguous room."""
-        leases = [self._arena.allocate(len(view)) for _, view in items]
+        leases = [self.arena.allocate(len(view)) for _, view in items]
         pairs = zip(leases, items, strict=True)
         try:
             await self._copy([(lease.view, view) for lease, (_, view) in pairs if lease is not None])
@@ -106,7 +78,7 @@ class MemoryBackend(Backend, SupportsArena):
             raise
         for lease, (key, _) in zip(leases, items, strict=True):
             if lease is not None:
-                self.adopt(key, lease)
+                self._replace(key, lease)
         return [Outcome.FULL if lease is None else Outcome.OK for lease in leases]
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
@@ -124,7 +96,15 @@ class MemoryBackend(Backend, SupportsArena):
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
         """Remove each key."""
         for key in keys:
-            self.discard(key)
+            self._replace(key, None)
+
+    def _replace(self, key: ChunkKey, lease: Lease | None) -> None:
+        """Store the memory of ``lease`` under ``key``, or nothing, and release the previous value."""
+        held = self._held.pop(key, None)
+        if held is not None:
+            held.release()
+        if lease is not None:
+            self._held[key] = lease
 
     def _lease_of(self, key: ChunkKey, length: int) -> Lease | None:
         held = self._held.get(key)

@@ -13,8 +13,10 @@ import math
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from itertools import compress
+from operator import getitem, itemgetter
 from struct import Struct
 
 from kvtier.catalog.eviction import EvictionPolicy
@@ -25,6 +27,7 @@ MAX_TIERS = 8
 ALL_TIERS = (1 << MAX_TIERS) - 1
 
 _KEY = Struct(f"{KEY_BYTES}s")
+_FIRST_BYTE = itemgetter(0)
 _NO_PARENT = -1
 _FASTEST = [(mask & -mask).bit_length() - 1 for mask in range(1 << MAX_TIERS)]
 """The lowest tier number in a bit mask of tiers; -1 for an empty mask."""
@@ -185,14 +188,15 @@ class Catalog:
         self._lengths[row] = length
         self._spaces[row] = space
 
-    def set_ready(self, key: ChunkKey, tier: int) -> None:
-        """Mark a PENDING chunk as READY. Raises ``KeyError`` if it is not PENDING."""
+    def set_ready(self, key: ChunkKey, tier: int) -> int:
+        """Mark a PENDING chunk as READY. Return its row. Raises ``KeyError`` if it is not PENDING."""
         row = self._rows[key[0]][key]
         bit = 1 << tier
         if not self._pending[row] & bit:
             raise KeyError(f"chunk {key.hex()[:16]} is not pending in tier {tier}")
         self._pending[row] ^= bit
         self._ready[row] |= bit
+        return row
 
     def remove(self, key: ChunkKey, tier: int) -> None:
         """Remove a chunk from a tier, and its row with the last tier. Raises ``KeyError`` if not there."""
@@ -231,6 +235,10 @@ class Catalog:
                 del self._rows[key[0]][key]
                 self._vacant.append(row)
                 self._pins.pop(key, None)
+
+    def row(self, key: ChunkKey) -> int | None:
+        """Return the row of a chunk, which is its own until it is removed from its last tier."""
+        return self._rows[key[0]].get(key)
 
     def state(self, key: ChunkKey, tier: int) -> State:
         """Return a chunk's state in one tier."""
@@ -280,9 +288,23 @@ class Catalog:
             pass  # The first chunk in no tier. Cheaper than a test for each chunk.
         return found
 
+    def prefix_rows(self, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> tuple[list[int], list[int]]:
+        """Return the rows of the chunks of :meth:`prefix`, and their fastest tiers."""
+        rows: list[int] = []
+        with suppress(KeyError):  # The first chunk in no tier. What was found before it remains in ``rows``.
+            rows.extend(map(getitem, map(self._rows.__getitem__, map(_FIRST_BYTE, keys)), keys))
+        tiers = [_FASTEST[self._ready[row] & among] for row in rows]
+        if -1 in tiers:
+            end = tiers.index(-1)
+            del rows[end:], tiers[end:]
+        return rows, tiers
+
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Record the use of a prefix."""
-        rows = [row for key in keys if (row := self._rows[key[0]].get(key)) is not None]
+        self.touch_rows([row for key in keys if (row := self._rows[key[0]].get(key)) is not None])
+
+    def touch_rows(self, rows: Sequence[int]) -> None:
+        """Record the use of a prefix, given its rows."""
         for policy in self._policies:
             policy.used(rows)
 

@@ -26,7 +26,7 @@ class Holdings:
     def __init__(self, cache: TieredCache) -> None:
         self._cache = cache
         self._local = sum(1 << tier.index for tier in cache.hierarchy.tiers if not tier.shared)
-        self._sealer = cache.hierarchy.sealer
+        self._sealer = cache.hierarchy.memory.sealer
 
     async def held(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Return which of ``keys`` this host's own tiers hold. Shared tiers do not count."""

@@ -357,7 +357,7 @@ class KVTransfers:
     def __init__(self, cache: TieredCache, peers: PeersBackend, tasks: TaskGroup, max_bytes: int) -> None:
         """``max_bytes``: limit of bytes leased for chunks that wait to be pushed."""
         self.peers = peers
-        self.sealer = cache.hierarchy.sealer
+        self.sealer = cache.hierarchy.memory.sealer
         self.leased_bytes = 0
         self._cache = cache
         self._tasks = tasks
@@ -399,7 +399,7 @@ class KVTransfers:
         """Lease a chunk that is READY in the first tier; ``None`` at the limit, unless ``always``."""
         if self.leased_bytes >= self._max_bytes and not always:
             return None
-        lease = self._cache.hierarchy.lease(key)
+        lease = self._cache.hierarchy.memory.lease(key)
         if lease is not None:
             self.leased_bytes += lease.length
         return lease
@@ -454,7 +454,7 @@ class KVTransfers:
         }
 
     def _is_ready(self, key: ChunkKey) -> bool:
-        return self._cache.hierarchy.catalog.state(key, FIRST) is State.READY
+        return self._cache.hierarchy.memory.state(key) is State.READY
 
     def stop_awaiting(self, key: ChunkKey, transfer: KVTransfer) -> None:
         """Stop notifying a transfer of this chunk. Idempotent."""

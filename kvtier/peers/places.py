@@ -12,7 +12,6 @@ from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.grants import GrantBook
 from kvtier.pipeline.store import Reservation
-from kvtier.tiers.router import FIRST
 
 VERIFY_THREADS = 2
 """Threads that compute checksums, shared by all peers."""
@@ -79,7 +78,7 @@ class ArenaPlace(Place):
 
     def state(self, key: ChunkKey) -> State:
         """Return the state in the catalog."""
-        return self._cache.hierarchy.catalog.state(key, FIRST)
+        return self._cache.hierarchy.memory.state(key)
 
     def reserve(self, header: ChunkHeader) -> Reservation | None:
         """See :meth:`~kvtier.cache.TieredCache.reserve`."""

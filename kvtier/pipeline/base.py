@@ -9,37 +9,34 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
 
 from anyio.abc import TaskGroup
 
-from kvtier.backends.base import Outcome, SupportsArena, SupportsLeases
+from kvtier.backends.base import Outcome
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.events import Event, Observer, Report
 from kvtier.logs import RateLimitedWarning
-from kvtier.memory.arena import address_of
 from kvtier.memory.keys import ChunkKey
-from kvtier.memory.slices import Lease, Leases
-from kvtier.tiers.router import FIRST, Router, Transfer
-from kvtier.tiers.sealer import Sealer
-from kvtier.tiers.tier import ChunkBytes, Tier
+from kvtier.memory.slices import Lease
+from kvtier.tiers.host_memory import HostMemory
+from kvtier.tiers.level import ChunkBytes, Level
+from kvtier.tiers.router import Router, Transfer
+from kvtier.tiers.tier import Tier
 
 logger = logging.getLogger("kvtier")
 
 
 @dataclass
 class Hierarchy:
-    """The ordered tiers of one host, and the synchronous operations on them."""
+    """Host memory and the tiers below it, and the operations that involve several of them."""
 
-    tiers: Sequence[Tier]
+    memory: HostMemory
+    lower: Sequence[Tier]
+    """The tiers below host memory, fastest first."""
     catalog: Catalog
     router: Router
-    memory: SupportsArena
-    """The backend of the first tier, whose arena engines copy to and from."""
     tasks: TaskGroup
     observers: list[Observer]
-    sealer: Sealer = field(default_factory=Sealer)
-    """Computes the checksums of chunks in the arena, for all users."""
     counts: Counter[str] = field(default_factory=Counter)
     """Outcomes since the start, for the status report."""
     clear_count: int = 0
@@ -50,11 +47,13 @@ class Hierarchy:
     """By tier: chunks that were cleared while PENDING, to be dropped on arrival."""
 
     def __post_init__(self) -> None:
-        memory = self.memory
+        self.tiers: Sequence[Level] = [self.memory, *self.lower]
         self._warnings: dict[str, RateLimitedWarning] = {}
-        self.sealer.on_corrupt = self.discard_corrupt
-        # Checked once: isinstance takes a third of the time of the leases themselves.
-        self._lease_all = memory.lease_all if isinstance(memory, SupportsLeases) else self._lease_each
+        self.memory.sealer.on_corrupt = self.discard_corrupt
+
+    def tier(self, index: int) -> Tier:
+        """Return a tier below host memory."""
+        return self.lower[index - 1]
 
     def warn(self, kind: str, message: str, *args: object) -> None:
         """Log an unexpected miss, at most once a minute per kind, with the number of suppressed ones."""
@@ -62,75 +61,42 @@ class Hierarchy:
             self._warnings[kind] = RateLimitedWarning(logger)
         self._warnings[kind](message, *args)
 
-    def lease(self, key: ChunkKey) -> Lease | None:
-        """Return a lease on a chunk, or ``None`` if it is not READY in the first tier."""
-        if self.catalog.state(key, FIRST) is not State.READY:
-            return None
-        return self.memory.lease(key)
-
-    def lease_all(self, keys: Sequence[ChunkKey]) -> Leases:
-        """Return leases on chunks that are READY in the first tier, up to the first miss."""
-        return self._lease_all(keys)
-
-    def _lease_each(self, keys: Sequence[ChunkKey]) -> Leases:
-        leases = takewhile(lambda lease: lease is not None, map(self.memory.lease, keys))
-        return Leases.of([lease for lease in leases if lease is not None])
-
-    def lease_ready(self, keys: Sequence[ChunkKey]) -> list[ChunkBytes]:
-        """Return leases on those of ``keys`` that are READY in the first tier."""
-        leased = ((key, self.lease(key)) for key in keys)
-        return [ChunkBytes(key, lease) for key, lease in leased if lease is not None]
-
     def still_held(self, source: int, chunks: Sequence[ChunkBytes], clear_count: int) -> list[ChunkBytes]:
         """Return the chunks that ``source`` still holds unchanged; releases the leases of the others.
 
         Between the lease and the write a chunk may have been cleared, and even stored again by a model with
-        different weights. In the arena, the chunk's slice detects this. For other tiers, the check is that no
+        different weights. In memory, the chunk's slice detects this. For other tiers, the check is that no
         clear has happened since ``clear_count`` was read.
         """
         held = []
         for chunk in chunks:
-            if source != FIRST:
-                same = clear_count == self.clear_count
-            else:
-                lease = self.lease(chunk.key)
-                same = lease is not None and lease.offset == chunk.lease.offset
-                if lease is not None:
-                    lease.release()
-            if same:
+            in_memory = source == self.memory.index
+            if self.memory.holds(chunk) if in_memory else clear_count == self.clear_count:
                 held.append(chunk)
             else:
                 chunk.lease.release()
         return held
 
     def adopt(self, chunks: Sequence[ChunkBytes]) -> None:
-        """Make complete chunks of the arena READY in the first tier, which takes over their leases."""
+        """Make complete chunks READY in memory, which takes over their leases."""
         stored = []
         for key, lease in chunks:
-            if key in self.cleared_pending[FIRST]:
-                self.abort(key, FIRST)
+            if key in self.cleared_pending[self.memory.index]:
+                self.abort([key], self.memory.index)
                 lease.release()
                 continue
             self.memory.adopt(key, lease)
-            self.catalog.set_ready(key, FIRST)
             stored.append(key)
-        self.changed(FIRST, stored=stored)
+        self.changed(self.memory.index, stored=stored)
 
     def drop(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove READY chunks from the first tier. Their memory is freed with the last lease."""
-        for key in keys:
-            self.catalog.remove(key, FIRST)
-            self.memory.discard(key)
-        self.changed(FIRST, removed=keys)
+        """Remove READY chunks from memory, which is freed with the last lease."""
+        self.memory.drop(keys)
+        self.changed(self.memory.index, removed=keys)
 
     def discard_corrupt(self, key: ChunkKey, chunk: memoryview) -> None:
-        """Drop a chunk whose header is corrupt, if ``chunk`` is the copy in the first tier."""
-        lease = self.lease(key)
-        if lease is None:
-            return
-        same = address_of(lease.view) == address_of(chunk)
-        lease.release()
-        if same:
+        """Drop a chunk whose header is corrupt, if ``chunk`` is the copy in memory."""
+        if self.memory.holds_at(key, chunk):
             self.drop([key])
 
     def settle_put(self, keys: Sequence[ChunkKey], tier: int, outcomes: Sequence[Outcome]) -> None:
@@ -139,21 +105,16 @@ class Hierarchy:
         for key, outcome in zip(keys, outcomes, strict=True):
             self.counts[f"put_{outcome.value}"] += 1
             if outcome is not Outcome.OK:
-                self.abort(key, tier)
+                self.abort([key], tier)
             elif key in self.cleared_pending[tier]:
                 self.cleared_pending[tier].discard(key)
-                self.tasks.start_soon(self.tiers[tier].delete, [key])
+                self.tasks.start_soon(self.tier(tier).delete, [key])
             else:
                 self.catalog.set_ready(key, tier)
                 stored.append(key)
         self.changed(tier, stored=stored)
 
-    def abort(self, key: ChunkKey, tier: int) -> None:
-        """Remove a PENDING chunk that did not arrive."""
-        self.catalog.remove(key, tier)
-        self.cleared_pending[tier].discard(key)
-
-    def abort_all(self, keys: Sequence[ChunkKey], tier: int) -> None:
+    def abort(self, keys: Sequence[ChunkKey], tier: int) -> None:
         """Remove PENDING chunks that did not arrive."""
         self.catalog.remove_all(keys, tier)
         self.cleared_pending[tier].difference_update(keys)
@@ -199,28 +160,31 @@ class Hierarchy:
             name, message = self.name(target), "tier %s: no room for %d of %d chunks; they are dropped"
             self.warn(f"full {name}", message, name, full, len(chunks))
         sent = [chunk.key for chunk in absent]
-        with self.reporting(event, Transfer(FIRST, target, sent)) as outcomes:
+        with self.reporting(event, Transfer(self.memory.index, target, sent)) as outcomes:
             settle = partial(self.settle_put, sent, target)
-            outcomes += await self.tiers[target].put(absent, settle)
+            outcomes += await self.tier(target).put(absent, settle)
         result.update(zip(sent, outcomes, strict=True))
         return [result[key] for key in keys]
 
-    async def read_copies(
+    async def leased(
         self, event: Event, source: int, keys: Sequence[ChunkKey], allocate: Callable[[int], Lease | None]
     ) -> list[ChunkBytes]:
-        """Copy chunks of a lower tier into the arena, outside the catalog. Return their leases.
+        """Return leases on chunks of any tier, to be written to another one.
 
-        Omits chunks that fail, and keys that the tier does not hold: they may have been removed meanwhile.
+        Chunks of a lower tier are copied into the arena, outside the catalog. Omits chunks that fail, and
+        keys that the tier does not hold: they may have been removed meanwhile.
         """
+        if source == self.memory.index:
+            return self.memory.lease_ready(keys)
         held = [key for key in keys if self.catalog.state(key, source) is State.READY]
         room = ((key, allocate(self.catalog.length(key))) for key in held)
         chunks = [ChunkBytes(key, lease) for key, lease in room if lease is not None]
         mine = [ChunkBytes(chunk.key, chunk.lease.share()) for chunk in chunks]
-        transfer = Transfer(source, FIRST, [chunk.key for chunk in chunks])
+        transfer = Transfer(source, self.memory.index, [chunk.key for chunk in chunks])
         outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(mine)
         try:
             with self.reporting(event, transfer) as reported:
-                outcomes = await self.tiers[source].get(chunks, partial(self._remove_misses, transfer))
+                outcomes = await self.tier(source).get(chunks, partial(self._remove_misses, transfer))
                 reported += outcomes
         finally:
             for chunk, outcome in zip(mine, outcomes, strict=True):

@@ -8,11 +8,9 @@ from typing import NamedTuple
 import anyio.lowlevel
 
 from kvtier.catalog.catalog import State
-from kvtier.events import Evict
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import EvictStage
-from kvtier.tiers.router import FIRST, Transfer
 
 ROWS_PER_STEP = 2048
 """Catalog rows to process before yielding to the event loop."""
@@ -46,10 +44,7 @@ class ClearStage:
             # Copies and lookups that are in flight must not bring these chunks back.
             self._hierarchy.clear_count += 1
             self._hierarchy.cleared_pending[tier].update(set(present).difference(ready))
-            if tier == FIRST:
-                self._hierarchy.drop(ready)
-            else:
-                await self._evicting.delete(Evict(keys=ready, tier=tier), Transfer(tier, None, ready))
+            await self._evicting.remove(ready, tier)
         return Cleared(list(removed), len(removed), freed)
 
     async def clear_all(self, namespace: bytes | None, tiers: Sequence[int]) -> Cleared:

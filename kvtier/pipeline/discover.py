@@ -36,7 +36,7 @@ class DiscoverStage:
         """Return the shared pools to query for chunks that are not in the catalog, fastest first."""
         if not self._hierarchy.invalidated.isdisjoint((namespace, None)):
             return []
-        return [tier for tier in self._hierarchy.tiers if tier.shared and tier.available]
+        return [tier for tier in self._hierarchy.lower if tier.shared and tier.available]
 
     async def ask(self, keys: Sequence[ChunkKey], expected: Expected) -> int:
         """Query the pools in turn for the rest of a prompt. Return the number of leading chunks then known.

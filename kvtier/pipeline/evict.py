@@ -16,8 +16,8 @@ from kvtier.events import Event, Evict
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.pipeline.base import Hierarchy
-from kvtier.tiers.router import FIRST, Transfer
-from kvtier.tiers.tier import ChunkBytes
+from kvtier.tiers.level import ChunkBytes
+from kvtier.tiers.router import Transfer
 
 BATCH_BYTES = 64 << 20
 """Bytes per demotion batch: large enough to keep a disk busy, small enough to free memory soon."""
@@ -33,6 +33,7 @@ class EvictStage:
 
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
+        self._memory = hierarchy.memory
         self._needed = anyio.Event()
         self.demoting_bytes = 0
         """Bytes of demotions in flight."""
@@ -44,45 +45,45 @@ class EvictStage:
 
         ``None`` if all cold chunks are leased, pinned or not demoted yet.
         """
-        arena = self._hierarchy.memory.arena
+        arena = self._memory.arena
         lease = arena.allocate(length)
         if lease is None:
             lease = self._allocate_by_dropping(length)
         if lease is None and length <= arena.capacity:
             self._refused_bytes = max(self._refused_bytes, length)
         # Includes this lease, which is not in the catalog yet.
-        if lease is None or self._hierarchy.tiers[FIRST].excess_bytes(length):
+        if lease is None or self._memory.excess_bytes(length):
             self._needed.set()
         return lease
 
     def allocate_all(self, length: int, count: int) -> list[Lease]:
         """Allocate at most ``count`` leases of ``length`` bytes each, as :meth:`allocate`."""
-        leases = self._hierarchy.memory.arena.allocate_all(length, count)
+        leases = self._memory.arena.allocate_all(length, count)
         while len(leases) < count and (lease := self.allocate(length)) is not None:
             leases.append(lease)
-        if leases and self._hierarchy.tiers[FIRST].excess_bytes(length * len(leases)):
+        if leases and self._memory.excess_bytes(length * len(leases)):
             self._needed.set()
         return leases
 
     def _allocate_by_dropping(self, length: int) -> Lease | None:
         hierarchy = self._hierarchy
         for limit in (SCAN_LIMIT // 16, SCAN_LIMIT):
-            event = Evict(keys=self._idle_victims(limit), tier=FIRST)
+            event = Evict(keys=self._idle_victims(limit), tier=self._memory.index)
             droppable = (plan.keys for plan in hierarchy.router.evict(event) if plan.target is None)
             freed = 0
             for key in chain.from_iterable(droppable):
                 freed += hierarchy.catalog.length(key)
-                self._drop_first([key])
-                if freed >= length and (lease := hierarchy.memory.arena.allocate(length)) is not None:
+                self._drop([key])
+                if freed >= length and (lease := self._memory.arena.allocate(length)) is not None:
                     return lease
         return None
 
     def _idle_victims(self, limit: int) -> list[ChunkKey]:
         """Return those of the ``limit`` coldest chunks of the arena that have no other lease."""
-        coldest = islice(self._hierarchy.catalog.victims(FIRST), limit)
-        return [key for key in coldest if self._hierarchy.memory.idle(key)]
+        coldest = islice(self._hierarchy.catalog.victims(self._memory.index), limit)
+        return [key for key in coldest if self._memory.is_idle(key)]
 
-    def _drop_first(self, keys: Sequence[ChunkKey]) -> None:
+    def _drop(self, keys: Sequence[ChunkKey]) -> None:
         self._hierarchy.drop(keys)
         self._hierarchy.counts["evicted"] += len(keys)
 
@@ -106,22 +107,21 @@ class EvictStage:
         Allocations can fail below the watermark: the free space may be less than a chunk, or fragmented.
         """
         refused = self._refused_bytes
-        return max(self._hierarchy.tiers[FIRST].excess_bytes(refused), refused)
+        return max(self._memory.excess_bytes(refused), refused)
 
     async def _evict(self, excess: int) -> int:
         """Evict up to ``excess`` bytes from the arena. Return the number of chunks evicted."""
         hierarchy = self._hierarchy
-        event = Evict(
-            keys=self._take_bytes(self._idle_victims(SCAN_LIMIT), min(excess, BATCH_BYTES)), tier=FIRST
-        )
+        victims = self._take_bytes(self._idle_victims(SCAN_LIMIT), min(excess, BATCH_BYTES))
+        event = Evict(keys=victims, tier=self._memory.index)
         evicted = 0
         for transfer in hierarchy.router.evict(event):
             if transfer.target is not None:
                 # A tier that accepts nothing must not keep the arena full of cold chunks: after one
                 # attempt the chunk is dropped, demoted or not.
                 await self._demote(event, transfer)
-            idle = [key for key in transfer.keys if hierarchy.memory.idle(key)]
-            self._drop_first(idle)
+            idle = [key for key in transfer.keys if self._memory.is_idle(key)]
+            self._drop(idle)
             evicted += len(idle)
         return evicted
 
@@ -160,10 +160,7 @@ class EvictStage:
         hierarchy = self._hierarchy
         assert transfer.target is not None
         clear_count = hierarchy.clear_count
-        if transfer.source == FIRST:
-            chunks = hierarchy.lease_ready(transfer.keys)
-        else:
-            chunks = await hierarchy.read_copies(event, transfer.source, transfer.keys, self.allocate)
+        chunks = await hierarchy.leased(event, transfer.source, transfer.keys, self.allocate)
         length = sum(chunk.lease.length for chunk in chunks)
         self.demoting_bytes += length
         try:
@@ -188,6 +185,13 @@ class EvictStage:
         held = self._hierarchy.still_held(source, chunks, clear_count)
         return await self._hierarchy.write(event, target, held)
 
+    async def remove(self, keys: Sequence[ChunkKey], source: int) -> None:
+        """Remove chunks from any tier for another reason than eviction."""
+        if source == self._memory.index:
+            self._hierarchy.drop(keys)
+        else:
+            await self.delete(Evict(keys=keys, tier=source), Transfer(source, None, keys))
+
     async def delete(self, event: Evict, transfer: Transfer) -> None:
         """Remove chunks that are READY in a lower tier."""
         hierarchy = self._hierarchy
@@ -196,5 +200,5 @@ class EvictStage:
         # Notify before the delete: by the time it has finished, the chunks may have been stored again.
         hierarchy.changed(transfer.source, removed=held)
         with hierarchy.reporting(event, Transfer(transfer.source, None, held)) as outcomes:
-            await hierarchy.tiers[transfer.source].delete(held)
+            await hierarchy.tier(transfer.source).delete(held)
             outcomes += [Outcome.OK] * len(held)

@@ -15,7 +15,6 @@ from kvtier.catalog.catalog import State
 from kvtier.events import Report
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
-from kvtier.tiers.router import FIRST
 
 UNANNOUNCED_SECONDS = 2.0
 """How long a lookup waits for a chunk that has not been announced."""
@@ -95,6 +94,7 @@ class ExpectStage:
 
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
+        self._memory = hierarchy.memory
         self._coming: dict[ChunkKey, int] = {}
         """Number of announcements."""
         self._ended: dict[ChunkKey, None] = {}
@@ -122,7 +122,7 @@ class ExpectStage:
 
     def is_below(self, key: ChunkKey | None) -> bool:
         """Return whether the chunk is READY in lower tiers only."""
-        return key is not None and self._hierarchy.catalog.fastest(key) > FIRST
+        return key is not None and self._hierarchy.catalog.fastest(key) > self._memory.index
 
     def announce(self, keys: Iterable[ChunkKey]) -> None:
         """Announce chunks that are about to be pushed here. Undo with :meth:`withdraw`."""
@@ -143,7 +143,7 @@ class ExpectStage:
                 withdrawn.append(key)
         for key in withdrawn:
             self._ended.pop(key, None)
-            if self._hierarchy.catalog.state(key, FIRST) is not State.READY:
+            if self._memory.state(key) is not State.READY:
                 self._ended[key] = None
         excess = len(self._ended) - MAX_ENDED
         for key in list(islice(self._ended, max(0, excess))):
@@ -179,7 +179,7 @@ class ExpectStage:
 
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
         """Let the waiting lookups take stored chunks immediately, before these can be evicted."""
-        if tier == FIRST and self._waiting:
+        if tier == self._memory.index and self._waiting:
             for key in stored:
                 self._wake(key)
 

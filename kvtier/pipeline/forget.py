@@ -12,7 +12,8 @@ from kvtier.catalog.catalog import State
 from kvtier.events import Report
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
-from kvtier.tiers.tier import MAX_TRACKED_CHUNKS, Tier
+from kvtier.tiers.level import MAX_TRACKED_CHUNKS
+from kvtier.tiers.tier import Tier
 
 PAUSE_SECONDS = 1.0
 """Maximum delay between the expiry of a chunk and its removal from the catalog."""
@@ -26,7 +27,7 @@ class ForgetStage:
 
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
-        self._ttl = {tier.index: ttl for tier in hierarchy.tiers if (ttl := _ttl(tier)) is not None}
+        self._ttl = {tier.index: ttl for tier in hierarchy.lower if (ttl := _ttl(tier)) is not None}
         self._due: dict[int, deque[tuple[float, ChunkKey]]] = {tier: deque() for tier in self._ttl}
         if self._ttl:
             hierarchy.observers.append(self)

@@ -20,7 +20,7 @@ from kvtier.pipeline.discover import Ask, DiscoverStage, Expected
 from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
 from kvtier.pipeline.move import MoveStage
 from kvtier.settings import LocalTierSettings
-from kvtier.tiers.router import FIRST
+from kvtier.tiers.level import Level
 from kvtier.tiers.tier import Tier
 
 TIMEOUT_SECONDS = 2.0
@@ -64,10 +64,12 @@ class Gathering:
     def __init__(self, stage: GatherStage, keys: Sequence[ChunkKey], expected: Expected, target: int) -> None:
         self._stage = stage
         self._hierarchy = stage.hierarchy
+        self._memory = stage.hierarchy.memory
         self._keys = keys
         self._expected = expected
         self._target = stage.hierarchy.tiers[target]
-        self._batch_bytes = min(BATCH_BYTES, stage.hierarchy.memory.arena.capacity // 4)
+        self._promotes = target == self._memory.index
+        self._batch_bytes = min(BATCH_BYTES, self._memory.arena.capacity // 4)
         self._kept: list[Lease] = []
         self._last_error = self._missing = ""
         self.reason: str | None = None
@@ -127,7 +129,7 @@ class Gathering:
     def _fitting_keys(self) -> Sequence[ChunkKey]:
         """Return the leading chunks that fit into the target. More would evict the first ones."""
         settings = self._target.settings
-        if self._target.index == FIRST or not isinstance(settings, LocalTierSettings):
+        if self._promotes or not isinstance(settings, LocalTierSettings):
             return self._keys  # In memory, arrived chunks are leased. A pool manages its own capacity.
         room = settings.capacity * settings.high_watermark
         for count, length in enumerate(self._expected.lengths):
@@ -140,7 +142,7 @@ class Gathering:
     def _keep_from(self, keys: Sequence[ChunkKey], at: int) -> int:
         """Return the index of the first chunk from ``at`` on that is missing. Leases those before it."""
         while at < len(keys) and self._state(keys[at]) is State.READY:
-            lease = self._hierarchy.lease(keys[at]) if self._target.index == FIRST else None
+            lease = self._memory.lease(keys[at]) if self._promotes else None
             if lease is not None:
                 self._kept.append(lease)
             at += 1
@@ -158,7 +160,7 @@ class Gathering:
         """Try once to copy a batch. Return whether a retry can help."""
         async with self._provided(batch, provider):
             absent, complete = self._readable(batch)
-            if absent and self._target.index == FIRST:
+            if absent and self._promotes:
                 await self._promote(absent)
             elif absent:
                 await self._write(absent)
@@ -201,7 +203,7 @@ class Gathering:
             self._last_error = _no_room(self._target)
 
     async def _write(self, keys: Sequence[ChunkKey]) -> None:
-        event = Move(keys=keys, source=FIRST, target=self._target.index, copy=True)
+        event = Move(keys=keys, source=self._memory.index, target=self._target.index, copy=True)
         for source, part in self._by_source(keys):
             outcomes = await self._stage.moving.write(event, source, self._target.index, part, self._allocate)
             if Outcome.FULL in outcomes:
@@ -211,10 +213,10 @@ class Gathering:
 
     def _by_source(self, keys: Sequence[ChunkKey]) -> Iterator[tuple[int, list[ChunkKey]]]:
         """Yield runs of chunks with the same source: memory if it holds them, else the cheapest tier."""
-        router, catalog = self._hierarchy.router, self._hierarchy.catalog
-        below = router.sources(keys, [~(1 << self._target.index)] * len(keys))
+        memory = self._memory
+        below = self._hierarchy.router.sources(keys, [~(1 << self._target.index)] * len(keys))
         sources = [
-            FIRST if catalog.state(key, FIRST) is State.READY else source
+            memory.index if memory.state(key) is State.READY else source
             for key, source in zip(keys, below, strict=True)
         ]
         for source, run in groupby(zip(sources, keys, strict=True), key=lambda pair: pair[0]):
@@ -224,7 +226,7 @@ class Gathering:
     def _allocate(self, length: int) -> Lease | None:
         lease = self._stage.evicting.allocate(length)
         if lease is None:
-            self._last_error = _no_room(self._hierarchy.tiers[FIRST])
+            self._last_error = _no_room(self._memory)
         return lease
 
     def _state(self, key: ChunkKey) -> State:
@@ -235,5 +237,5 @@ class Gathering:
         return bool(self._hierarchy.catalog.tiers(key)) or self._state(key) is not State.ABSENT
 
 
-def _no_room(tier: Tier) -> str:
+def _no_room(tier: Level) -> str:
     return f"tier {tier.name} has no room for the rest"

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.backends.base import Outcome
 from kvtier.catalog.catalog import State
-from kvtier.events import Event, Evict, Move, Prefetch, Priority
+from kvtier.events import Event, Move, Prefetch, Priority
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
 from kvtier.pipeline.prefetch import PrefetchStage
-from kvtier.tiers.router import FIRST, Transfer
+from kvtier.tiers.router import Transfer
 
 Allocate = Callable[[int], Lease | None]
 """Allocates bytes in the arena; ``None`` if there is no room."""
@@ -32,7 +32,7 @@ class MoveStage:
         The source keeps the chunks if this host cannot rely on what the target holds.
         """
         for transfer in self._hierarchy.router.move(event):
-            if event.target == FIRST:
+            if event.target == self._hierarchy.memory.index:
                 await self.promote(transfer.keys)
             else:
                 await self._write(event, transfer)
@@ -42,7 +42,7 @@ class MoveStage:
         return len(held)
 
     async def promote(self, keys: Sequence[ChunkKey]) -> None:
-        """Promote chunks of lower tiers into the first tier, and wait until they have arrived or failed."""
+        """Promote chunks of lower tiers into memory, and wait until they have arrived or failed."""
         self._prefetching.start(Prefetch(keys=keys, priority=Priority.AHEAD))
         flights = [self._prefetching.flights[key] for key in keys if key in self._prefetching.flights]
         for flight in flights:
@@ -59,21 +59,14 @@ class MoveStage:
         """Write one batch of ``source`` to a lower tier. Return the outcomes of the chunks that were read."""
         hierarchy = self._hierarchy
         clear_count = hierarchy.clear_count
-        if source == FIRST:
-            chunks = hierarchy.lease_ready(keys)
-        else:
-            chunks = await hierarchy.read_copies(event, source, keys, allocate)
+        chunks = await hierarchy.leased(event, source, keys, allocate)
         return await self._evicting.write(event, source, target, chunks, clear_count)
 
     async def _delete_source(self, event: Move, keys: Sequence[ChunkKey]) -> None:
         """Remove chunks that the target holds from the source."""
         catalog = self._hierarchy.catalog
         keys = [key for key in keys if catalog.state(key, event.source) is State.READY]
-        if event.source == FIRST:
-            self._hierarchy.drop(keys)
-        else:
-            evict = Evict(keys=keys, tier=event.source)
-            await self._evicting.delete(evict, Transfer(event.source, None, keys))
+        await self._evicting.remove(keys, event.source)
 
     def _batch(self, keys: Iterator[ChunkKey], source: int) -> Sequence[ChunkKey]:
         """Take the next batch of keys that the source still holds: some may have been removed meanwhile."""

@@ -10,14 +10,13 @@ from functools import partial
 import anyio
 
 from kvtier.backends.base import Outcome
-from kvtier.catalog.catalog import State
 from kvtier.events import Prefetch
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import EvictStage
-from kvtier.tiers.router import FIRST, Transfer
-from kvtier.tiers.tier import ChunkBytes
+from kvtier.tiers.level import ChunkBytes
+from kvtier.tiers.router import Transfer
 from kvtier.units import MIB, format_size
 
 READ_BYTES = 16 * MIB
@@ -76,7 +75,7 @@ class PrefetchStage:
                 return
 
     def _begin(self, transfer: Transfer, among: int) -> list[Flight]:
-        catalog = self._hierarchy.catalog
+        catalog, memory = self._hierarchy.catalog, self._hierarchy.memory
         flights: list[Flight] = []
         for key in transfer.keys:
             lease = self._evicting.allocate(catalog.length(key))
@@ -84,10 +83,10 @@ class PrefetchStage:
                 self._hierarchy.counts["prefetch_no_room"] += 1
                 missing = len(transfer.keys) - len(flights)
                 message = "tier %s: no room to load %d chunks from tier %s; counted as misses"
-                values = self._hierarchy.name(FIRST), missing, self._hierarchy.name(transfer.source)
+                values = memory.name, missing, self._hierarchy.name(transfer.source)
                 self._hierarchy.warn("prefetch", message, *values)
                 break
-            catalog.add(key, FIRST, lease.length, State.PENDING)
+            memory.begin_copy(key, lease)
             flight = self.flights[key] = Flight(key, transfer.source, lease, among)
             flights.append(flight)
         return flights
@@ -129,9 +128,10 @@ class PrefetchStage:
         return Read(source, flights, [ChunkBytes(flight.key, flight.lease.share()) for flight in flights])
 
     async def _execute(self, event: Prefetch, read: Read) -> None:
-        transfer = Transfer(read.source, FIRST, [flight.key for flight in read.flights])
+        keys = [flight.key for flight in read.flights]
+        transfer = Transfer(read.source, self._hierarchy.memory.index, keys)
         with self._hierarchy.reporting(event, transfer) as outcomes:
-            tier = self._hierarchy.tiers[read.source]
+            tier = self._hierarchy.tier(read.source)
             outcomes += await tier.get(read.chunks, partial(self._settle, read))
 
     def _settle(self, read: Read, outcomes: Sequence[Outcome]) -> None:
@@ -189,10 +189,11 @@ class PrefetchStage:
             if source is not None:
                 flight.source = source
 
-    def _sources(self, flights: Sequence[Flight], but: int = FIRST) -> list[int | None]:
-        """Return for each flight the cheapest tier that has not been tried."""
+    def _sources(self, flights: Sequence[Flight], but: int | None = None) -> list[int | None]:
+        """Return for each flight the cheapest tier that has not been tried, and is not ``but``."""
         keys = [flight.key for flight in flights]
-        return self._hierarchy.router.sources(keys, [flight.untried & ~(1 << but) for flight in flights])
+        others = ~(0 if but is None else 1 << but)
+        return self._hierarchy.router.sources(keys, [flight.untried & others for flight in flights])
 
     def _fail(self, flights: Iterable[Flight]) -> None:
         """End flights that no tier can serve. No tier may still use their memory."""
@@ -201,9 +202,8 @@ class PrefetchStage:
         self._end(flights)
 
     def _abort(self, flights: Sequence[Flight]) -> None:
-        for flight in flights:
-            if not flight.arrived:
-                self._hierarchy.abort(flight.key, FIRST)
+        missing = [flight.key for flight in flights if not flight.arrived]
+        self._hierarchy.abort(missing, self._hierarchy.memory.index)
 
     def _end(self, flights: Sequence[Flight]) -> None:
         """Wake the waiters of flights that have arrived or failed."""

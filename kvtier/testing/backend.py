@@ -31,6 +31,7 @@ from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.testing.noise import SENTINEL, noise, stain
+from kvtier.testing.plugin import recorded_arenas
 from kvtier.tiers.seal import Seal
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -112,14 +113,13 @@ class BackendConformance:
     async def opened(self, path: Path) -> AsyncIterator[Backend]:
         """Open a backend within the block. Fails if the backend's arena has open leases after ``close``."""
         backend = self.make_backend(path)
-        await backend.open()
-        memory = backend.capabilities().arena
-        arena = None if memory is None else memory.arena
-        try:
-            yield backend
-        finally:
-            await backend.close()
-        assert arena is None or arena.leases == 0, "leases are still open after close"
+        with recorded_arenas() as arenas:
+            await backend.open()
+            try:
+                yield backend
+            finally:
+                await backend.close()
+        assert all(arena.leases == 0 for arena in arenas), "leases are still open after close"
 
     @pytest.fixture
     async def backend(self, tmp_path: Path) -> AsyncIterator[Backend]:
@@ -415,27 +415,19 @@ class BackendConformance:
 
     # Arena.
 
-    async def test_memory_is_adopted_without_a_copy(self, backend: Backend) -> None:
-        """``adopt``, ``lease``, ``idle``, ``discard``: bytes are valid until their last lease is released."""
+    async def test_memory_can_be_the_first_tier(self, tmp_path: Path) -> None:
+        """``create_arena`` works without ``open`` and has room for the tier's capacity."""
+        backend = self.make_backend(tmp_path)
         memory = backend.capabilities().arena
         if memory is None:
-            pytest.skip("the backend has no arena")
-        key, arena = make_key(1), memory.arena
-        assert memory.lease(key) is None
-        assert not memory.idle(key)
-        for seed in (1, 2):
-            given = arena.allocate(10_000)
-            assert given is not None
-            given.view[:] = noise(b"%d" % seed, 10_000)
-            memory.adopt(key, given)
-        assert arena.leases == 1, "the replaced value is still leased"
-        lease = memory.lease(key)
-        assert lease is not None
-        assert bytes(lease.view) == noise(b"2", 10_000)
-        assert not memory.idle(key)
-        memory.discard(key)
-        assert list(await backend.contains([key])) == [False]
-        assert bytes(lease.view) == noise(b"2", 10_000)
-        lease.release()
-        assert (arena.leases, arena.used) == (0, 0)
-        memory.discard(key)
+            pytest.skip("the backend is not memory")
+        arena = memory.create_arena()
+        try:
+            lease = arena.allocate(10_000)
+            assert lease is not None
+            lease.view[:] = noise(b"1", 10_000)
+            assert bytes(lease.view) == noise(b"1", 10_000)
+            lease.release()
+            assert (arena.leases, arena.used) == (0, 0)
+        finally:
+            arena.close()

@@ -15,6 +15,7 @@ imports nothing but pytest, and loads its features on use.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -55,13 +56,9 @@ def enable_checks(config: pytest.Config) -> None:
         config.pluginmanager.register(checks, "kvtier_checks")
 
 
-@pytest.fixture
-def leak_check(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Arena]]:
-    """Fail the test if an arena created during it has an open lease at the end, or if it created no arena.
-
-    Request it before the fixtures that create arenas, so that it outlives them. Its value is the list of
-    these arenas.
-    """
+@contextmanager
+def recorded_arenas() -> Iterator[list[Arena]]:
+    """Yield a list of the arenas that are created within the block."""
     from kvtier.memory.arena import Arena
 
     arenas: list[Arena] = []
@@ -71,8 +68,20 @@ def leak_check(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Arena]]:
         arenas.append(create(capacity, huge=huge, fallback=fallback))
         return arenas[-1]
 
-    monkeypatch.setattr(Arena, "create", recorded)
-    yield arenas
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arena, "create", recorded)
+        yield arenas
+
+
+@pytest.fixture
+def leak_check() -> Iterator[list[Arena]]:
+    """Fail the test if an arena created during it has an open lease at the end, or if it created no arena.
+
+    Request it before the fixtures that create arenas, so that it outlives them. Its value is the list of
+    these arenas.
+    """
+    with recorded_arenas() as arenas:
+        yield arenas
     if not arenas:
         pytest.fail("leak_check saw no arena: request it before the fixture that creates one", pytrace=False)
     for arena in arenas:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
@@ -19,11 +19,11 @@ from kvtier.catalog.catalog import Catalog
 from kvtier.concurrency.tasks import wait_for_event
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.keys import ChunkKey
-from kvtier.memory.slices import Lease
-from kvtier.settings import LocalTierSettings, TierSettings
+from kvtier.settings import TierSettings
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.costs import ReadCost
 from kvtier.tiers.deletions import Deletions
+from kvtier.tiers.level import ChunkBytes, Level
 from kvtier.tiers.seal import Seal
 from kvtier.tiers.sealer import Sealer
 from kvtier.units import MIB, format_duration, format_size
@@ -32,8 +32,6 @@ logger = logging.getLogger("kvtier")
 
 DEADLINE_BYTES = 16 * MIB
 """Batch size that a tier's deadline applies to. It scales up for larger batches."""
-MAX_TRACKED_CHUNKS = 1_000_000
-"""Chunks of a shared pool tracked in the catalog, about 200 MB. Others are queried on demand."""
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -42,15 +40,8 @@ Settle = Callable[[Sequence[Outcome]], None]
 """Receives the outcomes when the backend call ends, even if that is after the deadline."""
 
 
-class ChunkBytes(NamedTuple):
-    """A chunk object in memory, leased for the duration of the transfer."""
-
-    key: ChunkKey
-    lease: Lease
-
-
-class Tier:
-    """One level of the hierarchy. All methods must be called from the event loop.
+class Tier(Level):
+    """A level below host memory. All methods must be called from the event loop.
 
     ``backend`` must be open; the caller closes it. ``sealer`` is the sealer of the memory that chunks are
     stored from. Reads from a medium that is memory are not verified.
@@ -65,19 +56,14 @@ class Tier:
         tasks: TaskGroup,
         sealer: Sealer,
     ) -> None:
-        self.index = index
-        self.settings = settings
+        super().__init__(index, settings, catalog)
         self.backend = backend
         self.capabilities = backend.capabilities()
         self.breaker = CircuitBreaker(settings.name)
         self.seal = Seal(backend, sealer, verify=self.capabilities.arena is None)
         self._deletions = Deletions(settings.name, backend)
-        self._catalog = catalog
         self._tasks = tasks
         self._slots = anyio.Semaphore(settings.concurrency)
-        self._deleting_bytes = 0
-        self._refused_bytes = 0
-        """Bytes of the last written batch that the medium rejected as full."""
         self._batches_returned = 0
         """Number of batches that the medium completed."""
         self._warn = RateLimitedWarning(logger)
@@ -85,65 +71,27 @@ class Tier:
         """The recent cost of reads."""
 
     @property
-    def name(self) -> str:
-        """The tier's name in the settings."""
-        return self.settings.name
-
-    @property
-    def write(self) -> str:
-        """When it receives chunks from above: ``through``, ``on_evict`` or ``never``."""
-        return self.settings.write
-
-    @property
     def available(self) -> bool:
         """Whether calls reach the medium; ``False`` while the circuit breaker is open."""
         return self.breaker.available
 
     @property
-    def shared(self) -> bool:
-        """Whether it is a pool that other hosts use as well. The catalog then has only part of its chunks."""
-        return not isinstance(self.settings, LocalTierSettings)
+    def outages(self) -> int:
+        """How often the circuit breaker opened."""
+        return self.breaker.outages
 
     @property
-    def keeps(self) -> bool:
-        """Whether chunks here are retained reliably. False for a shared pool that this host never writes."""
-        return not self.shared or self.write != "never"
+    def corrupt(self) -> int:
+        """Number of objects found corrupt in the medium, and deleted."""
+        return self.seal.corrupt
 
     def cost(self, length: int) -> float | None:
         """Return the expected seconds to read ``length`` bytes from recent reads; ``None`` if unknown."""
         return self.reading.expected(length)
 
-    @property
-    def capacity(self) -> int | None:
-        """Maximum size in bytes; ``None`` for a shared pool."""
-        return self.settings.capacity if isinstance(self.settings, LocalTierSettings) else None
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of chunk objects in the catalog, ready or pending, or being deleted."""
-        return self._catalog.used(self.index) + self._deleting_bytes
-
-    def excess_bytes(self, incoming: int) -> int:
-        """Return the bytes to evict before ``incoming`` more are added; 0 below the high watermark.
-
-        Eviction goes down to the low watermark, so that it runs in batches. If the medium has less space
-        than its capacity, at least the bytes that it rejected last are evicted.
-        """
-        settings, required = self.settings, self.used_bytes + incoming
-        if not isinstance(settings, LocalTierSettings):
-            return 0
-        if required <= settings.capacity * settings.high_watermark:
-            return self._refused_bytes
-        return max(self._refused_bytes, int(required - settings.capacity * settings.low_watermark))
-
-    def fits(self, length: int) -> bool:
-        """Whether ``length`` more bytes fit into the capacity."""
-        return self.capacity is None or self.used_bytes + length <= self.capacity
-
-    @property
-    def surplus_chunks(self) -> int:
-        """Number of chunks of a shared pool to drop from the catalog."""
-        return max(0, self._catalog.count(self.index) - MAX_TRACKED_CHUNKS) if self.shared else 0
+    def status(self) -> dict[str, object]:
+        """Return the state for display and tests."""
+        return {**super().status(), "reading": self.reading.status()}
 
     async def held_prefix(self, keys: Sequence[ChunkKey]) -> int:
         """Query how many leading keys the medium holds; 0 if the deadline passes."""

@@ -14,7 +14,7 @@ import anyio.lowlevel
 import pytest
 
 from kvtier import Settings, hookimpl
-from kvtier.backends.base import Backend, SupportsLeases
+from kvtier.backends.base import Backend
 from kvtier.backends.cpu import MemoryBackend
 from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
@@ -322,34 +322,25 @@ async def test_invalid_parent_key_is_refused(parent: bytes) -> None:
 # Backends and scheduling.
 
 
-class SingleLeaseBackend(MemoryBackend):
-    """A memory backend of a plugin, without the optional ``lease_all``."""
-
-    lease_all = None  # type: ignore[assignment]
+class PluginMemory(MemoryBackend):
+    """Host memory of a plugin."""
 
 
-class SingleLeasePlugin:
+class MemoryPlugin:
     @hookimpl
     def kvtier_backends(self) -> dict[str, type[Backend]]:
-        return {"one-by-one": SingleLeaseBackend}
+        return {"mine": PluginMemory}
 
 
-async def test_backend_without_lease_all_is_supported() -> None:
+async def test_memory_of_a_plugin_can_be_the_first_tier() -> None:
     plugins = Plugins.load([])
-    plugins.register(SingleLeasePlugin(), "one-by-one", "a test")
-    async with engine_of(tier_type="one-by-one", plugins=plugins) as (engine, cache):
+    plugins.register(MemoryPlugin(), "mine", "a test")
+    async with engine_of(tier_type="mine", plugins=plugins) as (engine, cache):
         store(engine, KEYS)
-        assert not isinstance(cache.hierarchy.memory, SupportsLeases)
         found = look_up(engine, 1, KEYS)
         assert found.offsets == look_up(engine, 2, KEYS).offsets
         assert engine.holds(found.leases)
         assert cache.arena.leases == 36
-        # The catalog still lists a chunk that memory has lost: no chunk after it is leased.
-        cache.hierarchy.memory.discard(KEYS[2])
-        leases = cache.hierarchy.lease_all(KEYS)
-        assert leases.offsets == found.offsets[:2]
-        leases.release_all()
-        cache.hierarchy.drop(KEYS[2:3])
 
 
 async def test_flooding_engine_does_not_starve_other_tasks() -> None:

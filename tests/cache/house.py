@@ -114,7 +114,7 @@ class CacheHarness:
                 assert await cache.move(keys, "ram", name, copy=True) == len(keys)
                 continue
             for key in keys:
-                lease = cache.hierarchy.lease(key)
+                lease = cache.hierarchy.memory.lease(key)
                 assert lease is not None
                 sealed = bytearray(lease.view)
                 lease.release()

@@ -27,7 +27,7 @@ async def test_chunk_removed_after_being_chosen_does_not_affect_others(
         for tier in hierarchy.catalog.tiers(keys[1]):
             await cache._evicting.delete(event, Transfer(tier, None, [keys[1]]))
         assert keys[1] not in hierarchy.catalog
-        read = await hierarchy.read_copies(event, ssd, keys, cache._evicting.allocate)
+        read = await hierarchy.leased(event, ssd, keys, cache._evicting.allocate)
         assert [chunk.key for chunk in read] == [keys[0], *keys[2:]]
         for chunk in read:
             chunk.lease.release()

@@ -258,7 +258,7 @@ async def test_cleared_chunks_are_not_read_from_pools(settings: MakeSettings, pr
 async def test_tracked_chunks_of_a_pool_are_bounded(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.tiers.tier.MAX_TRACKED_CHUNKS", 6)
+    monkeypatch.setattr("kvtier.tiers.level.MAX_TRACKED_CHUNKS", 6)
     prompts = [prompt(1024, seed) for seed in range(5)]
     async with opened(settings) as (cache, model):
         for tokens in prompts:

@@ -84,7 +84,7 @@ async def test_without_checksums_pushes_are_verified_and_sender_headers_unchange
 async def test_chunk_corrupt_in_memory_is_not_pushed(checksum: bool) -> None:
     async with hosts("tcp", 8, 8, checksum=checksum) as (sender, receiver):
         sender.compute(range(1, 4))
-        lease = sender.cache.hierarchy.lease(make_key(2))
+        lease = sender.cache.hierarchy.memory.lease(make_key(2))
         assert lease is not None
         lease.view[30] ^= 1
         lease.release()

@@ -47,7 +47,7 @@ async def test_push_cancelled_at_every_await(pair: Pair, through: Through) -> No
             step = 1
             while True:
                 found = sender.cache.look_up(keys_of(range(1, COUNT + 1)))
-                chunks = sender.cache.hierarchy.lease_ready([chunk.key for chunk in found.chunks])
+                chunks = sender.cache.hierarchy.memory.lease_ready([chunk.key for chunk in found.chunks])
                 found.release()
                 try:
                     cancelled = await cancelled_at(

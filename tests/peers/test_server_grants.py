@@ -107,7 +107,7 @@ async def test_corrupt_chunk_is_not_readable() -> None:
     async with serving() as served:
         keys = served.store(1, 2, 3)
         client = await served.client()
-        lease = served.cache.hierarchy.lease(keys[1])
+        lease = served.cache.hierarchy.memory.lease(keys[1])
         assert lease is not None
         lease.view[30] ^= 1
         lease.release()

@@ -42,7 +42,6 @@ from kvtier.peers.promises import Promise
 from kvtier.pipeline.store import Reservation
 from kvtier.rpc.backoff import Backoff
 from kvtier.settings import Settings
-from kvtier.tiers.router import FIRST
 from kvtier.transports.base import Access
 from kvtier.transports.nixl.endpoint import ARENA_BYTES, Endpoint
 from kvtier.transports.nixl.process import Batch, NixlProcess, Part, Region
@@ -135,7 +134,7 @@ class Staging(Place):
 
     def state(self, key: ChunkKey) -> State:
         """Return the state as this engine's lookups see it."""
-        state = self._cache.hierarchy.catalog.state(key, FIRST)
+        state = self._cache.hierarchy.memory.state(key)
         if state is not State.ABSENT:
             return state
         if key in self._ready:

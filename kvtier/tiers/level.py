@@ -1,0 +1,120 @@
+"""One level of the hierarchy: its place, its settings, and how much of its capacity is in use."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvtier.catalog.catalog import Catalog
+from kvtier.memory.keys import ChunkKey
+from kvtier.memory.slices import Lease
+from kvtier.settings import LocalTierSettings, TierSettings
+
+MAX_TRACKED_CHUNKS = 1_000_000
+"""Chunks of a shared pool tracked in the catalog, about 200 MB. Others are queried on demand."""
+
+
+class ChunkBytes(NamedTuple):
+    """A chunk object in memory, leased for the duration of the transfer."""
+
+    key: ChunkKey
+    lease: Lease
+
+
+class Level:
+    """What host memory and the tiers below it have in common. The order is that of the settings."""
+
+    def __init__(self, index: int, settings: TierSettings, catalog: Catalog) -> None:
+        self.index = index
+        self.settings = settings
+        self._catalog = catalog
+        self._deleting_bytes = 0
+        """Bytes that are no longer in the catalog, but still in the medium."""
+        self._refused_bytes = 0
+        """Bytes of the last written batch that the medium rejected as full."""
+
+    @property
+    def name(self) -> str:
+        """The tier's name in the settings."""
+        return self.settings.name
+
+    @property
+    def write(self) -> str:
+        """When it receives chunks from above: ``through``, ``on_evict`` or ``never``."""
+        return self.settings.write
+
+    @property
+    def available(self) -> bool:
+        """Whether chunks can be written and read now."""
+        return True
+
+    @property
+    def shared(self) -> bool:
+        """Whether it is a pool that other hosts use as well. The catalog then has only part of its chunks."""
+        return not isinstance(self.settings, LocalTierSettings)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether chunks here are retained reliably. False for a shared pool that this host never writes."""
+        return not self.shared or self.write != "never"
+
+    @property
+    def outages(self) -> int:
+        """How often it has become unavailable."""
+        return 0
+
+    @property
+    def corrupt(self) -> int:
+        """Number of chunks found corrupt here, and deleted."""
+        return 0
+
+    def cost(self, length: int) -> float | None:
+        """Return the expected seconds to read ``length`` bytes; ``None`` if unknown."""
+        return None
+
+    @property
+    def capacity(self) -> int | None:
+        """Maximum size in bytes; ``None`` for a shared pool."""
+        return self.settings.capacity if isinstance(self.settings, LocalTierSettings) else None
+
+    @property
+    def count(self) -> int:
+        """Number of chunks in the catalog, ready or pending."""
+        return self._catalog.count(self.index)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of chunk objects in the catalog, ready or pending, or being deleted."""
+        return self._catalog.used(self.index) + self._deleting_bytes
+
+    def excess_bytes(self, incoming: int) -> int:
+        """Return the bytes to evict before ``incoming`` more are added; 0 below the high watermark.
+
+        Eviction goes down to the low watermark, so that it runs in batches. If the medium has less space
+        than its capacity, at least the bytes that it rejected last are evicted.
+        """
+        settings, required = self.settings, self.used_bytes + incoming
+        if not isinstance(settings, LocalTierSettings):
+            return 0
+        if required <= settings.capacity * settings.high_watermark:
+            return self._refused_bytes
+        return max(self._refused_bytes, int(required - settings.capacity * settings.low_watermark))
+
+    def fits(self, length: int) -> bool:
+        """Whether ``length`` more bytes fit into the capacity."""
+        return self.capacity is None or self.used_bytes + length <= self.capacity
+
+    @property
+    def surplus_chunks(self) -> int:
+        """Number of chunks of a shared pool to drop from the catalog."""
+        return max(0, self.count - MAX_TRACKED_CHUNKS) if self.shared else 0
+
+    def status(self) -> dict[str, object]:
+        """Return the state for display and tests."""
+        return {
+            "name": self.name,
+            "type": self.settings.type,
+            "capacity_bytes": self.capacity,
+            "used_bytes": self.used_bytes,
+            "chunks": self.count,
+            "available": self.available,
+        }
