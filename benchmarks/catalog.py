@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import os
 import random
 import statistics
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--entries", type=int, default=10_000_000, help="default: %(default)s")
     prompts = max(1, parser.parse_args(arguments).entries // PROMPT_CHUNKS)
 
-    catalog = Catalog([LruPolicy(), LruPolicy()])
+    catalog = Catalog([LruPolicy.factory(), LruPolicy.factory()])
     seconds = array("f", bytes(4 * prompts * PROMPT_CHUNKS))
     before = resident_bytes()
     fill(catalog, prompts, seconds)
@@ -88,11 +87,11 @@ def newcomers(count: int) -> Iterator[ChunkKey]:
 
 
 def coldest(catalog: Catalog, tier: int) -> list[ChunkKey]:
-    return list(itertools.islice(catalog.victims(tier), VICTIMS))
+    return catalog.victims(tier, VICTIMS * CHUNK_BYTES)
 
 
 def replace_coldest(catalog: Catalog, key: ChunkKey) -> None:
-    catalog.remove(next(catalog.victims(SLOW)), SLOW)
+    catalog.remove(catalog.victims(SLOW, CHUNK_BYTES)[0], SLOW)
     catalog.add(key, SLOW, CHUNK_BYTES, State.READY)
 
 

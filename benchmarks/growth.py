@@ -182,7 +182,7 @@ def by_entries(exponents: Sequence[int]) -> Costs:
     costs: Costs = {}
     for exponent in exponents:
         prompts = 10**exponent // catalog_bench.PROMPT_CHUNKS
-        catalog = Catalog([LruPolicy(), LruPolicy()])
+        catalog = Catalog([LruPolicy.factory(), LruPolicy.factory()])
         adding = array("f", bytes(4 * prompts * catalog_bench.PROMPT_CHUNKS))
         catalog_bench.fill(catalog, prompts, adding)
         picked = random.Random(0).choices(range(prompts), k=500)

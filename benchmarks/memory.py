@@ -103,7 +103,7 @@ async def adopting(
     medium: MemoryBackend, keys: Sequence[ChunkKey], size: int, runs: int
 ) -> dict[str, list[float]]:
     """Return the seconds to allocate, reserve and adopt all chunks in the first tier."""
-    catalog = Catalog([LruPolicy()])
+    catalog = Catalog([LruPolicy.factory()])
     memory = HostMemory(medium._settings, medium.create_arena(), catalog, Sealer())
 
     async def adopt() -> None:

@@ -28,11 +28,13 @@ from kvtier.errors import (
 
 if TYPE_CHECKING:
     from kvtier.cache import TieredCache
+    from kvtier.catalog.hints import ChunkHints
     from kvtier.hookmarkers import hookimpl
     from kvtier.model import ModelCache
     from kvtier.settings import Settings, load_settings
 else:
     _MODULES = {
+        "ChunkHints": "kvtier.catalog.hints",
         "ModelCache": "kvtier.model",
         "Settings": "kvtier.settings",
         "TieredCache": "kvtier.cache",
@@ -57,6 +59,7 @@ __all__ = [
     "ArenaError",
     "ChannelClosed",
     "ChannelError",
+    "ChunkHints",
     "CorruptChunk",
     "KVTierError",
     "LayoutError",

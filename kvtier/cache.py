@@ -20,6 +20,7 @@ from anyio.abc import TaskGroup
 
 from kvtier.backends.base import Backend
 from kvtier.catalog.catalog import ALL_TIERS, Catalog, State
+from kvtier.catalog.hints import ChunkHints
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import SettingsError
 from kvtier.events import Move, Observer, Prefetch, Priority
@@ -35,7 +36,7 @@ from kvtier.pipeline.expect import Expectation, ExpectStage
 from kvtier.pipeline.forget import ForgetStage
 from kvtier.pipeline.found import FoundChunk, Lookup, ReportProgress, Staged
 from kvtier.pipeline.gather import Gathering, GatherStage
-from kvtier.pipeline.held import HeldChunk, eviction_of, parents_first
+from kvtier.pipeline.held import HeldChunk, parents_first
 from kvtier.pipeline.move import MoveStage
 from kvtier.pipeline.prefetch import PrefetchStage
 from kvtier.pipeline.store import Reservation, StoreStage
@@ -96,8 +97,7 @@ class TieredCache:
         plugins = plugins or Plugins.load(settings.plugins)
         media = [(tier, plugins.backend(tier.type)(tier)) for tier in plugins.tier_settings(settings)]
         media += pools
-        tier_settings = [tier for tier, _ in media]
-        catalog = Catalog([plugins.eviction(eviction_of(tier))() for tier in tier_settings])
+        catalog = Catalog([plugins.policy(tier) for tier, _ in media])
         async with AsyncExitStack() as stack:
             memory = _open_memory(*media[0], catalog, Sealer(settings.checksum))
             stack.callback(memory.close)
@@ -175,6 +175,7 @@ class TieredCache:
         expect: float = 0.0,
         expect_chunks: int | None = None,
         staged: Staged | None = None,
+        hints: ChunkHints | None = None,
     ) -> Lookup:
         """Lease the longest held prefix of ``keys``, and start to prefetch chunks of lower tiers.
 
@@ -186,11 +187,12 @@ class TieredCache:
         the push of the next one ends, or was not announced and does not begin soon. Only then are the pools
         queried.
 
-        ``staged`` holds chunks that were pushed into staging buffers instead of tiers.
+        ``staged`` holds chunks that were pushed into staging buffers instead of tiers. ``hints`` replace
+        those of the chunks that are found.
         """
         if not local:  # Lookups by peers say nothing about the hit rate of this host's engines.
             self.hierarchy.counts["looked_up"] += len(keys)
-        found = Lookup(staged=staged)
+        found = Lookup(staged, hints)
         reached = self._extend(found, keys, self._local if local else ALL_TIERS)
         rest = keys[found.count :]
         if not rest or not reached:
@@ -253,6 +255,8 @@ class TieredCache:
         hierarchy, memory = self.hierarchy, self.hierarchy.memory
         rows, sources = hierarchy.catalog.prefix_rows(keys, among)
         held = keys[: len(rows)]
+        if found.hints is not None:
+            hierarchy.catalog.set_hints(rows, found.hints)
         hierarchy.catalog.touch_rows(rows)
         in_memory = sources.count(memory.index) == len(sources)
         if in_memory and not found.count:
@@ -321,16 +325,19 @@ class TieredCache:
             message = "prefetch.deadline of %g s exceeded: %d of %d chunks did not arrive and are recomputed"
             self.hierarchy.warn("deadline", message, deadline, total - found.ready, total)
 
-    def reserve(self, header: ChunkHeader) -> Reservation | None:
+    def reserve(self, header: ChunkHeader, hints: ChunkHints | None = None) -> Reservation | None:
         """Reserve arena memory for one chunk. Return ``None`` if it is already held or memory is full."""
-        return self._storing.reserve(header)
+        return self._storing.reserve(header, hints)
 
-    def reserve_all(self, headers: Sequence[ChunkHeader]) -> list[Reservation | None]:
+    def reserve_all(
+        self, headers: Sequence[ChunkHeader], hints: Sequence[ChunkHints | None] = ()
+    ) -> list[Reservation | None]:
         """Call :meth:`reserve` for each chunk of one namespace, in a fifth of the time.
 
-        Once one reservation fails for lack of memory, so do all after it.
+        ``hints``: those of each chunk, or none at all. Once one reservation fails for lack of memory, so do
+        all after it.
         """
-        return self._storing.reserve_all(headers)
+        return self._storing.reserve_all(headers, hints)
 
     def commit(self, reservations: Sequence[Reservation]) -> None:
         """Publish filled chunks, and write them to the tiers below."""

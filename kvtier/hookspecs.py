@@ -45,7 +45,8 @@ def kvtier_transports() -> dict[str, type[Transport]]:
 def kvtier_eviction_policies() -> dict[str, type[EvictionPolicy]]:
     """Return eviction policies, keyed by their name in a tier's ``eviction``.
 
-    A class is constructed without arguments, once for each tier that uses it.
+    A class is constructed once for each tier that uses it, with its settings, already validated by its
+    ``settings_type``, the tier's capacity in bytes and the columns of the catalog.
     """
     raise NotImplementedError
 

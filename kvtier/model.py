@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from anyio import to_thread
 
+from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import LayoutError
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
@@ -59,10 +60,11 @@ class ModelCache:
         """Return the keys of a prompt's chunks in prefix order."""
         return chunk_keys(self._root, tokens, self._layout.chunk_tokens, tail=self._partial)
 
-    async def store(self, tokens: Sequence[int], rows: Rows) -> int:
+    async def store(self, tokens: Sequence[int], rows: Rows, hints: ChunkHints | None = None) -> int:
         """Store the KV of a prompt. Return the number of tokens held afterwards, including those held before.
 
-        Copies in a worker thread. Skips chunks for which there is no memory.
+        Copies in a worker thread. Skips chunks for which there is no memory. ``hints`` are for the eviction
+        policies of the tiers.
         """
         view = _bytes_of(rows)
         if len(view) < len(tokens) * self._token_bytes:
@@ -75,7 +77,7 @@ class ModelCache:
         for index, key in enumerate(keys):
             source = self._slice(view, index, len(tokens))
             header = ChunkHeader(key, parents[index], self._namespace, len(source))
-            reservation = self._cache.reserve(header)
+            reservation = self._cache.reserve(header, hints)
             if reservation is not None:
                 reservations.append(reservation)
                 copies.append((reservation.lease.view[HEADER_BYTES:], source))
@@ -87,10 +89,13 @@ class ModelCache:
         self._cache.commit(reservations)
         return self._tokens(len(self._cache.hierarchy.catalog.prefix(keys)), len(tokens))
 
-    async def retrieve(self, tokens: Sequence[int], rows: Rows) -> int:
-        """Fill ``rows`` with the KV of the longest held prefix. Return its length in tokens."""
+    async def retrieve(self, tokens: Sequence[int], rows: Rows, hints: ChunkHints | None = None) -> int:
+        """Fill ``rows`` with the KV of the longest held prefix. Return its length in tokens.
+
+        ``hints`` replace those of the chunks that are found.
+        """
         view = _bytes_of(rows)
-        found = self._cache.look_up(self.keys(tokens), self._expected(len(tokens)))
+        found = self._cache.look_up(self.keys(tokens), self._expected(len(tokens)), hints=hints)
         try:
             await self._cache.settle(found)
             fits = min(len(tokens), len(view) // self._token_bytes)

@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pluggy
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from kvtier import hookspecs
 from kvtier.errors import PluginError, SettingsError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import typer
 
     from kvtier.backends.base import Backend
-    from kvtier.catalog.eviction import EvictionPolicy
+    from kvtier.catalog.eviction import EvictionPolicy, MakePolicy
     from kvtier.events import Observer
     from kvtier.transports.base import Transport, TransportSettings
 
@@ -36,6 +36,7 @@ BUILT_IN_MODULES = ("kvtier.backends", "kvtier.catalog", "kvtier.transports")
 _PROVIDING_HOOKS = ("kvtier_backends", "kvtier_transports", "kvtier_eviction_policies")
 
 Found = TypeVar("Found")
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class LoadedPlugin(NamedTuple):
@@ -132,6 +133,16 @@ class Plugins:
         """Return an eviction policy by name. Raises :class:`SettingsError`, which lists the known ones."""
         return self._find("kvtier_eviction_policies", name, "eviction policy")
 
+    def policy(self, tier: TierSettings) -> MakePolicy:
+        """Return what creates the eviction policy of a tier. Catalog entries of a shared pool leave by LRU.
+
+        Raises a :class:`pydantic.ValidationError` if the policy's settings are invalid.
+        """
+        if not isinstance(tier, LocalTierSettings):
+            return self.eviction("lru").factory()
+        policy = self.eviction(tier.eviction["type"])
+        return policy.factory(policy.settings_type.model_validate(tier.eviction), tier.capacity)
+
     def _find(self, hook: str, name: str, what: str) -> type:
         provided = self._provided[hook]
         if name not in provided:
@@ -215,11 +226,7 @@ class Plugins:
         place = describe(settings.origin("peer.transport"))
         raw = settings.peer.transport
         transport = _resolve(f"peer.transport{place}", self.transport, raw["type"])
-        try:
-            return transport.settings_type.model_validate(dict(raw))
-        except ValidationError as error:
-            problem = explain(error, transport.settings_type, lambda _: place, "peer.transport.")
-            raise SettingsError(problem) from error
+        return _validate(transport.settings_type, raw, place, "peer.transport.")
 
     def _tier(self, index: int, raw: Mapping[str, Any], place: str) -> TierSettings:
         key = f"tiers[{index}]"
@@ -229,13 +236,10 @@ class Plugins:
             problem = "is missing" if type_name is None else f"is {type_name!r}"
             raise SettingsError(f"{key}.type{place} {problem}: use one of {known}")
         backend = _resolve(f"{key}.type{place}", self.backend, type_name)
-        settings_type = backend.settings_type
-        try:
-            tier = settings_type.model_validate(dict(raw))
-        except ValidationError as error:
-            raise SettingsError(explain(error, settings_type, lambda _: place, f"{key}.")) from error
+        tier = _validate(backend.settings_type, raw, place, f"{key}.")
         if isinstance(tier, LocalTierSettings):
-            _resolve(f"{key}.eviction{place}", self.eviction, tier.eviction)
+            policy = _resolve(f"{key}.eviction{place}", self.eviction, tier.eviction["type"])
+            _validate(policy.settings_type, tier.eviction, place, f"{key}.eviction.")
         return tier
 
 
@@ -285,6 +289,14 @@ def _import(entry: EntryPoint) -> object:
 
 def _label(name: str, source: str) -> str:
     return f"{name} ({source})"
+
+
+def _validate(model: type[ModelT], raw: Mapping[str, Any], place: str, prefix: str) -> ModelT:
+    """Return the settings of a component. Raises :class:`SettingsError`, which names the key."""
+    try:
+        return model.model_validate(dict(raw))
+    except ValidationError as error:
+        raise SettingsError(explain(error, model, lambda _: place, prefix)) from error
 
 
 def _resolve(key: str, find: Callable[[str], Found], name: str) -> Found:

@@ -15,6 +15,7 @@ def test_public_names() -> None:
         "ArenaError",
         "ChannelClosed",
         "ChannelError",
+        "ChunkHints",
         "CorruptChunk",
         "KVTierError",
         "LayoutError",

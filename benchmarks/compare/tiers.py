@@ -68,7 +68,7 @@ def kvtier_side(
     """
     side, keys = BackendSide(backend, seal), [key for key, _ in chunks]
     lookup_keys = [keys[index % len(keys)] for index in range(LOOKUP_KEYS)]
-    catalog = Catalog([LruPolicy()])
+    catalog = Catalog([LruPolicy.factory()])
     for key, view in chunks:
         catalog.add(key, 0, len(view), State.READY)
 

@@ -48,6 +48,7 @@ from kvtier.bridge.protocol import (
     StatusReport,
     Welcome,
 )
+from kvtier.catalog.hints import ChunkHints
 from kvtier.concurrency.threads import run_in_background
 from kvtier.errors import ArenaError, ChannelClosed, ChannelError, ProtocolError
 from kvtier.memory.arena import ArenaMap
@@ -171,6 +172,7 @@ class SchedulerBridge(Bridge):
         *,
         expect_chunks: int = 0,
         expect_seconds: float = 0.0,
+        hints: ChunkHints | None = None,
     ) -> int | None:
         """Send a lookup of leading chunks; return its ticket, or ``None`` without a responsive cache process.
 
@@ -181,7 +183,7 @@ class SchedulerBridge(Bridge):
             return None
         call = self.call(
             "lookups",
-            lambda ticket: Lookup(ticket, join_keys(keys), tokens, expect_chunks, expect_seconds),
+            lambda ticket: Lookup(ticket, join_keys(keys), tokens, expect_chunks, expect_seconds, hints),
             Found,
             lambda found, _wanted: found,
         )

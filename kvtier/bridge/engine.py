@@ -11,6 +11,7 @@ from kvtier.bridge.kv_transfer import Transfer
 from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Found, Hello, Reserve, Reserved, Run
 from kvtier.bridge.protocol import Lookup as LookupRequest
 from kvtier.cache import TieredCache
+from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import ProtocolError
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
@@ -97,6 +98,7 @@ class Engine:
             expect=request.expect_seconds,
             expect_chunks=request.expect_chunks,
             staged=self._buffers,
+            hints=request.hints,
         )
         ticket = self._tickets[request.ticket] = Ticket(request.ticket)
         answer = self._grant(ticket, found.take_ready(), fetching=found.in_flight)
@@ -202,7 +204,11 @@ class Engine:
         # Validate all runs before reserving anything.
         runs = [(run.kv_transfer, self._headers(run)) for run in request.runs]
         in_arena = [header for kv_transfer, headers in runs if not kv_transfer for header in headers]
-        reserved = iter(self._cache.reserve_all(in_arena))
+        hints: list[ChunkHints | None] = []
+        if any(run.hints is not None for run in request.runs):
+            for run, (kv_transfer, headers) in zip(request.runs, runs, strict=True):
+                hints += [] if kv_transfer else [run.hints] * len(headers)
+        reserved = iter(self._cache.reserve_all(in_arena, hints))
         staging = self._buffers
         fillings: list[Filling | None] = []
         for kv_transfer, headers in runs:

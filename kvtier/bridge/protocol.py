@@ -44,6 +44,7 @@ from typing import Literal
 import msgspec
 
 from kvtier.agent.served import EngineModel
+from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.layout import ChunkLayout
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
@@ -103,6 +104,8 @@ class Lookup(Request, frozen=True, array_like=True, tag=10):
     tokens: int
     expect_chunks: int = 0
     expect_seconds: float = 0.0
+    hints: ChunkHints | None = None
+    """Replaces the hints of the chunks that are found."""
 
 
 class Found(Reply, frozen=True, array_like=True, tag=11):
@@ -146,6 +149,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     last_tokens: int
     kv_transfer: int = 0
     """Ticket of a :class:`KVTransfer`: reserve in the staging buffer what is pushed from there."""
+    hints: ChunkHints | None = None
 
 
 class Reserve(Request, frozen=True, array_like=True, tag=14):

@@ -10,25 +10,30 @@ proportional to its arguments. See ``benchmarks/catalog.py`` for measurements.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from itertools import compress
 from operator import getitem, itemgetter
 from struct import Struct
 
-from kvtier.catalog.eviction import EvictionPolicy
+from kvtier.catalog.children import ChildCounts
+from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, MakePolicy, RemovalReason
+from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.selection import Selection
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 MAX_TIERS = 8
 """One bit per tier in a byte."""
 ALL_TIERS = (1 << MAX_TIERS) - 1
+ROWS_A_BLOCK = 4096
+"""Rows to add to all columns at once."""
 
 _KEY = Struct(f"{KEY_BYTES}s")
 _FIRST_BYTE = itemgetter(0)
-_NO_PARENT = -1
 _FASTEST = [(mask & -mask).bit_length() - 1 for mask in range(1 << MAX_TIERS)]
 """The lowest tier number in a bit mask of tiers; -1 for an empty mask."""
 
@@ -43,32 +48,40 @@ class State(IntEnum):
 
 
 class Catalog:
-    """The chunks of one host's tiers, numbered from the fastest. Each tier has its own eviction policy."""
+    """The chunks of one host's tiers, numbered from the fastest. Each tier has its own eviction policy.
 
-    def __init__(self, policies: Sequence[EvictionPolicy]) -> None:
+    A chunk that is in no tier keeps its row while a chunk in some tier names it as its parent. So the row of
+    a parent is never that of another chunk, and a parent that comes back is the parent again.
+    """
+
+    def __init__(self, policies: Sequence[MakePolicy]) -> None:
         if not 0 < len(policies) <= MAX_TIERS:
             raise ValueError(f"{len(policies)} tiers, must be 1 to {MAX_TIERS}")
-        self._policies = policies
+        self.columns = ChunkColumns()
+        self._policies = [make(self.columns) for make in policies]
         self._rows: list[dict[ChunkKey, int]] = [{} for _ in range(256)]
-        self._keys = bytearray()
-        self._parents = array("i")
-        """The last known row of each chunk's parent. It may have been reused or be vacant: good enough for
-        the eviction order, and takes 4 bytes instead of 32 for a key."""
-        self._lengths = array("Q")
-        self._ready = array("B")
-        self._pending = array("B")
+        self._keys, self._parents = self.columns.keys, self.columns.parents
+        self._lengths, self._hints = self.columns.lengths, self.columns.hints
+        self._ready = bytearray()
+        self._pending = bytearray()
         self._spaces = array("I")
-        self._space_numbers: dict[bytes, int] = {b"": 0}
+        self._children = [ChildCounts() for _ in policies]
+        self._size = 0
+        """Rows that have been used; the columns except the keys may be longer."""
         self._vacant: list[int] = []
+        self._parents_only = 0
+        """Number of rows of chunks that are in no tier, but the parent of one that is."""
+        self._space_numbers: dict[bytes, int] = {b"": 0}
         self._pins: dict[ChunkKey, float] = {}
         self._used = [0] * len(policies)
         self._count = [0] * len(policies)
 
     def __len__(self) -> int:
-        return len(self._lengths) - len(self._vacant)
+        return self._size - len(self._vacant) - self._parents_only
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._rows[key[0]]
+        row = self._rows[key[0]].get(key)
+        return row is not None and bool(self._ready[row] | self._pending[row])
 
     def add(
         self,
@@ -78,6 +91,7 @@ class Catalog:
         state: State,
         parent: ChunkKey | None = None,
         namespace: bytes = b"",
+        hints: ChunkHints | None = None,
     ) -> None:
         """Add a chunk object of ``length`` bytes to a tier. Raises ``ValueError`` if it is already there.
 
@@ -85,20 +99,26 @@ class Catalog:
         omitted. ``parent`` is the preceding chunk of the prefix; it need not be in the catalog.
         """
         row = self._rows[key[0]].get(key)
-        parent_row = _NO_PARENT if parent is None else self._rows[parent[0]].get(parent, _NO_PARENT)
+        parent_row = NO_PARENT if parent is None else self._rows[parent[0]].get(parent, NO_PARENT)
+        bit, left = 1 << tier, NO_PARENT
         if row is None:
             row = self._new_row(key, length, parent_row, namespace)
-        elif parent is None:
-            parent_row = self._parents[row]
-        else:
-            self._parents[row] = parent_row
-        bit = 1 << tier
-        if (self._ready[row] | self._pending[row]) & bit:
+        elif (self._ready[row] | self._pending[row]) & bit:
             raise ValueError(f"chunk {key.hex()[:16]} is already in tier {tier}")
+        else:
+            left = self._reuse(row, length, parent_row if parent is not None else None, namespace)
+        now = time.monotonic()
+        if hints is not None:
+            self._hints.set(row, hints, now)
         (self._ready if state is State.READY else self._pending)[row] |= bit
         self._used[tier] += self._lengths[row]
         self._count[tier] += 1
-        self._policies[tier].added(row, parent_row)
+        parent_row = self._parents[row]
+        if parent_row >= 0:
+            self._children[tier].add(parent_row)
+        if left >= 0:
+            self._free_parent(left)
+        self._policies[tier].added([row], now)
 
     def add_chain(
         self,
@@ -108,6 +128,7 @@ class Catalog:
         state: State,
         parent: ChunkKey | None = None,
         namespace: bytes = b"",
+        hints: ChunkHints | None = None,
     ) -> None:
         """Add consecutive chunks of one prompt, in a third of the time of :meth:`add` for each.
 
@@ -121,72 +142,105 @@ class Catalog:
                 raise ValueError(f"chunk {key.hex()[:16]} is already in tier {tier}")
         if len(set(keys)) < len(keys):
             raise ValueError("a chunk occurs twice")
-        parent_row = _NO_PARENT if parent is None else self._rows[parent[0]].get(parent, _NO_PARENT)
+        before = NO_PARENT if parent is None else self._rows[parent[0]].get(parent, NO_PARENT)
+        left = []
         if known.count(None) == len(known):
-            rows = self._new_rows(keys, lengths, parent_row, namespace)
+            rows = self._new_rows(keys, lengths, before, namespace)
         else:
-            rows, before = [], parent_row
+            rows = []
             for key, length, row in zip(keys, lengths, known, strict=True):
                 if row is None:
                     row = self._new_row(key, length, before, namespace)
                 else:
-                    self._parents[row] = before
+                    left.append(self._reuse(row, length, before, namespace))
                 rows.append(row)
                 before = row
-        masks = self._ready if state is State.READY else self._pending
+        now = time.monotonic()
+        masks, held = self._ready if state is State.READY else self._pending, self._lengths
         for row in rows:
             masks[row] |= bit
-        held = self._lengths
+            if hints is not None:
+                self._hints.set(row, hints, now)
         self._used[tier] += sum([held[row] for row in rows])
         self._count[tier] += len(rows)
-        self._policies[tier].added_chain(rows, parent_row)
+        self._children[tier].add_all([above for row in rows if (above := self._parents[row]) >= 0])
+        for row in left:
+            if row >= 0:
+                self._free_parent(row)
+        self._policies[tier].added(rows, now)
+
+    def _new_row(self, key: ChunkKey, length: int, parent: int, namespace: bytes) -> int:
+        """Create the row of a chunk that is in no tier. ``parent`` is a row."""
+        if self._vacant:
+            row = self._vacant.pop()
+            self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
+        else:
+            row = self._size
+            if row == len(self._ready):
+                self._grow()
+            self._size = row + 1
+            self._keys += key
+        self._fill(row, length, parent, namespace)
+        self._rows[key[0]][key] = row
+        return row
 
     def _new_rows(
         self, keys: Sequence[ChunkKey], lengths: Sequence[int], parent: int, namespace: bytes
     ) -> list[int]:
-        """Create rows for consecutive chunks that are in no tier; reuse vacant rows. ``parent`` is a row."""
-        space = self._space_numbers.setdefault(namespace, len(self._space_numbers))
+        """Create the rows of consecutive chunks that are in no tier. ``parent``: the row before the first."""
         reused = min(len(keys), len(self._vacant))
         rows = [self._vacant.pop() for _ in range(reused)]
-        new = len(keys) - reused
-        rows += range(len(self._lengths), len(self._lengths) + new)
+        first, stop = self._size, self._size + len(keys) - reused
+        while stop > len(self._ready):
+            self._grow()
+        self._size = stop
+        rows += range(first, stop)
         parents = [parent, *rows[:-1]]
-        if new:
-            self._keys += b"".join(keys[reused:])
-            self._parents.extend(parents[reused:])
-            self._lengths.extend(lengths[reused:])
-            self._spaces.extend([space] * new)
-            self._ready.frombytes(bytes(new))
-            self._pending.frombytes(bytes(new))
         for index in range(reused):
-            self._fill(rows[index], keys[index], lengths[index], parents[index], space)
+            row = rows[index]
+            self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = keys[index]
+            self._fill(row, lengths[index], parents[index], namespace)
+        self._keys += b"".join(keys[reused:])
+        self._parents[first:stop] = array("i", parents[reused:])
+        self._lengths[first:stop] = array("Q", lengths[reused:])
+        space = self._space_numbers.setdefault(namespace, len(self._space_numbers))
+        self._spaces[first:stop] = array("I", [space]) * (stop - first)
         by_key = self._rows
         for key, row in zip(keys, rows, strict=True):
             by_key[key[0]][key] = row
         return rows
 
-    def _new_row(self, key: ChunkKey, length: int, parent: int, namespace: bytes) -> int:
-        space = self._space_numbers.setdefault(namespace, len(self._space_numbers))
-        if self._vacant:
-            row = self._vacant.pop()
-            self._fill(row, key, length, parent, space)
-        else:
-            row = len(self._lengths)
-            self._keys += key
-            self._parents.append(parent)
-            self._lengths.append(length)
-            self._spaces.append(space)
-            self._ready.append(0)
-            self._pending.append(0)
-        self._rows[key[0]][key] = row
-        return row
-
-    def _fill(self, row: int, key: ChunkKey, length: int, parent: int, space: int) -> None:
-        """Reuse a vacant row."""
-        self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
+    def _fill(self, row: int, length: int, parent: int, namespace: bytes) -> None:
         self._parents[row] = parent
         self._lengths[row] = length
-        self._spaces[row] = space
+        self._spaces[row] = self._space_numbers.setdefault(namespace, len(self._space_numbers))
+
+    def _grow(self) -> None:
+        """Add vacant rows to all columns except the keys."""
+        for column in (self._parents, self._lengths, self._spaces):
+            column.frombytes(bytes(ROWS_A_BLOCK * column.itemsize))
+        for masks in (self._ready, self._pending, *(children.counts for children in self._children)):
+            masks += bytes(ROWS_A_BLOCK)
+
+    def _reuse(self, row: int, length: int, parent: int | None, namespace: bytes) -> int:
+        """Prepare a known row for one more tier. ``parent``: the row of the parent; ``None`` if not given.
+
+        Return the row of the former parent if it has lost this child, to be passed to :meth:`_free_parent`.
+        """
+        held, before = self._ready[row] | self._pending[row], self._parents[row]
+        if not held:
+            self._parents_only -= 1
+            self._fill(row, length, NO_PARENT if parent is None else parent, namespace)
+            return NO_PARENT
+        if parent is None or parent == before:
+            return NO_PARENT
+        self._parents[row] = parent
+        for tier in range(len(self._policies)):
+            if held >> tier & 1 and parent >= 0:
+                self._children[tier].add(parent)
+            if held >> tier & 1 and before >= 0:
+                self._children[tier].remove(before)
+        return before
 
     def set_ready(self, key: ChunkKey, tier: int) -> int:
         """Mark a PENDING chunk as READY. Return its row. Raises ``KeyError`` if it is not PENDING."""
@@ -198,43 +252,67 @@ class Catalog:
         self._ready[row] |= bit
         return row
 
-    def remove(self, key: ChunkKey, tier: int) -> None:
+    def remove(self, key: ChunkKey, tier: int, reason: RemovalReason = RemovalReason.EVICTED) -> None:
         """Remove a chunk from a tier, and its row with the last tier. Raises ``KeyError`` if not there."""
-        row = self._rows[key[0]][key]
-        bit = 1 << tier
-        if not (self._ready[row] | self._pending[row]) & bit:
-            raise KeyError(f"chunk {key.hex()[:16]} is not in tier {tier}")
-        self._ready[row] &= ~bit
-        self._pending[row] &= ~bit
-        self._used[tier] -= self._lengths[row]
-        self._count[tier] -= 1
-        self._policies[tier].removed(row)
-        if not self._ready[row] | self._pending[row]:
-            del self._rows[key[0]][key]
-            self._vacant.append(row)
-            self._pins.pop(key, None)
+        self.remove_all([key], tier, reason)
 
-    def remove_all(self, keys: Sequence[ChunkKey], tier: int) -> None:
+    def remove_all(
+        self, keys: Sequence[ChunkKey], tier: int, reason: RemovalReason = RemovalReason.EVICTED
+    ) -> None:
         """Remove chunks from a tier. Raises ``KeyError``, and removes nothing, if one is not there."""
         bit = 1 << tier
-        ready, pending, lengths = self._ready, self._pending, self._lengths
+        ready, pending, lengths, parents = self._ready, self._pending, self._lengths, self._parents
         rows = [self._rows[key[0]][key] for key in keys]
         for key, row in zip(keys, rows, strict=True):
             if not (ready[row] | pending[row]) & bit:
                 raise KeyError(f"chunk {key.hex()[:16]} is not in tier {tier}")
-        if len(set(rows)) < len(rows):
+        if len(rows) > 1 and len(set(rows)) < len(rows):
             raise KeyError("a chunk occurs twice")
         for row in rows:
             ready[row] &= ~bit
             pending[row] &= ~bit
         self._used[tier] -= sum([lengths[row] for row in rows])
         self._count[tier] -= len(rows)
-        self._policies[tier].removed_all(rows)
+        self._policies[tier].removed(rows, reason)
+        children = self._children[tier]
+        above = [parent for row in rows if (parent := parents[row]) >= 0]
+        for parent in above:
+            children.remove(parent)
         for key, row in zip(keys, rows, strict=True):
             if not ready[row] | pending[row]:
-                del self._rows[key[0]][key]
-                self._vacant.append(row)
-                self._pins.pop(key, None)
+                self._leave(key, row)
+        for parent in above:
+            if not ready[parent] | pending[parent]:
+                self._free_parent(parent)
+
+    def _leave(self, key: ChunkKey, row: int) -> None:
+        """Free the row of a chunk that was removed from its last tier, unless chunks name it as parent."""
+        self._pins.pop(key, None)
+        if row < len(self._hints):
+            self._hints.reset(row)
+        if self._is_parent(row):
+            self._parents[row] = NO_PARENT
+            self._parents_only += 1
+        else:
+            del self._rows[key[0]][key]
+            self._vacant.append(row)
+
+    def _is_parent(self, row: int) -> bool:
+        """Whether a chunk in some tier names this one as its parent."""
+        for children in self._children:  # noqa: SIM110 - any() takes twice as long
+            if children.counts[row]:
+                return True
+        return False
+
+    def _free_parent(self, row: int) -> None:
+        """Free the row of a chunk that is in no tier, and not the parent of one that is."""
+        if self._ready[row] | self._pending[row] or self._is_parent(row):
+            return
+        key = self.columns.key(row)
+        if self._rows[key[0]].get(key) == row:  # Otherwise its row was freed together with its last child's.
+            del self._rows[key[0]][key]
+            self._vacant.append(row)
+            self._parents_only -= 1
 
     def row(self, key: ChunkKey) -> int | None:
         """Return the row of a chunk, which is its own until it is removed from its last tier."""
@@ -250,7 +328,7 @@ class Catalog:
         return State.PENDING if self._pending[row] >> tier & 1 else State.ABSENT
 
     def length(self, key: ChunkKey) -> int:
-        """Return the size of the chunk object in bytes. Raises ``KeyError`` if it is in no tier."""
+        """Return the size of the chunk object in bytes. Raises ``KeyError`` if the chunk is unknown."""
         return self._lengths[self._rows[key[0]][key]]
 
     def tiers(self, key: ChunkKey) -> list[int]:
@@ -305,8 +383,15 @@ class Catalog:
 
     def touch_rows(self, rows: Sequence[int]) -> None:
         """Record the use of a prefix, given its rows."""
+        now = time.monotonic()
         for policy in self._policies:
-            policy.used(rows)
+            policy.used(rows, now)
+
+    def set_hints(self, rows: Sequence[int], hints: ChunkHints) -> None:
+        """Replace the hints of chunks, given their rows."""
+        now = time.monotonic()
+        for row in rows:
+            self._hints.set(row, hints, now)
 
     def pin(self, keys: Sequence[ChunkKey], until: float | None) -> None:
         """Protect chunks from eviction until a ``time.monotonic()`` time, or permanently with ``None``.
@@ -346,22 +431,31 @@ class Catalog:
         """Return the number of chunks in a tier, READY or PENDING."""
         return self._count[tier]
 
-    def victims(self, tier: int) -> Iterator[ChunkKey]:
-        """Yield READY chunks of a tier that are not pinned, in eviction order.
+    def victims(
+        self,
+        tier: int,
+        needed_bytes: int = sys.maxsize,
+        is_leased: Callable[[int], bool] | None = None,
+        limit: int | None = None,
+    ) -> list[ChunkKey]:
+        """Return chunks to evict from a tier, in order, with at least ``needed_bytes`` in total if possible.
 
-        Evaluated lazily: stop at any time, and do not modify the catalog while iterating.
+        They are READY, not pinned, and not ``is_leased`` (given a row). Of two chunks of a prompt, the later
+        one comes first. Examines at most ``limit`` chunks that are READY and not pinned.
         """
-        now, ready, pins = time.monotonic(), self._ready, self._pins
-        for row in self._policies[tier].victims():
-            if ready[row] >> tier & 1:
-                key = self._key_of(row)
-                if not (pins and self.pinned(key, now)):
-                    yield key
+        ready, pins, key_of = self._ready, self._pins, self.columns.key
+        bit, now = 1 << tier, time.monotonic()
+
+        def may_leave(row: int) -> bool:
+            return bool(ready[row] & bit) and not (pins and self.pinned(key_of(row), now))
+
+        selection = Selection(self.columns, self._children[tier], may_leave, is_leased, needed_bytes, limit)
+        return [key_of(row) for row in selection.of(self._policies[tier])]
 
     @property
     def rows(self) -> range:
         """All rows, including vacant ones. Use :meth:`slices` for long scans."""
-        return range(len(self._lengths))
+        return range(self._size)
 
     def slices(self, rows: int) -> Iterator[range]:
         """Yield the current rows in ranges of ``rows``.
@@ -369,7 +463,7 @@ class Catalog:
         The result of a scan is valid only until the event loop runs other tasks: a chunk added later may get
         a row that was already visited, or one after the last.
         """
-        total = len(self._lengths)
+        total = self._size
         return (range(start, min(start + rows, total)) for start in range(0, total, rows))
 
     def keys(self, tier: int, namespace: bytes | None = None, *, rows: range | None = None) -> list[ChunkKey]:
@@ -381,7 +475,7 @@ class Catalog:
         space = None if namespace is None else self._space_numbers.get(namespace, -1)
         ready, pending = self._ready[rows.start : rows.stop], self._pending[rows.start : rows.stop]
         return [
-            self._key_of(row)
+            self.columns.key(row)
             for row, ready_mask, pending_mask in zip(rows, ready, pending, strict=True)
             if (ready_mask | pending_mask) >> tier & 1 and (space is None or self._spaces[row] == space)
         ]
@@ -391,6 +485,3 @@ class Catalog:
         selected = [mask >> tier & 1 for mask in self._ready[rows.start : rows.stop]]
         keys = _KEY.iter_unpack(self._keys[rows.start * KEY_BYTES : rows.stop * KEY_BYTES])
         return b"".join(key for (key,) in compress(keys, selected))
-
-    def _key_of(self, row: int) -> ChunkKey:
-        return ChunkKey(bytes(self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]))

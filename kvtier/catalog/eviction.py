@@ -3,44 +3,112 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvtier.catalog.hints import HintColumns
+from kvtier.memory.keys import KEY_BYTES, ChunkKey
+
+NO_PARENT = -1
+
+
+class RemovalReason(Enum):
+    """Why a chunk is removed from a tier."""
+
+    EVICTED = "evicted"
+    CLEARED = "cleared"
+    MOVED = "moved"
+    EXPIRED = "expired"
+    """The pool's time to live has passed, or a temporary entry has ended."""
+    LOST = "lost"
+    """The medium does not hold it, or it is corrupt."""
+    ABORTED = "aborted"
+    """It has never arrived."""
+
+
+class ChunkColumns:
+    """The chunks of all tiers as flat columns, indexed by row. Policies only read them.
+
+    A row identifies a chunk from its addition to the first tier until its removal from the last one. It is
+    then reused for another chunk, but not before every chunk that names it as its parent is removed.
+    """
+
+    def __init__(self) -> None:
+        self.keys = bytearray()
+        """The keys, one after the other; see :meth:`key`."""
+        self.parents = array("i")
+        """The row of each chunk's parent, or :data:`NO_PARENT`. The parent may be in no tier."""
+        self.lengths = array("Q")
+        """The size of each chunk object in bytes."""
+        self.hints = HintColumns()
+
+    def key(self, row: int) -> ChunkKey:
+        """Return the key of the chunk in a row."""
+        return ChunkKey(bytes(self.keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]))
+
+
+class PolicySettings(BaseModel):
+    """Settings of an eviction policy. Subclass it for more; they are written next to ``type``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: str = Field(description="Name of the policy.", examples=["lru"])
 
 
 class EvictionPolicy(ABC):
     """Eviction order of the chunks of one tier. Provided through the hook ``kvtier_eviction_policies``.
 
-    A chunk is identified by its *row*, its small dense index in the catalog, which is reused after the chunk
-    is removed. A policy keeps its state in flat arrays indexed by row, to support ten million chunks. All
-    calls come from the event loop and must not block.
+    Keep the state in flat arrays or dictionaries of integers: a tier may have ten million chunks, and an
+    object per chunk would cost seconds in every full garbage collection. All calls come from the event loop
+    and must not block. Each takes time proportional to its arguments.
+
+    Whether a chunk may be evicted is decided by the catalog: a policy knows nothing of pins and leases, and
+    need not order chunks of one prompt. The catalog evicts them from the end, each before its parent.
     """
 
-    @abstractmethod
-    def added(self, row: int, parent: int) -> None:
-        """Called when a chunk is added to the tier. ``parent`` is the row of its parent, or -1 if unknown.
+    settings_type: ClassVar[type[PolicySettings]] = PolicySettings
 
-        If the parent was removed from all tiers, its row may be vacant or reused. Chains may therefore be
-        wrong, even circular; only the eviction order may depend on them.
+    def __init__(  # noqa: B027 - has a default on purpose
+        self, settings: PolicySettings, capacity_bytes: int, chunks: ChunkColumns
+    ) -> None:
+        """Take validated settings, the tier's capacity (0 for a shared pool) and the catalog's columns."""
+
+    @classmethod
+    def factory(
+        cls, settings: PolicySettings | None = None, capacity_bytes: int = 0
+    ) -> Callable[[ChunkColumns], EvictionPolicy]:
+        """Return a function that creates the policy for a catalog."""
+        return partial(cls, settings or cls.settings_type(type=""), capacity_bytes)
+
+    @abstractmethod
+    def added(self, rows: Sequence[int], now: float) -> None:
+        """Called when chunks are added to the tier, each the parent of the next. None of them was in it.
+
+        ``now`` is the time of ``time.monotonic``, here and below.
         """
 
     @abstractmethod
-    def used(self, rows: Sequence[int]) -> None:
-        """Called when a prefix is used, with its rows from the root. Rows not in this tier are ignored."""
+    def used(self, rows: Sequence[int], now: float) -> None:
+        """Called when a prefix is used, with its rows from the root. Some of them may not be in this tier."""
 
     @abstractmethod
-    def removed(self, row: int) -> None:
-        """Called when a chunk is removed from the tier."""
-
-    def added_chain(self, rows: Sequence[int], parent: int) -> None:
-        """Called when consecutive chunks of one prompt are added. Calls :meth:`added` for each by default."""
-        for row in rows:
-            self.added(row, parent)
-            parent = row
-
-    def removed_all(self, rows: Sequence[int]) -> None:
-        """Called when several chunks are removed. Calls :meth:`removed` for each by default."""
-        for row in rows:
-            self.removed(row)
+    def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
+        """Called when chunks are removed from the tier. Their columns are valid until this returns."""
 
     @abstractmethod
-    def victims(self) -> Iterator[int]:
-        """Yield rows in eviction order. The caller may stop at any time, and changes nothing meanwhile."""
+    def victims(self, needed_bytes: int, is_busy: Callable[[int], bool]) -> Sequence[int]:
+        """Return rows to evict next, in order, with at least ``needed_bytes`` in total if there are so many.
+
+        Call ``is_busy`` at most once for each row, in the order of eviction, and omit rows for which it
+        returns ``True``. Stop at ``needed_bytes``. The returned chunks are still in the tier: some may stay,
+        and :meth:`removed` is called for the others. May reorder the policy's own state.
+        """
+
+
+MakePolicy = Callable[[ChunkColumns], EvictionPolicy]
+"""Creates a tier's policy for the columns of a catalog."""

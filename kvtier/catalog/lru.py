@@ -1,12 +1,12 @@
-"""LRU eviction policy that evicts a leaf before its parent."""
+"""LRU eviction policy."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier import native
-from kvtier.catalog.eviction import EvictionPolicy
+from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, EvictionPolicy, PolicySettings, RemovalReason
 
 _ABSENT = -1
 _ENDS = 0
@@ -17,28 +17,34 @@ class LruPolicy(EvictionPolicy):
     """A doubly linked ring in two flat arrays, from the coldest to the warmest chunk: 8 bytes per chunk.
 
     A new chunk is linked just colder than its parent, and a used prefix is touched from its end to its root.
-    So a leaf is always colder than its parent, without child counters.
+    So a leaf is colder than its parent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: PolicySettings, capacity_bytes: int, chunks: ChunkColumns) -> None:
+        super().__init__(settings, capacity_bytes, chunks)
+        self._parents = chunks.parents
+        self._lengths = chunks.lengths
         self._warmer = array("i", [_ENDS])
         self._colder = array("i", [_ENDS])
 
-    def added(self, row: int, parent: int) -> None:
-        """Link a chunk just colder than its parent, or as the warmest if the parent is not in the tier."""
-        place = row + 1
-        self._grow(place)
-        self._link(place, parent + 1 if self._holds(parent + 1) else _ENDS)
-
-    def added_chain(self, rows: Sequence[int], parent: int) -> None:
-        """Link consecutive chunks, about 30 times as fast with the native core."""
-        if not native.available():
-            super().added_chain(rows, parent)
-        elif rows:
-            self._grow(max(rows) + 1)
+    def added(self, rows: Sequence[int], now: float) -> None:
+        """Link chunks just colder than their parents, or as the warmest if the parent is not in the tier."""
+        if not rows:
+            return
+        highest = max(rows) + 1
+        if highest >= len(self._warmer):
+            unlinked = array("i", [_ABSENT]) * (highest + 1 - len(self._warmer))
+            self._warmer += unlinked
+            self._colder += unlinked
+        parent = self._parents[rows[0]]
+        if native.available():
             native.core.lru_link_chain(self._warmer, self._colder, rows, parent)
+            return
+        for row in rows:
+            self._link(row + 1, parent + 1 if parent != NO_PARENT and self._holds(parent + 1) else _ENDS)
+            parent = row
 
-    def used(self, rows: Sequence[int]) -> None:
+    def used(self, rows: Sequence[int], now: float) -> None:
         """Make a prefix the warmest, its root last."""
         if native.available():
             native.core.lru_touch(self._warmer, self._colder, rows)
@@ -55,36 +61,31 @@ class LruPolicy(EvictionPolicy):
                 warmer[place], colder[place] = _ENDS, warmest
                 warmer[warmest] = colder[_ENDS] = place
 
-    def removed(self, row: int) -> None:
-        """Unlink a chunk."""
-        place = row + 1
-        if self._holds(place):
-            self._unlink(place)
-            self._warmer[place] = self._colder[place] = _ABSENT
-
-    def removed_all(self, rows: Sequence[int]) -> None:
+    def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
         """Unlink chunks."""
         if native.available():
             native.core.lru_unlink(self._warmer, self._colder, rows)
-        else:
-            super().removed_all(rows)
+            return
+        for place in (row + 1 for row in rows):
+            if self._holds(place):
+                self._unlink(place)
+                self._warmer[place] = self._colder[place] = _ABSENT
 
-    def victims(self) -> Iterator[int]:
-        """Yield rows from the coldest."""
-        place = self._warmer[_ENDS]
-        while place != _ENDS:
-            yield place - 1
-            place = self._warmer[place]
-
-    def _grow(self, place: int) -> None:
-        missing = place + 1 - len(self._warmer)
-        if missing > 0:
-            unlinked = array("i", [_ABSENT]) * missing
-            self._warmer += unlinked
-            self._colder += unlinked
+    def victims(self, needed_bytes: int, is_busy: Callable[[int], bool]) -> Sequence[int]:
+        """Return the coldest chunks."""
+        warmer, lengths = self._warmer, self._lengths
+        found: list[int] = []
+        place = warmer[_ENDS]
+        while place != _ENDS and needed_bytes > 0:
+            row = place - 1
+            if not is_busy(row):
+                found.append(row)
+                needed_bytes -= lengths[row]
+            place = warmer[place]
+        return found
 
     def _holds(self, place: int) -> bool:
-        return 0 < place < len(self._warmer) and self._warmer[place] != _ABSENT
+        return place < len(self._warmer) and self._warmer[place] != _ABSENT
 
     def _link(self, place: int, warmer: int) -> None:
         colder = self._colder[warmer]

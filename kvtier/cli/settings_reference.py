@@ -54,7 +54,10 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
         tier["title"] = f"Tier of type {type_name}"
         tier["properties"]["type"]["const"] = type_name
         if issubclass(model, LocalTierSettings):
-            tier["properties"]["eviction"]["enum"] = plugins.names("kvtier_eviction_policies")
+            eviction = tier["properties"]["eviction"]
+            name, mapping = eviction["anyOf"]
+            policies = {**name, "enum": plugins.names("kvtier_eviction_policies")}
+            tier["properties"]["eviction"] = {**eviction, "anyOf": [policies, mapping]}
         definitions[f"tier_{type_name}"] = tier
         names.append(f"tier_{type_name}")
     schema["properties"]["tiers"]["items"] = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
@@ -75,11 +78,18 @@ def markdown_page(plugins: Plugins) -> str:
         base = LocalTierSettings if issubclass(model, LocalTierSettings) else TierSettings
         own = list(_own_fields(model, base))
         parts += [_entry(key, field) for key, field in own] or ["No further settings.\n"]
+    for name in plugins.names("kvtier_eviction_policies"):
+        model = plugins.eviction(name).settings_type
+        parts += _choices(f"Eviction policy `{name}`", "eviction", model)
     for name in plugins.names("kvtier_transports"):
-        parts.append(f"## Transport `{name}`\n\nIn `peer.transport`, in addition to `type`.\n")
-        fields = _fields(plugins.transport(name).settings_type)
-        parts += [_entry(key, field) for key, field in fields if key != "type"]
+        parts += _choices(f"Transport `{name}`", "peer.transport", plugins.transport(name).settings_type)
     return "\n".join(parts)
+
+
+def _choices(title: str, key: str, model: type[BaseModel]) -> list[str]:
+    """Return the section of a component that is selected by the setting ``key``, if it has settings."""
+    entries = [_entry(name, field) for name, field in _fields(model) if name != "type"]
+    return [f"## {title}\n\nIn `{key}`, in addition to `type`.\n", *entries] if entries else []
 
 
 def format_value(field: FieldInfo, value: object) -> str:

@@ -14,6 +14,7 @@ from anyio.abc import TaskGroup
 
 from kvtier.backends.base import Outcome
 from kvtier.catalog.catalog import Catalog, State
+from kvtier.catalog.eviction import RemovalReason
 from kvtier.events import Event, Observer, Report
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.keys import ChunkKey
@@ -89,15 +90,15 @@ class Hierarchy:
             stored.append(key)
         self.changed(self.memory.index, stored=stored)
 
-    def drop(self, keys: Sequence[ChunkKey]) -> None:
+    def drop(self, keys: Sequence[ChunkKey], reason: RemovalReason = RemovalReason.EVICTED) -> None:
         """Remove READY chunks from memory, which is freed with the last lease."""
-        self.memory.drop(keys)
+        self.memory.drop(keys, reason)
         self.changed(self.memory.index, removed=keys)
 
     def discard_corrupt(self, key: ChunkKey, chunk: memoryview) -> None:
         """Drop a chunk whose header is corrupt, if ``chunk`` is the copy in memory."""
         if self.memory.holds_at(key, chunk):
-            self.drop([key])
+            self.drop([key], RemovalReason.LOST)
 
     def settle_put(self, keys: Sequence[ChunkKey], tier: int, outcomes: Sequence[Outcome]) -> None:
         """Update the catalog with the outcomes for chunks that were PENDING in a lower tier."""
@@ -108,7 +109,7 @@ class Hierarchy:
                 self.abort([key], tier)
             elif key in self.cleared_pending[tier]:
                 self.cleared_pending[tier].discard(key)
-                self.tasks.start_soon(self.tier(tier).delete, [key])
+                self.tasks.start_soon(self.tier(tier).delete, [key], RemovalReason.CLEARED)
             else:
                 self.catalog.set_ready(key, tier)
                 stored.append(key)
@@ -116,7 +117,7 @@ class Hierarchy:
 
     def abort(self, keys: Sequence[ChunkKey], tier: int) -> None:
         """Remove PENDING chunks that did not arrive."""
-        self.catalog.remove_all(keys, tier)
+        self.catalog.remove_all(keys, tier, RemovalReason.ABORTED)
         self.cleared_pending[tier].difference_update(keys)
 
     def changed(
@@ -199,8 +200,7 @@ class Hierarchy:
             for key, outcome in zip(transfer.keys, outcomes, strict=True)
             if outcome is Outcome.MISS and transfer.source in self.catalog.tiers(key)
         ]
-        for key in missing:
-            self.catalog.remove(key, transfer.source)
+        self.catalog.remove_all(missing, transfer.source, RemovalReason.LOST)
         self.changed(transfer.source, removed=missing)
 
     @contextmanager

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import anyio.lowlevel
 
 from kvtier.catalog.catalog import State
+from kvtier.catalog.eviction import RemovalReason
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import EvictStage
@@ -44,7 +45,7 @@ class ClearStage:
             # Copies and lookups that are in flight must not bring these chunks back.
             self._hierarchy.clear_count += 1
             self._hierarchy.cleared_pending[tier].update(set(present).difference(ready))
-            await self._evicting.remove(ready, tier)
+            await self._evicting.remove(ready, tier, RemovalReason.CLEARED)
         return Cleared(list(removed), len(removed), freed)
 
     async def clear_all(self, namespace: bytes | None, tiers: Sequence[int]) -> Cleared:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import cycle
 
 from kvtier.catalog.catalog import State
+from kvtier.catalog.eviction import RemovalReason
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
 from kvtier.tiers.tier import Tier
@@ -80,8 +81,7 @@ class DiscoverStage:
         finally:
             catalog = self._hierarchy.catalog
             known = [key for key in added if catalog.state(key, tier.index) is State.READY]
-            for key in known:
-                catalog.remove(key, tier.index)
+            catalog.remove_all(known, tier.index, RemovalReason.EXPIRED)
             self._hierarchy.changed(tier.index, removed=known)
 
     def _add(

@@ -6,12 +6,13 @@ demotion. A background task demotes the others in advance, between a high and a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from collections.abc import Sequence
+from itertools import chain
 
 import anyio
 
 from kvtier.backends.base import Outcome
+from kvtier.catalog.eviction import RemovalReason
 from kvtier.events import Event, Evict
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
@@ -68,7 +69,7 @@ class EvictStage:
     def _allocate_by_dropping(self, length: int) -> Lease | None:
         hierarchy = self._hierarchy
         for limit in (SCAN_LIMIT // 16, SCAN_LIMIT):
-            event = Evict(keys=self._idle_victims(limit), tier=self._memory.index)
+            event = Evict(keys=self._memory.victims(limit), tier=self._memory.index)
             droppable = (plan.keys for plan in hierarchy.router.evict(event) if plan.target is None)
             freed = 0
             for key in chain.from_iterable(droppable):
@@ -77,11 +78,6 @@ class EvictStage:
                 if freed >= length and (lease := self._memory.arena.allocate(length)) is not None:
                     return lease
         return None
-
-    def _idle_victims(self, limit: int) -> list[ChunkKey]:
-        """Return those of the ``limit`` coldest chunks of the arena that have no other lease."""
-        coldest = islice(self._hierarchy.catalog.victims(self._memory.index), limit)
-        return [key for key in coldest if self._memory.is_idle(key)]
 
     def _drop(self, keys: Sequence[ChunkKey]) -> None:
         self._hierarchy.drop(keys)
@@ -112,7 +108,7 @@ class EvictStage:
     async def _evict(self, excess: int) -> int:
         """Evict up to ``excess`` bytes from the arena. Return the number of chunks evicted."""
         hierarchy = self._hierarchy
-        victims = self._take_bytes(self._idle_victims(SCAN_LIMIT), min(excess, BATCH_BYTES))
+        victims = self._memory.victims(SCAN_LIMIT, min(excess, BATCH_BYTES))
         event = Evict(keys=victims, tier=self._memory.index)
         evicted = 0
         for transfer in hierarchy.router.evict(event):
@@ -125,31 +121,19 @@ class EvictStage:
             evicted += len(idle)
         return evicted
 
-    def _take_bytes(self, keys: Iterable[ChunkKey], size: float) -> list[ChunkKey]:
-        """Return the first keys that add up to at least ``size`` bytes."""
-        taken: list[ChunkKey] = []
-        total = 0
-        for key in keys:
-            if total >= size:
-                break
-            taken.append(key)
-            total += self._hierarchy.catalog.length(key)
-        return taken
-
     async def make_room(self, tier: int, incoming: int) -> None:
         """Delete the coldest chunks of a lower tier until ``incoming`` more bytes fit below its watermark.
 
         For a shared pool, only removes the coldest chunks from the catalog: other hosts use them, too.
         """
         target = self._hierarchy.tiers[tier]
+        catalog = self._hierarchy.catalog
         if surplus := target.surplus_chunks:
-            for key in list(islice(self._hierarchy.catalog.victims(tier), surplus)):
-                self._hierarchy.catalog.remove(key, tier)
+            catalog.remove_all(catalog.victims(tier, limit=surplus), tier)
         excess = target.excess_bytes(incoming)
         if not excess:
             return
-        victims = self._take_bytes(self._hierarchy.catalog.victims(tier), min(excess, incoming + BATCH_BYTES))
-        event = Evict(keys=victims, tier=tier)
+        event = Evict(keys=catalog.victims(tier, min(excess, incoming + BATCH_BYTES)), tier=tier)
         for transfer in self._hierarchy.router.evict(event):
             if transfer.target is not None:
                 await self._demote(event, transfer)
@@ -185,14 +169,16 @@ class EvictStage:
         held = self._hierarchy.still_held(source, chunks, clear_count)
         return await self._hierarchy.write(event, target, held)
 
-    async def remove(self, keys: Sequence[ChunkKey], source: int) -> None:
-        """Remove chunks from any tier for another reason than eviction."""
+    async def remove(self, keys: Sequence[ChunkKey], source: int, reason: RemovalReason) -> None:
+        """Remove READY chunks from any tier for another reason than eviction."""
         if source == self._memory.index:
-            self._hierarchy.drop(keys)
+            self._hierarchy.drop(keys, reason)
         else:
-            await self.delete(Evict(keys=keys, tier=source), Transfer(source, None, keys))
+            await self.delete(Evict(keys=keys, tier=source), Transfer(source, None, keys), reason)
 
-    async def delete(self, event: Evict, transfer: Transfer) -> None:
+    async def delete(
+        self, event: Evict, transfer: Transfer, reason: RemovalReason = RemovalReason.EVICTED
+    ) -> None:
         """Remove chunks that are READY in a lower tier."""
         hierarchy = self._hierarchy
         held = [key for key in transfer.keys if transfer.source in hierarchy.catalog.tiers(key)]
@@ -200,5 +186,5 @@ class EvictStage:
         # Notify before the delete: by the time it has finished, the chunks may have been stored again.
         hierarchy.changed(transfer.source, removed=held)
         with hierarchy.reporting(event, Transfer(transfer.source, None, held)) as outcomes:
-            await hierarchy.tier(transfer.source).delete(held)
+            await hierarchy.tier(transfer.source).delete(held, reason)
             outcomes += [Outcome.OK] * len(held)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import anyio
 
 from kvtier.catalog.catalog import State
+from kvtier.catalog.eviction import RemovalReason
 from kvtier.events import Report
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
@@ -55,8 +56,8 @@ class ForgetStage:
         while due and (due[0][0] <= now or len(due) > MAX_TRACKED_CHUNKS):
             _, key = due.popleft()
             if catalog.state(key, tier) is State.READY:
-                catalog.remove(key, tier)
                 removed.append(key)
+                catalog.remove(key, tier, RemovalReason.EXPIRED)
         self._hierarchy.changed(tier, removed=removed)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import anyio
 
+from kvtier.catalog.hints import ChunkHints
 from kvtier.concurrency.tasks import wait_for_event
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease, Leases
@@ -102,9 +103,10 @@ class Ready(NamedTuple):
 class Lookup:
     """The leading chunks of a prompt that are held. The caller must release their leases."""
 
-    def __init__(self, staged: Staged | None = None) -> None:
-        """``staged`` is a staging buffer to search besides the tiers."""
+    def __init__(self, staged: Staged | None = None, hints: ChunkHints | None = None) -> None:
+        """``staged``: a staging buffer to search besides the tiers. ``hints``: for the chunks found."""
         self.staged = staged
+        self.hints = hints
         self.unknown = 0
         """How many more chunks may still be found.
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from kvtier.backends.base import StoredObject
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey
-from kvtier.settings import LocalTierSettings, TierSettings
 
 
 class HeldChunk(NamedTuple):
@@ -35,8 +34,3 @@ def parents_first(held: list[HeldChunk]) -> Iterator[HeldChunk]:
             chain.append(waiting.pop(key))
             key = chain[-1].header.parent
         yield from reversed(chain)
-
-
-def eviction_of(tier: TierSettings) -> str:
-    """Return the eviction policy of a tier. Catalog entries of a shared pool are dropped by LRU."""
-    return tier.eviction if isinstance(tier, LocalTierSettings) else "lru"

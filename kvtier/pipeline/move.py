@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.backends.base import Outcome
 from kvtier.catalog.catalog import State
+from kvtier.catalog.eviction import RemovalReason
 from kvtier.events import Event, Move, Prefetch, Priority
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
@@ -66,7 +67,7 @@ class MoveStage:
         """Remove chunks that the target holds from the source."""
         catalog = self._hierarchy.catalog
         keys = [key for key in keys if catalog.state(key, event.source) is State.READY]
-        await self._evicting.remove(keys, event.source)
+        await self._evicting.remove(keys, event.source, RemovalReason.MOVED)
 
     def _batch(self, keys: Iterator[ChunkKey], source: int) -> Sequence[ChunkKey]:
         """Take the next batch of keys that the source still holds: some may have been removed meanwhile."""

@@ -10,6 +10,7 @@ from functools import partial
 import anyio
 
 from kvtier.backends.base import Outcome
+from kvtier.catalog.eviction import RemovalReason
 from kvtier.events import Prefetch
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
@@ -144,8 +145,8 @@ class PrefetchStage:
                 flight.arrived = True
                 arrived.append(ChunkBytes(flight.key, chunk.lease.share()))
             elif outcome is Outcome.MISS and read.source in hierarchy.catalog.tiers(flight.key):
-                hierarchy.catalog.remove(flight.key, read.source)
                 missing.append(flight.key)
+        hierarchy.catalog.remove_all(missing, read.source, RemovalReason.LOST)
         hierarchy.adopt(arrived)
         hierarchy.changed(read.source, removed=missing)
         read.settled = True

@@ -29,6 +29,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvtier.errors import SettingsError
+from kvtier.settings.choice import Choice
 from kvtier.settings.controller import ControllerSettings, MetricsSettings
 from kvtier.settings.errors import explain
 from kvtier.settings.kv_transfer import KVTransferSettings, Role
@@ -134,7 +135,14 @@ class LocalTierSettings(TierSettings):
     capacity: Size = Field(
         description="Maximum size of the tier in bytes. Never exceeded.", examples=["5GiB"]
     )
-    eviction: str = Field(default="lru", description="Eviction policy.", examples=["lru"])
+    eviction: Choice = Field(
+        default={"type": "lru"},
+        description=(
+            "Eviction policy: `lru`, or one provided by a plugin; or a mapping of its settings with its name "
+            "as `type`."
+        ),
+        examples=["lru"],
+    )
     high_watermark: float = Field(
         default=0.95,
         gt=0,

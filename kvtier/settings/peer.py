@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import (
     AfterValidator,
@@ -14,12 +12,12 @@ from pydantic import (
     ConfigDict,
     Field,
     SecretStr,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
 from pydantic_settings import NoDecode
 
+from kvtier.settings.choice import Choice
 from kvtier.settings.secret import Secret
 from kvtier.units import Duration
 
@@ -55,14 +53,6 @@ def _validate_address(address: str) -> str:
 
 Address = Annotated[str, AfterValidator(_validate_address)]
 FilePath = Annotated[Path, AfterValidator(Path.expanduser)]
-
-
-_NAME_OR_SETTINGS = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]},
-    ]
-}
 
 
 class TLSSettings(BaseModel):
@@ -115,7 +105,7 @@ class PeerSettings(BaseModel):
         description="Mutual TLS: certificates instead of, or besides, the secret. Encrypts all traffic.",
         examples=["{certificate: peer.pem, key: peer.key, authority: authority.pem}"],
     )
-    transport: Annotated[dict[str, Any], NoDecode, WithJsonSchema(_NAME_OR_SETTINGS)] = Field(
+    transport: Annotated[Choice, NoDecode] = Field(
         default={"type": "tcp"},
         description=(
             "Transport for chunks: `tcp`, `nixl`, or one provided by a plugin; or a mapping of its settings "
@@ -148,20 +138,6 @@ class PeerSettings(BaseModel):
         ),
         examples=["100ms"],
     )
-
-    @field_validator("transport", mode="before")
-    @classmethod
-    def _parse_transport(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        return json.loads(value) if value.lstrip().startswith("{") else {"type": value}
-
-    @field_validator("transport")
-    @classmethod
-    def _check_transport_type(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
-        if isinstance(value.get("type"), str):
-            return value
-        raise ValueError("it has no transport type: use tcp, or {type: tcp, ...}")
 
     @field_validator("secret")
     @classmethod

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 pytest.register_assert_rewrite(
     "kvtier.testing.backend",
+    "kvtier.testing.codec",
+    "kvtier.testing.eviction",
     "kvtier.testing.transport",
     "kvtier.testing.transport_faults",
     "kvtier.testing.transport_pair",

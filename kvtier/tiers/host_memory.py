@@ -6,10 +6,13 @@ engine, a peer or a read fills its slice, whose lease the filling code holds, an
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import cast
 
 from kvtier.catalog.catalog import Catalog, State
+from kvtier.catalog.eviction import RemovalReason
+from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.arena import Arena, address_of
 from kvtier.memory.header import ChunkHeader, write_headers
 from kvtier.memory.keys import ChunkKey
@@ -53,8 +56,16 @@ class HostMemory(Level):
         places = self._catalog.places(keys)
         return [at for at, (ready, pending) in enumerate(places) if not (ready | pending) >> self.index & 1]
 
-    def begin(self, headers: Sequence[ChunkHeader], leases: Sequence[Lease]) -> None:
-        """Write the headers of ABSENT chunks of one namespace, and make them PENDING, parents first."""
+    def begin(
+        self,
+        headers: Sequence[ChunkHeader],
+        leases: Sequence[Lease],
+        hints: Sequence[ChunkHints | None] = (),
+    ) -> None:
+        """Write the headers of ABSENT chunks of one namespace, and make them PENDING, parents first.
+
+        ``hints``: those of each chunk, or none at all.
+        """
         if not headers:
             return
         view = self.arena.view(0, self.arena.capacity)
@@ -63,14 +74,13 @@ class HostMemory(Level):
         parents = [header.parent for header in headers]
         lengths = [lease.length for lease in leases]
         namespace, catalog = headers[0].namespace, self._catalog
-        for start, stop in _chains(keys, parents):
+        of_chunk = hints or [None] * len(keys)
+        for start, stop in _chains(keys, parents, of_chunk):
+            place, run = (State.PENDING, parents[start], namespace, of_chunk[start]), slice(start, stop)
             if stop - start == 1:  # Takes a third of the time, and is the usual case during decode.
-                catalog.add(keys[start], self.index, lengths[start], State.PENDING, parents[start], namespace)
+                catalog.add(keys[start], self.index, lengths[start], *place)
             else:
-                run = slice(start, stop)
-                catalog.add_chain(
-                    keys[run], self.index, lengths[run], State.PENDING, parents[start], namespace
-                )
+                catalog.add_chain(keys[run], self.index, lengths[run], *place)
 
     def begin_copy(self, key: ChunkKey, lease: Lease) -> None:
         """Make a chunk PENDING that another tier holds, and that will be read with its header."""
@@ -82,7 +92,7 @@ class HostMemory(Level):
 
     def abort(self, keys: Sequence[ChunkKey]) -> None:
         """Remove PENDING chunks that did not arrive. Their leases belong to the caller."""
-        self._catalog.remove_all(keys, self.index)
+        self._catalog.remove_all(keys, self.index, RemovalReason.ABORTED)
 
     # READY chunks.
 
@@ -110,15 +120,23 @@ class HostMemory(Level):
         held = self._held(key)
         return held is not None and address_of(held.view) == address_of(chunk)
 
+    def victims(self, limit: int, needed_bytes: int = sys.maxsize) -> list[ChunkKey]:
+        """Return chunks without other leases, among the ``limit`` first in the order of eviction."""
+        return self._catalog.victims(self.index, needed_bytes, self._is_leased, limit)
+
+    def _is_leased(self, row: int) -> bool:
+        held = self._leases.get(row)
+        return held is None or not held.sole
+
     def is_idle(self, key: ChunkKey) -> bool:
         """Whether a chunk is READY, and has no other lease."""
         held = self._held(key)
         return held is not None and held.sole
 
-    def drop(self, keys: Sequence[ChunkKey]) -> None:
+    def drop(self, keys: Sequence[ChunkKey], reason: RemovalReason) -> None:
         """Remove READY chunks. Their memory is freed with the last lease."""
         rows = [self._catalog.row(key) for key in keys]
-        self._catalog.remove_all(keys, self.index)
+        self._catalog.remove_all(keys, self.index, reason)
         Leases.of([self._leases.pop(row) for row in rows if row is not None]).release_all()
 
     def _held(self, key: ChunkKey) -> Lease | None:
@@ -134,8 +152,13 @@ def _leading(leases: Iterable[Lease | None]) -> list[Lease]:
     return cast("list[Lease]", found)
 
 
-def _chains(keys: Sequence[ChunkKey], parents: Sequence[ChunkKey]) -> Iterable[tuple[int, int]]:
-    """Return the (start, stop) of each run of chunks in which every chunk is the parent of the next one."""
-    follows = zip(parents[1:], keys, strict=False)
-    starts = [0, *(at for at, (parent, before) in enumerate(follows, 1) if parent != before)]
+def _chains(
+    keys: Sequence[ChunkKey], parents: Sequence[ChunkKey], hints: Sequence[ChunkHints | None]
+) -> Iterable[tuple[int, int]]:
+    """Return the (start, stop) of each run of chunks with equal hints, each the parent of the next one."""
+    starts = [
+        at
+        for at in range(len(keys))
+        if not at or parents[at] != keys[at - 1] or hints[at] is not hints[at - 1]
+    ]
     return zip(starts, [*starts[1:], len(keys)], strict=True)

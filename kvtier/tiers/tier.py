@@ -16,6 +16,7 @@ from anyio.abc import TaskGroup
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.catalog.catalog import Catalog
+from kvtier.catalog.eviction import RemovalReason
 from kvtier.concurrency.tasks import wait_for_event
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.keys import ChunkKey
@@ -113,12 +114,11 @@ class Tier(Level):
         """Read chunk objects into the leased memory. Takes over the leases."""
         return await self._run_batch(self._get, chunks, settle, "reading", "counted as misses")
 
-    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+    async def delete(self, keys: Sequence[ChunkKey], reason: RemovalReason) -> None:
         """Remove chunks from catalog and backend. Their bytes count as used until the backend call ends."""
         deleting = sum(self._catalog.length(key) for key in keys)
         self._deleting_bytes += deleting
-        for key in keys:
-            self._catalog.remove(key, self.index)
+        self._catalog.remove_all(keys, self.index, reason)
 
         async def run() -> None:
             try:

@@ -37,7 +37,7 @@ class Tier:
 
 class Hierarchy:
     def __init__(self) -> None:
-        self.catalog = Catalog([LruPolicy() for _ in range(3)])
+        self.catalog = Catalog([LruPolicy.factory() for _ in range(3)])
         self.tiers = [Tier(0, False), Tier(1, False), Tier(SHARED, True)]
 
 

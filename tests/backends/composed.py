@@ -54,8 +54,8 @@ class SealedBackend(WrapperBackend, SupportsScan):
 
 def tier_over(backend: Backend, breaker: CircuitBreaker, *, checksum: bool = True) -> Tier:
     """Return a tier of an open backend, for calls without deadline."""
-    settings, catalog = TierSettings(name="doll", type="doll"), Catalog([LruPolicy(), LruPolicy()])
-    tier = Tier(1, settings, backend, catalog, None, Sealer(checksum))
+    catalog = Catalog([LruPolicy.factory()] * 2)
+    tier = Tier(1, TierSettings(name="doll", type="doll"), backend, catalog, None, Sealer(checksum))
     tier.breaker = breaker
     return tier
 

@@ -22,6 +22,7 @@ from kvtier.bridge.protocol import Found, Hello, Lookup, Release, Reserve, Reser
 from kvtier.bridge.server import BridgeServer, Connection
 from kvtier.cache import TieredCache
 from kvtier.catalog.catalog import State
+from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import ProtocolError
 from kvtier.instance import Instance
 from kvtier.memory.header import ChunkHeader, object_bytes
@@ -252,8 +253,28 @@ async def test_reserved_chunks_have_headers_and_are_pending_in_order() -> None:
             assert header == ChunkHeader(key, parent, NAMESPACE, LAYOUT.payload_bytes(tokens))
             assert cache.hierarchy.catalog.state(key, FIRST) is State.PENDING
         engine.commit(reserved.leases, 0)
-        assert list(cache.hierarchy.catalog.victims(FIRST)) == KEYS[::-1]
+        assert cache.hierarchy.catalog.victims(FIRST) == KEYS[::-1]
         assert cache.hierarchy.catalog.keys(FIRST, NAMESPACE) == KEYS
+
+
+async def test_hints_are_stored_with_the_chunks_and_replaced_by_lookups() -> None:
+    async with engine_of() as (engine, cache):
+        catalog = cache.hierarchy.catalog
+        runs = [
+            Run(ROOT, join_keys(KEYS[:2]), CHUNK_TOKENS, hints=ChunkHints(priority=1)),
+            Run(KEYS[1], join_keys(KEYS[2:4]), CHUNK_TOKENS, hints=ChunkHints(priority=2)),
+            Run(KEYS[3], join_keys(KEYS[4:6]), CHUNK_TOKENS),
+        ]
+        engine.commit(engine.reserve(Reserve(1, runs)).leases, 0)
+
+        def priorities() -> list[int]:
+            return [catalog.columns.hints.priority(catalog.row(key)) for key in KEYS[:6]]
+
+        assert priorities() == [1, 1, 2, 2, 0, 0]
+        look_up(engine, 1, KEYS[:6])
+        assert priorities() == [1, 1, 2, 2, 0, 0]
+        engine.look_up(Lookup(2, join_keys(KEYS[:5]), 5 * CHUNK_TOKENS, hints=ChunkHints(priority=7)))
+        assert priorities() == [7, 7, 7, 7, 7, 0]
 
 
 async def test_held_and_duplicate_chunks_are_refused() -> None:

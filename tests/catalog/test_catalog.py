@@ -7,7 +7,6 @@ import itertools
 import runpy
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from kvtier.catalog.catalog import MAX_TIERS, Catalog, State
+from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.lru import LruPolicy
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
 
@@ -37,7 +37,7 @@ A, B, C, D = PROMPT[:4]
 
 @pytest.fixture
 def catalog() -> Catalog:
-    return Catalog([LruPolicy(), LruPolicy(), LruPolicy()])
+    return Catalog([LruPolicy.factory(), LruPolicy.factory(), LruPolicy.factory()])
 
 
 def store(catalog: Catalog, keys: list[ChunkKey], tier: int, state: State = READY) -> None:
@@ -146,11 +146,11 @@ def test_rows_are_iterated_in_slices(catalog: Catalog) -> None:
 @pytest.mark.parametrize("tiers", [0, MAX_TIERS + 1])
 def test_number_of_tiers_is_limited(tiers: int) -> None:
     with pytest.raises(ValueError, match="must be 1 to 8"):
-        Catalog([LruPolicy() for _ in range(tiers)])
+        Catalog([LruPolicy.factory() for _ in range(tiers)])
 
 
 def test_eight_tiers_are_separate() -> None:
-    catalog = Catalog([LruPolicy() for _ in range(MAX_TIERS)])
+    catalog = Catalog([LruPolicy.factory() for _ in range(MAX_TIERS)])
     for tier in reversed(range(MAX_TIERS)):
         catalog.add(A, tier, LENGTH, READY)
         assert catalog.fastest(A) == tier
@@ -207,9 +207,9 @@ def test_chunk_ready_in_one_tier_is_not_a_victim_of_another(catalog: Catalog) ->
     assert (list(catalog.victims(RAM)), list(catalog.victims(SSD))) == ([], [A])
 
 
-def test_victims_can_be_removed_while_iterating(catalog: Catalog) -> None:
+def test_no_more_victims_than_needed(catalog: Catalog) -> None:
     store(catalog, PROMPT, RAM)
-    for key in list(itertools.islice(catalog.victims(RAM), 3)):
+    for key in catalog.victims(RAM, 3 * LENGTH):
         catalog.remove(key, RAM)
     assert list(catalog.victims(RAM)) == PROMPT[4::-1]
 
@@ -224,6 +224,114 @@ def test_parent_is_known_in_every_tier(catalog: Catalog) -> None:
         for key in (A, B, C, D):
             catalog.add(key, tier, LENGTH, READY)
         assert list(catalog.victims(tier)) == [D, C, B, A]
+
+
+@pytest.mark.parametrize("used", [[C], [B, D], [D, B, C]])
+def test_leaf_is_a_victim_before_its_parent_whatever_was_used(catalog: Catalog, used: list[ChunkKey]) -> None:
+    """A use that is not a prefix makes a leaf warmer than its parent."""
+    store(catalog, PROMPT, RAM)
+    for key in used:
+        catalog.touch([key])
+    assert sorted(catalog.victims(RAM)) == sorted(PROMPT)
+    left = set(PROMPT)
+    for key in catalog.victims(RAM):
+        left.remove(key)
+        children = PROMPT[PROMPT.index(key) + 1 :][:1]
+        assert not left.intersection(children)
+
+
+def test_parent_of_many_children(catalog: Catalog) -> None:
+    """Counts beyond 254 do not fit into a byte."""
+    catalog.add(A, RAM, LENGTH, READY)
+    branches = [ChunkKey(blake3(number.to_bytes(2, "little")).digest()) for number in range(600)]
+    for key in branches:
+        catalog.add(key, RAM, LENGTH, READY, A)
+    assert catalog.victims(RAM)[-1] == A
+    catalog.touch([*branches, A])
+    for key in branches[:-1]:
+        catalog.remove(key, RAM)
+    assert catalog.victims(RAM) == [branches[-1], A]
+    catalog.remove(A, RAM)
+    assert (A in catalog, len(catalog)) == (False, 1)
+    catalog.remove(branches[-1], RAM)
+    assert len(catalog) == 0
+
+
+def test_leased_chunk_does_not_keep_its_prefix(catalog: Catalog) -> None:
+    store(catalog, PROMPT[:4], RAM)
+    leased = {catalog.row(D)}
+    assert catalog.victims(RAM, is_leased=leased.__contains__) == [C, B, A]
+    assert catalog.victims(RAM, is_leased=leased.__contains__, limit=2) == [C]
+
+
+def test_circular_chain_is_evicted(catalog: Catalog) -> None:
+    """Only a peer that lies about parents can create one."""
+    catalog.add(A, RAM, LENGTH, READY)
+    catalog.add(B, RAM, LENGTH, READY, A)
+    catalog.add(A, SSD, LENGTH, READY, B)
+    while victims := catalog.victims(RAM):
+        for key in victims:
+            catalog.remove(key, RAM)
+    assert catalog.count(RAM) == 0
+    catalog.remove(A, SSD)
+    assert len(catalog) == 0
+
+
+def test_row_of_a_removed_parent_is_not_reused(catalog: Catalog) -> None:
+    store(catalog, [A, B], RAM)
+    row = catalog.row(A)
+    catalog.remove(A, RAM)
+    assert (A in catalog, len(catalog), catalog.state(A, RAM)) == (False, 1, ABSENT)
+    with pytest.raises(KeyError):
+        catalog.remove(A, RAM)
+    catalog.add(C, RAM, LENGTH, READY)
+    assert catalog.row(C) != row
+    catalog.add(A, SSD, 2 * LENGTH, READY, namespace=b"new")
+    assert (catalog.row(A), catalog.length(A), catalog.keys(SSD, b"new")) == (row, 2 * LENGTH, [A])
+    catalog.remove(A, SSD)
+    catalog.remove(B, RAM)
+    assert (catalog.row(A), len(catalog)) == (None, 1)
+    catalog.add_chain(PROMPT[4:7], RAM, [LENGTH] * 3, READY)
+    assert sorted(catalog.row(key) for key in [*PROMPT[4:7], C]) == [0, 1, 2, 3]
+
+
+# Hints.
+
+
+def test_hints_are_columns(catalog: Catalog) -> None:
+    now = time.monotonic()
+    store(catalog, [A], RAM)
+    hints = ChunkHints(tenant="a", priority=3, retention=60, resume=5, recompute=0.5)
+    catalog.add_chain([B, C], RAM, [LENGTH] * 2, READY, A, hints=hints)
+    catalog.add(D, RAM, LENGTH, READY, C, hints=ChunkHints("b"))
+    columns = catalog.columns.hints
+    a, b, c, d = (catalog.row(key) for key in (A, B, C, D))
+    assert [columns.priority(row) for row in (a, b, c, d)] == [0, 3, 3, 0]
+    assert columns.tenant(a) == 0
+    assert len({columns.tenant(row) for row in (a, b, c, d)}) == 3
+    assert 60 <= columns.retain_until(c) - now < 120
+    assert 5 <= columns.resume_at(c) - now < 65
+    assert columns.recompute_seconds(b) == 0.5
+    assert (columns.retain_until(d), columns.resume_at(a), columns.recompute_seconds(a)) == (0, 0, 0)
+    catalog.set_hints([b, c], ChunkHints(priority=-200))
+    assert [columns.priority(row) for row in (b, c)] == [-100, -100]
+    assert columns.tenant(b) == 0
+
+
+def test_reused_row_has_no_hints(catalog: Catalog) -> None:
+    catalog.add(A, RAM, LENGTH, READY, hints=ChunkHints(priority=7))
+    row = catalog.row(A)
+    catalog.remove(A, RAM)
+    catalog.add(B, RAM, LENGTH, READY)
+    assert (catalog.row(B), catalog.columns.hints.priority(row)) == (row, 0)
+
+
+def test_tenants_are_bounded(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.catalog.hints.MAX_TENANTS", 2)
+    for key, tenant in zip(PROMPT, "abcda", strict=False):
+        catalog.add(key, RAM, LENGTH, READY, hints=ChunkHints(tenant))
+    columns = catalog.columns.hints
+    assert [columns.tenant(catalog.row(key)) for key in PROMPT[:5]] == [1, 2, 0, 0, 1]
 
 
 # Pins.
@@ -297,7 +405,7 @@ def test_keys_by_tier_and_namespace(catalog: Catalog) -> None:
 
 
 def test_add_chain_equals_repeated_add(catalog: Catalog) -> None:
-    one_by_one = Catalog([LruPolicy(), LruPolicy(), LruPolicy()])
+    one_by_one = Catalog([LruPolicy.factory(), LruPolicy.factory(), LruPolicy.factory()])
     for instance in (catalog, one_by_one):
         store(instance, PROMPT[:1], RAM)
         store(instance, PROMPT[2:4], SSD)
@@ -363,7 +471,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.catalog = Catalog([LruPolicy() for _ in range(TREE_TIERS)])
+        self.catalog = Catalog([LruPolicy.factory() for _ in range(TREE_TIERS)])
         self.states: dict[tuple[int, int], State] = {}
         self.coldest_first: list[list[int]] = [[] for _ in range(TREE_TIERS)]
         self.pins: set[int] = set()
@@ -457,7 +565,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.states)
     @rule(tier=tiers, count=st.integers(1, 4))
     def evict(self, tier: int, count: int) -> None:
-        for key in list(itertools.islice(self.catalog.victims(tier), count)):
+        for key in self.catalog.victims(tier)[:count]:
             self.remove_from_tier(TREE.index(key), tier)
 
     @rule(node=nodes)
@@ -508,13 +616,35 @@ class CatalogMachine(RuleBasedStateMachine):
             assert self.catalog.count(tier) == len(order)
             assert self.catalog.used(tier) == sum(map(self.length, order))
             assert sorted(self.catalog.keys(tier)) == sorted(TREE[node] for node in order)
-            assert list(self.victims(tier)) == [
-                TREE[node] for node in order if self.states[node, tier] is READY and node not in self.pins
-            ]
+            assert self.catalog.victims(tier) == [TREE[node] for node in self.leaves_first(tier, order)]
 
-    def victims(self, tier: int) -> Iterator[ChunkKey]:
-        """Return at most 100 victims, so that a cycle in the order fails instead of hanging."""
-        return itertools.islice(self.catalog.victims(tier), 100)
+    def leaves_first(self, tier: int, order: list[int]) -> list[int]:
+        """Return the victims: in this order, but a chunk after its children that are in the tier."""
+        parents = self.known_parents()
+        children = {node: [child for child in order if parents[child] == node] for node in order}
+        victims: list[int] = []
+        finished: set[int] = set()
+        for at, next_node in enumerate(order):
+            waiting = [next_node]
+            while waiting:
+                node = waiting.pop()
+                may_leave = self.states[node, tier] is READY and node not in self.pins
+                if node in finished or (may_leave and not finished.issuperset(children[node])):
+                    continue
+                finished.add(node)
+                if may_leave:
+                    victims.append(node)
+                # A parent that has been examined before was only waiting for its last child.
+                parent = parents[node]
+                if parent in children and order.index(parent) < at:
+                    waiting.append(parent)
+        return victims
+
+    def known_parents(self) -> dict[int, int | None]:
+        """Return the parent of each chunk, unless it was unknown when the chunk was added."""
+        nodes = {self.catalog.row(key): node for node, key in enumerate(TREE)}
+        parents = self.catalog.columns.parents
+        return {node: nodes.get(parents[row]) for row, node in nodes.items() if row is not None}
 
 
 def test_catalog_agrees_with_the_model() -> None:

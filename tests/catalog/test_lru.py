@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvtier.catalog.eviction import ChunkColumns, RemovalReason
 from kvtier.catalog.lru import LruPolicy
 
 pytestmark = pytest.mark.usefixtures("either_core")
@@ -22,21 +24,53 @@ pytestmark = pytest.mark.usefixtures("either_core")
 ROOTLESS = -1
 
 
-def policy(*chunks: tuple[int, int]) -> LruPolicy:
+class Lru:
+    """A policy with the columns of a catalog."""
+
+    def __init__(self) -> None:
+        self.columns = ChunkColumns()
+        self.policy = LruPolicy.factory()(self.columns)
+
+    def added(self, row: int, parent: int) -> None:
+        self.added_chain([row], parent)
+
+    def added_chain(self, rows: Sequence[int], parent: int) -> None:
+        for row in rows:
+            while row >= len(self.columns.parents):
+                self.columns.parents.append(ROOTLESS)
+                self.columns.lengths.append(1)
+            self.columns.parents[row] = parent
+            parent = row
+        self.policy.added(rows, 0.0)
+
+    def used(self, rows: Sequence[int]) -> None:
+        self.policy.used(rows, 0.0)
+
+    def removed(self, row: int) -> None:
+        self.removed_all([row])
+
+    def removed_all(self, rows: Sequence[int]) -> None:
+        self.policy.removed(rows, RemovalReason.EVICTED)
+
+    def victims(self) -> Iterator[int]:
+        return iter(self.policy.victims(1000, lambda row: False))
+
+
+def policy(*chunks: tuple[int, int]) -> Lru:
     """Return a policy with chunks added, each as (row, parent)."""
-    lru = LruPolicy()
+    lru = Lru()
     for row, parent in chunks:
         lru.added(row, parent)
     return lru
 
 
-def order(lru: LruPolicy) -> list[int]:
+def order(lru: Lru) -> list[int]:
     """Return the victims, coldest first; at most 1000, so that a cycle fails instead of hanging."""
-    return list(islice(lru.victims(), 1000))
+    return list(lru.victims())
 
 
 def test_empty_policy_has_no_victims() -> None:
-    assert order(LruPolicy()) == []
+    assert order(Lru()) == []
 
 
 def test_unrelated_chunks_are_evicted_in_order_of_insertion() -> None:
@@ -96,6 +130,19 @@ def test_removed_row_neither_returns_nor_is_a_parent() -> None:
     assert order(lru) == [2, 1, 3]
 
 
+def test_search_ends_with_enough_bytes_and_omits_busy_chunks() -> None:
+    lru = policy((0, ROOTLESS), (1, 0), (2, 1), (3, 2))
+    examined: list[int] = []
+
+    def is_busy(row: int) -> bool:
+        examined.append(row)
+        return row == 2
+
+    assert list(lru.policy.victims(2, is_busy)) == [3, 1]
+    assert examined == [3, 2, 1]
+    assert order(lru) == [3, 2, 1, 0], "the search changed the order"
+
+
 def test_removing_the_last_row_leaves_an_empty_policy() -> None:
     lru = policy((6, ROOTLESS))
     lru.removed(6)
@@ -111,7 +158,7 @@ class LruMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lru = LruPolicy()
+        self.lru = Lru()
         self.coldest_first: list[int] = []
         self.parents: dict[int, int] = {}
 

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from kvtier.bridge.protocol import KVTransferResult
-from kvtier.integrations.vllm.hints import ExpectHint, Hints, KVTransferHint, has_hints, read_hints
+from kvtier.catalog.hints import ChunkHints
+from kvtier.integrations.vllm.hints import (
+    CacheHint,
+    ExpectHint,
+    Hints,
+    KVTransferHint,
+    has_hints,
+    read_hints,
+)
 from kvtier.integrations.vllm.kv_transfer import KVTransfers, role_of
 from kvtier.integrations.vllm.request import RequestState, request_root
 from kvtier.memory.keys import ChunkKey
@@ -18,6 +26,7 @@ from kvtier.settings import load_settings
 TOKENS = list(range(100))
 TRANSFER = {"kv_transfer": {"to": "10.0.0.2:8200"}}
 EXPECT = {"expect": {"tokens": 100, "seconds": 2.5}}
+CACHE = {"cache": {"tenant": "a", "priority": -3, "retention": 600, "resume": 30.5, "recompute": 0.25}}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +39,8 @@ EXPECT = {"expect": {"tokens": 100, "seconds": 2.5}}
         ({"expect": {"tokens": 1, "seconds": 3}}, Hints(expect=ExpectHint(1, 3))),
         ({"expect": {"tokens": 1}}, Hints(expect=ExpectHint(1))),
         ({"kv_transfer": None, "expect": None}, Hints()),
+        ({"cache": {}}, Hints(cache=CacheHint())),
+        (CACHE, Hints(cache=CacheHint("a", -3, 600, 30.5, 0.25))),
     ],
 )
 def test_valid_hints_are_parsed(hints: object, expected: Hints) -> None:
@@ -65,6 +76,14 @@ def test_valid_hints_are_parsed(hints: object, expected: Hints) -> None:
         {"expect": {"tokens": 1, "seconds": float("nan")}},
         {"expect": {"tokens": 1, "seconds": float("inf")}},
         {"expect": {"tokens": 1, "seconds": "1s"}},
+        {"cache": {"tenant": "a" * 65}},
+        {"cache": {"tenant": 7}},
+        {"cache": {"priority": 101}},
+        {"cache": {"priority": 0.5}},
+        {"cache": {"retention": -1}},
+        {"cache": {"resume": float("nan")}},
+        {"cache": {"recompute": float("inf")}},
+        {"cache": {"colour": "red"}},
     ],
 )
 def test_invalid_hints_are_refused(hints: object) -> None:
@@ -202,6 +221,12 @@ def test_invalid_hints_are_logged_once(caplog: pytest.LogCaptureFixture) -> None
 def test_role_ignores_hints_of_the_other_role(role: str, hint: dict[str, Any]) -> None:
     transfer = kv_transfers(Bridge(), role=role)
     assert transfer.hints(SimpleNamespace(request_id="a", kv_transfer_params={"kvtier": hint})) == Hints()
+    both = SimpleNamespace(request_id="a", kv_transfer_params={"kvtier": {**hint, **CACHE}})
+    assert transfer.hints(both).for_chunks == ChunkHints("a", -3, 600, 30.5, 0.25)
+
+
+def test_request_without_cache_hint_has_none_for_chunks() -> None:
+    assert Hints().for_chunks is None
 
 
 @pytest.mark.parametrize(

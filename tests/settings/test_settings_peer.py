@@ -25,7 +25,7 @@ SECRET = "sixteen or more characters"
         ({"listen": "8200", "secret": SECRET}, r"peer\.listen .*use HOST:PORT"),
         ({"listen": "a:99999", "secret": SECRET}, r"peer\.listen .*use HOST:PORT"),
         ({"others": ["::1:8200"], "secret": SECRET}, r"peer\.others.*in brackets"),
-        ({"transport": {"connections": 1}}, r"peer\.transport .*has no transport type"),
+        ({"transport": {"connections": 1}}, r"peer\.transport .*has no type"),
         ({"transport": "{"}, r"peer\.transport"),
         ({"tls": {"certificate": "a"}}, r"peer\.tls\.key"),
         ({"share": 1.5}, r"peer\.share"),

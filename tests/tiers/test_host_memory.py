@@ -33,7 +33,7 @@ def memory(request: pytest.FixtureRequest) -> Iterator[HostMemory]:
     else:
         settings = HugePageSettings(name="ram", type="hugepage", capacity=CAPACITY)
         arena = HugePageBackend(settings).create_arena()
-    memory = HostMemory(settings, arena, Catalog([LruPolicy(), LruPolicy()]), Sealer())
+    memory = HostMemory(settings, arena, Catalog([LruPolicy.factory(), LruPolicy.factory()]), Sealer())
     yield memory
     memory.close()
     assert memory.arena.leases == 0
@@ -131,7 +131,7 @@ def test_prompts_that_share_no_chunk_are_reserved_together(memory: HostMemory) -
     """Parents are known, so that a prompt is evicted from its end."""
     pending = begin(memory, KEYS[:2])
     store(memory, [KEYS[4], KEYS[5], KEYS[2], KEYS[3]])
-    assert list(memory._catalog.victims(0)) == [KEYS[3], KEYS[2], KEYS[5], KEYS[4]]
+    assert memory._catalog.victims(0) == [KEYS[3], KEYS[2], KEYS[5], KEYS[4]]
     memory.abort(KEYS[:2])
     for lease in pending:
         lease.release()

@@ -40,7 +40,7 @@ class RouterSetup:
 
     def __init__(self) -> None:
         self.tiers = [FakeTier() for _ in range(4)]
-        self.catalog = Catalog([LruPolicy() for _ in self.tiers])
+        self.catalog = Catalog([LruPolicy.factory() for _ in self.tiers])
         self.router = Router(self.catalog, self.tiers)
 
     def hold(self, *tiers: int, chunks: range = range(128), state: State = State.READY) -> None:

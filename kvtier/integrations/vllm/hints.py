@@ -4,6 +4,8 @@
   computed.
 - ``{"expect": {"tokens": 1000, "seconds": 5}}``, for a decode instance: that many leading tokens of the
   prompt are being pushed here; wait up to 5 s for them.
+- ``{"cache": {"tenant": "a", "priority": 1, "retention": 600, "resume": 30, "recompute": 0.2}}``: what is
+  known about the future of the prompt's chunks, for the tiers' eviction policies. Each part is optional.
 - ``{}``: return the address on which this instance listens for peers. The others return it as well.
 """
 
@@ -15,12 +17,17 @@ from typing import Annotated
 
 import msgspec
 
+from kvtier.catalog.hints import ChunkHints
 from kvtier.settings.peer import split_address
 
 NAME = "kvtier"
 MAX_CHARACTERS = 300
 """Maximum length of an address. A host name has up to 253 characters."""
 MAX_TOKENS = 1 << 31
+MAX_TENANT_CHARACTERS = 64
+MAX_SECONDS = 10 * 365 * 86_400
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 
 
 class KVTransferHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,11 +44,27 @@ class ExpectHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Maximum time to wait for them; ``None`` for the limit in the settings."""
 
 
+class CacheHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is known about the future of this prompt's chunks; see :class:`ChunkHints`."""
+
+    tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARACTERS)] = ""
+    priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
+    retention: Seconds | None = None
+    resume: Seconds | None = None
+    recompute: Seconds | None = None
+
+
 class Hints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All hints of a request."""
 
     kv_transfer: KVTransferHint | None = None
     expect: ExpectHint | None = None
+    cache: CacheHint | None = None
+
+    @property
+    def for_chunks(self) -> ChunkHints | None:
+        """The hints to store with the prompt's chunks."""
+        return None if self.cache is None else ChunkHints(**msgspec.structs.asdict(self.cache))
 
 
 NO_HINTS = Hints()

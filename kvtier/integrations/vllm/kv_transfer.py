@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.integrations.vllm.hints import NAME, NO_HINTS, Hints, has_hints, read_hints
 from kvtier.integrations.vllm.request import RequestState
@@ -76,10 +78,10 @@ class KVTransfers:
             return NO_HINTS
         if hints.kv_transfer is not None and self._role == "decode":
             self._warn("request %s: ignoring hint `kv_transfer`, as this engine's `role` is decode", name)
-            hints = Hints(expect=hints.expect)
+            hints = msgspec.structs.replace(hints, kv_transfer=None)
         if hints.expect is not None and self._role == "prefill":
             self._warn("request %s: ignoring hint `expect`, as this engine's `role` is prefill", name)
-            hints = Hints(kv_transfer=hints.kv_transfer)
+            hints = msgspec.structs.replace(hints, expect=None)
         return hints
 
     def wants_tail(self, state: RequestState) -> bool:

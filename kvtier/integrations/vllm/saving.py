@@ -75,7 +75,7 @@ class Save:
     def runs(self) -> list[Run]:
         """The room to reserve: in the staging buffer, if any, then in the arena."""
         parent, keys = self.state.parent(self.first), join_keys(self.keys)
-        arena = Run(parent, keys, self.sizes[-1])
+        arena = Run(parent, keys, self.sizes[-1], hints=self.state.hints.for_chunks)
         return [Run(parent, keys, self.sizes[-1], self.kv_transfer), arena] if self.kv_transfer else [arena]
 
 

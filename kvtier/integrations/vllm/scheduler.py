@@ -110,7 +110,11 @@ class SchedulerSide:
                 covered = request.num_tokens
         expected = self._kv_transfers.expected(state, keys)
         state.ticket = self._bridge.look_up(
-            keys, covered, expect_chunks=expected.chunks, expect_seconds=expected.seconds
+            keys,
+            covered,
+            expect_chunks=expected.chunks,
+            expect_seconds=expected.seconds,
+            hints=state.hints.for_chunks,
         )
         state.timeout = self._timeout + expected.seconds
         state.waited = False

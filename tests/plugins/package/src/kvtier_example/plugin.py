@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 import typer
@@ -10,7 +10,7 @@ from pydantic import Field
 
 from kvtier import Settings, hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
-from kvtier.catalog.eviction import EvictionPolicy
+from kvtier.catalog.eviction import ChunkColumns, EvictionPolicy, PolicySettings, RemovalReason
 from kvtier.events import Observer, Report
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings, TierSettings
@@ -67,23 +67,32 @@ class ShelfBackend(Backend):
 class FifoPolicy(EvictionPolicy):
     """First in, first out."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: PolicySettings, capacity_bytes: int, chunks: ChunkColumns) -> None:
+        self._lengths = chunks.lengths
         self._rows: dict[int, None] = {}
 
-    def added(self, row: int, parent: int) -> None:
-        """Append the row."""
-        self._rows[row] = None
+    def added(self, rows: Sequence[int], now: float) -> None:
+        """Append the rows."""
+        self._rows.update(dict.fromkeys(rows))
 
-    def used(self, rows: Sequence[int]) -> None:
+    def used(self, rows: Sequence[int], now: float) -> None:
         """Ignore it."""
 
-    def removed(self, row: int) -> None:
-        """Remove the row."""
-        self._rows.pop(row, None)
+    def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
+        """Remove the rows."""
+        for row in rows:
+            self._rows.pop(row, None)
 
-    def victims(self) -> Iterator[int]:
-        """Iterate over the rows, oldest first."""
-        return iter(self._rows)
+    def victims(self, needed_bytes: int, is_busy: Callable[[int], bool]) -> Sequence[int]:
+        """Return the oldest rows."""
+        found = []
+        for row in self._rows:
+            if needed_bytes <= 0:
+                break
+            if not is_busy(row):
+                found.append(row)
+                needed_bytes -= self._lengths[row]
+        return found
 
 
 class NamingObserver:
