@@ -25,7 +25,7 @@ from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import SettingsError
 from kvtier.events import Move, Observer, Prefetch, Priority
 from kvtier.memory.arena import Arena
-from kvtier.memory.header import ChunkHeader
+from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.model import ModelCache
 from kvtier.pipeline.base import Hierarchy
@@ -42,6 +42,7 @@ from kvtier.pipeline.prefetch import PrefetchStage
 from kvtier.pipeline.store import Reservation, StoreStage
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, TierSettings, load_settings
+from kvtier.tiers.encoder import Encoder, Layouts
 from kvtier.tiers.host_memory import HostMemory
 from kvtier.tiers.router import Router
 from kvtier.tiers.sealer import Sealer
@@ -97,7 +98,9 @@ class TieredCache:
         plugins = plugins or Plugins.load(settings.plugins)
         media = [(tier, plugins.backend(tier.type)(tier)) for tier in plugins.tier_settings(settings)]
         media += pools
-        catalog = Catalog([plugins.policy(tier) for tier, _ in media])
+        codecs = [plugins.codecs(tier) for tier, _ in media]
+        encoded = [index for index, found in enumerate(codecs) if found is not None]
+        catalog, layouts = Catalog([plugins.policy(tier) for tier, _ in media], encoded), Layouts()
         async with AsyncExitStack() as stack:
             memory = _open_memory(*media[0], catalog, Sealer(settings.checksum))
             stack.callback(memory.close)
@@ -105,12 +108,16 @@ class TieredCache:
                 await backend.open()
                 stack.push_async_callback(backend.close)
             tasks = await stack.enter_async_context(open_tasks())
+            encoders = [
+                None if found is None else Encoder(found, layouts, checksum=settings.checksum)
+                for found in codecs
+            ]
             lower = [
-                Tier(index, tier, backend, catalog, tasks, memory.sealer)
+                Tier(index, tier, backend, catalog, tasks, memory.sealer, encoders[index])
                 for index, (tier, backend) in enumerate(media[1:], 1)
             ]
             router, observers = Router(catalog, [memory, *lower]), list(plugins.observers(settings))
-            cache = cls(settings, Hierarchy(memory, lower, catalog, router, tasks, observers))
+            cache = cls(settings, Hierarchy(memory, lower, catalog, router, tasks, observers, layouts))
             await cache._load_held()
             cache._start(tasks)
             try:
@@ -131,7 +138,9 @@ class TieredCache:
                 held += [HeldChunk.of(stored) for stored in batch]
             for chunk in parents_first(held):
                 header = chunk.header
-                catalog.add(chunk.key, tier.index, chunk.length, State.READY, header.parent, header.namespace)
+                length = object_bytes(header.payload_bytes)
+                catalog.add(chunk.key, tier.index, length, State.READY, header.parent, header.namespace)
+                catalog.resize(chunk.key, tier.index, chunk.length)
             await self._evicting.make_room(tier.index, 0)
             if catalog.count(tier.index):
                 logger.info(

@@ -1,4 +1,4 @@
-"""Plugin hooks for backends, transports, eviction policies, observers and commands.
+"""Plugin hooks for backends, transports, eviction policies, codecs, observers and commands.
 
 A plugin is a module or object that implements these functions, marks them with :data:`kvtier.hookimpl`, and
 is named by an entry point of the group ``kvtier``. Hooks run when a cache process or a command starts, in its
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvtier.catalog.eviction import EvictionPolicy
     from kvtier.events import Observer
     from kvtier.settings import Settings
+    from kvtier.tiers.codec import Codec
     from kvtier.transports.base import Transport
 
 
@@ -47,6 +48,16 @@ def kvtier_eviction_policies() -> dict[str, type[EvictionPolicy]]:
 
     A class is constructed once for each tier that uses it, with its settings, already validated by its
     ``settings_type``, the tier's capacity in bytes and the columns of the catalog.
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def kvtier_codecs() -> dict[str, type[Codec]]:
+    """Return codecs, keyed by their name in a tier's ``codec``.
+
+    A class is constructed with one argument, its settings, already validated by its ``settings_type``. Two
+    codecs with the same ``code`` are an error at startup.
     """
     raise NotImplementedError
 

@@ -52,6 +52,7 @@ class ModelCache:
         self._cache = cache
         self._layout = ChunkLayout(settings.chunk_tokens, (GroupLayout(1, (token_bytes,)),), platform="rows")
         self._namespace = namespace(name, self._layout)
+        cache.hierarchy.layouts.add(self._namespace, self._layout)
         self._root = root_key(self._namespace, salt)
         self._token_bytes = token_bytes
         self._partial = settings.partial_chunks

@@ -27,13 +27,19 @@ if TYPE_CHECKING:
     from kvtier.backends.base import Backend
     from kvtier.catalog.eviction import EvictionPolicy, MakePolicy
     from kvtier.events import Observer
+    from kvtier.tiers.codec import Codec
+    from kvtier.tiers.encoder import Codecs
     from kvtier.transports.base import Transport, TransportSettings
 
 GROUP = "kvtier"
 BUILT_IN = "built in"
-BUILT_IN_MODULES = ("kvtier.backends", "kvtier.catalog", "kvtier.transports")
+MAX_CODE = 65_535
+"""Maximum code of a codec: it has two bytes in a header."""
+IDENTITY = "identity"
+"""The codec that stores chunks as they are."""
+BUILT_IN_MODULES = ("kvtier.backends", "kvtier.catalog", "kvtier.tiers", "kvtier.transports")
 
-_PROVIDING_HOOKS = ("kvtier_backends", "kvtier_transports", "kvtier_eviction_policies")
+_PROVIDING_HOOKS = ("kvtier_backends", "kvtier_transports", "kvtier_eviction_policies", "kvtier_codecs")
 
 Found = TypeVar("Found")
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -116,6 +122,17 @@ class Plugins:
                     "the setting plugins"
                 )
             provided[key] = (value, name)
+        self._check_codes()
+
+    def _check_codes(self) -> None:
+        """Raise :class:`PluginError` if two codecs have the same code, so that readers would confuse them."""
+        names: dict[int, str] = {}
+        for name, (codec, owner) in self._provided["kvtier_codecs"].items():
+            code = getattr(codec, "code", None)
+            if not isinstance(code, int) or not 0 <= code <= MAX_CODE:
+                raise PluginError(f"the codec {name!r} of {owner} has no code from 1 to {MAX_CODE}: {code!r}")
+            if (other := names.setdefault(code, name)) != name:
+                raise PluginError(f"the codecs {other!r} and {name!r} have the same code {code}")
 
     def names(self, hook: str) -> list[str]:
         """Return the names that a hook's implementations provide, in load order."""
@@ -132,6 +149,24 @@ class Plugins:
     def eviction(self, name: str) -> type[EvictionPolicy]:
         """Return an eviction policy by name. Raises :class:`SettingsError`, which lists the known ones."""
         return self._find("kvtier_eviction_policies", name, "eviction policy")
+
+    def codec(self, name: str) -> type[Codec]:
+        """Return a codec by name. Raises :class:`SettingsError`, which lists the known ones."""
+        return self._find("kvtier_codecs", name, "codec")
+
+    def codecs(self, tier: TierSettings) -> Codecs | None:
+        """Return the codec of a tier, and all others to read with; ``None`` if it stores chunks as they are.
+
+        Raises a :class:`pydantic.ValidationError` if the codec's settings are invalid.
+        """
+        from kvtier.tiers.encoder import Codecs
+
+        if not isinstance(tier, LocalTierSettings) or tier.codec["type"] == IDENTITY:
+            return None
+        own = self.codec(tier.codec["type"])
+        others = {name: self.codec(name) for name in self.names("kvtier_codecs") if name != IDENTITY}
+        known = {codec.code: codec(codec.settings_type(type=name)) for name, codec in others.items()}
+        return Codecs(own(own.settings_type.model_validate(tier.codec)), known)
 
     def policy(self, tier: TierSettings) -> MakePolicy:
         """Return what creates the eviction policy of a tier. Catalog entries of a shared pool leave by LRU.
@@ -240,6 +275,13 @@ class Plugins:
         if isinstance(tier, LocalTierSettings):
             policy = _resolve(f"{key}.eviction{place}", self.eviction, tier.eviction["type"])
             _validate(policy.settings_type, tier.eviction, place, f"{key}.eviction.")
+            codec = _resolve(f"{key}.codec{place}", self.codec, tier.codec["type"])
+            _validate(codec.settings_type, tier.codec, place, f"{key}.codec.")
+            if index == 0 and tier.codec["type"] != IDENTITY:
+                raise SettingsError(
+                    f"{key}.codec{place} is {tier.codec['type']}, but engines copy to the first tier "
+                    "directly: remove it, or set it for a lower tier"
+                )
         return tier
 
 

@@ -78,6 +78,7 @@ class Engine:
         self.name = hello.engine
         self.layout = hello.layout
         self.namespace = hello.namespace
+        cache.hierarchy.layouts.add(hello.namespace, hello.layout)
         self.staging: EngineStaging | None = None
         """``None`` until a worker has requested a staging buffer."""
         self._whole_payload = self.layout.payload_bytes(self.layout.chunk_tokens)

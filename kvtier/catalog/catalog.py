@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from itertools import compress
@@ -54,11 +54,15 @@ class Catalog:
     a parent is never that of another chunk, and a parent that comes back is the parent again.
     """
 
-    def __init__(self, policies: Sequence[MakePolicy]) -> None:
+    def __init__(self, policies: Sequence[MakePolicy], encoded: Collection[int] = ()) -> None:
+        """``encoded``: the tiers whose chunks may be shorter than in the others."""
         if not 0 < len(policies) <= MAX_TIERS:
             raise ValueError(f"{len(policies)} tiers, must be 1 to {MAX_TIERS}")
         self.columns = ChunkColumns()
-        self._policies = [make(self.columns) for make in policies]
+        self._of_tier = [self.columns] * len(policies)
+        for tier in encoded:
+            self._of_tier[tier] = self.columns.with_own_lengths()
+        self._policies = [make(columns) for make, columns in zip(policies, self._of_tier, strict=True)]
         self._rows: list[dict[ChunkKey, int]] = [{} for _ in range(256)]
         self._keys, self._parents = self.columns.keys, self.columns.parents
         self._lengths, self._hints = self.columns.lengths, self.columns.hints
@@ -96,7 +100,8 @@ class Catalog:
         """Add a chunk object of ``length`` bytes to a tier. Raises ``ValueError`` if it is already there.
 
         If another tier holds the chunk, ``length`` and ``namespace`` keep their values and ``parent`` may be
-        omitted. ``parent`` is the preceding chunk of the prefix; it need not be in the catalog.
+        omitted. ``parent`` is the preceding chunk of the prefix; it need not be in the catalog. ``length`` is
+        that before encoding; see :meth:`resize`.
         """
         row = self._rows[key[0]].get(key)
         parent_row = NO_PARENT if parent is None else self._rows[parent[0]].get(parent, NO_PARENT)
@@ -112,6 +117,8 @@ class Catalog:
             self._hints.set(row, hints, now)
         (self._ready if state is State.READY else self._pending)[row] |= bit
         self._used[tier] += self._lengths[row]
+        if self._of_tier[tier] is not self.columns:
+            self._of_tier[tier].lengths[row] = self._lengths[row]
         self._count[tier] += 1
         parent_row = self._parents[row]
         if parent_row >= 0:
@@ -162,6 +169,9 @@ class Catalog:
             if hints is not None:
                 self._hints.set(row, hints, now)
         self._used[tier] += sum([held[row] for row in rows])
+        if self._of_tier[tier] is not self.columns:
+            for row in rows:
+                self._of_tier[tier].lengths[row] = held[row]
         self._count[tier] += len(rows)
         self._children[tier].add_all([above for row in rows if (above := self._parents[row]) >= 0])
         for row in left:
@@ -217,7 +227,8 @@ class Catalog:
 
     def _grow(self) -> None:
         """Add vacant rows to all columns except the keys."""
-        for column in (self._parents, self._lengths, self._spaces):
+        lengths = [columns.lengths for columns in self._of_tier if columns is not self.columns]
+        for column in (self._parents, self._lengths, self._spaces, *lengths):
             column.frombytes(bytes(ROWS_A_BLOCK * column.itemsize))
         for masks in (self._ready, self._pending, *(children.counts for children in self._children)):
             masks += bytes(ROWS_A_BLOCK)
@@ -261,7 +272,8 @@ class Catalog:
     ) -> None:
         """Remove chunks from a tier. Raises ``KeyError``, and removes nothing, if one is not there."""
         bit = 1 << tier
-        ready, pending, lengths, parents = self._ready, self._pending, self._lengths, self._parents
+        ready, pending, parents = self._ready, self._pending, self._parents
+        lengths = self._of_tier[tier].lengths
         rows = [self._rows[key[0]][key] for key in keys]
         for key, row in zip(keys, rows, strict=True):
             if not (ready[row] | pending[row]) & bit:
@@ -330,6 +342,20 @@ class Catalog:
     def length(self, key: ChunkKey) -> int:
         """Return the size of the chunk object in bytes. Raises ``KeyError`` if the chunk is unknown."""
         return self._lengths[self._rows[key[0]][key]]
+
+    def stored_length(self, key: ChunkKey, tier: int, default: int) -> int:
+        """Return the size of a chunk object as a tier stores it, or ``default`` if it is not there."""
+        row = self._rows[key[0]].get(key)
+        if row is None or not (self._ready[row] | self._pending[row]) >> tier & 1:
+            return default
+        return self._of_tier[tier].lengths[row]
+
+    def resize(self, key: ChunkKey, tier: int, length: int) -> None:
+        """Record how long an encoded chunk object is in a tier. Ignored if it is not there."""
+        before = self.stored_length(key, tier, length)
+        if length != before:
+            self._of_tier[tier].lengths[self._rows[key[0]][key]] = length
+            self._used[tier] += length - before
 
     def tiers(self, key: ChunkKey) -> list[int]:
         """Return the tiers in which a chunk is READY, fastest first."""
@@ -449,7 +475,8 @@ class Catalog:
         def may_leave(row: int) -> bool:
             return bool(ready[row] & bit) and not (pins and self.pinned(key_of(row), now))
 
-        selection = Selection(self.columns, self._children[tier], may_leave, is_leased, needed_bytes, limit)
+        columns, children = self._of_tier[tier], self._children[tier]
+        selection = Selection(columns, children, may_leave, is_leased, needed_bytes, limit)
         return [key_of(row) for row in selection.of(self._policies[tier])]
 
     @property

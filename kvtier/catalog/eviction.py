@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
+from copy import copy
 from enum import Enum
 from functools import partial
 from typing import ClassVar
@@ -44,8 +45,14 @@ class ChunkColumns:
         self.parents = array("i")
         """The row of each chunk's parent, or :data:`NO_PARENT`. The parent may be in no tier."""
         self.lengths = array("Q")
-        """The size of each chunk object in bytes."""
+        """The size of each chunk object in bytes, as it is stored in the tier."""
         self.hints = HintColumns()
+
+    def with_own_lengths(self) -> ChunkColumns:
+        """Return the same columns, except that lengths differ, for a tier that stores chunks encoded."""
+        columns = copy(self)
+        columns.lengths = array("Q")
+        return columns
 
     def key(self, row: int) -> ChunkKey:
         """Return the key of the chunk in a row."""

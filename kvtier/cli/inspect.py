@@ -146,7 +146,7 @@ def _files(folder: Path) -> Iterator[File]:
 
 
 def _described(file: File) -> dict[str, object]:
-    from kvtier.memory.header import HEADER_BYTES, ChunkHeader
+    from kvtier.memory.header import HEADER_BYTES, StoredHeader
 
     facts: dict[str, object] = {
         "key": file.path.stem,
@@ -155,12 +155,13 @@ def _described(file: File) -> dict[str, object]:
     }
     try:
         with file.path.open("rb") as stream:
-            header = ChunkHeader.parse(stream.read(HEADER_BYTES))
+            header, codec, *_ = StoredHeader.parse(stream.read(HEADER_BYTES))
     except (CorruptChunk, OSError) as error:
         return {**facts, "problem": str(error)}
     return {
         **facts,
         "payload_bytes": header.payload_bytes,
+        "codec": codec,
         "parent": header.parent.hex(),
         "namespace": header.namespace.hex(),
     }
@@ -181,7 +182,7 @@ def _print_listing(described: list[dict[str, object]]) -> None:
 
 def _verify(folder: Path, *, delete: bool) -> tuple[int, int, list[tuple[Path, str]]]:
     """Return the number of chunks checked, the bytes read, and the corrupt files with the reason."""
-    from kvtier.memory.header import ChunkHeader
+    from kvtier.memory.header import StoredHeader
     from kvtier.memory.keys import ChunkKey
 
     files = list(_files(folder))
@@ -193,7 +194,7 @@ def _verify(folder: Path, *, delete: bool) -> tuple[int, int, list[tuple[Path, s
             try:
                 content = file.path.read_bytes()
                 read += len(content)
-                ChunkHeader.verify(memoryview(content), ChunkKey(bytes.fromhex(file.path.stem)))
+                StoredHeader.verify(memoryview(content), ChunkKey(bytes.fromhex(file.path.stem)))
             except FileNotFoundError:
                 # Evicted by a running cache process.
                 continue

@@ -54,14 +54,18 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
         tier["title"] = f"Tier of type {type_name}"
         tier["properties"]["type"]["const"] = type_name
         if issubclass(model, LocalTierSettings):
-            eviction = tier["properties"]["eviction"]
-            name, mapping = eviction["anyOf"]
-            policies = {**name, "enum": plugins.names("kvtier_eviction_policies")}
-            tier["properties"]["eviction"] = {**eviction, "anyOf": [policies, mapping]}
+            _name_choices(tier["properties"], "eviction", plugins.names("kvtier_eviction_policies"))
+            _name_choices(tier["properties"], "codec", plugins.names("kvtier_codecs"))
         definitions[f"tier_{type_name}"] = tier
         names.append(f"tier_{type_name}")
     schema["properties"]["tiers"]["items"] = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "kvtier settings"}
+
+
+def _name_choices(properties: dict[str, Any], key: str, names: list[str]) -> None:
+    """Restrict a setting that is a name or a mapping to these names."""
+    name, mapping = properties[key]["anyOf"]
+    properties[key] = {**properties[key], "anyOf": [{**name, "enum": names}, mapping]}
 
 
 def markdown_page(plugins: Plugins) -> str:
@@ -81,6 +85,8 @@ def markdown_page(plugins: Plugins) -> str:
     for name in plugins.names("kvtier_eviction_policies"):
         model = plugins.eviction(name).settings_type
         parts += _choices(f"Eviction policy `{name}`", "eviction", model)
+    for name in plugins.names("kvtier_codecs"):
+        parts += _choices(f"Codec `{name}`", "codec", plugins.codec(name).settings_type)
     for name in plugins.names("kvtier_transports"):
         parts += _choices(f"Transport `{name}`", "peer.transport", plugins.transport(name).settings_type)
     return "\n".join(parts)

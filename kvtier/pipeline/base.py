@@ -19,6 +19,7 @@ from kvtier.events import Event, Observer, Report
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
+from kvtier.tiers.encoder import Layouts
 from kvtier.tiers.host_memory import HostMemory
 from kvtier.tiers.level import ChunkBytes, Level
 from kvtier.tiers.router import Router, Transfer
@@ -38,6 +39,8 @@ class Hierarchy:
     router: Router
     tasks: TaskGroup
     observers: list[Observer]
+    layouts: Layouts
+    """The layouts of the models in use, for codecs."""
     counts: Counter[str] = field(default_factory=Counter)
     """Outcomes since the start, for the status report."""
     clear_count: int = 0

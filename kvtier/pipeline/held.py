@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtier.backends.base import StoredObject
-from kvtier.memory.header import ChunkHeader
+from kvtier.memory.header import ChunkHeader, StoredHeader
 from kvtier.memory.keys import ChunkKey
 
 
@@ -16,12 +16,13 @@ class HeldChunk(NamedTuple):
     last_used: float
     key: ChunkKey
     length: int
+    """Bytes of the object in the medium."""
     header: ChunkHeader
 
     @classmethod
     def of(cls, stored: StoredObject) -> HeldChunk:
         """Parse the header of a stored object."""
-        return cls(stored.last_used, stored.key, stored.length, ChunkHeader.parse(stored.head))
+        return cls(stored.last_used, stored.key, stored.length, StoredHeader.parse(stored.head).chunk)
 
 
 def parents_first(held: list[HeldChunk]) -> Iterator[HeldChunk]:

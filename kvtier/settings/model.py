@@ -143,6 +143,15 @@ class LocalTierSettings(TierSettings):
         ),
         examples=["lru"],
     )
+    codec: Choice = Field(
+        default={"type": "identity"},
+        description=(
+            "Codec that encodes chunks in this tier: `identity` stores them as they are, others are provided "
+            "by plugins; or a mapping of its settings with its name as `type`. Not for the first tier. After "
+            "a change from another codec to `identity`, the chunks that the tier holds are lost."
+        ),
+        examples=["identity"],
+    )
     high_watermark: float = Field(
         default=0.95,
         gt=0,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from itertools import chain
+from typing import Any, TypeVar
 
 import anyio
 
@@ -12,7 +14,7 @@ from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObjec
 from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.errors import CorruptChunk
 from kvtier.logs import RateLimitedWarning
-from kvtier.memory.header import ChunkHeader, object_bytes
+from kvtier.memory.header import IDENTITY, ChunkHeader, StoredHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.sealer import Sealer
 from kvtier.units import MIB
@@ -25,6 +27,9 @@ PART_BYTES, PART_OBJECTS = 16 * MIB, 4
 """Minimum size of the parts of a batch. One part is checksummed while another is in flight."""
 PARTS_IN_FLIGHT = 2
 """More concurrent calls are not faster on any medium, and halve the throughput of some."""
+
+
+ItemT = TypeVar("ItemT", bound=tuple[Any, ...])
 
 
 class Seal:
@@ -67,13 +72,28 @@ class Seal:
         return [Outcome.MISS if seal is None else next(stored) for seal in seals]
 
     async def _get_part(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        outcomes = list(await self._backend.get(items))
-        fetched = [index for index, outcome in enumerate(outcomes) if outcome is Outcome.OK]
-        faults = await spread(_fault, [items[index] for index in fetched], parts=1, executor=self._executor)
-        corrupt = [(index, fault) for index, fault in zip(fetched, faults, strict=True) if fault]
-        for index, _ in corrupt:
-            outcomes[index] = Outcome.MISS
-        await self._remove([(items[index][0], fault) for index, fault in corrupt])
+        return await self._checked(items, await self._backend.get(items), _verify, parts=1)
+
+    async def _checked(
+        self,
+        items: Sequence[ItemT],
+        found: Sequence[Outcome],
+        check: Callable[[ItemT], None],
+        *,
+        parts: int,
+    ) -> Sequence[Outcome]:
+        """Check the objects that were found, in ``parts`` threads. Corrupt ones are a ``MISS`` and deleted.
+
+        ``items`` begin with the key. ``check`` raises :class:`CorruptChunk`.
+        """
+        outcomes = list(found)
+        fetched = [at for at, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+        work = [items[at] for at in fetched]
+        faults = await spread(partial(_fault, check), work, parts=parts, executor=self._executor)
+        corrupt = [(at, fault) for at, fault in zip(fetched, faults, strict=True) if fault]
+        for at, _ in corrupt:
+            outcomes[at] = Outcome.MISS
+        await self._remove([(items[at][0], fault) for at, fault in corrupt])
         return outcomes
 
     async def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
@@ -82,9 +102,24 @@ class Seal:
         if medium is None:
             return
         async for batch in medium.scan():
-            faults = [(stored, _head_fault(stored)) for stored in batch]
+            faults = [(stored, self._head_fault(stored)) for stored in batch]
             await self._remove([(stored.key, fault) for stored, fault in faults if fault])
             yield [stored for stored, fault in faults if not fault]
+
+    def _head_fault(self, stored: StoredObject) -> str | None:
+        try:
+            header = StoredHeader.parse(stored.head)
+        except CorruptChunk as error:
+            return str(error)
+        if header.chunk.key != stored.key:
+            return f"holds chunk {header.chunk.key.hex()[:16]}"
+        if header.object_bytes != stored.length:
+            return f"is {stored.length} bytes for a payload of {header.stored_bytes}"
+        return None if self._can_read(header.codec) else f"is encoded by codec {header.codec}"
+
+    def _can_read(self, codec: int) -> bool:
+        """Whether payloads with this code can be read."""
+        return codec == IDENTITY
 
     async def _remove(self, corrupt: Sequence[tuple[ChunkKey, str]]) -> None:
         if not corrupt:
@@ -132,22 +167,14 @@ def _split(items: Sequence[GetItem]) -> list[list[GetItem]]:
     return parts
 
 
-def _fault(item: GetItem) -> str | None:
+def _verify(item: GetItem) -> None:
     key, chunk = item
-    try:
-        ChunkHeader.verify(chunk, key)
-    except CorruptChunk as error:
-        return str(error)
-    return None
+    ChunkHeader.verify(chunk, key)
 
 
-def _head_fault(stored: StoredObject) -> str | None:
+def _fault(check: Callable[[ItemT], None], item: ItemT) -> str | None:
     try:
-        header = ChunkHeader.parse(stored.head)
+        check(item)
     except CorruptChunk as error:
         return str(error)
-    if header.key != stored.key:
-        return f"holds chunk {header.key.hex()[:16]}"
-    if object_bytes(header.payload_bytes) != stored.length:
-        return f"is {stored.length} bytes for a payload of {header.payload_bytes}"
     return None

@@ -112,6 +112,10 @@ class Sealer:
         await self._wait_for(jobs)
         return [job.seal_of(number) for job, number in found]
 
+    async def headers(self, items: Sequence[PutItem]) -> list[ChunkHeader | None]:
+        """Validate each header, without hashing payloads. ``None`` for a corrupt chunk object."""
+        return [None if seal is None else seal.header for seal in await self._examine(items, hashes=False)]
+
     async def checksums(self, items: Sequence[PutItem]) -> list[SealedHeader | None]:
         """Like :meth:`seal`, but also compute checksums if headers get none; these are not written."""
         if self.checksum:

@@ -24,6 +24,8 @@ from kvtier.settings import TierSettings
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.costs import ReadCost
 from kvtier.tiers.deletions import Deletions
+from kvtier.tiers.encoded_seal import EncodedSeal
+from kvtier.tiers.encoder import Encoder
 from kvtier.tiers.level import ChunkBytes, Level
 from kvtier.tiers.seal import Seal
 from kvtier.tiers.sealer import Sealer
@@ -45,7 +47,8 @@ class Tier(Level):
     """A level below host memory. All methods must be called from the event loop.
 
     ``backend`` must be open; the caller closes it. ``sealer`` is the sealer of the memory that chunks are
-    stored from. Reads from a medium that is memory are not verified.
+    stored from. ``encoder`` applies the tier's codec; ``None`` stores chunks as they are. Reads from a medium
+    that is memory are not verified.
     """
 
     def __init__(
@@ -56,12 +59,16 @@ class Tier(Level):
         catalog: Catalog,
         tasks: TaskGroup,
         sealer: Sealer,
+        encoder: Encoder | None = None,
     ) -> None:
         super().__init__(index, settings, catalog)
         self.backend = backend
         self.capabilities = backend.capabilities()
         self.breaker = CircuitBreaker(settings.name)
-        self.seal = Seal(backend, sealer, verify=self.capabilities.arena is None)
+        if encoder is None:
+            self.seal = Seal(backend, sealer, verify=self.capabilities.arena is None)
+        else:
+            self.seal = EncodedSeal(backend, sealer, encoder, _CatalogLengths(catalog, index))
         self._deletions = Deletions(settings.name, backend)
         self._tasks = tasks
         self._slots = anyio.Semaphore(settings.concurrency)
@@ -272,3 +279,19 @@ class Tier(Level):
         self.breaker.record_failure(missed)
         self.reading.failed()
         return False
+
+
+class _CatalogLengths:
+    """The lengths of a tier's objects, as the catalog has them."""
+
+    def __init__(self, catalog: Catalog, tier: int) -> None:
+        self._catalog = catalog
+        self._tier = tier
+
+    def get(self, key: ChunkKey, default: int, /) -> int:
+        """Return a length, or ``default`` for a chunk that is not in the tier."""
+        return self._catalog.stored_length(key, self._tier, default)
+
+    def __setitem__(self, key: ChunkKey, length: int, /) -> None:
+        """Record the length of a stored object."""
+        self._catalog.resize(key, self._tier, length)

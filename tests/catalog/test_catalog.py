@@ -401,6 +401,34 @@ def test_keys_by_tier_and_namespace(catalog: Catalog) -> None:
     assert catalog.keys(SSD, b"three") == []
 
 
+# Stored lengths.
+
+
+def test_encoded_chunks_have_their_own_length(catalog: Catalog) -> None:
+    catalog = Catalog([LruPolicy.factory()] * 3, encoded=[SSD])
+    for tier in (RAM, SSD, POOL):
+        catalog.add_chain([A, B], tier, [4 * LENGTH] * 2, PENDING)
+    catalog.resize(A, SSD, LENGTH)
+    catalog.resize(B, SSD, 4 * LENGTH)
+    catalog.resize(C, SSD, LENGTH)
+    assert [catalog.stored_length(A, tier, 0) for tier in (RAM, SSD, POOL)] == [
+        4 * LENGTH,
+        LENGTH,
+        4 * LENGTH,
+    ]
+    assert [catalog.used(tier) for tier in (RAM, SSD, POOL)] == [8 * LENGTH, 5 * LENGTH, 8 * LENGTH]
+    assert (catalog.length(A), catalog.stored_length(C, SSD, 7)) == (4 * LENGTH, 7)
+    for key in (A, B):
+        catalog.set_ready(key, SSD)
+    catalog.touch([A])
+    assert catalog.victims(SSD, LENGTH) == [B]
+    assert catalog.victims(SSD, 5 * LENGTH) == [B, A]
+    catalog.remove(A, SSD)
+    assert catalog.used(SSD) == 4 * LENGTH
+    catalog.add(A, SSD, 1, READY)
+    assert catalog.used(SSD) == 8 * LENGTH, "the length of an earlier object"
+
+
 # Batches.
 
 

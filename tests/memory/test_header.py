@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import CorruptChunk
-from kvtier.memory.header import HEADER_BYTES, MAGIC, OBJECT_ALIGNMENT, ChunkHeader, object_bytes
+from kvtier.memory.header import (
+    HEADER_BYTES,
+    IDENTITY,
+    MAGIC,
+    OBJECT_ALIGNMENT,
+    ChunkHeader,
+    StoredHeader,
+    object_bytes,
+)
 from kvtier.memory.keys import ChunkKey
 
 KEY = ChunkKey(bytes(range(32)))
@@ -130,3 +138,58 @@ def test_mix_of_two_chunks_is_rejected() -> None:
 def test_unwritten_memory_is_rejected() -> None:
     with pytest.raises(CorruptChunk, match="magic"):
         verify(bytes(OBJECT_ALIGNMENT))
+
+
+# Encoded payloads.
+
+
+def encoded(payload: bytes = PAYLOAD, stored: bytes = b"olleh", *, checksum: bool = True) -> bytearray:
+    chunk = bytearray(object_bytes(len(stored)))
+    chunk[HEADER_BYTES : HEADER_BYTES + len(stored)] = stored
+    header = ChunkHeader(KEY, PARENT, SPACE, len(payload))
+    StoredHeader.seal(memoryview(chunk), header, 7, len(stored), checksum=checksum)
+    return chunk
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_encoded_chunk_verifies(checksum: bool) -> None:
+    payload, stored = bytes(20_000), b"x" * 5000
+    chunk = memoryview(encoded(payload, stored, checksum=checksum))
+    found = StoredHeader.verify(chunk, KEY)
+    assert found == StoredHeader.parse(bytes(chunk[:HEADER_BYTES]))
+    assert (found.chunk, found.codec) == (ChunkHeader(KEY, PARENT, SPACE, 20_000), 7)
+    assert (found.stored_bytes, found.object_bytes) == (5000, object_bytes(5000))
+    assert (found.checksum is None) is not checksum
+
+
+def test_encoded_chunk_is_never_taken_for_a_plain_one() -> None:
+    chunk = memoryview(encoded())
+    for check in (ChunkHeader.parse, verify):
+        with pytest.raises(CorruptChunk, match="is encoded by codec 7"):
+            check(chunk)
+    assert chunk[8] == 2, "readers of version 1 reject it"
+
+
+def test_plain_chunk_has_the_identity_code() -> None:
+    found = StoredHeader.verify(memoryview(sealed()), KEY)
+    assert (found.codec, found.stored_bytes) == (IDENTITY, len(PAYLOAD))
+
+
+def test_any_change_of_an_encoded_header_is_detected() -> None:
+    accepted = []
+    for position in range(HEADER_BYTES):
+        chunk = encoded()
+        chunk[position] ^= 0x01
+        with suppress(CorruptChunk):
+            StoredHeader.parse(memoryview(chunk))
+            accepted.append(position)
+    assert not accepted
+
+
+def test_any_change_of_an_encoded_payload_is_detected() -> None:
+    chunk = encoded()
+    chunk[HEADER_BYTES + 4] ^= 1
+    with pytest.raises(CorruptChunk, match="payload that does not match"):
+        StoredHeader.verify(memoryview(chunk), KEY)
+    with pytest.raises(CorruptChunk, match="is 8192 bytes for a payload of 5"):
+        StoredHeader.verify(memoryview(encoded().ljust(8192, b"\0")), KEY)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("example_installed")
 TIERS = json.dumps(
     [
         {"name": "ram", "type": "cpu", "capacity": "1MiB", "eviction": "fifo"},
-        {"name": "shelf", "type": "shelf", "capacity": "1MiB", "label": "top"},
+        {"name": "shelf", "type": "shelf", "capacity": "1MiB", "label": "top", "codec": "mirror"},
     ]
 )
 
@@ -40,14 +40,14 @@ def test_plugins_command_lists_the_example(python: Python) -> None:
     assert loaded["kvtier.backends"]["source"] == "built in"
     assert loaded["example"]["source"] == "kvtier-example 1.2.3"
     assert loaded["example"]["hooks"] == sorted(hook_names())
-    assert loaded["example"]["provides"] == ["shelf", "pigeon", "fifo"]
+    assert loaded["example"]["provides"] == ["shelf", "pigeon", "fifo", "mirror"]
 
 
 def test_plugins_table_shows_source_and_provided_names(python: Python) -> None:
     rows = python("-m", "kvtier", "plugins").stdout.splitlines()
     (row,) = [row for row in rows if row.startswith("example ")]
     assert "kvtier-example 1.2.3" in row
-    assert "shelf, pigeon, fifo" in row
+    assert "shelf, pigeon, fifo, mirror" in row
 
 
 def test_example_backend_and_policy_are_used(python: Python) -> None:

@@ -13,6 +13,7 @@ from kvtier.catalog.lru import LruPolicy
 from kvtier.errors import PluginError, SettingsError
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings
+from kvtier.tiers.codec import IdentityCodec
 
 
 def plugin(**hooks: Any) -> ModuleType:
@@ -71,6 +72,27 @@ def test_hook_that_raises(plugins: Plugins) -> None:
 def test_hook_result_that_is_not_a_dict_of_classes(plugins: Plugins, hook_result: object) -> None:
     with pytest.raises(PluginError, match="kvtier_backends must return a dict from names to classes"):
         plugins.register(plugin(kvtier_backends=lambda: hook_result), "mine", "mine 1")
+
+
+class First(IdentityCodec):
+    code = 7
+
+
+class Second(IdentityCodec):
+    code = 7
+
+
+def test_two_codecs_with_the_same_code(plugins: Plugins) -> None:
+    plugins.register(plugin(kvtier_codecs=lambda: {"first": First}), "one", "one 1")
+    with pytest.raises(PluginError, match="the codecs 'first' and 'second' have the same code 7"):
+        plugins.register(plugin(kvtier_codecs=lambda: {"second": Second}), "two", "two 1")
+
+
+@pytest.mark.parametrize("code", [-1, 65_536, "x", None])
+def test_codec_without_a_valid_code(plugins: Plugins, code: object) -> None:
+    codec = type("Broken", (IdentityCodec,), {"code": code})
+    with pytest.raises(PluginError, match="the codec 'broken' of mine has no code from 1 to 65535"):
+        plugins.register(plugin(kvtier_codecs=lambda: {"broken": codec}), "mine", "mine 1")
 
 
 def test_observers_that_are_not_a_list(plugins: Plugins) -> None:

@@ -13,7 +13,9 @@ from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.catalog.eviction import ChunkColumns, EvictionPolicy, PolicySettings, RemovalReason
 from kvtier.events import Observer, Report
 from kvtier.memory.keys import ChunkKey
+from kvtier.memory.layout import ChunkLayout
 from kvtier.settings import LocalTierSettings, TierSettings
+from kvtier.tiers.codec import Codec
 
 
 class ShelfSettings(LocalTierSettings):
@@ -95,6 +97,25 @@ class FifoPolicy(EvictionPolicy):
         return found
 
 
+class MirrorCodec(Codec):
+    """The payload backwards."""
+
+    code = 7000
+
+    def max_encoded_bytes(self, layout: ChunkLayout | None, length: int) -> int:
+        """Return the same length."""
+        return length
+
+    def encode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> int:
+        """Copy the payload, last byte first."""
+        target[: len(source)] = source[::-1]
+        return len(source)
+
+    def decode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> None:
+        """Copy the payload back."""
+        target[:] = source[::-1]
+
+
 class NamingObserver:
     """Records the events."""
 
@@ -130,6 +151,12 @@ def kvtier_transports() -> dict[str, type]:
 def kvtier_eviction_policies() -> dict[str, type[EvictionPolicy]]:
     """Provide an eviction policy."""
     return {"fifo": FifoPolicy}
+
+
+@hookimpl
+def kvtier_codecs() -> dict[str, type[Codec]]:
+    """Provide a codec."""
+    return {"mirror": MirrorCodec}
 
 
 @hookimpl

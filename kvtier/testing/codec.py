@@ -1,0 +1,168 @@
+"""The codec conformance suite. Subclass :class:`CodecConformance` to run it with pytest.
+
+::
+
+    class TestMyCodec(CodecConformance):
+        codec = MyCodec
+        settings = {"level": 3}
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import pytest
+
+from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.testing.noise import SENTINEL, noise
+from kvtier.tiers.codec import Codec
+
+KIB, MIB = 1 << 10, 1 << 20
+LAYOUTS: dict[str, ChunkLayout | None] = {
+    "unknown layout": None,
+    "one layer": ChunkLayout(16, (GroupLayout(16, (4096,)),)),
+    "layers, ranks and a window": ChunkLayout(
+        64, (GroupLayout(16, (512, 512, 512)), GroupLayout(32, (1000,), window=16)), ranks=2, platform="bf16"
+    ),
+}
+GUARD = 64
+"""Bytes behind the target that must not be written."""
+
+
+def contents(kind: str, length: int) -> bytes:
+    """Return a payload: incompressible, constant, or like the values of a tensor."""
+    if kind == "noise":
+        return noise(b"codec", length)
+    if kind == "zeros":
+        return bytes(length)
+    # bfloat16 of similar magnitude: noise in the low bytes, few values in the high ones.
+    low = noise(b"low", (length + 1) // 2)
+    return bytes(byte for value in low for byte in (value, 0x3F ^ (value & 0x80)))[:length]
+
+
+class CodecConformance:
+    """Tests of the contract of :class:`~kvtier.tiers.codec.Codec`. Name your subclass ``Test...``."""
+
+    codec: ClassVar[type[Codec]]
+    settings: ClassVar[Mapping[str, Any]] = {}
+    """Settings of the codec, without ``type``."""
+
+    def make_codec(self) -> Codec:
+        """Return a codec with the settings."""
+        return self.codec(self.codec.settings_type.model_validate({"type": "mine", **self.settings}))
+
+    def encoded(self, codec: Codec, layout: ChunkLayout | None, payload: bytes) -> bytes:
+        """Encode a payload, and check the bounds of what was read and written."""
+        source, limit = bytearray(payload), codec.max_encoded_bytes(layout, len(payload))
+        target = bytearray([SENTINEL]) * (limit + GUARD)
+        length = codec.encode(layout, memoryview(source), memoryview(target)[:limit])
+        assert 0 <= length <= limit, "longer than its bound"
+        assert target[limit:] == bytes([SENTINEL]) * GUARD, "written behind the target"
+        assert source == payload, "the payload was changed"
+        return bytes(target[:length])
+
+    def decoded(self, codec: Codec, layout: ChunkLayout | None, encoded: bytes, length: int) -> bytes:
+        """Decode a payload, and check the bounds of what was read and written."""
+        source, target = bytearray(encoded), bytearray([SENTINEL]) * (length + GUARD)
+        try:
+            codec.decode(layout, memoryview(source), memoryview(target)[:length])
+        finally:
+            assert target[length:] == bytes([SENTINEL]) * GUARD, "written behind the target"
+            assert source == encoded, "the encoded payload was changed"
+        return bytes(target[:length])
+
+    @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+    @pytest.mark.parametrize("kind", ["noise", "zeros", "tensor"])
+    @pytest.mark.parametrize("length", [0, 1, 255, 4096, 4097, 65_536, MIB + 13])
+    def test_payload_survives(self, layout: ChunkLayout | None, kind: str, length: int) -> None:
+        """Whatever it contains, whatever its length, and whether or not it has the layout's length."""
+        codec, payload = self.make_codec(), contents(kind, length)
+        encoded = self.encoded(codec, layout, payload)
+        assert self.decoded(codec, layout, encoded, length) == payload
+
+    @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+    def test_whole_chunk_survives(self, layout: ChunkLayout | None) -> None:
+        """A payload with exactly the layout's length."""
+        length = 100_000 if layout is None else layout.payload_bytes(layout.chunk_tokens)
+        codec, payload = self.make_codec(), contents("tensor", length)
+        assert self.decoded(codec, layout, self.encoded(codec, layout, payload), length) == payload
+
+    def test_encoded_payload_describes_itself(self) -> None:
+        """Another instance decodes it, with or without the layout: engines may not have connected yet."""
+        layout = LAYOUTS["layers, ranks and a window"]
+        assert layout is not None
+        payload = contents("tensor", layout.payload_bytes(layout.chunk_tokens))
+        encoded = self.encoded(self.make_codec(), layout, payload)
+        other = self.codec(self.codec.settings_type.model_validate({"type": "mine"}))
+        for known in (layout, None):
+            assert self.decoded(other, known, encoded, len(payload)) == payload
+
+    def test_memory_that_is_not_aligned(self) -> None:
+        """Payloads begin behind a header, at any address."""
+        codec, payload = self.make_codec(), contents("tensor", 10_000)
+        source = memoryview(bytearray(len(payload) + 3))[3:]
+        source[:] = payload
+        limit = codec.max_encoded_bytes(None, len(payload))
+        target = memoryview(bytearray(limit + 1))[1:]
+        length = codec.encode(None, source, target)
+        result = memoryview(bytearray(len(payload) + 5))[5:]
+        codec.decode(None, target[:length], result)
+        assert result == payload
+
+    @pytest.mark.parametrize("damage", ["truncated", "longer", "flipped", "empty", "foreign"])
+    def test_damaged_payload_is_refused_or_stays_in_bounds(self, damage: str) -> None:
+        """Checksums may be disabled: anything may be decoded, but nothing written elsewhere."""
+        codec, payload = self.make_codec(), contents("tensor", 20_000)
+        encoded = self.encoded(codec, None, payload)
+        damaged = {
+            "truncated": encoded[: len(encoded) // 2],
+            "longer": encoded + bytes(100),
+            "flipped": encoded[:-9] + bytes([encoded[-9] ^ 0x55]) + encoded[-8:],
+            "empty": b"",
+            "foreign": noise(b"foreign", len(encoded)),
+        }[damage]
+        with suppress(Exception):
+            self.decoded(codec, None, damaged, len(payload))
+
+    def test_target_of_another_length_is_refused(self) -> None:
+        """A length that does not match must not be taken for the payload."""
+        codec, payload = self.make_codec(), contents("tensor", 20_000)
+        encoded = self.encoded(codec, None, payload)
+        for length in (19_999, 20_001):
+            with pytest.raises(Exception):  # noqa: B017, PT011 - of any kind
+                self.decoded(codec, None, encoded, length)
+
+    def test_threads(self) -> None:
+        """Chunks are encoded and decoded in several threads at once."""
+        codec = self.make_codec()
+        payloads = [noise(b"%d" % number, 4096) * 16 for number in range(16)]
+
+        def round_trip(payload: bytes) -> bool:
+            return self.decoded(codec, None, self.encoded(codec, None, payload), len(payload)) == payload
+
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(round_trip, payloads * 4))
+
+    def test_other_threads_run_meanwhile(self) -> None:
+        """The event loop must not wait for the GIL while a large chunk is encoded or decoded."""
+        codec, payload = self.make_codec(), contents("noise", 4 * MIB)
+        turns, ended = 0, threading.Event()
+
+        def count() -> None:
+            nonlocal turns
+            while not ended.wait(0.0005):
+                turns += 1
+
+        thread = threading.Thread(target=count, daemon=True)
+        thread.start()
+        try:
+            for _ in range(4):
+                assert self.decoded(codec, None, self.encoded(codec, None, payload), len(payload)) == payload
+        finally:
+            ended.set()
+            thread.join()
+        assert turns, "no other thread ran"

@@ -1,0 +1,74 @@
+"""Interface of codecs, which store the payloads of a tier in another form, usually a smaller one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvtier.memory.header import IDENTITY
+from kvtier.memory.layout import ChunkLayout
+
+
+class CodecSettings(BaseModel):
+    """Settings of a codec. Subclass it for more; they are written next to ``type``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: str = Field(description="Name of the codec.", examples=["identity"])
+
+
+class Codec(ABC):
+    """Encodes the payloads of chunks. Provided through the hook ``kvtier_codecs``.
+
+    ``encode`` and ``decode`` are called in worker threads, also at the same time. They should release the GIL
+    for most of their work. What ``encode`` has written must be enough for ``decode``: the settings may have
+    changed since. ``layout`` says what the payload contains; it is ``None`` if no engine of the chunk's
+    model has connected to this cache process yet.
+    """
+
+    code: ClassVar[int]
+    """Identifies the format in headers of chunks: 1 to 65,535, different from all other codecs. Never reuse
+    it for another format."""
+    settings_type: ClassVar[type[CodecSettings]] = CodecSettings
+
+    def __init__(self, settings: CodecSettings) -> None:  # noqa: B027 - has a default on purpose
+        """Take validated settings of ``settings_type``."""
+
+    @abstractmethod
+    def max_encoded_bytes(self, layout: ChunkLayout | None, length: int) -> int:
+        """Return the upper bound of the encoded size of a payload of ``length`` bytes."""
+
+    @abstractmethod
+    def encode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> int:
+        """Encode a payload into ``target``, which has ``max_encoded_bytes``. Return the length written.
+
+        Does not change ``source``. Raises any exception if it cannot encode: the chunk is stored as it is.
+        """
+
+    @abstractmethod
+    def decode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> None:
+        """Decode into ``target``, which has exactly the length of the payload.
+
+        Raises any exception if ``source`` is not what ``encode`` has written: the chunk is a miss.
+        """
+
+
+class IdentityCodec(Codec):
+    """Payloads as they are, the default. Chunks are then transferred from and to the arena without a copy."""
+
+    code = IDENTITY
+
+    def max_encoded_bytes(self, layout: ChunkLayout | None, length: int) -> int:
+        """Return ``length``."""
+        return length
+
+    def encode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> int:
+        """Copy the payload."""
+        target[: len(source)] = source
+        return len(source)
+
+    def decode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> None:
+        """Copy the payload."""
+        target[:] = source
