@@ -35,11 +35,12 @@ from benchmarks.common import MIB, filled, ratio, show, speed
 from kvtier.backends.base import Backend, Outcome
 from kvtier.backends.disk.backend import DiskBackend, DiskSettings, walk
 from kvtier.bench.raw_files import in_threads, read_file, write_file
-from kvtier.bench.sides import unseal
+from kvtier.bench.sides import object_length, unseal
 from kvtier.bench.timing import rotated
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
+from kvtier.tiers.batches import in_batches
 from kvtier.tiers.seal import Seal
 from kvtier.units import format_size
 
@@ -240,11 +241,16 @@ def chunk_objects(memory: memoryview, size: int) -> Chunks:
 async def put(backend: Backend | Seal, chunks: Chunks) -> None:
     if isinstance(backend, Seal):
         unseal(chunks)
-    expect_ok(await backend.put(chunks))
+        expect_ok(await in_batches(backend.put, chunks, object_length))
+    else:
+        expect_ok(await backend.put(chunks))
 
 
 async def get(backend: Backend | Seal, chunks: Chunks) -> None:
-    expect_ok(await backend.get(chunks))
+    if isinstance(backend, Seal):
+        expect_ok(await in_batches(backend.get, chunks, object_length))
+    else:
+        expect_ok(await backend.get(chunks))
 
 
 def expect_ok(outcomes: Sequence[Outcome]) -> None:

@@ -408,7 +408,7 @@ class TieredCache:
         if keys is not None:
             return await self._clearing.clear(keys, chosen)
         if tiers is None:
-            self.hierarchy.invalidated.add(namespace)
+            self.hierarchy.catalog.namespaces.reset(namespace)
         return await self._clearing.clear_all(namespace, chosen)
 
     @property

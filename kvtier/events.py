@@ -1,22 +1,19 @@
 """The four events that move chunks, and the reports that observers receive.
 
-An event is a batch of keys with an ID, a priority and a deadline. The :class:`~kvtier.tiers.router.Router`
-plans it and a pipeline stage executes it. Observers receive one :class:`Report` per transfer, not per chunk.
+An event is a batch of keys with a priority. The :class:`~kvtier.tiers.router.Router` plans it and a pipeline
+stage executes it. Observers receive one :class:`Report` per transfer, not per chunk.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
 from kvtier.backends.base import Outcome
 from kvtier.catalog.catalog import ALL_TIERS
 from kvtier.memory.keys import ChunkKey
-
-_ids = itertools.count(1)
 
 
 class Priority(IntEnum):
@@ -36,9 +33,6 @@ class Event:
 
     keys: Sequence[ChunkKey]
     priority: Priority = Priority.BACKGROUND
-    deadline: float | None = None
-    """Seconds that the caller waits. The transfer itself may take longer."""
-    id: int = field(default_factory=lambda: next(_ids))
 
 
 class Store(Event):

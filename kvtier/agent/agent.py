@@ -29,10 +29,10 @@ from kvtier.agent.protocol import CONNECT_PATH, VERSION, Hello, TierDescription
 from kvtier.agent.served import Served
 from kvtier.agent.session import Session
 from kvtier.cache import TieredCache
+from kvtier.concurrency.backoff import Backoff
 from kvtier.errors import ChannelClosed, ChannelError, Rejected
 from kvtier.logs import RateLimitedWarning, printable
 from kvtier.memory.keys import ChunkKey
-from kvtier.rpc.backoff import Backoff
 from kvtier.rpc.frames import MAX_FRAME_BYTES
 from kvtier.settings import Settings
 from kvtier.settings.peer import split_address

@@ -16,9 +16,15 @@ from kvtier.backends.base import Backend, Outcome
 from kvtier.bench.errors import BenchFailed
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
+from kvtier.tiers.batches import in_batches
 from kvtier.tiers.seal import Seal
 
 Chunk = tuple[ChunkKey, memoryview]
+
+
+def object_length(chunk: Chunk) -> int:
+    """Return the size of a chunk object."""
+    return len(chunk[1])
 
 
 class Side(ABC):
@@ -60,23 +66,29 @@ class Side(ABC):
 
 
 class BackendSide(Side):
-    """A backend opened by the caller, plain or with a seal."""
+    """A backend opened by the caller, plain, or with a seal and in batches as a tier's."""
 
     def __init__(self, backend: Backend, seal: Seal | None = None) -> None:
         self._backend = backend
-        self._store = seal or backend
-        self._is_sealed = seal is not None
+        self._seal = seal
 
     async def put(self, chunks: Sequence[Chunk]) -> float:
         """See :meth:`Side.put`."""
-        if self._is_sealed:
+        seal = self._seal
+        if seal is None:
+            seconds, outcomes = await timed(lambda: self._backend.put(chunks))
+        else:
             unseal(chunks)
-        seconds, outcomes = await timed(lambda: self._store.put(chunks))
+            seconds, outcomes = await timed(lambda: in_batches(seal.put, chunks, object_length))
         return _all_ok("store", seconds, outcomes, len(chunks))
 
     async def get(self, chunks: Sequence[Chunk]) -> float:
         """See :meth:`Side.get`."""
-        seconds, outcomes = await timed(lambda: self._store.get(chunks))
+        seal = self._seal
+        if seal is None:
+            seconds, outcomes = await timed(lambda: self._backend.get(chunks))
+        else:
+            seconds, outcomes = await timed(lambda: in_batches(seal.get, chunks, object_length))
         return _all_ok("return", seconds, outcomes, len(chunks))
 
     async def look_up(self, keys: Sequence[ChunkKey]) -> float:

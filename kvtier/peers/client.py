@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import anyio
 
+from kvtier.concurrency.backoff import Backoff
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError, Rejected
 from kvtier.logs import printable
@@ -18,7 +19,6 @@ from kvtier.peers.pace import Pace
 from kvtier.peers.pauses import Breaker, Outage
 from kvtier.peers.source import Source, timeouts_of
 from kvtier.rpc.authentication import Credentials
-from kvtier.rpc.backoff import Backoff
 from kvtier.settings.peer import split_address
 from kvtier.transports.base import Transport
 

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 
 import anyio
 
+from kvtier.concurrency.backoff import Backoff
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.keys import ChunkKey
-from kvtier.rpc.backoff import Backoff
 
 logger = logging.getLogger("kvtier")
 

@@ -291,7 +291,7 @@ class KVTransfer:
         try:
             if batch[0].key in self._staged:
                 staging = self._staged[batch[0].key][0]
-                chunks = [self._staged[key][1] for key, _ in batch]
+                chunks = [self._staged[key][1] for key, *_ in batch]
                 outcomes = await staged.push(staging, chunks, PUSH_SECONDS)
                 self._unstaged = staged.refused
             else:
@@ -311,7 +311,7 @@ class KVTransfer:
             self._queue.extendleft(chunk.key for chunk in reversed(batch))
             return
         retry = []
-        for (key, lease), outcome in zip(batch, outcomes, strict=True):
+        for (key, lease, _), outcome in zip(batch, outcomes, strict=True):
             staging, staged = self._staged.pop(key, (None, None))
             length = lease.length
             if staging is not None and staged is not None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from logging import Logger
 
-from kvtier.rpc.backoff import Backoff
+from kvtier.concurrency.backoff import Backoff
 
 FAILURES_IN_A_ROW = 3
 

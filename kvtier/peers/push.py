@@ -11,6 +11,7 @@ from functools import partial
 import anyio
 
 from kvtier.backends.base import Outcome
+from kvtier.concurrency.backoff import Backoff
 from kvtier.errors import ChannelError, PeerError, ProtocolError
 from kvtier.logs import printable
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
@@ -28,7 +29,6 @@ from kvtier.peers.protocol import (
     Withdrawn,
 )
 from kvtier.peers.source import MAX_NUMBER, Source, expect_length
-from kvtier.rpc.backoff import Backoff
 from kvtier.tiers.sealer import Sealer
 from kvtier.tiers.tier import ChunkBytes
 

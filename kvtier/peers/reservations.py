@@ -16,6 +16,7 @@ import anyio
 
 from kvtier.cache import TieredCache
 from kvtier.catalog.catalog import State
+from kvtier.concurrency.backoff import Backoff
 from kvtier.errors import ProtocolError
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
@@ -35,7 +36,6 @@ from kvtier.peers.protocol import (
 )
 from kvtier.peers.staging.buffers import Stagings
 from kvtier.pipeline.store import Reservation
-from kvtier.rpc.backoff import Backoff
 from kvtier.transports.base import Access
 
 MAX_ANNOUNCEMENTS = 1024
@@ -199,7 +199,7 @@ class Reservations:
         return staging if staging is not None and staging.number == request.staging else None
 
     def _rejection(self, namespace: bytes) -> str:
-        if not self._cache.hierarchy.invalidated.isdisjoint((namespace, None)):
+        if self._cache.hierarchy.catalog.namespaces.is_reset(namespace):
             return "this model was reset here, so copies on other hosts are invalid"
         return "" if self._refusal is None else self._refusal(namespace)
 

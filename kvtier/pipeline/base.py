@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,12 +43,6 @@ class Hierarchy:
     """The layouts of the models in use, for codecs."""
     counts: Counter[str] = field(default_factory=Counter)
     """Outcomes since the start, for the status report."""
-    clear_count: int = 0
-    """Number of clear operations. Chunks copied before a clear must not be written after it."""
-    invalidated: set[bytes | None] = field(default_factory=set)
-    """Cleared namespaces, ``None`` for all. Lookups do not query pools for chunks of these."""
-    cleared_pending: defaultdict[int, set[ChunkKey]] = field(default_factory=lambda: defaultdict(set))
-    """By tier: chunks that were cleared while PENDING, to be dropped on arrival."""
 
     def __post_init__(self) -> None:
         self.tiers: Sequence[Level] = [self.memory, *self.lower]
@@ -65,27 +59,11 @@ class Hierarchy:
             self._warnings[kind] = RateLimitedWarning(logger)
         self._warnings[kind](message, *args)
 
-    def still_held(self, source: int, chunks: Sequence[ChunkBytes], clear_count: int) -> list[ChunkBytes]:
-        """Return the chunks that ``source`` still holds unchanged; releases the leases of the others.
-
-        Between the lease and the write a chunk may have been cleared, and even stored again by a model with
-        different weights. In memory, the chunk's slice detects this. For other tiers, the check is that no
-        clear has happened since ``clear_count`` was read.
-        """
-        held = []
-        for chunk in chunks:
-            in_memory = source == self.memory.index
-            if self.memory.holds(chunk) if in_memory else clear_count == self.clear_count:
-                held.append(chunk)
-            else:
-                chunk.lease.release()
-        return held
-
     def adopt(self, chunks: Sequence[ChunkBytes]) -> None:
-        """Make complete chunks READY in memory, which takes over their leases."""
+        """Make complete chunks READY in memory, which takes over the leases. Drop those cleared meanwhile."""
         stored = []
-        for key, lease in chunks:
-            if key in self.cleared_pending[self.memory.index]:
+        for key, lease, generation in chunks:
+            if self.catalog.generation(key) != generation:
                 self.abort([key], self.memory.index)
                 lease.release()
                 continue
@@ -103,15 +81,14 @@ class Hierarchy:
         if self.memory.holds_at(key, chunk):
             self.drop([key], RemovalReason.LOST)
 
-    def settle_put(self, keys: Sequence[ChunkKey], tier: int, outcomes: Sequence[Outcome]) -> None:
+    def settle_put(self, tier: int, chunks: Sequence[ChunkBytes], outcomes: Sequence[Outcome]) -> None:
         """Update the catalog with the outcomes for chunks that were PENDING in a lower tier."""
         stored = []
-        for key, outcome in zip(keys, outcomes, strict=True):
+        for (key, _, generation), outcome in zip(chunks, outcomes, strict=True):
             self.counts[f"put_{outcome.value}"] += 1
             if outcome is not Outcome.OK:
                 self.abort([key], tier)
-            elif key in self.cleared_pending[tier]:
-                self.cleared_pending[tier].discard(key)
+            elif self.catalog.generation(key) != generation:
                 self.tasks.start_soon(self.tier(tier).delete, [key], RemovalReason.CLEARED)
             else:
                 self.catalog.set_ready(key, tier)
@@ -121,7 +98,6 @@ class Hierarchy:
     def abort(self, keys: Sequence[ChunkKey], tier: int) -> None:
         """Remove PENDING chunks that did not arrive."""
         self.catalog.remove_all(keys, tier, RemovalReason.ABORTED)
-        self.cleared_pending[tier].difference_update(keys)
 
     def changed(
         self, tier: int, *, stored: Sequence[ChunkKey] = (), removed: Sequence[ChunkKey] = ()
@@ -131,24 +107,30 @@ class Hierarchy:
             for observer in self.observers:
                 observer.changed(tier, stored, removed)
 
+    def length(self, key: ChunkKey) -> int:
+        """Return the size of a chunk object; 0 if no tier holds it any more."""
+        return self.catalog.length(key) if key in self.catalog else 0
+
     def name(self, tier: int | None) -> str | None:
         """Return the tier's name in the settings."""
         return None if tier is None else self.tiers[tier].name
 
-    async def write(self, event: Event, target: int, chunks: Sequence[ChunkBytes]) -> Sequence[Outcome]:
-        """Write leased chunk objects to a lower tier. Takes over the leases. Evicts nothing.
+    def begin_write(
+        self, target: int, chunks: Sequence[ChunkBytes]
+    ) -> tuple[dict[ChunkKey, Outcome], list[ChunkBytes]]:
+        """Make chunks PENDING in a lower tier, and return those to pass to :meth:`write`. Evicts nothing.
 
-        A chunk that is already READY or PENDING there is OK without another write. A chunk that is corrupt,
-        or has been removed from all tiers since it was leased, is a MISS.
+        Takes over the leases, and also returns the outcomes. A chunk that is already READY or PENDING there
+        is OK without another write. A chunk that has been cleared since it was leased, and perhaps stored
+        again by a model with other weights, is a MISS.
         """
-        keys = [chunk.key for chunk in chunks]
-        result = dict.fromkeys(keys, Outcome.OK)
+        result = {chunk.key: Outcome.OK for chunk in chunks}
         absent: list[ChunkBytes] = []
         full = 0
         for chunk in chunks:
             if self.catalog.state(chunk.key, target) is not State.ABSENT:
                 chunk.lease.release()
-            elif chunk.key not in self.catalog:
+            elif self.catalog.generation(chunk.key) != chunk.generation:
                 chunk.lease.release()
                 result[chunk.key] = Outcome.MISS
                 self.counts["put_miss"] += 1
@@ -163,12 +145,15 @@ class Hierarchy:
         if full:
             name, message = self.name(target), "tier %s: no room for %d of %d chunks; they are dropped"
             self.warn(f"full {name}", message, name, full, len(chunks))
-        sent = [chunk.key for chunk in absent]
-        with self.reporting(event, Transfer(self.memory.index, target, sent)) as outcomes:
-            settle = partial(self.settle_put, sent, target)
-            outcomes += await self.tier(target).put(absent, settle)
-        result.update(zip(sent, outcomes, strict=True))
-        return [result[key] for key in keys]
+        return result, absent
+
+    async def write(self, event: Event, target: int, chunks: Sequence[ChunkBytes]) -> Sequence[Outcome]:
+        """Write a batch of chunks that are PENDING in a lower tier. Takes over the leases."""
+        keys = [chunk.key for chunk in chunks]
+        with self.reporting(event, Transfer(self.memory.index, target, keys)) as outcomes:
+            settle = partial(self.settle_put, target)
+            outcomes += await self.tier(target).put(chunks, settle, event.priority)
+        return outcomes
 
     async def leased(
         self, event: Event, source: int, keys: Sequence[ChunkKey], allocate: Callable[[int], Lease | None]
@@ -182,13 +167,17 @@ class Hierarchy:
             return self.memory.lease_ready(keys)
         held = [key for key in keys if self.catalog.state(key, source) is State.READY]
         room = ((key, allocate(self.catalog.length(key))) for key in held)
-        chunks = [ChunkBytes(key, lease) for key, lease in room if lease is not None]
-        mine = [ChunkBytes(chunk.key, chunk.lease.share()) for chunk in chunks]
+        chunks = [
+            ChunkBytes(key, lease, self.catalog.generation(key)) for key, lease in room if lease is not None
+        ]
+        mine = [chunk._replace(lease=chunk.lease.share()) for chunk in chunks]
         transfer = Transfer(source, self.memory.index, [chunk.key for chunk in chunks])
         outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(mine)
         try:
             with self.reporting(event, transfer) as reported:
-                outcomes = await self.tier(source).get(chunks, partial(self._remove_misses, transfer))
+                outcomes = await self.tier(source).get(
+                    chunks, partial(self._remove_misses, source), event.priority
+                )
                 reported += outcomes
         finally:
             for chunk, outcome in zip(mine, outcomes, strict=True):
@@ -196,15 +185,15 @@ class Hierarchy:
                     chunk.lease.release()
         return [chunk for chunk, outcome in zip(mine, outcomes, strict=True) if outcome is Outcome.OK]
 
-    def _remove_misses(self, transfer: Transfer, outcomes: Sequence[Outcome]) -> None:
+    def _remove_misses(self, source: int, chunks: Sequence[ChunkBytes], outcomes: Sequence[Outcome]) -> None:
         """Remove from the catalog the chunks that a tier turned out not to hold."""
         missing = [
             key
-            for key, outcome in zip(transfer.keys, outcomes, strict=True)
-            if outcome is Outcome.MISS and transfer.source in self.catalog.tiers(key)
+            for (key, *_), outcome in zip(chunks, outcomes, strict=True)
+            if outcome is Outcome.MISS and source in self.catalog.tiers(key)
         ]
-        self.catalog.remove_all(missing, transfer.source, RemovalReason.LOST)
-        self.changed(transfer.source, removed=missing)
+        self.catalog.remove_all(missing, source, RemovalReason.LOST)
+        self.changed(source, removed=missing)
 
     @contextmanager
     def reporting(self, event: Event, transfer: Transfer) -> Iterator[list[Outcome]]:

@@ -43,8 +43,7 @@ class ClearStage:
             freed += sum(catalog.length(key) for key in ready)
             removed.update(ready)
             # Copies and lookups that are in flight must not bring these chunks back.
-            self._hierarchy.clear_count += 1
-            self._hierarchy.cleared_pending[tier].update(set(present).difference(ready))
+            catalog.begin_generation(present)
             await self._evicting.remove(ready, tier, RemovalReason.CLEARED)
         return Cleared(list(removed), len(removed), freed)
 

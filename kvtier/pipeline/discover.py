@@ -35,7 +35,7 @@ class DiscoverStage:
 
     def pools(self, namespace: bytes) -> list[Tier]:
         """Return the shared pools to query for chunks that are not in the catalog, fastest first."""
-        if not self._hierarchy.invalidated.isdisjoint((namespace, None)):
+        if self._hierarchy.catalog.namespaces.is_reset(namespace):
             return []
         return [tier for tier in self._hierarchy.lower if tier.shared and tier.available]
 
@@ -58,10 +58,10 @@ class DiscoverStage:
 
     async def _ask_one(self, tier: Tier, keys: Sequence[ChunkKey], expected: Expected, start: int) -> None:
         hierarchy = self._hierarchy
-        clear_count = hierarchy.clear_count
+        generation = hierarchy.catalog.namespaces.generation_of(expected.namespace)
         held = await tier.held_prefix(keys[start:])
         hierarchy.counts["pool_asked"] += len(keys) - start
-        if clear_count != hierarchy.clear_count:
+        if generation != hierarchy.catalog.namespaces.generation_of(expected.namespace):
             return  # The reply may include chunks that were cleared meanwhile.
         found = self._add(tier, keys, expected, range(start, start + held))
         hierarchy.counts["pool_found"] += len(found)
@@ -71,9 +71,10 @@ class DiscoverStage:
         self, tier: Tier, keys: Sequence[ChunkKey], expected: Expected, ask: Ask
     ) -> AsyncIterator[list[ChunkKey]]:
         """Yield those of ``keys`` that a pool holds according to ``ask``. In the catalog within the block."""
-        clear_count = self._hierarchy.clear_count
+        namespaces = self._hierarchy.catalog.namespaces
+        generation = namespaces.generation_of(expected.namespace)
         indices = await ask(keys)
-        if clear_count != self._hierarchy.clear_count:
+        if generation != namespaces.generation_of(expected.namespace):
             indices = ()
         added = self._add(tier, keys, expected, indices)
         try:

@@ -6,22 +6,24 @@ demotion. A background task demotes the others in advance, between a high and a 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 import anyio
 
 from kvtier.backends.base import Outcome
 from kvtier.catalog.eviction import RemovalReason
+from kvtier.concurrency.backoff import Backoff
 from kvtier.events import Event, Evict
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.pipeline.base import Hierarchy
+from kvtier.tiers.batches import BATCH_BYTES, concurrently, in_batches
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.router import Transfer
 
-BATCH_BYTES = 64 << 20
-"""Bytes per demotion batch: large enough to keep a disk busy, small enough to free memory soon."""
 SCAN_LIMIT = 1024
 """Maximum victims to examine per attempt. Many may be leased, and these are skipped."""
 RETRY_SECONDS = 0.01
@@ -36,8 +38,12 @@ class EvictStage:
         self._hierarchy = hierarchy
         self._memory = hierarchy.memory
         self._needed = anyio.Event()
+        self._making_room: defaultdict[int, anyio.Lock] = defaultdict(anyio.Lock)
+        """Held from the eviction in a lower tier until the chunks for which it made room count there."""
         self.demoting_bytes = 0
         """Bytes of demotions in flight."""
+        self._leaving_bytes = 0
+        """Bytes of the arena that are being evicted."""
         self._refused_bytes = 0
         """The largest allocation that has failed since the last eviction."""
 
@@ -85,40 +91,48 @@ class EvictStage:
 
     async def run(self) -> None:
         """Keep the arena below its high watermark and allocatable, while the cache is open."""
+        await concurrently(self._evict_excess)
+
+    async def _evict_excess(self) -> None:
+        backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
         while True:
             await self._needed.wait()
             self._needed = anyio.Event()
-            pause = RETRY_SECONDS
-            while excess := self._excess_bytes():
+            backoff.reset()
+            while (excess := self._excess_bytes()) > 0:
                 if await self._evict(excess):
                     self._refused_bytes = 0
-                    pause = RETRY_SECONDS
+                    backoff.reset()
                 else:
-                    await anyio.sleep(pause)
-                    pause = min(2 * pause, MAX_RETRY_SECONDS)
+                    await anyio.sleep(backoff.next())
 
     def _excess_bytes(self) -> int:
-        """Return the number of bytes to evict from the arena.
+        """Return the number of bytes to evict from the arena, in addition to those that are leaving.
 
         Allocations can fail below the watermark: the free space may be less than a chunk, or fragmented.
         """
         refused = self._refused_bytes
-        return max(self._memory.excess_bytes(refused), refused)
+        return max(self._memory.excess_bytes(refused), refused) - self._leaving_bytes
 
     async def _evict(self, excess: int) -> int:
-        """Evict up to ``excess`` bytes from the arena. Return the number of chunks evicted."""
+        """Evict up to ``excess`` bytes from the arena, but one batch. Return the number of chunks evicted."""
         hierarchy = self._hierarchy
         victims = self._memory.victims(SCAN_LIMIT, min(excess, BATCH_BYTES))
         event = Evict(keys=victims, tier=self._memory.index)
+        length = sum(map(hierarchy.length, victims))
         evicted = 0
-        for transfer in hierarchy.router.evict(event):
-            if transfer.target is not None:
-                # A tier that accepts nothing must not keep the arena full of cold chunks: after one
-                # attempt the chunk is dropped, demoted or not.
-                await self._demote(event, transfer)
-            idle = [key for key in transfer.keys if self._memory.is_idle(key)]
-            self._drop(idle)
-            evicted += len(idle)
+        self._leaving_bytes += length
+        try:
+            for transfer in hierarchy.router.evict(event):
+                if transfer.target is not None:
+                    # A tier that accepts nothing must not keep the arena full of cold chunks: after one
+                    # attempt the chunk is dropped, demoted or not.
+                    await self._demote(event, transfer)
+                idle = [key for key in transfer.keys if self._memory.is_idle(key)]
+                self._drop(idle)
+                evicted += len(idle)
+        finally:
+            self._leaving_bytes -= length
         return evicted
 
     async def make_room(self, tier: int, incoming: int) -> None:
@@ -141,33 +155,38 @@ class EvictStage:
 
     async def _demote(self, event: Evict, transfer: Transfer) -> None:
         """Write chunks that would be lost to their demotion target."""
-        hierarchy = self._hierarchy
+        demote = partial(self._demote_batch, event, transfer)
+        outcomes = await in_batches(demote, transfer.keys, self._hierarchy.length)
+        self._hierarchy.counts["demoted"] += outcomes.count(Outcome.OK)
+
+    async def _demote_batch(
+        self, event: Evict, transfer: Transfer, keys: Sequence[ChunkKey]
+    ) -> Sequence[Outcome]:
         assert transfer.target is not None
-        clear_count = hierarchy.clear_count
-        chunks = await hierarchy.leased(event, transfer.source, transfer.keys, self.allocate)
+        chunks = await self._hierarchy.leased(event, transfer.source, keys, self.allocate)
         length = sum(chunk.lease.length for chunk in chunks)
         self.demoting_bytes += length
         try:
-            outcomes = await self.write(event, transfer.source, transfer.target, chunks, clear_count)
+            return await self.write(event, transfer.target, chunks)
         finally:
             self.demoting_bytes -= length
-        hierarchy.counts["demoted"] += outcomes.count(Outcome.OK)
 
-    async def write(
-        self, event: Event, source: int, target: int, chunks: Sequence[ChunkBytes], clear_count: int
-    ) -> Sequence[Outcome]:
-        """Make room in a lower tier and write the chunks that ``source`` still holds. Takes over the leases.
+    async def write(self, event: Event, target: int, chunks: Sequence[ChunkBytes]) -> Sequence[Outcome]:
+        """Make room in a lower tier and write a batch of leased chunk objects. Takes over the leases.
 
-        Returns the outcomes of these only. ``clear_count`` is the count before the chunks were leased.
+        See :meth:`Hierarchy.begin_write`.
         """
         try:
-            await self.make_room(target, sum(chunk.lease.length for chunk in chunks))
+            async with self._making_room[target]:
+                await self.make_room(target, sum(chunk.lease.length for chunk in chunks))
+                outcomes, absent = self._hierarchy.begin_write(target, chunks)
         except BaseException:
             for chunk in chunks:
                 chunk.lease.release()
             raise
-        held = self._hierarchy.still_held(source, chunks, clear_count)
-        return await self._hierarchy.write(event, target, held)
+        written = await self._hierarchy.write(event, target, absent)
+        outcomes.update(zip((chunk.key for chunk in absent), written, strict=True))
+        return [outcomes[chunk.key] for chunk in chunks]
 
     async def remove(self, keys: Sequence[ChunkKey], source: int, reason: RemovalReason) -> None:
         """Remove READY chunks from any tier for another reason than eviction."""

@@ -12,20 +12,24 @@ import anyio
 
 from kvtier.backends.base import Outcome
 from kvtier.catalog.catalog import State
+from kvtier.concurrency.backoff import Backoff
 from kvtier.events import Move
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.discover import Ask, DiscoverStage, Expected
-from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
+from kvtier.pipeline.evict import EvictStage
 from kvtier.pipeline.move import MoveStage
 from kvtier.settings import LocalTierSettings
+from kvtier.tiers.batches import BATCH_BYTES
 from kvtier.tiers.level import Level
 from kvtier.tiers.tier import Tier
 
 TIMEOUT_SECONDS = 2.0
 """Maximum time without a new chunk. Covers freeing memory and the response time of a peer."""
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.02, 0.25
+STEP_BYTES = 4 * BATCH_BYTES
+"""Bytes of chunks to look for, and to copy, before the next ones: several batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class Gathering:
         self._expected = expected
         self._target = stage.hierarchy.tiers[target]
         self._promotes = target == self._memory.index
-        self._batch_bytes = min(BATCH_BYTES, self._memory.arena.capacity // 4)
+        self._step_bytes = min(STEP_BYTES, self._memory.arena.capacity // 4)
         self._kept: list[Lease] = []
         self._last_error = self._missing = ""
         self.reason: str | None = None
@@ -94,7 +98,7 @@ class Gathering:
         """
         if provider is None:
             self._missing = "no other tier of this instance holds the rest"
-        elif self._hierarchy.invalidated.isdisjoint((self._expected.namespace, None)):
+        elif not self._hierarchy.catalog.namespaces.is_reset(self._expected.namespace):
             self._missing = f"neither this instance nor {provider.name} holds the rest"
         else:
             provider = None
@@ -108,7 +112,7 @@ class Gathering:
 
     async def _run(self, keys: Sequence[ChunkKey], provider: ChunkProvider | None) -> None:
         at = self._keep_from(keys, 0)
-        pause, until = FIRST_PAUSE_SECONDS, time.monotonic() + TIMEOUT_SECONDS
+        backoff, until = Backoff(FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS), time.monotonic() + TIMEOUT_SECONDS
         while at < len(keys):
             self._last_error = ""
             batch = range(at, self._end_of_batch(at, len(keys)))
@@ -118,10 +122,10 @@ class Gathering:
             self.transferred_bytes += sum(self._expected.lengths[index] for index in arrived)
             before, at = at, self._keep_from(keys, at)
             if at > before:
-                pause, until = FIRST_PAUSE_SECONDS, time.monotonic() + TIMEOUT_SECONDS
+                backoff.reset()
+                until = time.monotonic() + TIMEOUT_SECONDS
             elif may_retry and time.monotonic() < until:
-                await anyio.sleep(pause)
-                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+                await anyio.sleep(backoff.next())
             else:
                 self.reason = self._last_error or f"tier {self._target.name} did not receive the rest in time"
                 return
@@ -149,7 +153,7 @@ class Gathering:
         return at
 
     def _end_of_batch(self, start: int, stop: int) -> int:
-        room = self._batch_bytes
+        room = self._step_bytes
         for index in range(start, stop):
             room -= self._expected.lengths[index]
             if room < 0 and index > start:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.backends.base import Outcome
 from kvtier.catalog.catalog import State
@@ -11,9 +11,9 @@ from kvtier.events import Event, Move, Prefetch, Priority
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.pipeline.base import Hierarchy
-from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
+from kvtier.pipeline.evict import EvictStage
 from kvtier.pipeline.prefetch import PrefetchStage
-from kvtier.tiers.router import Transfer
+from kvtier.tiers.batches import in_batches
 
 Allocate = Callable[[int], Lease | None]
 """Allocates bytes in the arena; ``None`` if there is no room."""
@@ -36,7 +36,7 @@ class MoveStage:
             if event.target == self._hierarchy.memory.index:
                 await self.promote(transfer.keys)
             else:
-                await self._write(event, transfer)
+                await self.write(event, transfer.source, event.target, transfer.keys, self._evicting.allocate)
         held = [key for key in event.keys if self._hierarchy.catalog.state(key, event.target) is State.READY]
         if not event.copy and self._hierarchy.tiers[event.target].keeps:
             await self._delete_source(event, held)
@@ -49,33 +49,19 @@ class MoveStage:
         for flight in flights:
             await flight.done.wait()
 
-    async def _write(self, event: Move, transfer: Transfer) -> None:
-        remaining = iter(transfer.keys)
-        while keys := self._batch(remaining, transfer.source):
-            await self.write(event, transfer.source, event.target, keys, self._evicting.allocate)
-
     async def write(
         self, event: Event, source: int, target: int, keys: Sequence[ChunkKey], allocate: Allocate
     ) -> Sequence[Outcome]:
-        """Write one batch of ``source`` to a lower tier. Return the outcomes of the chunks that were read."""
-        hierarchy = self._hierarchy
-        clear_count = hierarchy.clear_count
-        chunks = await hierarchy.leased(event, source, keys, allocate)
-        return await self._evicting.write(event, source, target, chunks, clear_count)
+        """Write chunks of ``source`` to a lower tier. Return the outcomes of those that were read."""
+
+        async def write(batch: Sequence[ChunkKey]) -> Sequence[Outcome]:
+            chunks = await self._hierarchy.leased(event, source, batch, allocate)
+            return await self._evicting.write(event, target, chunks)
+
+        return await in_batches(write, keys, self._hierarchy.length)
 
     async def _delete_source(self, event: Move, keys: Sequence[ChunkKey]) -> None:
         """Remove chunks that the target holds from the source."""
         catalog = self._hierarchy.catalog
         keys = [key for key in keys if catalog.state(key, event.source) is State.READY]
         await self._evicting.remove(keys, event.source, RemovalReason.MOVED)
-
-    def _batch(self, keys: Iterator[ChunkKey], source: int) -> Sequence[ChunkKey]:
-        """Take the next batch of keys that the source still holds: some may have been removed meanwhile."""
-        catalog = self._hierarchy.catalog
-        batch: list[ChunkKey] = []
-        total = 0
-        while total < BATCH_BYTES and (key := next(keys, None)) is not None:
-            if catalog.state(key, source) is State.READY:
-                batch.append(key)
-                total += catalog.length(key)
-        return batch

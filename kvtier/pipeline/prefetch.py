@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 
 import anyio
 
@@ -16,14 +17,10 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import EvictStage
+from kvtier.tiers.batches import batch_size, concurrently
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.router import Transfer
-from kvtier.units import MIB, format_size
-
-READ_BYTES = 16 * MIB
-"""Bytes per read. Each read is progress for a waiting request, and restarts its timeout."""
-READS_IN_FLIGHT = 2
-"""One batch is read while another is verified. More does not help on any medium."""
+from kvtier.units import format_size
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +34,8 @@ class Flight:
     """Held until ``done``."""
     untried: int
     """A bit for each tier that it may still be read from."""
+    generation: int
+    """The chunk's generation in the catalog; see :class:`ChunkBytes`."""
     done: anyio.Event = field(default_factory=anyio.Event)
     arrived: bool = False
     """Whether the chunk is complete and verified; set before ``done``."""
@@ -87,18 +86,16 @@ class PrefetchStage:
                 values = memory.name, missing, self._hierarchy.name(transfer.source)
                 self._hierarchy.warn("prefetch", message, *values)
                 break
-            memory.begin_copy(key, lease)
-            flight = self.flights[key] = Flight(key, transfer.source, lease, among)
+            generation = memory.begin_copy(key, lease)
+            flight = self.flights[key] = Flight(key, transfer.source, lease, among, generation)
             flights.append(flight)
         return flights
 
     async def _run(self, event: Prefetch, flights: Sequence[Flight]) -> None:
-        """Read one run of chunks in small batches, a few at a time, so that the first arrive first."""
+        """Read one run of chunks, batch by batch, so that the first arrive first."""
         waiting = deque(flights)
         try:
-            async with anyio.create_task_group() as tasks:
-                for _ in range(READS_IN_FLIGHT):
-                    tasks.start_soon(self._read_all, event, waiting)
+            await concurrently(partial(self._read_all, event, waiting))
         finally:
             self._fail(waiting)
 
@@ -117,15 +114,12 @@ class PrefetchStage:
                 self._divert(waiting, read.source)
 
     def _next_read(self, waiting: deque[Flight]) -> Read:
-        """Take the first flights with the same source, up to :data:`READ_BYTES`, but at least one."""
+        """Take the first batch of flights with the same source."""
         source = waiting[0].source
-        flights: list[Flight] = []
-        room = READ_BYTES
-        while waiting and waiting[0].source == source and (not flights or waiting[0].lease.length <= room):
-            flight = waiting.popleft()
+        run = takewhile(lambda flight: flight.source == source, waiting)
+        flights = [waiting.popleft() for _ in range(batch_size(flight.lease.length for flight in run))]
+        for flight in flights:
             flight.untried &= ~(1 << source)
-            flights.append(flight)
-            room -= flight.lease.length
         return Read(source, flights, [ChunkBytes(flight.key, flight.lease.share()) for flight in flights])
 
     async def _execute(self, event: Prefetch, read: Read) -> None:
@@ -133,17 +127,17 @@ class PrefetchStage:
         transfer = Transfer(read.source, self._hierarchy.memory.index, keys)
         with self._hierarchy.reporting(event, transfer) as outcomes:
             tier = self._hierarchy.tier(read.source)
-            outcomes += await tier.get(read.chunks, partial(self._settle, read))
+            outcomes += await tier.get(read.chunks, partial(self._settle, read), event.priority)
 
-    def _settle(self, read: Read, outcomes: Sequence[Outcome]) -> None:
+    def _settle(self, read: Read, chunks: Sequence[ChunkBytes], outcomes: Sequence[Outcome]) -> None:
         """Update the catalog after the tier has released the memory."""
         hierarchy = self._hierarchy
         arrived, missing = [], []
-        for flight, chunk, outcome in zip(read.flights, read.chunks, outcomes, strict=True):
+        for flight, chunk, outcome in zip(read.flights, chunks, outcomes, strict=True):
             hierarchy.counts[f"get_{outcome.value}"] += 1
             if outcome is Outcome.OK:
                 flight.arrived = True
-                arrived.append(ChunkBytes(flight.key, chunk.lease.share()))
+                arrived.append(ChunkBytes(flight.key, chunk.lease.share(), flight.generation))
             elif outcome is Outcome.MISS and read.source in hierarchy.catalog.tiers(flight.key):
                 missing.append(flight.key)
         hierarchy.catalog.remove_all(missing, read.source, RemovalReason.LOST)

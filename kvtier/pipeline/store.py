@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 
 import anyio
@@ -19,7 +20,8 @@ from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease, Leases
 from kvtier.pipeline.base import Hierarchy
-from kvtier.pipeline.evict import BATCH_BYTES, EvictStage
+from kvtier.pipeline.evict import EvictStage
+from kvtier.tiers.batches import batch_size, concurrently
 from kvtier.tiers.level import ChunkBytes
 from kvtier.units import format_size
 
@@ -30,6 +32,8 @@ class Reservation:
 
     header: ChunkHeader
     lease: Lease
+    generation: int = 0
+    """The chunk's generation in the catalog; see :class:`ChunkBytes`."""
 
 
 MAX_OVERFLOW_KEYS = 100_000
@@ -68,18 +72,21 @@ class WriteQueue:
         self.wake.set()
 
     def take(self) -> tuple[Event, list[ChunkBytes]]:
-        """Remove and return the oldest chunks, up to :data:`BATCH_BYTES`, but at least one."""
+        """Remove and return the first batch, which counts as being written."""
         event = self.chunks[0][0]
-        batch: list[ChunkBytes] = []
-        room = BATCH_BYTES
-        while self.chunks and (not batch or self.chunks[0][1].lease.length <= room):
-            _, chunk = self.chunks.popleft()
-            batch.append(chunk)
-            room -= chunk.lease.length
+        size = batch_size(chunk.lease.length for _, chunk in self.chunks)
+        batch = [self.chunks.popleft()[1] for _ in range(size)]
         taken = sum(chunk.lease.length for chunk in batch)
         self.queued_bytes -= taken
-        self.writing_bytes = taken
+        self.writing_bytes += taken
         return event, batch
+
+    async def wait(self) -> None:
+        """Wait until there are chunks."""
+        while not self.chunks:
+            if self.wake.is_set():
+                self.wake = anyio.Event()
+            await self.wake.wait()
 
 
 class StoreStage:
@@ -103,8 +110,7 @@ class StoreStage:
         if lease is None:
             self._count_dropped([length])
             return None
-        self._memory.begin([header], [lease], [hints])
-        return Reservation(header, lease)
+        return Reservation(header, lease, *self._memory.begin([header], [lease], [hints]))
 
     def reserve_all(
         self, headers: Sequence[ChunkHeader], hints: Sequence[ChunkHints | None] = ()
@@ -125,11 +131,11 @@ class StoreStage:
         if len(leases) < len(absent):
             self._count_dropped(lengths[len(leases) :])
         reservations: list[Reservation | None] = [None] * len(headers)
-        for at, lease in zip(absent, leases, strict=False):
-            reservations[at] = Reservation(headers[at], lease)
         taken = absent[: len(leases)]
         hints = [hints[at] for at in taken] if hints else ()
-        self._memory.begin([headers[at] for at in taken], leases, hints)
+        generations = self._memory.begin([headers[at] for at in taken], leases, hints)
+        for at, lease, generation in zip(taken, leases, generations, strict=True):
+            reservations[at] = Reservation(headers[at], lease, generation)
         return reservations
 
     def _count_dropped(self, lengths: Sequence[int]) -> None:
@@ -160,7 +166,7 @@ class StoreStage:
 
     def commit(self, reservations: Sequence[Reservation]) -> None:
         """Make filled chunks READY in the first tier, and queue them for the write-through tiers."""
-        chunks = [ChunkBytes(reservation.header.key, reservation.lease) for reservation in reservations]
+        chunks = [ChunkBytes(filled.header.key, filled.lease, filled.generation) for filled in reservations]
         self._hierarchy.adopt(chunks)
         self._hierarchy.counts["stored"] += len(chunks)
         self._write_down([chunk.key for chunk in chunks])
@@ -196,18 +202,17 @@ class StoreStage:
 
     async def run(self, tier: int) -> None:
         """Write the chunks queued for one tier, while the cache is open."""
-        queue = self._queues[tier]
+        await concurrently(partial(self._write_queued, tier, self._queues[tier]))
+
+    async def _write_queued(self, tier: int, queue: WriteQueue) -> None:
         while True:
-            await queue.wake.wait()
-            queue.wake = anyio.Event()
-            while queue.chunks:
-                event, chunks = queue.take()
-                await self._evicting.make_room(tier, queue.writing_bytes)
-                held = self._hierarchy.still_held(self._memory.index, chunks, self._hierarchy.clear_count)
-                await self._hierarchy.write(event, tier, held)
-                queue.writing_bytes = 0
-                if not queue.chunks:
-                    self._refill(queue)
+            await queue.wait()
+            event, chunks = queue.take()
+            length = sum(chunk.lease.length for chunk in chunks)
+            await self._evicting.write(event, tier, chunks)
+            queue.writing_bytes -= length
+            if not queue.chunks:
+                self._refill(queue)
 
     def flush(self) -> None:
         """Queue all chunks that only memory holds, warmest first. For shutdown, after the last commit."""

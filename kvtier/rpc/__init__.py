@@ -9,8 +9,7 @@ From the bottom up:
 - :mod:`~kvtier.rpc.greeting`: the first message of each side, with the protocol version.
 - :mod:`~kvtier.rpc.endpoint`: either side of a connection in an event loop, and
   :mod:`~kvtier.rpc.client`: the side of a caller that has no event loop and must not block.
-- :mod:`~kvtier.rpc.keep_alive`, :mod:`~kvtier.rpc.health` and :mod:`~kvtier.rpc.backoff`: when the other side
-  does not answer.
+- :mod:`~kvtier.rpc.keep_alive` and :mod:`~kvtier.rpc.health`: when the other side does not answer.
 - :mod:`~kvtier.rpc.listener`, :mod:`~kvtier.rpc.authentication`: who may connect.
 
 The messages themselves are in ``protocol.py`` of :mod:`kvtier.bridge`, :mod:`kvtier.peers` and

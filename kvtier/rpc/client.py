@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic
 
+from kvtier.concurrency.backoff import Backoff
 from kvtier.errors import ChannelClosed, ChannelError
 from kvtier.logs import RateLimitedWarning
-from kvtier.rpc.backoff import Backoff
 from kvtier.rpc.calls import Call, Calls, ReplyT, ResultT, Settle
 from kvtier.rpc.frames import Message, Reply, Request
 from kvtier.rpc.greeting import VersionedT

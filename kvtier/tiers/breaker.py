@@ -21,6 +21,7 @@ from enum import Enum
 from typing import TypeVar
 
 from kvtier.backends.base import Outcome
+from kvtier.concurrency.backoff import Backoff
 from kvtier.logs import RateLimitedWarning
 
 logger = logging.getLogger("kvtier")
@@ -59,14 +60,12 @@ class CircuitBreaker:
         """How often the breaker opened. A failed probe belongs to the current outage."""
         self._name = name
         self._failures = failures
-        self._first_cooldown = cooldown
-        self._max_cooldown = max_cooldown
+        self._cooldowns = Backoff(cooldown, max_cooldown, jitter=0.0)
         self._clock = clock
         self._warn = RateLimitedWarning(logger)
         self._warn_open = RateLimitedWarning(logger)
         self._consecutive_failures = 0
         self._last_failure = ""
-        self._cooldown = cooldown
         self._open_until = 0.0
         self._epoch = 0
 
@@ -132,7 +131,7 @@ class CircuitBreaker:
         self._consecutive_failures = 0
         if self.state is BreakerState.PROBING:
             self.state = BreakerState.CLOSED
-            self._cooldown = self._first_cooldown
+            self._cooldowns.reset()
             # Ignore results of calls that started before the outage.
             self._epoch += 1
             logger.info("tier %s: circuit breaker closed", self._name)
@@ -140,11 +139,8 @@ class CircuitBreaker:
     def _count_failure(self, reason: str) -> None:
         self._consecutive_failures += 1
         self._last_failure = reason
-        if self.state is BreakerState.PROBING:
-            self._cooldown = min(2 * self._cooldown, self._max_cooldown)
-            self._trip(self._cooldown)
-        elif self._consecutive_failures >= self._failures:
-            self._trip(self._cooldown)
+        if self.state is BreakerState.PROBING or self._consecutive_failures >= self._failures:
+            self._trip(self._cooldowns.next())
 
     def _on_cancelled(self, epoch: int) -> None:
         """Count a cancelled call neither as success nor as failure. After a cancelled probe, probe again."""

@@ -46,7 +46,8 @@ class EncodedSeal(Seal):
         self._encoder = encoder
         self._lengths = lengths
 
-    async def _put_part(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        """Encode and seal each chunk object, and store it. See :meth:`Backend.put`."""
         headers = await self._sealer.headers(items)
         outcomes = [Outcome.MISS] * len(items)
         valid = [(at, header) for at, header in enumerate(headers) if header is not None]
@@ -75,7 +76,8 @@ class EncodedSeal(Seal):
         encode = self._encoder.encode
         return await spread(lambda one: encode(*one), work, parts=PARTS_AT_ONCE, executor=self._executor)
 
-    async def _get_part(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        """Fill each view with a verified and decoded chunk object. See :meth:`Backend.get`."""
         lengths = [self._lengths.get(key, len(view)) for key, view in items]
         encoded = [at for at, (_, view) in enumerate(items) if lengths[at] != len(view)]
         with self._encoder.scratch([lengths[at] for at in encoded]) as buffers:

@@ -61,30 +61,35 @@ class HostMemory(Level):
         headers: Sequence[ChunkHeader],
         leases: Sequence[Lease],
         hints: Sequence[ChunkHints | None] = (),
-    ) -> None:
+    ) -> list[int]:
         """Write the headers of ABSENT chunks of one namespace, and make them PENDING, parents first.
 
-        ``hints``: those of each chunk, or none at all.
+        Return their generations. ``hints``: those of each chunk, or none at all.
         """
         if not headers:
-            return
+            return []
         view = self.arena.view(0, self.arena.capacity)
         write_headers(view, [(lease.offset, header) for lease, header in zip(leases, headers, strict=True)])
         keys = [header.key for header in headers]
         parents = [header.parent for header in headers]
         lengths = [lease.length for lease in leases]
         namespace, catalog = headers[0].namespace, self._catalog
-        of_chunk = hints or [None] * len(keys)
+        of_chunk, rows = hints or [None] * len(keys), []
         for start, stop in _chains(keys, parents, of_chunk):
             place, run = (State.PENDING, parents[start], namespace, of_chunk[start]), slice(start, stop)
             if stop - start == 1:  # Takes a third of the time, and is the usual case during decode.
-                catalog.add(keys[start], self.index, lengths[start], *place)
+                rows.append(catalog.add(keys[start], self.index, lengths[start], *place))
             else:
-                catalog.add_chain(keys[run], self.index, lengths[run], *place)
+                rows += catalog.add_chain(keys[run], self.index, lengths[run], *place)
+        return catalog.generations(rows)
 
-    def begin_copy(self, key: ChunkKey, lease: Lease) -> None:
-        """Make a chunk PENDING that another tier holds, and that will be read with its header."""
-        self._catalog.add(key, self.index, lease.length, State.PENDING)
+    def begin_copy(self, key: ChunkKey, lease: Lease) -> int:
+        """Make a chunk PENDING that another tier holds, and that will be read with its header.
+
+        Return its generation.
+        """
+        row = self._catalog.add(key, self.index, lease.length, State.PENDING)
+        return self._catalog.generations([row])[0]
 
     def adopt(self, key: ChunkKey, lease: Lease) -> None:
         """Make a PENDING chunk READY. Takes over the lease on its slice."""
@@ -107,13 +112,13 @@ class HostMemory(Level):
 
     def lease_ready(self, keys: Sequence[ChunkKey]) -> list[ChunkBytes]:
         """Return leases on those of ``keys`` that are READY."""
-        leased = ((key, self.lease(key)) for key in keys)
-        return [ChunkBytes(key, lease) for key, lease in leased if lease is not None]
-
-    def holds(self, chunk: ChunkBytes) -> bool:
-        """Whether a leased chunk is still the one under its key, not cleared and perhaps stored again."""
-        held = self._held(chunk.key)
-        return held is not None and held.offset == chunk.lease.offset
+        rows = ((key, self._catalog.row(key)) for key in keys)
+        held = [(key, row, self._leases[row]) for key, row in rows if row is not None and row in self._leases]
+        generations = self._catalog.generations([row for _, row, _ in held])
+        return [
+            ChunkBytes(key, lease.share(), generation)
+            for (key, _, lease), generation in zip(held, generations, strict=True)
+        ]
 
     def holds_at(self, key: ChunkKey, chunk: memoryview) -> bool:
         """Whether the READY chunk of a key is at the address of ``chunk``."""
@@ -133,7 +138,7 @@ class HostMemory(Level):
         held = self._held(key)
         return held is not None and held.sole
 
-    def drop(self, keys: Sequence[ChunkKey], reason: RemovalReason) -> None:
+    def drop(self, keys: Sequence[ChunkKey], reason: RemovalReason = RemovalReason.EVICTED) -> None:
         """Remove READY chunks. Their memory is freed with the last lease."""
         rows = [self._catalog.row(key) for key in keys]
         self._catalog.remove_all(keys, self.index, reason)

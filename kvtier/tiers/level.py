@@ -18,6 +18,8 @@ class ChunkBytes(NamedTuple):
 
     key: ChunkKey
     lease: Lease
+    generation: int = 0
+    """The chunk's generation in the catalog when it was leased or reserved. Another one: it was cleared."""
 
 
 class Level:

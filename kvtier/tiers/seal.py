@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
-
-import anyio
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.concurrency.threads import WorkerThreads, spread
@@ -17,17 +14,11 @@ from kvtier.logs import RateLimitedWarning
 from kvtier.memory.header import IDENTITY, ChunkHeader, StoredHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.sealer import Sealer
-from kvtier.units import MIB
 
 logger = logging.getLogger("kvtier")
 
 PARTS_AT_ONCE = 4
 """Threads that compute checksums. One thread reaches about 20 GB/s, more than any medium."""
-PART_BYTES, PART_OBJECTS = 16 * MIB, 4
-"""Minimum size of the parts of a batch. One part is checksummed while another is in flight."""
-PARTS_IN_FLIGHT = 2
-"""More concurrent calls are not faster on any medium, and halve the throughput of some."""
-
 
 ItemT = TypeVar("ItemT", bound=tuple[Any, ...])
 
@@ -38,9 +29,9 @@ class Seal:
     The views passed to ``put`` and ``get`` are whole chunk objects (:mod:`kvtier.memory.header`) and
     writable. ``put`` writes the checksum into their header, unless it is already set. A ``put`` whose header
     is corrupt or has another key or length is a ``MISS``: the medium is not called, and no failure is
-    counted. Checksums are computed in worker threads, one executor call per :data:`PART_BYTES`. If the
-    ``sealer`` computes none, only the header is verified, which detects neither flipped bits nor torn writes
-    in the payload.
+    counted. Checksums are computed in worker threads, one executor call per batch. If the ``sealer``
+    computes none, only the header is verified, which detects neither flipped bits nor torn writes in the
+    payload.
 
     All seals of chunks in the same memory must share one ``sealer``. ``verify=False`` is for media that are
     memory: reads are not verified.
@@ -57,22 +48,15 @@ class Seal:
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Seal each chunk object and store it. See :meth:`Backend.put`."""
-        return await _in_parts(self._put_part, items)
-
-    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        """Fill each view with a verified chunk object. See :meth:`Backend.get`."""
-        if not self._verify:
-            return await self._backend.get(items)
-        return await _in_parts(self._get_part, items)
-
-    async def _put_part(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         seals = await self._sealer.seal(items)
         valid = [item for item, seal in zip(items, seals, strict=True) if seal is not None]
         stored = iter(await self._backend.put(valid))
         return [Outcome.MISS if seal is None else next(stored) for seal in seals]
 
-    async def _get_part(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        return await self._checked(items, await self._backend.get(items), _verify, parts=1)
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        """Fill each view with a verified chunk object. See :meth:`Backend.get`."""
+        found = await self._backend.get(items)
+        return await self._checked(items, found, _verify, parts=1) if self._verify else found
 
     async def _checked(
         self,
@@ -132,39 +116,6 @@ class Seal:
         except Exception as error:
             # Do not fail the batch: the corrupt chunks remain misses.
             self._warn("cannot delete %d corrupt chunks: %r", len(corrupt), error)
-
-
-async def _in_parts(
-    operation: Callable[[Sequence[GetItem]], Awaitable[Sequence[Outcome]]], items: Sequence[GetItem]
-) -> Sequence[Outcome]:
-    """Run a batch in parts, :data:`PARTS_IN_FLIGHT` at a time. Return the outcomes in order of the items."""
-    parts = _split(items)
-    if len(parts) <= 1:
-        return await operation(items)
-    outcomes: list[Sequence[Outcome]] = [()] * len(parts)
-
-    slots = anyio.Semaphore(PARTS_IN_FLIGHT)
-
-    async def run(index: int) -> None:
-        async with slots:
-            outcomes[index] = await operation(parts[index])
-
-    async with anyio.create_task_group() as tasks:
-        for index in range(len(parts)):
-            tasks.start_soon(run, index)
-    return list(chain.from_iterable(outcomes))
-
-
-def _split(items: Sequence[GetItem]) -> list[list[GetItem]]:
-    parts: list[list[GetItem]] = []
-    length = 0
-    for item in items:
-        if not parts or (length >= PART_BYTES and len(parts[-1]) >= PART_OBJECTS):
-            parts.append([])
-            length = 0
-        parts[-1].append(item)
-        length += len(item[1])
-    return parts
 
 
 def _verify(item: GetItem) -> None:

@@ -18,9 +18,11 @@ from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObjec
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.concurrency.tasks import wait_for_event
+from kvtier.events import Priority
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
+from kvtier.tiers.batches import BATCH_BYTES
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.costs import ReadCost
 from kvtier.tiers.deletions import Deletions
@@ -29,18 +31,16 @@ from kvtier.tiers.encoder import Encoder
 from kvtier.tiers.level import ChunkBytes, Level
 from kvtier.tiers.seal import Seal
 from kvtier.tiers.sealer import Sealer
-from kvtier.units import MIB, format_duration, format_size
+from kvtier.tiers.slots import Slots
+from kvtier.units import format_duration, format_size
 
 logger = logging.getLogger("kvtier")
-
-DEADLINE_BYTES = 16 * MIB
-"""Batch size that a tier's deadline applies to. It scales up for larger batches."""
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
-Settle = Callable[[Sequence[Outcome]], None]
-"""Receives the outcomes when the backend call ends, even if that is after the deadline."""
+Settle = Callable[[Sequence[ChunkBytes], Sequence[Outcome]], None]
+"""Receives a batch and its outcomes when the backend call ends, even if that is after the deadline."""
 
 
 class Tier(Level):
@@ -71,7 +71,7 @@ class Tier(Level):
             self.seal = EncodedSeal(backend, sealer, encoder, _CatalogLengths(catalog, index))
         self._deletions = Deletions(settings.name, backend)
         self._tasks = tasks
-        self._slots = anyio.Semaphore(settings.concurrency)
+        self._slots = Slots(settings.concurrency)
         self._batches_returned = 0
         """Number of batches that the medium completed."""
         self._warn = RateLimitedWarning(logger)
@@ -113,13 +113,17 @@ class Tier(Level):
         ended = self._wait_for(self._start(run), self.settings.deadline, action, "counted as misses")
         return held if await ended else 0
 
-    async def put(self, chunks: Sequence[ChunkBytes], settle: Settle) -> Sequence[Outcome]:
-        """Write chunk objects. Takes over their leases. All outcomes are ``FAILED`` after the deadline."""
-        return await self._run_batch(self._put, chunks, settle, "writing", "counted as failed")
+    async def put(
+        self, chunks: Sequence[ChunkBytes], settle: Settle, priority: Priority
+    ) -> Sequence[Outcome]:
+        """Write a batch of chunk objects. Takes over their leases. All are ``FAILED`` after the deadline."""
+        return await self._run_batch(self._put, chunks, settle, priority, "writing", "counted as failed")
 
-    async def get(self, chunks: Sequence[ChunkBytes], settle: Settle) -> Sequence[Outcome]:
-        """Read chunk objects into the leased memory. Takes over the leases."""
-        return await self._run_batch(self._get, chunks, settle, "reading", "counted as misses")
+    async def get(
+        self, chunks: Sequence[ChunkBytes], settle: Settle, priority: Priority
+    ) -> Sequence[Outcome]:
+        """Read a batch of chunk objects into the leased memory. Takes over the leases."""
+        return await self._run_batch(self._get, chunks, settle, priority, "reading", "counted as misses")
 
     async def delete(self, keys: Sequence[ChunkKey], reason: RemovalReason) -> None:
         """Remove chunks from catalog and backend. Their bytes count as used until the backend call ends."""
@@ -215,6 +219,7 @@ class Tier(Level):
         operation: Callable[[Sequence[GetItem]], Awaitable[Sequence[Outcome]]],
         chunks: Sequence[ChunkBytes],
         settle: Settle,
+        priority: Priority,
         verb: str,
         consequence: str,
     ) -> Sequence[Outcome]:
@@ -222,32 +227,35 @@ class Tier(Level):
         total = sum(chunk.lease.length for chunk in chunks)
         action = f"{verb} {format_size(total)} ({len(chunks)} chunks)"
         started, queue, returned_before = anyio.Event(), anyio.CancelScope(), self._batches_returned
+        patience = self.settings.deadline
+        if priority is Priority.BACKGROUND:  # It gives way to others, and nobody waits for it.
+            patience *= 1 + self._slots.waiting(priority)
 
         async def run() -> None:
             nonlocal outcomes
             try:
                 with queue:
-                    async with self._slots:
+                    async with self._slots.taken(priority):
                         started.set()
                         outcomes = await operation([(chunk.key, chunk.lease.view) for chunk in chunks])
                         self._batches_returned += 1
             finally:
                 started.set()
-                settle(outcomes)
+                settle(chunks, outcomes)
                 for chunk in chunks:
                     chunk.lease.release()
 
         ended = self._start(run)
-        if not await wait_for_event(started, self.settings.deadline):
+        if not await wait_for_event(started, patience):
             # It did not reach the medium: its memory is freed at once, so that another tier can read into it.
             queue.cancel()
-            missed = f"no free slot within {format_duration(self.settings.deadline)} for {action}"
+            missed = f"no free slot within {format_duration(patience)} for {action}"
             self._warn("tier %s: %s", self.name, missed)
             if self._batches_returned == returned_before:  # No batch completed meanwhile: the medium hangs.
                 self.breaker.record_failure(missed)
             await ended.wait()
             return outcomes
-        seconds = self.settings.deadline * max(1.0, total / DEADLINE_BYTES)
+        seconds = self.settings.deadline * max(1.0, total / BATCH_BYTES)
         if await self._wait_for(ended, seconds, action, consequence):
             return outcomes
         return [Outcome.FAILED] * len(chunks)

@@ -83,7 +83,8 @@ async def test_delete_all_of_one_tier_or_of_all(open_node: OpenNode) -> None:
         assert (done.chunks, done.bytes) == (10, 16 * CHUNK_OBJECT_BYTES)
         assert one.held() == {}
         assert {tier for tier, held in conversation.held.items() if held} == set()
-        assert not one.cache.hierarchy.invalidated, "deleting chunks does not invalidate the model"
+        namespaces = one.cache.hierarchy.catalog.namespaces
+        assert not namespaces.is_reset(one.model._namespace), "deleting chunks does not invalidate the model"
 
 
 # Pin.

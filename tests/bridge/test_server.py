@@ -35,8 +35,8 @@ from kvtier.bridge.protocol import (
 )
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import chunk_keys, join_keys
-from kvtier.pipeline import prefetch
 from kvtier.rpc.frames import Ping, Pong, Refused, encode
+from kvtier.tiers import batches
 
 from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, NAMESPACE, ROOT, TOKENS, Peer, open_host, store
 
@@ -111,8 +111,8 @@ async def test_chunks_on_disk_are_promoted_and_reported(tmp_path: Path) -> None:
 async def test_engine_is_notified_of_each_arrived_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "READ_BYTES", 1)
-    monkeypatch.setattr(prefetch, "READS_IN_FLIGHT", 1)
+    monkeypatch.setattr(batches, "BATCH_BYTES", 1)
+    monkeypatch.setattr(batches, "IN_FLIGHT", 1)
     async with (
         open_host(tmp_path) as host,
         host.peer() as scheduler,

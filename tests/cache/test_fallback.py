@@ -9,8 +9,9 @@ import anyio
 import pytest
 
 from kvtier.memory.keys import ChunkKey
-from kvtier.pipeline import prefetch
 from kvtier.testing.faults import Fault
+from kvtier.tiers import batches
+from kvtier.tiers.slots import Slots
 
 from .conftest import CHUNK_OBJECT_BYTES, rows
 from .house import MakeSettings, Source, opened, set_costs, wait_until
@@ -93,8 +94,8 @@ async def test_next_source_is_the_cheapest_remaining(settings: MakeSettings, pro
 async def test_missing_first_chunks_are_read_first(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "READS_IN_FLIGHT", 1)
-    monkeypatch.setattr(prefetch, "READ_BYTES", 2 * CHUNK_OBJECT_BYTES)
+    monkeypatch.setattr(batches, "IN_FLIGHT", 1)
+    monkeypatch.setattr(batches, "BATCH_BYTES", 2 * CHUNK_OBJECT_BYTES)
     async with opened(settings, "near", "far") as harness:
         tokens = prompt(1536)
         await harness.fill(tokens, "near", "far")
@@ -106,8 +107,8 @@ async def test_missing_first_chunks_are_read_first(
 async def test_rest_of_a_run_moves_away_from_a_failing_source(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "READS_IN_FLIGHT", 1)
-    monkeypatch.setattr(prefetch, "READ_BYTES", 2 * CHUNK_OBJECT_BYTES)
+    monkeypatch.setattr(batches, "IN_FLIGHT", 1)
+    monkeypatch.setattr(batches, "BATCH_BYTES", 2 * CHUNK_OBJECT_BYTES)
     async with opened(settings, "near", "far") as harness:
         tokens = prompt(2048)
         await harness.fill(tokens, "near", "far")
@@ -206,8 +207,8 @@ async def test_valid_late_read_is_kept(settings: MakeSettings, prompt: Prompt) -
 async def test_rest_of_a_run_does_not_wait_for_a_hanging_source(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "READS_IN_FLIGHT", 1)
-    monkeypatch.setattr(prefetch, "READ_BYTES", 2 * CHUNK_OBJECT_BYTES)
+    monkeypatch.setattr(batches, "IN_FLIGHT", 1)
+    monkeypatch.setattr(batches, "BATCH_BYTES", 2 * CHUNK_OBJECT_BYTES)
     async with opened(settings, "near", "far") as harness:
         tokens = prompt(2048)
         await harness.fill(tokens, "near", "far")
@@ -225,7 +226,7 @@ async def test_rest_of_a_run_does_not_wait_for_a_hanging_source(
 async def test_two_reads_are_in_flight(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "READ_BYTES", 2 * CHUNK_OBJECT_BYTES)
+    monkeypatch.setattr(batches, "BATCH_BYTES", 2 * CHUNK_OBJECT_BYTES)
     async with opened(settings, "near") as harness:
         tokens = prompt(2048)
         await harness.fill(tokens, "near")
@@ -248,7 +249,7 @@ async def test_reads_without_a_free_slot_use_another_source(settings: MakeSettin
         await harness.fill(first, "near")
         await harness.fill(second, "near", "far")
         near = harness.cache.hierarchy.tiers[1]
-        near._slots = anyio.Semaphore(1)
+        near._slots = Slots(1)
         harness.hang("near")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(harness.retrieve, first)
@@ -285,7 +286,7 @@ async def test_request_is_cancelled_during_its_reads(
 async def test_cache_is_closed_during_reads(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, hanging: str
 ) -> None:
-    monkeypatch.setattr(prefetch, "READ_BYTES", 2 * CHUNK_OBJECT_BYTES)
+    monkeypatch.setattr(batches, "BATCH_BYTES", 2 * CHUNK_OBJECT_BYTES)
 
     async def resume_later(source: Source) -> None:
         await anyio.sleep(0.05)

@@ -173,7 +173,7 @@ async def test_move_and_copy_between_tiers(settings: MakeSettings, prompt: Promp
 async def test_chunks_removed_during_a_move_are_skipped(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.pipeline.move.BATCH_BYTES", CHUNK_OBJECT_BYTES)
+    monkeypatch.setattr("kvtier.tiers.batches.BATCH_BYTES", CHUNK_OBJECT_BYTES)
     tokens = prompt(2048)
     async with opened(settings(disk={"write": "never"})) as (cache, model):
         await model.store(tokens, rows(tokens))
@@ -238,7 +238,7 @@ async def test_clear_of_one_tier_keeps_the_others(settings: MakeSettings, prompt
         assert (await cache.clear(keys[:3], tiers=["ram"])).chunks == 0
         assert (await cache.clear(tiers=["ssd"])).chunks == 8
         assert (catalog.count(0), catalog.count(1)) == (5, 0)
-        assert not cache.hierarchy.invalidated
+        assert not cache.hierarchy.catalog.namespaces.is_reset(model._namespace)
 
 
 async def test_leased_chunks_survive_a_clear(settings: MakeSettings, prompt: Prompt) -> None:

@@ -57,6 +57,7 @@ def test_ls_as_json(kvtier: Kvtier, folder: Path) -> None:
         "bytes": OBJECT_BYTES,
         "last_used": "2001-09-09T01:46:42+00:00",
         "payload_bytes": 5000,
+        "codec": 0,
         "parent": "00" * 32,
         "namespace": "02" * 32,
     }

@@ -13,6 +13,7 @@ import anyio.to_thread
 import pytest
 
 from kvtier.backends.base import Outcome
+from kvtier.concurrency.backoff import Backoff
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.dialling import ControlConnection, PeerDialer
@@ -29,7 +30,6 @@ from kvtier.peers.protocol import (
     Welcome,
 )
 from kvtier.rpc.authentication import Credentials
-from kvtier.rpc.backoff import Backoff
 from kvtier.rpc.frames import Message, Ping, Pong, Refused
 from kvtier.settings.peer import PeerSettings
 from kvtier.sockets.connection import Deadline

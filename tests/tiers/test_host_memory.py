@@ -16,7 +16,6 @@ from kvtier.memory.slices import Lease
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.noise import noise
 from kvtier.tiers.host_memory import HostMemory
-from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.sealer import Sealer
 
 CAPACITY = 4 << 20
@@ -82,18 +81,19 @@ def test_chunk_is_adopted_without_a_copy(memory: HostMemory) -> None:
 
 def test_chunk_stored_again_is_another_one(memory: HostMemory) -> None:
     store(memory, KEYS[:1])
-    first = memory.lease(KEYS[0])
+    (first,) = memory.lease_ready(KEYS[:1])
+    assert memory._catalog.generation(KEYS[0]) == first.generation
+    memory._catalog.begin_generation(KEYS[:1])
     memory.drop(KEYS[:1])
-    assert not memory.holds(ChunkBytes(KEYS[0], first))
+    assert memory._catalog.generation(KEYS[0]) == -1
     store(memory, KEYS[:1], b"2")
-    second = memory.lease(KEYS[0])
-    assert not memory.holds(ChunkBytes(KEYS[0], first))
-    assert memory.holds(ChunkBytes(KEYS[0], second))
-    assert not memory.holds_at(KEYS[0], first.view)
-    assert memory.holds_at(KEYS[0], second.view)
-    assert (payload(first), payload(second)) == (noise(b"1", PAYLOAD), noise(b"2", PAYLOAD))
-    first.release()
-    second.release()
+    (second,) = memory.lease_ready(KEYS[:1])
+    assert memory._catalog.generation(KEYS[0]) == second.generation != first.generation
+    assert not memory.holds_at(KEYS[0], first.lease.view)
+    assert memory.holds_at(KEYS[0], second.lease.view)
+    assert (payload(first.lease), payload(second.lease)) == (noise(b"1", PAYLOAD), noise(b"2", PAYLOAD))
+    first.lease.release()
+    second.lease.release()
 
 
 def test_leases_end_at_the_first_chunk_that_is_not_ready(memory: HostMemory) -> None:

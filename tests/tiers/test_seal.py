@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvtier.bench.sides import object_length
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import blank, make_key
 from kvtier.testing.faults import Fault, FaultyBackend, WrapperBackend
+from kvtier.tiers.batches import in_batches
 from tests.backends.chunks import FAILED, MISS, OK, blanks, chunk, chunks, disk, memory, opened
 from tests.backends.composed import SealedBackend, TierBackend
 
@@ -107,15 +109,14 @@ async def test_object_under_another_key_is_a_miss() -> None:
         assert list(await sealed.get(blanks([2, 1]))) == [MISS, OK]
 
 
-async def test_batch_is_split_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outcomes are in the order of the items, and parts do not affect each other."""
-    monkeypatch.setattr("kvtier.tiers.seal.PART_BYTES", 40_000)
-    monkeypatch.setattr("kvtier.tiers.seal.PART_OBJECTS", 2)
+async def test_transfer_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outcomes are in the order of the items, and batches do not affect each other."""
+    monkeypatch.setattr("kvtier.tiers.batches.BATCH_BYTES", 2 * len(chunks([0])[0][1]))
     inner = FaultyBackend(memory())
     async with opened(SealedBackend(inner)) as sealed:
         items = chunks(range(9))
         items[4][1][0] ^= 1
-        assert list(await sealed.put(items)) == [OK] * 4 + [MISS] + [OK] * 4
+        assert await in_batches(sealed.put, items, object_length) == [OK] * 4 + [MISS] + [OK] * 4
         assert inner.calls["put"] == 5
         damaged = chunks([7])
         ChunkHeader.parse(damaged[0][1]).seal(damaged[0][1])
@@ -123,7 +124,8 @@ async def test_batch_is_split_into_parts(monkeypatch: pytest.MonkeyPatch) -> Non
         assert list(await inner.put(damaged)) == [OK]
         order = [8, 7, 6, 5, 4, 3, 2, 1, 0]
         views = blanks(order)
-        assert list(await sealed.get(views)) == [OK, MISS, OK, OK, MISS, OK, OK, OK, OK]
+        expected = [OK, MISS, OK, OK, MISS, OK, OK, OK, OK]
+        assert await in_batches(sealed.get, views, object_length) == expected
         for number, (key, view) in zip(order, views, strict=True):
             assert number in (7, 4) or ChunkHeader.verify(view, key).key == make_key(number)
 

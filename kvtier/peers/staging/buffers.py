@@ -28,6 +28,7 @@ from anyio.abc import TaskGroup
 
 from kvtier.cache import TieredCache
 from kvtier.catalog.catalog import State
+from kvtier.concurrency.backoff import Backoff
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import ArenaError, PeerError
@@ -40,7 +41,6 @@ from kvtier.peers.grants import GrantBook
 from kvtier.peers.places import Place, Written
 from kvtier.peers.promises import Promise
 from kvtier.pipeline.store import Reservation
-from kvtier.rpc.backoff import Backoff
 from kvtier.settings import Settings
 from kvtier.transports.base import Access
 from kvtier.transports.nixl.endpoint import ARENA_BYTES, Endpoint

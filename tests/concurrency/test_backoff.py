@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvtier.rpc.backoff import Backoff
+from kvtier.concurrency.backoff import Backoff
 
 
 def test_delay_grows_to_a_limit_until_reset() -> None:
