@@ -7,6 +7,7 @@
 
 #include "check.hpp"
 #include "kvtier/disk/transfer.hpp"
+#include "kvtier/disk/waiting.hpp"
 
 using kvtier::disk::kMiss;
 using kvtier::disk::kOk;
@@ -14,6 +15,7 @@ using kvtier::disk::kPageBytes;
 using kvtier::disk::kOffloadBytes;
 using kvtier::disk::Request;
 using kvtier::disk::Transfer;
+using kvtier::disk::Waiting;
 using Kind = Request::Kind;
 
 namespace {
@@ -239,6 +241,45 @@ TEST(empty_files_are_written_and_read) {
     Transfer read = Transfer::reading("/a/one.kv", memory, 0, true);
     CHECK(answer_all(read, {kDescriptor, 0, 0, 0}) == Kinds{Kind::open, Kind::measure, Kind::touch, Kind::close});
     CHECK(read.outcome() == kOk);
+}
+
+TEST(reads_go_first_and_writes_are_not_starved) {
+    std::vector<Transfer> writes(3, writing());
+    std::vector<Transfer> reads(5, reading());
+    Waiting waiting;
+    for (Transfer& transfer : writes) waiting.push(&transfer);
+    for (Transfer& transfer : reads) waiting.push(&transfer);
+    const std::vector<Transfer*> expected = {&reads[0], &reads[1], &reads[2],  &writes[0],
+                                             &reads[3], &reads[4], &writes[1], &writes[2]};
+    for (Transfer* transfer : expected) CHECK(waiting.pop() == transfer);
+    CHECK(waiting.empty());
+}
+
+TEST(writes_count_only_the_reads_that_overtook_them) {
+    std::vector<Transfer> reads(8, reading());
+    Transfer write = writing();
+    Waiting waiting;
+    for (int number = 0; number < 4; ++number) waiting.push(&reads[number]);
+    for (int number = 0; number < 4; ++number) CHECK(waiting.pop() == &reads[number]);
+    waiting.push(&write);
+    for (int number = 4; number < 8; ++number) waiting.push(&reads[number]);
+    for (int number = 4; number < 7; ++number) CHECK(waiting.pop() == &reads[number]);
+    CHECK(waiting.pop() == &write);
+    CHECK(waiting.pop() == &reads[7]);
+}
+
+TEST(transfers_of_one_batch_are_removed) {
+    std::vector<Transfer> transfers = {reading(), writing(), reading(), writing()};
+    Waiting waiting;
+    for (std::size_t number = 0; number < transfers.size(); ++number) {
+        transfers[number].batch = number / 2;
+        waiting.push(&transfers[number]);
+    }
+    CHECK(waiting.remove(0) == std::vector<Transfer*>{&transfers[0], &transfers[1]});
+    CHECK(waiting.remove(7).empty());
+    CHECK(waiting.pop() == &transfers[2]);
+    CHECK(waiting.pop() == &transfers[3]);
+    CHECK(waiting.empty());
 }
 
 int main() {

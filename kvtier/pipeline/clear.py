@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import anyio.lowlevel
@@ -32,9 +32,10 @@ class ClearStage:
         self._hierarchy = hierarchy
         self._evicting = evicting
 
-    async def clear(self, keys: Sequence[ChunkKey], tiers: Iterable[int]) -> Cleared:
+    async def clear(self, keys: Sequence[ChunkKey], tiers: Sequence[int]) -> Cleared:
         """Remove ``keys`` from ``tiers``. The order of :attr:`Cleared.keys` is undefined."""
         catalog = self._hierarchy.catalog
+        others = ~sum(1 << tier for tier in tiers)
         removed: set[ChunkKey] = set()
         freed = 0
         for tier in tiers:
@@ -42,10 +43,21 @@ class ClearStage:
             ready = [key for key in present if catalog.state(key, tier) is State.READY]
             freed += sum(catalog.length(key) for key in ready)
             removed.update(ready)
-            # Copies and lookups that are in flight must not bring these chunks back.
-            catalog.begin_generation(present)
+            catalog.begin_generation(self._leaving(present, tier, others))
             await self._evicting.remove(ready, tier, RemovalReason.CLEARED)
         return Cleared(list(removed), len(removed), freed)
+
+    def _leaving(self, keys: Sequence[ChunkKey], tier: int, others: int) -> list[ChunkKey]:
+        """Return the chunks that copies and queries in flight must not bring back.
+
+        These are chunks that no tier of the bit mask ``others`` has, and chunks in flight into ``tier``.
+        """
+        if self._hierarchy.tiers[tier].shared:
+            return list(keys)
+        places = zip(keys, self._hierarchy.catalog.places(keys), strict=True)
+        return [
+            key for key, (ready, pending) in places if pending >> tier & 1 or not (ready | pending) & others
+        ]
 
     async def clear_all(self, namespace: bytes | None, tiers: Sequence[int]) -> Cleared:
         """Remove all chunks, or those of one namespace. Leaves :attr:`Cleared.keys` empty.

@@ -115,7 +115,7 @@ class EvictStage:
         return max(self._memory.excess_bytes(refused), refused) - self._leaving_bytes
 
     async def _evict(self, excess: int) -> int:
-        """Evict up to ``excess`` bytes from the arena, but one batch. Return the number of chunks evicted."""
+        """Evict up to ``excess`` bytes, at most one batch, from the arena. Return the number of chunks."""
         hierarchy = self._hierarchy
         victims = self._memory.victims(SCAN_LIMIT, min(excess, BATCH_BYTES))
         event = Evict(keys=victims, tier=self._memory.index)

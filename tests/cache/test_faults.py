@@ -14,6 +14,7 @@ from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings
+from kvtier.tiers.batches import IN_FLIGHT
 
 from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
 
@@ -264,6 +265,18 @@ async def test_chunks_cleared_during_a_write_do_not_arrive(settings: MakeSetting
         await wait_until(lambda: not backend.held and not len(cache.hierarchy.catalog))
 
 
+async def test_write_continues_if_only_memory_is_cleared(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings) as (cache, model, backend):
+        tokens = prompt(1024)
+        hang(cache, backend)
+        await model.store(tokens, rows(tokens))
+        await wait_until(lambda: backend.waiting > 0)
+        assert (await cache.clear(model.keys(tokens), tiers=["ram"])).chunks == 4
+        resume(cache, backend)
+        await wait_until(lambda: len(backend.held) == 4 and not cache.pending_bytes)
+        assert model.held_tokens(tokens) == 1024
+
+
 async def test_swapped_value_is_detected(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings) as (cache, model, backend):
         tokens = prompt(1024)
@@ -278,11 +291,13 @@ async def test_swapped_value_is_detected(settings: MakeSettings, prompt: Prompt)
 async def test_chunks_cleared_while_queued_are_not_written(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings, ram=64) as (cache, model, backend):
         hang(cache, backend)
-        first, waiting = prompt(256, seed=1), prompt(1024, seed=2)
-        await model.store(first, rows(first))
-        await wait_until(lambda: backend.waiting > 0)
+        waiting = prompt(1024, seed=IN_FLIGHT)
+        for seed in range(IN_FLIGHT):
+            first = prompt(256, seed=seed)
+            await model.store(first, rows(first))
+            await wait_until(lambda: backend.waiting == seed + 1)  # noqa: B023 - called at once
         await model.store(waiting, rows(waiting))
-        assert await model.clear() == 5
+        assert await model.clear() == IN_FLIGHT + 4
         assert await model.store(waiting, rows(waiting)[::-1]) == 1024, "with other weights"
         resume(cache, backend)
         await wait_until(lambda: len(backend.held) == 4)

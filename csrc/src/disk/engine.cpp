@@ -172,7 +172,7 @@ bool Engine::accept(Ring& ring) {
         Batch& batch = batches_.emplace(number, Batch{std::move(transfers), unfinished}).first->second;
         for (Transfer& transfer : batch.transfers) {
             transfer.batch = number;
-            waiting_.push_back(&transfer);
+            waiting_.push(&transfer);
         }
         if (unfinished == 0) end(number);
     }
@@ -181,13 +181,7 @@ bool Engine::accept(Ring& ring) {
 }
 
 void Engine::drop(std::uint64_t number) {
-    std::vector<Transfer*> dropped;
-    std::erase_if(waiting_, [&](Transfer* transfer) {
-        if (transfer->batch != number) return false;
-        dropped.push_back(transfer);
-        return true;
-    });
-    for (Transfer* transfer : dropped) {
+    for (Transfer* transfer : waiting_.remove(number)) {
         transfer->drop();
         finish(*transfer);
     }
@@ -195,10 +189,8 @@ void Engine::drop(std::uint64_t number) {
 
 void Engine::begin(Ring& ring) {
     while (in_flight_ < max_in_flight() && !waiting_.empty()) {
-        Transfer& transfer = *waiting_.front();
-        waiting_.pop_front();
         ++in_flight_;
-        proceed(ring, transfer);
+        proceed(ring, *waiting_.pop());
     }
 }
 
@@ -221,7 +213,7 @@ void Engine::proceed(Ring& ring, Transfer& transfer) {
 // Whether the transfer may read or write now; if not, it is queued until another one has finished that.
 bool Engine::may_move(Transfer& transfer) {
     if (moving_ == depth_) {
-        opened_.push_back(&transfer);
+        opened_.push(&transfer);
         return false;
     }
     ++moving_;
@@ -231,10 +223,7 @@ bool Engine::may_move(Transfer& transfer) {
 // A transfer has read or written: start the next one first, to keep the disk busy.
 void Engine::moved(Ring& ring) {
     --moving_;
-    if (opened_.empty()) return;
-    Transfer& next = *opened_.front();
-    opened_.pop_front();
-    proceed(ring, next);
+    if (!opened_.empty()) proceed(ring, *opened_.pop());
 }
 
 void Engine::finish(const Transfer& transfer) {

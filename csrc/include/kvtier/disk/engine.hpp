@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <future>
 #include <mutex>
 #include <thread>
@@ -15,6 +14,7 @@
 
 #include "kvtier/disk/ring.hpp"
 #include "kvtier/disk/transfer.hpp"
+#include "kvtier/disk/waiting.hpp"
 
 namespace kvtier::disk {
 
@@ -97,8 +97,8 @@ private:
 
     // Used by the engine's thread only.
     std::unordered_map<std::uint64_t, Batch> batches_;
-    std::deque<Transfer*> waiting_;  // not started
-    std::deque<Transfer*> opened_;   // in flight, waiting to read or write
+    Waiting waiting_;  // not started
+    Waiting opened_;   // in flight, waiting to read or write
     std::vector<Finished> newly_finished_;
     unsigned in_flight_ = 0;   // transfers started and not finished
     unsigned moving_ = 0;      // of these, the ones that read or write

@@ -68,6 +68,7 @@ public:
     // Finish a transfer that has not started, with the outcome ECANCELED.
     void drop();
 
+    bool writes() const { return !temporary_.empty(); }
     bool finished() const { return stage_ == Request::Kind::nothing; }
     int outcome() const { return outcome_; }
 
@@ -79,7 +80,6 @@ private:
 
     Transfer(std::string path, std::string temporary, std::byte* memory, std::size_t length, bool direct);
 
-    bool writes() const { return !temporary_.empty(); }
     void opened(int descriptor);
     void not_opened(int error);
     void moved(std::size_t bytes);
