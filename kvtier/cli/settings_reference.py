@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, SecretStr
 from pydantic.fields import FieldInfo
 
 from kvtier.plugins import Plugins
+from kvtier.settings.choice import parse_choice
 from kvtier.settings.model import LocalTierSettings, Settings, TierSettings
 from kvtier.settings.sources import nested_model, variable_name
 from kvtier.units import format_duration, format_size, parse_duration, parse_size
@@ -83,8 +84,7 @@ def markdown_page(plugins: Plugins) -> str:
         own = list(_own_fields(model, base))
         parts += [_entry(key, field) for key, field in own] or ["No further settings.\n"]
     for name in plugins.names("kvtier_eviction_policies"):
-        model = plugins.eviction(name).settings_type
-        parts += _choices(f"Eviction policy `{name}`", "eviction", model)
+        parts += _choices(f"Eviction policy `{name}`", "eviction", plugins.eviction(name).settings_type)
     for name in plugins.names("kvtier_codecs"):
         parts += _choices(f"Codec `{name}`", "codec", plugins.codec(name).settings_type)
     for name in plugins.names("kvtier_transports"):
@@ -107,6 +107,8 @@ def format_value(field: FieldInfo, value: object) -> str:
         return format_duration(value)
     if value is None:
         return ""
+    if parse_choice in parsers and isinstance(value, dict) and list(value) == ["type"]:
+        return str(value["type"])
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -159,6 +161,8 @@ def _type_of(field: FieldInfo) -> str:
         return "size"
     if parse_duration in parsers:
         return "duration"
+    if parse_choice in parsers:
+        return "name, or mapping of settings"
     return _type_name(field.annotation)
 
 

@@ -40,8 +40,8 @@ from kvtier.peers.staging.buffers import Staging
 from kvtier.peers.staging.push import StagedTarget
 from kvtier.pipeline.store import Reservation
 from kvtier.settings.peer import split_address
+from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.router import FIRST
-from kvtier.tiers.tier import ChunkBytes
 
 logger = logging.getLogger("kvtier")
 

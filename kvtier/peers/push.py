@@ -29,8 +29,8 @@ from kvtier.peers.protocol import (
     Withdrawn,
 )
 from kvtier.peers.source import MAX_NUMBER, Source, expect_length
+from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.sealer import Sealer
-from kvtier.tiers.tier import ChunkBytes
 
 ATTEMPTS = 2
 """Maximum writes per chunk."""

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
 
-def _parse(value: object) -> object:
+def parse_choice(value: object) -> object:
+    """Return a mapping for a name, and parse the JSON of an environment variable."""
     if not isinstance(value, str):
         return value
     return json.loads(value) if value.lstrip().startswith("{") else {"type": value}
@@ -22,7 +23,7 @@ def _check(value: dict[str, Any]) -> dict[str, Any]:
 
 Choice = Annotated[
     dict[str, Any],
-    BeforeValidator(_parse),
+    BeforeValidator(parse_choice),
     AfterValidator(_check),
     WithJsonSchema(
         {

@@ -6,9 +6,9 @@ flight before it ends, so that no medium waits for a checksum, and no checksum f
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from itertools import chain, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 
@@ -34,7 +34,7 @@ def batch_size(lengths: Iterable[int]) -> int:
     return count
 
 
-async def concurrently(work: Callable[[], Awaitable[None]]) -> None:
+async def concurrently(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run :data:`IN_FLIGHT` tasks that process one batch after another, until all of them return."""
     async with anyio.create_task_group() as tasks:
         for _ in range(IN_FLIGHT):

@@ -58,7 +58,7 @@ async def test_wrapper_has_the_capabilities_of_the_backend(
     outer: Callable[[Backend], WrapperBackend], tmp_path
 ) -> None:
     for make, expected in [
-        (memory, {"arena", "leases"}),
+        (memory, {"arena"}),
         (lambda: disk(tmp_path), {"scan", "registration", "check"}),
         (Remote, {"registration", "ttl"}),
     ]:

@@ -210,6 +210,6 @@ async def test_cleared_chunk_is_not_written(settings: MakeSettings, prompt: Prom
         assert await cache.drain(10)
         chunks = cache.hierarchy.memory.lease_ready(keys)
         await cache.clear(keys[:1])
-        outcomes = await cache.hierarchy.write(Store(keys=keys), 1, chunks)
+        outcomes = await cache._evicting.write(Store(keys=keys), 1, chunks)
         assert list(outcomes) == [Outcome.MISS, Outcome.OK]
         assert held(cache, keys, "ssd") == [1]

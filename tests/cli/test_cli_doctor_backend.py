@@ -50,9 +50,6 @@ class PoolBackend(FaultyBackend):
 
     settings_type: ClassVar[type[TierSettings]] = PoolSettings
 
-    def __new__(cls, settings: PoolSettings) -> PoolBackend:
-        return super().__new__(cls, CheckedDict(settings))
-
     def __init__(self, settings: PoolSettings) -> None:
         super().__init__(CheckedDict(settings))
         self.fault = settings.fault
