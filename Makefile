@@ -132,11 +132,14 @@ fuzz: $(VENV)/.fuzz  ## Tell the peers' protocol random things, for FUZZ=60 seco
 soak: install $(VENV)/.pools system-packages  ## Disturb two instances with real engines for SOAK=600 seconds
 	$(BIN)/python -m soak --seconds $(SOAK) --seed $(SEED)
 
-lint: $(VENV)/.kvtier  ## Check style and types
+lint: $(VENV)/.kvtier  ## Check style, types and dependencies
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy $(PLUGINS:%=%/src)
+	$(BIN)/deptry kvtier
+	$(BIN)/deptry tests benchmarks soak fuzz --ignore DEP002,DEP004
+	@set -e; for plugin in $(PLUGINS); do (cd $$plugin && ../../$(BIN)/deptry src); done
 
 format: $(VENV)/.kvtier  ## Put the code into shape
 	$(BIN)/ruff check --fix

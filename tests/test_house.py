@@ -46,6 +46,25 @@ EXCLUDED = {
     "proxy": ("bridge", "cache", "instance", "peers", "transports"),
 }
 
+MAY_USE_ASYNCIO = {
+    "backends/disk/ring.py": "futures that the native ring completes through an eventfd, one for each batch",
+    "concurrency/detached.py": "tasks that outlive the block that starts them, which no task group allows",
+    "concurrency/threads.py": "futures that worker threads complete: 60 µs a round trip, anyio 80 to 126 µs",
+    "http.py": "uvicorn's HTTP protocol class, with its transport and timers",
+    "peers/conversation.py": "rpc",
+    "peers/source.py": "rpc",
+    "proxy/transport.py": "an HTTP protocol class, without a cancel scope for each piece of a stream",
+    "sockets/pump.py": "futures that native threads complete; a timer for each small operation",
+    "sockets/waiting.py": "a quarter of the cost of anyio, once for each part of a transfer",
+    "testing/cancelling.py": "cancels with Task.cancel, and counts iterations of the event loop",
+    "testing/watch.py": "watches the event loop itself",
+    "transports/nixl/link.py": "callers share one connection attempt, and each may be cancelled on its own",
+    "transports/nixl/process.py": "rpc",
+    "transports/tcp/link.py": "drivers are shared by all batches and outlive each; one timer for each batch",
+    "transports/tcp/session.py": "a timer for each request, which is cheaper than a cancel scope",
+}
+"""The modules that use asyncio directly, and why. All others use anyio."""
+
 
 def imported(path: Path) -> Iterator[str]:
     """Yield each imported module, including imports in functions and for type checking."""
@@ -82,3 +101,10 @@ def test_nothing_dangerous_is_imported_or_called(path: Path) -> None:
     assert not {"pickle", "dill", "marshal", "shelve"}.intersection(imported(path))
     calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
     assert not [call.id for call in calls if isinstance(call, ast.Name) and call.id in ("eval", "exec")]
+
+
+def test_asyncio_is_used_only_where_anyio_cannot_be() -> None:
+    def uses_asyncio(path: Path) -> bool:
+        return any(name.split(".")[0] == "asyncio" for name in imported(path))
+
+    assert {str(path.relative_to(ROOT)) for path in MODULES if uses_asyncio(path)} == set(MAY_USE_ASYNCIO)

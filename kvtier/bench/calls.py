@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+import anyio
+
 from kvtier.bench.errors import BenchFailed, Stuck
+from kvtier.concurrency.detached import DetachedTask
 from kvtier.units import format_duration
 
 GRACE_SECONDS = 1.0
@@ -21,31 +23,21 @@ async def within(seconds: float, doing: str, call: Callable[[], Awaitable[Answer
     ``doing`` names the call in error messages. Cancelling the caller cancels the call and waits for its end.
     Raises :class:`Stuck` if the call does not end when cancelled.
     """
-    task = asyncio.ensure_future(_awaited(call))
+    task = DetachedTask(_awaited(call))
     try:
-        await asyncio.wait([task], timeout=seconds + GRACE_SECONDS)
-    except asyncio.CancelledError:
-        await _end(task, doing)
+        ended = await task.wait(seconds + GRACE_SECONDS)
+    except anyio.get_cancelled_exc_class():
+        await _stop(task, doing)
         raise
-    if task.done():
+    if ended:
         return task.result()
-    await _end(task, doing)
+    await _stop(task, doing)
     raise BenchFailed(f"{doing} exceeded the deadline of {format_duration(seconds)}")
 
 
-async def _end(task: asyncio.Future[AnswerT], doing: str) -> None:
-    task.cancel()
-    # anyio's level cancellation raises at every await in the scope: shield the wait, and repeat it.
-    waiting = asyncio.ensure_future(asyncio.wait([task], timeout=GRACE_SECONDS))
-    while not waiting.done():
-        try:
-            await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            continue
-    if not task.done():
+async def _stop(task: DetachedTask[AnswerT], doing: str) -> None:
+    if not await task.stop(GRACE_SECONDS):
         raise Stuck(f"{doing} does not end when cancelled")
-    if not task.cancelled():
-        task.exception()  # Retrieve it, so that asyncio does not log it.
 
 
 async def _awaited(call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:

@@ -7,16 +7,15 @@ which the server drops; it replies with ``offset`` bytes.
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.memory.arena import Arena
 from kvtier.memory.slices import PAGE_BYTES
 from kvtier.transports.base import Access
@@ -78,18 +77,15 @@ class RawSockets:
     def __init__(self, arena: Arena, port: int, connections: int) -> None:
         self._arena = arena
         self._connections = [_connect(port) for _ in range(connections)]
-        self._threads = ThreadPoolExecutor(connections)
+        self._threads = WorkerThreads(connections)
 
     async def move(self, access: Access, spans: Sequence[Span]) -> float:
         """Read or write all spans; return the duration in seconds."""
-        loop = asyncio.get_running_loop()
         started = time.perf_counter()
         shares = _split(spans, len(self._connections))
-        await asyncio.gather(
-            *(
-                loop.run_in_executor(self._threads, self._move, connection, access, share)
-                for connection, share in zip(self._connections, shares, strict=False)
-            )
+        moves = list(zip(self._connections, shares, strict=False))
+        await spread(
+            lambda move: self._move(move[0], access, move[1]), moves, parts=len(moves), executor=self._threads
         )
         return time.perf_counter() - started
 
@@ -120,8 +116,8 @@ class RawSockets:
         _fill(connection, memoryview(bytearray(len(share) * len(_DONE))))
 
     def close(self) -> None:
-        """Close the connections and the thread pool."""
-        self._threads.shutdown()
+        """Close the connections and let the threads exit."""
+        self._threads.close()
         for connection in self._connections:
             connection.close()
 

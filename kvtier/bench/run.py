@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -12,6 +11,7 @@ from typing import TypeVar
 import anyio
 
 from kvtier.bench.errors import Stuck
+from kvtier.concurrency.threads import caller_into_loop
 from kvtier.errors import KVTierError
 
 CLEAN_UP_SECONDS = 30.0
@@ -27,11 +27,11 @@ def run(work: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
     Ctrl-C ends the wait. It returns even if a call in the work never ends; the thread then keeps running.
     """
     result: Future[AnswerT] = Future()
-    started: Future[tuple[asyncio.AbstractEventLoop, anyio.CancelScope]] = Future()
+    started: Future[tuple[Callable[..., object], anyio.CancelScope]] = Future()
 
     async def supervised() -> None:
         with anyio.CancelScope() as scope:
-            started.set_result((asyncio.get_running_loop(), scope))
+            started.set_result((caller_into_loop(), scope))
             try:
                 # Set here, because anyio.run does not return while a call is stuck.
                 result.set_result(await work())
@@ -47,12 +47,12 @@ def run(work: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
                 result.set_exception(error)
 
     threading.Thread(target=thread, name="kvtier-bench", daemon=True).start()
-    loop, scope = started.result()
+    call_soon, scope = started.result()
     try:
         return result.result()
     except BaseException:
         if not result.done():
-            loop.call_soon_threadsafe(scope.cancel)
+            call_soon(scope.cancel)
             with suppress(TimeoutError):
                 result.exception(CLEAN_UP_SECONDS)
         raise

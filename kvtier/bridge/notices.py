@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import anyio
+
+from kvtier.concurrency.threads import caller_into_loop
 
 MAX_NOTICES = 16
 """Maximum number of notices queued for an engine, and sent to it in one batch."""
@@ -49,23 +50,23 @@ class Notices(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._queues: set[_Queue] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._call_soon: Callable[..., object] | None = None
 
     @contextmanager
     def listening(self, logger: logging.Logger) -> Iterator[None]:
         """Forward the records of ``logger``. Call from the event loop."""
-        self._loop = asyncio.get_running_loop()
+        self._call_soon = caller_into_loop()
         logger.addHandler(self)
         try:
             yield
         finally:
             logger.removeHandler(self)
-            self._loop = None
+            self._call_soon = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue the first line of a message, without its traceback."""
-        loop = self._loop
-        if loop is None or not self._queues:
+        call_soon = self._call_soon
+        if call_soon is None or not self._queues:
             return
         try:
             text = next(iter(record.getMessage().splitlines()), "")[:MAX_CHARACTERS]
@@ -73,7 +74,7 @@ class Notices(logging.Handler):
             self.handleError(record)
             return
         with suppress(RuntimeError):  # The event loop is closed.
-            loop.call_soon_threadsafe(self._put, text)
+            call_soon(self._put, text)
 
     async def forward(self, send: Callable[[list[str]], Awaitable[None]]) -> None:
         """Send notices in batches until cancelled. Each is sent within a few seconds."""

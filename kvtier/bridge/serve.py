@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import logging
 import os
+import stat
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
+import aiofiles.os
 import anyio
 from anyio import CancelScope
 from rich.console import Console
@@ -21,6 +21,7 @@ from kvtier.bridge.listen import listening
 from kvtier.bridge.server import BridgeServer
 from kvtier.bridge.spawn import default_address
 from kvtier.cache import TieredCache
+from kvtier.concurrency.files import FileLocked, LockFile
 from kvtier.concurrency.signals import stop_on_signals
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelError
@@ -43,16 +44,15 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
     """
     path = socket or settings.socket or default_address(settings)
     serving, draining = CancelScope(), CancelScope()
-    with _claim(path):
-        async with Instance.open(settings) as instance, open_tasks() as tasks:
-            server = BridgeServer(instance)
-            await tasks.start(stop_on_signals, serving, draining, logger)
-            async with _serving_metrics(settings.metrics.listen, server):
-                with server.notices.listening(logger), _frozen(), serving:
-                    await _serve_engines(server, path, settings.linger if exit_when_idle else None)
-                with draining:
-                    await _finish(instance.cache)
-            tasks.cancel_scope.cancel()
+    async with _claim(path), Instance.open(settings) as instance, open_tasks() as tasks:
+        server = BridgeServer(instance)
+        await tasks.start(stop_on_signals, serving, draining, logger)
+        async with _serving_metrics(settings.metrics.listen, server):
+            with server.notices.listening(logger), _frozen(), serving:
+                await _serve_engines(server, path, settings.linger if exit_when_idle else None)
+            with draining:
+                await _finish(instance.cache)
+        tasks.cancel_scope.cancel()
 
 
 @contextmanager
@@ -122,31 +122,29 @@ async def _finish(cache: TieredCache) -> None:
         await cache.finish(show)
 
 
-@contextmanager
-def _claim(path: Path) -> Iterator[None]:
+@asynccontextmanager
+async def _claim(path: Path) -> AsyncIterator[None]:
     """Hold an exclusive lock for serving on ``path``; the kernel releases it when this process exits."""
-    with _lock_of(path) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.seek(0)
-            raise ChannelError(
-                f"process {lock.read().strip() or 'unknown'} already serves on {path}: "
-                "stop it, or set another `socket`"
-            ) from error
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        path.unlink(missing_ok=True)
-        yield
-
-
-def _lock_of(path: Path) -> TextIO:
-    """Open the lock file for ``path``. Raises :class:`ChannelError`."""
+    lock = await _lock_of(path)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.exists() and not path.is_socket():
-            raise ChannelError(f"{path} exists and is not a socket: set another `socket`")
-        return path.with_name(path.name + ".lock").open("a+")
+        with suppress(FileNotFoundError):
+            await aiofiles.os.unlink(path)
+        yield
+    finally:
+        await lock.release()
+
+
+async def _lock_of(path: Path) -> LockFile:
+    """Lock the lock file for ``path``. Raises :class:`ChannelError`."""
+    try:
+        await aiofiles.os.makedirs(path.parent, mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK((await aiofiles.os.stat(path)).st_mode):
+                raise ChannelError(f"{path} exists and is not a socket: set another `socket`")
+        return await LockFile.acquire(path.with_name(path.name + ".lock"), f"process {os.getpid()}")
+    except FileLocked as error:
+        raise ChannelError(
+            f"{error.holder} already serves on {path}: stop it, or set another `socket`"
+        ) from error
     except (OSError, ValueError) as error:
         raise ChannelError(f"cannot create socket {path}: {error}: set another `socket`") from error

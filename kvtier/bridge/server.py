@@ -6,7 +6,6 @@ synchronously; only waiting for a fetch is a separate task.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import logging
@@ -195,7 +194,7 @@ class BridgeServer:
         """Return what each engine holds, and the counters since the start."""
         engines = [engine.status() for engine in self._engines.values()]
         # By function name: a leak shows as a count that only grows.
-        tasks = Counter(task.get_name() for task in asyncio.all_tasks())
+        tasks = Counter(task.name for task in anyio.get_running_tasks())
         process = {"pid": os.getpid(), "epoch": self.epoch, "tasks": tasks}
         return {**process, "engines": engines, **self._instance.status()}
 

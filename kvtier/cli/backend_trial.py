@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
+import anyio
+
 from kvtier.backends.base import Backend, Outcome
+from kvtier.concurrency.detached import DetachedTask
 from kvtier.errors import KVTierError
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
@@ -196,7 +198,7 @@ class _Trial:
                     f"it still holds a chunk {format_duration(self._deadline)} after it was deleted",
                     "allow this user to delete",
                 )
-            await asyncio.sleep(DELETING_PAUSE_SECONDS)
+            await anyio.sleep(DELETING_PAUSE_SECONDS)
 
     async def _clean_up(self, key: ChunkKey) -> None:
         """Delete what may have been written after an error, ignoring further errors."""
@@ -219,14 +221,12 @@ class _Trial:
         """Return the result of ``call`` and its duration in seconds. Raises: Problem: timeout."""
         limit = seconds or self._deadline
         started = time.perf_counter()
-        task = asyncio.ensure_future(_awaited(call))
-        await asyncio.wait([task], timeout=limit + GRACE_SECONDS)
+        task = DetachedTask(_awaited(call))
+        ended = await task.wait(limit + GRACE_SECONDS)
         took = time.perf_counter() - started
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task], timeout=GRACE_SECONDS)
-            self.stuck = not task.done()
-        elif took <= limit or task.exception():
+        if not ended:
+            self.stuck = not await task.stop(GRACE_SECONDS)
+        elif took <= limit or task.error:
             # An exception is more informative than the timeout.
             return task.result(), took
         still = ", and does not end when it is cancelled" if self.stuck else ""

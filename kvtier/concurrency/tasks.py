@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 from anyio.abc import TaskGroup
@@ -44,3 +44,12 @@ async def wait_for_event(event: anyio.Event, seconds: float | None) -> bool:
             await event.wait()
         seconds -= min(time.monotonic() - started, 2 * step)
     return event.is_set()
+
+
+async def wait_shielded(events: Sequence[anyio.Event]) -> None:
+    """Wait for all events, however often the wait is cancelled. The caller re-raises its cancellation."""
+    with anyio.CancelScope(shield=True):
+        for event in events:
+            while not event.is_set():
+                with suppress(anyio.get_cancelled_exc_class()):
+                    await event.wait()

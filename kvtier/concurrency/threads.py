@@ -35,10 +35,23 @@ def run_in_background(function: Callable[[], None]) -> None:
     _thread.start_new_thread(function, ())
 
 
+def caller_into_loop() -> Callable[..., object]:
+    """Return a function that schedules a call in the running event loop, from any thread.
+
+    It does not wait for the call, unlike anyio's ``from_thread``: the event loop may be busy, or hang. It
+    raises ``RuntimeError`` if the event loop is closed.
+    """
+    return asyncio.get_running_loop().call_soon_threadsafe
+
+
+Call = asyncio.Future[None]
+"""A call in a worker thread. Done when the function has returned or raised."""
+
+
 class _Work(NamedTuple):
     function: Callable[[], None]
     loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[None]
+    done: Call
 
 
 class _Pool:
@@ -110,7 +123,7 @@ class WorkerThreads:
         self._pool = _Pool()
         weakref.finalize(self, self._pool.end).atexit = False
 
-    def __call__(self, function: Callable[[], None]) -> asyncio.Future[None]:
+    def __call__(self, function: Callable[[], None]) -> Call:
         """Run ``function`` when a thread is free. The future gets its exception. Does not block.
 
         If no thread can be started, the future gets the :class:`RuntimeError`.
@@ -140,7 +153,7 @@ class WorkerThreads:
         self._pool.end()
 
 
-def _settle(done: asyncio.Future[None], error: BaseException | None) -> None:
+def _settle(done: Call, error: BaseException | None) -> None:
     if done.done():
         return
     if error is None:

@@ -51,7 +51,7 @@ async def run_controller(settings: ServiceSettings) -> AsyncIterator[Controller]
     """
     context = _tls(settings)
     token = settings.token.get_secret_value() if settings.token is not None else None
-    with State.open(settings.state) as state:
+    async with State.open(settings.state) as state:
         log, pins = EventLog(state, keep=settings.keep_events), Pins(state)
         registry = Registry(heartbeat=settings.heartbeat, idle_timeout=settings.instance_timeout)
         async with open_tasks() as tasks, Operations.open(registry, log, pins) as operations:

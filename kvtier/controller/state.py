@@ -1,18 +1,23 @@
 """The controller's persistent state: one SQLite file, locked by one process.
 
 A write has reached the page cache when the call returns, so killing the process loses nothing. A power
-failure may lose the last seconds: the price of not waiting for the disk in the event loop.
+failure may lose the last seconds: the price of not waiting for the disk in the event loop. The file is opened
+and closed in a worker thread, because SQLite then reads or writes its whole log.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiofiles
+import aiofiles.os
+from anyio import CancelScope, to_thread
+
+from kvtier.concurrency.files import open_private
 from kvtier.errors import ControllerError
 
 logger = logging.getLogger("kvtier.controller")
@@ -40,17 +45,20 @@ class State:
         self._failing = False
 
     @classmethod
-    @contextmanager
-    def open(cls, path: Path) -> Iterator[State]:
+    @asynccontextmanager
+    async def open(cls, path: Path) -> AsyncIterator[State]:
         """Open the state file within the block. Creates the file and its directory if missing.
 
         Raises: ControllerError: another controller has it open, it is invalid, or it is not writable.
         """
-        connection = _connect(path)
+        # Shielded, because a cancelled call would leave the file open, and thus locked.
+        with CancelScope(shield=True):
+            connection = await _connect(path)
         try:
             yield cls(connection, path)
         finally:
-            connection.close()
+            with CancelScope(shield=True):
+                await to_thread.run_sync(connection.close)
 
     def read(self, query: str) -> list[tuple[Value, ...]]:
         """Return all rows of a query."""
@@ -73,13 +81,21 @@ class State:
             self._failing = False
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+async def _connect(path: Path) -> sqlite3.Connection:
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Readable by the owner only.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        connection = sqlite3.connect(path, timeout=0)
-    except (OSError, sqlite3.Error) as error:
+        await aiofiles.os.makedirs(path.parent, mode=0o700, exist_ok=True)
+        async with aiofiles.open(path, "r+b", buffering=0, opener=open_private):
+            pass
+        return await to_thread.run_sync(_connect_existing, path)
+    except OSError as error:
+        raise ControllerError(f"{_unusable(path)} ({error}): set another file with --state") from error
+
+
+def _connect_existing(path: Path) -> sqlite3.Connection:
+    """Open and lock the file. Blocks."""
+    try:
+        connection = sqlite3.connect(path, timeout=0, check_same_thread=False)
+    except sqlite3.Error as error:
         raise ControllerError(f"{_unusable(path)} ({error}): set another file with --state") from error
     try:
         _prepare(connection, path)

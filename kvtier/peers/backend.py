@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -14,6 +13,7 @@ import anyio
 from anyio import CancelScope
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsPrefix
+from kvtier.concurrency.detached import DetachedTask
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
 from kvtier.memory.keys import ChunkKey
@@ -81,7 +81,7 @@ class PeersBackend(Backend, SupportsPrefix):
         self._bound: Bound = {}
         self._directory: DirectoryClient | None = None
         self._scope = CancelScope()
-        self._running: asyncio.Task[None] | None = None
+        self._running: DetachedTask[None] | None = None
 
     @property
     def clients(self) -> list[PeerClient]:
@@ -121,7 +121,7 @@ class PeersBackend(Backend, SupportsPrefix):
 
     def connect(self) -> None:
         """Start connecting to every configured peer. Call once, in the event loop; does not block."""
-        self._running = asyncio.ensure_future(self._run())
+        self._running = DetachedTask(self._run())
 
     async def close(self) -> None:
         """See :meth:`disconnect`."""
@@ -134,7 +134,7 @@ class PeersBackend(Backend, SupportsPrefix):
             return
         self._scope.cancel()
         with CancelScope(shield=True):
-            await asyncio.wait([running])
+            await running.wait()
         running.result()
         self._threads.close()
         self._temporary_threads.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -10,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import anyio
 from anyio import fail_after, getaddrinfo
 
 from kvtier.sockets.connection import Connection, Deadline
@@ -36,7 +36,7 @@ class Lane(Generic[ConnectionT]):
         self._connect = connect
         self._idle: deque[ConnectionT] = deque()
         self._lock = Lock()
-        self._slots = asyncio.Semaphore(size)
+        self._slots = anyio.Semaphore(size, fast_acquire=True)
         self._in_use = 0
         self._closed = False
 
@@ -93,11 +93,11 @@ class Lane(Generic[ConnectionT]):
     @asynccontextmanager
     async def acquire(self, deadline: Deadline) -> AsyncIterator[ConnectionT]:
         """Like :meth:`checkout`, from the event loop. Waits for one of the ``size`` slots."""
-        if self._slots.locked():
-            async with asyncio.timeout(deadline.remaining()):
+        try:
+            self._slots.acquire_nowait()
+        except anyio.WouldBlock:
+            with fail_after(deadline.remaining()):
                 await self._slots.acquire()
-        else:
-            await self._slots.acquire()
         try:
             connection = await self.connected(deadline)
             with self.bound(connection, deadline):
@@ -113,7 +113,7 @@ class Lane(Generic[ConnectionT]):
         opened: list[ConnectionT] = []
         try:
             await finished(self.pump.executor(lambda: opened.append(self.connect(deadline))), deadline.expire)
-        except asyncio.CancelledError:
+        except anyio.get_cancelled_exc_class():
             for connection in opened:
                 connection.close()
             raise

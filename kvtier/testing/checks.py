@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Set
 
+import anyio
 import pytest
 
 from kvtier.testing.watch import LoopWatch
@@ -23,14 +23,15 @@ def _check_the_loop(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 async def checked_loop(request: pytest.FixtureRequest) -> AsyncIterator[None]:
     """Fail the test if it, or one of its fixtures, blocks the event loop or leaves a task running."""
-    before = asyncio.all_tasks()
+    # The coroutines, because the id of a task may be used again after its end.
+    before = {task.coro for task in anyio.get_running_tasks()}
     watch = LoopWatch()
     watch.start()
     yield
     leftover = await _leftover_tasks(before)
     watch.stop()
     if leftover:
-        tasks = "\n".join(f"  {task!r}" for task in leftover)
+        tasks = "\n".join(f"  {_describe(task)}" for task in leftover)
         pytest.fail(f"tasks are still running:\n{tasks}", pytrace=False)
     if watch.blocks and request.node.get_closest_marker("loop_may_block") is None:
         worst = max(watch.blocks)
@@ -41,16 +42,28 @@ async def checked_loop(request: pytest.FixtureRequest) -> AsyncIterator[None]:
         )
 
 
-async def _leftover_tasks(before: Set[asyncio.Task[object]]) -> list[asyncio.Task[object]]:
-    leftover: list[asyncio.Task[object]] = []
+async def _leftover_tasks(before: Set[object]) -> list[anyio.TaskInfo]:
+    leftover: list[anyio.TaskInfo] = []
     for _ in range(LEFTOVER_POLLS):
-        leftover = [task for task in asyncio.all_tasks() if task not in before and not _is_runner(task)]
+        running = anyio.get_running_tasks()
+        leftover = [task for task in running if task.coro not in before and not _is_runner(task)]
         if not leftover:
             break
-        await asyncio.sleep(POLL_SECONDS)
+        await anyio.sleep(POLL_SECONDS)
     return leftover
 
 
-def _is_runner(task: asyncio.Task[object]) -> bool:
+def _is_runner(task: anyio.TaskInfo) -> bool:
     """Return whether anyio's test runner created the task: one for each call into the event loop."""
-    return getattr(task.get_coro(), "__qualname__", "").startswith("TestRunner.")
+    return _name(task).startswith("TestRunner.")
+
+
+def _name(task: anyio.TaskInfo) -> str:
+    return getattr(task.coro, "__qualname__", "")
+
+
+def _describe(task: anyio.TaskInfo) -> str:
+    """Return the task's name, and the function that it runs with the line where it waits."""
+    frame = getattr(task.coro, "cr_frame", None)
+    place = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+    return f"{task.name}: {_name(task)}(){place}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from kvtier.backends.base import Outcome
+from kvtier.concurrency.detached import DetachedTask
 from kvtier.testing.backend import is_stained
 from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.testing.noise import stain
@@ -109,18 +109,18 @@ class TransportFaults(TransportSuite):
             spans = await pair.other.grant([size] * 64)
             views = pair.views([size] * 64)
             calls = [
-                asyncio.ensure_future(pair.link.read([(span, view)]))
-                for span, view in zip(spans, views, strict=True)
+                DetachedTask(pair.link.read([(span, view)])) for span, view in zip(spans, views, strict=True)
             ]
             cancelled = calls[2::4]
             for call in cancelled:
                 await anyio.lowlevel.checkpoint()
                 call.cancel()
-                await asyncio.wait([call])
+                await call.wait()
                 stain(views[calls.index(call)])
-            await asyncio.wait(calls)
+            for call in calls:
+                await call.wait()
             for index, (call, view) in enumerate(zip(calls, views, strict=True)):
-                if call.cancelled():
+                if call.cancelled:
                     assert is_stained(view), "memory was written after the call had returned"
                 elif call not in cancelled:
                     assert list(call.result()) == [OK]
@@ -134,18 +134,18 @@ class TransportFaults(TransportSuite):
             (view,) = pair.views([8 * MIB])
             pair.other.pause()
             try:
-                call = asyncio.ensure_future(pair.link.read([(span, view)]))
+                call = DetachedTask(pair.link.read([(span, view)]))
                 await anyio.sleep(0.1)
                 began = time.monotonic()
                 call.cancel()
-                await asyncio.wait([call])
+                await call.wait()
                 assert time.monotonic() - began < GRACE_SECONDS
                 stain(view)
             finally:
                 pair.other.resume()
             (checked,) = await pair.other.grant([1000], seed=3)
             await self.assert_reads(pair, [checked], 3)
-            assert call.cancelled() is False or is_stained(view)
+            assert not call.cancelled or is_stained(view)
             await pair.assert_no_leases()
 
     # Failures of peers and networks.
@@ -164,7 +164,7 @@ class TransportFaults(TransportSuite):
             if pair.relay is not None:
                 pair.relay.hold_after(MIB)
             began = time.monotonic()
-            call = asyncio.ensure_future(
+            call = DetachedTask(
                 pair.link.read([(span, view)]) if method == "read" else pair.link.write([(view, span)])
             )
             if pair.relay is not None:
@@ -174,7 +174,7 @@ class TransportFaults(TransportSuite):
             pair.other.kill()
             if pair.relay is not None:
                 pair.relay.release()
-            (outcome,) = await call
+            (outcome,) = await call.join()
             assert time.monotonic() - began < SHORT_DEADLINE + GRACE_SECONDS
             assert outcome is FAILED or (outcome is OK and pair.relay is None)
             stain(view)
@@ -244,7 +244,7 @@ class TransportFaults(TransportSuite):
             if method == "write":
                 await fill(view, 5)
             pair.relay.hold_after(size // 2)
-            call = asyncio.ensure_future(
+            call = DetachedTask(
                 pair.link.read([(span, view)]) if method == "read" else pair.link.write([(view, span)])
             )
             await until(lambda: pair.relay is not None and pair.relay.is_holding)
@@ -252,7 +252,7 @@ class TransportFaults(TransportSuite):
             await anyio.sleep(0.3)
             pair.relay.release()
             pair.relay.heal()
-            assert list(await call) == [OK]
+            assert list(await call.join()) == [OK]
             if method == "read":
                 assert await holds(view, 1)
             assert await pair.other.digest(span.offset, size) == xxh3_128_hexdigest(view)
@@ -268,11 +268,11 @@ class TransportFaults(TransportSuite):
             assert pair.relay is not None
             spans = await pair.other.grant([8 * MIB, 1], seed=1)
             pair.relay.hold_after(MIB)
-            call = asyncio.ensure_future(pair.read(spans))
+            call = DetachedTask(pair.read(spans))
             await until(lambda: pair.relay is not None and pair.relay.is_holding)
             began = time.monotonic()
             pair.relay.cut()
-            assert FAILED in (await call)[0]
+            assert FAILED in (await call.join())[0]
             assert time.monotonic() - began < SHORT_DEADLINE + GRACE_SECONDS
             pair.relay.release()
             pair.relay.heal()

@@ -5,7 +5,6 @@ Requests and answers are lines of JSON: ``{"do": name, ...}``, and ``{"answer": 
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 import os
@@ -21,6 +20,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+from anyio.abc import TaskGroup
 from xxhash import xxh3_128_hexdigest
 
 from kvtier.backends.base import Outcome
@@ -126,9 +126,9 @@ class OtherProcess:
 class _Commands:
     """The commands of the other process."""
 
-    def __init__(self) -> None:
+    def __init__(self, tasks: TaskGroup) -> None:
         self._stack = AsyncExitStack()
-        self._reading: asyncio.Task[list[str]] | None = None
+        self._tasks = tasks
 
     async def open(
         self, kind: str, settings: dict[str, Any], capacity: int, certificate: Sequence[str] | None
@@ -189,22 +189,28 @@ class _Commands:
     async def read_repeatedly(self, spans: list[list[int]]) -> None:
         """Start a task that reads the spans in a loop, and return at once."""
 
-        async def read() -> list[str]:
+        async def read() -> None:
             while True:
                 outcomes = (await self.read(spans))["outcomes"]
                 assert set(outcomes) <= {Outcome.OK.value, Outcome.FAILED.value}, outcomes
 
-        self._reading = asyncio.ensure_future(read())
+        self._tasks.start_soon(read)
 
 
 def resources() -> list[int]:
     """Return the numbers of file descriptors, threads and tasks of this process."""
-    tasks = len(asyncio.all_tasks())
+    tasks = len(anyio.get_running_tasks())
     return [len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), tasks]
 
 
 async def _main() -> None:
-    commands = _Commands()
+    async with anyio.create_task_group() as tasks:
+        await _answer(_Commands(tasks))
+        os._exit(0)
+
+
+async def _answer(commands: _Commands) -> None:
+    """Run commands until standard input ends."""
     # Library output on stdout must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -218,7 +224,6 @@ async def _main() -> None:
             answer = {"failed": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ transports over connections a minimal listener and dialer without authentication
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import socket
 import ssl
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import anyio
 import anyio.to_thread
 
+from kvtier.concurrency.tasks import open_tasks
 from kvtier.memory.arena import Arena
 from kvtier.memory.slices import Lease
 from kvtier.sockets.connection import Connection, Deadline, TLSConnection
@@ -155,13 +155,12 @@ async def _listening(
     listener = socket.create_server((address, 0), backlog=128)
     listener.setblocking(False)
     with listener:
-        tasks = asyncio.ensure_future(_accept(listener, transport.serve, context))
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            tasks.cancel()
-            with suppress(asyncio.CancelledError):
-                await tasks
+        async with open_tasks() as tasks:
+            tasks.start_soon(_accept, listener, transport.serve, context)
+            try:
+                yield listener.getsockname()[1]
+            finally:
+                tasks.cancel_scope.cancel()
 
 
 async def _accept(

@@ -8,14 +8,16 @@ stable bytes.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
+import anyio
+
 from kvtier.backends.base import PutItem
-from kvtier.concurrency.threads import WorkerThreads, spread, wait_all
+from kvtier.concurrency.tasks import wait_shielded
+from kvtier.concurrency.threads import Call, WorkerThreads, spread
 from kvtier.errors import CorruptChunk
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.arena import address_of
@@ -56,8 +58,8 @@ class _Job:
         self.waiting = 0
         """Number of calls waiting for the result. At zero the job stops early and writes no header."""
         self.error: BaseException | None = None
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Resolved when the headers are written."""
+        self.done = anyio.Event()
+        """Set when the headers are written."""
 
     def run(self) -> None:
         for item in self.chunks.values():
@@ -131,14 +133,15 @@ class Sealer:
         """Wait for all jobs, even if cancelled: until then threads read the caller's memory."""
         done = [job.done for job in jobs]
         try:
-            if done:
-                await asyncio.wait(done)
-        except asyncio.CancelledError:
+            for event in done:
+                if not event.is_set():
+                    await event.wait()
+        except anyio.get_cancelled_exc_class():
             for job in jobs:
                 job.waiting -= 1
                 if not job.waiting:
                     self._forget(job)
-            await wait_all(done)
+            await wait_shielded(done)
             raise
 
     def _forget(self, job: _Job) -> None:
@@ -146,7 +149,7 @@ class Sealer:
         for place in job.chunks:
             del self._in_flight[place]
 
-    def _finish(self, job: _Job, call: asyncio.Future[None]) -> None:
+    def _finish(self, job: _Job, call: Call) -> None:
         """Write the headers, in the event loop, then wake the waiting calls."""
         job.error = call.exception()
         chunks: list[PutItem] = []
@@ -159,7 +162,7 @@ class Sealer:
             if result.head is not None:
                 chunk[:HEADER_BYTES] = result.head
         job.chunks.clear()  # References to the job must not keep the arena mapped.
-        job.done.set_result(None)
+        job.done.set()
         self._report(chunks, examined)  # Last: the waiting calls are woken even if it raises.
 
     def _report(self, items: Sequence[PutItem], examined: Sequence[_Examined]) -> None:

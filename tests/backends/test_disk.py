@@ -15,6 +15,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from aiofiles.threadpool.binary import AsyncFileIO
 
 from kvtier.backends.disk import folder
 from kvtier.backends.disk.backend import DiskSettings, lock_holder, object_path, walk
@@ -116,7 +117,9 @@ async def wait_until_ended(threads: set[threading.Thread]) -> None:
 async def test_threads_end_with_the_backend(tmp_path: Path, io: str) -> None:
     before = workers()
     async with opened(disk(tmp_path, concurrency=5, io=io)) as backend:
-        await backend.put([(make_key(number), filled(PAGE)) for number in range(20)])
+        items = [(make_key(number), filled(PAGE)) for number in range(20)]
+        await backend.put(items)
+        await backend.contains([key for key, _ in items])
         threads = workers() - before
         assert 1 <= len(threads) <= (1 if io == "uring" else 5)  # An idle thread takes the next call.
     await wait_until_ended(threads)
@@ -227,9 +230,13 @@ async def test_short_reads_and_writes_are_continued(
 # The lock.
 
 
-def test_lock_holder_is_none_for_an_unused_folder(tmp_path: Path) -> None:
+async def open_and_close(path: Path) -> None:
+    await (await ObjectFolder.open("ssd", path, direct=True)).close()
+
+
+async def test_lock_holder_is_none_for_an_unused_folder(tmp_path: Path) -> None:
     assert lock_holder(tmp_path) is None
-    ObjectFolder("ssd", tmp_path, direct=True).close()
+    await open_and_close(tmp_path)
     assert (tmp_path / ".lock").exists()
     assert lock_holder(tmp_path) is None
 
@@ -254,13 +261,26 @@ async def test_second_open_fails_and_names_the_lock_holder(tmp_path: Path) -> No
         pass
 
 
+OPEN = """
+import os, sys
+from pathlib import Path
+import aiofiles.os, anyio
+from kvtier.backends.disk.folder import ObjectFolder
+
+async def main():
+    await aiofiles.os.stat("/")  # Import everything as this user.
+    if sys.argv[2:]:
+        os.setuid(int(sys.argv[2]))
+    await ObjectFolder.open("ssd", Path(sys.argv[1]), direct=True)
+
+anyio.run(main)
+"""
+"""A program that opens a folder, optionally as another user."""
+
+
 async def test_open_fails_if_another_process_holds_the_lock(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from kvtier.backends.disk.folder import ObjectFolder\n"
-        "ObjectFolder('other', Path(sys.argv[1]), direct=True)"
-    )
     async with opened(disk(tmp_path)):
-        result = await anyio.run_process([sys.executable, "-c", code, str(tmp_path)], check=False)
+        result = await anyio.run_process([sys.executable, "-c", OPEN, str(tmp_path)], check=False)
     assert result.returncode
     assert f"is in use by process {os.getpid()} on host".encode() in result.stderr
 
@@ -272,12 +292,12 @@ async def test_lock_holder_does_not_block_open(tmp_path: Path) -> None:
         while not stop.is_set():
             lock_holder(tmp_path)
 
-    ObjectFolder("ssd", tmp_path, direct=True).close()
+    await open_and_close(tmp_path)
     thread = threading.Thread(target=inspect)
     thread.start()
     try:
         for _ in range(50):
-            await anyio.to_thread.run_sync(lambda: ObjectFolder("ssd", tmp_path, direct=True).close())
+            await open_and_close(tmp_path)
     finally:
         stop.set()
         thread.join()
@@ -310,13 +330,9 @@ async def test_path_is_a_file(tmp_path: Path) -> None:
 
 async def test_path_without_write_permission(tmp_path: Path) -> None:
     if os.geteuid() == 0:
-        code = (
-            "import sys, os; from pathlib import Path; from kvtier.backends.disk.folder import ObjectFolder\n"
-            "os.setuid(65534)\nObjectFolder('ssd', Path(sys.argv[1]), direct=True)"
-        )
         for parent in tmp_path.parents[:3]:
             parent.chmod(0o755)
-        command = [sys.executable, "-c", code, str(tmp_path)]
+        command = [sys.executable, "-c", OPEN, str(tmp_path), "65534"]
         result = await anyio.run_process(command, check=False)
         assert (
             f"TierError: tier 'ssd': path {tmp_path} cannot be used (Permission denied)"
@@ -329,12 +345,12 @@ async def test_path_without_write_permission(tmp_path: Path) -> None:
 
 async def test_read_only_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The lock file exists already; only the trial write fails.
-    ObjectFolder("ssd", tmp_path, direct=True).close()
+    await open_and_close(tmp_path)
 
-    def refuse(descriptor, data, offset) -> int:
+    async def refuse(file, data) -> int:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(os, "pwrite", refuse)
+    monkeypatch.setattr(AsyncFileIO, "write", refuse)
     assert "cannot be used (Read-only file system)" in await open_error(tmp_path)
     monkeypatch.undo()
     assert lock_holder(tmp_path) is None, "the lock was not released"
@@ -344,10 +360,10 @@ async def test_opens_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     async with opened(disk(tmp_path)) as backend:
         await backend.put([(make_key(1), filled(PAGE))])
 
-    def refuse(descriptor, data, offset) -> int:
+    async def refuse(file, data) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", refuse)
+    monkeypatch.setattr(AsyncFileIO, "write", refuse)
     async with opened(disk(tmp_path)) as backend:
         assert list(await backend.get([(make_key(1), blank(PAGE))])) == [OK]
     assert not (tmp_path / ".probe").exists()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from kvtier.backends.disk.backend import object_path
+from kvtier.backends.disk.folder import ObjectFolder
 from kvtier.cli import main
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
@@ -75,6 +78,17 @@ def store(folder: Path, number: int, *, last_used: float = 1e9) -> Path:
     path.write_bytes(content)
     os.utime(path, (last_used, last_used))
     return path
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[str]:
+    """Lock a folder as a cache process does, and yield the name of the holder."""
+    with start_blocking_portal() as portal:
+        claimed = portal.call(lambda: ObjectFolder.open("ssd", folder, direct=False))
+        try:
+            yield (folder / ".lock").read_text()
+        finally:
+            portal.call(claimed.close)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from pydantic import Field
 
 from kvtier import hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome
-from kvtier.backends.disk.folder import ObjectFolder
 from kvtier.cli import checks, checks_backend, doctor
 from kvtier.cli.checks_backend import select_tiers, without_secrets
 from kvtier.errors import SettingsError, TierError
@@ -28,7 +27,7 @@ from kvtier.testing.servers.base import free_port
 from tests.backends.broken import DictBackend
 from tests.plugins.conftest import write_metadata
 
-from .conftest import Kvtier, Result, spawn, store
+from .conftest import Kvtier, Result, held, spawn, store
 
 RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
 TIMEOUT_SECONDS = 60
@@ -192,10 +191,9 @@ def test_disk_in_use_by_a_cache_process_is_not_affected(
     chunk = store(tmp_path, 1)
     content = chunk.read_bytes()
     tiers(disk(tmp_path))
-    folder = ObjectFolder("ssd", tmp_path, direct=False)
-    before = sorted(tmp_path.rglob("*"))
-    (ssd,) = examine("--backend", "ssd")
-    folder.close()
+    with held(tmp_path):
+        before = sorted(tmp_path.rglob("*"))
+        (ssd,) = examine("--backend", "ssd")
     assert ssd.status == "ok"
     assert re.search(rf"{tmp_path} is in use by process \d+ on host .*, which is not affected", ssd.found)
     assert sorted(tmp_path.rglob("*")) == before

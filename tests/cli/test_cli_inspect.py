@@ -1,28 +1,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import anyio
 import pytest
 
-from kvtier.backends.disk.folder import ObjectFolder
-from kvtier.cli import inspect
+from kvtier.cli import inspect, inspect_files
 
-from .conftest import Kvtier, store
+from .conftest import Kvtier, held, store
 
 OBJECT_BYTES = 8192
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[str]:
-    """Lock a folder as a cache process does, and yield the name of the holder."""
-    claimed = ObjectFolder("ssd", folder, direct=False)
-    try:
-        yield (folder / ".lock").read_text()
-    finally:
-        claimed.close()
 
 
 def chunks(folder: Path) -> list[Path]:
@@ -145,9 +134,15 @@ def test_verify_while_a_cache_process_runs(kvtier: Kvtier, folder: Path) -> None
 def test_chunk_removed_during_verify_is_not_corrupt(
     kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = list(inspect._files(folder))
+    async def listed_before(folder: Path) -> AsyncIterator[list[inspect_files.ChunkFile]]:
+        yield files
+
+    async def list_files() -> list[inspect_files.ChunkFile]:
+        return [file async for batch in inspect_files._files(folder) for file in batch]
+
+    files = anyio.run(list_files)
     files[1].path.unlink()
-    monkeypatch.setattr(inspect, "_files", lambda _: iter(files))
+    monkeypatch.setattr(inspect_files, "_files", listed_before)
     result = kvtier("inspect", "verify", folder)
     assert (result.status, result.output) == (0, "2 chunks, 16KiB read, 0 corrupt.\n")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import anyio
@@ -16,6 +16,8 @@ from kvtier.controller.events import RESTARTED, Event, EventLog
 from kvtier.controller.state import State
 from kvtier.errors import ControllerError
 
+pytestmark = pytest.mark.anyio
+
 
 class Clock:
     def __init__(self) -> None:
@@ -26,9 +28,14 @@ class Clock:
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> Iterator[State]:
-    with State.open(tmp_path / "state.sqlite") as opened:
+async def state(anyio_backend: str, tmp_path: Path) -> AsyncIterator[State]:
+    async with State.open(tmp_path / "state.sqlite") as opened:
         yield opened
+
+
+async def open_state(path: Path) -> None:
+    async with State.open(path):
+        pass
 
 
 def finished(log: EventLog) -> Event:
@@ -111,9 +118,9 @@ def test_number_of_unfinished_events_is_limited(state: State, monkeypatch: pytes
     log.create("pin")
 
 
-def test_unfinished_events_fail_at_a_restart(tmp_path: Path) -> None:
+async def test_unfinished_events_fail_at_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "state.sqlite"
-    with State.open(path) as state:
+    async with State.open(path) as state:
         log = EventLog(state)
         done = finished(log)
         done.result.removed = 7
@@ -121,7 +128,7 @@ def test_unfinished_events_fail_at_a_restart(tmp_path: Path) -> None:
         log.start(running)
         log.progress(running, 1, 1)
     # Like a kill, this only closes the connection.
-    with State.open(path) as state:
+    async with State.open(path) as state:
         log = EventLog(state)
         assert [event.state for event in log.newest(10)] == ["failed", "failed", "done"]
         for event in (queued, running):
@@ -131,11 +138,10 @@ def test_unfinished_events_fail_at_a_restart(tmp_path: Path) -> None:
             assert again.ended_at is not None
         assert log.unfinished == 0
         assert log.find(done.id).source == ("a", "ram")
-    with State.open(path) as state:
+    async with State.open(path) as state:
         assert [event.state for event in EventLog(state).newest(10)] == ["failed", "failed", "done"]
 
 
-@pytest.mark.anyio
 async def test_wait_for_the_end_times_out(state: State) -> None:
     log = EventLog(state)
     event = log.create("move")
@@ -150,31 +156,25 @@ async def test_wait_for_the_end_times_out(state: State) -> None:
     assert event.error == "the end"
 
 
-def test_state_file_is_exclusive(tmp_path: Path, state: State) -> None:
-    with (
-        pytest.raises(ControllerError, match="another controller uses"),
-        State.open(state.path),
-    ):
-        pass
+async def test_state_file_is_exclusive(tmp_path: Path, state: State) -> None:
+    with pytest.raises(ControllerError, match="another controller uses"):
+        await open_state(state.path)
     assert (tmp_path / "state.sqlite").stat().st_mode & 0o077 == 0
 
 
-def test_foreign_file_is_left_unchanged(tmp_path: Path) -> None:
+async def test_foreign_file_is_left_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("this is not a database, and somebody wants to keep it" * 100)
-    with (
-        pytest.raises(ControllerError, match="remove it, or set another file with --state"),
-        State.open(path),
-    ):
-        pass
+    with pytest.raises(ControllerError, match="remove it, or set another file with --state"):
+        await open_state(path)
     with sqlite3.connect(tmp_path / "later.sqlite") as connection:
         connection.execute("PRAGMA user_version = 99")
     connection.close()
     with pytest.raises(ControllerError, match="written by another version"):
-        State.open(tmp_path / "later.sqlite").__enter__()
+        await open_state(tmp_path / "later.sqlite")
     (tmp_path / "file").touch()
     with pytest.raises(ControllerError, match="set another file with --state"):
-        State.open(tmp_path / "file" / "state").__enter__()
+        await open_state(tmp_path / "file" / "state")
     assert path.read_text().startswith("this is not")
 
 

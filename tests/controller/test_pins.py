@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -24,8 +24,8 @@ class Clock:
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> Iterator[State]:
-    with State.open(tmp_path / "state.sqlite") as opened:
+async def state(anyio_backend: str, tmp_path: Path) -> AsyncIterator[State]:
+    async with State.open(tmp_path / "state.sqlite") as opened:
         yield opened
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
 from pydantic import Field
@@ -34,8 +32,6 @@ __all__ = ["DiskBackend", "DiskSettings", "lock_holder", "object_path", "walk"]
 
 QUICK_CALLS_PER_THREAD = 64
 """Existence checks and deletes per thread. Each takes microseconds, so fewer do not justify a wake-up."""
-
-SCAN_BATCH = 1024
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -98,13 +94,11 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
         settings = self._settings
         self._executor = WorkerThreads(settings.concurrency)
         try:
-            self._folder = await self._in_thread(
-                lambda: ObjectFolder(settings.name, settings.path, direct=settings.direct)
-            )
+            self._folder = await ObjectFolder.open(settings.name, settings.path, direct=settings.direct)
             try:
                 self._ring = self._make_ring()
             except BaseException:
-                self._folder.close()
+                await self._folder.close()
                 raise
         except BaseException:
             self._executor.close()
@@ -113,10 +107,10 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
     async def close(self) -> None:
         """Unlock the folder for the next process."""
         if self._ring is not None:
-            await self._in_thread(self._ring.wait)
+            await self._spread(lambda ring: ring.wait(), [self._ring])
             self._ring.close()
             self._ring = None  # Closes its descriptors and unpins the arena.
-        await self._in_thread(self._folder.close)
+        await self._folder.close()
         self._executor.close()
 
     async def register(self, arena: Arena) -> None:
@@ -154,12 +148,7 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
 
         Reads one page of each file. Ignores files whose name is not a key, and logs them.
         """
-        objects = self._folder.objects()
-
-        def next_batch() -> list[Path]:
-            return list(itertools.islice(objects, SCAN_BATCH))
-
-        while paths := await self._in_thread(next_batch):
+        async for paths in self._folder.objects():
             described = await self._spread(self._folder.describe, paths)
             yield [stored for stored in described if stored is not None]
 
@@ -185,7 +174,3 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
     ) -> list[ResultT]:
         parts = min(self._settings.concurrency, -(-len(items) // items_per_thread))
         return await spread(work, items, parts=parts, executor=self._executor)
-
-    async def _in_thread(self, function: Callable[[], ResultT]) -> ResultT:
-        (result,) = await spread(lambda call: call(), [function], parts=1, executor=self._executor)
-        return result

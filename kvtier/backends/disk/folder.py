@@ -1,4 +1,7 @@
-"""The blocking half of the disk backend: a folder with one file per object. Callable from any thread.
+"""The folder of the disk backend, with one file per object.
+
+Methods that read or write one object block, and may be called from any thread: a batch of them is one call
+into a worker thread. The rest is asynchronous, through aiofiles.
 
 ::
 
@@ -20,13 +23,17 @@ import re
 import secrets
 import socket
 import stat
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+import aiofiles
+import aiofiles.os
+from anyio import CancelScope
+
 from kvtier.backends.base import GetItem, Outcome, PutItem, StoredObject
+from kvtier.concurrency.files import FileLocked, LockFile, holder_of
 from kvtier.errors import TierError
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.header import HEADER_BYTES, OBJECT_ALIGNMENT
@@ -36,8 +43,8 @@ logger = logging.getLogger("kvtier")
 
 LOCK_FILE = ".lock"
 PROBE_FILE = ".probe"
-LOCK_ATTEMPTS, LOCK_PAUSE_SECONDS = 5, 0.05
-"""How often to retry the lock before failing: an inspection also holds it, but only for microseconds."""
+LISTED_AT_ONCE = 1024
+"""Files listed in one call into a worker thread."""
 
 _PREFIX_DIGITS = 3
 _PREFIX = re.compile(rf"[0-9a-f]{{{_PREFIX_DIGITS}}}")
@@ -56,45 +63,61 @@ def walk(root: Path) -> Iterator[Path]:
     return (path for path in _files(root) if _key_of(path) is not None)
 
 
+async def listed(files: Iterator[Path]) -> AsyncIterator[list[Path]]:
+    """Yield files of :func:`walk` in batches, each with one call into a worker thread."""
+    take = aiofiles.os.wrap(lambda: list(itertools.islice(files, LISTED_AT_ONCE)))
+    while paths := await take():
+        yield paths
+
+
 def lock_holder(root: Path) -> str | None:
-    """Return who has locked the folder: ``process 123 on host x since ...``. Raises ``OSError``."""
-    try:
-        descriptor = os.open(root / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _read_holder(descriptor)
-    finally:
-        os.close(descriptor)
-    return None
+    """Return who has locked the folder: ``process 123 on host x since ...``. Blocks. Raises ``OSError``."""
+    return holder_of(root / LOCK_FILE)
 
 
 class ObjectFolder:
-    """A folder of objects that this process has locked.
+    """A folder of objects that this process has locked. Created with :meth:`open`."""
 
-    ``direct`` asks for O_DIRECT, which is disabled if the file system does not support it. Raises
-    :class:`TierError` if the folder cannot be created, locked or written; the message names the tier's
-    setting and the remedy.
-    """
-
-    def __init__(self, tier: str, root: Path, *, direct: bool) -> None:
+    def __init__(self, tier: str, root: Path, lock: LockFile, *, direct: bool) -> None:
         self._tier = tier
         self._root = root
+        self._lock = lock
+        self._direct = direct
         self._token = secrets.token_hex(4)
         self._serial = itertools.count()
         self._warn = RateLimitedWarning(logger)
-        try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = self._take_lock()
-        except OSError as error:
-            raise self._unusable(error) from error
-        try:
-            self._direct = self._probe(direct)
-        except OSError as error:
-            os.close(self._lock)
-            raise self._unusable(error) from error
+
+    @classmethod
+    async def open(cls, tier: str, root: Path, *, direct: bool) -> ObjectFolder:
+        """Create and lock a folder.
+
+        ``direct`` asks for O_DIRECT, which is disabled if the file system does not support it. Raises
+        :class:`TierError` if the folder cannot be created, locked or written; the message names the tier's
+        setting and the remedy.
+        """
+        since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        holder = f"process {os.getpid()} on host {socket.gethostname()} since {since}"
+        # Shielded, because a cancelled call would leave files open.
+        with CancelScope(shield=True):
+            try:
+                await aiofiles.os.makedirs(root, mode=0o700, exist_ok=True)
+                lock = await LockFile.acquire(root / LOCK_FILE, holder)
+                try:
+                    direct = await _probe(tier, root, direct=direct)
+                except BaseException:
+                    await lock.release()
+                    raise
+            except FileLocked as error:
+                raise TierError(
+                    f"tier {tier!r}: path {root} is in use by {error.holder}: stop that process, or set this "
+                    "tier's `path` to a folder of its own"
+                ) from error
+            except OSError as error:
+                raise TierError(
+                    f"tier {tier!r}: path {root} cannot be used ({error.strerror}): set the tier's `path` to "
+                    "a folder that this user can write to"
+                ) from error
+        return cls(tier, root, lock, direct=direct)
 
     @property
     def direct(self) -> bool:
@@ -132,9 +155,9 @@ class ObjectFolder:
         self._warn("tier %r cannot read: %s", self._tier, error)
         return Outcome.FAILED
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Unlock the folder."""
-        os.close(self._lock)
+        await self._lock.release()
 
     def holds(self, key: ChunkKey) -> bool:
         """Return whether ``key`` has an object."""
@@ -185,17 +208,21 @@ class ObjectFolder:
         except OSError as error:
             self._warn("tier %r cannot delete: %s", self._tier, error)
 
-    def objects(self) -> Iterator[Path]:
-        """Yield the objects. Deletes the files of interrupted writes and logs foreign files."""
+    async def objects(self) -> AsyncIterator[list[Path]]:
+        """Yield the objects in batches. Deletes the files of interrupted writes and logs foreign files."""
         foreign: list[Path] = []
-        for path in _files(self._root):
-            if _key_of(path) is not None:
-                yield path
-            elif not _TEMPORARY.fullmatch(path.name):
-                foreign.append(path)
-            elif f".{self._token}-" not in path.name:
-                with suppress(OSError):
-                    path.unlink()
+        async for paths in listed(_files(self._root)):
+            objects: list[Path] = []
+            for path in paths:
+                if _key_of(path) is not None:
+                    objects.append(path)
+                elif not _TEMPORARY.fullmatch(path.name):
+                    foreign.append(path)
+                elif f".{self._token}-" not in path.name:
+                    with suppress(OSError):
+                        await aiofiles.os.unlink(path)
+            if objects:
+                yield objects
         if foreign:
             logger.warning(
                 "tier %r: ignoring %d files in %s that do not belong to kvtier, such as %s",
@@ -237,64 +264,6 @@ class ObjectFolder:
         finally:
             os.close(descriptor)
 
-    def _take_lock(self) -> int:
-        descriptor = os.open(self._root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            for attempt in range(LOCK_ATTEMPTS):
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError as error:
-                    if attempt + 1 == LOCK_ATTEMPTS:
-                        raise self._in_use(_read_holder(descriptor)) from error
-                    time.sleep(LOCK_PAUSE_SECONDS)
-            since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            holder = f"process {os.getpid()} on host {socket.gethostname()} since {since}"
-            with suppress(OSError):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, holder.encode(), 0)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
-
-    def _probe(self, direct: bool) -> bool:
-        """Write and delete one page; return whether O_DIRECT works. A full disk is not an error."""
-        path = self._root / PROBE_FILE
-        with mmap.mmap(-1, OBJECT_ALIGNMENT) as page:
-            try:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-                descriptor = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
-                try:
-                    os.pwrite(descriptor, page, 0)
-                finally:
-                    os.close(descriptor)
-            except OSError as error:
-                if direct and error.errno == errno.EINVAL:
-                    logger.warning(
-                        "tier %r: the file system of %s does not support O_DIRECT; using the page cache",
-                        self._tier,
-                        self._root,
-                    )
-                    return self._probe(direct=False)
-                if error.errno not in _NO_ROOM:
-                    raise
-            finally:
-                path.unlink(missing_ok=True)
-        return direct
-
-    def _unusable(self, error: OSError) -> TierError:
-        return TierError(
-            f"tier {self._tier!r}: path {self._root} cannot be used ({error.strerror}): set the tier's "
-            "`path` to a folder that this user can write to"
-        )
-
-    def _in_use(self, holder: str) -> TierError:
-        return TierError(
-            f"tier {self._tier!r}: path {self._root} is in use by {holder}: stop that process, or set this "
-            "tier's `path` to a folder of its own"
-        )
-
 
 def _object_name(key: ChunkKey) -> str:
     name = key.hex()
@@ -321,9 +290,29 @@ def _files(root: Path) -> Iterator[Path]:
             yield Path(entry.path)
 
 
-def _read_holder(descriptor: int) -> str:
-    # Empty for a moment after another process has acquired the lock.
-    return os.pread(descriptor, 256, 0).decode(errors="replace") or "another process"
+async def _probe(tier: str, root: Path, *, direct: bool) -> bool:
+    """Write and delete one page; return whether O_DIRECT works. A full disk is not an error."""
+    path = root / PROBE_FILE
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | (os.O_DIRECT if direct else 0), 0o600)
+
+    try:
+        with mmap.mmap(-1, OBJECT_ALIGNMENT) as page:
+            async with aiofiles.open(path, "wb", buffering=0, opener=opener) as file:
+                await file.write(page)
+    except OSError as error:
+        if direct and error.errno == errno.EINVAL:
+            logger.warning(
+                "tier %r: the file system of %s does not support O_DIRECT; using the page cache", tier, root
+            )
+            return await _probe(tier, root, direct=False)
+        if error.errno not in _NO_ROOM:
+            raise
+    finally:
+        with suppress(FileNotFoundError):
+            await aiofiles.os.unlink(path)
+    return direct
 
 
 def _first_bytes(path: Path) -> bytes:

@@ -5,13 +5,12 @@ Never tested on real hardware: it requires an RDMA device on both sides.
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from anyio import CancelScope, fail_after, to_thread
+from anyio import CancelScope, Lock, fail_after, to_thread
 
 from kvtier.backends.base import Outcome
 from kvtier.backends.infinistore.protocol import OUT_OF_MEMORY
@@ -33,7 +32,7 @@ class InfiniStoreRDMA:
         self._connection: Any = None
         self._arena: Arena | None = None
         self._base = 0
-        self._connecting = asyncio.Lock()
+        self._connecting = Lock(fast_acquire=True)
 
     def load(self) -> None:
         """Import the library. Blocks. Raises :class:`TierError` if it is missing or too old."""

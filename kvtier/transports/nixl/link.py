@@ -170,7 +170,7 @@ class NixlLink(Link):
             except (PeerError, OSError) as error:
                 if isinstance(error, PeerError) and not self._is_replaced and attempt + 1 < ATTEMPTS:
                     # The peer's agent may have just exited, and is being restarted.
-                    await asyncio.sleep(PAUSE_SECONDS * 2**attempt)
+                    await anyio.sleep(PAUSE_SECONDS * 2**attempt)
                     continue
                 self._warn("nixl transport: cannot connect to a peer: %s", error)
                 break

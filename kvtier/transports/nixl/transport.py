@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import socket
@@ -11,6 +10,7 @@ from typing import ClassVar
 
 import anyio
 
+from kvtier.concurrency.detached import DetachedTask
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
 from kvtier.memory.arena import Arena
@@ -51,21 +51,19 @@ class NixlTransport(Transport, SupportsConnections):
         self._server: NixlProcess | None = None
         self._endpoint = b""
         self._arena_number = secrets.token_bytes(ARENA_BYTES)
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: DetachedTask[None] | None = None
 
     async def open(self, arena: Arena, grants: Grants) -> None:
         """Start the process that serves the arena. Takes about 1 s. Raises :class:`PeerError`."""
         self._arena = arena
         await self._serve()
-        self._watching = asyncio.get_running_loop().create_task(self._watch())
+        self._watching = DetachedTask(self._watch())
 
     async def close(self) -> None:
         """Kill that process, which also ends the memory registration."""
         with anyio.CancelScope(shield=True):
             if self._watching is not None:
-                self._watching.cancel()
-                with suppress(asyncio.CancelledError):
-                    await self._watching
+                await self._watching.stop()
             if self._server is not None:
                 await self._server.end()
         self._executor.close()
@@ -119,14 +117,13 @@ class NixlTransport(Transport, SupportsConnections):
 
     async def _watch(self) -> None:
         """Restart the process that serves the arena whenever it exits."""
-        loop = asyncio.get_running_loop()
-        pause, began = FIRST_PAUSE, loop.time()
+        pause, began = FIRST_PAUSE, anyio.current_time()
         while True:
             assert self._server is not None
             await self._server.exited.wait()
-            pause = min(2 * pause, LONGEST_PAUSE) if loop.time() - began < LONG_LIFE else FIRST_PAUSE
-            await asyncio.sleep(pause)
-            began = loop.time()
+            pause = min(2 * pause, LONGEST_PAUSE) if anyio.current_time() - began < LONG_LIFE else FIRST_PAUSE
+            await anyio.sleep(pause)
+            began = anyio.current_time()
             try:
                 await self._serve()
             except PeerError as error:

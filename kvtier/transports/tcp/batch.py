@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
+
+import anyio
 
 from kvtier.backends.base import Outcome
 from kvtier.transports.base import Access, RemoteSpan
@@ -75,7 +76,7 @@ class Batch:
     def __init__(self, access: Access, items: Sequence[tuple[RemoteSpan, memoryview]], spread: int) -> None:
         self.access = access
         self.outcomes = [Outcome.OK] * len(items)
-        self.released = asyncio.Event()
+        self.released = anyio.Event()
         """Set when the memory is not in use any more: all parts are done, or the batch has ended."""
         self.ended = False
         """Whether the remaining transfers are abandoned: the caller does not wait for them."""

@@ -1,0 +1,191 @@
+"""The chunk files of a disk tier's folder: list, verify and remove them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import aiofiles
+import aiofiles.os
+
+from kvtier.backends.disk.folder import LISTED_AT_ONCE, ObjectFolder, listed, lock_holder, walk
+from kvtier.concurrency.tasks import open_tasks
+from kvtier.errors import CorruptChunk, TierError
+from kvtier.memory.header import HEADER_BYTES, StoredHeader
+from kvtier.memory.keys import ChunkKey
+
+READERS = 4
+"""Chunks that are read and verified at once."""
+
+
+class ChunkFile(NamedTuple):
+    """One chunk object on disk."""
+
+    last_used: float
+    """Unix timestamp in seconds."""
+    length: int
+    path: Path
+
+
+class Listing(NamedTuple):
+    """The content of a folder."""
+
+    holder: str | None
+    """The process that uses the folder."""
+    chunks: int
+    bytes: int
+    described: list[dict[str, object]]
+    """The most recently used chunks."""
+
+
+class Verification(NamedTuple):
+    """The result of :func:`verify`."""
+
+    chunks: int
+    bytes: int
+    """Bytes read."""
+    corrupt: list[tuple[Path, str]]
+    """The corrupt files, with the reason."""
+
+
+async def list_chunks(folder: Path, limit: int) -> Listing:
+    """List the ``limit`` most recently used chunks; with 0, all."""
+    chunks = total = 0
+    newest: list[ChunkFile] = []
+    async for files in _files(folder):
+        chunks, total = chunks + len(files), total + sum(file.length for file in files)
+        newest += files
+        if limit:
+            newest = heapq.nlargest(limit, newest)
+    holder = await aiofiles.os.wrap(lock_holder)(folder)
+    described = await aiofiles.os.wrap(_describe_all)(sorted(newest, reverse=True))
+    return Listing(holder, chunks, total, described)
+
+
+async def verify(folder: Path, *, delete: bool, progress: Callable[[int, int], None]) -> Verification:
+    """Read and verify every chunk. ``delete`` removes corrupt ones, and requires a folder that is not in use.
+
+    ``progress`` receives the bytes verified, and the bytes of all chunks.
+    """
+    if not delete:
+        return await _verify(folder, delete=False, progress=progress)
+    async with _claimed(folder):
+        return await _verify(folder, delete=True, progress=progress)
+
+
+async def claimed_chunks(folder: Path) -> list[ChunkFile]:
+    """Return the chunks of a folder that is not in use. Removes leftovers of interrupted writes."""
+    async with _claimed(folder) as claimed:
+        return [file async for paths in claimed.objects() for file in await _status_of_all(paths)]
+
+
+async def remove(folder: Path, files: Sequence[ChunkFile], progress: Callable[[int], None]) -> None:
+    """Remove chunks of a folder that is not in use. ``progress`` receives the number of each batch."""
+    unlink_all = aiofiles.os.wrap(_unlink_all)
+    async with _claimed(folder):
+        for start in range(0, len(files), LISTED_AT_ONCE):
+            batch = files[start : start + LISTED_AT_ONCE]
+            await unlink_all(batch)
+            progress(len(batch))
+        for prefix in {file.path.parent for file in files}:
+            with suppress(OSError):
+                await aiofiles.os.rmdir(prefix)
+
+
+@asynccontextmanager
+async def _claimed(folder: Path) -> AsyncIterator[ObjectFolder]:
+    """Lock the folder. Raises: TierError: names the process that uses it."""
+    holder = await aiofiles.os.wrap(lock_holder)(folder)
+    if holder is not None:
+        raise TierError(f"{folder} is in use by {holder}: stop that process first")
+    claimed = await ObjectFolder.open("inspect", folder, direct=False)
+    try:
+        yield claimed
+    finally:
+        await claimed.close()
+
+
+async def _files(folder: Path) -> AsyncIterator[list[ChunkFile]]:
+    async for paths in listed(walk(folder)):
+        yield await _status_of_all(paths)
+
+
+async def _status_of_all(paths: Sequence[Path]) -> list[ChunkFile]:
+    def status_of_all() -> list[ChunkFile]:
+        files = []
+        for path in paths:
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                files.append(ChunkFile(status.st_mtime, status.st_size, path))
+        return files
+
+    return await aiofiles.os.wrap(status_of_all)()
+
+
+def _unlink_all(files: Sequence[ChunkFile]) -> None:
+    for file in files:
+        file.path.unlink(missing_ok=True)
+
+
+def _describe_all(files: Sequence[ChunkFile]) -> list[dict[str, object]]:
+    return [_describe(file) for file in files]
+
+
+def _describe(file: ChunkFile) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "key": file.path.stem,
+        "bytes": file.length,
+        "last_used": datetime.fromtimestamp(file.last_used, UTC).isoformat(timespec="seconds"),
+    }
+    try:
+        with file.path.open("rb") as stream:
+            header, codec, *_ = StoredHeader.parse(stream.read(HEADER_BYTES))
+    except (CorruptChunk, OSError) as error:
+        return {**facts, "problem": str(error)}
+    return {
+        **facts,
+        "payload_bytes": header.payload_bytes,
+        "codec": codec,
+        "parent": header.parent.hex(),
+        "namespace": header.namespace.hex(),
+    }
+
+
+async def _verify(folder: Path, *, delete: bool, progress: Callable[[int, int], None]) -> Verification:
+    files = [file async for batch in _files(folder) for file in batch]
+    total = sum(file.length for file in files)
+    queue = iter(files)
+    checked = read = done = 0
+    corrupt: list[tuple[Path, str]] = []
+
+    async def verify_from_queue() -> None:
+        nonlocal checked, read, done
+        for file in queue:
+            try:
+                async with aiofiles.open(file.path, "rb", buffering=0) as stream:
+                    content = await stream.readall()
+                read += len(content)
+                StoredHeader.verify(memoryview(content), ChunkKey(bytes.fromhex(file.path.stem)))
+            except FileNotFoundError:
+                # Evicted by a running cache process.
+                continue
+            except OSError as error:
+                # Not deleted, as its content is unknown.
+                corrupt.append((file.path, f"cannot be read: {error}"))
+            except CorruptChunk as error:
+                corrupt.append((file.path, str(error)))
+                if delete:
+                    with suppress(FileNotFoundError):
+                        await aiofiles.os.unlink(file.path)
+            checked += 1
+            done += file.length
+            progress(done, total)
+
+    async with open_tasks() as tasks:
+        for _ in range(READERS):
+            tasks.start_soon(verify_from_queue)
+    return Verification(checked, read, sorted(corrupt))
