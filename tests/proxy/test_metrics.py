@@ -69,7 +69,7 @@ async def test_requests_are_counted(cluster: Cluster) -> None:
 async def test_documentation_lists_every_metric(cluster: Cluster) -> None:
     listed = {}
     for line in re.findall(r"^\| `(?:kvtier_proxy|process)_\w+` \|.*$", PAGE.read_text(), re.MULTILINE):
-        name, kind, _, labels, meaning = (cell.strip() for cell in line.strip("|").split("|"))
+        name, kind, labels, meaning = (cell.strip() for cell in line.strip("|").split("|"))
         listed[name.strip("`")] = (kind, frozenset(re.findall(r"\w+", labels)), meaning)
     metrics = {}
     for family in (await scrape(cluster)).values():
