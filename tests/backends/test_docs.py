@@ -1,4 +1,4 @@
-"""docs/extending/backends.md shows the template's code, and its commands work."""
+"""docs/extending shows the code of the template and of the example, and its commands work."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from kvtier.settings import LocalTierSettings
 from tests.plugins.conftest import install
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "extending" / "backends.md").read_text()
+EXTENDING = ROOT / "docs" / "extending"
+TEXT = (EXTENDING / "backends.md").read_text()
+TEMPLATE = ROOT / "plugins" / "kvtier-template"
 MODULE = "plugins/kvtier-template/src/kvtier_template/__init__.py"
 
 
-def blocks(language: str) -> Iterator[tuple[str, str]]:
+def blocks(language: str, text: str = TEXT) -> Iterator[tuple[str, str]]:
     """Yield (file, code) for each block of a language; the file is empty if none is named above it."""
-    yield from re.findall(rf"(?:<!-- (\S+) -->\n)?```{language}\n(.*?)```", TEXT, re.DOTALL)
+    yield from re.findall(rf"(?:<!-- (\S+) -->\n)?```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def lines(text: str) -> list[str]:
@@ -40,8 +42,9 @@ def test_page_shows_the_whole_module() -> None:
 
 
 @pytest.mark.parametrize("language", ["python", "toml"])
-def test_excerpts_occur_in_their_files(language: str) -> None:
-    shown = [(path, code) for path, code in blocks(language) if path]
+@pytest.mark.parametrize("page", ["README.md", "backends.md"])
+def test_excerpts_occur_in_their_files(page: str, language: str) -> None:
+    shown = [(path, code) for path, code in blocks(language, (EXTENDING / page).read_text()) if path]
     assert shown
     for path, code in shown:
         assert code in (ROOT / path).read_text()

@@ -156,5 +156,5 @@ def test_install_helper_copies_the_modules(tmp_path: Path) -> None:
 
 
 def test_every_hook_is_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "extending" / "hooks.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "extending" / "README.md").read_text()
     assert re.findall(r"^## `(\w+)\(", page, re.MULTILINE) == hook_names()
