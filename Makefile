@@ -16,7 +16,7 @@ SOAK ?= 600
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages compiler demo test test-slow test-gpu fuzz soak lint format bench clean \
+.PHONY: help install system-packages compiler demo test test-slow test-gpu fuzz soak lint docs format bench clean \
         native native-tests native-asan native-ubsan native-tsan gpu-wheels bench-gpu
 
 help:  ## Show this
@@ -140,6 +140,15 @@ lint: $(VENV)/.kvtier  ## Check style, types and dependencies
 	$(BIN)/deptry kvtier
 	$(BIN)/deptry tests benchmarks soak fuzz --ignore DEP002,DEP004
 	@set -e; for plugin in $(PLUGINS); do (cd $$plugin && ../../$(BIN)/deptry src); done
+
+# Needs none of kvtier's own dependencies: docstrings are read from the sources.
+$(VENV)/.docs: $(VENV)/.python pyproject.toml
+	@$(BIN)/python tools/pip_install.py "what builds the documentation" --group docs
+	@touch $@
+
+docs: $(VENV)/.docs  ## Build the documentation into build/site; broken links and missing docstrings are errors
+	$(BIN)/mkdocs build
+	@echo "open build/site/index.html"
 
 format: $(VENV)/.kvtier  ## Put the code into shape
 	$(BIN)/ruff check --fix

@@ -29,7 +29,9 @@ class Outcome(Enum):
 
 
 PutItem = tuple[ChunkKey, memoryview]
+"""A key, and the bytes to store under it."""
 GetItem = tuple[ChunkKey, memoryview]
+"""A key, and the memory to fill with its bytes."""
 
 
 class Backend(ABC):

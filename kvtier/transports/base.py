@@ -70,7 +70,9 @@ class Grants(Protocol):
 
 
 ReadItem = tuple[RemoteSpan, memoryview]
+"""A span to read, and the memory to fill with its bytes."""
 WriteItem = tuple[memoryview, RemoteSpan]
+"""Bytes, and the span to write them to."""
 Dial = Callable[[Deadline], Connection]
 """Opens another authenticated connection to the peer. Blocks, in a worker thread. Raises ``OSError``."""
 
