@@ -147,7 +147,7 @@ $(VENV)/.docs: $(VENV)/.python pyproject.toml
 	@touch $@
 
 docs: $(VENV)/.docs  ## Build the documentation into build/site; broken links and missing docstrings are errors
-	$(BIN)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "open build/site/index.html"
 
 format: $(VENV)/.kvtier  ## Put the code into shape

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import griffe
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -47,7 +47,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             continue
         if path.suffix == ".md":
             text = _folder_page(path.parent) if _is_shown(path) else path.read_text()
-            site.append(File.generated(config, name, content=text))
+            inclusion = InclusionLevel.NOT_IN_NAV if _is_shown(path) else InclusionLevel.UNDEFINED
+            site.append(File.generated(config, name, content=text, inclusion=inclusion))
             queue += [_target(link, path) for link in LINK.findall(text)]
         else:
             site.append(File.generated(config, name, abs_src_path=str(path)))

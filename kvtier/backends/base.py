@@ -1,7 +1,7 @@
 """The interface of a storage backend, and its optional capabilities.
 
 A backend stores opaque bytes under keys. It knows nothing of headers, checksums, deadlines, capacity
-or eviction: :class:`kvtier.tiers.tier.Tier` adds those to every backend alike.
+or eviction: :mod:`kvtier.tiers` adds those to every backend alike.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class Outcome(Enum):
     """The result for one key of a batch."""
 
     OK = "ok"
+    """Stored, or read."""
     MISS = "miss"
     """Not held, or held with a different length."""
     FULL = "full"
@@ -105,6 +106,7 @@ class StoredObject(NamedTuple):
     """An object that was in a medium when it was opened."""
 
     key: ChunkKey
+    """As given to ``put``."""
     length: int
     """Bytes as given to ``put``."""
     last_used: float

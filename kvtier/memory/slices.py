@@ -38,7 +38,9 @@ class Lease:
         self._extent = extent
         self._released = False
         self.offset = extent.offset
+        """Where the slice begins in the arena, in bytes."""
         self.length = length
+        """Bytes as requested, without padding."""
 
     @property
     def view(self) -> memoryview:

@@ -78,6 +78,7 @@ class FaultyBackend(WrapperBackend):
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
         self.fault: Fault | None = None
+        """The fault to inject, if any."""
         self.only: frozenset[ChunkKey] | None = None
         """The keys affected by the fault; ``None`` for all."""
         self.calls: Counter[str] = Counter()

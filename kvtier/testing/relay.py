@@ -31,6 +31,7 @@ class Relay:
         # Accepted sockets inherit this.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
         self.port: int = self._listener.getsockname()[1]
+        """Where it listens, on loopback."""
         self._budget = _FOREVER
         self._condition = threading.Condition()
         self._is_cut = False

@@ -106,6 +106,7 @@ class TransportSuite:
     pytestmark = pytest.mark.anyio
 
     transport: ClassVar[type[Transport]]
+    """The class to test."""
     settings: ClassVar[Mapping[str, Any]]
     """The transport's settings, as in the configuration, without ``deadline``."""
     counts_files: ClassVar[bool] = True

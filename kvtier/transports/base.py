@@ -45,16 +45,20 @@ class Access(Enum):
     """The kind of access that a grant allows."""
 
     READ = "read"
+    """Read the granted slices."""
     WRITE = "write"
+    """Write to them."""
 
 
 class RemoteSpan(NamedTuple):
     """A range of another host's arena, covered by a grant of that host."""
 
     grant: int
+    """The number that stands for it."""
     offset: int
     """From the start of that arena, in bytes."""
     length: int
+    """In bytes."""
 
 
 class Grants(Protocol):

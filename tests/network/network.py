@@ -29,6 +29,7 @@ class Counts(NamedTuple):
     """Packet counts since the network was created, over both directions."""
 
     delivered: int
+    """Received by a host."""
     delivered_bytes: int
     """Including IP and transport headers."""
     lost: int
@@ -119,6 +120,7 @@ class Network:
             )
         message, descriptors, _, _ = socket.recv_fds(self._control, relay.MAX_MESSAGE_BYTES, hosts)
         self.hosts = tuple(Host(number, descriptor) for number, descriptor in enumerate(descriptors, 1))
+        """All hosts, in a fixed order."""
         try:
             self._state = self._read(message)
         except BaseException:

@@ -41,7 +41,9 @@ class Server(ABC):
     def __init__(self, folder: Path) -> None:
         """``folder`` is an empty folder for this server only."""
         self.folder = folder
+        """Where it keeps its files."""
         self.log = folder / "server.log"
+        """Its output."""
         self._processes: list[subprocess.Popen[bytes]] = []
 
     @classmethod
