@@ -16,6 +16,7 @@ from kvtier.catalog.hints import HintColumns
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 NO_PARENT = -1
+"""In place of a row: the chunk has no parent, or the catalog does not know it."""
 
 
 class RemovalReason(Enum):
