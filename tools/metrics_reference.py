@@ -65,8 +65,11 @@ async def _cache_metrics() -> list[Metric]:
 
 
 async def _controller_metrics() -> list[Metric]:
-    with TemporaryDirectory() as folder, State.open(Path(folder) / "state.sqlite") as state:
-        async with Operations.open(Registry(), EventLog(state), Pins(state)) as operations:
+    with TemporaryDirectory() as folder:
+        async with (
+            State.open(Path(folder) / "state.sqlite") as state,
+            Operations.open(Registry(), EventLog(state), Pins(state)) as operations,
+        ):
             return list(ControllerMetrics(operations).collect())
 
 

@@ -91,7 +91,7 @@ async def test_chunk_corrupt_in_memory_is_not_pushed(checksum: bool) -> None:
         result = await sender.transfer_kv(receiver, range(1, 4)).finish()
         assert list(result.outcomes.values()) == [OK, FAILED, OK]
         assert sender.held(range(1, 4)) == [1, 3]
-        assert sender.cache.hierarchy.sealer.corrupt == 1
+        assert sender.cache.hierarchy.memory.sealer.corrupt == 1
 
 
 async def test_chunks_held_by_receiver_are_not_pushed() -> None:

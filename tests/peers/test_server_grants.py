@@ -115,7 +115,7 @@ async def test_corrupt_chunk_is_not_readable() -> None:
         assert await readable(client, granted, [2, 1, 0]) == [True, False, True]
         catalog = served.cache.hierarchy.catalog
         assert [catalog.tiers(key) for key in keys] == [[0], [], [0]], "it is not served locally, either"
-        assert served.cache.hierarchy.sealer.corrupt == 1
+        assert served.cache.hierarchy.memory.sealer.corrupt == 1
 
 
 async def test_prefix_ends_at_first_gap_and_selection_does_not() -> None:
