@@ -21,6 +21,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +36,8 @@ CHUNK_BYTES = 4 << 20
 FAST, SLOW = 0, 1
 FAST_EVERY = 10
 VICTIMS = 1024
+BATCH = 16
+"""Chunks that are evicted, and replaced, at once."""
 CALLS = 2000
 
 ArgumentT = TypeVar("ArgumentT")
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report("  the same prompt again", timed(catalog.prefix, [prompt_keys(0)] * CALLS))
     report(f"touch of {PROMPT_CHUNKS} chunks", timed(catalog.touch, map(prompt_keys, picked)))
     report(f"the {VICTIMS} coldest", timed(lambda tier: coldest(catalog, tier), [SLOW] * 100))
-    report("replace the coldest", timed(lambda key: replace_coldest(catalog, key), newcomers(CALLS)))
+    report(f"replace the {BATCH} coldest", timed(partial(replace_coldest, catalog), newcomers(CALLS)))
     report("full garbage collection", timed(lambda _: gc.collect(), range(3)))
 
 
@@ -81,18 +84,20 @@ def prompt_keys(prompt: int) -> list[ChunkKey]:
     return split_keys(blake3(prompt.to_bytes(8, "little")).digest(KEY_BYTES * PROMPT_CHUNKS))
 
 
-def newcomers(count: int) -> Iterator[ChunkKey]:
-    """Yield keys that belong to no prompt."""
-    return (ChunkKey(blake3(b"newcomer" + bytes([*divmod(index, 256)])).digest()) for index in range(count))
+def newcomers(calls: int) -> Iterator[Sequence[ChunkKey]]:
+    """Yield batches of keys that belong to no other prompt."""
+    for call in range(calls):
+        seeds = (b"newcomer" + call.to_bytes(4) + bytes([index]) for index in range(BATCH))
+        yield [ChunkKey(blake3(seed).digest()) for seed in seeds]
 
 
 def coldest(catalog: Catalog, tier: int) -> list[ChunkKey]:
     return catalog.victims(tier, VICTIMS * CHUNK_BYTES)
 
 
-def replace_coldest(catalog: Catalog, key: ChunkKey) -> None:
-    catalog.remove(catalog.victims(SLOW, CHUNK_BYTES)[0], SLOW)
-    catalog.add(key, SLOW, CHUNK_BYTES, State.READY)
+def replace_coldest(catalog: Catalog, keys: Sequence[ChunkKey]) -> None:
+    catalog.remove_all(catalog.victims(SLOW, len(keys) * CHUNK_BYTES), SLOW)
+    catalog.add_chain(keys, SLOW, [CHUNK_BYTES] * len(keys), State.READY)
 
 
 def timed(call: Callable[[ArgumentT], object], arguments: Iterable[ArgumentT]) -> list[float]:

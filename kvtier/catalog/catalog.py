@@ -24,7 +24,7 @@ from kvtier.catalog.children import ChildCounts
 from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, MakePolicy, RemovalReason
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.namespaces import Namespaces
-from kvtier.catalog.selection import Selection
+from kvtier.catalog.selection import select_victims
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 MAX_TIERS = 8
@@ -171,8 +171,8 @@ class Catalog:
         masks, held = self._ready if state is State.READY else self._pending, self._lengths
         for row in rows:
             masks[row] |= bit
-            if hints is not None:
-                self._hints.set(row, hints, now)
+        if hints is not None:
+            self.set_hints(rows, hints)
         self._used[tier] += sum([held[row] for row in rows])
         if self._of_tier[tier] is not self.columns:
             for row in rows:
@@ -196,7 +196,8 @@ class Catalog:
                 self._grow()
             self._size = row + 1
             self._keys += key
-        self._fill(row, length, parent, namespace)
+        space = self.namespaces.number(namespace)
+        self._fill(row, length, parent, space, self.namespaces.generation(space))
         self._rows[key[0]][key] = row
         return row
 
@@ -212,26 +213,28 @@ class Catalog:
         self._size = stop
         rows += range(first, stop)
         parents = [parent, *rows[:-1]]
+        space = self.namespaces.number(namespace)
+        generation = self.namespaces.generation(space)
         for index in range(reused):
             row = rows[index]
             self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = keys[index]
-            self._fill(row, lengths[index], parents[index], namespace)
-        self._keys += b"".join(keys[reused:])
-        self._parents[first:stop] = array("i", parents[reused:])
-        self._lengths[first:stop] = array("Q", lengths[reused:])
-        space = self.namespaces.number(namespace)
-        self._spaces[first:stop] = array("I", [space]) * (stop - first)
-        self._generations[first:stop] = array("I", [self.namespaces.generation(space)]) * (stop - first)
+            self._fill(row, lengths[index], parents[index], space, generation)
+        if stop > first:
+            self._keys += b"".join(keys[reused:])
+            self._parents[first:stop] = array("i", parents[reused:])
+            self._lengths[first:stop] = array("Q", lengths[reused:])
+            self._spaces[first:stop] = array("I", [space]) * (stop - first)
+            self._generations[first:stop] = array("I", [generation]) * (stop - first)
         by_key = self._rows
         for key, row in zip(keys, rows, strict=True):
             by_key[key[0]][key] = row
         return rows
 
-    def _fill(self, row: int, length: int, parent: int, namespace: bytes) -> None:
+    def _fill(self, row: int, length: int, parent: int, space: int, generation: int) -> None:
         self._parents[row] = parent
         self._lengths[row] = length
-        self._spaces[row] = space = self.namespaces.number(namespace)
-        self._generations[row] = self.namespaces.generation(space)
+        self._spaces[row] = space
+        self._generations[row] = generation
 
     def _grow(self) -> None:
         """Add vacant rows to all columns except the keys."""
@@ -249,7 +252,9 @@ class Catalog:
         held, before = self._ready[row] | self._pending[row], self._parents[row]
         if not held:
             self._parents_only -= 1
-            self._fill(row, length, NO_PARENT if parent is None else parent, namespace)
+            space = self.namespaces.number(namespace)
+            generation = self.namespaces.generation(space)
+            self._fill(row, length, NO_PARENT if parent is None else parent, space, generation)
             return NO_PARENT
         if parent is None or parent == before:
             return NO_PARENT
@@ -273,12 +278,34 @@ class Catalog:
 
     def remove(self, key: ChunkKey, tier: int, reason: RemovalReason = RemovalReason.EVICTED) -> None:
         """Remove a chunk from a tier, and its row with the last tier. Raises ``KeyError`` if not there."""
-        self.remove_all([key], tier, reason)
+        ready, pending, bit = self._ready, self._pending, 1 << tier
+        row = self._rows[key[0]][key]
+        if not (ready[row] | pending[row]) & bit:
+            raise KeyError(f"chunk {key.hex()[:16]} is not in tier {tier}")
+        ready[row] &= ~bit
+        pending[row] &= ~bit
+        self._used[tier] -= self._of_tier[tier].lengths[row]
+        self._count[tier] -= 1
+        self._policies[tier].removed([row], reason)
+        parent = self._parents[row]
+        if parent >= 0:
+            self._children[tier].remove(parent)
+        may_free_parent = parent >= 0 and self._parents_only > 0
+        if not ready[row] | pending[row]:
+            self._leave(key, row)
+        if may_free_parent:
+            self._free_parent(parent)
 
     def remove_all(
         self, keys: Sequence[ChunkKey], tier: int, reason: RemovalReason = RemovalReason.EVICTED
     ) -> None:
-        """Remove chunks from a tier. Raises ``KeyError``, and removes nothing, if one is not there."""
+        """Remove chunks from a tier, in half the time of :meth:`remove` for each.
+
+        Raises ``KeyError``, and removes nothing, if one is not there.
+        """
+        if len(keys) == 1:
+            self.remove(keys[0], tier, reason)
+            return
         bit = 1 << tier
         ready, pending, parents = self._ready, self._pending, self._parents
         lengths = self._of_tier[tier].lengths
@@ -286,7 +313,7 @@ class Catalog:
         for key, row in zip(keys, rows, strict=True):
             if not (ready[row] | pending[row]) & bit:
                 raise KeyError(f"chunk {key.hex()[:16]} is not in tier {tier}")
-        if len(rows) > 1 and len(set(rows)) < len(rows):
+        if len(set(rows)) < len(rows):
             raise KeyError("a chunk occurs twice")
         for row in rows:
             ready[row] &= ~bit
@@ -294,15 +321,14 @@ class Catalog:
         self._used[tier] -= sum([lengths[row] for row in rows])
         self._count[tier] -= len(rows)
         self._policies[tier].removed(rows, reason)
-        children = self._children[tier]
         above = [parent for row in rows if (parent := parents[row]) >= 0]
-        for parent in above:
-            children.remove(parent)
+        self._children[tier].remove_all(above)
+        may_free_parents = self._parents_only > 0
         for key, row in zip(keys, rows, strict=True):
             if not ready[row] | pending[row]:
                 self._leave(key, row)
-        for parent in above:
-            if not ready[parent] | pending[parent]:
+        if may_free_parents:  # Chunks that leave here are freed by _leave, if they have no children left.
+            for parent in above:
                 self._free_parent(parent)
 
     def _leave(self, key: ChunkKey, row: int) -> None:
@@ -498,15 +524,23 @@ class Catalog:
         They are READY, not pinned, and not ``is_leased`` (given a row). Of two chunks of a prompt, the later
         one comes first. Examines at most ``limit`` chunks that are READY and not pinned.
         """
-        ready, pins, key_of = self._ready, self._pins, self.columns.key
-        bit, now = 1 << tier, time.monotonic()
+        key_of = self.columns.key
+        rows = select_victims(
+            self._policies[tier],
+            self._of_tier[tier],
+            self._children[tier],
+            self._ready,
+            1 << tier,
+            self._is_pinned() if self._pins else None,
+            is_leased,
+            needed_bytes,
+            limit,
+        )
+        return [key_of(row) for row in rows]
 
-        def may_leave(row: int) -> bool:
-            return bool(ready[row] & bit) and not (pins and self.pinned(key_of(row), now))
-
-        columns, children = self._of_tier[tier], self._children[tier]
-        selection = Selection(columns, children, may_leave, is_leased, needed_bytes, limit)
-        return [key_of(row) for row in selection.of(self._policies[tier])]
+    def _is_pinned(self) -> Callable[[int], bool]:
+        now = time.monotonic()
+        return lambda row: self.pinned(self.columns.key(row), now)
 
     @property
     def rows(self) -> range:

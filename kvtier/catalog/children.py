@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_MANY = 255
-"""The number of children is in a dictionary."""
+MANY = 255
+"""A count that says that the number is in a dictionary: use :meth:`ChildCounts.of`."""
 
 
 class ChildCounts:
@@ -19,36 +19,41 @@ class ChildCounts:
     def of(self, row: int) -> int:
         """Return the number of children of a row."""
         count = self.counts[row]
-        return count if count < _MANY else self._many[row]
+        return count if count < MANY else self._many[row]
 
     def add(self, row: int) -> None:
         """Count one more child of a row."""
         count = self.counts[row]
-        if count < _MANY - 1:
+        if count < MANY - 1:
             self.counts[row] = count + 1
         else:
             self._many[row] = self._many.get(row, count) + 1
-            self.counts[row] = _MANY
+            self.counts[row] = MANY
 
     def add_all(self, rows: Sequence[int]) -> None:
         """Count one more child of each row."""
         counts = self.counts
         for row in rows:
-            if counts[row] < _MANY - 1:
+            if counts[row] < MANY - 1:
                 counts[row] += 1
             else:
                 self.add(row)
 
-    def remove(self, row: int) -> int:
-        """Count one child less of a row. Return how many are left."""
-        count = self.counts[row]
-        if count < _MANY:
-            self.counts[row] = count - 1
-            return count - 1
-        left = self._many[row] - 1
-        if left < _MANY:
+    def remove(self, row: int) -> None:
+        """Count one child less of a row."""
+        if self.counts[row] < MANY:
+            self.counts[row] -= 1
+            return
+        left = self._many[row] = self._many[row] - 1
+        if left < MANY:
             del self._many[row]
             self.counts[row] = left
-        else:
-            self._many[row] = left
-        return left
+
+    def remove_all(self, rows: Sequence[int]) -> None:
+        """Count one child less of each row."""
+        counts = self.counts
+        for row in rows:
+            if counts[row] < MANY:
+                counts[row] -= 1
+            else:
+                self.remove(row)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from enum import Enum
 from functools import partial
+from struct import Struct
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvtier.catalog.hints import HintColumns
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
+_KEY = Struct(f"{KEY_BYTES}s")
 NO_PARENT = -1
 """In place of a row: the chunk has no parent, or the catalog does not know it."""
 
@@ -57,7 +59,8 @@ class ChunkColumns:
 
     def key(self, row: int) -> ChunkKey:
         """Return the key of the chunk in a row."""
-        return ChunkKey(bytes(self.keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]))
+        key: ChunkKey = _KEY.unpack_from(self.keys, row * KEY_BYTES)[0]
+        return key
 
 
 class PolicySettings(BaseModel):

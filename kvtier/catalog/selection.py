@@ -4,71 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtier.catalog.children import ChildCounts
+from kvtier.catalog.children import MANY, ChildCounts
 from kvtier.catalog.eviction import ChunkColumns, EvictionPolicy
 
-IsLeased = Callable[[int], bool]
-"""Returns whether the chunk in a row is in use."""
+IsRow = Callable[[int], bool]
+"""Answers a question about the chunk in a row."""
 
 
-class Selection:
-    """Chooses victims while a policy offers one row after another.
+def select_victims(
+    policy: EvictionPolicy,
+    columns: ChunkColumns,
+    children: ChildCounts,
+    ready: bytearray,
+    mask: int,
+    is_pinned: IsRow | None,
+    is_leased: IsRow | None,
+    needed_bytes: int,
+    limit: int | None,
+) -> list[int]:
+    """Choose victims while a policy offers one row after another. Return their rows, in order.
 
     A chunk is chosen once each of its children in the tier was chosen or must stay; if these come later in
     the policy's order, it is deferred until then. So a chunk that is in use does not keep its prefix in the
-    tier, but a prefix that is not in use is evicted from its end.
+    tier, but a prefix that is not in use is evicted from its end. Only chunks with ``ready[row] & mask`` may
+    leave; at most ``limit`` of them that are not pinned are examined.
+
+    ``is_busy`` has its state in local variables, because attributes take twice as long.
     """
+    parents, lengths, counts = columns.parents, columns.lengths, children.counts
+    left = -1 if limit is None else limit
+    chosen: list[int] = []
+    deferred: dict[int, None] = {}
+    finished: dict[int, int] = {}  # By row: how many of its children are chosen or must stay.
 
-    def __init__(
-        self,
-        columns: ChunkColumns,
-        children: ChildCounts,
-        may_leave: Callable[[int], bool],
-        is_leased: IsLeased | None,
-        needed_bytes: int,
-        limit: int | None,
-    ) -> None:
-        self._parents, self._lengths = columns.parents, columns.lengths
-        self._children, self._counts = children, children.counts
-        self._may_leave = may_leave
-        self._is_leased = is_leased
-        self._needed_bytes = needed_bytes
-        self._left = -1 if limit is None else limit
-        self._chosen: list[int] = []
-        self._deferred: dict[int, None] = {}
-        self._finished: dict[int, int] = {}
-        """By row: how many of its children are chosen or must stay."""
-
-    def of(self, policy: EvictionPolicy) -> list[int]:
-        """Return the chosen rows, in order."""
-        policy.victims(self._needed_bytes, self._must_stay)
-        # In a corrupt, circular chain every chunk waits for another: it must not stay in the tier for ever.
-        return self._chosen or list(self._deferred)[-1:]
-
-    def _must_stay(self, row: int) -> bool:
-        if self._needed_bytes <= 0 or not self._left:
+    def is_busy(row: int) -> bool:
+        nonlocal needed_bytes, left
+        if needed_bytes <= 0 or not left:
             return False  # It is not chosen: this only ends the policy's search.
-        if not self._may_leave(row):
-            self._finish(row)
-            return True
-        self._left -= 1
-        if self._is_leased is not None and self._is_leased(row):
-            self._finish(row)
-            return True
-        if self._counts[row] and self._finished.get(row, 0) < self._children.of(row):
-            self._deferred[row] = None
-            return True
-        self._chosen.append(row)
-        self._needed_bytes -= self._lengths[row]
-        self._finish(row)
-        return False
+        stays = not ready[row] & mask or (is_pinned is not None and is_pinned(row))
+        if not stays:
+            left -= 1
+            stays = is_leased is not None and is_leased(row)
+            if not stays:
+                count = counts[row]
+                if count and finished.get(row, 0) < (count if count < MANY else children.of(row)):
+                    deferred[row] = None
+                    return True
+                chosen.append(row)
+                needed_bytes -= lengths[row]
+        parent = parents[row]
+        if parent >= 0:
+            finished[parent] = finished.get(parent, 0) + 1
+            if parent in deferred:
+                choose_deferred(parent)
+        return stays
 
-    def _finish(self, row: int) -> None:
-        """Record that a chunk is chosen or must stay. Choose its parent if that was only waiting for it."""
-        while (row := self._parents[row]) >= 0:
-            finished = self._finished[row] = self._finished.get(row, 0) + 1
-            if row not in self._deferred or finished < self._children.of(row):
+    def choose_deferred(row: int) -> None:
+        """Choose a chunk that was only waiting for its children, and its parent if that waited for it."""
+        nonlocal needed_bytes
+        while row in deferred and finished[row] >= children.of(row):
+            del deferred[row]
+            chosen.append(row)
+            needed_bytes -= lengths[row]
+            row = parents[row]
+            if row < 0:
                 return
-            del self._deferred[row]
-            self._chosen.append(row)
-            self._needed_bytes -= self._lengths[row]
+            finished[row] = finished.get(row, 0) + 1
+
+    policy.victims(needed_bytes, is_busy)
+    # In a corrupt, circular chain every chunk waits for another: it must not stay in the tier for ever.
+    return chosen or list(deferred)[-1:]
