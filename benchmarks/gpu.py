@@ -60,7 +60,7 @@ class Work:
     def begin(self, direction: str, method: str) -> int:
         call = self.pages.load if direction == "load" else self.pages.save
         stream = torch.cuda.current_stream().cuda_stream
-        return call(self.arena, self.chunks, stream, carrier=native.cuda.Carrier[method])
+        return call(self.arena, self.chunks, stream, method=native.cuda.CopyMethod[method])
 
     def large(self, direction: str) -> None:
         """Start one copy of as many bytes: the limit."""

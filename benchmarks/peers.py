@@ -3,7 +3,7 @@
 ::
 
     python -m benchmarks.peers                          # tcp and nixl, 8 GiB of memory, two minutes each
-    python -m benchmarks.peers --transport tcp --peers 1 --part look-ups
+    python -m benchmarks.peers --transport tcp --peers 1 --part lookups
 
 Instances in separate processes on loopback are each other's peers, with mutual authentication. Chunks in a
 peer's memory are fetched through the whole cache: lookup, promise, read, verification of the header, release.
@@ -47,7 +47,7 @@ from kvtier.pipeline.discover import Expected
 from kvtier.rpc.frames import encode
 from kvtier.testing.backend import make_key
 
-PARTS = ("look-ups", "fetch")
+PARTS = ("lookups", "fetch")
 TOKENS = 32_768
 CONNECT_SECONDS = 30
 HELD_BYTES = 4096
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     peer_counts = options.peers or ([1, 2] if options.quick else [1, 2, 3])
     for transport in options.transport or TRANSPORTS:
         for part in options.part or PARTS:
-            if part == "look-ups":
+            if part == "lookups":
                 anyio.run(measure_lookups, transport, extent, peer_counts)
             else:
                 anyio.run(measure_fetches, transport, extent, peer_counts)

@@ -115,7 +115,7 @@ async def fetch(cache: TieredCache, keys: Sequence[ChunkKey]) -> float:
 async def drain(cache: TieredCache) -> float:
     """Wait until everything is written, and return the milliseconds."""
     started = time.perf_counter()
-    while cache.pending_bytes:  # noqa: ASYNC110 - nothing tells when it is written
+    while cache.pending_bytes:  # noqa: ASYNC110 - there is no event for it
         await anyio.sleep(0.001)
     return (time.perf_counter() - started) * 1e3
 

@@ -83,7 +83,7 @@ def one_input(data: bytes) -> None:
                 message = decode(body)
             except ProtocolError:
                 continue
-            # What was understood is said again in the same sense.
+            # A decoded message encodes to an equal one.
             (again,) = FrameReader().feed(encode(message))
             assert decode(again) == message
 

@@ -4,25 +4,26 @@ from array import array
 from collections.abc import Sequence
 
 def build_info() -> dict[str, str | int]:
-    """The compiler that made it, and what the processor and the build have: avx2, avx512, io_uring.
+    """Return the compiler, the available features (avx2, avx512, io_uring) and ``abi``.
 
-    And ``abi``: see :data:`kvtier.native.ABI`.
+    ``abi``: see :data:`kvtier.native.ABI`.
     """
 
 def blake3(data: bytes) -> bytes:
-    """The BLAKE3 hash of some bytes, 32 bytes long; for tests. Keeps the GIL."""
+    """Return the BLAKE3 hash, 32 bytes. For tests. Keeps the GIL."""
 
 def chunk_keys(
     parent: bytes, tokens: object, chunk_tokens: int, tail: bool, extras: list[bytes]
 ) -> list[bytes]:
-    """The keys of consecutive chunks, in prefix order: see :func:`kvtier.memory.keys.chunk_keys`.
+    """Return the keys of consecutive chunks, in prefix order: see :func:`kvtier.memory.keys.chunk_keys`.
 
-    ``parent`` is the key before the first. ``tokens`` are a sequence or an array of integers, or ``bytes``
-    that are little-endian u32 already. ``extras`` are what each chunk depends on besides its tokens; chunks
-    beyond its end depend on nothing else. Keeps the GIL for prompts of up to 131,072 tokens (0.7 ms), and
-    releases it while it hashes longer ones. Raises ``OverflowError`` for what is no u32, ``TypeError`` for
-    what is no integer, and ``ValueError`` for half a word, a key of another length than 32 bytes, or chunks
-    of no token.
+    ``parent``: the key of the chunk before the first one. ``tokens``: a sequence or array of integers, or
+    ``bytes`` of little-endian u32. ``extras``: what each chunk depends on besides its tokens; chunks beyond
+    its end depend on nothing else. Keeps the GIL for prompts of up to 131,072 tokens (0.7 ms), and releases
+    it for longer ones.
+
+    Raises: ``OverflowError``: a token is not a u32. ``TypeError``: a token is not an integer. ``ValueError``:
+    the bytes are not whole words, the parent key is not 32 bytes long, or ``chunk_tokens`` is 0.
     """
 
 def exchange(
@@ -31,125 +32,121 @@ def exchange(
     unread: bytearray,
     seconds: float,
 ) -> tuple[int, int, int]:
-    """Carry a conversation out over a connected, blocking socket: see :mod:`kvtier.sockets.conversation`.
+    """Execute the operations over a connected, blocking socket: see :mod:`kvtier.sockets.conversation`.
 
-    How many operations were carried out whole, how many bytes of the next one, and an error number, or 0:
-    ``ETIMEDOUT`` after so many seconds, ``ESHUTDOWN`` where the other side has closed. What came and was not
-    expected lies in ``unread``, which must be as long as the longest that is expected. Blocks without the
-    GIL, for as long as the buffers are held. Raises ``ValueError`` for an operation that there is not,
-    ``BufferError`` for a buffer that cannot be written.
+    Returns the number of completed operations, the bytes transferred of the next one, and an error number, or
+    0: ``ETIMEDOUT`` after ``seconds``, ``ESHUTDOWN`` if the other side has closed the connection. Unexpected
+    data is stored in ``unread``, which must be as long as the longest expected buffer. Blocks without the
+    GIL, and keeps the buffers alive meanwhile.
+
+    Raises: ``ValueError``: unknown operation. ``BufferError``: a buffer to be filled is read-only.
     """
 
 class DiskEngine:
-    """Carries batches of objects between memory and files, through one io_uring and one native thread.
+    """Transfers batches of objects between memory and files, with one io_uring and one native thread.
 
-    Its methods are called from one thread and never wait for a disk, but for :meth:`close`. The memory of a
-    batch is held until :meth:`finished` has told of it.
+    Call its methods from one thread; except :meth:`close`, they do not wait for the disk. The memory of a
+    batch is referenced until :meth:`finished` has returned its results.
     """
 
     def __init__(self, depth: int) -> None:
-        """At most ``depth`` files are read or written at once.
-
-        Raises ``OSError`` where there is no io_uring.
-        """
+        """Transfer at most ``depth`` files concurrently. Raises ``OSError`` if io_uring is unavailable."""
 
     @property
     def event_fd(self) -> int:
-        """An eventfd that is readable once a batch has finished, until :meth:`finished` is called."""
+        """An eventfd that is readable from the end of a batch until :meth:`finished` is called."""
 
-    def keep(self, memory: memoryview) -> None:
-        """Have the kernel pin this memory once, part by part as it is used, where it may.
+    def register_memory(self, memory: memoryview) -> None:
+        """Register memory with io_uring, part by part as it is used, as far as RLIMIT_MEMLOCK permits.
 
-        Called once at most. It cannot be unmapped as long as the engine lives.
+        Call at most once. The memory must stay mapped while the engine lives.
         """
 
     def read(self, items: list[tuple[bytes, memoryview]], direct: bool) -> int:
-        """Fill each memory with the file of that path; the batch's number.
+        """Fill each view with the file of that path; return the batch number.
 
-        ``direct``: where it is aligned.
+        ``direct``: use O_DIRECT for aligned views.
         """
 
     def write(self, items: list[tuple[bytes, bytes, memoryview]], direct: bool) -> int:
-        """Write each memory to the second path, then give it the first as name; the batch's number."""
+        """Write each view to the second path, then rename it to the first; return the batch number."""
 
     def cancel(self, batch: int) -> None:
-        """Drop what of a batch nobody has begun. It finishes like any other, those dropped with ECANCELED."""
+        """Drop transfers of a batch that have not started. They finish with ECANCELED."""
 
     def finished(self) -> list[tuple[int, list[int]]]:
-        """Each batch that has finished since, and of each of its files 0, -1 for a miss, or an ``errno``."""
+        """Return the batches that have finished: number, and for each file 0, -1 (miss) or an errno."""
 
     def close(self) -> None:
-        """End it. Blocks until every batch has finished; releases the GIL meanwhile."""
+        """Close the engine. Blocks, without the GIL, until every batch has finished."""
 
 class KvMemory:
-    """Where the pages of an engine's KV memory lie, to copy many of them at once.
+    """The addresses of an engine's KV pages in host memory, for copies of many pages per call.
 
-    ``groups`` has for each group of layers that share block tables, for each of its regions, an address, the
-    bytes of a page and the number of pages: memory that must outlive this. ``skipped`` is the block that is
-    nobody's: pages of it are not copied.
+    ``groups``: for each group of layers that share block tables, for each of its regions, address, page size
+    in bytes and number of pages. The memory must outlive this object. ``skipped``: the null block, whose
+    pages are not copied.
     """
 
     def __init__(self, groups: list[list[tuple[int, int, int]]], skipped: int) -> None: ...
     def load(
         self, arena: memoryview, chunks: list[tuple[int, Sequence[Sequence[int]]]], threads: int = 0
     ) -> None:
-        """Copy the chunks' pages from the arena into the engine's memory.
+        """Copy the pages of chunks from the arena into the engine's memory.
 
-        ``chunks`` are where a chunk begins in the arena, and the blocks of each group. On at most ``threads``
-        threads, or 0: as many as the machine has use for. Blocks without the GIL. Raises ``IndexError``,
-        before it copies anything, where a block or a chunk lies outside its memory.
+        ``chunks``: for each chunk its offset in the arena, and the blocks of each group. ``threads``: the
+        maximum number of threads; 0 chooses one for this machine. Blocks without the GIL. Raises
+        ``IndexError``, before copying anything, if a block or a chunk is out of bounds.
         """
 
     def save(
         self, arena: memoryview, chunks: list[tuple[int, Sequence[Sequence[int]]]], threads: int = 0
     ) -> None:
-        """Copy the chunks' pages from the engine's memory into the arena. Else like :meth:`load`."""
+        """Copy the pages of chunks from the engine's memory into the arena. Otherwise like :meth:`load`."""
 
 def copy_buffers(pairs: Sequence[tuple[memoryview, bytes | memoryview]], threads: int = 0) -> None:
-    """Copy the second of each pair over the first, on at most ``threads`` threads, or as many as are of use.
+    """Copy the second buffer of each pair into the first.
 
-    Blocks without the GIL. Raises ``ValueError`` where two differ in length.
+    ``threads``: the maximum number of threads; 0 chooses one for this machine. Blocks without the GIL. Raises
+    ``ValueError`` if the lengths of a pair differ.
     """
 
 def xxh3_128(data: bytes | memoryview) -> bytes:
-    """The XXH3-128 of some bytes, as ``xxhash.xxh3_128_digest`` has it. Blocks without the GIL.
+    """Return the XXH3-128 hash, as ``xxhash.xxh3_128_digest`` does. Blocks without the GIL.
 
     Raises ``ValueError`` for fewer than 241 bytes.
     """
 
 def lru_touch(warmer: array[int], colder: array[int], rows: Sequence[int]) -> None:
-    """Make a prefix the warmest of a ring: see :meth:`kvtier.catalog.lru.LruPolicy.used`.
+    """Move the rows of a prefix to the warm end of a ring: see :meth:`kvtier.catalog.lru.LruPolicy.used`.
 
-    ``warmer`` and ``colder`` are the ring's arrays of C ints, equally long. Keeps the GIL: some 2 µs for 128
-    rows. Raises ``ValueError`` for other arrays and ``IndexError`` for a ring that leads out of them, as do
-    the next two.
+    ``warmer`` and ``colder`` are the links of the ring, arrays of C ints of equal length. Keeps the GIL, for
+    about 2 µs per 128 rows. Raises, like the next two functions, ``ValueError`` for other arrays, and
+    ``IndexError`` if a link is out of bounds.
     """
 
 def lru_link_chain(warmer: array[int], colder: array[int], rows: Sequence[int], parent: int) -> None:
-    """Link rows that are not linked yet, each just colder than the one before it, the first than ``parent``.
+    """Link new rows, each just colder than the one before it, and the first just colder than ``parent``.
 
-    Where that is -1 or not linked, the first becomes the warmest.
+    If ``parent`` is -1 or not linked, the first becomes the warmest.
     """
 
 def lru_unlink(warmer: array[int], colder: array[int], rows: Sequence[int]) -> None:
-    """Unlink rows; those that are not linked are passed over."""
+    """Unlink rows. Rows that are not linked are skipped."""
 
 def exchange_now(
     socket: int, operations: Sequence[tuple[int, Sequence[bytes | memoryview]]], unread: bytearray
 ) -> tuple[int, int, int]:
-    """As :func:`exchange`, without waiting: ``EAGAIN`` where the socket takes or gives nothing.
-
-    Keeps the GIL.
-    """
+    """Like :func:`exchange`, without waiting: ``EAGAIN`` if the socket is not ready. Keeps the GIL."""
 
 class Pump:
-    """Conversations in native threads, ``most`` at once: see :mod:`kvtier.sockets.pump`."""
+    """Runs :func:`exchange` in at most ``max_threads`` native threads: see :mod:`kvtier.sockets.pump`."""
 
-    def __init__(self, most: int) -> None:
-        """Raises ``RuntimeError`` where there is no descriptor left."""
+    def __init__(self, max_threads: int) -> None:
+        """Raises ``RuntimeError`` if no file descriptor is available."""
 
     def fileno(self) -> int:
-        """An eventfd, which is readable while there is something to collect."""
+        """Return an eventfd, which is readable while results can be collected."""
 
     def start(
         self,
@@ -158,13 +155,13 @@ class Pump:
         unread: bytearray,
         seconds: float,
     ) -> int:
-        """Have :func:`exchange` done; a ticket.
+        """Start :func:`exchange` and return its ticket. Does not block.
 
-        The buffers are held until it is collected. Does not block.
+        The buffers are referenced until the result is collected.
         """
 
     def collect(self) -> list[tuple[int, int, int, int]]:
-        """Of each conversation that has ended: its ticket, and what :func:`exchange` returns."""
+        """Return the finished exchanges: ticket, and the result of :func:`exchange`."""
 
     def close(self) -> None:
-        """Wait until all is over. Blocks without the GIL; harmless when repeated."""
+        """Wait for all exchanges. Blocks without the GIL. Idempotent."""

@@ -7,29 +7,29 @@ abi: int
 """As in :func:`kvtier._native.build_info`."""
 
 class CudaError(RuntimeError):
-    """What CUDA has to say against a call, or what went wrong on the device."""
+    """An error reported by CUDA, for a call or for earlier work on the device."""
 
-class Carrier(Enum):
-    """Who carries a batch: one kernel, the copy engines, or whichever suits its pages."""
+class CopyMethod(Enum):
+    """How a batch is copied: by one kernel, by the copy engines, or by whichever suits its pages."""
 
     BEST = 0
     KERNEL = 1
     COPY_ENGINES = 2
 
 def device_count() -> int:
-    """How many devices there are; 0 without a driver, too."""
+    """Return the number of devices; 0 without a driver."""
 
 class PinnedMemory:
-    """Memory that is registered with CUDA, and stays mapped, as long as this lives."""
+    """Memory that is registered with CUDA and mapped while this object lives."""
 
     def __init__(self, memory: memoryview) -> None:
-        """Pin it: some 0.1 s a GiB, without the GIL. Raises :class:`CudaError`."""
+        """Register it: about 0.1 s per GiB, without the GIL. Raises :class:`CudaError`."""
 
 class DevicePages:
-    """Where the pages of an engine's KV memory lie on a device, to copy many of them at once.
+    """The addresses of an engine's KV pages on a device, for copies of many pages per call.
 
-    ``groups`` and ``skipped`` are as for :class:`kvtier._native.KvMemory`. Called from one thread at a time.
-    Waits, when it is let go of, for the copies that are under way.
+    ``groups`` and ``skipped`` are as for :class:`kvtier._native.KvMemory`. Not thread-safe. The destructor
+    waits for the copies in flight.
     """
 
     def __init__(self, device: int, groups: list[list[tuple[int, int, int]]], skipped: int) -> None: ...
@@ -38,12 +38,12 @@ class DevicePages:
         arena: PinnedMemory,
         chunks: list[tuple[int, Sequence[Sequence[int]]]],
         engine: int,
-        carrier: Carrier = ...,
+        method: CopyMethod = ...,
     ) -> int:
-        """Begin to copy chunks' pages into the engine's memory, behind all that is on its stream now.
+        """Start to copy the pages of chunks into the engine's memory, after the current work on its stream.
 
-        ``engine`` is that stream. Does not wait for the device; the ticket tells whether it is done. Raises
-        ``IndexError``, before anything is begun, where a block or a chunk lies outside its memory, and
+        ``engine``: that stream. Returns a ticket for :meth:`done`, without waiting for the device. Raises
+        ``IndexError``, before starting anything, if a block or a chunk is out of bounds, and
         :class:`CudaError`.
         """
 
@@ -52,15 +52,15 @@ class DevicePages:
         arena: PinnedMemory,
         chunks: list[tuple[int, Sequence[Sequence[int]]]],
         engine: int,
-        carrier: Carrier = ...,
+        method: CopyMethod = ...,
     ) -> int:
-        """Begin to copy chunks' pages out of the engine's memory; else like :meth:`load`.
+        """Start to copy pages out of the engine's memory. Otherwise like :meth:`load`.
 
-        What is put on ``engine`` later waits for it.
+        Later work on ``engine`` waits for the copy.
         """
 
     def done(self, ticket: int) -> bool:
-        """Whether that copy is done. Does not wait. Raises :class:`CudaError` where it has failed."""
+        """Return whether the copy is complete. Does not wait. Raises :class:`CudaError` if it failed."""
 
     def wait(self, ticket: int) -> None:
-        """Wait until it is done, without the GIL."""
+        """Wait for the copy, without the GIL."""

@@ -199,7 +199,7 @@ class TieredCache:
         ``staged`` holds chunks that were pushed into staging buffers instead of tiers. ``hints`` replace
         those of the chunks that are found.
         """
-        if not local:  # Lookups by peers say nothing about the hit rate of this host's engines.
+        if not local:  # The hit rate is that of this host's engines, without lookups by peers.
             self.hierarchy.counts["looked_up"] += len(keys)
         found = Lookup(staged, hints)
         reached = self._extend(found, keys, self._local if local else ALL_TIERS)
@@ -455,7 +455,7 @@ class TieredCache:
             "tiers": [tier.status() for tier in hierarchy.tiers],
             "arena": {"used_bytes": self.arena.used, "leases": self.arena.leases},
             "flights": len(self._prefetching.flights),
-            "pushed": {"coming": self.expecting.coming, "waiting": self.expecting.waiting},
+            "pushed": {"announced": self.expecting.announced, "waiting": self.expecting.waiting},
             "pending_bytes": self.pending_bytes,
             "counts": dict(hierarchy.counts),
         }

@@ -50,7 +50,7 @@ ENGINE = "engine"
 
 COUNTS = (
     ("looked_up", "kvtier_looked_up_chunks", "Chunks requested by lookups."),
-    ("pool_asked", "kvtier_pool_asked_chunks", "Chunks queried in shared pools and at peers."),
+    ("pool_queried", "kvtier_pool_queried_chunks", "Chunks queried in shared pools and at peers."),
     ("pool_found", "kvtier_pool_found_chunks", "Chunks found only in a shared pool or at a peer."),
     ("stored", "kvtier_stored_chunks", "Chunks stored by engines in the first tier."),
     (
@@ -63,18 +63,18 @@ COUNTS = (
         "kvtier_write_dropped_chunks",
         "Writes to a lower tier dropped because too many were deferred.",
     ),
-    ("put_full", "kvtier_full_chunks", "Chunks rejected by a lower tier because it was full."),
+    ("put_full", "kvtier_write_rejected_chunks", "Chunks rejected by a lower tier because it was full."),
     (
         "evicted",
         "kvtier_evicted_chunks",
         "Chunks evicted from a tier, whether or not another tier holds them.",
     ),
     ("demoted", "kvtier_demoted_chunks", "Evicted chunks that were demoted to a lower tier."),
-    ("fell_back", "kvtier_fell_back_chunks", "Chunks read from a fallback tier after the first one failed."),
-    ("prefetch_no_room", "kvtier_prefetches_without_room", "Prefetches cut short because memory was full."),
+    ("fallback", "kvtier_fallback_chunks", "Chunks read from a fallback tier after the first one failed."),
+    ("prefetch_no_room", "kvtier_truncated_prefetches", "Prefetches cut short because memory was full."),
 )
 """Key in the cache's counts, metric name and help text."""
-REFUSALS = (("held", "store_known"), ("no_room", "store_dropped"), ("abandoned", "store_abandoned"))
+REFUSALS = (("held", "store_known"), ("no_room", "store_dropped"), ("aborted", "store_aborted"))
 """Reason why an engine's chunk was not stored, and its key in the cache's counts."""
 
 
@@ -254,11 +254,11 @@ def _of_serving(serving: Status) -> Iterator[Metric]:
     yield connections
     for name, text, value in (
         ("grants", "Active grants to peers.", serving.get("grants", 0)),
-        ("promised_bytes", "Memory covered by active grants.", serving.get("promised_bytes", 0)),
+        ("granted_bytes", "Memory covered by active grants.", serving.get("granted_bytes", 0)),
     ):
         yield GaugeMetricFamily(f"kvtier_serving_{name}", text, value)
     for name, text, value in (
-        ("granted", "Grants issued to peers.", serving.get("granted", 0)),
+        ("issued_grants", "Grants issued to peers.", serving.get("granted", 0)),
         ("expired_grants", "Grants that expired before peers released them.", serving.get("expired", 0)),
     ):
         yield CounterMetricFamily(f"kvtier_serving_{name}", text, value)

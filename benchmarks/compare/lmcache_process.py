@@ -36,7 +36,7 @@ TOKENS, BLOCK = 256, 16
 HEADS, HEAD = 8, 128
 TOKEN_LAYER_BYTES = 2 * HEADS * HEAD * 2
 """K and V, with two bytes per element."""
-LOOK_UP_KEYS = 128
+LOOKUP_KEYS = 128
 STAMP = 8
 
 
@@ -148,7 +148,7 @@ class Cpu(Tier):
         return seconds
 
     def look_up(self) -> float:
-        keys = [self.keys[index % self.count] for index in range(LOOK_UP_KEYS)]
+        keys = [self.keys[index % self.count] for index in range(LOOKUP_KEYS)]
         started = time.perf_counter()
         held = sum(self.memory.contains(key) for key in keys)
         seconds = time.perf_counter() - started
@@ -209,7 +209,7 @@ class Disk(Tier):
         return seconds
 
     def look_up(self) -> float:
-        keys = [self.keys[index % self.count] for index in range(LOOK_UP_KEYS)]
+        keys = [self.keys[index % self.count] for index in range(LOOKUP_KEYS)]
         started = time.perf_counter()
         held = sum(self.disk.contains(key) for key in keys)
         seconds = time.perf_counter() - started

@@ -49,7 +49,7 @@ public:
 
     int event_fd() const { return engine_->event_fd(); }
 
-    void keep(nb::handle memory) {
+    void register_memory(nb::handle memory) {
         kept_ = std::make_unique<Buffer>(memory, PyBUF_WRITABLE);
         engine_->keep(kept_->memory(), kept_->length());
     }
@@ -121,7 +121,7 @@ void bind_disk(nanobind::module_& module) {
     nb::class_<DiskEngine>(module, "DiskEngine")
         .def(nb::init<unsigned>(), nb::arg("depth"))
         .def_prop_ro("event_fd", &DiskEngine::event_fd)
-        .def("keep", &DiskEngine::keep, nb::arg("memory"))
+        .def("register_memory", &DiskEngine::register_memory, nb::arg("memory"))
         .def("read", &DiskEngine::read, nb::arg("items"), nb::arg("direct"))
         .def("write", &DiskEngine::write, nb::arg("items"), nb::arg("direct"))
         .def("cancel", &DiskEngine::cancel, nb::arg("batch"))

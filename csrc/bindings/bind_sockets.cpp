@@ -89,7 +89,7 @@ nb::tuple exchange_now(int socket, const nb::sequence& operations, const nb::obj
 // The pump, and the buffers of conversations in flight.
 class Pump {
 public:
-    explicit Pump(std::size_t most) : pump_(std::make_unique<kvtier::sockets::Pump>(most)) {}
+    explicit Pump(std::size_t max_threads) : pump_(std::make_unique<kvtier::sockets::Pump>(max_threads)) {}
     ~Pump() { close(); }
 
     int fileno() const { return open().descriptor(); }
@@ -144,7 +144,7 @@ void bind_sockets(nb::module_& module) {
                nb::arg("seconds"));
     module.def("exchange_now", &exchange_now, nb::arg("socket"), nb::arg("operations"), nb::arg("unread"));
     nb::class_<Pump>(module, "Pump")
-        .def(nb::init<std::size_t>(), nb::arg("most"))
+        .def(nb::init<std::size_t>(), nb::arg("max_threads"))
         .def("fileno", &Pump::fileno)
         .def("start", &Pump::start, nb::arg("socket"), nb::arg("operations"), nb::arg("unread"),
              nb::arg("seconds"))

@@ -44,12 +44,12 @@ DevicePages* device_pages(int device, const std::vector<std::vector<RegionTuple>
 
 template <Direction direction>
 Ticket begin_copy(DevicePages& pages, const Pinned& arena, std::vector<ChunkTuple> chunks, std::uintptr_t engine,
-             Carrier carrier) {
+             CopyMethod method) {
     const std::vector<ChunkPages> chunk_pages = bindings::chunk_pages(chunks);
     const nb::gil_scoped_release released;
     const bool hold_engine = direction == Direction::out_of_engine;
     return pages.begin(*arena.memory, chunk_pages, direction, reinterpret_cast<cudaStream_t>(engine), hold_engine,
-                       carrier);
+                       method);
 }
 
 void wait_for(DevicePages& pages, Ticket ticket) {
@@ -69,17 +69,17 @@ NB_MODULE(_native_cuda, module) {
     module.attr("abi") = abi;
     nb::exception<CudaError>(module, "CudaError", PyExc_RuntimeError);
     module.def("device_count", &device_count);
-    nb::enum_<Carrier>(module, "Carrier")
-        .value("BEST", Carrier::best)
-        .value("KERNEL", Carrier::kernel)
-        .value("COPY_ENGINES", Carrier::copy_engines);
+    nb::enum_<CopyMethod>(module, "CopyMethod")
+        .value("BEST", CopyMethod::best)
+        .value("KERNEL", CopyMethod::kernel)
+        .value("COPY_ENGINES", CopyMethod::copy_engines);
     nb::class_<Pinned>(module, "PinnedMemory").def(nb::new_(&pin), nb::arg("memory"));
     nb::class_<DevicePages>(module, "DevicePages")
         .def(nb::new_(&device_pages), nb::arg("device"), nb::arg("groups"), nb::arg("skipped"))
         .def("load", &begin_copy<Direction::into_engine>, nb::arg("arena"), nb::arg("chunks"), nb::arg("engine"),
-             nb::arg("carrier") = Carrier::best)
+             nb::arg("method") = CopyMethod::best)
         .def("save", &begin_copy<Direction::out_of_engine>, nb::arg("arena"), nb::arg("chunks"), nb::arg("engine"),
-             nb::arg("carrier") = Carrier::best)
+             nb::arg("method") = CopyMethod::best)
         .def("done", &DevicePages::done, nb::arg("ticket"))
         .def("wait", &wait_for, nb::arg("ticket"));
 }

@@ -36,9 +36,9 @@ def limit_of(tier: TierSettings, backend: Backend, arena: Arena, length: int) ->
     if isinstance(tier, RedisSettings):
         return _raw_resp(tier)
     if isinstance(tier, InfiniStoreSettings) and tier.connection == "tcp":
-        return "its own library", InfiniStoreLibrary((tier.host, tier.port), tier.connections)
+        return "client library", InfiniStoreLibrary((tier.host, tier.port), tier.connections)
     if isinstance(tier, MooncakeSettings) and tier.protocol == "tcp":
-        return "its own library", MooncakeLibrary(tier.master, arena)
+        return "client library", MooncakeLibrary(tier.master, arena)
     return None
 
 

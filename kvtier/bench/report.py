@@ -19,7 +19,7 @@ from kvtier.units import format_size
 DASH = "—"
 AIM = 0.95
 """Ratio to the limit below which a cell is highlighted. Noise alone can cause that."""
-COLUMNS = ("limit", "put GB/s", "ratio", "p50 / p99 ms", "get GB/s", "ratio", "p50 / p99 ms", "look-ups/s")
+COLUMNS = ("limit", "put GB/s", "ratio", "p50 / p99 ms", "get GB/s", "ratio", "p50 / p99 ms", "lookups/s")
 
 
 def table_of(rows: Sequence[Row], extent: Extent) -> Table:
@@ -61,8 +61,8 @@ def json_of(rows: Sequence[Row], extent: Extent) -> dict[str, Any]:
 def _cells(row: Row) -> list[str]:
     if row.error is not None:
         return ["[red]failed[/red]", *[DASH] * (len(COLUMNS) - 1)]
-    look_ups = DASH if row.look_ups_per_s is None else f"{row.look_ups_per_s:,.0f}"
-    return [row.limit or DASH, *_direction(row.put), *_direction(row.get), look_ups]
+    lookups = DASH if row.lookups_per_s is None else f"{row.lookups_per_s:,.0f}"
+    return [row.limit or DASH, *_direction(row.put), *_direction(row.get), lookups]
 
 
 def _direction(direction: Direction | None) -> list[str]:

@@ -20,7 +20,7 @@ class Extent:
     in_flight: int = 4
     """Chunks per batch."""
     turns: int = 5
-    look_ups: int = 50
+    lookups: int = 50
 
     @property
     def length(self) -> int:
@@ -60,7 +60,7 @@ class Row:
     """Name of the limit that it is compared with; ``None`` if there is no limit."""
     put: Direction | None = None
     get: Direction | None = None
-    look_ups_per_s: float | None = None
+    lookups_per_s: float | None = None
     """Keys per second, looked up in batches; ``None`` for a transport."""
     remark: str = ""
     error: str | None = None

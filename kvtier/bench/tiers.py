@@ -30,7 +30,7 @@ from kvtier.units import MIB, format_duration
 
 logger = logging.getLogger("kvtier")
 
-LOOK_UP_KEYS = 128
+LOOKUP_KEYS = 128
 """Keys per lookup: a prompt of 32,768 tokens in chunks of 256."""
 LOOK_UP_BYTES = 4096
 """Size of the chunks that are looked up. It does not matter for a lookup."""
@@ -50,7 +50,7 @@ def steps_of(extent: Extent) -> int:
 
 def tier_bytes(extent: Extent) -> int:
     """Return the capacity that a tier needs, in bytes."""
-    return extent.length + LOOK_UP_KEYS * LOOK_UP_BYTES
+    return extent.length + LOOKUP_KEYS * LOOK_UP_BYTES
 
 
 def memory_bytes(extent: Extent) -> int:
@@ -81,7 +81,7 @@ async def measure_tier(
             sides[LIMIT] = limit[1]
             stack.push_async_callback(limit[1].close)
         bench = _Bench(sides, backend, arena, tier, extent)
-        put, get, look_ups = await bench.measure(advance)
+        put, get, lookups = await bench.measure(advance)
     name = limit[0] if limit is not None else None
     return Row(
         tier.name,
@@ -89,7 +89,7 @@ async def measure_tier(
         name,
         put.direction(KVTIER, LIMIT if name else None, extent.length),
         get.direction(KVTIER, LIMIT if name else None, extent.length),
-        LOOK_UP_KEYS / statistics.median(look_ups),
+        LOOKUP_KEYS / statistics.median(lookups),
         remark,
     )
 
@@ -139,7 +139,7 @@ class _Bench:
     async def measure(self, advance: Advance) -> tuple[Samples, Samples, list[float]]:
         """Return the seconds of puts, gets and lookups, after one warm-up turn."""
         extent = self._extent
-        moved, held = random_keys(extent.chunks), random_keys(LOOK_UP_KEYS)
+        moved, held = random_keys(extent.chunks), random_keys(LOOKUP_KEYS)
         chunks = make_chunks(self._arena, moved, extent.size)
         small = make_chunks(self._arena, held, LOOK_UP_BYTES)
         self._keys = [*moved, *held]
@@ -148,7 +148,7 @@ class _Bench:
                 for name in rotated(list(self._sides), turn + 1):
                     await self._run_turn(name, chunks, counted=turn >= 0)
                 advance()
-            look_ups = await self._look_up(small)
+            lookups = await self._look_up(small)
             await self._verify_deleted()
             advance()
         except Stuck:
@@ -156,7 +156,7 @@ class _Bench:
         except BaseException:
             await self._clean_up()
             raise
-        return self._samples["put"], self._samples["get"], look_ups
+        return self._samples["put"], self._samples["get"], lookups
 
     async def _run_turn(self, name: str, chunks: Sequence[Chunk], *, counted: bool) -> None:
         if name == KVTIER:
@@ -190,7 +190,7 @@ class _Bench:
         side, keys = self._sides[KVTIER], [key for key, _ in chunks]
         await within(self._deadline, "storing", lambda: side.put(chunks))
         seconds = []
-        for _ in range(self._extent.look_ups):
+        for _ in range(self._extent.lookups):
             duration = await within(self._deadline, "looking up", lambda: side.prefix(keys))
             if duration is None:
                 duration = await within(self._deadline, "looking up", lambda: side.look_up(keys))

@@ -179,7 +179,7 @@ class SchedulerBridge(Bridge):
         The final answer may take up to ``expect_seconds`` longer: the cache process waits that long for
         chunks among the first ``expect_chunks`` that a peer is pushing.
         """
-        if not keys or not self.takes_requests:
+        if not keys or not self.accepts_requests:
             return None
         call = self.call(
             "lookups",
@@ -202,7 +202,7 @@ class SchedulerBridge(Bridge):
             if wait > 0 and not lookup.answered:
                 self.await_reply(lookup.call, wait)
             else:
-                self.glance()
+                self.poll_if_due()
         return self._lookups.get(ticket)
 
     def cancel(self, ticket: int) -> None:
@@ -226,7 +226,7 @@ class SchedulerBridge(Bridge):
     def reserves(self) -> bool:
         """Whether :meth:`reserve` can be called now: the cache process answers, and no request is pending."""
         pending = self._reserving is not None and not self._reserving.settled
-        return self.takes_requests and not self.late and not pending
+        return self.accepts_requests and not self.late and not pending
 
     def reserve(self, runs: Sequence[Run]) -> Call[list[Slots]] | None:
         """Request room for the chunks of ``runs`` in one message; ``None`` if :attr:`reserves` is false.
@@ -250,8 +250,8 @@ class SchedulerBridge(Bridge):
 
     def probe(self) -> None:
         """Ping the cache process if it fetches chunks and has sent nothing for :data:`PROBE_SECONDS`."""
-        quiet = not self.calls and self._health.quiet_seconds >= PROBE_SECONDS
-        if quiet and any(lookup.fetching for lookup in self._lookups.values()) and self.takes_requests:
+        quiet = not self.calls and self._health.idle_seconds >= PROBE_SECONDS
+        if quiet and any(lookup.fetching for lookup in self._lookups.values()) and self.accepts_requests:
             self.call("pings", Ping, Pong, lambda pong, _wanted: pong)
 
     def abandon(self, leases: Sequence[int]) -> None:
@@ -264,7 +264,7 @@ class SchedulerBridge(Bridge):
 
         Does not block. End it with :meth:`end_kv_transfer`.
         """
-        if not keys or not self.takes_requests:
+        if not keys or not self.accepts_requests:
             return None
         ticket = self.calls.next_ticket()
         self._kv_transfers[ticket] = None
@@ -290,7 +290,7 @@ class SchedulerBridge(Bridge):
         Blocks up to ``wait`` seconds, or not at all if the cache process is unresponsive.
         """
         self.update()
-        if not self.takes_requests:
+        if not self.accepts_requests:
             return None
         call = self.call("clears", Clear, Cleared, lambda cleared, _wanted: cleared.chunks)
         if call is None:

@@ -374,7 +374,7 @@ class Catalog:
         return [self._generations[row] for row in rows]
 
     def begin_generation(self, keys: Iterable[ChunkKey]) -> None:
-        """Tell chunks that are about to be cleared from what is stored under their keys afterwards."""
+        """Begin a new generation for chunks that are about to be cleared."""
         begun: dict[int, int] = {}
         for key in keys:
             row = self._rows[key[0]].get(key)

@@ -40,7 +40,7 @@ class ChildCounts:
                 self.add(row)
 
     def remove(self, row: int) -> None:
-        """Count one child less of a row."""
+        """Decrement the number of children of a row."""
         if self.counts[row] < MANY:
             self.counts[row] -= 1
             return
@@ -50,7 +50,7 @@ class ChildCounts:
             self.counts[row] = left
 
     def remove_all(self, rows: Sequence[int]) -> None:
-        """Count one child less of each row."""
+        """Decrement the number of children of each row, once for each mention."""
         counts = self.counts
         for row in rows:
             if counts[row] < MANY:

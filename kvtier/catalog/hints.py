@@ -7,7 +7,7 @@ from array import array
 import msgspec
 
 MAX_TENANTS = 65_535
-"""Distinct tenants that are told apart. Further ones count as no tenant."""
+"""Limit of distinct tenants. Further ones count as no tenant."""
 NEVER = 0.0
 """A point in time that is not set."""
 

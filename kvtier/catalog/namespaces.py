@@ -1,8 +1,8 @@
 """The namespaces of chunks by number, and the generation of each.
 
 Clearing chunks begins a new generation of their namespace. Each chunk has the generation in which it was
-stored or last cleared. So what was copied, read or queried before a clear can be told from what was stored
-since: compare the chunk's generation before and after.
+stored or last cleared. A copy, read or query is outdated if the chunk's generation has changed since it
+began.
 """
 
 from __future__ import annotations

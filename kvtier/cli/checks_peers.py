@@ -21,7 +21,7 @@ from kvtier.errors import KVTierError, PeerError
 from kvtier.logs import printable
 from kvtier.memory.arena import Arena
 from kvtier.memory.slices import Lease
-from kvtier.peers.dialling import ControlConnection, PeerDialer
+from kvtier.peers.dialing import ControlConnection, PeerDialer
 from kvtier.plugins import Plugins
 from kvtier.rpc.authentication import Credentials
 from kvtier.settings import Settings

@@ -50,7 +50,7 @@ def of_member(member: Member) -> InstanceAnswer:
         peer=hello.peer,
         transport=hello.transport,
         registered_at=member.registered_at,
-        last_heartbeat=member.heard_at,
+        last_heartbeat=member.last_message_at,
         up_to_date=member.up_to_date,
         models=list(dict.fromkeys(name for model in member.models for name in model.names)),
         engines=list(heartbeat.engines) if heartbeat is not None else [],

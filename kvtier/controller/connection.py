@@ -105,7 +105,7 @@ class _Handler:
             case WhoHolds():
                 member.endpoint.send(registry.held_by(member, message, _split(message.keys)))
             case Heartbeat():
-                registry.beat(member, message)
+                registry.update_heartbeat(member, message)
             case Serves():
                 registry.serves(member, message.models)
             case UpToDate():

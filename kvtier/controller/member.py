@@ -59,9 +59,9 @@ class Member:
         """Whether it has reported all its chunks."""
 
     @property
-    def heard_at(self) -> float:
+    def last_message_at(self) -> float:
         """When the last message arrived, on the clock of :func:`time.time`."""
-        return time.time() - time.monotonic() + self.endpoint.heard_at
+        return time.time() - time.monotonic() + self.endpoint.last_message_at
 
     @property
     def closed_reason(self) -> str | None:
@@ -94,9 +94,9 @@ class Member:
         pinged_at = time.monotonic()
         with suppress(ChannelError), anyio.move_on_after(seconds):
             ping = self.endpoint.ping()
-            while not await ping.wait(CHECK_SECONDS) and self.endpoint.heard_at <= pinged_at:
+            while not await ping.wait(CHECK_SECONDS) and self.endpoint.last_message_at <= pinged_at:
                 pass
-        return self.endpoint.heard_at > pinged_at and not self.endpoint.closed
+        return self.endpoint.last_message_at > pinged_at and not self.endpoint.closed
 
     def _call(self, build: Callable[[int], Command], on_progress: OnProgress | None) -> Call[Done]:
         if len(self.endpoint.calls) >= MAX_COMMANDS:

@@ -53,17 +53,17 @@ class ControllerMetrics(Collector):
             "Chunks in a tier of an instance, according to the index.",
             labels=["instance", "tier"],
         )
-        last_heard = GaugeMetricFamily(
-            "kvtier_controller_last_heard_timestamp_seconds",
+        last_message = GaugeMetricFamily(
+            "kvtier_controller_last_message_timestamp_seconds",
             "Unix timestamp of the last message from an instance.",
             labels=["instance"],
         )
         for member in registry.members.values():
-            last_heard.add_metric([member.id], member.heard_at)
+            last_message.add_metric([member.id], member.last_message_at)
             for place, tier in zip(member.places, member.hello.tiers, strict=True):
                 chunks.add_metric([member.id, tier.name], registry.holders.count(place))
         yield chunks
-        yield last_heard
+        yield last_message
 
     def _event_metrics(self) -> Iterator[Metric]:
         log = self._operations.events

@@ -223,7 +223,7 @@ class Registry:
         self.models.add(models)
         self._changes.notify()
 
-    def beat(self, member: Member, heartbeat: Heartbeat) -> None:
+    def update_heartbeat(self, member: Member, heartbeat: Heartbeat) -> None:
         """Store a member's heartbeat. Raises: RefusedInstance."""
         check_heartbeat(heartbeat, len(member.places))
         member.heartbeat = heartbeat

@@ -50,7 +50,7 @@ class ServiceSettings(CommandSettings):
     tls_key: FilePath | None = option(None, "FILE", "The certificate's PEM private key.")
 
     @model_validator(mode="after")
-    def _make_sense(self) -> ServiceSettings:
+    def _check_consistency(self) -> ServiceSettings:
         if self.instance_timeout < 2 * self.heartbeat:
             raise ValueError(
                 "instance-timeout: it must be at least twice the heartbeat interval, or one late heartbeat "

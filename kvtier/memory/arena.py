@@ -1,8 +1,8 @@
 """Shared memory region whose slices are leased.
 
 The cache process creates the :class:`Arena` and owns the allocation; engines map the same memory with
-:class:`ArenaMap`. The region is a memfd: it has no name, its file descriptor is passed over the bridge, and
-the kernel frees it however the processes end. Its size is sealed, so that no holder of the descriptor can
+:class:`ArenaMap`. The region is a memfd: it has no name, the bridge passes its descriptor to engines, and the
+kernel frees it however the processes end. Its size is sealed, so that no holder of the descriptor can
 truncate it. Normal pages are allocated shortly before first use, as 2 MiB pages if available
 (docs/native.md); huge pages are reserved at creation. Nothing here blocks, except as noted, and nothing is
 thread-safe; copies to and from leased slices may run in any thread.

@@ -41,7 +41,7 @@ class Arrival:
                 await self._seal(landed)
 
     async def wait(self, chunks: Sequence[int]) -> None:
-        """Wait until each of these is readable, given up, or no longer granted."""
+        """Wait until each of these is readable, has failed, or has lost its grant."""
         waiting = self._late.keys() & set(chunks)
         while waiting:
             await self._progress.wait()

@@ -14,13 +14,14 @@ from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError, Rejected
 from kvtier.logs import printable
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.dialling import ControlConnection, PeerDialer
+from kvtier.peers.dialing import ControlConnection, PeerDialer
 from kvtier.peers.pace import Pace
 from kvtier.peers.pauses import Breaker, Outage
 from kvtier.peers.source import Source, timeouts_of
 from kvtier.rpc.authentication import Credentials
 from kvtier.settings.peer import split_address
 from kvtier.transports.base import Transport
+from kvtier.units import MIB
 
 logger = logging.getLogger("kvtier")
 
@@ -139,7 +140,7 @@ class PeerClient:
             if source is None and not self._tried.is_set():
                 await self._tried.wait()
                 source = self.source
-            if source is None or (not force and source.heard_at < self._unanswered_at):
+            if source is None or (not force and source.last_message_at < self._unanswered_at):
                 return None
             sent_at = time.monotonic()
             try:
@@ -283,17 +284,17 @@ class PeerClient:
 
     def status(self) -> dict[str, object]:
         """Return the state and counters of this peer."""
-        source = self._source
+        source, seconds = self._source, self.pace.seconds_per_byte
         return {
             "address": self.address,
             "instance": self._seen_instance,
             "state": self._state(),
             "linked": source is not None and source.linked,
             "last_error": self._last_error,
-            "promises": 0 if source is None else len(source.promises),
-            "under_way_bytes": self.pace.in_flight,
+            "granted_chunks": 0 if source is None else len(source.promises),
+            "in_flight_bytes": self.pace.in_flight,
             "read_bytes": self.pace.bytes_read,
-            "seconds_a_mib": None if (seconds := self.pace.seconds_per_byte) is None else seconds * (1 << 20),
+            "seconds_per_mib": None if seconds is None else seconds * MIB,
             "round_trip_seconds": self.pace.round_trip,
         }
 

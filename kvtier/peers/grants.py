@@ -94,7 +94,7 @@ class GrantBook:
         """``reserve``: seconds for which memory is granted for writing; default ``peer.lease``."""
         self.limit = int(arena.capacity * settings.share)
         """Bytes that may be granted at once."""
-        self.promised = 0
+        self.granted_bytes = 0
         """Bytes granted; a slice with several grants counts once."""
         self.granted = 0
         """Grants since start."""
@@ -234,7 +234,7 @@ class GrantBook:
 
     def _count_granted(self, leases: Sequence[Lease]) -> int:
         """Count leading leases as granted, up to the limits. Return how many."""
-        refcounts, promised, limit = self._refcounts, self.promised, self.limit
+        refcounts, promised, limit = self._refcounts, self.granted_bytes, self.limit
         count = 0
         for lease in leases[: MAX_SLICES - self._slices]:
             offset = lease.offset
@@ -245,7 +245,7 @@ class GrantBook:
                 promised += lease.length
             refcounts[offset] = refcount + 1
             count += 1
-        self.promised = promised
+        self.granted_bytes = promised
         self._slices += count
         return count
 
@@ -256,7 +256,7 @@ class GrantBook:
             self._refcounts[lease.offset] = refcount
         else:
             del self._refcounts[lease.offset]
-            self.promised -= lease.length
+            self.granted_bytes -= lease.length
         lease.release()
 
 

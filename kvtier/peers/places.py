@@ -33,7 +33,7 @@ class Place(ABC):
     @property
     def room(self) -> int:
         """Bytes available for reservation now."""
-        return min(self.limit - self.reserved_bytes, self.grants.limit - self.grants.promised)
+        return min(self.limit - self.reserved_bytes, self.grants.limit - self.grants.granted_bytes)
 
     @abstractmethod
     def length_of(self, header: ChunkHeader) -> int:
@@ -45,7 +45,7 @@ class Place(ABC):
 
     @abstractmethod
     def reserve(self, header: ChunkHeader) -> Reservation | None:
-        """Reserve room for an ABSENT chunk; ``None`` if there is none."""
+        """Reserve room for an ABSENT chunk; ``None`` if there is no room."""
 
     @abstractmethod
     def abandon(self, reservations: Sequence[Reservation]) -> None:

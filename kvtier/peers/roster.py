@@ -138,11 +138,11 @@ class Roster:
     def status(self) -> list[dict[str, object]]:
         """Return the status of each peer."""
         now = time.monotonic()
-        configured = [{**client.status(), "borrowed": False} for client in self.configured]
+        configured = [{**client.status(), "temporary": False} for client in self.configured]
         return configured + [
             {
                 **entry.client.status(),
-                "borrowed": True,
+                "temporary": True,
                 "users": entry.users,
                 "idle_seconds": entry.idle_seconds(now),
             }

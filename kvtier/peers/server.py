@@ -73,7 +73,7 @@ class PeerServer:
         self._unauthenticated: dict[CancelScope, None] = {}
         self._connections: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
-        self._asked: Counter[str] = Counter()
+        self._requests: Counter[str] = Counter()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -88,11 +88,11 @@ class PeerServer:
             "connections": dict(+self._connections),
             "unauthenticated": len(self._unauthenticated),
             "grants": self._grants.open,
-            "promised_bytes": self._grants.promised,
+            "granted_bytes": self._grants.granted_bytes,
             "granted": self._grants.granted,
             "expired": self._grants.expired,
             "reserving": self._reservations.status(),
-            "asked": dict(self._asked),
+            "requests": dict(self._requests),
             "refused": dict(self._refused),
         }
 
@@ -153,7 +153,7 @@ class PeerServer:
             logger.debug("connection from %s closed: %s", peer, error)
         except Exception:
             # Last resort: an error with one peer must not affect the others.
-            self._refused["error here"] += 1
+            self._refused["internal error"] += 1
             logger.exception("connection from peer %s failed", peer)
 
     async def _identify(self, connected: socket.socket) -> tuple[socket.socket, object]:
@@ -179,7 +179,7 @@ class PeerServer:
         finally:
             self._unauthenticated.pop(scope, None)
         connected.close()
-        raise RefusedHandshake("too many strangers", "too many unauthenticated connections")
+        raise RefusedHandshake("too many unauthenticated", "too many unauthenticated connections")
 
     async def _read_message(self, connected: socket.socket) -> object:
         try:
@@ -190,7 +190,7 @@ class PeerServer:
         except ProtocolError as error:
             return error
         except TimeoutError as error:
-            raise RefusedHandshake("too slow", "timed out waiting for Hello") from error
+            raise RefusedHandshake("timeout", "timed out waiting for Hello") from error
 
     async def _admit(self, connected: socket.socket, hello: object, peer: str) -> None:
         """Serve the connection, or refuse it with a reason. Raises ``OSError``."""
@@ -219,23 +219,23 @@ class PeerServer:
             self._holdings,
             self._grants,
             self._reservations,
-            self._asked,
+            self._requests,
             self._transport.cut_off,
         )
         error = await session.serve()
         if isinstance(error, ProtocolError):
-            self._note_refusal(peer, "no protocol", str(error))
+            self._note_refusal(peer, "protocol error", str(error))
         else:
             logger.debug("connection from %s closed: %s", peer, printable(str(error)))
 
     def _refusal(self, message: object) -> tuple[str, str] | None:
         """Return the label and the text of the reason to refuse a connection; ``None`` to accept it."""
         if isinstance(message, ProtocolError):
-            return "no protocol", str(message)
+            return "protocol error", str(message)
         try:
             hello = check_greeting(message, Hello, VERSION)
         except ProtocolError as error:
-            return "another version" if isinstance(message, Hello) else "no protocol", str(error)
+            return "version mismatch" if isinstance(message, Hello) else "protocol error", str(error)
         if hello.purpose == "data" and not isinstance(self._transport, SupportsConnections):
             name = self._settings.transport["type"]
             return "wrong purpose", f"the transport here, {name}, accepts no data connections"

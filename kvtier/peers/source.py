@@ -14,7 +14,7 @@ from anyio import CancelScope
 from kvtier.backends.base import Outcome
 from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
 from kvtier.memory.keys import ChunkKey, join_keys
-from kvtier.peers.dialling import ControlConnection, PeerDialer
+from kvtier.peers.dialing import ControlConnection, PeerDialer
 from kvtier.peers.pace import Pace
 from kvtier.peers.promises import Promise, Promises, Releases, usable_seconds
 from kvtier.peers.protocol import (
@@ -99,9 +99,9 @@ class Source:
         return self.endpoint.closed
 
     @property
-    def heard_at(self) -> float:
+    def last_message_at(self) -> float:
         """When the peer last sent a message, on the clock of :func:`time.monotonic`."""
-        return self.endpoint.heard_at
+        return self.endpoint.last_message_at
 
     @property
     def unresponsive(self) -> bool:

@@ -60,7 +60,7 @@ class DiscoverStage:
         hierarchy = self._hierarchy
         generation = hierarchy.catalog.namespaces.generation_of(expected.namespace)
         held = await tier.held_prefix(keys[start:])
-        hierarchy.counts["pool_asked"] += len(keys) - start
+        hierarchy.counts["pool_queried"] += len(keys) - start
         if generation != hierarchy.catalog.namespaces.generation_of(expected.namespace):
             return  # The reply may include chunks that were cleared meanwhile.
         found = self._add(tier, keys, expected, range(start, start + held))

@@ -64,7 +64,7 @@ class Expectation:
 
     async def _progress(self) -> bool:
         """Wait for a change. ``False`` if the next chunk has not been announced in time."""
-        seconds = None if self._stage.is_coming(self.next_key) else UNANNOUNCED_SECONDS
+        seconds = None if self._stage.is_announced(self.next_key) else UNANNOUNCED_SECONDS
         with anyio.move_on_after(seconds) as scope:
             await self._changed.wait()
         return not scope.cancelled_caught
@@ -95,7 +95,7 @@ class ExpectStage:
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
         self._memory = hierarchy.memory
-        self._coming: dict[ChunkKey, int] = {}
+        self._announced: dict[ChunkKey, int] = {}
         """Number of announcements."""
         self._ended: dict[ChunkKey, None] = {}
         self._waiting: dict[ChunkKey, set[Expectation]] = {}
@@ -103,22 +103,22 @@ class ExpectStage:
         hierarchy.observers.append(self)
 
     @property
-    def coming(self) -> int:
+    def announced(self) -> int:
         """Number of announced chunks."""
-        return len(self._coming)
+        return len(self._announced)
 
     @property
     def waiting(self) -> int:
         """Number of lookups that wait for chunks."""
         return sum(map(len, self._waiting.values()))
 
-    def is_coming(self, key: ChunkKey | None) -> bool:
+    def is_announced(self, key: ChunkKey | None) -> bool:
         """Return whether the chunk is announced."""
-        return key in self._coming
+        return key in self._announced
 
     def is_abandoned(self, key: ChunkKey) -> bool:
         """Return whether the chunk was announced, is not now, and no lower tier holds it."""
-        return key not in self._coming and key in self._ended and not self.is_below(key)
+        return key not in self._announced and key in self._ended and not self.is_below(key)
 
     def is_below(self, key: ChunkKey | None) -> bool:
         """Return whether the chunk is READY in lower tiers only."""
@@ -128,18 +128,18 @@ class ExpectStage:
         """Announce chunks that are about to be pushed here. Undo with :meth:`withdraw`."""
         for key in keys:
             self._ended.pop(key, None)
-            self._coming[key] = self._coming.get(key, 0) + 1
+            self._announced[key] = self._announced.get(key, 0) + 1
             self._wake(key)
 
     def withdraw(self, keys: Iterable[ChunkKey]) -> None:
         """Undo an announcement, after the push has ended or failed."""
         withdrawn = []
         for key in keys:
-            announcements = self._coming[key] - 1
+            announcements = self._announced[key] - 1
             if announcements:
-                self._coming[key] = announcements
+                self._announced[key] = announcements
             else:
-                del self._coming[key]
+                del self._announced[key]
                 withdrawn.append(key)
         for key in withdrawn:
             self._ended.pop(key, None)

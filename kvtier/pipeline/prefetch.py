@@ -167,7 +167,7 @@ class PrefetchStage:
             else:
                 flight.source = source
                 retries.append(flight)
-        self._hierarchy.counts["fell_back"] += len(retries)
+        self._hierarchy.counts["fallback"] += len(retries)
         tier = self._hierarchy.tiers[read.source]
         # A miss in a shared pool is normal: the pool may have evicted the chunk.
         if lost and (read.failed or not tier.shared):

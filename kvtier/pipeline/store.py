@@ -162,7 +162,7 @@ class StoreStage:
             return
         self._hierarchy.abort([reservation.header.key for reservation in reservations], self._memory.index)
         Leases.of([reservation.lease for reservation in reservations]).release_all()
-        self._hierarchy.counts["store_abandoned"] += len(reservations)
+        self._hierarchy.counts["store_aborted"] += len(reservations)
 
     def commit(self, reservations: Sequence[Reservation]) -> None:
         """Make filled chunks READY in the first tier, and queue them for the write-through tiers."""

@@ -85,7 +85,7 @@ class ProxyMetrics(Collector):
             labels=ENGINE_LABELS,
         )
         served = CounterMetricFamily(
-            "kvtier_proxy_engine_answers", "Responses that the engine started.", labels=ENGINE_LABELS
+            "kvtier_proxy_engine_responses", "Responses that the engine started.", labels=ENGINE_LABELS
         )
         failed = CounterMetricFamily(
             "kvtier_proxy_engine_failures", "Requests that failed at the engine.", labels=ENGINE_LABELS

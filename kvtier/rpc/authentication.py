@@ -110,7 +110,7 @@ class Credentials:
                 await self._prove_to_client(connected, version)
         except TimeoutError as error:
             connected.close()
-            raise RefusedHandshake("too slow", "timed out authenticating it") from error
+            raise RefusedHandshake("timeout", "timed out authenticating it") from error
         except BaseException:
             connected.close()
             raise

@@ -18,9 +18,9 @@ ReplyT = TypeVar("ReplyT", bound=Reply)
 ResultT = TypeVar("ResultT")
 
 Settle = Callable[[ReplyT, bool], ResultT]
-"""Validates a reply and returns its result; the flag says whether a caller still waits.
+"""Validates a reply and returns its result; the flag: whether a caller still waits.
 
-Called even without a waiting caller, so that what the reply grants can be given back. Raises
+Called even without a waiting caller, so that what the reply grants is released. Raises
 :class:`ProtocolError` for an invalid reply, which ends the connection, and another :class:`KVTierError` for a
 failed request, which the caller gets.
 """

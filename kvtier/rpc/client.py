@@ -22,14 +22,15 @@ from kvtier.rpc.health import Health
 from kvtier.rpc.unix import UnixConnection
 
 GREETING_SECONDS = 5.0
-GLANCE_SECONDS = 0.0001
+MIN_POLL_INTERVAL_SECONDS = 0.0001
+"""Interval of :meth:`Client.poll_if_due`."""
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 
 
 class Client(ABC, Generic[VersionedT]):
     """A connection that is replaced when it is lost.
 
-    A server that is slow keeps its connection. One that is gone costs the replies that were outstanding.
+    A slow server keeps its connection. If a connection is lost, its outstanding calls fail.
     """
 
     def __init__(
@@ -166,9 +167,9 @@ class Client(ABC, Generic[VersionedT]):
         if messages:
             self._receive_all(messages)
 
-    def glance(self) -> None:
-        """:meth:`poll` unless that was done a moment ago. For what is called once for each request."""
-        if time.monotonic() - self._polled_at >= GLANCE_SECONDS:
+    def poll_if_due(self) -> None:
+        """:meth:`poll`, unless that was just done. For callers that run once for each request."""
+        if time.monotonic() - self._polled_at >= MIN_POLL_INTERVAL_SECONDS:
             self.poll()
 
     def _receive_all(self, messages: list[Any]) -> None:
@@ -184,10 +185,10 @@ class Client(ABC, Generic[VersionedT]):
     # Send.
 
     @property
-    def takes_requests(self) -> bool:
+    def accepts_requests(self) -> bool:
         """Whether requests should be sent. Takes the next step towards a connection."""
         if self.ready() and not self.responsive:
-            self.glance()
+            self.poll_if_due()
         return self.responsive and self._connection is not None and not self._connection.congested
 
     def send(self, message: Message) -> bool:
@@ -219,7 +220,7 @@ class Client(ABC, Generic[VersionedT]):
         return call if self.send(request(call.ticket)) else None  # Without a connection it has failed.
 
     def await_reply(self, call: Call[ResultT] | None, wait: float) -> ResultT | None:
-        """Return the result, blocking up to ``wait`` seconds; ``None`` if there is none yet, or an error.
+        """Return the result, blocking up to ``wait`` seconds; ``None`` if it is pending or has failed.
 
         Does not block while the server is late. A wait that ends without a reply makes it late.
         """
@@ -228,9 +229,9 @@ class Client(ABC, Generic[VersionedT]):
         if wait <= 0 or self._health.late:
             self.poll()
             return call.result
-        heard_at = self._health.quiet_since
+        idle_since = self._health.idle_since
         self.wait(lambda: call.settled, wait)
-        if heard_at == self._health.quiet_since and call.ticket in self.calls:
+        if idle_since == self._health.idle_since and call.ticket in self.calls:
             self._health.missed()
         return call.result
 

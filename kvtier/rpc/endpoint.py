@@ -44,7 +44,7 @@ class Endpoint:
     ) -> None:
         """``idle_timeout``: seconds without a message, or without sending progress, that end :meth:`run`."""
         self.calls = Calls(max_calls)
-        self.heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         """When the last message arrived, on the clock of :func:`time.monotonic`."""
         self.error: ChannelError | None = None
         """Why the connection has ended; ``None`` while it is open."""
@@ -241,7 +241,7 @@ class Endpoint:
 
     def _answers(self, message: Message) -> bool:
         """Handle a reply or a ping; return whether the message is one of them."""
-        self.heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         if isinstance(message, Reply):
             if not self.calls.settle(message):
                 raise ProtocolError(f"{type(message).__name__} answers a request that was not sent")

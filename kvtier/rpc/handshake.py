@@ -84,14 +84,14 @@ class Handshake:
 
     def _check_magic(self) -> None:
         if self._theirs.startswith(_TLS_ALERT):
-            raise RefusedHandshake("no TLS here", "it speaks TLS: set peer.tls on both sides, or on neither")
+            raise RefusedHandshake("TLS mismatch", "it speaks TLS: set peer.tls on both sides, or on neither")
         if self._theirs != MAGIC:
-            raise RefusedHandshake("no peer", "it is not a kvtier peer: check the address and the port")
+            raise RefusedHandshake("not a peer", "it is not a kvtier peer: check the address and the port")
 
     def _check_version(self) -> None:
         (version,) = _VERSION.unpack(self._theirs[len(MAGIC) :])
         if version != self._version:
-            raise RefusedHandshake("another version", describe_mismatch(version, self._version))
+            raise RefusedHandshake("version mismatch", describe_mismatch(version, self._version))
 
     def _read_proof(self, data: bytes) -> bytes:
         other: Role = "server" if self._role == "client" else "client"

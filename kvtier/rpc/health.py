@@ -30,7 +30,7 @@ class Health:
         self._warned = False
         self.limit = UNRESPONSIVE_SECONDS
         """Seconds without any message, while an answer is outstanding, until the process is unresponsive."""
-        self.quiet_since = 0.0
+        self.idle_since = 0.0
         """When the last message arrived or the first open request was sent, whichever is later."""
         self.late = False
         """Whether the last wait ended without an answer: waiting again is pointless."""
@@ -38,39 +38,39 @@ class Health:
         """Whether no request should be sent."""
 
     @property
-    def quiet_seconds(self) -> float:
-        """The time since :attr:`quiet_since`."""
-        return self._clock() - self.quiet_since
+    def idle_seconds(self) -> float:
+        """The time since :attr:`idle_since`."""
+        return self._clock() - self.idle_since
 
-    def asked(self, *, first: bool) -> None:
+    def request_sent(self, *, first: bool) -> None:
         """Record that a request was sent; ``first``: no other one is open."""
         if first:
-            self.quiet_since = self._clock()
+            self.idle_since = self._clock()
 
     def missed(self) -> None:
         """Record that a wait has ended without an answer."""
         self.late = True
 
-    def heard(self) -> None:
+    def message_received(self) -> None:
         """Record that a message has arrived."""
         if self.unresponsive and self._warned:
-            self._logger.info("%s answers again, after %.1f s", self._server, self.quiet_seconds)
+            self._logger.info("%s answers again, after %.1f s", self._server, self.idle_seconds)
         self.reset()
 
     def check(self, outstanding: Iterable[str]) -> None:
         """Update the state by the clock; ``outstanding``: names of the open requests. Receive first."""
-        if self.unresponsive or self.quiet_seconds < self.limit:
+        if self.unresponsive or self.idle_seconds < self.limit:
             return
         if open_questions := Counter(outstanding):
             self.late = self.unresponsive = True
             self._warned = self._warn(
                 "%s has not answered for %.2f s (open: %s): nothing is looked up or stored until it does",
                 self._server,
-                self.quiet_seconds,
+                self.idle_seconds,
                 ", ".join(f"{count} {what}" for what, count in open_questions.items()),
             )
 
     def reset(self) -> None:
         """Reset the state: a message has arrived, or a new connection is established."""
-        self.quiet_since = self._clock()
+        self.idle_since = self._clock()
         self.late = self.unresponsive = self._warned = False

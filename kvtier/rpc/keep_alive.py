@@ -1,4 +1,4 @@
-"""Detects that the other side of a connection no longer answers."""
+"""Detects an unresponsive peer at the other end of a connection."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class KeepAlive:
         idle = 0.0
         while idle < seconds:
             await anyio.sleep(seconds - idle)
-            idle = time.monotonic() - self._endpoint.heard_at
+            idle = time.monotonic() - self._endpoint.last_message_at
 
     async def _ping(self) -> bool:
         sent_at = time.monotonic()

@@ -15,7 +15,7 @@ from kvtier.rpc.frames import Message, Refused, encode_body
 from kvtier.rpc.greeting import VersionedT, check_greeting
 from kvtier.rpc.wire import FrameSocket
 
-NAP_SECONDS = 0.0001
+POLL_SECONDS = 0.0001
 """Interval of checks if less than a millisecond is left, which is the resolution of poll(2)."""
 
 
@@ -87,7 +87,7 @@ class UnixConnection(Generic[VersionedT]):
             if milliseconds := int(wait * 1000 + 0.05):
                 self._poll.poll(milliseconds)
             elif wait > 0:
-                time.sleep(min(wait, NAP_SECONDS))
+                time.sleep(min(wait, POLL_SECONDS))
             bodies = self._frames.read()
             return self._decoded(bodies) if bodies else []
         except ChannelClosed as error:
@@ -106,7 +106,7 @@ class UnixConnection(Generic[VersionedT]):
         return messages
 
     def _lost(self, error: ChannelClosed) -> ChannelClosed:
-        return ChannelClosed(f"{self._server} is gone: {error}")
+        return ChannelClosed(f"lost the connection to {self._server}: {error}")
 
     def take_fd(self) -> int:
         """Return the file descriptor that came with the welcome; the caller owns it.

@@ -23,7 +23,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Wire(ABC):
-    """Carries frame bodies in order, in both directions, for an :class:`~kvtier.rpc.endpoint.Endpoint`."""
+    """Transfers frame bodies in order, in both directions, for an :class:`~kvtier.rpc.endpoint.Endpoint`."""
 
     @property
     @abstractmethod

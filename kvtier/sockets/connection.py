@@ -97,7 +97,7 @@ class Connection:
         self.in_sync = True
         """False if a reply was left partly unread. Close the connection then."""
         self.is_plain = True
-        """Whether the socket carries plain data, so that native code may use it directly; false for TLS."""
+        """Whether the socket is unencrypted, so that native code may use it directly; false for TLS."""
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._buffer = bytearray(BUFFER_BYTES)
         self._buffer_view = memoryview(self._buffer)

@@ -1,7 +1,7 @@
-"""What is said and heard over a connection, laid down beforehand, so that native code can carry it out.
+"""A scripted exchange over a connection: sends and expected replies, to be executed by native code.
 
-A conversation goes on as long as each answer is the one that is expected, byte by byte: no answer has to be
-parsed for that. Where another comes it stops, and whoever began it parses what has come.
+A conversation continues while each reply equals the expected one, byte for byte, so no reply is parsed. At
+the first other reply it stops, and the caller parses what has arrived.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 SEND: Final = 0
-"""Send all buffers, one after the other."""
+"""Send all buffers, in order."""
 EXPECT: Final = 1
-"""Receive bytes that are equal to those of the only buffer."""
+"""Receive exactly the bytes of the only buffer."""
 RECEIVE: Final = 2
-"""Fill all buffers, one after the other."""
+"""Fill all buffers, in order."""
 
 Operation = tuple[int, Sequence[bytes | memoryview]]
 
 
 class Progress(NamedTuple):
-    """How far a conversation has come. It is over where ``operations`` is how many there were."""
+    """How far a conversation has been executed."""
 
     operations: int
-    """That were carried out whole."""
+    """Number of completed operations. The conversation is complete if that is all of them."""
     received: int = 0
-    """Bytes of the next one, where it is to receive."""
+    """Bytes received of the next one, if that is to receive."""
     error: OSError | None = None
-    """Why it went no further; ``None`` also where something came that was not expected."""
+    """Why it has stopped; ``None`` if it is complete, and after an unexpected reply."""
 
     def after(self, operations: int) -> Progress:
-        """As if it had begun so many operations later."""
+        """Return the progress without the first ``operations``."""
         return self._replace(operations=self.operations - operations)
 
 
 def progress_of(operations: int, moved: int, number: int) -> Progress:
-    """From what native code says."""
+    """Convert the result of native code."""
     return Progress(operations, moved, _error_of(number) if number else None)
 
 

@@ -76,7 +76,7 @@ class Lane(Generic[ConnectionT]):
             self.pump.close()
 
     def idle(self) -> ConnectionT | None:
-        """Take an idle connection that appears to be open; ``None`` if there is none. Does not block."""
+        """Take an idle connection that appears to be open, or ``None``. Does not block."""
         while True:
             try:
                 connection = self._idle.pop()

@@ -50,7 +50,7 @@ class Pump:
     async def converse(self, connection: Connection, operations: Sequence[Operation]) -> Progress:
         """Execute operations; see :meth:`Connection.exchange`. Small ones run in the event loop.
 
-        Cancellation interrupts ``connection``, and returns only after the memory is no longer used.
+        Cancellation interrupts ``connection``, and returns only when the memory is unused.
         """
         if connection.buffered or not connection.is_plain or not native.available():
             return await self._exchange(connection, operations)

@@ -30,7 +30,7 @@ from kvtier.backends.base import Backend, Outcome
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.testing.cancelling import Through, cancelled_at
-from kvtier.testing.noise import SENTINEL, noise, stain
+from kvtier.testing.noise import SENTINEL, noise, poison
 from kvtier.testing.plugin import recorded_arenas
 from kvtier.tiers.seal import Seal
 
@@ -50,11 +50,11 @@ _STAINED = memoryview(bytes([SENTINEL]) * MIB)
 def blank(length: int) -> memoryview:
     """Allocate writable, page-aligned memory, like a slice of the arena, filled with the sentinel byte."""
     view = memoryview(mmap.mmap(-1, length))
-    stain(view)
+    poison(view)
     return view
 
 
-def is_stained(view: memoryview) -> bool:
+def is_poisoned(view: memoryview) -> bool:
     """Return whether every byte is the sentinel byte."""
     pieces = (view[start : start + MIB] for start in range(0, len(view), MIB))
     return all(same(piece, _STAINED[: len(piece)]) for piece in pieces)
@@ -239,7 +239,7 @@ class BackendConformance:
         key = make_key(1)
         value = self.value(key, MIB)
         assert list(await backend.put([(key, value)])) == [OK]
-        stain(value)
+        poison(value)
         await self.assert_holds(backend, key, MIB, 0)
 
     async def test_delete(self, backend: Backend) -> None:
@@ -343,14 +343,14 @@ class BackendConformance:
                 step, partial(getattr(backend, method), batch), through=through, lag=lag
             )
             for view in views:
-                stain(view)
+                poison(view)
             for key in keys:
                 found = await self.found(backend, key, size)
                 assert found is not None or method == "delete", "a value was lost"
                 if found is not None:
                     seeds = (1, 2) if method == "put" else (1,)
                     assert any(same(found, self.value(key, size, seed)) for seed in seeds)
-            assert all(is_stained(view) for view in views), "memory was written after the call had returned"
+            assert all(is_poisoned(view) for view in views), "memory was written after the call had returned"
             if not cancelled:
                 return
 

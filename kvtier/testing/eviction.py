@@ -102,7 +102,7 @@ class EvictionConformance:
         assert 10 <= len(catalog.victims(FAST, 10 * LENGTH)) <= 12
 
     def test_busy_chunks_are_omitted(self, catalog: Catalog) -> None:
-        """They are victims again when they are no longer busy."""
+        """They are victims again once they are idle."""
         keys = [prompt_of(number, 1)[0] for number in range(30)]
         for key in keys:
             self.store(catalog, [key])

@@ -14,7 +14,7 @@ def noise(seed: bytes, length: int) -> bytes:
     return blake3(seed).digest(length=length)
 
 
-def stain(view: memoryview) -> None:
+def poison(view: memoryview) -> None:
     """Fill memory with :data:`SENTINEL`."""
     for start in range(0, len(view), MIB):
         view[start : start + MIB] = bytes([SENTINEL]) * len(view[start : start + MIB])

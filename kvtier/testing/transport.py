@@ -25,7 +25,7 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from kvtier.errors import PeerError
-from kvtier.testing.backend import is_stained, same
+from kvtier.testing.backend import is_poisoned, same
 from kvtier.testing.transport_faults import TransportFaults
 from kvtier.testing.transport_pair import (
     KIB,
@@ -92,8 +92,8 @@ class TransportConformance(TransportFaults):
         view = memory[4097 : 4097 + length]
         assert list(await pair.link.read([(part(span, start, length), view)])) == [OK]
         assert view == pattern(1, 10_000)[start : start + length]
-        assert is_stained(memory[:4097])
-        assert is_stained(memory[4097 + length :])
+        assert is_poisoned(memory[:4097])
+        assert is_poisoned(memory[4097 + length :])
         assert await pair.other.digest(other.offset, 10_000) == xxh3_128_hexdigest(pattern(2, 10_000))
 
     @pytest.mark.parametrize(("start", "length"), [(1, 1), (4095, 2), (0, 9999), (777, 5000), (9999, 1)])

@@ -15,9 +15,9 @@ from xxhash import xxh3_128_hexdigest
 
 from kvtier.backends.base import Outcome
 from kvtier.concurrency.detached import DetachedTask
-from kvtier.testing.backend import is_stained
+from kvtier.testing.backend import is_poisoned
 from kvtier.testing.cancelling import Through, cancelled_at
-from kvtier.testing.noise import stain
+from kvtier.testing.noise import poison
 from kvtier.testing.relay import Relay
 from kvtier.testing.transport_pair import (
     FAILED,
@@ -93,9 +93,9 @@ class TransportFaults(TransportSuite):
         for step in itertools.count(1):
             cancelled = await cancelled_at(step, operation, through=through, lag=lag)
             for view in views:
-                stain(view)
+                poison(view)
             await self.assert_reads(pair, checked, 9)
-            assert all(is_stained(view) for view in views), "memory was written after the call had returned"
+            assert all(is_poisoned(view) for view in views), "memory was written after the call had returned"
             if not cancelled:
                 break
         await pair.assert_no_leases()
@@ -116,12 +116,12 @@ class TransportFaults(TransportSuite):
                 await anyio.lowlevel.checkpoint()
                 call.cancel()
                 await call.wait()
-                stain(views[calls.index(call)])
+                poison(views[calls.index(call)])
             for call in calls:
                 await call.wait()
             for index, (call, view) in enumerate(zip(calls, views, strict=True)):
                 if call.cancelled:
-                    assert is_stained(view), "memory was written after the call had returned"
+                    assert is_poisoned(view), "memory was written after the call had returned"
                 elif call not in cancelled:
                     assert list(call.result()) == [OK]
                     assert await holds(view, index)
@@ -140,12 +140,12 @@ class TransportFaults(TransportSuite):
                 call.cancel()
                 await call.wait()
                 assert time.monotonic() - began < GRACE_SECONDS
-                stain(view)
+                poison(view)
             finally:
                 pair.other.resume()
             (checked,) = await pair.other.grant([1000], seed=3)
             await self.assert_reads(pair, [checked], 3)
-            assert not call.cancelled or is_stained(view)
+            assert not call.cancelled or is_poisoned(view)
             await pair.assert_no_leases()
 
     # Failures of peers and networks.
@@ -177,9 +177,9 @@ class TransportFaults(TransportSuite):
             (outcome,) = await call.join()
             assert time.monotonic() - began < SHORT_DEADLINE + GRACE_SECONDS
             assert outcome is FAILED or (outcome is OK and pair.relay is None)
-            stain(view)
+            poison(view)
             assert list(await pair.link.read([(span, view)])) == [FAILED]
-            assert is_stained(view)
+            assert is_poisoned(view)
 
     async def test_a_reader_that_is_killed_in_mid_transfer(
         self, other: OtherProcess, tls: Certificate | None
@@ -223,11 +223,11 @@ class TransportFaults(TransportSuite):
                 # A one-sided transfer may not need the peer's CPU.
                 assert outcomes == [FAILED, FAILED] or self.transport.one_sided
                 for view in views:
-                    stain(view)
+                    poison(view)
             finally:
                 pair.other.resume()
             await self.assert_reads(pair, spans, 1)
-            assert all(is_stained(view) for view in views), "memory was written after the call had returned"
+            assert all(is_poisoned(view) for view in views), "memory was written after the call had returned"
             await pair.assert_no_leases()
 
     @pytest.mark.parametrize("method", ["read", "write"])

@@ -22,7 +22,7 @@ from kvtier.concurrency.tasks import open_tasks
 from kvtier.memory.arena import Arena
 from kvtier.memory.slices import Lease
 from kvtier.sockets.connection import Connection, Deadline, TLSConnection
-from kvtier.testing.noise import noise, stain
+from kvtier.testing.noise import noise, poison
 from kvtier.transports.base import Access, Dial, RemoteSpan, SupportsConnections, Transport
 
 MIB = 1 << 20
@@ -121,7 +121,7 @@ class Side:
         Fails if a transfer holds a lease then.
         """
         arena = Arena.create(capacity)
-        await anyio.to_thread.run_sync(stain, arena.view(0, arena.capacity))
+        await anyio.to_thread.run_sync(poison, arena.view(0, arena.capacity))
         transport = kind(kind.settings_type.model_validate(dict(settings)))
         side = cls(arena, transport, 0)
         try:

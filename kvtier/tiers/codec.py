@@ -22,10 +22,10 @@ class CodecSettings(BaseModel):
 class Codec(ABC):
     """Encodes the payloads of chunks. Provided through the hook ``kvtier_codecs``.
 
-    ``encode`` and ``decode`` are called in worker threads, also at the same time. They should release the GIL
+    ``encode`` and ``decode`` are called in worker threads, concurrently. They should release the GIL
     for most of their work. What ``encode`` has written must be enough for ``decode``: the settings may have
-    changed since. ``layout`` says what the payload contains; it is ``None`` if no engine of the chunk's
-    model has connected to this cache process yet.
+    changed since. ``layout`` describes the payload; it is ``None`` if no engine of the chunk's model has
+    connected to this cache process yet.
     """
 
     code: ClassVar[int]

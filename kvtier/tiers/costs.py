@@ -63,8 +63,8 @@ class ReadCost:
         latency, slope = self._line() or (None, None)
         return {
             "latency_seconds": latency,
-            "seconds_a_mib": None if slope is None else slope * MIB,
-            "failed_share": None if latency is None else 1 - self._success,
+            "seconds_per_mib": None if slope is None else slope * MIB,
+            "failure_ratio": None if latency is None else 1 - self._success,
         }
 
     @property

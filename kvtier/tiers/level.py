@@ -30,7 +30,7 @@ class Level:
         self.settings = settings
         self._catalog = catalog
         self._deleting_bytes = 0
-        """Bytes that are no longer in the catalog, but still in the medium."""
+        """Bytes that are removed from the catalog, but still in the medium."""
         self._refused_bytes = 0
         """Bytes of the last written batch that the medium rejected as full."""
 

@@ -227,9 +227,9 @@ class Tier(Level):
         total = sum(chunk.lease.length for chunk in chunks)
         action = f"{verb} {format_size(total)} ({len(chunks)} chunks)"
         started, queue, returned_before = anyio.Event(), anyio.CancelScope(), self._batches_returned
-        patience = self.settings.deadline
-        if priority is Priority.BACKGROUND:  # It gives way to others, and nobody waits for it.
-            patience *= 1 + self._slots.waiting(priority)
+        timeout = self.settings.deadline
+        if priority is Priority.BACKGROUND:  # Others go first, and no request waits for it.
+            timeout *= 1 + self._slots.waiting(priority)
 
         async def run() -> None:
             nonlocal outcomes
@@ -246,10 +246,10 @@ class Tier(Level):
                     chunk.lease.release()
 
         ended = self._start(run)
-        if not await wait_for_event(started, patience):
+        if not await wait_for_event(started, timeout):
             # It did not reach the medium: its memory is freed at once, so that another tier can read into it.
             queue.cancel()
-            missed = f"no free slot within {format_duration(patience)} for {action}"
+            missed = f"no free slot within {format_duration(timeout)} for {action}"
             self._warn("tier %s: %s", self.name, missed)
             if self._batches_returned == returned_before:  # No batch completed meanwhile: the medium hangs.
                 self.breaker.record_failure(missed)

@@ -22,7 +22,7 @@ from kvtier.backends.mooncake import MooncakeBackend, MooncakeSettings
 from kvtier.backends.mooncake.client import address_of
 from kvtier.errors import TierError
 from kvtier.memory.arena import Arena
-from kvtier.testing.backend import blank, is_stained, make_key, noise, same, stain
+from kvtier.testing.backend import blank, is_poisoned, make_key, noise, poison, same
 from kvtier.testing.servers.mooncake import HOST, MooncakeServer
 from tests.backends.chunks import FAILED, FULL, MISS, OK
 from tests.open_files import open_files
@@ -144,12 +144,12 @@ async def test_late_reads_do_not_write_to_the_buffers(server: MooncakeServer) ->
                     outcomes = await backend.get(views)
                 assert set(outcomes) <= {OK, FAILED}
                 timer.join()
-                await anyio.to_thread.run_sync(lambda views=views: [stain(view) for _, view in views])
+                await anyio.to_thread.run_sync(lambda views=views: [poison(view) for _, view in views])
             finally:
                 server.resume()
             await wait_until_writable(backend)
             for _, view in views:
-                assert await anyio.to_thread.run_sync(is_stained, view)
+                assert await anyio.to_thread.run_sync(is_poisoned, view)
 
 
 async def test_calls_fail_if_all_threads_are_blocked(server: MooncakeServer) -> None:

@@ -16,7 +16,7 @@ from kvtier.backends.redis.errors import describe_refusal
 from kvtier.backends.redis.resp import DRAIN_BYTES, ErrorReply, encode
 from kvtier.backends.redis.url import Endpoint
 from kvtier.errors import TierError
-from kvtier.testing.backend import is_stained, make_key, stain
+from kvtier.testing.backend import is_poisoned, make_key, poison
 from kvtier.testing.servers.redis import RedisServer
 from tests.open_files import open_files
 
@@ -123,10 +123,10 @@ async def test_late_replies_are_discarded(server: RedisServer) -> None:
         items = buffers(MIB)
         assert list(await hasty.get(items)) == [FAILED] * len(KEYS)
         for _, view in items:
-            stain(view)
+            poison(view)
         server.resume()
         await assert_works(backend)
-        assert all(is_stained(view) for _, view in items)
+        assert all(is_poisoned(view) for _, view in items)
 
 
 @pytest.mark.parametrize("method", ["put", "get", "contains"])
@@ -181,7 +181,7 @@ async def test_evicting_server_is_never_full(start: Start) -> None:
     ("credentials", "message"),
     [
         ({"password": "wr{}ong"}, "rejects the user or password: check `user` and `password`"),
-        ({"user": "nobody"}, "rejects the user or password: check `user` and `password`"),
+        ({"user": "unknown"}, "rejects the user or password: check `user` and `password`"),
         ({"password": None}, "requires a password: set `password`"),
     ],
 )

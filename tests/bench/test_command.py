@@ -57,7 +57,7 @@ def test_default_measures_memory_disk_and_tcp(
             assert figures["gb_s"] > 0
             assert 0 < figures["p50_ms"] <= figures["p99_ms"]
             assert figures["ratio"]["lowest"] <= figures["ratio"]["median"] <= figures["ratio"]["highest"]
-        assert (row["look_ups_per_s"] is None) is (name == "tcp")
+        assert (row["lookups_per_s"] is None) is (name == "tcp")
     assert list(scratch.iterdir()) == []
 
 

@@ -25,7 +25,7 @@ from kvtier.testing.faults import Fault, FaultyBackend
 from kvtier.units import MIB
 from tests.backends.broken import DictBackend
 
-EXTENT = Extent(size=64 << 10, chunks=3, in_flight=2, turns=2, look_ups=2)
+EXTENT = Extent(size=64 << 10, chunks=3, in_flight=2, turns=2, lookups=2)
 SHELF = TierSettings(name="shelf", type="shelf", deadline=0.2)
 
 
@@ -42,7 +42,7 @@ def test_third_party_backend_has_no_limit_and_is_left_unchanged() -> None:
     assert (row.limit, row.error) == (None, None)
     assert row.put is not None
     assert row.put.ratio is None
-    assert row.look_ups_per_s is not None
+    assert row.lookups_per_s is not None
     assert others == {ChunkKey(bytes(32)): b"others"}
     assert steps == steps_of(EXTENT)
 

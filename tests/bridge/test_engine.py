@@ -288,7 +288,7 @@ async def test_held_and_duplicate_chunks_are_refused() -> None:
         assert [bool(lease) for lease in repeated] == [True, True, False, False]
         engine.abandon(repeated)
         counts = cache.hierarchy.counts
-        assert (counts["store_known"], counts["store_abandoned"]) == (5, 11)
+        assert (counts["store_known"], counts["store_aborted"]) == (5, 11)
         assert cache.arena.used == 3 * OBJECT_BYTES
         assert len(cache.hierarchy.catalog) == 3
 

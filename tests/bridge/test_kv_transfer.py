@@ -60,7 +60,7 @@ class Pair(NamedTuple):
 
     async def transfer_kv(self, ticket: int = 1) -> None:
         await self.scheduler.send(KVTransfer(ticket, self.receiver, ROOT, ALL, TOKENS))
-        await until(lambda: pushed_counts(self.decode_host)["coming"] == len(KEYS))
+        await until(lambda: pushed_counts(self.decode_host)["announced"] == len(KEYS))
 
     async def expect(self, ticket: int = 1) -> Found:
         """Look the prompt up at the decode host, before all of it has arrived."""
@@ -85,7 +85,7 @@ def is_idle(host: Host) -> bool:
     counts = (
         status["kv_transfers"]["open"],
         status["kv_transfers"]["leased_bytes"],
-        status["pushed"]["coming"],
+        status["pushed"]["announced"],
         status["pushed"]["waiting"],
         reserving["reserved_bytes"],
         reserving["announcements"],

@@ -99,7 +99,7 @@ async def test_only_schedulers_are_notified(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_engine_logs_notice(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    bridge = SchedulerBridge(hello("scheduler"), tmp_path / "nobody", logger=logging.getLogger("vllm.kvtier"))
+    bridge = SchedulerBridge(hello("scheduler"), tmp_path / "none", logger=logging.getLogger("vllm.kvtier"))
     (body,) = FrameReader().feed(encode(Notice("tier ssd: " + "x" * 10_000)))
     with caplog.at_level(logging.WARNING):
         bridge._receive(decode_from_cache(body))

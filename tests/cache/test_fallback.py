@@ -14,7 +14,7 @@ from kvtier.tiers import batches
 from kvtier.tiers.slots import Slots
 
 from .conftest import CHUNK_OBJECT_BYTES, rows
-from .house import MakeSettings, Source, opened, set_costs, wait_until
+from .faulty_sources import MakeSettings, Source, opened, set_costs, wait_until
 
 pytestmark = pytest.mark.anyio
 Prompt = Callable[..., list[int]]
@@ -62,7 +62,7 @@ async def test_missing_chunks_come_from_the_next_source(
         assert set(sources) == ({far} if fault in ("raised", "short") else {near, far})
         found.release()
         assert await harness.retrieve(tokens) == 1024, "the chunks in memory are wrong or missing"
-        assert harness.cache.hierarchy.counts["fell_back"] == sources.count(far)
+        assert harness.cache.hierarchy.counts["fallback"] == sources.count(far)
         if fault in ("forgotten", "flipped"):
             assert harness.held_chunks(tokens, "near") == [0, 3]
 

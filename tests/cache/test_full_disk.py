@@ -10,7 +10,7 @@ import pytest
 from kvtier import Settings, TieredCache
 from tests.small_disk import mounted
 
-from .house import BUILT_IN
+from .faulty_sources import BUILT_IN
 from .test_sealing import store
 
 pytestmark = pytest.mark.anyio

@@ -19,7 +19,7 @@ from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.testing.faults import Fault
 
 from .conftest import CHUNK_OBJECT_BYTES
-from .house import CacheHarness, opened
+from .faulty_sources import CacheHarness, opened
 
 pytestmark = pytest.mark.anyio
 MakeSettings = Callable[..., Settings]

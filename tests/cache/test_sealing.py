@@ -19,7 +19,7 @@ from kvtier.settings import TierSettings
 from tests.hashing import Hashing
 
 from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
-from .house import BUILT_IN, DictBackend
+from .faulty_sources import BUILT_IN, DictBackend
 
 pytestmark = pytest.mark.anyio
 Prompt = Callable[..., list[int]]

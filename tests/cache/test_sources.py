@@ -10,7 +10,7 @@ from kvtier.testing.faults import Fault
 from kvtier.tiers.costs import HALF_LIFE_SECONDS, ReadCost
 
 from .conftest import CHUNK_OBJECT_BYTES, rows
-from .house import MakeSettings, opened, set_costs, wait_until
+from .faulty_sources import MakeSettings, opened, set_costs, wait_until
 
 pytestmark = pytest.mark.anyio
 Prompt = Callable[..., list[int]]

@@ -14,7 +14,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.testing.faults import Fault
 
 from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES
-from .house import BUILT_IN, opened
+from .faulty_sources import BUILT_IN, opened
 from .test_sealing import store
 
 pytestmark = pytest.mark.anyio

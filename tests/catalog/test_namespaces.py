@@ -1,4 +1,4 @@
-"""Generations: what was stored or copied before a clear is told from what was stored since."""
+"""Generations: what was stored or copied before a clear is distinguished from what was stored since."""
 
 from __future__ import annotations
 

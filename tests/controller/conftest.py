@@ -35,7 +35,7 @@ async def running(module_registry: RunningRegistry) -> AsyncIterator[RunningRegi
 @pytest.fixture(scope="module")
 async def browser() -> AsyncIterator[Browser]:
     """Chromium. Tests that use it are skipped if it is not installed."""
-    from tests.controller.visiting import chromium
+    from tests.controller.browser import chromium
 
     async with chromium() as started:
         yield started

@@ -23,7 +23,7 @@ from tests.controller.registering import MODEL, TIMEOUT_SECONDS, heartbeat
 
 pytestmark = pytest.mark.anyio
 
-TOKEN = "a token that nobody guesses"
+TOKEN = "an unguessable token"
 READS = ("/instances", "/instances/a", "/events", "/events/1", "/metrics", "/stream")
 WRITES = ("/lookup", "/move", "/prefetch", "/pin", "/unpin", "/clear")
 

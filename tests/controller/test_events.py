@@ -164,7 +164,7 @@ async def test_state_file_is_exclusive(tmp_path: Path, state: State) -> None:
 
 async def test_foreign_file_is_left_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
-    path.write_text("this is not a database, and somebody wants to keep it" * 100)
+    path.write_text("this is not a database, and must be kept" * 100)
     with pytest.raises(ControllerError, match="remove it, or set another file with --state"):
         await open_state(path)
     with sqlite3.connect(tmp_path / "later.sqlite") as connection:

@@ -267,7 +267,7 @@ async def test_restarted_controller_recovers_its_state(tmp_path: Path) -> None:
 
 
 async def test_duplicate_id_and_wrong_token_are_refused_with_a_reason(tmp_path: Path) -> None:
-    token = "a token that nobody guesses"
+    token = "an unguessable token"
     async with running_controller(tmp_path, token=token) as controller:
         url = controller.url
         async with open_node("a", url, ram=8, token=token):

@@ -25,9 +25,9 @@ from kvtier.controller.serve import Controller, run_controller
 from kvtier.controller.settings import ServiceSettings
 from kvtier.memory.keys import ChunkKey, split_keys
 from tests.cli.fleet import CHUNK_TOKENS, fleet
+from tests.controller.browser import scripted, visiting
 from tests.controller.registering import DISK, MODEL, RAM, RegisteringInstance, heartbeat
 from tests.controller.scripted import RESULT, event, tier
-from tests.controller.visiting import scripted, visiting
 from tests.peers.serving import until
 
 pytestmark = pytest.mark.anyio

@@ -22,7 +22,7 @@ from kvtier.errors import ChannelError, ControllerError, SettingsError
 from tests.controller.registering import TIMEOUT_SECONDS
 from tests.peers.authority import Authority
 
-TOKEN = "a token that nobody guesses"
+TOKEN = "an unguessable token"
 
 
 # Settings

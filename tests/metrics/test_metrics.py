@@ -16,7 +16,7 @@ import kvtier
 from kvtier.settings import TierSettings
 from kvtier.testing.faults import Fault, FaultyBackend
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, rows
-from tests.cache.house import DictBackend
+from tests.cache.faulty_sources import DictBackend
 from tests.metrics.scraping import scraped_cache, settings
 
 pytestmark = pytest.mark.anyio

@@ -61,11 +61,11 @@ def copies(layout: ChunkLayout, pages: Pages, arena: ArenaMap) -> CudaCopies:
 @pytest.fixture(params=METHODS)
 def copy_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use this copy method for every batch."""
-    carrier = native.cuda.Carrier[request.param]
+    method = native.cuda.CopyMethod[request.param]
     for verb in ("load", "save"):
         call: Callable[..., int] = getattr(native.cuda.DevicePages, verb)
         monkeypatch.setattr(
-            native.cuda.DevicePages, verb, lambda *given, call=call: call(*given, carrier=carrier)
+            native.cuda.DevicePages, verb, lambda *given, call=call: call(*given, method=method)
         )
 
 

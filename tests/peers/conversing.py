@@ -110,12 +110,12 @@ class SessionHarness:
     async def _assert_idle(self) -> None:
         grants, cache = self.grants, self.cache
         assert grants.open == 0
-        assert grants.promised == 0
+        assert grants.granted_bytes == 0
         assert not grants._owned
         assert self.reservations.reserved_bytes == 0
         assert not self.reservations._rooms
         assert not self.reservations._announced
-        assert not cache.expecting.coming
+        assert not cache.expecting.announced
         with anyio.fail_after(30):
             while cache.arena.leases != cache.hierarchy.catalog.count(0):
                 await anyio.sleep(0.001)

@@ -118,8 +118,8 @@ class Host:
         assert (transfer["open"], transfer["leased_bytes"], transfer["awaited"]) == (0, 0, 0)
         assert (self.reserving["reserved_bytes"], self.reserving["reservations"]) == (0, 0)
         serving: Any = server.status()
-        assert (serving["grants"], serving["promised_bytes"]) == (0, 0)
-        assert cache.status()["pushed"] == {"coming": 0, "waiting": 0}
+        assert (serving["grants"], serving["granted_bytes"]) == (0, 0)
+        assert cache.status()["pushed"] == {"announced": 0, "waiting": 0}
         catalog = cache.hierarchy.catalog
         assert all(not pending for _, pending in catalog.places(list(catalog.keys(0))))
 

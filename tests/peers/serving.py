@@ -220,10 +220,10 @@ class ServedCache:
         reserving = self.server.status()["reserving"]
         assert isinstance(reserving, dict)
         assert {reserving[name] for name in ("reserved_bytes", "reservations", "announcements")} == {0}
-        assert not self.cache.expecting.coming
+        assert not self.cache.expecting.announced
         assert not self.cache.expecting.waiting
         assert self.grants.open == 0
-        assert self.grants.promised == 0
+        assert self.grants.granted_bytes == 0
         assert not self.grants._refcounts
         assert not self.grants._slices
 

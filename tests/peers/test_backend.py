@@ -17,7 +17,7 @@ from kvtier.backends.base import GetItem, Outcome, SupportsPrefix
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.protocol import Release
-from kvtier.testing.backend import blank, is_stained, make_key, stain
+from kvtier.testing.backend import blank, is_poisoned, make_key, poison
 from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.tiers.breaker import CircuitBreaker
 from tests.backends.composed import tier_over
@@ -119,8 +119,8 @@ async def test_length_mismatch_is_a_miss() -> None:
         ]
         assert await backend.get([items[0], items[2]]) == [MISS, MISS]
         assert await backend.get([items[1]]) == [OK]
-        assert is_stained(items[0][1])
-        assert is_stained(items[2][1])
+        assert is_poisoned(items[0][1])
+        assert is_poisoned(items[2][1])
         await until(lambda: not peer.open_chunks)
 
 
@@ -157,7 +157,7 @@ async def test_chunk_that_never_becomes_readable_is_a_miss() -> None:
 async def test_promise_about_to_expire_is_not_used() -> None:
     async with ScriptedPeer(lease=0.6).hold(1, 2).serving() as peer, reading_from(peer) as backend:
         assert await backend.held_prefix(keys_of([1, 2])) == 2
-        await until(lambda: not backend.status()[0]["promises"])
+        await until(lambda: not backend.status()[0]["granted_chunks"])
         items = blanks([1, 2])
         assert await backend.get(items) == [OK, OK]
         assert_intact(items)
@@ -396,10 +396,10 @@ async def test_disconnect_fails_reads_and_leaks_nothing() -> None:
         assert outcomes == [FAILED]
         assert not peer.links
         assert await backend.held_prefix(keys_of([1])) == 0
-        stain(items[0][1])
+        poison(items[0][1])
         peer.may_read.set()
         await anyio.sleep(0.01)
-        assert is_stained(items[0][1])
+        assert is_poisoned(items[0][1])
 
 
 # Cancellation.
@@ -421,9 +421,9 @@ async def test_cancelled_at_every_await(method: str, through: Through, one_sided
                     step, partial(getattr(backend, method), argument), through=through, lag=lag
                 )
                 for _, view in items:
-                    stain(view)
+                    poison(view)
                 await anyio.lowlevel.checkpoint()
-                assert all(is_stained(view) for _, view in items)
+                assert all(is_poisoned(view) for _, view in items)
                 if not cancelled:
                     break
             else:
@@ -455,7 +455,7 @@ async def test_concurrent_gets_with_a_quarter_cancelled() -> None:
                 assert_intact(batch)
             else:
                 assert task.cancelled()
-                assert all(is_stained(view) for _, view in batch)
+                assert all(is_poisoned(view) for _, view in batch)
         # Looked up by the cancelled gets, and still promised.
         await backend.disconnect()
         await until(lambda: not any(peer.open_chunks for peer in peers))
@@ -473,4 +473,4 @@ async def test_late_lookup_reply_is_released(caplog: pytest.LogCaptureFixture) -
         peer.answering.set()
         await until(lambda: peer.requests["Release"] == 1)
         assert not peer.open_chunks
-        assert not backend.status()[0]["promises"]
+        assert not backend.status()[0]["granted_chunks"]

@@ -22,7 +22,7 @@ from kvtier.peers.backend import PeersBackend
 from kvtier.plugins import Plugins
 from kvtier.rpc.authentication import Credentials
 from kvtier.settings import TierSettings
-from kvtier.testing.backend import blank, is_stained, make_key, same, stain
+from kvtier.testing.backend import blank, is_poisoned, make_key, poison, same
 from kvtier.transports.base import Access, RemoteSpan
 
 from .peer_process import PeerProcess, payload_of, settings_of
@@ -107,12 +107,12 @@ async def assert_intact(items: Sequence[GetItem], payload: int) -> None:
 
 
 async def stain_all(items: Sequence[GetItem]) -> None:
-    await to_thread.run_sync(lambda: [stain(view) for _, view in items])
+    await to_thread.run_sync(lambda: [poison(view) for _, view in items])
 
 
 async def assert_stained(items: Sequence[GetItem]) -> None:
     """Assert that nothing was written since :func:`stain_all`."""
-    assert await to_thread.run_sync(lambda: all(is_stained(view) for _, view in items))
+    assert await to_thread.run_sync(lambda: all(is_poisoned(view) for _, view in items))
 
 
 async def until_nothing_granted(process: PeerProcess) -> None:
@@ -121,7 +121,7 @@ async def until_nothing_granted(process: PeerProcess) -> None:
             status["arena"]["leases"] != len(process.numbers)  # A thread may still be reading the last chunk.
         ):
             await anyio.sleep(0.05)
-    assert status["serving"]["promised_bytes"] == 0
+    assert status["serving"]["granted_bytes"] == 0
 
 
 async def test_chunks_are_read_intact_and_released() -> None:
@@ -147,7 +147,7 @@ async def test_chunks_on_disk_are_promoted_before_read(tmp_path: Path) -> None:
             await assert_intact(items, 1 << 20)
         status = await process.status()
         assert status["counts"]["get_ok"] > 0, "nothing was read from disk"
-        assert status["serving"]["asked"]["Await"] > 0
+        assert status["serving"]["requests"]["Await"] > 0
 
 
 async def test_read_from_killed_peer_is_rerouted() -> None:
@@ -164,7 +164,7 @@ async def test_read_from_killed_peer_is_rerouted() -> None:
 
             tasks.start_soon(get)
             # The transfer has started.
-            await until(lambda: any(not is_stained(view[:4096]) for _, view in items))
+            await until(lambda: any(not is_poisoned(view[:4096]) for _, view in items))
             await first.kill()
         assert outcomes == [OK] * 8
         await assert_intact(items, BIG)
@@ -188,7 +188,7 @@ async def test_read_from_only_peer_fails_fast_when_killed(caplog: pytest.LogCapt
                 outcomes.extend(await backend.get(items))
 
             tasks.start_soon(get)
-            await until(lambda: any(not is_stained(view[:4096]) for _, view in items))
+            await until(lambda: any(not is_poisoned(view[:4096]) for _, view in items))
             await process.kill()
             with anyio.fail_after(30):
                 await until(lambda: len(outcomes) == 16)
@@ -259,7 +259,7 @@ async def stop_during_read(process: PeerProcess, backend: PeersBackend) -> list[
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(get)
-        await until(lambda: any(not is_stained(view[:4096]) for _, view in items))
+        await until(lambda: any(not is_poisoned(view[:4096]) for _, view in items))
         process.signal(signal.SIGSTOP)
         with anyio.fail_after(30):
             await until(lambda: len(outcomes) == len(items))
@@ -290,7 +290,7 @@ async def test_expired_lease_is_requested_again() -> None:
     async with started(process), reading_from(process) as backend:
         await connected(backend)
         assert await backend.held_prefix(keys_of(range(4))) == 4
-        await until(lambda: not backend.status()[0]["promises"])
+        await until(lambda: not backend.status()[0]["granted_chunks"])
         items = await blanks(range(4), SMALL)
         assert await backend.get(items) == [OK] * 4
         await assert_intact(items, SMALL)

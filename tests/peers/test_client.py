@@ -16,7 +16,7 @@ from kvtier.backends.base import Outcome
 from kvtier.concurrency.backoff import Backoff
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.peers.backend import PeersBackend
-from kvtier.peers.dialling import ControlConnection, PeerDialer
+from kvtier.peers.dialing import ControlConnection, PeerDialer
 from kvtier.peers.protocol import (
     NO_GRANT,
     VERSION,
@@ -94,7 +94,7 @@ async def test_restarted_peer_is_reconnected(log_lines: Callable[[], list[str]])
             assert await backend.held_prefix(keys_of([1, 2])) == 2
             assert backend.status()[0]["instance"] == "first life"
         await until(lambda: state(backend) == "not connected")
-        assert not backend.status()[0]["promises"], "promises of the previous process"
+        assert not backend.status()[0]["granted_chunks"], "promises of the previous process"
         assert await backend.get(blanks([1])) == [MISS]
         peer.instance = "second life"
         async with peer.serving():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import ChannelError
 from kvtier.memory.header import ChunkHeader
-from kvtier.peers.dialling import ControlConnection, PeerDialer
+from kvtier.peers.dialing import ControlConnection, PeerDialer
 from kvtier.peers.pace import Pace
 from kvtier.peers.protocol import VERSION, Committed, Granted, Reserved, Welcome, decode_from_server
 from kvtier.peers.push import Target

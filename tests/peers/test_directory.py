@@ -18,8 +18,8 @@ from kvtier.peers.protocol import Hello
 
 from .scripted import ScriptedPeer, reading_from, until
 from .test_backend import assert_intact, blanks, connected, keys_of
-from .test_borrowing import temporary_addresses, until_released
 from .test_client import sockets
+from .test_temporary import temporary_addresses, until_released
 
 pytestmark = pytest.mark.anyio
 
@@ -134,7 +134,7 @@ async def test_holder_without_additional_chunks_is_not_queried() -> None:
         directory.may_answer = anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(backend.held_prefix, keys_of(range(4)))
-            await until(lambda: backend.status()[0]["promises"] == 2)
+            await until(lambda: backend.status()[0]["granted_chunks"] == 2)
             directory.may_answer.set()
         assert not named.requests
 

@@ -109,7 +109,7 @@ def test_grant_numbers_are_random_and_fit(arena: Arena, clock: Clock) -> None:
     assert len(numbers) == 1000
     assert all(0 < number < 1 << 63 for number in numbers)
     assert max(numbers) > 1 << 60
-    assert book.promised == 10
+    assert book.granted_bytes == 10
     lease.release()
     book.end("a")
     assert book.open == 0
@@ -212,14 +212,14 @@ def test_share_bounds_promised_bytes(arena: Arena, clock: Clock) -> None:
     leases = leased(arena, *[PAGE_BYTES] * 6)
     grant = granted(book, leases)
     assert len(grant.leases) == 4
-    assert book.promised == 4 * PAGE_BYTES
+    assert book.granted_bytes == 4 * PAGE_BYTES
     assert book.grant("b", leases[4:]) is None
     again = granted(book, [lease.share() for lease in leases[:4]], owner="b")
-    assert book.promised == 4 * PAGE_BYTES
+    assert book.granted_bytes == 4 * PAGE_BYTES
     book.end("a")
-    assert book.promised == 4 * PAGE_BYTES
+    assert book.granted_bytes == 4 * PAGE_BYTES
     assert book.release("b", again.number, range(4))
-    assert book.promised == 0
+    assert book.granted_bytes == 0
     for lease in leases[4:]:
         lease.release()
 
@@ -314,8 +314,9 @@ class Book(RuleBasedStateMachine):
     @invariant()
     def counts_are_right(self) -> None:
         assert self.book.open == sum(bool(slices) for _, _, slices in self.grants)
-        assert self.book.promised == sum(size for _, _, slices in self.grants for _, size in slices.values())
-        assert self.book.promised <= self.book.limit
+        granted = [size for _, _, slices in self.grants for _, size in slices.values()]
+        assert self.book.granted_bytes == sum(granted)
+        assert self.book.granted_bytes <= self.book.limit
         assert self.arena.leases == len(self.held) + sum(len(slices) for _, _, slices in self.grants)
 
     def teardown(self) -> None:

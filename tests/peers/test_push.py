@@ -191,7 +191,7 @@ async def test_lookup_waits_until_its_deadline() -> None:
         transfer = sender.transfer_kv(receiver, [1, 2])
         await transfer.announced.wait()
         assert await receiver.settle(receiver.look_up([1, 2], expect=0.2)) == 1
-        assert receiver.cache.status()["pushed"] == {"coming": 2, "waiting": 0}
+        assert receiver.cache.status()["pushed"] == {"announced": 2, "waiting": 0}
         transfer.abort()
 
 
@@ -221,9 +221,9 @@ async def test_released_lookup_stops_waiting() -> None:
         transfer = sender.transfer_kv(receiver, [1, 2])
         await transfer.announced.wait()
         found = receiver.look_up([1, 2])
-        assert receiver.cache.status()["pushed"] == {"coming": 2, "waiting": 1}
+        assert receiver.cache.status()["pushed"] == {"announced": 2, "waiting": 1}
         found.release()
-        assert receiver.cache.status()["pushed"] == {"coming": 2, "waiting": 0}
+        assert receiver.cache.status()["pushed"] == {"announced": 2, "waiting": 0}
         sender.compute([1, 2])
         assert (await transfer.finish()).leading == 2
         assert not found.chunks

@@ -76,7 +76,7 @@ async def test_finish_cancelled_at_every_await(pair: Pair, through: Through) -> 
         await transfer.ended.wait()
         outcomes = set(transfer.result.outcomes.values())
         assert outcomes <= {PushOutcome.OK, PushOutcome.ABSENT, PushOutcome.HELD}
-        await until(lambda: not receiver.cache.expecting.coming)
+        await until(lambda: not receiver.cache.expecting.announced)
         await until_empty(receiver)
         if not cancelled:
             break
@@ -98,7 +98,7 @@ async def test_kv_transfer_aborted_at_any_time(pair: Pair, monkeypatch: pytest.M
         await transfer.ended.wait()
         arrived = await receiver.settle(found)
         assert arrived >= sum(outcome is PushOutcome.OK for outcome in transfer.result.outcomes.values())
-        await until(lambda: not receiver.cache.expecting.coming)
+        await until(lambda: not receiver.cache.expecting.announced)
         await until_empty(receiver)
 
 

@@ -301,10 +301,10 @@ async def test_announcements_are_bounded(served: ServedCache, monkeypatch: pytes
     assert await client.request(Announce(2, 2, join_keys(keys[3:]))) == Announced(2, False)
     assert await client.request(Announce(3, -(1 << 63), join_keys(keys[3:5]))) == Announced(3, True)
     assert await client.request(Announce(4, 4, b"")) == Announced(4, False)
-    assert served.cache.expecting.coming == 5
+    assert served.cache.expecting.announced == 5
     for number in (1, 1, 7, (1 << 64) - 1, -(1 << 63)):
         assert await client.request(Withdraw(5, number)) == Withdrawn(5)
-    assert served.cache.expecting.coming == 0
+    assert served.cache.expecting.announced == 0
 
 
 async def test_disconnect_withdraws_announcements_and_reservations(served: ServedCache) -> None:

@@ -68,7 +68,7 @@ async def test_sender_stopped_until_its_lease_expires(kind: str) -> None:
         pusher.signal(signal.SIGCONT)
         await pusher.resume()
         assert await pusher.finish() == 50, "expired chunks are pushed again"
-        await until(lambda: not receiver.cache.expecting.coming)
+        await until(lambda: not receiver.cache.expecting.announced)
         await until(lambda: not receiver.instance.server.status()["grants"])  # type: ignore[union-attr]
 
 

@@ -67,7 +67,7 @@ async def test_invalid_message_ends_the_session_and_its_grants(name: str) -> Non
         assert refused.reason
         await client.read_to_end()
         assert served.grants.open == 0
-        assert served.refused() == {"no protocol": 1}
+        assert served.refused() == {"protocol error": 1}
 
 
 async def test_await_of_more_chunks_than_granted_ends_the_session() -> None:
@@ -146,7 +146,7 @@ async def test_client_without_hello_times_out(monkeypatch: pytest.MonkeyPatch) -
     async with serving() as served:
         client = RawClient(await served.connect_authenticated())
         assert await client.read_to_end() == b""
-        assert served.refused() == {"too slow": 1}
+        assert served.refused() == {"timeout": 1}
 
 
 async def test_port_in_use_is_reported() -> None:
@@ -189,5 +189,5 @@ async def test_internal_error_closes_one_connection_only(caplog: pytest.LogCaptu
         assert await first.read_to_end() == b""
         served.cache.look_up = look_up  # type: ignore[method-assign]
         assert (await second.look_up(served.store(1))).grant
-        assert served.refused() == {"error here": 1}
+        assert served.refused() == {"internal error": 1}
     assert "failed" in caplog.text

@@ -61,9 +61,9 @@ async def test_prefix_is_granted_sealed_and_released() -> None:
             assert ChunkHeader.verify(lease.view, key)
             assert is_sealed(lease.view)
             lease.release()
-        assert served.grants.promised == 3 * CHUNK
+        assert served.grants.granted_bytes == 3 * CHUNK
         assert await client.release(granted, [0])
-        assert served.grants.promised == 2 * CHUNK
+        assert served.grants.granted_bytes == 2 * CHUNK
         assert await client.release(granted, [1, 2])
         assert served.grants.open == 0
         second = await client.look_up(keys)
@@ -146,7 +146,7 @@ async def test_lookup_of_many_keys() -> None:
         assert selected.positions == list(range(1, count, 2))
         answer = await client.request(Contains(5, join_keys(odd)))
         assert answer.held == [bool(index % 2) for index in range(count)]
-        assert served.grants.promised == count * CHUNK, "a chunk granted twice counts once"
+        assert served.grants.granted_bytes == count * CHUNK, "a chunk granted twice counts once"
 
 
 async def test_chunks_on_disk_are_promoted_and_can_be_awaited(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ async def test_client_that_disconnects_leaks_nothing(tmp_path: Path) -> None:
         client = await served.client()
         granted = await client.look_up(keys)
         await client.send(Await(9, granted.grant, [0, 1]))
-        await until(lambda: served.server.status()["asked"].get("Await"))  # type: ignore[attr-defined]
+        await until(lambda: served.server.status()["requests"].get("Await"))  # type: ignore[attr-defined]
         client.close()
         await until(lambda: not served.server.status()["connections"])
         assert served.grants.open == 0
@@ -330,11 +330,11 @@ async def test_promised_bytes_are_bounded_by_share() -> None:
         first, second = await served.client(), await served.client()
         granted = await first.look_up(keys)
         assert granted.positions == [0, 1, 2]
-        assert served.grants.promised == 3 * CHUNK
+        assert served.grants.granted_bytes == 3 * CHUNK
         assert (await second.look_up(keys[3:])).grant == NO_GRANT
         assert (await second.look_up(keys[1:])).positions == [0, 1], "they are promised already"
         assert await first.release(granted, [0, 1])
-        assert served.grants.promised == 2 * CHUNK, "one of them is also promised to the other client"
+        assert served.grants.granted_bytes == 2 * CHUNK, "one of them is also promised to the other client"
         assert (await first.look_up(keys[3:])).positions == [0]
         assert await first.release(granted, [2])
 

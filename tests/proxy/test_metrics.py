@@ -59,7 +59,7 @@ async def test_requests_are_counted(cluster: Cluster) -> None:
         ("requests_in_flight", {}, 0),
         ("held_bytes", {}, 0),
         ("engine_up", {"role": "decode", "engine": cluster.decoders[0].url}, 1),
-        ("engine_answers_total", {"role": "decode"}, 5),
+        ("engine_responses_total", {"role": "decode"}, 5),
         ("engine_failures_total", {"role": "prefill"}, 1),
         ("engine_requests_in_flight", {"role": "prefill"}, 0),
     ):

@@ -193,7 +193,7 @@ def test_listener_that_sends_no_welcome_does_not_block(
         assert caller._greeting is greeting, "one attempt at a time"
         wait_until(lambda: (caller.ready(), caller._greeting is not greeting)[1])
         assert server.receive(Hello)
-        assert not caller.takes_requests
+        assert not caller.accepts_requests
         caller.retry_now()
         greet(caller, server)
 
@@ -217,7 +217,7 @@ def test_missing_server_is_reported_and_retried_rarely(path: Path) -> None:
             caller.connect()
         started = time.monotonic()
         while time.monotonic() < started + 0.3:
-            assert not caller.takes_requests
+            assert not caller.accepts_requests
         assert caller.starts == 1
         caller.retry_now()
         assert not caller.ready()
@@ -325,16 +325,16 @@ def test_unresponsive_server_gets_no_requests_until_it_answers(
     caplog.set_level(logging.INFO)
     caller._health.limit = 0.05
     caller.update()
-    assert caller.takes_requests
+    assert caller.accepts_requests
     call = caller.ask("hello")
     wait_until(lambda: (caller.update(), not caller.responsive)[1])
     assert caller.connected
-    assert not caller.takes_requests
+    assert not caller.accepts_requests
     started = time.monotonic()
     assert caller.await_reply(call, 60) is None
     assert time.monotonic() < started + 30
     server.send(Answer(call.ticket, "HELLO"))
-    wait_until(lambda: caller.takes_requests)
+    wait_until(lambda: caller.accepts_requests)
     assert call.result == "HELLO"
     assert caplog.text.count("the server has not answered for") == 1
     assert "(open: 1 questions)" in caplog.text
@@ -343,7 +343,7 @@ def test_unresponsive_server_gets_no_requests_until_it_answers(
 
 def test_server_that_never_reads_is_congested_and_then_disconnected(caller: Caller) -> None:
     note = Note(bytes(1 << 20))
-    while caller.takes_requests:
+    while caller.accepts_requests:
         assert caller.send(note)
     assert caller.connected
     for _ in range(2 + MAX_UNSENT_BYTES // len(note.data)):
@@ -353,12 +353,12 @@ def test_server_that_never_reads_is_congested_and_then_disconnected(caller: Call
 
 def test_congestion_ends_when_the_server_reads(caller: Caller, server: ScriptedServer) -> None:
     sent = 0
-    while caller.takes_requests:
+    while caller.accepts_requests:
         caller.send(Note(bytes(1 << 18)))
         sent += 1
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(lambda: [server.receive(Note) for _ in range(sent)])
-        wait_until(lambda: (caller.poll(), caller.takes_requests)[1])
+        wait_until(lambda: (caller.poll(), caller.accepts_requests)[1])
         assert len(reading.result(10)) == sent
 
 
@@ -387,7 +387,7 @@ def test_closed_client_does_not_reconnect(path: Path, server: ScriptedServer) ->
         assert isinstance(call.error, ChannelClosed)
         assert not caller.ready()
         caller.update()
-        assert not caller.takes_requests
+        assert not caller.accepts_requests
         assert server.receive(Ask)
         assert server.is_disconnected()
         caller.close()

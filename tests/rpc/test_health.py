@@ -29,11 +29,11 @@ def health(clock: Clock) -> Health:
 
 
 def test_missed_reply_makes_it_late_until_any_message(health: Health) -> None:
-    health.asked(first=True)
+    health.request_sent(first=True)
     assert not health.late
     health.missed()
     assert (health.late, health.unresponsive) == (True, False)
-    health.heard()
+    health.message_received()
     assert not health.late
 
 
@@ -45,9 +45,9 @@ def test_idle_server_is_responsive(health: Health, clock: Clock) -> None:
 
 def test_time_counts_from_the_first_outstanding_request(health: Health, clock: Clock) -> None:
     clock.now += 100 * UNRESPONSIVE_SECONDS
-    health.asked(first=True)
+    health.request_sent(first=True)
     clock.now += 0.6 * UNRESPONSIVE_SECONDS
-    health.asked(first=False)
+    health.request_sent(first=False)
     health.check(["lookups", "lookups"])
     assert not health.unresponsive
     clock.now += 0.6 * UNRESPONSIVE_SECONDS
@@ -56,10 +56,10 @@ def test_time_counts_from_the_first_outstanding_request(health: Health, clock: C
 
 
 def test_any_message_postpones(health: Health, clock: Clock) -> None:
-    health.asked(first=True)
+    health.request_sent(first=True)
     for _ in range(10):
         clock.now += 0.6 * UNRESPONSIVE_SECONDS
-        health.heard()
+        health.message_received()
         health.check(["lookups"])
     assert not health.unresponsive
 
@@ -68,7 +68,7 @@ def test_unresponsive_is_logged_once_with_what_is_outstanding(
     health: Health, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    health.asked(first=True)
+    health.request_sent(first=True)
     clock.now += 2 * UNRESPONSIVE_SECONDS
     health.check(["lookups", "pings", "lookups"])
     clock.now += UNRESPONSIVE_SECONDS
@@ -76,16 +76,16 @@ def test_unresponsive_is_logged_once_with_what_is_outstanding(
     assert (health.late, health.unresponsive) == (True, True)
     (warning,) = caplog.messages
     assert warning.startswith("the server has not answered for 2.00 s (open: 2 lookups, 1 pings)")
-    health.heard()
+    health.message_received()
     assert (health.late, health.unresponsive) == (False, False)
     assert caplog.messages[1:] == ["the server answers again, after 3.0 s"]
-    health.heard()
+    health.message_received()
     assert len(caplog.messages) == 2
 
 
 def test_limit_can_be_set(health: Health, clock: Clock) -> None:
     health.limit = 10.0
-    health.asked(first=True)
+    health.request_sent(first=True)
     clock.now += 9.0
     health.check(["lookups"])
     assert not health.unresponsive

@@ -55,15 +55,15 @@ def test_reads_of_one_length_yield_seconds_per_byte(reading: ReadCost) -> None:
 
 
 def test_status_shows_the_estimates(reading: ReadCost) -> None:
-    unknown = {"latency_seconds": None, "seconds_a_mib": None, "failed_share": None}
+    unknown = {"latency_seconds": None, "seconds_per_mib": None, "failure_ratio": None}
     assert reading.status() == unknown
     for length in (1, 40, 3, 17, 64, 8):
         reading.succeeded(length * MIB, 0.02 + 0.001 * length)
     assert reading.status() == pytest.approx(
-        {"latency_seconds": 0.02, "seconds_a_mib": 0.001, "failed_share": 0.0}
+        {"latency_seconds": 0.02, "seconds_per_mib": 0.001, "failure_ratio": 0.0}
     )
     reading.failed()
-    assert 0 < float(str(reading.status()["failed_share"])) < 0.5
+    assert 0 < float(str(reading.status()["failure_ratio"])) < 0.5
 
 
 def test_reads_of_many_lengths_yield_latency(reading: ReadCost) -> None:

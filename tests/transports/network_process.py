@@ -10,7 +10,7 @@ import anyio
 
 from kvtier.memory.slices import Lease
 from kvtier.plugins import Plugins
-from kvtier.testing.backend import is_stained, same, stain
+from kvtier.testing.backend import is_poisoned, poison, same
 from kvtier.testing.transport_side import Side, dial_nowhere, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan, SupportsConnections
 from tests.hosts import LEAK_TIMEOUT_SECONDS, LeakCheck, serve_commands
@@ -23,7 +23,7 @@ class Commands(LeakCheck):
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
-        self._stained: list[Lease] = []
+        self._poisoned: list[Lease] = []
 
     async def open(self, settings: dict[str, Any], address: str) -> dict[str, object]:
         kind = Plugins.load([]).transport(settings["type"])
@@ -61,7 +61,7 @@ class Commands(LeakCheck):
     async def read(self, spans: list[list[int]], seed: int = 0) -> dict[str, object]:
         """Read spans; return the outcomes, and whether each span has the pattern of its grant.
 
-        The memory of a failed read is stained and kept; see :meth:`untouched`.
+        The memory of a failed read is poisoned and kept; see :meth:`untouched`.
         """
         leases = self._room(spans)
         items = [(RemoteSpan(*span), lease.view) for span, lease in zip(spans, leases, strict=True)]
@@ -71,8 +71,8 @@ class Commands(LeakCheck):
             if outcome == "ok":
                 lease.release()
             else:
-                stain(lease.view)
-                self._stained.append(lease)
+                poison(lease.view)
+                self._poisoned.append(lease)
         return {"outcomes": outcomes, "intact": intact}
 
     async def write(self, spans: list[list[int]], seed: int) -> list[str]:
@@ -87,10 +87,10 @@ class Commands(LeakCheck):
 
     async def untouched(self) -> bool:
         """Release the memory of failed reads. Return whether it was never written again."""
-        stained = all(is_stained(lease.view) for lease in self._stained)
-        while self._stained:
-            self._stained.pop().release()
-        return stained
+        poisoned = all(is_poisoned(lease.view) for lease in self._poisoned)
+        while self._poisoned:
+            self._poisoned.pop().release()
+        return poisoned
 
     async def is_idle(self) -> bool:
         """Wait until no transfer holds a lease. Return ``False`` on a timeout."""

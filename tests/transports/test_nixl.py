@@ -130,11 +130,11 @@ async def paused(pid: int) -> AsyncIterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def stain(view: memoryview) -> None:
+def poison(view: memoryview) -> None:
     view[:] = b"\xee" * len(view)
 
 
-def is_stained(view: memoryview) -> bool:
+def is_poisoned(view: memoryview) -> bool:
     return bytes(view) == b"\xee" * len(view)
 
 
@@ -175,9 +175,9 @@ async def test_spans_outside_the_peer_arena_are_misses(peer: OtherProcess) -> No
             RemoteSpan(1, 1 << 63, 4096),
             RemoteSpan(1, 0, -1),
         ]
-        stain(lease.view)
+        poison(lease.view)
         assert await link.read([(span, lease.view) for span in outside]) == [Outcome.MISS] * 5
-        assert is_stained(lease.view)
+        assert is_poisoned(lease.view)
         assert await link.write([(lease.view, span) for span in outside]) == [Outcome.MISS] * 5
         assert await link.read([(outside[0], lease.view), (good, lease.view)]) == [Outcome.MISS, Outcome.OK]
         assert lease.view == pattern(1, 4096)
@@ -205,7 +205,7 @@ async def test_link_recovers_from_killed_processes(peer: OtherProcess) -> None:
                 os.kill(victim, signal.SIGKILL)
             assert await link.read([(span, lease.view)]) == [Outcome.OK]
             assert lease.view == pattern(5, MIB)
-            stain(lease.view)
+            poison(lease.view)
         lease.release()
 
 
@@ -215,18 +215,18 @@ async def test_read_from_stopped_peer_fails_and_writes_nothing_later(peer: Other
         lease = side.arena.allocate(32 * MIB)
         assert lease is not None
         assert await link.read([(span, lease.view)]) == [Outcome.OK]
-        stain(lease.view)
+        poison(lease.view)
         async with paused(serving_process(peer)):
             start = time.monotonic()
             assert await link.read([(span, lease.view)]) == [Outcome.FAILED]
             assert time.monotonic() - start < 30
-            stain(lease.view)
+            poison(lease.view)
         (small,) = await peer.grant([4096], seed=8)
         with anyio.fail_after(30):
             # The serving process may have been killed, and restarts.
             while await link.read([(small, memoryview(bytearray(4096)))]) != [Outcome.OK]:
                 await asyncio.sleep(0.05)
-        assert is_stained(lease.view)
+        assert is_poisoned(lease.view)
         lease.release()
 
 
@@ -244,12 +244,12 @@ async def test_cancelled_read_from_stopped_peer(peer: OtherProcess) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await reading
             assert time.monotonic() - start < 30, "it waited for the deadline"
-            stain(lease.view)
+            poison(lease.view)
         (small,) = await peer.grant([4096], seed=8)
         with anyio.fail_after(30):
             while await link.read([(small, memoryview(bytearray(4096)))]) != [Outcome.OK]:
                 await asyncio.sleep(0.05)
-        assert is_stained(lease.view)
+        assert is_poisoned(lease.view)
         lease.release()
 
 
@@ -274,7 +274,7 @@ async def test_64_reads_with_a_quarter_cancelled(peer: OtherProcess) -> None:
                 return False
             lease = leases[number]
             assert lease is not None
-            stain(lease.view)
+            poison(lease.view)
             return True
 
         cancelled = await asyncio.gather(*map(stain_if_cancelled, range(0, 64, 4)))
@@ -287,7 +287,7 @@ async def test_64_reads_with_a_quarter_cancelled(peer: OtherProcess) -> None:
         for number, was_cancelled in zip(range(0, 64, 4), cancelled, strict=True):
             lease = leases[number]
             assert lease is not None
-            assert is_stained(lease.view) == was_cancelled
+            assert is_poisoned(lease.view) == was_cancelled
         for lease in leases:
             assert lease is not None
             lease.release()

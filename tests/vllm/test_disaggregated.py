@@ -128,7 +128,7 @@ def is_quiet(status: dict[str, Any]) -> bool:
         taking["reservations"],
         taking["announcements"],
         status["serving"]["grants"],
-        status["pushed"]["coming"],
+        status["pushed"]["announced"],
         status["pushed"]["waiting"],
         *(buffer[key] for buffer in status.get("staging", ()) for key in ("leases", "chunks", "grants")),
     )

@@ -46,7 +46,7 @@ private:
 
 // How to copy a batch: with one launch of a kernel that accesses host memory, or with one call to the copy engines.
 // `best` uses the copy engines if the runs are long enough for them.
-enum class Carrier { best, kernel, copy_engines };
+enum class CopyMethod { best, kernel, copy_engines };
 
 using Ticket = std::uint64_t;
 
@@ -62,7 +62,7 @@ public:
     // engine's stream, at the time of the call. With `hold_engine`, later work on that stream waits for the copy.
     // Throws std::out_of_range as KvMemory::copy does, before anything is copied.
     Ticket begin(const PinnedMemory& arena, std::span<const ChunkPages> chunks, Direction direction,
-                 cudaStream_t engine, bool hold_engine, Carrier carrier = Carrier::best);
+                 cudaStream_t engine, bool hold_engine, CopyMethod method = CopyMethod::best);
 
     // Whether the copy is done. Does not wait. An unknown ticket counts as done.
     bool done(Ticket ticket);
@@ -76,7 +76,7 @@ private:
     cudaStream_t stream_of(Direction direction) const {
         return streams_[direction == Direction::into_engine ? 0 : 1];
     }
-    void enqueue(const PinnedMemory& arena, std::span<const PageRun> runs, Direction direction, Carrier carrier,
+    void enqueue(const PinnedMemory& arena, std::span<const PageRun> runs, Direction direction, CopyMethod method,
                  Flight& flight);
     std::unique_ptr<Flight> acquire_flight();
     void retire(Ticket ticket);

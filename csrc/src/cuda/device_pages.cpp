@@ -98,7 +98,7 @@ DevicePages::~DevicePages() {
 }
 
 Ticket DevicePages::begin(const PinnedMemory& arena, std::span<const ChunkPages> chunks, Direction direction,
-                          cudaStream_t engine, bool hold_engine, Carrier carrier) {
+                          cudaStream_t engine, bool hold_engine, CopyMethod method) {
     // First, because it can throw. Computes addresses only; the memory may be on a device.
     const std::vector<PageRun> runs = memory_.runs(arena.on_host(), chunks, any_length);
     const OnDevice current(device_);
@@ -108,7 +108,7 @@ Ticket DevicePages::begin(const PinnedMemory& arena, std::span<const ChunkPages>
     // event waits for the state recorded at the time of the call.
     check(cudaEventRecord(flight->completed, engine), "cudaEventRecord");
     check(cudaStreamWaitEvent(stream, flight->completed, 0), "cudaStreamWaitEvent");
-    enqueue(arena, runs, direction, carrier, *flight);
+    enqueue(arena, runs, direction, method, *flight);
     check(cudaEventRecord(flight->completed, stream), "cudaEventRecord");
     if (hold_engine) check(cudaStreamWaitEvent(engine, flight->completed, 0), "cudaStreamWaitEvent");
     in_flight_.emplace(next_, std::move(flight));
@@ -116,10 +116,10 @@ Ticket DevicePages::begin(const PinnedMemory& arena, std::span<const ChunkPages>
 }
 
 void DevicePages::enqueue(const PinnedMemory& arena, std::span<const PageRun> runs, Direction direction,
-                          Carrier carrier, Flight& flight) {
+                          CopyMethod method, Flight& flight) {
     if (runs.empty()) return;
     const cudaStream_t stream = stream_of(direction);
-    if (carrier == Carrier::copy_engines || (carrier == Carrier::best && long_enough(runs))) {
+    if (method == CopyMethod::copy_engines || (method == CopyMethod::best && long_enough(runs))) {
         copy_by_engines(moves_of(runs, direction, 0, any_length), stream);
         return;
     }

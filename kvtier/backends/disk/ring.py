@@ -43,7 +43,7 @@ class ObjectRing:
         Commits at most 256 MiB of unused memory at a time. An arena of huge pages gains nothing from it.
         """
         if arena.page_bytes == PAGE_BYTES:
-            self._engine.keep(arena.view(0, arena.capacity))
+            self._engine.register_memory(arena.view(0, arena.capacity))
 
     def wait(self) -> None:
         """Wait for I/O in flight and refuse new I/O. Blocks: call it from another thread."""

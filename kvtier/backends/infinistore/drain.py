@@ -20,7 +20,7 @@ POLL_SECONDS = 0.05
 
 
 class Drainable(Protocol):
-    """A connection with a pending reply that is no longer needed."""
+    """A connection with a pending reply that is to be discarded."""
 
     def fileno(self) -> int:
         """Return the socket's descriptor."""

@@ -154,7 +154,7 @@ class InfiniStoreConnection(Connection):
     def get(self, name: bytes, view: memoryview) -> bool:
         """Fill ``view`` with a value. ``False``: there is no value, or its length differs.
 
-        A long value of another length is left unread, and :attr:`in_sync` is then false.
+        A long value of another length is not read, and :attr:`in_sync` is then false.
         """
         self.send([_request(_PAYLOAD, _payload(name, 0, _GET))])
         answer = self._read_head(Answer())

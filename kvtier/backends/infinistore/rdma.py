@@ -74,7 +74,7 @@ class InfiniStoreRDMA:
         await self._drop(self._connection)
 
     async def _drop(self, connection: Any) -> None:  # noqa: ANN401 - the library has no types
-        """Close ``connection``, even if other calls use it. Then the device no longer accesses the arena."""
+        """Close ``connection``, even if other calls use it. The device does not access the arena afterwards."""
         if connection is None or connection.conn is None:
             return
         if self._connection is connection:

@@ -48,7 +48,7 @@ def reply(connection: Connection) -> bytes | int | ErrorReply:
 def value_into(connection: Connection, view: memoryview) -> bool | ErrorReply:
     """Fill ``view`` with the next reply. ``False``: there is no value, or its length differs.
 
-    A long value of another length is left unread, and the connection is then not ``in_sync``.
+    A long value of another length is not read, and the connection is then not ``in_sync``.
     """
     if not connection.buffered and len(view) > BUFFER_BYTES:
         # Read only the length line, so that the value is received into aligned memory.

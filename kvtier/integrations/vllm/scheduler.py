@@ -98,7 +98,7 @@ class SchedulerSide:
 
     def _look_up(self, state: RequestState) -> None:
         request = state.request
-        if request.skip_reading_prefix_cache or state.load_failed or not self._bridge.takes_requests:
+        if request.skip_reading_prefix_cache or state.load_failed or not self._bridge.accepts_requests:
             return
         keys = list(state.extend(request.num_tokens))
         covered = len(keys) * self._layout.chunk_tokens
@@ -252,7 +252,7 @@ class SchedulerSide:
         return metadata
 
     def _plan_saves(self, output: SchedulerOutput) -> None:
-        """Plan to store the chunks that this step completes, and a few that are left from earlier steps."""
+        """Plan to store the chunks that this step completes, and a few postponed ones of earlier steps."""
         due, possible = [], self._saves.possible
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)

@@ -66,7 +66,7 @@ class Offer(NamedTuple):
     """Notification to a worker: how to open its staging buffer, or why it has none."""
 
     number: int
-    """Identifies the buffers of all ranks; 0 if there are none."""
+    """Identifies the buffers of all ranks; 0 without buffers."""
     handle: bytes
     """CUDA IPC handle of GPU memory, or file path of host memory."""
     length: int
@@ -202,7 +202,7 @@ class Staging(Place):
     # Chunks that this engine pushes.
 
     def take(self, header: ChunkHeader) -> Reservation | None:
-        """Reserve room for a chunk that this engine's workers will fill; ``None`` if there is none."""
+        """Reserve room for a chunk that this engine's workers will fill; ``None`` without room."""
         if self.closed or not header.payload_bytes or header.payload_bytes % self.ranks:
             return None
         lease = self._slices.allocate(header.payload_bytes // self.ranks)
@@ -397,7 +397,7 @@ class Stagings:
         self._engines.pop(engine, None)
 
     def find(self, namespace: bytes) -> Staging | None:
-        """Return the open buffers of the only engine that serves a namespace; ``None`` if there are none."""
+        """Return the open buffers of the only engine that serves a namespace, or ``None``."""
         return None if self.refusal(namespace) else next(self._of_model(namespace)).current
 
     def refusal(self, namespace: bytes) -> str:

@@ -16,7 +16,7 @@ from s3_server import BUCKET, READER_KEY, SECRET_KEY, S3Server
 from stores import FAILED, LONG, MISS, OK, found, opened, values
 
 from kvtier.backends.base import Backend, Outcome, PutItem
-from kvtier.testing.backend import blank, is_stained, make_key, same, stain
+from kvtier.testing.backend import blank, is_poisoned, make_key, poison, same
 from kvtier.testing.cancelling import cancelled_at
 
 pytestmark = pytest.mark.anyio
@@ -170,7 +170,7 @@ async def test_an_upload_that_is_cancelled_leaves_no_parts(
         view = memoryview(bytearray(new[0][1]))
         # Its only await is for the threads. 200 event loop iterations later, parts are in flight.
         assert await cancelled_at(1, lambda: backend.put([(old[0][0], view)]), through=through, lag=200)
-        await anyio.to_thread.run_sync(stain, view)
+        await anyio.to_thread.run_sync(poison, view)
         assert await unfinished(s3) == []
         view = await anyio.to_thread.run_sync(blank, LONG)
         assert await backend.get([(old[0][0], view)]) == [OK]
@@ -218,7 +218,7 @@ async def test_a_server_that_stalls_beyond_the_deadline(server: S3Server) -> Non
         assert await backend.put(long) == [FAILED] * 2
         view = blank(4000)
         assert await backend.get([(keys[0], view)]) == [FAILED]
-        assert is_stained(view)
+        assert is_poisoned(view)
         with pytest.raises(StoreError, match="does not answer in time"):
             await backend.contains(keys)
         with pytest.raises(StoreError, match="does not answer in time"):

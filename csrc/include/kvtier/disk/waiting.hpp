@@ -1,5 +1,5 @@
-// Transfers that wait for their turn. A request may wait for a read, nobody for a write, so reads go first; but
-// every fourth is a write if any waits, since a disk that is read all the time must be written, too.
+// Queued transfers. A request may wait for a read but never for a write, so reads go first; but every fourth transfer
+// is a write if any is queued, because a disk that is read all the time must be written, too.
 #pragma once
 
 #include <cstdint>

@@ -14,8 +14,8 @@ from playwright.async_api import Browser, expect
 from scikit_build_core.build import build_wheel
 
 from kvtier.controller.page import FILES
+from tests.controller.browser import Visit, scripted, visiting
 from tests.controller.scripted import ScriptedController, event, instance, tier
-from tests.controller.visiting import Visit, scripted, visiting
 
 pytestmark = pytest.mark.anyio
 
@@ -63,7 +63,7 @@ async def test_names_are_shown_as_text(browser: Browser) -> None:
 async def full_page(browser: Browser) -> AsyncIterator[Visit]:
     """A page with every kind of content, and names of maximum length."""
     async with scripted(browser) as (controller, page):
-        long = "a-name-of-an-instance-that-somebody-thought-was-a-good-idea." * 2
+        long = "a-name-of-an-instance-that-someone-thought-was-a-good-idea." * 2
         full = tier("ram", "hugepage", 20 << 30, 19 << 30)
         pool = tier("pool-" + "x" * 60, "redis", None, 0, available=False)
         controller.instances = [

@@ -33,9 +33,9 @@ from .peer_process import SECRET, PeerProcess, payload_of
 from .scripted import until
 from .test_backend import keys_of
 from .test_backend_processes import started, until_nothing_granted
-from .test_borrowing import temporary_addresses
 from .test_client import sockets
 from .test_directory import ScriptedDirectory
+from .test_temporary import temporary_addresses
 
 pytestmark = pytest.mark.anyio
 

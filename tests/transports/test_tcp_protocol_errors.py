@@ -19,7 +19,7 @@ import pytest
 from kvtier.backends.base import Outcome
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.sockets.waiting import POLL_SECONDS
-from kvtier.testing.backend import is_stained
+from kvtier.testing.backend import is_poisoned
 from kvtier.testing.relay import Relay
 from kvtier.testing.transport_pair import fill, holds, until
 from kvtier.testing.transport_side import MIB, Certificate, Side, dial_to, pattern
@@ -287,7 +287,7 @@ async def test_invalid_answer_fails_the_read(answer: bytes) -> None:
                 view = local.arena.view(0, 5000)
                 with anyio.fail_after(30):
                     assert list(await link.read([(RemoteSpan(1, 0, 5000), view)])) == [FAILED]
-                assert is_stained(view)
+                assert is_poisoned(view)
                 del view
 
 

@@ -28,7 +28,7 @@ OK, MISS, FAILED = Outcome.OK, Outcome.MISS, Outcome.FAILED
 
 def temporary_addresses(backend: PeersBackend) -> list[str]:
     """Return the addresses of the current temporary peers."""
-    return [str(status["address"]) for status in backend.status() if status["borrowed"]]
+    return [str(status["address"]) for status in backend.status() if status["temporary"]]
 
 
 async def until_released(*peers: ScriptedPeer) -> None:
