@@ -231,7 +231,7 @@ def _tls_refusal(error: ssl.SSLError) -> RefusedHandshake:
     reason = (error.reason or "").replace("_", " ").lower()
     if any(sign in reason for sign in ("wrong version number", "http request", "unexpected message")):
         return RefusedHandshake(
-            "no TLS there", "it does not speak TLS: set peer.tls on both sides, or on neither"
+            "TLS mismatch", "it does not speak TLS: set peer.tls on both sides, or on neither"
         )
     if "did not return a certificate" in reason:
         return RefusedHandshake("wrong certificate", "it presents no certificate: set peer.tls there, too")

@@ -173,7 +173,7 @@ class Client(ABC, Generic[VersionedT]):
             self.poll()
 
     def _receive_all(self, messages: list[Any]) -> None:
-        self._health.heard()
+        self._health.message_received()
         try:
             for message in messages:
                 self._receive(message)
@@ -212,7 +212,7 @@ class Client(ABC, Generic[VersionedT]):
         """Send a request, made from its ticket; ``None`` if that fails. ``name``: a plural for the log."""
         if self._connection is None:
             return None
-        self._health.asked(first=not self.calls)
+        self._health.request_sent(first=not self.calls)
         try:
             call = self.calls.add(name, reply_type, settle)
         except ChannelError:

@@ -119,13 +119,18 @@ class TierSettings(BaseModel):
         default=None,
         ge=PAGE_BYTES,
         description=(
-            "Maximum bytes queued for writing to this tier. Chunks beyond this are counted and not written. "
-            "If omitted, a quarter of the first tier's capacity."
+            "Maximum bytes queued for writing to this tier; they stay in memory until written. Chunks beyond "
+            "this are deferred, and written later if memory still holds them. If omitted, a quarter of the "
+            "first tier's capacity."
         ),
         examples=["1GiB"],
     )
     concurrency: int = Field(
-        default=4, ge=1, le=256, description="Maximum number of batches in flight.", examples=[4]
+        default=4,
+        ge=1,
+        le=256,
+        description="Maximum number of batches in flight. Reads that a request waits for go first.",
+        examples=[4],
     )
 
 

@@ -25,8 +25,8 @@ class _Waiter:
 class Slots:
     """Limits the batches that a tier transfers at a time. The most urgent one that waits is the next.
 
-    A batch in flight cannot be interrupted. So background work takes at most half of the slots, and one while
-    a more urgent batch is in flight or waits: it goes on, and a request rarely waits for it.
+    A batch in flight cannot be interrupted. So background work takes at most half of the slots, and only one
+    while a more urgent batch is in flight or waits: it is never starved, and a request rarely waits for it.
     """
 
     def __init__(self, total: int) -> None:

@@ -65,7 +65,7 @@ async def test_peer_metrics_of_both_sides(tmp_path: Path) -> None:
             assert scrape.by("found_chunks_total", "tier") == {"peers": 4}
             scrape = await wait_until(serving, lambda scrape: scrape("serving_grants") == 0)
             assert scrape("serving_issued_grants_total") == first.server.status()["granted"]
-            assert scrape("serving_promised_bytes") == 0
+            assert scrape("serving_granted_bytes") == 0
             assert scrape("serving_connections", purpose="control") == 1
             await wait_until(refused, lambda scrape: scrape("peers", state="not connected") == 1)
             refusals = "serving_refused_connections_total"

@@ -56,13 +56,13 @@ class DiskSettings(LocalTierSettings):
         default=4,
         ge=1,
         le=256,
-        description="Maximum number of batches in flight, and of chunks in flight.",
+        description="Maximum number of batches in flight, and of files read or written at once.",
         examples=[8],
     )
     io: Literal["auto", "uring", "threads"] = Field(
         default="auto",
         description=(
-            "I/O engine. `uring`: the kernel's io_uring. `threads`: one thread per chunk in flight. "
+            "I/O engine. `uring`: the kernel's io_uring. `threads`: one thread per file in flight. "
             "`auto`: io_uring if the native core is built and the kernel allows it, otherwise threads."
         ),
         examples=["threads"],

@@ -74,7 +74,7 @@ class InfiniStoreRDMA:
         await self._drop(self._connection)
 
     async def _drop(self, connection: Any) -> None:  # noqa: ANN401 - the library has no types
-        """Close ``connection``, even if other calls use it. The device does not access the arena afterwards."""
+        """Close ``connection``, even if other calls use it. Afterwards, the device leaves the arena alone."""
         if connection is None or connection.conn is None:
             return
         if self._connection is connection:
