@@ -25,6 +25,7 @@ from kvtier.errors import (
     TierError,
     UnsupportedEngine,
 )
+from kvtier.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from kvtier.cache import TieredCache
@@ -52,8 +53,6 @@ else:
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
 
-
-__version__ = "0.2.0"
 
 __all__ = [
     "ArenaError",

@@ -30,12 +30,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-import kvtier
 from kvtier.backends.base import Outcome
 from kvtier.cache import TieredCache
 from kvtier.events import Event, Prefetch, Report, Store
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.level import Level
+from kvtier.version import __version__
 
 Status = Mapping[str, Any]
 
@@ -150,7 +150,7 @@ class CacheMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics, in time independent of the number of chunks."""
         status, tiers = self._status(), self._cache.hierarchy.tiers
-        yield InfoMetricFamily("kvtier_build", "The version of kvtier.", {"version": kvtier.__version__})
+        yield InfoMetricFamily("kvtier_build", "The version of kvtier.", {"version": __version__})
         yield from self._of_tiers(tiers)
         yield from self._of_counts(tiers)
         yield from self._of_transfers()
@@ -296,6 +296,6 @@ def application(metrics: CacheMetrics) -> Starlette:
         return Response(encode(metrics.registry), headers={"Content-Type": content_type})
 
     async def health(_request: Request) -> Response:
-        return JSONResponse({"status": "ok", "version": kvtier.__version__})
+        return JSONResponse({"status": "ok", "version": __version__})
 
     return Starlette(routes=[Route("/metrics", answer), Route("/healthz", health)])

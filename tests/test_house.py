@@ -14,7 +14,7 @@ ROOT = Path(kvtier.__file__).parent
 MODULES = sorted(path for path in ROOT.rglob("*.py"))
 
 LAYERS = (
-    ("_native", "_native_cuda", "__version__"),
+    ("_native", "_native_cuda", "version"),
     ("errors", "units", "logs", "native", "hookmarkers"),
     ("settings", "concurrency"),
     ("memory", "sockets"),

@@ -23,7 +23,6 @@ from anyio import CancelScope
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
-from kvtier import __version__
 from kvtier.agent.commands import Commands
 from kvtier.agent.protocol import CONNECT_PATH, VERSION, Hello, TierDescription
 from kvtier.agent.served import Served
@@ -36,6 +35,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.rpc.frames import MAX_FRAME_BYTES
 from kvtier.settings import Settings
 from kvtier.settings.peer import split_address
+from kvtier.version import __version__
 
 logger = logging.getLogger("kvtier")
 

@@ -12,9 +12,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-import kvtier
 from kvtier.bench.rows import Direction, Extent, Row
 from kvtier.units import format_size
+from kvtier.version import __version__
 
 DASH = "—"
 AIM = 0.95
@@ -45,7 +45,7 @@ def remarks_of(rows: Sequence[Row]) -> list[str]:
 def json_of(rows: Sequence[Row], extent: Extent) -> dict[str, Any]:
     """Return all results and a description of the machine, ready for JSON."""
     return {
-        "kvtier": kvtier.__version__,
+        "kvtier": __version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {
             "system": platform.platform(),

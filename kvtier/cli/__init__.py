@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-import kvtier
 from kvtier.cli import (
     bench,
     config,
@@ -26,6 +25,7 @@ from kvtier.cli import (
 from kvtier.cli.options import epilog
 from kvtier.cli.terminal import messages
 from kvtier.errors import KVTierError, SettingsError
+from kvtier.version import __version__
 
 DEMO_MODULE = "kvtier.cli.demo"
 CONTROLLER_PANEL = "Controller commands"
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"kvtier {kvtier.__version__}")
+        typer.echo(f"kvtier {__version__}")
         raise typer.Exit
 
 

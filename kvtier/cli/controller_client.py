@@ -17,7 +17,6 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-import kvtier
 from kvtier.controller.api import (
     Accepted,
     EventAnswer,
@@ -27,6 +26,7 @@ from kvtier.controller.api import (
     LookupAnswer,
 )
 from kvtier.errors import ControllerError
+from kvtier.version import __version__
 
 TIMEOUT_SECONDS = 3.0
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.05, 0.5
@@ -167,7 +167,7 @@ class Controller:
             return kind.model_validate_json(content)
         except ValidationError as error:
             raise ControllerError(
-                f"the server at {self._url} is not a controller that kvtier {kvtier.__version__} understands "
+                f"the server at {self._url} is not a controller that kvtier {__version__} understands "
                 f"({_issue(error.errors()[0])}): set --url or controller.url, or install the controller's "
                 "version"
             ) from error

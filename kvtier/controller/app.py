@@ -12,7 +12,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-import kvtier
 from kvtier.agent.protocol import CONNECT_PATH
 from kvtier.controller import connection, page
 from kvtier.controller.api import Health, Problem
@@ -30,6 +29,7 @@ from kvtier.controller.registry import Registry
 from kvtier.controller.routes import STATE_TAG, add_operations, add_queries, add_stream
 from kvtier.controller.stream import Stream
 from kvtier.errors import ControllerError
+from kvtier.version import __version__
 
 DESCRIPTION = """
 Index of the chunks that all kvtier instances hold, and operations that move, prefetch, pin and clear them.
@@ -67,7 +67,7 @@ def make_app(operations: Operations, token: str | None = None) -> FastAPI:
 
     app = FastAPI(
         title="kvtier controller",
-        version=kvtier.__version__,
+        version=__version__,
         description=DESCRIPTION,
         redoc_url=None,
         lifespan=lifespan,
@@ -91,7 +91,7 @@ def _add_public_routes(app: FastAPI, registry: Registry, authenticator: Authenti
     @app.get("/healthz", tags=[STATE_TAG])
     async def health() -> Health:
         """Check that the controller is alive. Needs no token."""
-        return Health(status="ok", version=kvtier.__version__, instances=len(registry.members))
+        return Health(status="ok", version=__version__, instances=len(registry.members))
 
     @app.websocket(CONNECT_PATH)
     async def connect(websocket: WebSocket) -> None:

@@ -10,8 +10,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-import kvtier
 from kvtier.controller.operations import Operations
+from kvtier.version import __version__
 
 
 class ControllerMetrics(Collector):
@@ -33,7 +33,7 @@ class ControllerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current values."""
         info = GaugeMetricFamily("kvtier_controller_info", "Version of the controller.", labels=["version"])
-        info.add_metric([kvtier.__version__], 1)
+        info.add_metric([__version__], 1)
         yield info
         yield from self._instance_metrics()
         yield from self._event_metrics()

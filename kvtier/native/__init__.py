@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from kvtier import _native as core  # noqa: TC004 - may be missing at run time
-    from kvtier import _native_cuda as cuda  # noqa: TC004 - loaded by cuda_problem()
+    import kvtier._native as core  # noqa: TC004 - may be missing at run time
+    import kvtier._native_cuda as cuda  # noqa: TC004 - loaded by cuda_problem()
 
 ADVICE = "install a C++ compiler (Debian: g++) and reinstall kvtier; pip install -v shows the build log"
 

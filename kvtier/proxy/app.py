@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-import kvtier
 from kvtier.http import Message, Receive, Send
 from kvtier.proxy.body import CHAT_PATH
 from kvtier.proxy.engine import Engine, Role, State
@@ -24,6 +23,7 @@ from kvtier.proxy.models import Models
 from kvtier.proxy.proxy import Proxy
 from kvtier.proxy.settings import engine_url, peer_address
 from kvtier.settings.peer import is_loopback
+from kvtier.version import __version__
 
 COMPLETIONS = ("/v1/completions", CHAT_PATH)
 URL = Annotated[str, AfterValidator(engine_url)]
@@ -68,9 +68,7 @@ class _Endpoint:
 
 def make_app(proxy: Proxy) -> FastAPI:
     """Return the ASGI application of a proxy."""
-    app = FastAPI(
-        title="kvtier proxy", version=kvtier.__version__, openapi_url=None, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="kvtier proxy", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
     # Plain routes instead of FastAPI's: an exchange reads the body, responds and handles disconnects itself.
     app.router.routes.extend(Route(path, _Endpoint(proxy, path), methods=["POST"]) for path in COMPLETIONS)
     app.router.routes.append(Route("/v1/models", Models(proxy), methods=["GET"]))
@@ -91,7 +89,7 @@ def _add_monitoring(app: FastAPI, proxy: Proxy) -> None:
         up = {role: sum(engine.state == State.UP for engine in proxy.fleet.of(role)) for role in Role}
         draining = proxy.admission.draining
         status = "draining" if draining else "ok" if up[Role.DECODE] else "no decode engine is up"
-        content = {"status": status, "version": kvtier.__version__, "prefill": up[Role.PREFILL]}
+        content = {"status": status, "version": __version__, "prefill": up[Role.PREFILL]}
         return JSONResponse({**content, "decode": up[Role.DECODE]}, 200 if status == "ok" else 503)
 
     @app.get("/metrics")

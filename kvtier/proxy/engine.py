@@ -13,7 +13,6 @@ import httpx
 from anyio import CancelScope
 
 from kvtier.proxy.connections import Connections
-from kvtier.proxy.errors import EngineLost
 from kvtier.proxy.prompt import PrefixMemory
 
 AVOIDED_SECONDS = 5.0
@@ -34,6 +33,22 @@ class State(StrEnum):
     NEW = "new"
     UP = "up"
     DOWN = "down"
+
+
+class EngineLost(Exception):
+    """An engine cannot be reached, or failed before it sent a response."""
+
+    def __init__(
+        self, engine: Engine, reason: str, *, unreachable: bool = False, retryable: bool = False
+    ) -> None:
+        super().__init__(f"{engine.role} engine {engine.url} {reason}")
+        self.engine = engine
+        self.reason = reason
+        """A predicate that follows the engine's name, such as "cannot be reached"."""
+        self.unreachable = unreachable
+        """Whether nothing listens at the address: no other request needs to try."""
+        self.retryable = retryable
+        """Whether the same engine may be retried: it closed one connection, as a server may at any time."""
 
 
 class Engine:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-
-if TYPE_CHECKING:
-    from kvtier.proxy.engine import Engine
 
 KINDS = {
     400: "invalid_request_error",
@@ -21,22 +18,6 @@ KINDS = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-
-
-class EngineLost(Exception):
-    """An engine cannot be reached, or failed before it sent a response."""
-
-    def __init__(
-        self, engine: Engine, reason: str, *, unreachable: bool = False, retryable: bool = False
-    ) -> None:
-        super().__init__(f"{engine.role} engine {engine.url} {reason}")
-        self.engine = engine
-        self.reason = reason
-        """A predicate that follows the engine's name, such as "cannot be reached"."""
-        self.unreachable = unreachable
-        """Whether nothing listens at the address: no other request needs to try."""
-        self.retryable = retryable
-        """Whether the same engine may be retried: it closed one connection, as a server may at any time."""
 
 
 class Refused(Exception):

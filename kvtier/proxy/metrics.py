@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.responses import Response
 
-import kvtier
 from kvtier.proxy.engine import Role, State
 from kvtier.proxy.statistics import BOUNDS, Durations
+from kvtier.version import __version__
 
 if TYPE_CHECKING:
     from kvtier.proxy.proxy import Proxy
@@ -49,7 +49,7 @@ class ProxyMetrics(Collector):
         """Yield the current values."""
         statistics, admission = self._proxy.statistics, self._proxy.admission
         info = GaugeMetricFamily("kvtier_proxy_info", "The proxy's version.", labels=["version"])
-        info.add_metric([kvtier.__version__], 1)
+        info.add_metric([__version__], 1)
         yield info
         for name, text, value in (
             ("requests_in_flight", "Requests in flight.", admission.in_flight),

@@ -15,7 +15,7 @@ from kvtier.sockets.conversation import EXPECT, SEND, Operation, Progress, progr
 from kvtier.sockets.waiting import until_readable, until_writable
 
 if TYPE_CHECKING:
-    from kvtier import _native
+    import kvtier._native as _native
 
 ResultT = TypeVar("ResultT")
 

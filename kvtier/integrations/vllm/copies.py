@@ -93,18 +93,6 @@ class SynchronousCopies:
         """See :meth:`PageCopies.close`."""
 
 
-def page_copies(layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -> PageCopies:
-    """Return the fastest implementation for these pages. ``null_block`` is never read and never written."""
-    devices = {layer.device.type for group in pages for layer in group}
-    if devices == {"cuda"} and not native.cuda_problem():
-        from kvtier.integrations.vllm.cuda_copies import CudaCopies
-
-        return CudaCopies(layout, rank, pages, null_block)
-    if devices <= {"cpu"} and native.available():
-        return NativeCopies(layout, rank, pages, null_block)
-    return TorchCopies(layout, rank, pages, null_block)
-
-
 def regions(pages: Pages) -> list[list[tuple[int, int, int]]]:
     """Return the address, page size in bytes and number of pages of each layer, by group."""
     return [[(layer.data_ptr(), layer.shape[1], layer.shape[0]) for layer in group] for group in pages]

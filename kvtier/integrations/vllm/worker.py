@@ -20,10 +20,11 @@ from operator import attrgetter
 import torch
 
 from kvtier.bridge.client import WorkerBridge
-from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, Memory, PageCopies, page_copies
+from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, Memory, PageCopies
 from kvtier.integrations.vllm.layout import ModelLayout, page_views
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.metrics import TransferStats
+from kvtier.integrations.vllm.page_copies import page_copies
 from kvtier.integrations.vllm.staging import StagingBuffer
 from kvtier.logs import RateLimitedWarning
 from kvtier.rpc.calls import Call
