@@ -1,4 +1,4 @@
-# Everything is installed into .venv. Stamp files in it say what is there, so that nothing is installed twice.
+# Everything is installed into .venv. Stamp files there record what is installed.
 
 PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 DEVICE ?= auto
@@ -7,9 +7,9 @@ BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/*)
 DEMO ?=
 PYTEST ?=
-# One of them runs the engines, one the rest: conftest.py. PYTEST='-n0' where one test is looked at.
+# One worker runs the engines, the other one the rest: conftest.py. For a single test, PYTEST='-n0'.
 WORKERS := -n 2 --no-loadscope-reorder
-# A safety net, and no more: what fails is run again once, and conftest.py lists it at the end, as a finding.
+# A failed test is run once more, and conftest.py lists it at the end: it is a finding even if it passes then.
 RERUNS := --reruns 1
 FUZZ ?= 60
 SOAK ?= 600
@@ -19,12 +19,12 @@ SEED ?= 1
 .PHONY: help install system-packages compiler demo test test-slow test-gpu fuzz soak lint docs format bench clean \
         native native-tests native-asan native-ubsan native-tsan gpu-wheels bench-gpu
 
-help:  ## Show this
+help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "PYTHON=…  the Python to use (3.11 or newer)    DEVICE=cpu|cuda  which vLLM, where auto is wrong"
+	@echo "PYTHON=…  the Python to use (3.11 or newer)    DEVICE=cpu|cuda  the vLLM to install; default: auto"
 	@echo "DEMO='--tokens 4000'  options of kvtier demo    PYTEST='-k disk'  options of pytest"
-	@echo "FUZZ=600  how many seconds make fuzz takes for each of its programs"
-	@echo "SOAK=7200  how many seconds make soak disturbs    SEED=2  which faults and requests, and when"
+	@echo "FUZZ=600  seconds that make fuzz runs each of its programs"
+	@echo "SOAK=7200  seconds that make soak injects faults    SEED=2  seed of its faults and requests"
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or newer: make PYTHON=…")'
@@ -32,7 +32,7 @@ $(VENV)/.python:
 	@$(BIN)/python tools/pip_install.py "pip" --upgrade pip
 	@touch $@
 
-# Built anew where the native core's sources changed: `make test` must not pass with one of yesterday.
+# Rebuilt if sources of the native core have changed, so that `make test` never tests an old one.
 $(VENV)/.kvtier: $(VENV)/.python pyproject.toml $(shell find csrc -type f) | compiler
 	@$(BIN)/python tools/pip_install.py "kvtier with its tests and tools" -e '.[demo]' --group test --group lint
 	@$(BIN)/python -m kvtier.native
@@ -48,17 +48,17 @@ $(VENV)/.pools: $(VENV)/.vllm $(VENV)/.kvtier pyproject.toml
 
 install: $(VENV)/.vllm $(VENV)/.kvtier  ## Install torch, a vLLM that fits this machine, and kvtier into .venv
 
-# Asked anew each time, in milliseconds: a stamp would outlive the packages, and silence what is missing.
-system-packages: $(VENV)/.python  ## Install what the tests need of the system, or say what to type
+# Checked each time, in milliseconds: a stamp would outlive the packages, and hide missing ones.
+system-packages: $(VENV)/.python  ## Install the system packages that the tests need, or print the command
 	@$(BIN)/python tools/system_packages.py
 
-# In place, beside the sources, and only what changed: for working on csrc/. NATIVE_PYTHON needs nanobind.
+# Incremental build next to the sources, for work on csrc/. NATIVE_PYTHON needs nanobind.
 NATIVE_PYTHON ?= $(BIN)/python
 NATIVE_BUILD = build/native-$(shell $(NATIVE_PYTHON) -c 'import sys; print(sys.implementation.cache_tag)')
-# Not as a make below this one: that would name every folder it enters.
+# Without MAKEFLAGS, so that it is no recursive make, which would print every directory.
 NATIVE_COMPILE = env -u MAKEFLAGS -u MAKELEVEL flock build nice -n 10 cmake --build
 
-native:  ## Build the native core in place, where NATIVE_PYTHON=… has nanobind
+native:  ## Build the native core in place; NATIVE_PYTHON=… must have nanobind
 	@$(NATIVE_PYTHON) -c 'import nanobind' 2>/dev/null || $(NATIVE_PYTHON) -m pip install -q nanobind
 	@mkdir -p build && cmake -S csrc -B $(NATIVE_BUILD) -DKVTIER_IN_PLACE=ON -DKVTIER_WERROR=ON \
 	  -DPython_EXECUTABLE=$(shell command -v $(NATIVE_PYTHON)) \
@@ -66,7 +66,7 @@ native:  ## Build the native core in place, where NATIVE_PYTHON=… has nanobind
 	  || { cat $(NATIVE_BUILD).log; exit 1; }
 	@$(NATIVE_COMPILE) $(NATIVE_BUILD) -j1
 
-# The C++ tests as they are, and watched by a sanitizer each.
+# The C++ tests, without and with each sanitizer.
 NATIVE_TEST = cmake -S csrc -B build/$@ -DKVTIER_PYTHON=OFF -DKVTIER_TESTS=ON -DKVTIER_WERROR=ON
 NATIVE_RUN = $(NATIVE_COMPILE) build/$@ -j1 && cd build/$@ && ctest --output-on-failure
 
@@ -82,7 +82,7 @@ native-ubsan:  ## Run the C++ tests with UndefinedBehaviorSanitizer
 native-tsan:  ## Run the C++ tests with ThreadSanitizer
 	@$(NATIVE_TEST) -DKVTIER_SANITIZE=thread >/dev/null && $(NATIVE_RUN)
 
-# The native core is built while kvtier is installed: what builds it must be there before.
+# kvtier's installation builds the native core, so the compiler must be installed before.
 compiler: $(VENV)/.python
 	@command -v c++ >/dev/null || $(BIN)/python tools/system_packages.py g++
 
@@ -95,15 +95,15 @@ test: install $(VENV)/.pools system-packages  ## Run the tests, real vLLM engine
 test-slow: install $(VENV)/.pools system-packages  ## Run the tests that take minutes each
 	$(BIN)/pytest -m "slow and not gpu" $(RERUNS) $(PYTEST)
 
-# On a machine with a GPU, torch for it, nanobind, scikit-build-core, cmake and ninja, and nothing else: no vLLM,
-# no network. What kvtier needs besides comes from build/gpu-wheels, where make gpu-wheels has put it elsewhere.
+# For a machine with a GPU, torch for it, nanobind, scikit-build-core, cmake and ninja, without vLLM and network.
+# All other requirements come from build/gpu-wheels, which make gpu-wheels has filled on another machine.
 GPU_PYTHON ?= $(shell command -v python3)
 GPU_VENV := build/gpu-venv
 GPU_PACKAGES := pytest pytest-timeout pytest-xdist hypothesis
 GPU_TAG = 3.12
 OFFLINE = $(if $(wildcard build/gpu-wheels/*.whl),--no-index --find-links build/gpu-wheels)
 
-gpu-wheels:  ## Fetch what test-gpu and bench-gpu need besides torch, for a machine without network (GPU_TAG=3.12)
+gpu-wheels:  ## Download what test-gpu and bench-gpu need besides torch, for a machine without network (GPU_TAG=3.12)
 	@python3 tools/gpu_wheels.py build/gpu-wheels $(GPU_TAG) $(GPU_PACKAGES)
 
 $(GPU_VENV)/.kvtier: pyproject.toml $(shell find csrc -type f)
@@ -122,14 +122,14 @@ $(VENV)/.fuzz: $(VENV)/.kvtier pyproject.toml
 	@$(BIN)/python tools/pip_install.py "the fuzzer" --group fuzz
 	@touch $@
 
-fuzz: $(VENV)/.fuzz  ## Tell the peers' protocol random things, for FUZZ=60 seconds each; what breaks it is left in fuzz/
+fuzz: $(VENV)/.fuzz  ## Fuzz the peer protocol, for FUZZ=60 seconds each; inputs that break it are kept in fuzz/
 	@for program in frames session; do \
 	  mkdir -p fuzz/corpus/$$program && \
 	  $(BIN)/python -m fuzz.fuzz_$$program -max_total_time=$(FUZZ) -artifact_prefix=fuzz/$$program- \
 	    -print_final_stats=1 fuzz/corpus/$$program || exit 1; \
 	done
 
-soak: install $(VENV)/.pools system-packages  ## Disturb two instances with real engines for SOAK=600 seconds
+soak: install $(VENV)/.pools system-packages  ## Inject faults into two instances with real engines for SOAK=600 seconds
 	$(BIN)/python -m soak --seconds $(SOAK) --seed $(SEED)
 
 lint: $(VENV)/.kvtier  ## Check style, types and dependencies
@@ -141,7 +141,7 @@ lint: $(VENV)/.kvtier  ## Check style, types and dependencies
 	$(BIN)/deptry tests benchmarks soak fuzz --ignore DEP002,DEP004
 	@set -e; for plugin in $(PLUGINS); do (cd $$plugin && ../../$(BIN)/deptry src); done
 
-# Needs none of kvtier's own dependencies: docstrings are read from the sources.
+# Without kvtier's own dependencies: docstrings are read from the sources.
 $(VENV)/.docs: $(VENV)/.python pyproject.toml
 	@$(BIN)/python tools/pip_install.py "what builds the documentation" --group docs
 	@touch $@
@@ -150,14 +150,14 @@ docs: $(VENV)/.docs  ## Build the documentation into build/site; broken links an
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "open build/site/index.html"
 
-format: $(VENV)/.kvtier  ## Put the code into shape
+format: $(VENV)/.kvtier  ## Format the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: install $(VENV)/.pools system-packages  ## Measure; the figures are explained in benchmarks/README.md
+bench: install $(VENV)/.pools system-packages  ## Run all benchmarks; benchmarks/README.md explains the figures
 	$(BIN)/kvtier bench
 	$(BIN)/python -m benchmarks
 
-clean:  ## Remove .venv and everything else that was made here
+clean:  ## Remove .venv and all build results
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist kvtier/_native*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
