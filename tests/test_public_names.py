@@ -54,4 +54,5 @@ def test_nixl_process_imports_little() -> None:
         "kvtier.transports.nixl",
         "kvtier.transports.nixl.protocol",
         "kvtier.transports.nixl.worker",
+        "kvtier.version",
     }
