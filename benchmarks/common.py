@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.bench.timing import filled, interleave, ratio, speed
+from kvtier.bench.timing import filled, ratios
 from kvtier.bridge.bridge import Bridge
 from kvtier.bridge.client import SchedulerBridge, Slots, WorkerBridge
 from kvtier.bridge.protocol import Run
@@ -22,6 +23,37 @@ __all__ = ["MIB", "confirm", "filled", "interleave", "ratio", "reserve", "show",
 ANSWER_SECONDS = 60.0
 
 ResultT = TypeVar("ResultT")
+Contestant = Callable[[], Awaitable[object]]
+Step = Callable[[], object]
+
+
+async def interleave(
+    contestants: Mapping[str, Contestant], runs: int, before_each: Step = lambda: None
+) -> dict[str, list[float]]:
+    """Run the contestants alternately; return the seconds of each run, without a first warm-up run of each.
+
+    Temporary load on the machine slows all contestants alike: compare runs of the same turn, with
+    :func:`ratio`. ``before_each`` runs before every run and is not timed.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(-1, runs):
+        for name, contestant in contestants.items():
+            before_each()
+            started = time.perf_counter()
+            await contestant()
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the median of :func:`ratios`."""
+    return statistics.median(ratios(seconds, reference))
+
+
+def speed(length: int, seconds: Sequence[float]) -> float:
+    """Return the median throughput over the turns, in GB/s."""
+    return length / statistics.median(seconds) / 1e9
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

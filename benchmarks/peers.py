@@ -27,6 +27,7 @@ import anyio
 
 from benchmarks.common import MIB, ratio, show, speed
 from benchmarks.peers_process import (
+    LENGTHS,
     NAMESPACE,
     ChunkSet,
     PeerProcess,
@@ -38,7 +39,7 @@ from benchmarks.peers_process import (
 )
 from benchmarks.transports import TRANSPORTS
 from kvtier.backends.base import Outcome
-from kvtier.bench.raw_sockets import RawSockets
+from kvtier.bench import raw_resp
 from kvtier.instance import Instance
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.protocol import Granted, Lookup
@@ -163,7 +164,7 @@ async def measure_prompt(
 ) -> list[tuple[str, list[float]]]:
     """Return the seconds of each kind of lookup."""
     lookups = Lookups(instance, chunks)
-    limit = RoundTrip(instance, process, chunks)
+    limit = RoundTrip(process, chunks)
     contestants = {
         limit.name: limit.ask,
         f"PeersBackend.held_prefix, {format_peers(peers)}": lookups.held_prefix,
@@ -226,22 +227,23 @@ class Lookups:
 class RoundTrip:
     """A plain round trip, with a request and an answer as long as those of a lookup."""
 
-    def __init__(self, instance: Instance, process: PeerProcess, chunks: ChunkSet) -> None:
+    def __init__(self, process: PeerProcess, chunks: ChunkSet) -> None:
         count = chunks.amount
         offsets = [chunk << 20 for chunk in range(count)]
         answer = Granted(1, (1 << 63) - 1, list(range(count)), offsets, [chunks.length] * count, count)
         self._request = memoryview(encode(Lookup(1, bytes(32 * count), True)))
         self._answer = memoryview(bytearray(len(encode(answer))))
-        self._sockets = RawSockets(instance.cache.arena, process.echo_port, 1)
+        self._socket = raw_resp.connected(("127.0.0.1", process.echo_port))
         self.name = f"limit: plain round trip, {len(self._request):,} and {len(self._answer):,} bytes"
 
     async def ask(self) -> float:
         started = perf_counter()
-        self._sockets.ask(self._request, self._answer)
+        self._socket.sendmsg([LENGTHS.pack(len(self._request), len(self._answer)), self._request])
+        raw_resp.fill(self._socket, self._answer)
         return perf_counter() - started
 
     def close(self) -> None:
-        self._sockets.close()
+        self._socket.close()
 
 
 async def interleave_calls(

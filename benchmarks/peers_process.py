@@ -10,17 +10,19 @@ import json
 import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import anyio
 import anyio.to_thread
 
 from benchmarks.common import MIB, filled
-from kvtier.bench.raw_sockets import serving
+from kvtier.bench.raw_resp import fill
 from kvtier.cache import TieredCache
 from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
@@ -32,6 +34,8 @@ SECRET = "shared by the processes of this benchmark"
 NAMESPACE = bytes(32)
 NUMBER_BYTES = 8
 PATTERN_BYTES = 8 * MIB
+LENGTHS = struct.Struct("<QQ")
+"""Begins a plain round trip: the bytes of the request, and of the answer."""
 
 
 class ChunkSet(NamedTuple):
@@ -139,6 +143,25 @@ async def opened(settings: dict[str, Any]) -> AsyncIterator[Instance]:
         yield instance
 
 
+def answer_all(listener: socket.socket) -> None:
+    """Answer plain round trips, with a thread for each connection, until the listener is shut down."""
+    with suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+
+def answer(connection: socket.socket) -> None:
+    """Reply to each request, which begins with both lengths, with as many bytes as it asks for."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    scratch = memoryview(bytearray(MIB))
+    with connection, suppress(ConnectionError):
+        while lengths := connection.recv(LENGTHS.size, socket.MSG_WAITALL):
+            request_bytes, answer_bytes = LENGTHS.unpack(lengths)
+            fill(connection, scratch[:request_bytes])
+            connection.sendall(scratch[:answer_bytes])
+
+
 async def main() -> None:
     # Output of libraries goes to standard error, so that it is not read as an answer.
     answers = os.fdopen(os.dup(1), "w")
@@ -147,10 +170,12 @@ async def main() -> None:
     async with opened(settings) as instance:
         for chunks in sets:
             store(instance.cache, ChunkSet(*chunks))
-        with serving(instance.cache.arena.view) as echo_port:
-            answers.write(f"{echo_port}\n")
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            threading.Thread(target=answer_all, args=(listener,), daemon=True).start()
+            answers.write(f"{listener.getsockname()[1]}\n")
             answers.flush()
             await anyio.to_thread.run_sync(sys.stdin.read)
+            listener.shutdown(socket.SHUT_RDWR)
 
 
 if __name__ == "__main__":

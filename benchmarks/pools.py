@@ -30,10 +30,17 @@ import anyio
 
 from benchmarks.common import MIB, ratio, show, speed
 from benchmarks.peer import LMCache, LMCacheSide
-from benchmarks.pools_sides import Pump, RawRESP, fill_arena
+from benchmarks.pools_sides import (
+    InfiniStoreLibrary,
+    MooncakeLibrary,
+    PoolSide,
+    Pump,
+    RawRESP,
+    TierSide,
+    fill_arena,
+)
 from kvtier.bench.chunks import clear_stamps, have_stamps, put_stamps
-from kvtier.bench.libraries import InfiniStoreLibrary, MooncakeLibrary
-from kvtier.bench.sides import BackendSide, Chunk, Side
+from kvtier.bench.sides import Chunk
 from kvtier.bench.timing import rotated
 from kvtier.memory.arena import Arena
 from kvtier.plugins import Plugins
@@ -148,7 +155,7 @@ async def measure(pool: str, server: Server, extent: Extent, with_lmcache: bool)
 @asynccontextmanager
 async def sides_of(
     pool: str, server: Server, arena: Arena, size: int, depth: int, with_lmcache: bool
-) -> AsyncIterator[dict[str, Side]]:
+) -> AsyncIterator[dict[str, PoolSide]]:
     """Open all sides of the comparison."""
     backend_type = Plugins.load([]).backend(pool)
     fields = backend_type.settings_type.model_fields
@@ -159,11 +166,11 @@ async def sides_of(
     await backend.open()
     if (registration := backend.capabilities().registration) is not None:
         await registration.register(arena)
-    sides: dict[str, Side] = {
+    sides: dict[str, PoolSide] = {
         "limit": limit_of(pool, settings, arena),
         "pump": Pump(CONNECTIONS, size),
-        "plain": BackendSide(backend),
-        "sealed": BackendSide(backend, Seal(backend)),
+        "plain": TierSide(backend),
+        "sealed": TierSide(backend, Seal(backend)),
     }
     process = LMCache(settings["url"].replace("valkey:", "redis:"), size, depth) if with_lmcache else None
     if process is not None:
@@ -178,7 +185,7 @@ async def sides_of(
             process.close()
 
 
-def limit_of(pool: str, settings: Mapping[str, str], arena: Arena) -> Side:
+def limit_of(pool: str, settings: Mapping[str, str], arena: Arena) -> PoolSide:
     """Return the side that measures the limit of the pool's medium."""
     if pool == "mooncake":
         return MooncakeLibrary(settings["master"], arena)
@@ -189,7 +196,7 @@ def limit_of(pool: str, settings: Mapping[str, str], arena: Arena) -> Side:
 
 
 async def interleave_sides(
-    sides: Mapping[str, Side], chunks: Sequence[Chunk], turns: int
+    sides: Mapping[str, PoolSide], chunks: Sequence[Chunk], turns: int
 ) -> tuple[Seconds, Seconds]:
     """Return the seconds of puts and of gets, without a warm-up turn. The order is drawn anew each turn."""
     put: dict[str, list[float]] = defaultdict(list)
@@ -214,7 +221,7 @@ async def interleave_sides(
 
 
 async def measure_lookups(
-    sides: Mapping[str, Side], held: Sequence[Chunk], turns: int
+    sides: Mapping[str, PoolSide], held: Sequence[Chunk], turns: int
 ) -> list[tuple[str, Seconds]]:
     """Return the seconds of ``contains`` and, if supported, of the held prefix."""
     keys = [key for key, _ in held]

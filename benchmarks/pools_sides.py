@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 
-from kvtier.bench import raw_resp
+from kvtier.bench import libraries, raw_resp
 from kvtier.bench.chunks import make_chunks
+from kvtier.bench.libraries import name_of
 from kvtier.bench.raw_resp import connected, exactly, fill, line
-from kvtier.bench.sides import Chunk, InThreads, expect
+from kvtier.bench.sides import BackendSide, Chunk, InThreads, Side, expect
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
@@ -25,8 +27,61 @@ def chunk_key(index: int) -> ChunkKey:
     return ChunkKey(index.to_bytes(2, "big") * (KEY_BYTES // 2))
 
 
-class RawRESP(raw_resp.RawRESP):
+class PoolSide(Side):
+    """A side that also looks up keys."""
+
+    @abstractmethod
+    async def look_up(self, keys: Sequence[ChunkKey]) -> float:
+        """Look up which keys are held. All are, after :meth:`hold`."""
+
+    async def prefix(self, keys: Sequence[ChunkKey]) -> float | None:
+        """Look up how many leading keys are held, which is all. ``None`` if the medium has no such call."""
+        return None
+
+    async def hold(self, chunks: Sequence[Chunk]) -> None:
+        """Store chunks for lookups."""
+        await self.put(chunks)
+
+
+class TierSide(BackendSide, PoolSide):
+    """A backend of kvtier."""
+
+
+class InfiniStoreLibrary(libraries.InfiniStoreLibrary, PoolSide):
+    """InfiniStore's own client library."""
+
+    async def look_up(self, keys: Sequence[ChunkKey]) -> float:
+        names = [name_of(key) for key in keys]
+        started = time.perf_counter()
+        held = [self._connections[0].check_exist(name) for name in names]
+        return expect(time.perf_counter() - started, all(held), held)
+
+    async def prefix(self, keys: Sequence[ChunkKey]) -> float | None:
+        names = [name_of(key) for key in keys]
+        started = time.perf_counter()
+        last = self._connections[0].get_match_last_index(names)
+        return expect(time.perf_counter() - started, last == len(keys) - 1, last)
+
+
+class MooncakeLibrary(libraries.MooncakeLibrary, PoolSide):
+    """Mooncake's own client library."""
+
+    async def look_up(self, keys: Sequence[ChunkKey]) -> float:
+        names = [name_of(key) for key in keys]
+        started = time.perf_counter()
+        held = self._store.batch_is_exist(names)
+        return expect(time.perf_counter() - started, set(held) == {1}, held)
+
+
+class RawRESP(raw_resp.RawRESP, PoolSide):
     """GET, SET and EXISTS on raw sockets, with exclusive use of the server."""
+
+    async def look_up(self, keys: Sequence[ChunkKey]) -> float:
+        started = time.perf_counter()
+        commands = b"".join(b"*2\r\n$6\r\nEXISTS\r\n$68\r\nraw:%b\r\n" % key.hex().encode() for key in keys)
+        self._connections[0].sendall(commands)
+        reply = exactly(self._connections[0], 4 * len(keys))
+        return expect(time.perf_counter() - started, reply == b":1\r\n" * len(keys), "a chunk is missing")
 
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
         """Delete all keys, of all sides, and wait until their memory is free.
@@ -41,7 +96,7 @@ class RawRESP(raw_resp.RawRESP):
         expect(0, exactly(connection, 4 * held) == b":1\r\n" * held, held)
 
 
-class Pump(InThreads):
+class Pump(InThreads, PoolSide):
     """Moves as many bytes over loopback, from and to a process that does nothing else: an upper bound."""
 
     fills = False

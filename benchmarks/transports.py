@@ -6,43 +6,39 @@
     python -m benchmarks.transports --transport nixl --ucx TLS=tcp
 
 Two processes on loopback, each with a real arena. The chunks of a row are one batch, which each side in turn
-reads from the other arena or writes into it. The limit of ``tcp`` is the same bytes on as many plain blocking
-sockets, with a thread each. The limit of ``nixl`` is one plain NIXL transfer in a busy loop, between two
-processes that map the same arenas and have the same UCX variables. CPU time includes all processes involved.
+writes into the other arena and reads from it. The limits are those of ``kvtier bench``. CPU time includes all
+processes involved.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import anyio
 
 from benchmarks.common import MIB, ratio, show, speed
-from kvtier.bench.raw_sockets import Span
+from kvtier.bench.chunks import clear_stamps, have_stamps
+from kvtier.bench.rows import KVTIER, LIMIT
+from kvtier.bench.sides import Chunk, Side
 from kvtier.bench.timing import percentile
-from kvtier.bench.transport_process import cpu_seconds
-from kvtier.bench.transports import (
-    LIMIT,
-    Check,
-    Contestant,
-    contestants_of,
-    other_process,
-    others_paused,
-    spans_between,
-)
+from kvtier.bench.transports import family, open_sides
+from kvtier.bench.turns import others_paused
 from kvtier.plugins import Plugins
-from kvtier.testing.transport_side import Side
-from kvtier.transports.base import Access
 
 TRANSPORTS = ("tcp", "nixl") if find_spec("nixl") else ("tcp",)
 SMALL_BYTES = 4096
 SMALL_BATCH = 100
 """Number of consecutive small reads of one side before the other side runs."""
+CPU_CLOCK = 2
+"""``CPUCLOCK_SCHED`` of Linux's ``posix-timers.h``: CPU time of a process, all threads included."""
 
 
 class Extent(NamedTuple):
@@ -61,9 +57,10 @@ QUICK = Extent(MIB, [1, 4], 0, 1, 100)
 
 
 class Row(NamedTuple):
-    """Measurements of one kind of move, by contestant."""
+    """Measurements of one kind of move, by side."""
 
-    access: Access
+    call: str
+    """``read`` or ``write``."""
     depth: int
     seconds: Mapping[str, Sequence[float]]
     cpu_seconds: Mapping[str, float]
@@ -87,117 +84,113 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 async def measure(name: str, settings: Mapping[str, Any], extent: Extent) -> None:
     """Print the tables of one transport."""
-    count = max(extent.depths)
-    lengths = [extent.chunk_bytes] * count
     kind = Plugins.load([]).transport(name)
-    with other_process(settings, lengths, plugins=[]) as remote:
-        async with Side.open(kind, settings, sum(lengths) + MIB) as side:
-            leases = [side.arena.allocate(length) for length in lengths]
-            side.arena.settle()
-            spans = spans_between([lease for lease in leases if lease is not None], remote)
-            checked = kind.settings_type.model_validate(settings)
-            async with contestants_of(checked, side, remote) as contestants:
-                check = Check(side, remote, spans)
-                rows = []
-                for access in Access:
-                    for depth in extent.depths:
-                        rows.append(await interleave(contestants, check, access, depth, extent))
-                        print(f"{name}: {access.value} {depth} measured", file=sys.stderr)
-                small = await small_reads(contestants, spans[Access.READ][0], extent.small_runs)
-            check.close()
-            for lease in leases:
-                if lease is not None:
-                    lease.release()
     size = extent.chunk_bytes
-    show(f"{name}, chunks of {size // MIB} MiB, GB/s and ratio to the limit", *of_speed(rows, size))
-    show(f"{name}, CPU seconds per GB, both hosts", *of_cost(rows, size, extent))
-    show(f"{name}, reading {SMALL_BYTES} bytes, µs", *of_latency(small))
+    rows = []
+    async with open_sides(kind, settings, max(extent.depths), size) as (sides, chunks):
+        for depth in extent.depths:
+            rows += await interleave(sides, chunks[:depth], extent)
+            print(f"{name}: {depth} in flight measured", file=sys.stderr)
+        small = await small_reads(sides, chunks[0], extent.small_runs)
+    rows.sort(key=lambda row: row.call)
+    show(f"{name}, chunks of {size // MIB} MiB, GB/s and ratio to the limit", *of_speed(name, rows, size))
+    show(f"{name}, CPU seconds per GB, both hosts", *of_cost(name, rows, size))
+    show(f"{name}, reading {SMALL_BYTES} bytes, µs", *of_latency(name, small))
 
 
-async def interleave(
-    contestants: Mapping[str, Contestant], check: Check, access: Access, depth: int, extent: Extent
-) -> Row:
-    """Measure one row, without a first warm-up turn. The order alternates."""
-    seconds: dict[str, list[float]] = defaultdict(list)
-    cpu: dict[str, float] = dict.fromkeys(contestants, 0.0)
-    for turn in range(turns_of(extent, depth) + 1):
-        for name in list(contestants)[:: 1 if turn % 2 else -1]:
-            mover, processes, _ = contestants[name]
-            spans = check.spans[access][:depth]
-            check.clear(access, spans)
-            with others_paused(contestants, name):
-                before = cpu_seconds(processes)
-                took = await mover.move(access, spans)
-                cpu_used = cpu_seconds(processes) - before
-            if not check.arrived(access, spans):
+async def interleave(sides: Mapping[str, Side], chunks: Sequence[Chunk], extent: Extent) -> list[Row]:
+    """Measure writes and reads of one batch, without a first warm-up turn. The order alternates."""
+    seconds: dict[str, dict[str, list[float]]] = {call: defaultdict(list) for call in ("read", "write")}
+    cpu: dict[str, dict[str, float]] = {call: defaultdict(float) for call in seconds}
+    keys = [key for key, _ in chunks]
+    processes = family(os.getpid())  # Those of the other sides are stopped, or wait.
+    for turn in range(turns_of(extent, len(chunks)) + 1):
+        for name in list(sides)[:: 1 if turn % 2 else -1]:
+            with others_paused(sides, name):
+                started = cpu_seconds(processes)
+                wrote = await sides[name].put(chunks)
+                written = cpu_seconds(processes)
+                stamps = clear_stamps(chunks)
+                prepared = cpu_seconds(processes)
+                took = await sides[name].get(chunks)
+                done = cpu_seconds(processes)
+            if not have_stamps(chunks, stamps):
                 raise SystemExit(f"{name} did not transfer all bytes")
+            await sides[name].forget(keys)
             if turn:
-                seconds[name].append(took)
-                cpu[name] += cpu_used
-    return Row(access, depth, seconds, cpu)
+                seconds["write"][name].append(wrote)
+                cpu["write"][name] += written - started
+                seconds["read"][name].append(took)
+                cpu["read"][name] += done - prepared
+    return [Row(call, len(chunks), seconds[call], cpu[call]) for call in seconds]
+
+
+def cpu_seconds(processes: Iterable[int]) -> float:
+    """Return the CPU time of these processes, user and system, with nanosecond resolution.
+
+    Processes that have exited count as 0: they only prepared memory.
+    """
+    seconds = 0.0
+    for process in processes:
+        with suppress(OSError):
+            seconds += time.clock_gettime((~process << 3) | CPU_CLOCK)
+    return seconds
 
 
 def turns_of(extent: Extent, depth: int) -> int:
     return max(extent.bytes_per_row // (extent.chunk_bytes * depth), extent.min_turns)
 
 
-async def small_reads(
-    contestants: Mapping[str, Contestant], span: Span, runs: int
-) -> dict[str, Sequence[float]]:
+async def small_reads(sides: Mapping[str, Side], chunk: Chunk, runs: int) -> dict[str, Sequence[float]]:
     """Return the seconds of each of ``runs`` small reads."""
-    span = span._replace(length=SMALL_BYTES)
+    part = chunk[0], chunk[1][:SMALL_BYTES]
     seconds: dict[str, list[float]] = defaultdict(list)
     for turn in range(-1, runs // SMALL_BATCH):
-        for name in list(contestants)[:: 1 if turn % 2 else -1]:
-            with others_paused(contestants, name):
-                took = await contestants[name].mover.read_repeatedly(span, SMALL_BATCH)
+        for name in list(sides)[:: 1 if turn % 2 else -1]:
+            with others_paused(sides, name):
+                took = [await sides[name].get([part]) for _ in range(SMALL_BATCH)]
             if turn >= 0:
                 seconds[name] += took
     return dict(seconds)
 
 
-def of_speed(rows: Sequence[Row], size: int) -> tuple[Sequence[str], list[Sequence[object]]]:
+def of_speed(title: str, rows: Sequence[Row], size: int) -> tuple[Sequence[str], list[Sequence[object]]]:
     """Return the columns and rows of the first table."""
-    name = transport_of(rows[0].seconds)
     cells: list[Sequence[object]] = []
-    for access, depth, seconds, _ in rows:
-        own, limit = seconds[name], seconds[LIMIT]
+    for call, depth, seconds, _ in rows:
+        own, limit = seconds[KVTIER], seconds[LIMIT]
         ratios = sorted(reference / actual for actual, reference in zip(own, limit, strict=True))
         cells.append(
             (
-                f"{access.value} {depth} in flight",
+                f"{call} {depth} in flight",
                 speed(depth * size, limit),
                 speed(depth * size, own),
                 ratio(own, limit),
                 f"{ratios[len(ratios) // 4]:.2f} to {ratios[-len(ratios) // 4]:.2f}",
             )
         )
-    return ("", "limit", name, f"{name} : limit", "middle half"), cells
+    return ("", "limit", title, f"{title} : limit", "middle half"), cells
 
 
-def of_cost(rows: Sequence[Row], size: int, extent: Extent) -> tuple[Sequence[str], list[Sequence[object]]]:
+def of_cost(title: str, rows: Sequence[Row], size: int) -> tuple[Sequence[str], list[Sequence[object]]]:
     """Return the columns and rows of the second table."""
-    name = transport_of(rows[0].seconds)
     cells: list[Sequence[object]] = []
-    for access, depth, seconds, cpu in rows:
-        moved = depth * size * len(seconds[name]) / 1e9
-        limit, own = cpu[LIMIT] / moved, cpu[name] / moved
-        cells.append((f"{access.value} {depth} in flight", limit, own, own / limit))
-    return ("", "limit", name, f"{name} : limit"), cells
+    for call, depth, seconds, cpu in rows:
+        moved = depth * size * len(seconds[KVTIER]) / 1e9
+        limit, own = cpu[LIMIT] / moved, cpu[KVTIER] / moved
+        cells.append((f"{call} {depth} in flight", limit, own, own / limit))
+    return ("", "limit", title, f"{title} : limit"), cells
 
 
-def of_latency(small: Mapping[str, Sequence[float]]) -> tuple[Sequence[str], list[Sequence[object]]]:
+def of_latency(
+    title: str, small: Mapping[str, Sequence[float]]
+) -> tuple[Sequence[str], list[Sequence[object]]]:
     """Return the columns and rows of the third table."""
-    name = transport_of(small)
     cells: list[Sequence[object]] = []
     for label, share in (("median", 0.5), ("p99", 0.99)):
-        limit, own = (percentile(small[contestant], share) * 1e6 for contestant in (LIMIT, name))
+        limit, own = (percentile(small[side], share) * 1e6 for side in (LIMIT, KVTIER))
         cells.append((label, f"{limit:,.0f}", f"{own:,.0f}", limit / own))
-    return ("", "limit", name, f"{name} : limit"), cells
-
-
-def transport_of(by_name: Mapping[str, object]) -> str:
-    return next(name for name in by_name if name != LIMIT)
+    return ("", "limit", title, f"{title} : limit"), cells
 
 
 if __name__ == "__main__":

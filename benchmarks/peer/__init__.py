@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from kvtier.bench.sides import Chunk, Side
+from benchmarks.pools_sides import PoolSide
+from kvtier.bench.sides import Chunk
 from kvtier.memory.keys import ChunkKey
 
 VERSION = "0.5.6"
@@ -84,7 +85,7 @@ class LMCache:
         return str(answer)
 
 
-class LMCacheSide(Side):
+class LMCacheSide(PoolSide):
     """One of LMCache's connectors. Uses its own chunks and keys, of the same number and size."""
 
     fills = False

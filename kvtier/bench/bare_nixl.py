@@ -1,91 +1,61 @@
 """Limit of the NIXL transport: plain NIXL calls in a busy loop, between two processes that map both arenas.
 
 As a program, it takes an arena's path, its capacity and whether it is the target, and replies to each line of
-JSON with one line: ``{"reach": [metadata, address]}``, ``{"move": [write, spans]}``,
-``{"read_repeatedly": [span, runs]}``.
+JSON with one line: ``{"reach": [metadata, address]}``, ``{"move": [write, spans]}``.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import anyio.to_thread
 
 from kvtier.bench.errors import BenchFailed
-from kvtier.bench.raw_sockets import Span
-from kvtier.transports.base import Access
+from kvtier.bench.mirror import Helper, Mirror
+from kvtier.bench.sides import Chunk, Side
+from kvtier.memory.keys import ChunkKey
 from kvtier.transports.nixl.worker import map_shared
 
 
-class BareNixl:
+class BareNixl(Side):
     """Two processes with one NIXL agent each, because an agent aborts its process on shutdown."""
 
-    def __init__(
-        self, here: Path, there: Path, capacities: tuple[int, int], environment: Mapping[str, str]
-    ) -> None:
-        self._initiator = _Process(here, capacities[0], False, environment)
-        self._target = _Process(there, capacities[1], True, environment)
-        self._initiator.do(reach=[self._target.metadata, self._target.address])
+    title = "bare NIXL"
 
-    @property
-    def processes(self) -> list[int]:
-        """Processes that use CPU time during a transfer."""
-        return [self._initiator.number, self._target.number]
-
-    async def move(self, access: Access, spans: Sequence[Span]) -> float:
-        """Read or write all spans in one transfer; return its duration in seconds."""
-        seconds: float = await anyio.to_thread.run_sync(
-            lambda: self._initiator.do(move=[access is Access.WRITE, spans])
+    def __init__(self, mirror: Mirror, environment: Mapping[str, str]) -> None:
+        self._mirror = mirror
+        self._initiator, self._target = (
+            Helper(__name__, path, mirror.capacity, serves, environment=environment)
+            for path, serves in ((mirror.own_path, 0), (mirror.path, 1))
         )
-        return seconds
+        self.helpers = [self._initiator.number, self._target.number]
+        self._initiator.do(reach=self._target.started)
 
-    async def read_repeatedly(self, span: Span, runs: int) -> list[float]:
-        """Read one span ``runs`` times; return the seconds of each."""
-        seconds: list[float] = await anyio.to_thread.run_sync(
-            lambda: self._initiator.do(read_repeatedly=[span, runs])
-        )
-        return seconds
+    async def put(self, chunks: Sequence[Chunk]) -> float:
+        """See :meth:`Side.put`."""
+        return await self._move(True, chunks)
 
-    def close(self) -> None:
+    async def get(self, chunks: Sequence[Chunk]) -> float:
+        """See :meth:`Side.get`."""
+        return await self._move(False, chunks)
+
+    async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """See :meth:`Side.forget`."""
+        self._mirror.clear(keys)
+
+    async def close(self) -> None:
         """Kill both processes, because NIXL aborts during an orderly shutdown."""
         self._initiator.kill()
         self._target.kill()
 
-
-class _Process:
-    def __init__(self, arena: Path, capacity: int, serves: bool, environment: Mapping[str, str]) -> None:
-        command = [sys.executable, "-m", __name__, str(arena), str(capacity), str(int(serves))]
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        self.number = self._process.pid
-        self.metadata, self.address = self._reply()
-
-    def do(self, **command: object) -> Any:  # noqa: ANN401 - what JSON can hold
-        """Execute a command in the process and return its reply. Blocks."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
-        self._process.stdin.flush()
-        return self._reply()
-
-    def _reply(self) -> Any:  # noqa: ANN401 - what JSON can hold
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchFailed(f"a NIXL process exited with status {self._process.wait()}")
-        return json.loads(line)
-
-    def kill(self) -> None:
-        """Kill the process."""
-        self._process.kill()
-        self._process.communicate()
+    async def _move(self, write: bool, chunks: Sequence[Chunk]) -> float:
+        spans = [(self._mirror.offset(view), len(view)) for _, view in chunks]
+        seconds: float = await anyio.to_thread.run_sync(lambda: self._initiator.do(move=[write, spans]))
+        return seconds
 
 
 class _Agent:
@@ -117,14 +87,14 @@ class _Agent:
         self._peer_address = address
 
     def move(self, write: bool, spans: Sequence[Sequence[int]]) -> float:
-        """Read or write all spans in one transfer; return its duration in seconds."""
+        """Read or write all spans, offsets and lengths, in one transfer; return its duration in seconds."""
         agent = self._agent
         started = time.perf_counter()
         handle = agent.initialize_xfer(
             "WRITE" if write else "READ",
-            agent.get_xfer_descs([(self.address + local, length, 0) for local, _, length in spans], "DRAM"),
-            agent.get_xfer_descs(
-                [(self._peer_address + remote, length, 0) for _, remote, length in spans], "DRAM"
+            *(
+                agent.get_xfer_descs([(start + offset, length, 0) for offset, length in spans], "DRAM")
+                for start in (self.address, self._peer_address)
             ),
             self._peer,
         )
@@ -135,10 +105,6 @@ class _Agent:
             raise BenchFailed(f"a plain NIXL transfer failed: state {state}")
         agent.release_xfer_handle(handle)
         return time.perf_counter() - started
-
-    def read_repeatedly(self, span: Sequence[int], runs: int) -> list[float]:
-        """Read one span ``runs`` times; return the seconds of each."""
-        return [self.move(False, [span]) for _ in range(runs)]
 
 
 def main() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from kvtier.bench.sides import Chunk, InThreads, Side, expect
 from kvtier.memory.arena import Arena, address_of
 from kvtier.memory.keys import ChunkKey
+
+TITLE = "its own library"
 
 
 class InfiniStoreLibrary(InThreads):
@@ -17,41 +19,30 @@ class InfiniStoreLibrary(InThreads):
     ``tcp_read_cache`` has no destination argument, so ``get`` leaves the data in the library's own buffer.
     """
 
-    fills: ClassVar[bool] = False
+    title = TITLE
+    fills = False
 
     def __init__(self, address: tuple[str, int], connections: int) -> None:
         super().__init__([_infinistore(address) for _ in range(connections)])
 
     def put_one(self, connection: Any, key: ChunkKey, view: memoryview) -> None:  # noqa: ANN401
         """See :meth:`InThreads.put_one`."""
-        connection.tcp_write_cache(_name(key), address_of(view), len(view))
+        connection.tcp_write_cache(name_of(key), address_of(view), len(view))
 
     def get_one(self, connection: Any, key: ChunkKey, view: memoryview) -> None:  # noqa: ANN401
         """See :meth:`InThreads.get_one`."""
-        array = connection.tcp_read_cache(_name(key))
+        array = connection.tcp_read_cache(name_of(key))
         expect(0, array.nbytes == len(view), array.nbytes)
-
-    async def look_up(self, keys: Sequence[ChunkKey]) -> float:
-        """See :meth:`Side.look_up`."""
-        names = [_name(key) for key in keys]
-        started = time.perf_counter()
-        held = [self._connections[0].check_exist(name) for name in names]
-        return expect(time.perf_counter() - started, all(held), held)
-
-    async def prefix(self, keys: Sequence[ChunkKey]) -> float | None:
-        """See :meth:`Side.prefix`."""
-        names = [_name(key) for key in keys]
-        started = time.perf_counter()
-        last = self._connections[0].get_match_last_index(names)
-        return expect(time.perf_counter() - started, last == len(keys) - 1, last)
 
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
         """See :meth:`Side.forget`."""
-        self._connections[0].delete_keys([_name(key) for key in keys])
+        self._connections[0].delete_keys([name_of(key) for key in keys])
 
 
 class MooncakeLibrary(Side):
     """``batch_put_from`` and ``batch_get_into``: one call per batch, with the arena registered."""
+
+    title = TITLE
 
     def __init__(self, master: str, arena: Arena) -> None:
         from mooncake.store import MooncakeDistributedStore
@@ -77,16 +68,9 @@ class MooncakeLibrary(Side):
         codes = self._store.batch_get_into(*spans)
         return expect(time.perf_counter() - started, list(codes) == spans[2], codes)
 
-    async def look_up(self, keys: Sequence[ChunkKey]) -> float:
-        """See :meth:`Side.look_up`."""
-        names = [_name(key) for key in keys]
-        started = time.perf_counter()
-        held = self._store.batch_is_exist(names)
-        return expect(time.perf_counter() - started, set(held) == {1}, held)
-
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
         """See :meth:`Side.forget`."""
-        self._store.batch_remove([_name(key) for key in keys], True)
+        self._store.batch_remove([name_of(key) for key in keys], True)
 
     async def close(self) -> None:
         """See :meth:`Side.close`."""
@@ -106,13 +90,14 @@ def _infinistore(address: tuple[str, int]) -> Any:  # noqa: ANN401
     return connection
 
 
-def _name(key: ChunkKey) -> str:
+def name_of(key: ChunkKey) -> str:
+    """Return the name of a chunk."""
     return f"library:{key.hex()}"
 
 
 def _spans(chunks: Sequence[Chunk]) -> tuple[list[str], list[int], list[int]]:
     return (
-        [_name(key) for key, _ in chunks],
+        [name_of(key) for key, _ in chunks],
         [address_of(view) for _, view in chunks],
         [len(view) for _, view in chunks],
     )

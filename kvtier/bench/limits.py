@@ -22,30 +22,30 @@ from kvtier.settings import TierSettings
 RAW_FOLDER = "raw"
 
 
-def limit_of(tier: TierSettings, backend: Backend, arena: Arena, length: int) -> tuple[str, Side] | None:
-    """Return the limit's name and the limit, with room for ``length`` bytes at once; ``None`` if unknown.
+def limit_of(tier: TierSettings, backend: Backend, arena: Arena, length: int) -> Side | None:
+    """Return the limit, with room for ``length`` bytes at once; ``None`` if it is unknown.
 
     Third-party backends have no limit, nor do pools over TLS, through sentinels, as a cluster, or over RDMA,
     which the limits do not support. Blocks. Raises ``OSError``, :class:`kvtier.errors.KVTierError`, and the
     client library's errors.
     """
     if backend.capabilities().arena is not None:
-        return "memcpy", Memcpy(filled(length))
+        return Memcpy(filled(length))
     if isinstance(tier, DiskSettings):
         return _raw_files(tier)
     if isinstance(tier, RedisSettings):
         return _raw_resp(tier)
     if isinstance(tier, InfiniStoreSettings) and tier.connection == "tcp":
-        return "client library", InfiniStoreLibrary((tier.host, tier.port), tier.connections)
+        return InfiniStoreLibrary((tier.host, tier.port), tier.connections)
     if isinstance(tier, MooncakeSettings) and tier.protocol == "tcp":
-        return "client library", MooncakeLibrary(tier.master, arena)
+        return MooncakeLibrary(tier.master, arena)
     return None
 
 
-def _raw_files(tier: DiskSettings) -> tuple[str, Side] | None:
+def _raw_files(tier: DiskSettings) -> Side | None:
     folder = tier.path / RAW_FOLDER
     folder.mkdir(mode=0o700, parents=True)
-    return ("raw O_DIRECT", RawFiles(folder, tier.concurrency)) if _has_direct(folder) else None
+    return RawFiles(folder, tier.concurrency) if _has_direct(folder) else None
 
 
 def _has_direct(folder: Path) -> bool:
@@ -59,7 +59,7 @@ def _has_direct(folder: Path) -> bool:
     return True
 
 
-def _raw_resp(tier: RedisSettings) -> tuple[str, Side] | None:
+def _raw_resp(tier: RedisSettings) -> Side | None:
     place = tier.pool_url
     if place.kind != "single" or place.tls:
         return None
@@ -67,4 +67,4 @@ def _raw_resp(tier: RedisSettings) -> tuple[str, Side] | None:
     address = endpoint.host if endpoint.port is None else (endpoint.host, endpoint.port)
     password = tier.password.get_secret_value() if tier.password is not None else None
     log_in = LogIn(tier.user, password, place.database)
-    return "raw socket", RawRESP(address, tier.connections, log_in, timeout=tier.deadline)
+    return RawRESP(address, tier.connections, log_in, timeout=tier.deadline)

@@ -14,6 +14,8 @@ from kvtier.memory.keys import ChunkKey
 class Memcpy(Side):
     """``memmove`` into memory that is already faulted in, and back."""
 
+    title = "memcpy"
+
     def __init__(self, memory: memoryview) -> None:
         """``memory``: room for all chunks."""
         self._memory = memory
@@ -32,13 +34,6 @@ class Memcpy(Side):
         """See :meth:`Side.get`."""
         address = address_of(self._memory)
         return _copy([(address_of(view), address + self._offsets[key], len(view)) for key, view in chunks])
-
-    async def look_up(self, keys: Sequence[ChunkKey]) -> float:
-        """See :meth:`Side.look_up`."""
-        started = time.perf_counter()
-        for key in keys:
-            self._offsets.get(key)
-        return time.perf_counter() - started
 
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
         """See :meth:`Side.forget`."""

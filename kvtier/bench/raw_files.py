@@ -17,6 +17,8 @@ from kvtier.memory.keys import ChunkKey
 class RawFiles(Side):
     """One file per chunk in an existing folder, written and read with O_DIRECT by ``threads`` threads."""
 
+    title = "raw O_DIRECT"
+
     def __init__(self, folder: Path, threads: int) -> None:
         self._folder = folder
         self._threads = threads
@@ -28,14 +30,6 @@ class RawFiles(Side):
     async def get(self, chunks: Sequence[Chunk]) -> float:
         """See :meth:`Side.get`."""
         return self._timed(chunks, lambda chunk: read_file(self._path(chunk[0]), chunk[1]))
-
-    async def look_up(self, keys: Sequence[ChunkKey]) -> float:
-        """See :meth:`Side.look_up`."""
-        started = time.perf_counter()
-        held = [self._path(key).is_file() for key in keys]
-        if not all(held):
-            raise BenchFailed("a file is missing")
-        return time.perf_counter() - started
 
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
         """See :meth:`Side.forget`."""

@@ -1,10 +1,9 @@
-"""Limit of a Redis or Valkey pool: GET, SET and EXISTS on plain blocking sockets."""
+"""Limit of a Redis or Valkey pool: GET and SET on plain blocking sockets."""
 
 from __future__ import annotations
 
 import socket
 import struct
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -28,6 +27,8 @@ class LogIn(NamedTuple):
 
 class RawRESP(InThreads):
     """Client of one server, with as many connections as the tier that it is compared with."""
+
+    title = "raw socket"
 
     def __init__(
         self,
@@ -62,14 +63,6 @@ class RawRESP(InThreads):
         expect(0, reply + b"\r\n" == head, f"the server replied {reply.decode(errors='replace')!r} to GET")
         fill(connection, view)
         exactly(connection, 2)
-
-    async def look_up(self, keys: Sequence[ChunkKey]) -> float:
-        """See :meth:`Side.look_up`."""
-        started = time.perf_counter()
-        commands = b"".join(b"*2\r\n$6\r\nEXISTS\r\n$68\r\nraw:%b\r\n" % key.hex().encode() for key in keys)
-        self._connections[0].sendall(commands)
-        reply = exactly(self._connections[0], 4 * len(keys))
-        return expect(time.perf_counter() - started, reply == b":1\r\n" * len(keys), "a chunk is missing")
 
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
         """See :meth:`Side.forget`."""

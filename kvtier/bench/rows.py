@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.bench.timing import percentile, ratios
 from kvtier.units import MIB
+
+KVTIER, LIMIT = "kvtier", "limit"
+"""Names of the two sides that are compared."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +69,20 @@ class Row:
 
 
 class Samples:
-    """Durations of one direction in seconds: of turns, by contestant, and of single chunks."""
+    """Durations of one direction in seconds: of turns, by side, and of single chunks."""
 
     def __init__(self) -> None:
         self.turns: dict[str, list[float]] = {}
         self.singles: list[float] = []
 
-    def direction(self, name: str, limit: str | None, length: int) -> Direction:
-        """Return the results of ``name``, for turns of ``length`` bytes."""
-        own_turns = self.turns[name]
-        of_limit: Mapping[str, Sequence[float]] = self.turns if limit is not None else {}
-        limit_turns = of_limit.get(limit or "")
-        by_turn = ratios(own_turns, limit_turns) if limit_turns else None
+    def direction(self, length: int) -> Direction:
+        """Return the results of kvtier, for turns of ``length`` bytes."""
+        turns, limit = self.turns[KVTIER], self.turns.get(LIMIT)
+        by_turn = ratios(turns, limit) if limit else None
         return Direction(
-            gb_s=length / statistics.median(own_turns) / 1e9,
+            gb_s=length / statistics.median(turns) / 1e9,
             p50_ms=percentile(self.singles, 0.5) * 1e3,
             p99_ms=percentile(self.singles, 0.99) * 1e3,
-            limit_gb_s=length / statistics.median(limit_turns) / 1e9 if limit_turns else None,
+            limit_gb_s=length / statistics.median(limit) / 1e9 if limit else None,
             ratio=Ratio(statistics.median(by_turn), min(by_turn), max(by_turn)) if by_turn else None,
         )

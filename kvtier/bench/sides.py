@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -34,8 +34,12 @@ class Side(ABC):
     ``OSError`` if the medium fails.
     """
 
+    title: ClassVar[str] = ""
+    """Name of a limit in the table."""
     fills: ClassVar[bool] = True
     """Whether :meth:`get` fills the views passed to it, not memory of its own."""
+    helpers: Collection[int] = ()
+    """Processes that poll even while idle, so that they are stopped in other sides' turns."""
 
     @abstractmethod
     async def put(self, chunks: Sequence[Chunk]) -> float:
@@ -44,18 +48,6 @@ class Side(ABC):
     @abstractmethod
     async def get(self, chunks: Sequence[Chunk]) -> float:
         """Fill the views with the chunks that :meth:`put` stored."""
-
-    @abstractmethod
-    async def look_up(self, keys: Sequence[ChunkKey]) -> float:
-        """Look up which keys are held. All are, after :meth:`hold`."""
-
-    async def prefix(self, keys: Sequence[ChunkKey]) -> float | None:
-        """Look up how many leading keys are held, which is all. ``None`` if the medium has no such call."""
-        return None
-
-    async def hold(self, chunks: Sequence[Chunk]) -> None:
-        """Store chunks for lookups."""
-        await self.put(chunks)
 
     @abstractmethod
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
@@ -80,7 +72,7 @@ class BackendSide(Side):
         else:
             unseal(chunks)
             seconds, outcomes = await timed(lambda: in_batches(seal.put, chunks, object_length))
-        return _all_ok("store", seconds, outcomes, len(chunks))
+        return expect_ok("store", seconds, outcomes, len(chunks))
 
     async def get(self, chunks: Sequence[Chunk]) -> float:
         """See :meth:`Side.get`."""
@@ -89,15 +81,15 @@ class BackendSide(Side):
             seconds, outcomes = await timed(lambda: self._backend.get(chunks))
         else:
             seconds, outcomes = await timed(lambda: in_batches(seal.get, chunks, object_length))
-        return _all_ok("return", seconds, outcomes, len(chunks))
+        return expect_ok("return", seconds, outcomes, len(chunks))
 
     async def look_up(self, keys: Sequence[ChunkKey]) -> float:
-        """See :meth:`Side.look_up`."""
+        """Look up which keys are held. All are."""
         seconds, held = await timed(lambda: self._backend.contains(keys))
         return expect(seconds, all(held), f"it holds {sum(held)} of {len(keys)} chunks that were stored")
 
     async def prefix(self, keys: Sequence[ChunkKey]) -> float | None:
-        """See :meth:`Side.prefix`."""
+        """Look up how many leading keys are held, which is all. ``None`` if the backend has no such call."""
         backend = self._backend.capabilities().prefix
         if backend is None:
             return None
@@ -149,9 +141,9 @@ class InThreads(Side):
                     return
                 move_one(connection, key, view)
 
-        started = time.perf_counter()
         used = self._connections[: len(chunks)]
-        for _ in self._threads.map(run, used):
+        started = time.perf_counter()
+        for _ in self._threads.map(run, used) if len(used) > 1 else map(run, used):
             pass
         return time.perf_counter() - started
 
@@ -176,7 +168,8 @@ def expect(seconds: float, ok: bool, error: object) -> float:
     return seconds
 
 
-def _all_ok(action: str, seconds: float, outcomes: Sequence[Outcome], count: int) -> float:
+def expect_ok(action: str, seconds: float, outcomes: Sequence[Outcome], count: int) -> float:
+    """Return ``seconds`` if all chunks were moved. Raises :class:`BenchFailed`."""
     expect(0, len(outcomes) == count, f"it returned {len(outcomes)} outcomes for {count} chunks")
     failures = ", ".join(sorted({outcome.value for outcome in outcomes} - {Outcome.OK.value}))
     return expect(seconds, not failures, f"it did not {action} all chunks: {failures}")

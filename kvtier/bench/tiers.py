@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 
@@ -14,12 +14,12 @@ from anyio import CancelScope
 
 from kvtier.backends.base import Backend
 from kvtier.bench.calls import within
-from kvtier.bench.chunks import clear_stamps, have_stamps, make_chunks, put_stamps, random_keys
+from kvtier.bench.chunks import make_chunks, random_keys
 from kvtier.bench.errors import BenchFailed, Stuck
 from kvtier.bench.limits import limit_of
-from kvtier.bench.rows import Extent, Row, Samples
+from kvtier.bench.rows import KVTIER, LIMIT, Extent, Row
 from kvtier.bench.sides import BackendSide, Chunk, Side
-from kvtier.bench.timing import rotated
+from kvtier.bench.turns import Advance, Turns, closing
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import is_memory
@@ -37,10 +37,6 @@ LOOK_UP_BYTES = 4096
 OPENING_SECONDS = 30.0
 """Timeout for opening, closing and registering memory, for which a tier has no deadline."""
 DELETING_PAUSE_SECONDS = 0.1
-KVTIER, LIMIT = "kvtier", "limit"
-
-Advance = Callable[[], None]
-"""Called after each completed step."""
 
 
 def steps_of(extent: Extent) -> int:
@@ -70,37 +66,26 @@ async def measure_tier(
     seal = None if is_memory(type(backend)) else Seal(backend, Sealer(checksum))
     arena = Arena.create(tier_bytes(extent) + 2 * MIB)
     async with AsyncExitStack() as stack:
-        stack.push(_closing(arena))
+        stack.push(closing(arena))
         await stack.enter_async_context(_opened(backend, arena))
         check, remark = backend.capabilities().check, ""
         if check is not None:
             remark = await within(OPENING_SECONDS, "checking it", check.check)
-        sides: dict[str, Side] = {KVTIER: BackendSide(backend, seal)}
+        own = BackendSide(backend, seal)
+        sides: dict[str, Side] = {KVTIER: own}
         limit = limit_of(tier, backend, arena, extent.length)
         if limit is not None:
-            sides[LIMIT] = limit[1]
-            stack.push_async_callback(limit[1].close)
-        bench = _Bench(sides, backend, arena, tier, extent)
-        put, get, lookups = await bench.measure(advance)
-    name = limit[0] if limit is not None else None
-    return Row(
-        tier.name,
-        tier.type,
-        name,
-        put.direction(KVTIER, LIMIT if name else None, extent.length),
-        get.direction(KVTIER, LIMIT if name else None, extent.length),
-        LOOKUP_KEYS / statistics.median(lookups),
-        remark,
-    )
-
-
-def _closing(arena: Arena) -> Callable[..., bool]:
-    def close(_kind: object, error: BaseException | None, _trace: object) -> bool:
-        if not isinstance(error, Stuck):  # The stuck call may still write there.
-            arena.close()
-        return False
-
-    return close
+            sides[LIMIT] = limit
+            stack.push_async_callback(limit.close)
+        turns = Turns(sides, tier.deadline, extent)
+        moved, held = random_keys(extent.chunks), random_keys(LOOK_UP_KEYS)
+        async with _deleting(sides, keys := [*moved, *held], tier.deadline):
+            await turns.run(make_chunks(arena, moved, extent.size), advance)
+            small = make_chunks(arena, held, LOOK_UP_BYTES)
+            look_ups = await _look_up(own, small, extent.look_ups, tier.deadline)
+            await _verify_deleted(backend, keys, tier.deadline)
+            advance()
+    return turns.row(tier.name, tier.type, LOOK_UP_KEYS / statistics.median(look_ups), remark)
 
 
 @asynccontextmanager
@@ -121,101 +106,46 @@ async def _opened(backend: Backend, arena: Arena) -> AsyncIterator[None]:
     await within(OPENING_SECONDS, "closing it", backend.close)
 
 
-class _Bench:
-    """Measures the sides of one tier with the same chunks."""
-
-    def __init__(
-        self, sides: dict[str, Side], backend: Backend, arena: Arena, tier: TierSettings, extent: Extent
-    ) -> None:
-        self._sides = sides
-        self._backend = backend
-        self._arena = arena
-        self._deadline = tier.deadline
-        self._extent = extent
-        self._keys: list[ChunkKey] = []
-        """All keys that may be stored."""
-        self._samples = {"put": Samples(), "get": Samples()}
-
-    async def measure(self, advance: Advance) -> tuple[Samples, Samples, list[float]]:
-        """Return the seconds of puts, gets and lookups, after one warm-up turn."""
-        extent = self._extent
-        moved, held = random_keys(extent.chunks), random_keys(LOOKUP_KEYS)
-        chunks = make_chunks(self._arena, moved, extent.size)
-        small = make_chunks(self._arena, held, LOOK_UP_BYTES)
-        self._keys = [*moved, *held]
-        try:
-            for turn in range(-1, extent.turns):
-                for name in rotated(list(self._sides), turn + 1):
-                    await self._run_turn(name, chunks, counted=turn >= 0)
-                advance()
-            lookups = await self._look_up(small)
-            await self._verify_deleted()
-            advance()
-        except Stuck:
-            raise
-        except BaseException:
-            await self._clean_up()
-            raise
-        return self._samples["put"], self._samples["get"], lookups
-
-    async def _run_turn(self, name: str, chunks: Sequence[Chunk], *, counted: bool) -> None:
-        if name == KVTIER:
-            singles = await self._move(name, chunks, 1)
-            if counted:
-                for direction, seconds in singles.items():
-                    self._samples[direction].singles += seconds
-        for direction, seconds in (await self._move(name, chunks, self._extent.in_flight)).items():
-            if counted:
-                self._samples[direction].turns.setdefault(name, []).append(sum(seconds))
-
-    async def _move(self, name: str, chunks: Sequence[Chunk], in_flight: int) -> dict[str, list[float]]:
-        """Put, get and delete all chunks; return the seconds of each batch."""
-        side, deadline = self._sides[name], self._deadline
-        batches = [chunks[start : start + in_flight] for start in range(0, len(chunks), in_flight)]
-        count = f"{in_flight} chunks" if in_flight > 1 else "one chunk"
-        puts = [await within(deadline, f"storing {count}", partial(side.put, batch)) for batch in batches]
-        gets = []
-        for batch in batches:
-            stamps = clear_stamps(batch)
-            gets.append(await within(deadline, f"reading {count}", partial(side.get, batch)))
-            if not side.fills:
-                put_stamps(batch, stamps)
-            elif not have_stamps(batch, stamps):
-                raise BenchFailed("it returned other bytes than were stored")
-        await within(deadline, "deleting", lambda: side.forget([key for key, _ in chunks]))
-        return {"put": puts, "get": gets}
-
-    async def _look_up(self, chunks: Sequence[Chunk]) -> list[float]:
-        """Return the seconds of lookups of all chunks at once, as for a prompt."""
-        side, keys = self._sides[KVTIER], [key for key, _ in chunks]
-        await within(self._deadline, "storing", lambda: side.put(chunks))
-        seconds = []
-        for _ in range(self._extent.lookups):
-            duration = await within(self._deadline, "looking up", lambda: side.prefix(keys))
-            if duration is None:
-                duration = await within(self._deadline, "looking up", lambda: side.look_up(keys))
-            seconds.append(duration)
-        await within(self._deadline, "deleting", lambda: side.forget(keys))
-        return seconds
-
-    async def _verify_deleted(self) -> None:
-        """Retry the deletion until the deadline, because a pool may keep recently read chunks for a while."""
-        until = time.monotonic() + self._deadline
-        backend, keys = self._backend, self._keys
-        while any(await within(self._deadline, "looking up", lambda: backend.contains(keys))):
-            if time.monotonic() > until:
-                duration = format_duration(self._deadline)
-                raise BenchFailed(f"it still holds chunks {duration} after they were deleted")
-            await anyio.sleep(DELETING_PAUSE_SECONDS)
-            await within(self._deadline, "deleting", lambda: backend.delete(keys))
-
-    async def _clean_up(self) -> None:
-        """Delete all chunks that may have been stored, best effort: another error is being raised already."""
+@asynccontextmanager
+async def _deleting(
+    sides: Mapping[str, Side], keys: Sequence[ChunkKey], deadline: float
+) -> AsyncIterator[None]:
+    """Delete the keys, any of which may be stored, if the block fails."""
+    try:
+        yield
+    except Stuck:
+        raise
+    except BaseException:
         with CancelScope(shield=True):
-            for side in self._sides.values():
+            for side in sides.values():
                 try:
-                    await within(self._deadline, "deleting", partial(side.forget, self._keys))
+                    await within(deadline, "deleting", partial(side.forget, keys))
                 except Stuck:
                     raise
-                except Exception as error:
+                except Exception as error:  # Best effort: another error is being raised already.
                     logger.debug("cleaning up after an error: deleting failed: %r", error)
+        raise
+
+
+async def _look_up(side: BackendSide, chunks: Sequence[Chunk], runs: int, deadline: float) -> list[float]:
+    """Return the seconds of lookups of all chunks at once, as for a prompt."""
+    keys = [key for key, _ in chunks]
+    await within(deadline, "storing", lambda: side.put(chunks))
+    seconds = []
+    for _ in range(runs):
+        duration = await within(deadline, "looking up", lambda: side.prefix(keys))
+        if duration is None:
+            duration = await within(deadline, "looking up", lambda: side.look_up(keys))
+        seconds.append(duration)
+    await within(deadline, "deleting", lambda: side.forget(keys))
+    return seconds
+
+
+async def _verify_deleted(backend: Backend, keys: Sequence[ChunkKey], deadline: float) -> None:
+    """Retry the deletion until the deadline, because a pool may keep recently read chunks for a while."""
+    until = time.monotonic() + deadline
+    while any(await within(deadline, "looking up", lambda: backend.contains(keys))):
+        if time.monotonic() > until:
+            raise BenchFailed(f"it still holds chunks {format_duration(deadline)} after they were deleted")
+        await anyio.sleep(DELETING_PAUSE_SECONDS)
+        await within(deadline, "deleting", lambda: backend.delete(keys))

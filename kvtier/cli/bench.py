@@ -19,7 +19,7 @@ from kvtier.concurrency.signals import exit_on_signals
 
 if TYPE_CHECKING:
     from kvtier.bench.rows import Extent, Row
-    from kvtier.bench.tiers import Advance
+    from kvtier.bench.turns import Advance
     from kvtier.plugins import Plugins
     from kvtier.settings import Settings, TierSettings
 
@@ -189,8 +189,8 @@ def _tier_target(plugins: Plugins, tier: TierSettings, *, checksum: bool) -> Tar
 
 
 def _transport_target(plugins: Plugins, settings: Settings) -> Target:
-    from kvtier.bench.links import measure_transport, memory_bytes
     from kvtier.bench.run import describe_error, run
+    from kvtier.bench.transports import measure_transport, memory_bytes
 
     transport = plugins.transport_settings(settings)
     kind = plugins.transport(transport.type)
@@ -198,7 +198,7 @@ def _transport_target(plugins: Plugins, settings: Settings) -> Target:
 
     def measure(extent: Extent, advance: Advance) -> Row:
         try:
-            return run(partial(measure_transport, kind, transport, raw, extent, advance, settings.plugins))
+            return run(partial(measure_transport, kind, raw, extent, advance))
         except Exception as error:
             return _failed(transport.type, TRANSPORT, describe_error(error))
 

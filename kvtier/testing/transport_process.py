@@ -45,7 +45,13 @@ class OtherProcess:
             stdout=subprocess.PIPE,
             # Transports are passed by module name, so everything the tests can import must be importable.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            start_new_session=True,  # Ctrl-C must not end it before the links to it are closed.
         )
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._running.pid
 
     @property
     def is_running(self) -> bool:
@@ -91,10 +97,10 @@ class OtherProcess:
         return bytes.fromhex(answer["endpoint"]), answer["port"]
 
     async def grant(
-        self, lengths: Sequence[int], *, access: Access = Access.READ, seed: int = 0
+        self, lengths: Sequence[int], *, access: Access | None = Access.READ, seed: int = 0
     ) -> list[RemoteSpan]:
         """Grant slices in the process; see ``SimpleGrants.grant``."""
-        spans = await self.do("grant", lengths=lengths, access=access.value, seed=seed)
+        spans = await self.do("grant", lengths=lengths, access=access and access.value, seed=seed)
         return [RemoteSpan(*span) for span in spans]
 
     async def digest(self, offset: int, length: int) -> str:
@@ -147,14 +153,17 @@ class _Commands:
         stack, self._stack = self._stack, AsyncExitStack()
         await stack.aclose()
 
-    async def grant(self, lengths: list[int], access: str, seed: int) -> list[RemoteSpan]:
-        return self._side.grants.grant(lengths, Access(access), seed)
+    async def grant(self, lengths: list[int], access: str | None, seed: int) -> list[RemoteSpan]:
+        return self._side.grants.grant(lengths, Access(access) if access else None, seed)
 
     async def revoke(self, grant: int) -> None:
         self._side.grants.revoke(grant)
 
     async def transfer_leases(self) -> int:
         return self._side.transfer_leases
+
+    async def arena_path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._side.arena.fd}"
 
     async def digest(self, offset: int, length: int) -> str:
         return xxh3_128_hexdigest(self._side.arena.view(offset, length))

@@ -49,15 +49,18 @@ class SimpleGrants:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._granted: dict[int, tuple[Access, list[Lease]]] = {}
+        self._granted: dict[int, tuple[Access | None, list[Lease]]] = {}
 
     @property
     def leases(self) -> int:
         """Number of leases held by the grants themselves."""
         return sum(len(slices) for _, slices in self._granted.values())
 
-    def grant(self, lengths: Sequence[int], access: Access, seed: int) -> list[RemoteSpan]:
-        """Grant a slice of each length, filled with ``pattern(seed)``, ``pattern(seed + 1)`` and so on."""
+    def grant(self, lengths: Sequence[int], access: Access | None, seed: int) -> list[RemoteSpan]:
+        """Grant a slice of each length, filled with ``pattern(seed)``, ``pattern(seed + 1)`` and so on.
+
+        ``access``: ``None`` allows both kinds.
+        """
         slices: list[Lease] = []
         for index, length in enumerate(lengths):
             lease = self._arena.allocate(length)
@@ -83,7 +86,7 @@ class SimpleGrants:
     def hold(self, span: RemoteSpan, access: Access) -> Lease | None:
         """See :class:`kvtier.transports.base.Grants`."""
         granted, slices = self._granted.get(span.grant, (None, []))
-        if granted is not access or span.length < 0:
+        if granted not in (access, None) or span.length < 0:
             return None
         for lease in slices:
             if lease.offset <= span.offset and span.offset + span.length <= lease.offset + lease.length:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks.common import interleave, ratio
 from kvtier.backends.redis.settings import RedisSettings
 from kvtier.bench.chunks import make_chunks, random_keys
 from kvtier.bench.errors import BenchFailed
@@ -17,7 +18,7 @@ from kvtier.bench.raw_resp import LogIn, RawRESP
 from kvtier.bench.report import remarks_of, table_of
 from kvtier.bench.rows import Extent, Row, Samples
 from kvtier.bench.run import describe_error
-from kvtier.bench.timing import interleave, percentile, ratio, rotated
+from kvtier.bench.timing import percentile, rotated
 from kvtier.memory.arena import Arena
 from kvtier.testing.servers.redis import RedisServer
 from tests.backends.broken import DictBackend
@@ -55,7 +56,7 @@ def test_samples_without_a_limit_have_no_ratio() -> None:
     samples = Samples()
     samples.turns["kvtier"] = [1.0, 2.0, 4.0]
     samples.singles = [0.001, 0.003]
-    direction = samples.direction("kvtier", None, 4_000_000_000)
+    direction = samples.direction(4_000_000_000)
     assert (direction.gb_s, direction.p50_ms, direction.p99_ms) == (2.0, 2.0, 3.0)
     assert direction.ratio is direction.limit_gb_s is None
 
@@ -64,10 +65,13 @@ def test_table_shows_a_dash_for_missing_values() -> None:
     samples = Samples()
     samples.turns |= {"kvtier": [2.0], "limit": [1.0]}
     samples.singles = [0.0005]
-    direction = samples.direction("kvtier", "limit", 10**9)
+    direction = samples.direction(10**9)
+    without_limit = Samples()
+    without_limit.turns |= {"kvtier": [2.0]}
+    without_limit.singles = [0.0005]
     rows = [
         Row("ram", "cpu", "memcpy", direction, direction, 1e6),
-        Row("shelf", "shelf", None, samples.direction("kvtier", None, 10**9), direction, None),
+        Row("shelf", "shelf", None, without_limit.direction(10**9), direction, None),
         Row("pool", "redis", error="Connection refused [not markup]"),
     ]
     console = Console(width=160)
@@ -101,7 +105,6 @@ async def test_raw_files(tmp_path: Path) -> None:
         view[:] = bytes(len(view))
     await side.get(chunks)
     assert [bytes(view) for _, view in chunks] == content
-    await side.look_up(keys)
     await side.forget(keys)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(FileNotFoundError):
@@ -123,7 +126,6 @@ async def test_raw_resp_logs_in_and_deletes_its_keys(tmp_path: Path) -> None:
             view[:] = bytes(len(view))
         await side.get(chunks)
         assert [bytes(view) for _, view in chunks] == content
-        await side.look_up([key for key, _ in chunks])
         assert server.command("DBSIZE") == 0, "the keys are in database 3"
         await side.forget([key for key, _ in chunks])
         server.command("SWAPDB", "0", "3")
