@@ -36,7 +36,7 @@ from kvtier.bridge.protocol import Hello
 from kvtier.errors import ChannelError
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
-from kvtier.testing.servers import SERVERS
+from tests.servers import SERVERS
 
 AnswerT = TypeVar("AnswerT")
 

@@ -44,9 +44,9 @@ from kvtier.bench.sides import Chunk
 from kvtier.bench.timing import rotated
 from kvtier.memory.arena import Arena
 from kvtier.plugins import Plugins
-from kvtier.testing.servers import SERVERS
-from kvtier.testing.servers.base import Server
+from kvtier.testing.servers import Server
 from kvtier.tiers.seal import Seal
+from tests.servers import SERVERS
 
 CONNECTIONS = 4
 """Connections of the tier, raw sockets, and threads of the libraries."""

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.testing.relay import Relay
-from kvtier.testing.servers.base import free_port
-from kvtier.testing.servers.redis import RedisServer
+from kvtier.testing.servers import free_port
 from soak.disks import Disk, small_disk
 from soak.schedule import HOSTS
+from tests.servers.redis import RedisServer
 from tests.vllm.cache_process import MIB, CacheProcess
 from tests.vllm.controller_process import ControllerProcess
 

@@ -27,9 +27,9 @@ from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.lru import LruPolicy
 from kvtier.memory.arena import Arena
 from kvtier.settings import LocalTierSettings
-from kvtier.testing.servers.redis import RedisServer
 from kvtier.tiers.seal import Seal
 from kvtier.units import MIB
+from tests.servers.redis import RedisServer
 
 LOOKUP_KEYS = 128
 LOOKUPS = 20

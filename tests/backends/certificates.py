@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.servers.redis import TLSFiles
+from tests.servers.redis import TLSFiles
 
 
 def make_certificate(folder: Path, name: str = "IP:127.0.0.1") -> TLSFiles:

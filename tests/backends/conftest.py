@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.testing.servers.redis import RedisServer
-from kvtier.testing.servers.valkey import ValkeyServer
+from tests.servers.redis import RedisServer
+from tests.servers.valkey import ValkeyServer
 
 from .redis_pool import Start
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.backends.redis.topology import SLOTS
-from kvtier.testing.servers.base import TIMEOUT_SECONDS, free_port
-from kvtier.testing.servers.redis import HOST, RedisServer
+from kvtier.testing.servers import TIMEOUT_SECONDS, free_port
+from tests.servers.redis import HOST, RedisServer
 
 from .redis_pool import execute, info
 

@@ -14,7 +14,7 @@ from kvtier.backends.redis import RedisBackend, RedisSettings
 from kvtier.backends.valkey import ValkeyBackend, ValkeySettings
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import blank, make_key, noise, same
-from kvtier.testing.servers.redis import RedisServer
+from tests.servers.redis import RedisServer
 
 OK, MISS, FULL, FAILED = Outcome.OK, Outcome.MISS, Outcome.FULL, Outcome.FAILED
 MIB = 1 << 20

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.servers import RedisServer
 from tests.benchmark import run_benchmark
+from tests.servers import RedisServer
 
 
 @pytest.mark.parametrize("buffered", [[], ["--buffered"]])

@@ -25,10 +25,10 @@ from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
 from kvtier.sockets.connection import Deadline
 from kvtier.testing.backend import BackendConformance, blank, make_key, noise, same
-from kvtier.testing.servers.base import free_port
-from kvtier.testing.servers.infinistore import HOST, InfiniStoreServer
+from kvtier.testing.servers import free_port
 from tests.backends.composed import SealedBackend, SealedSuite
 from tests.open_files import open_files
+from tests.servers.infinistore import HOST, InfiniStoreServer
 
 from .chunks import FAILED, FULL, MISS, OK, blanks, chunks
 

@@ -15,7 +15,7 @@ import pytest
 from kvtier.backends.infinistore import InfiniStoreBackend, InfiniStoreSettings
 from kvtier.memory.arena import Arena
 from kvtier.testing.backend import make_key, noise, same
-from kvtier.testing.servers.infinistore import InfiniStoreServer
+from tests.servers.infinistore import InfiniStoreServer
 
 from .chunks import FAILED, FULL, MISS, OK
 

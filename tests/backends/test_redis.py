@@ -11,9 +11,9 @@ import pytest
 from kvtier.backends.base import Backend
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
-from kvtier.testing.servers.redis import RedisServer
-from kvtier.testing.servers.valkey import ValkeyServer
 from tests.backends.composed import SealedBackend, SealedSuite
+from tests.servers.redis import RedisServer
+from tests.servers.valkey import ValkeyServer
 
 from .certificates import make_certificate
 from .redis_pool import backend_on

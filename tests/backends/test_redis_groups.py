@@ -14,8 +14,8 @@ from kvtier.backends.redis.topology import slot_of
 from kvtier.backends.redis.url import Endpoint
 from kvtier.errors import TierError
 from kvtier.testing.backend import make_key, noise, same
-from kvtier.testing.servers.redis import HOST, RedisServer
-from kvtier.testing.servers.valkey import ValkeyServer
+from tests.servers.redis import HOST, RedisServer
+from tests.servers.valkey import ValkeyServer
 
 from .redis_groups import Cluster, Sentinels, wait_until
 from .redis_pool import FAILED, KEYS, MIB, MISS, OK, assert_works, buffers, info, opened, values, warnings

@@ -16,9 +16,9 @@ from kvtier.backends.redis.errors import describe_refusal
 from kvtier.backends.redis.resp import DRAIN_BYTES, ErrorReply, encode
 from kvtier.backends.redis.url import Endpoint
 from kvtier.errors import TierError
-from kvtier.testing.backend import is_poisoned, make_key, poison
-from kvtier.testing.servers.redis import RedisServer
+from kvtier.testing.backend import is_stained, make_key, stain
 from tests.open_files import open_files
+from tests.servers.redis import RedisServer
 
 from .redis_pool import (
     FAILED,

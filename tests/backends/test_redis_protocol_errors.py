@@ -12,8 +12,8 @@ import pytest
 
 from kvtier.backends.redis import RedisBackend, RedisSettings
 from kvtier.errors import TierError
-from kvtier.testing.servers.base import free_port
-from kvtier.testing.servers.redis import HOST, RedisServer
+from kvtier.testing.servers import free_port
+from tests.servers.redis import HOST, RedisServer
 
 from .redis_groups import wait_until
 from .redis_pool import (

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.backends.redis import RedisBackend
 from kvtier.errors import TierError
-from kvtier.testing.servers.redis import HOST, RedisServer, TLSFiles
+from tests.servers.redis import HOST, RedisServer, TLSFiles
 
 from .certificates import make_certificate
 from .redis_pool import FAILED, KEYS, assert_unreachable, assert_works, backend_on, opened, values, warnings

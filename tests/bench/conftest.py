@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.servers.redis import RedisServer
 from tests.cli.conftest import _clean_environment, kvtier
+from tests.servers.redis import RedisServer
 
 __all__ = ["_clean_environment", "kvtier"]
 

@@ -14,8 +14,8 @@ import pytest
 
 from kvtier.bench import plot
 from kvtier.cli import bench
-from kvtier.testing.servers.redis import RedisServer
 from tests.cli.conftest import Kvtier, spawn, store
+from tests.servers.redis import RedisServer
 
 SMALL = ("--size", "64KiB", "--chunks", "3", "--in-flight", "2", "--turns", "2")
 RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}

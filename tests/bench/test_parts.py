@@ -20,8 +20,8 @@ from kvtier.bench.rows import Extent, Row, Samples
 from kvtier.bench.run import describe_error
 from kvtier.bench.timing import percentile, rotated
 from kvtier.memory.arena import Arena
-from kvtier.testing.servers.redis import RedisServer
 from tests.backends.broken import DictBackend
+from tests.servers.redis import RedisServer
 
 pytestmark = pytest.mark.anyio
 

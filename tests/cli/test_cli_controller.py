@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvtier.cli import controller_client, controller_follow
-from kvtier.testing.servers.base import free_port
+from kvtier.testing.servers import free_port
 
 from .conftest import Kvtier, spawn
 from .controller_stub import EVENT, Raw, Stub

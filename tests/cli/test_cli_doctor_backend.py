@@ -23,7 +23,7 @@ from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, TierSettings
 from kvtier.settings.secret import Secret
 from kvtier.testing.faults import Fault, FaultyBackend
-from kvtier.testing.servers.base import free_port
+from kvtier.testing.servers import free_port
 from tests.backends.broken import DictBackend
 from tests.plugins.conftest import write_metadata
 

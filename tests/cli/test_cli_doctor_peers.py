@@ -15,7 +15,7 @@ import pytest
 
 from kvtier.bridge import client
 from kvtier.errors import ChannelError
-from kvtier.testing.servers.base import free_port
+from kvtier.testing.servers import free_port
 
 from .conftest import Kvtier
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli import checks
-from kvtier.testing.servers.redis import RedisServer
+from tests.servers.redis import RedisServer
 
 from .conftest import Kvtier
 

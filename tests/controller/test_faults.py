@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from kvtier.testing.relay import Relay
-from kvtier.testing.servers.base import free_port
+from kvtier.testing.servers import free_port
 from tests.controller.holding import CHUNK_BYTES, CHUNK_TOKENS, TIMEOUT_SECONDS, prompt
 from tests.controller.instance_process import InstanceProcess
 

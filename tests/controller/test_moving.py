@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from kvtier.instance import Instance
-from kvtier.testing.servers.base import free_port
+from kvtier.testing.servers import free_port
 from tests.controller.controlling import RunningController, running_controller
 from tests.controller.holding import (
     BUILT_IN,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.servers.redis import RedisServer
 from soak.leaks import describe
 from soak.stack import children, is_running
+from tests.servers.redis import RedisServer
 
 pytestmark = [
     pytest.mark.vllm,

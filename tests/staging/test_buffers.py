@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvtier.testing.servers.base import free_port
+from kvtier.testing.servers import free_port
 from tests.staging.side import CHUNKS, PAGES, Result, Side, side
 from tests.vllm.cache_process import MIB, CacheProcess, is_idle
 

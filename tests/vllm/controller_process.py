@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from kvtier.testing.servers.base import free_port
+from kvtier.testing.servers import free_port
 from tests.vllm.cache_process import START_SECONDS, TIMEOUT_SECONDS
 
 

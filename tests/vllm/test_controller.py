@@ -17,7 +17,7 @@ import yaml
 
 from kvtier.demo import model as demo_model
 from kvtier.demo.server import Server, start_vllm
-from kvtier.testing.servers.base import free_port
+from kvtier.testing.servers import free_port
 from tests.vllm.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
 from tests.vllm.controller_process import ControllerProcess

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvtier.testing.servers.base import free_port
+from kvtier.testing.servers import free_port
 from tests.vllm.cache_process import CHUNK, MIB, CacheProcess, is_idle
 from tests.vllm.conftest import Oracle
 from tests.vllm.engine import Answer, Engine, Engines

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.testing.servers.base import free_port
+from kvtier.testing.servers import free_port
 from tests.vllm.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
 from tests.vllm.engine import Engine

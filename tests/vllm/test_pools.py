@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvtier.memory.keys import ChunkKey
-from kvtier.testing.servers import SERVERS
-from kvtier.testing.servers.base import Server
+from kvtier.testing.servers import Server
+from tests.servers import SERVERS
 from tests.vllm.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
 from tests.vllm.engine import Engine, Engines

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvtier.memory.keys import ChunkKey
-from kvtier.testing.servers.base import POLL_SECONDS, Server
+from kvtier.testing.servers import POLL_SECONDS, Server
 
 BUCKET = "kvtier"
 ACCESS_KEY, SECRET_KEY = "kvtier", "as-secret-as-a-test-can-be"

@@ -11,7 +11,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 from kvtier.memory.keys import ChunkKey
-from kvtier.testing.servers.base import TIMEOUT_SECONDS, Server, free_port
+from kvtier.testing.servers import TIMEOUT_SECONDS, Server, free_port
 
 HOST = "127.0.0.1"
 MASTER, CLIENT = "mooncake_master", "mooncake_client"

@@ -15,7 +15,7 @@ from kvtier.backends.redis.commands import log_in
 from kvtier.backends.redis.resp import ErrorReply, encode
 from kvtier.memory.keys import ChunkKey
 from kvtier.sockets.connection import Connection, Deadline, TLSConnection
-from kvtier.testing.servers.base import TIMEOUT_SECONDS, Server, free_port
+from kvtier.testing.servers import TIMEOUT_SECONDS, Server, free_port
 
 HOST = "127.0.0.1"
 

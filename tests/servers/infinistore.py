@@ -17,7 +17,7 @@ from kvtier.backends.infinistore.backend import Pointer, read_pointer
 from kvtier.backends.infinistore.protocol import InfiniStoreConnection
 from kvtier.memory.keys import ChunkKey
 from kvtier.sockets.connection import Deadline
-from kvtier.testing.servers.base import TIMEOUT_SECONDS, Server, free_port
+from kvtier.testing.servers import TIMEOUT_SECONDS, Server, free_port
 
 HOST = "127.0.0.1"
 NEWEST_UVLOOP = (0, 21)

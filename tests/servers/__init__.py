@@ -1,0 +1,14 @@
+"""Real servers of the shared pools on loopback, for tests and benchmarks."""
+
+from __future__ import annotations
+
+from kvtier.testing.servers import Server
+from tests.servers.infinistore import InfiniStoreServer
+from tests.servers.mooncake import MooncakeServer
+from tests.servers.redis import RedisServer
+from tests.servers.valkey import ValkeyServer
+
+_ALL: tuple[type[Server], ...] = (RedisServer, ValkeyServer, InfiniStoreServer, MooncakeServer)
+
+SERVERS = {server.type: server for server in _ALL}
+"""Servers by tier type."""
