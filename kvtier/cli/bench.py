@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 from rich.markup import escape
 
+from kvtier.cli.options import parse_chunk_size, select
 from kvtier.cli.terminal import ConfigFile, messages, output
 from kvtier.concurrency.signals import exit_on_signals
 
@@ -33,7 +33,6 @@ Examples:
   kvtier bench --size 4MiB --json today.json --plot today.png
 """
 
-MAX_SIZE = "1GiB"
 TRANSPORT = "transport"
 SPARE_BYTES = 64 << 20
 """Additional memory of the interpreter and client libraries."""
@@ -83,11 +82,12 @@ def bench(
     """
     from kvtier.bench.plot import expect_matplotlib, save_plot
     from kvtier.bench.report import json_of, remarks_of, table_of
+    from kvtier.bench.rows import Extent
     from kvtier.cli.checks_backend import join_threads
     from kvtier.cli.doctor import exit_process
 
     threads = threading.enumerate()
-    extent = _extent(size, chunks, in_flight, turns)
+    extent = Extent(parse_chunk_size(size), chunks, min(in_flight, chunks), turns)
     for path in (json_file, plot):
         if path is not None and not path.resolve().parent.is_dir():
             raise typer.BadParameter(f"there is no folder {path.parent}: create it, or name another")
@@ -109,21 +109,6 @@ def bench(
         raise typer.Exit(1)
 
 
-def _extent(size: str, chunks: int, in_flight: int, turns: int) -> Extent:
-    from kvtier.bench.rows import Extent
-    from kvtier.memory.header import OBJECT_ALIGNMENT
-    from kvtier.units import parse_size
-
-    try:
-        length = parse_size(size)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--size") from error
-    if not 0 < length <= parse_size(MAX_SIZE):
-        raise typer.BadParameter(f"use a size from 1 to {MAX_SIZE}", param_hint="--size")
-    pages = -(-length // OBJECT_ALIGNMENT)
-    return Extent(pages * OBJECT_ALIGNMENT, chunks, min(in_flight, chunks), turns)
-
-
 @contextmanager
 def _targets(config: Path | None, names: list[str]) -> Iterator[list[Target]]:
     """Yield the targets, in the order of the settings. Raises: ``BadParameter``: an unknown name."""
@@ -136,7 +121,7 @@ def _targets(config: Path | None, names: list[str]) -> Iterator[list[Target]]:
         targets = [_tier_target(plugins, tier, checksum=settings.checksum) for tier in tiers]
         if settings.peer.used or settings.origin("tiers").kind == "default":
             targets.append(_transport_target(plugins, settings))
-        yield _select(targets, names)
+        yield select(targets, names, "--tier") if names else targets
 
 
 @contextmanager
@@ -154,21 +139,6 @@ def _tiers(settings: Settings, plugins: Plugins) -> Iterator[list[TierSettings]]
     with TemporaryDirectory(prefix="kvtier-bench-") as folder:
         capacity = parse_size("1TiB")
         yield [*tiers, DiskSettings(name="disk", type="disk", capacity=capacity, path=Path(folder, "disk"))]
-
-
-def _select(targets: list[Target], names: list[str]) -> list[Target]:
-    found: list[Target] = []
-    for name in names:
-        matching = [target for target in targets if target.name == name] or [
-            target for target in targets if target.type == name
-        ]
-        if not matching:
-            known = ", ".join(f"{target.name} ({target.type})" for target in targets)
-            raise typer.BadParameter(
-                f"no tier or transport is named {name!r}: use one of {known}", param_hint="--tier"
-            )
-        found += matching
-    return [target for target in targets if target in found] if names else targets
 
 
 def _tier_target(plugins: Plugins, tier: TierSettings, *, checksum: bool) -> Target:
@@ -216,6 +186,7 @@ def _measure_all(targets: list[Target], extent: Extent) -> list[Row]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from kvtier.bench.tiers import steps_of
+    from kvtier.cli.checks import memory_bytes
     from kvtier.units import format_size
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -229,7 +200,7 @@ def _measure_all(targets: list[Target], extent: Extent) -> list[Row]:
 
         for index, target in enumerate(targets):
             bar.update(task, description=f"{escape(target.name)} ({escape(target.type)})", refresh=True)
-            needed, free = target.bytes(extent) + SPARE_BYTES, available_bytes()
+            needed, free = target.bytes(extent) + SPARE_BYTES, memory_bytes()
             if needed > free:
                 reason = f"it needs {format_size(needed)} of memory, and {format_size(free)} are free"
                 rows.append(_failed(target.name, target.type, f"{reason}: use a smaller --size or --chunks"))
@@ -237,12 +208,3 @@ def _measure_all(targets: list[Target], extent: Extent) -> list[Row]:
                 rows.append(target.measure(extent, advance))
             bar.update(task, completed=(index + 1) * steps_of(extent), refresh=True)
     return rows
-
-
-def available_bytes() -> int:
-    """Return the memory available without swapping, in bytes (proc(5), MemAvailable)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return sys.maxsize

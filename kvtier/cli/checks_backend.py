@@ -11,29 +11,24 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import anyio
 from pydantic import BaseModel, SecretStr
 
 from kvtier.backends.base import Backend
 from kvtier.backends.disk.backend import DiskSettings, lock_holder
+from kvtier.bench.run import run
 from kvtier.cli.backend_trial import GRACE_SECONDS, REMEDY_FAILED, Problem, run_trial
 from kvtier.cli.checks import Check, nearest_folder, writable_remedy
 from kvtier.concurrency.threads import WORKER_NAME
-from kvtier.errors import KVTierError, SettingsError
+from kvtier.errors import KVTierError
 from kvtier.memory.header import OBJECT_ALIGNMENT
 from kvtier.plugins import Plugins, is_memory
 from kvtier.settings import LocalTierSettings, TierSettings
 from kvtier.units import MIB
-
-DEFAULT_SIZE = 4 * MIB
-MAX_SIZE = 1024 * MIB
-ALL = "all"
 
 _SPARE_BYTES = 2 * MIB
 """Additional capacity of a memory tier: one huge page, for rounding."""
@@ -41,45 +36,13 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _MASK = "**********"
 
 
-def select_tiers(tiers: Sequence[TierSettings], names: Sequence[str]) -> list[TierSettings]:
-    """Return the tiers with these names or, if none matches a name, types. In the order of the settings.
-
-    Raises: SettingsError: a name matches no tier. The message lists the tiers.
-    """
-    found: list[TierSettings] = []
-    for name in names:
-        matching = [tier for tier in tiers if tier.name == name] or [
-            tier for tier in tiers if name in (tier.type, ALL)
-        ]
-        if not matching:
-            known = ", ".join(f"{tier.name} ({tier.type})" for tier in tiers)
-            raise SettingsError(f"no tier has the name or type {name!r}: use one of {known}, or {ALL}")
-        found += matching
-    return [tier for tier in tiers if tier in found]
-
-
 def check_backend(plugins: Plugins, tier: TierSettings, size: int, *, checksum: bool) -> Check:
-    """Write, read, compare and delete one chunk of ``size`` bytes on a tier. Blocking.
+    """Write, read, compare and delete one chunk of ``size`` bytes, whole pages, on a tier. Blocking.
 
     Returns soon after the tier's deadline even if a call of the backend hangs. The threads of that call then
     continue to run: see :func:`join_threads`.
     """
-    future: Future[Check] = Future()
-
-    async def check() -> None:
-        # Set the result from within: a hanging call keeps the event loop from ending.
-        future.set_result(await _run_check(plugins.backend(tier.type), tier, size, checksum))
-
-    def work() -> None:
-        try:
-            anyio.run(check)
-        except BaseException as error:
-            if future.done():
-                raise
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="kvtier-doctor", daemon=True).start()
-    return future.result()
+    return run(lambda: _run_check(plugins.backend(tier.type), tier, size, checksum))
 
 
 def join_threads(before: Sequence[threading.Thread]) -> bool:
@@ -98,10 +61,8 @@ def join_threads(before: Sequence[threading.Thread]) -> bool:
 
 async def _run_check(backend_type: type[Backend], tier: TierSettings, size: int, checksum: bool) -> Check:
     name = f"backend {tier.name} ({tier.type})"
-    pages = -(-size // OBJECT_ALIGNMENT)
     if isinstance(tier, LocalTierSettings):
-        pages = min(pages, tier.capacity // OBJECT_ALIGNMENT)
-    size = pages * OBJECT_ALIGNMENT
+        size = min(size, tier.capacity // OBJECT_ALIGNMENT * OBJECT_ALIGNMENT)
     with _warnings() as warnings:
         try:
             with isolated_settings(backend_type, tier, size) as (settings, remark):

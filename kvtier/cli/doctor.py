@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from kvtier.cli.options import parse_chunk_size, select
 from kvtier.cli.terminal import AsJson, ConfigFile, messages, output, print_json, table
 
 if TYPE_CHECKING:
     from kvtier.cli.checks import Check, Requirements
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+DEFAULT_SIZE = "4MiB"
 HINT = "`kvtier doctor --backend all` also writes and reads one chunk on each tier."
 
 BackendNames = Annotated[
@@ -72,24 +74,13 @@ def doctor(
 
 def _trials(requirements: Requirements, names: list[str], size: str | None) -> Iterator[Check]:
     """Return a lazy iterator of checks, one per named tier. Empty if the settings are invalid."""
-    from kvtier.cli.checks_backend import DEFAULT_SIZE, MAX_SIZE, check_backend, select_tiers
-    from kvtier.errors import SettingsError
-    from kvtier.units import format_size, parse_size
+    from kvtier.cli.checks_backend import check_backend
 
-    try:
-        length = parse_size(DEFAULT_SIZE if size is None else size)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--size") from error
-    if not 0 < length <= MAX_SIZE:
-        max_size = format_size(MAX_SIZE)
-        raise typer.BadParameter(f"use a size from 1 to {max_size}", param_hint="--size")
+    length = parse_chunk_size(size or DEFAULT_SIZE)
     plugins, settings = requirements.plugins, requirements.settings
     if plugins is None or settings is None:
         return iter(())
-    try:
-        tiers = select_tiers(requirements.tiers, names)
-    except SettingsError as error:
-        raise typer.BadParameter(str(error), param_hint="--backend") from error
+    tiers = select(requirements.tiers, names, "--backend")
     return (check_backend(plugins, tier, length, checksum=settings.checksum) for tier in tiers)
 
 

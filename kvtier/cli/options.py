@@ -6,13 +6,33 @@ import inspect
 from collections.abc import Callable, Sequence
 from inspect import Parameter
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import typer
 
 from kvtier.errors import SettingsError
 
 Command = Callable[..., None]
+
+ALL = "all"
+MAX_CHUNK_SIZE = "1GiB"
+
+
+class Named(Protocol):
+    """A tier, or what else a command selects by name or type."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the settings."""
+        ...
+
+    @property
+    def type(self) -> str:
+        """Its type in the settings."""
+        ...
+
+
+NamedT = TypeVar("NamedT", bound=Named)
 
 
 def option(name: str, kind: Any, *flags: str, default: Any = None, **info: Any) -> Parameter:  # noqa: ANN401 - a type
@@ -53,3 +73,33 @@ def read_secret(file: Path, parameter: str) -> str:
 def epilog(*examples: str) -> str:
     """Return the examples shown at the end of a command's help."""
     return "\n\n".join(["\nExamples:", *(f"  {example}" for example in examples)]) + "\n"
+
+
+def select(known: Sequence[NamedT], names: Sequence[str], parameter: str) -> list[NamedT]:
+    """Return those with these names or, if none matches a name, types. In the order of ``known``."""
+    found: list[NamedT] = []
+    for name in names:
+        matching = [each for each in known if each.name == name] or [
+            each for each in known if name in (each.type, ALL)
+        ]
+        if not matching:
+            listed = ", ".join(f"{each.name} ({each.type})" for each in known)
+            raise typer.BadParameter(
+                f"nothing has the name or type {name!r}: use one of {listed}, or {ALL}", param_hint=parameter
+            )
+        found += matching
+    return [each for each in known if each in found]
+
+
+def parse_chunk_size(text: str) -> int:
+    """Return the size of ``--size`` in bytes, rounded up to whole pages."""
+    from kvtier.memory.header import OBJECT_ALIGNMENT
+    from kvtier.units import parse_size
+
+    try:
+        length = parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--size") from error
+    if not 0 < length <= parse_size(MAX_CHUNK_SIZE):
+        raise typer.BadParameter(f"use a size from 1 to {MAX_CHUNK_SIZE}", param_hint="--size")
+    return -(-length // OBJECT_ALIGNMENT) * OBJECT_ALIGNMENT

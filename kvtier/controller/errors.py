@@ -4,10 +4,7 @@
 
     ControllerError
     ├── UnknownName          the given name does not exist; ``known`` lists the names that do
-    │   ├── UnknownInstance
-    │   ├── UnknownTier
-    │   ├── UnknownModel
-    │   └── UnknownEvent
+    │   └── UnknownModel
     ├── AmbiguousModel       no model was named, and there are several; ``known`` lists their names
     ├── TooManyOperations    too many operations are in flight
     ├── TooManyPins          too many chunks are pinned
@@ -36,20 +33,6 @@ class UnknownName(ControllerError):
         super().__init__(f"there is no {what}{_list_names(self.known)}")
 
 
-class UnknownInstance(UnknownName):
-    """No instance with this id is connected."""
-
-    def __init__(self, name: str, known: Iterable[str]) -> None:
-        super().__init__(f"instance {name!r}", known)
-
-
-class UnknownTier(UnknownName):
-    """The instance has no tier with this name, and not exactly one of this type."""
-
-    def __init__(self, instance: str, name: str, known: Iterable[str]) -> None:
-        super().__init__(f"tier {name!r} in instance {instance!r}", known)
-
-
 class UnknownModel(UnknownName):
     """No instance has ever served a model with this name."""
 
@@ -57,13 +40,6 @@ class UnknownModel(UnknownName):
         super().__init__("model" if name is None else f"model {name!r}", known)
         if not self.known:
             self.args = ("no model is known yet: no engine has connected to a registered instance",)
-
-
-class UnknownEvent(UnknownName):
-    """No event has this id, or it has expired."""
-
-    def __init__(self, event_id: str, known: Iterable[str]) -> None:
-        super().__init__(f"event {event_id!r}", known)
 
 
 class AmbiguousModel(ControllerError):

@@ -17,7 +17,7 @@ from typing import Literal
 import anyio
 import msgspec
 
-from kvtier.controller.errors import TooManyOperations, UnknownEvent
+from kvtier.controller.errors import TooManyOperations, UnknownName
 from kvtier.controller.settings import KEEP_SECONDS
 from kvtier.controller.state import State
 
@@ -184,11 +184,11 @@ class EventLog:
             self.fail(self._events[event_id], error)
 
     def find(self, event_id: str) -> Event:
-        """Return the event with this id. Raises: UnknownEvent."""
+        """Return the event with this id. Raises: UnknownName."""
         self._expire()
         event = self._events.get(event_id)
         if event is None:
-            raise UnknownEvent(event_id, [known.id for known in self.newest(10)])
+            raise UnknownName(f"event {event_id!r}", [known.id for known in self.newest(10)])
         return event
 
     def newest(self, limit: int) -> list[Event]:

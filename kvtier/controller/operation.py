@@ -115,7 +115,7 @@ class Operation(ABC):
     def plan(self) -> Plan:
         """Return the work to do, according to the current index.
 
-        Raises: UnknownInstance, UnknownTier: an instance has disconnected or has changed its tiers.
+        Raises: UnknownName: an instance has disconnected or has changed its tiers.
         """
 
     @abstractmethod
@@ -133,7 +133,7 @@ class Operation(ABC):
 def find_place(registry: Registry, position: Position) -> Place:
     """Return the current place of a position.
 
-    Raises: UnknownInstance, UnknownTier, WrongRequest: the tier stands for the instance's peers.
+    Raises: UnknownName, WrongRequest: the tier stands for the instance's peers.
     """
     instance, tier = position
     assert tier is not None

@@ -6,13 +6,13 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NamedTuple
 
 import anyio
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
 from kvtier.concurrency.tasks import open_tasks
+from kvtier.controller.api import LookupAnswer
 from kvtier.controller.errors import TooManyOperations
 from kvtier.controller.events import PARTIAL_PROGRESS, Event, EventLog, Position
 from kvtier.controller.locks import LockManager, LockRequest
@@ -28,16 +28,6 @@ from kvtier.errors import ControllerError
 logger = logging.getLogger("kvtier.controller")
 
 STOPPED = "the controller was stopped"
-
-
-class LookupResult(NamedTuple):
-    """The tiers that hold a prefix of a prompt."""
-
-    model: str
-    num_tokens: int
-    """Length of the whole prompt."""
-    instances: dict[str, dict[str, int]]
-    """Number of leading tokens held, by instance and tier. Tiers without any are omitted."""
 
 
 class Operations:
@@ -82,7 +72,7 @@ class Operations:
         for scope in self._in_flight:
             scope.cancel()
 
-    async def lookup(self, query: PromptQuery) -> LookupResult:
+    async def lookup(self, query: PromptQuery) -> LookupAnswer:
         """Return how many leading tokens of a prompt each tier of each instance holds, in any layout."""
         began = time.perf_counter()
         prompts = await self._prompts.find(query)
@@ -97,10 +87,10 @@ class Operations:
         instances = {
             member.id: _tokens_by_tier(member, tokens_by_place) for member in self.registry.members.values()
         }
-        return LookupResult(
-            prompts[0].model.names[0],
-            prompts[0].num_tokens,
-            {name: tiers for name, tiers in instances.items() if tiers},
+        return LookupAnswer(
+            model=prompts[0].model.names[0],
+            num_tokens=prompts[0].num_tokens,
+            instances={name: tiers for name, tiers in instances.items() if tiers},
         )
 
     async def move(self, source: Position, target: Position, query: PromptQuery, *, copy: bool) -> Event:

@@ -23,7 +23,7 @@ from kvtier.agent.protocol import (
     WhoHolds,
 )
 from kvtier.controller.checks import check_heartbeat, check_hello, check_models
-from kvtier.controller.errors import RefusedInstance, UnknownInstance, UnknownTier
+from kvtier.controller.errors import RefusedInstance, UnknownName
 from kvtier.controller.history import SAMPLE_SECONDS, History, Sample
 from kvtier.controller.holders import MAX_KEYS, Holders
 from kvtier.controller.member import Member
@@ -140,22 +140,22 @@ class Registry:
     # Used by operations.
 
     def find(self, instance: str) -> Member:
-        """Return the connected instance with this id. Raises: UnknownInstance."""
+        """Return the connected instance with this id. Raises: UnknownName."""
         member = self._members.get(instance)
         if member is None:
-            raise UnknownInstance(instance, self._members)
+            raise UnknownName(f"instance {instance!r}", self._members)
         return member
 
     def tier(self, member: Member, name: str) -> int:
         """Return the number of a member's tier with this name, or the only one of this type.
 
-        Raises: UnknownTier.
+        Raises: UnknownName.
         """
         tiers = member.hello.tiers
         named = [number for number, tier in enumerate(tiers) if tier.name == name]
         found = named or [number for number, tier in enumerate(tiers) if tier.type == name]
         if len(found) != 1:
-            raise UnknownTier(member.id, name, [tier.name for tier in tiers])
+            raise UnknownName(f"tier {name!r} in instance {member.id!r}", [tier.name for tier in tiers])
         return found[0]
 
     def history(self, member: Member) -> Sequence[Sample]:

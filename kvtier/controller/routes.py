@@ -44,8 +44,7 @@ def add_operations(router: APIRouter, operations: Operations, bodies: Bodies) ->
     @router.post("/lookup", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(LookupBody))
     async def lookup(body: LookupBody = lookup_body) -> LookupAnswer:
         """Return how many leading tokens of a prompt each tier of each instance holds."""
-        found = await operations.lookup(_query(body))
-        return LookupAnswer(model=found.model, num_tokens=found.num_tokens, instances=found.instances)
+        return await operations.lookup(_query(body))
 
     @router.post("/move", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(MoveBody))
     async def move(body: MoveBody = move_body) -> Accepted:

@@ -11,13 +11,15 @@ from typing import Any, ClassVar, NamedTuple
 
 import anyio
 import pytest
+import typer
 from pydantic import Field
 
 from kvtier import hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome
 from kvtier.cli import checks, checks_backend, doctor
-from kvtier.cli.checks_backend import select_tiers, without_secrets
-from kvtier.errors import SettingsError, TierError
+from kvtier.cli.checks_backend import without_secrets
+from kvtier.cli.options import select
+from kvtier.errors import TierError
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, TierSettings
@@ -395,11 +397,11 @@ def test_name_takes_precedence_over_type() -> None:
         LocalTierSettings(name=name, type=type_, capacity=4096)
         for name, type_ in [("a", "cpu"), ("disk", "cpu"), ("b", "disk")]
     ]
-    assert [tier.name for tier in select_tiers(local, ["disk"])] == ["disk"]
-    assert [tier.name for tier in select_tiers(local, ["disk", "cpu"])] == ["a", "disk"]
-    assert [tier.name for tier in select_tiers(local, ["b", "all"])] == ["a", "disk", "b"]
-    with pytest.raises(SettingsError):
-        select_tiers(local, ["all", "c"])
+    assert [tier.name for tier in select(local, ["disk"], "-b")] == ["disk"]
+    assert [tier.name for tier in select(local, ["disk", "cpu"], "-b")] == ["a", "disk"]
+    assert [tier.name for tier in select(local, ["b", "all"], "-b")] == ["a", "disk", "b"]
+    with pytest.raises(typer.BadParameter):
+        select(local, ["all", "c"], "-b")
 
 
 def test_empty_secret_masks_nothing() -> None:

@@ -11,7 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from kvtier.controller import events as events_module
-from kvtier.controller.errors import TooManyOperations, UnknownEvent
+from kvtier.controller.errors import TooManyOperations, UnknownName
 from kvtier.controller.events import RESTARTED, Event, EventLog
 from kvtier.controller.state import State
 from kvtier.errors import ControllerError
@@ -82,7 +82,7 @@ def test_newest_events_come_first_and_unknown_ids_are_reported(state: State) -> 
     events = [finished(log) for _ in range(5)]
     assert log.newest(3) == events[:1:-1]
     assert log.find(events[0].id) is events[0]
-    with pytest.raises(UnknownEvent, match=events[4].id) as raised:
+    with pytest.raises(UnknownName, match=events[4].id) as raised:
         log.find("nonsense")
     assert set(raised.value.known) == {event.id for event in events}
 
@@ -95,7 +95,7 @@ def test_events_expire(state: State) -> None:
     young = finished(log)
     clock.now += 2
     assert log.newest(10) == [young, in_flight]
-    with pytest.raises(UnknownEvent):
+    with pytest.raises(UnknownName):
         log.find(old.id)
     assert len(state.read("SELECT id FROM events")) == 2
 

@@ -11,7 +11,7 @@ from kvtier.agent.protocol import HeldBy, Hello, Lost, TierDescription, UpToDate
 from kvtier.controller import history
 from kvtier.controller import registry as registry_module
 from kvtier.controller.checks import MAX_TIERS
-from kvtier.controller.errors import RefusedInstance, UnknownInstance, UnknownTier
+from kvtier.controller.errors import RefusedInstance, UnknownName
 from kvtier.controller.history import History, Sample, TierSample
 from kvtier.controller.member import Member
 from kvtier.controller.registry import Registry
@@ -59,13 +59,13 @@ async def test_instances_and_tiers_are_found_by_name() -> None:
     two = await admit(registry, "two", tiers=[*TIERS, TierDescription("fast", "cpu", 1, False)])
     assert registry.find("one") is one
     assert registry.members == {"one": one, "two": two}
-    with pytest.raises(UnknownInstance, match="no instance 'three'; known: one, two") as unknown:
+    with pytest.raises(UnknownName, match="no instance 'three'; known: one, two") as unknown:
         registry.find("three")
     assert unknown.value.known == ["one", "two"]
     assert registry.tier(one, "ssd") == registry.tier(one, "disk") == DISK
     assert registry.tier(one, "cpu") == RAM
     assert registry.tier(two, "fast") == 3
-    with pytest.raises(UnknownTier, match="no tier 'cpu' in instance 'two'; known: fast, pool, ram, ssd"):
+    with pytest.raises(UnknownName, match="no tier 'cpu' in instance 'two'; known: fast, pool, ram, ssd"):
         registry.tier(two, "cpu")
 
 
