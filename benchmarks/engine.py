@@ -29,8 +29,9 @@ from benchmarks.common import show
 from kvtier.bridge.client import status
 from kvtier.demo.client import Client
 from kvtier.demo.model import make_model
-from kvtier.demo.server import free_port, start_cache, start_vllm
+from kvtier.demo.server import start_cache, start_vllm
 from kvtier.demo.work import LOCAL_MODEL_ARGUMENTS
+from kvtier.testing.servers import free_port
 
 AT_ONCE = 8
 PROMPT_TOKENS, NEW_TOKENS = 768, 16

@@ -34,8 +34,9 @@ from benchmarks.peer import VERSION, python
 from kvtier.bench.timing import ratios
 from kvtier.demo.client import Client
 from kvtier.demo.model import make_model
-from kvtier.demo.server import DemoFailed, Server, free_port, start_cache, start_vllm
+from kvtier.demo.server import DemoFailed, Server, start_cache, start_vllm
 from kvtier.demo.work import LOCAL_MODEL_ARGUMENTS
+from kvtier.testing.servers import free_port
 
 AT_ONCE = 8
 SHARED_TOKENS, UNIQUE_TOKENS, NEW_TOKENS = 1280, 144, 8

@@ -10,7 +10,6 @@ import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -56,9 +55,7 @@ class Controller:
     def __enter__(self) -> Controller:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._http.close()
 
     def lookup(self, prompt: Mapping[str, object]) -> LookupAnswer:

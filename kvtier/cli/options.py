@@ -85,7 +85,7 @@ def select(known: Sequence[NamedT], names: Sequence[str], parameter: str) -> lis
         if not matching:
             listed = ", ".join(f"{each.name} ({each.type})" for each in known)
             raise typer.BadParameter(
-                f"nothing has the name or type {name!r}: use one of {listed}, or {ALL}", param_hint=parameter
+                f"no tier has the name or type {name!r}: use one of {listed}, or {ALL}", param_hint=parameter
             )
         found += matching
     return [each for each in known if each in found]

@@ -16,7 +16,7 @@ from kvtier.bridge import client as bridge
 from kvtier.demo.client import Client
 from kvtier.demo.disaggregated_report import Pushed
 from kvtier.demo.report import Steps
-from kvtier.demo.server import DemoFailed, Server, free_port, start_cache, start_proxy, start_vllm
+from kvtier.demo.server import DemoFailed, Server, start_cache, start_proxy, start_vllm
 from kvtier.demo.work import (
     CACHE_READY_SECONDS,
     CHUNK_TOKENS,
@@ -30,6 +30,7 @@ from kvtier.demo.work import (
     model_of,
     vllm_arguments,
 )
+from kvtier.testing.servers import free_port
 
 ROLES = {"prefiller": ("prefill", "kv_producer"), "decoder": ("decode", "kv_consumer")}
 """kvtier's ``role`` and vLLM's ``kv_role`` of each engine."""

@@ -14,7 +14,7 @@ from kvtier.bridge import client as bridge
 from kvtier.concurrency.signals import exit_on_signals
 from kvtier.demo import report
 from kvtier.demo.client import Client
-from kvtier.demo.server import DemoFailed, Server, free_port, start_cache, start_vllm
+from kvtier.demo.server import DemoFailed, Server, start_cache, start_vllm
 from kvtier.demo.work import (
     CACHE_READY_SECONDS,
     CHUNK_TOKENS,
@@ -31,6 +31,7 @@ from kvtier.demo.work import (
     work_folder,
 )
 from kvtier.errors import ChannelError
+from kvtier.testing.servers import free_port
 
 NEW_TOKENS = 32
 STORED_SECONDS = 60.0

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -149,13 +148,6 @@ def start_vllm(
         **(variables or {}),
     }
     return Server(name, command, environment, log)
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that is currently unused."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _environment(config: Path | None) -> dict[str, str]:
