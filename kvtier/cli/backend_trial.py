@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import anyio
 
 from kvtier.backends.base import Backend, Outcome
+from kvtier.bench.chunks import make_chunks, random_keys
+from kvtier.bench.sides import unseal
 from kvtier.concurrency.detached import DetachedTask
 from kvtier.errors import KVTierError
 from kvtier.memory.arena import Arena
-from kvtier.memory.header import HEADER_BYTES, ChunkHeader
-from kvtier.memory.keys import KEY_BYTES, ChunkKey
-from kvtier.memory.slices import Lease
+from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
 from kvtier.tiers.seal import Seal
 from kvtier.tiers.sealer import Sealer
@@ -43,14 +42,6 @@ class Problem(KVTierError):
         self.remedy = remedy
 
 
-class _Chunk(NamedTuple):
-    """A test chunk: the buffer to write from and the buffer to read into."""
-
-    key: ChunkKey
-    written: Lease
-    read: Lease
-
-
 async def run_trial(backend: Backend, tier: TierSettings, size: int, *, checksum: bool) -> str:
     """Write, read and delete one chunk object, and return a description of the result.
 
@@ -58,7 +49,7 @@ async def run_trial(backend: Backend, tier: TierSettings, size: int, *, checksum
 
     Raises: Problem, and any error of the backend.
     """
-    arena = Arena.create(2 * size)
+    arena = Arena.create(size)
     trial = _Trial(backend, Seal(backend, Sealer(checksum)), tier)
     try:
         await trial.open()
@@ -72,19 +63,6 @@ async def run_trial(backend: Backend, tier: TierSettings, size: int, *, checksum
         if not trial.stuck:
             arena.close()
     return "; ".join(part for part in results if part)
-
-
-def _make_chunk(arena: Arena, size: int) -> _Chunk:
-    """Return a chunk with a random key. Its memory is touched, to exclude page faults from timing."""
-    written, read = arena.allocate(size), arena.allocate(size)
-    assert written is not None
-    assert read is not None
-    key = ChunkKey(os.urandom(KEY_BYTES))
-    written.view[HEADER_BYTES:] = os.urandom(size - HEADER_BYTES)
-    read.view[:] = bytes(size)
-    header = ChunkHeader(key, ChunkKey(bytes(KEY_BYTES)), os.urandom(KEY_BYTES), size - HEADER_BYTES)
-    header.seal(written.view, checksum=False)
-    return _Chunk(key, written, read)
 
 
 class _Trial:
@@ -125,21 +103,22 @@ class _Trial:
         registration = capabilities.registration
         if registration is not None:
             await self._timed("registering memory", lambda: registration.register(arena), OPENING_SECONDS)
-        chunk = _make_chunk(arena, size)
-        if await self._is_held(chunk.key):
+        ((key, view),) = chunks = make_chunks(arena, random_keys(1), size)
+        unseal(chunks)
+        if await self._is_held(key):
             raise Problem("it reports a chunk as held that was never stored", _REMEDY_INCORRECT)
         try:
             if capabilities.arena is not None:
                 # Warm up: fault in its pages, which a cache process does once.
-                await self._write(chunk)
-                await self._delete(chunk.key)
-            write_seconds = await self._write(chunk)
-            lookup_seconds = await self._look_up(chunk.key)
-            read_seconds = await self._read(chunk)
+                await self._write(key, view)
+                await self._delete(key)
+            write_seconds = await self._write(key, view)
+            lookup_seconds = await self._look_up(key)
+            read_seconds = await self._read(key, view)
         except BaseException:
-            await self._clean_up(chunk.key)
+            await self._clean_up(key)
             raise
-        await self._delete(chunk.key)
+        await self._delete(key)
         return (
             f"{format_size(size)} written in {_speed(size, write_seconds)}, "
             f"read in {_speed(size, read_seconds)}, looked up in {_format_seconds(lookup_seconds)}"
@@ -161,22 +140,21 @@ class _Trial:
         except OSError as error:
             raise Problem(f"the lookup of a chunk failed: {error}", REMEDY_FAILED) from error
 
-    async def _write(self, chunk: _Chunk) -> float:
-        item = (chunk.key, chunk.written.view)
-        outcome, seconds = await self._call_single("writing a chunk", lambda: self._seal.put([item]))
+    async def _write(self, key: ChunkKey, view: memoryview) -> float:
+        outcome, seconds = await self._call_single("writing a chunk", lambda: self._seal.put([(key, view)]))
         if outcome is Outcome.FULL:
-            size = format_size(chunk.written.length)
             raise Problem(
-                f"it has no room for a chunk of {size}", "give it more capacity, or enable eviction"
+                f"it has no room for a chunk of {format_size(len(view))}",
+                "give it more capacity, or enable eviction",
             )
         if outcome is not Outcome.OK:
             raise Problem("it did not store a chunk", REMEDY_FAILED)
         return seconds
 
-    async def _read(self, chunk: _Chunk) -> float:
-        item = (chunk.key, chunk.read.view)
-        outcome, seconds = await self._call_single("reading a chunk", lambda: self._seal.get([item]))
-        if self._seal.corrupt or (outcome is Outcome.OK and chunk.read.view != chunk.written.view):
+    async def _read(self, key: ChunkKey, view: memoryview) -> float:
+        written, view[:] = bytes(view), bytes(len(view))
+        outcome, seconds = await self._call_single("reading a chunk", lambda: self._seal.get([(key, view)]))
+        if self._seal.corrupt or (outcome is Outcome.OK and view != written):
             raise Problem("it returned other bytes than were written", _REMEDY_INCORRECT)
         if outcome is Outcome.MISS:
             raise Problem("it did not return a chunk that it reported as held", _REMEDY_INCORRECT)
