@@ -10,7 +10,7 @@ from kvtier.bench.sides import Chunk, InThreads, Side, expect
 from kvtier.memory.arena import Arena, address_of
 from kvtier.memory.keys import ChunkKey
 
-TITLE = "its own library"
+TITLE = "client library"
 
 
 class InfiniStoreLibrary(InThreads):

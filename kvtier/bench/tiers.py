@@ -78,14 +78,14 @@ async def measure_tier(
             sides[LIMIT] = limit
             stack.push_async_callback(limit.close)
         turns = Turns(sides, tier.deadline, extent)
-        moved, held = random_keys(extent.chunks), random_keys(LOOK_UP_KEYS)
+        moved, held = random_keys(extent.chunks), random_keys(LOOKUP_KEYS)
         async with _deleting(sides, keys := [*moved, *held], tier.deadline):
             await turns.run(make_chunks(arena, moved, extent.size), advance)
             small = make_chunks(arena, held, LOOK_UP_BYTES)
-            look_ups = await _look_up(own, small, extent.look_ups, tier.deadline)
+            lookups = await _look_up(own, small, extent.lookups, tier.deadline)
             await _verify_deleted(backend, keys, tier.deadline)
             advance()
-    return turns.row(tier.name, tier.type, LOOK_UP_KEYS / statistics.median(look_ups), remark)
+    return turns.row(tier.name, tier.type, LOOKUP_KEYS / statistics.median(lookups), remark)
 
 
 @asynccontextmanager

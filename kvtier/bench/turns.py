@@ -42,11 +42,11 @@ class Turns:
                     await self._run_turn(name, chunks, counted=turn >= 0)
             advance()
 
-    def row(self, name: str, kind: str, look_ups_per_s: float | None = None, remark: str = "") -> Row:
+    def row(self, name: str, kind: str, lookups_per_s: float | None = None, remark: str = "") -> Row:
         """Return the results of all turns."""
         limit = self._sides[LIMIT].title if LIMIT in self._sides else None
         put, get = (samples.direction(self._extent.length) for samples in (self._put, self._get))
-        return Row(name, kind, limit, put, get, look_ups_per_s, remark)
+        return Row(name, kind, limit, put, get, lookups_per_s, remark)
 
     async def _run_turn(self, name: str, chunks: Sequence[Chunk], *, counted: bool) -> None:
         side = self._sides[name]

@@ -51,8 +51,7 @@ class Move(Operation):
         copy: bool,
     ) -> None:
         """Raises: WrongRequest: source and target are the same, or the source is a shared pool."""
-        super().__init__(registry, prompts, source=source, target=target)
-        self._pins = pins
+        super().__init__(registry, prompts, pins, source=source, target=target)
         self._copy = copy
         self.kind: Kind = "copy" if copy else "move"
         self.deletes = not copy  # type: ignore[misc]
@@ -99,8 +98,7 @@ class Move(Operation):
 
     def _places(self) -> tuple[Place, Place]:
         assert self.source is not None
-        assert self.target is not None
-        return self.place(self.source), self.place(self.target)
+        return self.place(self.source), self.target_place()
 
     def _plan(self, chunks: ModelPrompt, source: Place, target: Place) -> Plan:
         holders = self._registry.holders
@@ -155,25 +153,14 @@ class Prefetch(Operation):
     kind = "prefetch"
     deletes = False
 
-    def __init__(
-        self,
-        registry: Registry,
-        prompts: Sequence[ModelPrompt],
-        *,
-        target: Position,
-        seconds: float | None,
-    ) -> None:
-        super().__init__(registry, prompts, target=target)
-        self._seconds = seconds
-
     def plan(self) -> Plan:
         """Plan for the layout with the most tokens to fetch."""
-        target = self._place()
+        target = self.target_place()
         return max((self._plan(chunks, target) for chunks in self._prompts), key=lambda plan: plan.num_tokens)
 
     async def execute(self, plan: Plan, result: Result, report: Report) -> None:
         """Fetch the planned chunks."""
-        target = self._place()
+        target = self.target_place()
         [part] = plan.parts
         for chunks in part.chunks.slices(MAX_KEYS):
             fetch = FetchChunks(target, plan.peer, part.chunks.model.namespace, chunks, self._seconds)
@@ -184,10 +171,6 @@ class Prefetch(Operation):
             result.reason = None
         else:
             result.reason = result.reason or "the instance gave no reason"
-
-    def _place(self) -> Place:
-        assert self.target is not None
-        return self.place(self.target)
 
     def _plan(self, chunks: ModelPrompt, target: Place) -> Plan:
         holders, keys = self._registry.holders, chunks.prompt.keys

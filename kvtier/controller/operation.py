@@ -12,6 +12,7 @@ from kvtier.agent.protocol import Command, Done, Progress
 from kvtier.controller.errors import CommandFailed, WrongRequest
 from kvtier.controller.events import Kind, Position, Result
 from kvtier.controller.member import Member
+from kvtier.controller.pins import Pins
 from kvtier.controller.prompts import ModelPrompt
 from kvtier.controller.registry import Registry
 from kvtier.memory.keys import ChunkKey, split_keys
@@ -89,13 +90,20 @@ class Operation(ABC):
         self,
         registry: Registry,
         prompts: Sequence[ModelPrompt],
+        pins: Pins,
         *,
+        target: Position,
         source: Position | None = None,
-        target: Position | None = None,
+        seconds: float | None = None,
     ) -> None:
-        """``prompts`` is one prompt in each layout of its model; empty for all chunks."""
+        """``prompts`` is one prompt in each layout of its model; empty for all chunks.
+
+        ``seconds`` is the maximum duration of a prefetch, or the duration of a pin.
+        """
         self._registry = registry
         self._prompts = prompts
+        self._pins = pins
+        self._seconds = seconds
         self.source = source
         self.target = target
 
@@ -124,6 +132,10 @@ class Operation(ABC):
 
         Raises: MemberGone, CommandFailed: the message names the instance and the reason.
         """
+
+    def target_place(self) -> Place:
+        """Return the current place of the target. Raises: see :func:`find_place`."""
+        return self.place(self.target)
 
     def place(self, position: Position) -> Place:
         """Return the current place of a position. Raises: see :func:`find_place`."""

@@ -103,23 +103,15 @@ class Operations:
 
     async def prefetch(self, target: Position, query: PromptQuery, *, seconds: float | None) -> Event:
         """Start a prefetch of chunks into a tier."""
-        place = self._place(target)
-        prompts = await self._prompts.find(query, [place.member])
-        return self._start(Prefetch(self.registry, prompts, target=place.position, seconds=seconds))
+        return await self._start_at(Prefetch, target, query, seconds)
 
     async def pin(self, target: Position, query: PromptQuery, *, seconds: float | None) -> Event:
         """Start pinning the chunks that a tier holds."""
-        place = self._place(target)
-        prompts = await self._prompts.find(query, [place.member])
-        return self._start(
-            PinChunks(self.registry, prompts, self._pins, target=place.position, seconds=seconds)
-        )
+        return await self._start_at(PinChunks, target, query, seconds)
 
     async def unpin(self, target: Position, query: PromptQuery) -> Event:
         """Start unpinning chunks."""
-        place = self._place(target)
-        prompts = await self._prompts.find(query, [place.member])
-        return self._start(UnpinChunks(self.registry, prompts, self._pins, target=place.position))
+        return await self._start_at(UnpinChunks, target, query)
 
     async def clear(self, target: Position, query: PromptQuery | None) -> Event:
         """Start removing a prompt's chunks, or all if ``query`` is ``None``, from one tier or all tiers."""
@@ -128,6 +120,13 @@ class Operations:
         position = target if tier is None else self._place(target).position
         prompts = [] if query is None else await self._prompts.find(query, [member])
         return self._start(Clear(self.registry, prompts, self._pins, target=position))
+
+    async def _start_at(
+        self, kind: type[Operation], target: Position, query: PromptQuery, seconds: float | None = None
+    ) -> Event:
+        place = self._place(target)
+        prompts = await self._prompts.find(query, [place.member])
+        return self._start(kind(self.registry, prompts, self._pins, target=place.position, seconds=seconds))
 
     def _place(self, position: Position) -> Place:
         return find_place(self.registry, position)

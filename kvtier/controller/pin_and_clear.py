@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvtier.agent.protocol import MAX_KEYS, Delete, DeleteAll, Pin, Unpin
-from kvtier.controller.events import Position, Result
+from kvtier.controller.events import Result
 from kvtier.controller.operation import Operation, Part, Place, Plan, Report, confirmed_keys, run_command
 from kvtier.controller.pin_restore import drop_stale_pins
-from kvtier.controller.pins import Pins
 from kvtier.controller.prompts import ModelPrompt
-from kvtier.controller.registry import Registry
 from kvtier.memory.keys import join_keys
 
 
@@ -20,19 +18,9 @@ class _PinOperation(Operation):
 
     deletes = False
 
-    def __init__(
-        self, registry: Registry, prompts: Sequence[ModelPrompt], pins: Pins, *, target: Position
-    ) -> None:
-        super().__init__(registry, prompts, target=target)
-        self._pins = pins
-
-    def _place(self) -> Place:
-        assert self.target is not None
-        return self.place(self.target)
-
     def _held(self) -> list[ModelPrompt]:
         """Return the prefix of the prompt that the tier holds, in each layout."""
-        number, holders = self._place().number, self._registry.holders
+        number, holders = self.target_place().number, self._registry.holders
         return [chunks.first(holders.prefixes(chunks.prompt.keys).get(number, 0)) for chunks in self._prompts]
 
 
@@ -41,28 +29,16 @@ class PinChunks(_PinOperation):
 
     kind = "pin"
 
-    def __init__(
-        self,
-        registry: Registry,
-        prompts: Sequence[ModelPrompt],
-        pins: Pins,
-        *,
-        target: Position,
-        seconds: float | None,
-    ) -> None:
-        super().__init__(registry, prompts, pins, target=target)
-        self._seconds = seconds
-
     def plan(self) -> Plan:
         """Plan for the layout with the longest prefix held."""
         chunks = max(self._held(), key=lambda held: held.num_tokens)
         self._pins.check(len(chunks.prompt.keys), self._registry.members)
-        part = Part(self._place().tier, chunks)
+        part = Part(self.target_place().tier, chunks)
         return Plan([part], chunks.num_tokens, len(chunks.prompt.keys), chunks.model.names[0])
 
     async def execute(self, plan: Plan, result: Result, report: Report) -> None:
         """Pin the chunks on the instance, and persist the pins."""
-        member = self._place().member
+        member = self.target_place().member
         [part] = plan.parts
         for chunks in part.chunks.slices(MAX_KEYS):
             keys = chunks.keys
@@ -86,7 +62,7 @@ class UnpinChunks(_PinOperation):
         """Plan for the whole prompt, in every layout."""
         held = max(self._held(), key=lambda chunks: chunks.num_tokens)
         return Plan(
-            [Part(self._place().tier, chunks) for chunks in self._prompts],
+            [Part(self.target_place().tier, chunks) for chunks in self._prompts],
             held.num_tokens,
             len(held.prompt.keys),
             self._prompts[0].model.names[0],
@@ -95,7 +71,7 @@ class UnpinChunks(_PinOperation):
 
     async def execute(self, plan: Plan, result: Result, report: Report) -> None:
         """Unpin the chunks, and delete the persisted pins."""
-        member = self._place().member
+        member = self.target_place().member
         result.tokens, result.chunks = plan.num_tokens, plan.chunks
         for part in plan.parts:
             for chunks in part.chunks.slices(MAX_KEYS):
@@ -106,17 +82,13 @@ class UnpinChunks(_PinOperation):
 
 
 class Clear(Operation):
-    """Remove a prompt's chunks, or all chunks, from one tier or all tiers of an instance."""
+    """Remove a prompt's chunks, or all chunks, from one tier or all tiers of an instance.
+
+    Without prompts, all chunks.
+    """
 
     kind = "clear"
     deletes = True
-
-    def __init__(
-        self, registry: Registry, prompts: Sequence[ModelPrompt], pins: Pins, *, target: Position
-    ) -> None:
-        """Empty ``prompts`` means all chunks."""
-        super().__init__(registry, prompts, target=target)
-        self._pins = pins
 
     def plan(self) -> Plan:
         """Plan for all held chunks of the prompt, in any layout, including those beyond a gap."""
@@ -167,13 +139,12 @@ class Clear(Operation):
 
     @property
     def _all_tiers(self) -> bool:
-        return self.target is not None and self.target[1] is None
+        return self.target[1] is None
 
     def _places(self) -> list[Place]:
-        assert self.target is not None
-        instance, _ = self.target
         if not self._all_tiers:
-            return [self.place(self.target)]
+            return [self.target_place()]
+        instance, _ = self.target
         member = self._registry.find(instance)
         places = [Place(member, tier) for tier in range(len(member.hello.tiers))]
         return [place for place in places if not place.is_peers]

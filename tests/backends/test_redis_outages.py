@@ -16,7 +16,7 @@ from kvtier.backends.redis.errors import describe_refusal
 from kvtier.backends.redis.resp import DRAIN_BYTES, ErrorReply, encode
 from kvtier.backends.redis.url import Endpoint
 from kvtier.errors import TierError
-from kvtier.testing.backend import is_stained, make_key, stain
+from kvtier.testing.backend import is_poisoned, make_key, poison
 from tests.open_files import open_files
 from tests.servers.redis import RedisServer
 

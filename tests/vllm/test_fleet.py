@@ -18,8 +18,9 @@ from rich.console import Console
 
 from kvtier.demo.client import Client
 from kvtier.demo.report import Steps
-from kvtier.demo.server import DemoFailed, Server, free_port, start_proxy, start_vllm
+from kvtier.demo.server import DemoFailed, Server, start_proxy, start_vllm
 from kvtier.demo.work import Options, Work, make_prompts, model_of, vllm_arguments, work_folder
+from kvtier.testing.servers import free_port
 from tests.vllm.cache_process import MIB, CacheProcess
 from tests.vllm.test_disaggregated import ROLES, SECRET, is_quiet
 
