@@ -10,13 +10,14 @@ from typing import TypeVar
 import anyio
 
 from kvtier.concurrency.backoff import Backoff
+from kvtier.concurrency.breaker import Breaker
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError, Rejected
 from kvtier.logs import printable
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.dialing import ControlConnection, PeerDialer
+from kvtier.peers.dialling import ControlConnection, PeerDialer
+from kvtier.peers.outage import Outage
 from kvtier.peers.pace import Pace
-from kvtier.peers.pauses import Breaker, Outage
 from kvtier.peers.source import Source, timeouts_of
 from kvtier.rpc.authentication import Credentials
 from kvtier.settings.peer import split_address
@@ -27,6 +28,8 @@ logger = logging.getLogger("kvtier")
 
 PROBE_SECONDS = 1.0
 """Timeout of the ping that closes the circuit breaker."""
+FAILURES_IN_A_ROW = 3
+"""Consecutive failures of one kind of request that open the circuit breaker."""
 STABLE_SECONDS = 5.0
 """A connection that lasted longer resets the reconnect back-off."""
 LOOKUPS = "does not answer lookups"
@@ -65,7 +68,7 @@ class PeerClient:
         self._transport_name = transport_name
         self._instance = instance
         self._timeouts = timeouts_of(deadline)
-        self._breaker = Breaker()
+        self._breaker = Breaker(FAILURES_IN_A_ROW, Backoff())
         self._temporary = temporary
         self._outage = Outage(logger, address, quiet=temporary)
         self._backoff = Backoff()

@@ -1,4 +1,4 @@
-"""Circuit breaker, so that an unavailable medium costs a miss instead of a wait.
+"""Circuit breaker of a tier, so that an unavailable medium costs a miss instead of a wait.
 
 =========  ================================================  ========================================
 state      result of a call                                  left
@@ -22,9 +22,12 @@ from typing import TypeVar
 
 from kvtier.backends.base import Outcome
 from kvtier.concurrency.backoff import Backoff
+from kvtier.concurrency.breaker import Breaker
 from kvtier.logs import RateLimitedWarning
 
 logger = logging.getLogger("kvtier")
+
+_CALLS = "calls fail"
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -59,14 +62,9 @@ class CircuitBreaker:
         self.outages = 0
         """How often the breaker opened. A failed probe belongs to the current outage."""
         self._name = name
-        self._failures = failures
-        self._cooldowns = Backoff(cooldown, max_cooldown, jitter=0.0)
-        self._clock = clock
+        self._breaker = Breaker(failures, Backoff(cooldown, max_cooldown, jitter=0.0), clock)
         self._warn = RateLimitedWarning(logger)
         self._warn_open = RateLimitedWarning(logger)
-        self._consecutive_failures = 0
-        self._last_failure = ""
-        self._open_until = 0.0
         self._epoch = 0
 
     @property
@@ -118,7 +116,7 @@ class CircuitBreaker:
         return failure
 
     def _probe_is_due(self) -> bool:
-        return self.state is BreakerState.OPEN and self._clock() >= self._open_until
+        return self.state is BreakerState.OPEN and self._breaker.probe_is_due
 
     def _admits(self) -> bool:
         if self._probe_is_due():
@@ -128,34 +126,35 @@ class CircuitBreaker:
         return self.state is BreakerState.CLOSED
 
     def _count_success(self) -> None:
-        self._consecutive_failures = 0
+        self._breaker.record_success(_CALLS)
         if self.state is BreakerState.PROBING:
+            self._breaker.close()
             self.state = BreakerState.CLOSED
-            self._cooldowns.reset()
             # Ignore results of calls that started before the outage.
             self._epoch += 1
             logger.info("tier %s: circuit breaker closed", self._name)
 
     def _count_failure(self, reason: str) -> None:
-        self._consecutive_failures += 1
-        self._last_failure = reason
-        if self.state is BreakerState.PROBING or self._consecutive_failures >= self._failures:
-            self._trip(self._cooldowns.next())
+        opened = self._breaker.record_failure(_CALLS)
+        if self.state is BreakerState.PROBING:
+            self._breaker.open(_CALLS)
+        elif not opened:
+            return
+        self.outages += opened
+        self._reopen()
+        self._warn_open(
+            "tier %s: circuit breaker open for %g s after %d consecutive failures (last: %s)",
+            self._name,
+            self._breaker.pause,
+            self._breaker.failures[_CALLS],
+            reason,
+        )
 
     def _on_cancelled(self, epoch: int) -> None:
         """Count a cancelled call neither as success nor as failure. After a cancelled probe, probe again."""
         if self.state is BreakerState.PROBING and epoch == self._epoch:
-            self._trip(0.0)
+            self._reopen()
 
-    def _trip(self, seconds: float) -> None:
-        self.outages += self.state is BreakerState.CLOSED
+    def _reopen(self) -> None:
         self.state = BreakerState.OPEN
         self._epoch += 1
-        self._open_until = self._clock() + seconds
-        self._warn_open(
-            "tier %s: circuit breaker open for %g s after %d consecutive failures (last: %s)",
-            self._name,
-            seconds,
-            self._consecutive_failures,
-            self._last_failure or "probe cancelled",
-        )

@@ -158,7 +158,7 @@ async def test_source_with_an_open_breaker_is_not_read(settings: MakeSettings, p
         while harness.tier("near").available:
             assert await harness.retrieve(tokens) == 1024
             harness.cache.hierarchy.drop(harness.model.keys(tokens))
-        harness.tier("near").breaker._open_until = float("inf")
+        harness.tier("near").breaker._breaker.pause = float("inf")
         harness.reads.clear()
         assert await harness.retrieve(tokens) == 1024
         assert harness.reads == [("far", 4)]

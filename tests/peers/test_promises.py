@@ -1,15 +1,14 @@
-"""Promises, circuit breakers, outages and paces, on a fake clock."""
+"""Promises, outages and paces, on a fake clock."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterable
 
 import pytest
 
+from kvtier.peers.outage import Outage
 from kvtier.peers.pace import REMEMBERED_SECONDS, Pace, fastest
-from kvtier.peers.pauses import FAILURES_IN_A_ROW, Breaker, Outage
 from kvtier.peers.promises import Promise, Promises, usable_seconds
 from kvtier.testing.backend import make_key
 
@@ -76,27 +75,6 @@ def test_newest_promise_of_a_chunk_is_kept() -> None:
 @pytest.mark.parametrize(("lease", "usable"), [(10.0, 9.5), (1.0, 0.5), (0.2, 0.1)])
 def test_end_of_lease_is_not_used(lease: float, usable: float) -> None:
     assert usable_seconds(lease) == pytest.approx(usable)
-
-
-def test_breaker_opens_after_consecutive_failures_and_for_longer_each_time() -> None:
-    clock = Clock()
-    breaker = Breaker(clock)
-    breaker.record_failure("one thing")
-    breaker.record_success("one thing")
-    pauses = []
-    for _ in range(4):
-        opened = [breaker.record_failure("one thing") for _ in range(FAILURES_IN_A_ROW)]
-        assert opened.count(True) == 1
-        assert breaker.reason == "one thing"
-        start = clock.now
-        while not breaker.probe_is_due:
-            clock.now += 0.01
-        pauses.append(clock.now - start)
-        assert breaker.close()
-        assert breaker.reason is None
-    assert all(later > 1.2 * earlier for earlier, later in itertools.pairwise(pauses))
-    breaker.record_success("one thing")
-    assert not breaker.record_failure("one thing")
 
 
 def test_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
