@@ -81,12 +81,13 @@ class Report:
 
 
 class Observer(Protocol):
-    """Receives every transfer and every change of the catalog. Called in the event loop; must not block."""
+    """Receives every transfer and every change of the catalog. Called in the event loop; must not block.
+
+    Subclass it and implement what is needed: by default, both are ignored.
+    """
 
     def observe(self, report: Report) -> None:
         """Called after each batch, whatever its outcomes."""
-        ...
 
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
         """Called when chunks became READY in a tier or were removed from it."""
-        ...

@@ -14,7 +14,7 @@ import anyio
 
 from kvtier.agent.protocol import MAX_KEYS, Changed, Lost, UpToDate
 from kvtier.cache import TieredCache
-from kvtier.events import Report
+from kvtier.events import Observer
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.rpc.frames import Message
 
@@ -32,7 +32,7 @@ PAUSE_SECONDS = 0.001
 Send = Callable[[Message], Awaitable[None]]
 
 
-class Holdings:
+class Holdings(Observer):
     """An observer that reports one cache over one connection. Shared pools are not reported."""
 
     def __init__(self, cache: TieredCache, max_changed: int = MAX_CHANGED) -> None:
@@ -53,9 +53,6 @@ class Holdings:
         """Whether a snapshot is complete, so that only changes remain to be reported."""
         self.lost = 0
         """How many times a new snapshot was needed because too many keys were marked."""
-
-    def observe(self, report: Report) -> None:
-        """Ignore transfers."""
 
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
         """Mark the changed keys for reporting; with too many marks, schedule a new snapshot."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
-from kvtier.bridge.kv_transfer import Transfer
 from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Found, Hello, Reserve, Reserved, Run
 from kvtier.bridge.protocol import Lookup as LookupRequest
 from kvtier.cache import TieredCache
@@ -20,6 +19,7 @@ from kvtier.pipeline.found import Lookup, Ready
 from kvtier.pipeline.store import Reservation
 
 if TYPE_CHECKING:
+    from kvtier.peers.kv_transfer import KVTransfer as Transfer
     from kvtier.peers.staging.buffers import EngineStaging, Staging
 
 NO_LEASE = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 from anyio.abc import TaskGroup
@@ -14,61 +14,13 @@ from kvtier.errors import PeerError, ProtocolError
 from kvtier.logs import ChangedWarnings
 from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.memory.layout import ChunkLayout
-from kvtier.pipeline.store import Reservation
 from kvtier.tiers.router import FIRST
 
 if TYPE_CHECKING:
-    from kvtier.peers.staging.buffers import Staging
+    from kvtier.peers.kv_transfer import KVTransfer as Transfer
 
 COMMIT_POLL_SECONDS = 0.02
 """How often to check whether the workers have filled the reserved chunks. Only at the end of a prompt."""
-
-
-class Result(Protocol):
-    """Outcome of a KV transfer: see :class:`kvtier.peers.kv_transfer_result.KVTransferResult`."""
-
-    @property
-    def leading(self) -> int:
-        """Number of leading chunks that the peer holds."""
-
-    @property
-    def refused(self) -> bool:
-        """Whether the peer rejects chunks of this model."""
-
-    @property
-    def last_error(self) -> str:
-        """Why the transfer is incomplete."""
-
-
-class Transfer(Protocol):
-    """A running KV transfer: see :class:`kvtier.peers.kv_transfer.KVTransfer`."""
-
-    filling: int
-    """Number of chunks that the engine is copying into a staging buffer."""
-
-    def stages(self, key: ChunkKey) -> bool:
-        """Return whether a chunk should be pushed from a staging buffer."""
-
-    def staged(self, staging: Staging, chunk: Reservation) -> None:
-        """Push a chunk that is complete in a staging buffer. Takes ownership of its lease."""
-
-    @property
-    def ended(self) -> anyio.Event:
-        """Set when no chunk is pending or being pushed."""
-
-    @property
-    def result(self) -> Result:
-        """Outcome so far."""
-
-    async def finish(self, seconds: float) -> Result:
-        """Push the chunks that are READY, for ``seconds`` at most. No further chunk becomes READY."""
-
-    def abort(self) -> None:
-        """Stop pushing."""
-
-
-Begin = Callable[[str, Sequence[ChunkKey]], Transfer]
-"""Start to push the chunks of a prompt to a peer. Raises :class:`PeerError`."""
 
 
 class EngineKVTransfers:
@@ -76,7 +28,7 @@ class EngineKVTransfers:
 
     def __init__(
         self,
-        begin: Begin,
+        begin: Callable[[str, Sequence[ChunkKey]], Transfer],
         catalog: Catalog,
         layout: ChunkLayout,
         warnings_: ChangedWarnings,
@@ -84,7 +36,9 @@ class EngineKVTransfers:
         tasks: TaskGroup,
         notify: Callable[[KVTransferResult], Awaitable[None]],
     ) -> None:
-        """``seconds``: how long reserved chunks may take to be filled and pushed once a prompt is computed.
+        """``begin`` starts to push the chunks of a prompt to a peer. Raises :class:`PeerError`.
+
+        ``seconds``: how long reserved chunks may take to be filled and pushed once a prompt is computed.
 
         ``tasks``: the task group of the connection that ``notify`` sends on.
         """

@@ -51,7 +51,7 @@ from kvtier.bridge.protocol import (
 )
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
-from kvtier.events import Report
+from kvtier.events import Observer
 from kvtier.instance import Instance
 from kvtier.logs import ChangedWarnings
 from kvtier.memory.keys import ChunkKey, join_keys
@@ -353,15 +353,12 @@ class Connection:
             self._server.cache.remove_observer(gathered)
 
 
-class _Changes:
+class _Changes(Observer):
     """An observer that collects the chunks stored in and removed from each tier."""
 
     def __init__(self) -> None:
         self._gathered: dict[int, tuple[list[ChunkKey], list[ChunkKey]]] = {}
         self._room = CHANGES_LIMIT
-
-    def observe(self, report: Report) -> None:
-        """Ignore transfers."""
 
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
         """Add to the changes that :meth:`take` returns."""

@@ -27,7 +27,7 @@ from anyio.abc import TaskGroup
 from kvtier.cache import TieredCache
 from kvtier.catalog.catalog import State
 from kvtier.errors import ChannelError, PeerError
-from kvtier.events import Report
+from kvtier.events import Observer
 from kvtier.logs import ChangedWarnings
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
@@ -351,7 +351,7 @@ class KVTransfer:
         self.ended.set()
 
 
-class KVTransfers:
+class KVTransfers(Observer):
     """All KV transfers of this host. Observes the cache, and routes READY chunks to their transfers."""
 
     def __init__(self, cache: TieredCache, peers: PeersBackend, tasks: TaskGroup, max_bytes: int) -> None:
@@ -425,9 +425,6 @@ class KVTransfers:
     def warn_staging(self, to: str, last_error: str) -> None:
         """Warn once why chunks are not transferred between staging buffers."""
         self._staging_warnings.note(to, last_error)
-
-    def observe(self, report: Report) -> None:
-        """Ignore reports of transfers."""
 
     def changed(self, tier: int, stored: Iterable[ChunkKey], removed: Iterable[ChunkKey]) -> None:
         """Queue stored chunks synchronously, so that they are leased before they can be evicted."""

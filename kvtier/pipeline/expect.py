@@ -12,7 +12,7 @@ from itertools import islice
 import anyio
 
 from kvtier.catalog.catalog import State
-from kvtier.events import Report
+from kvtier.events import Observer
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
 
@@ -89,7 +89,7 @@ class Expectation:
         self.ended.set()
 
 
-class ExpectStage:
+class ExpectStage(Observer):
     """Tracks announced chunks and the lookups that wait for them. Synchronous. Observes the hierarchy."""
 
     def __init__(self, hierarchy: Hierarchy) -> None:
@@ -173,9 +173,6 @@ class ExpectStage:
             waiting.discard(expectation)
             if not waiting:
                 del self._waiting[key]
-
-    def observe(self, report: Report) -> None:
-        """Ignore transfers."""
 
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
         """Let the waiting lookups take stored chunks immediately, before these can be evicted."""

@@ -10,7 +10,7 @@ import anyio
 
 from kvtier.catalog.catalog import State
 from kvtier.catalog.eviction import RemovalReason
-from kvtier.events import Report
+from kvtier.events import Observer
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
 from kvtier.tiers.level import MAX_TRACKED_CHUNKS
@@ -20,7 +20,7 @@ PAUSE_SECONDS = 1.0
 """Maximum delay between the expiry of a chunk and its removal from the catalog."""
 
 
-class ForgetStage:
+class ForgetStage(Observer):
     """Removes chunks of tiers with a TTL from the catalog when they expire.
 
     Without this, the tiers above would drop an expired chunk on eviction instead of writing it again.
@@ -32,9 +32,6 @@ class ForgetStage:
         self._due: dict[int, deque[tuple[float, ChunkKey]]] = {tier: deque() for tier in self._ttl}
         if self._ttl:
             hierarchy.observers.append(self)
-
-    def observe(self, report: Report) -> None:
-        """Ignore transfers."""
 
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
         """Record when the stored chunks expire."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
+from kvtier.catalog.catalog import Catalog
 from kvtier.concurrency.threads import spread
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey
@@ -14,16 +15,20 @@ from kvtier.tiers.seal import PARTS_AT_ONCE, Seal
 from kvtier.tiers.sealer import Sealer
 
 
-class StoredLengths(Protocol):
-    """The length of each object in the medium, by key."""
+class StoredLengths:
+    """The lengths of a tier's objects, as the catalog has them."""
+
+    def __init__(self, catalog: Catalog, tier: int) -> None:
+        self._catalog = catalog
+        self._tier = tier
 
     def get(self, key: ChunkKey, default: int, /) -> int:
-        """Return a length, or ``default`` for an unknown key."""
-        ...
+        """Return a length, or ``default`` for a chunk that is not in the tier."""
+        return self._catalog.stored_length(key, self._tier, default)
 
     def __setitem__(self, key: ChunkKey, length: int, /) -> None:
-        """Record a length. Called when the backend has stored the object."""
-        ...
+        """Record the length of a stored object."""
+        self._catalog.resize(key, self._tier, length)
 
 
 class _Read(NamedTuple):

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.events import Evict, Move, Prefetch, Store
 from kvtier.memory.keys import ChunkKey
+from kvtier.tiers.level import Level
 
 FIRST = 0
 """The tier that is the arena. All engine reads and writes pass through it."""
 CLEARLY_CHEAPER = 2 / 3
 """A tier is preferred over one earlier in the settings only if it costs less than this fraction."""
-
-
-class Destination(Protocol):
-    """The properties of a tier that the router needs."""
-
-    @property
-    def write(self) -> str:
-        """When it receives chunks from the tiers above: ``through``, ``on_evict`` or ``never``."""
-        ...
-
-    @property
-    def available(self) -> bool:
-        """Whether it currently accepts calls."""
-        ...
-
-    @property
-    def keeps(self) -> bool:
-        """Whether it retains chunks reliably, so that the tiers above may drop them."""
-        ...
-
-    def cost(self, length: int) -> float | None:
-        """Return the expected seconds to read ``length`` bytes; ``None`` if unknown."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +28,7 @@ class Transfer:
 class Router:
     """Planner for one hierarchy of tiers."""
 
-    def __init__(self, catalog: Catalog, tiers: Sequence[Destination]) -> None:
+    def __init__(self, catalog: Catalog, tiers: Sequence[Level]) -> None:
         self._catalog = catalog
         self._tiers = tiers
 
@@ -142,7 +119,7 @@ class Router:
 class _Sources:
     """The readable tiers and their ranking by cost, computed once per plan."""
 
-    def __init__(self, tiers: Sequence[Destination], expected_bytes: Callable[[], int]) -> None:
+    def __init__(self, tiers: Sequence[Level], expected_bytes: Callable[[], int]) -> None:
         self._tiers = tiers
         self._expected_bytes = expected_bytes
         self._costs: dict[int, float | None] = {}

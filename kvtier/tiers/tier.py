@@ -26,7 +26,7 @@ from kvtier.tiers.batches import BATCH_BYTES
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.costs import ReadCost
 from kvtier.tiers.deletions import Deletions
-from kvtier.tiers.encoded_seal import EncodedSeal
+from kvtier.tiers.encoded_seal import EncodedSeal, StoredLengths
 from kvtier.tiers.encoder import Encoder
 from kvtier.tiers.level import ChunkBytes, Level
 from kvtier.tiers.seal import Seal
@@ -68,7 +68,7 @@ class Tier(Level):
         if encoder is None:
             self.seal = Seal(backend, sealer, verify=self.capabilities.arena is None)
         else:
-            self.seal = EncodedSeal(backend, sealer, encoder, _CatalogLengths(catalog, index))
+            self.seal = EncodedSeal(backend, sealer, encoder, StoredLengths(catalog, index))
         self._deletions = Deletions(settings.name, backend)
         self._tasks = tasks
         self._slots = Slots(settings.concurrency)
@@ -287,19 +287,3 @@ class Tier(Level):
         self.breaker.record_failure(missed)
         self.reading.failed()
         return False
-
-
-class _CatalogLengths:
-    """The lengths of a tier's objects, as the catalog has them."""
-
-    def __init__(self, catalog: Catalog, tier: int) -> None:
-        self._catalog = catalog
-        self._tier = tier
-
-    def get(self, key: ChunkKey, default: int, /) -> int:
-        """Return a length, or ``default`` for a chunk that is not in the tier."""
-        return self._catalog.stored_length(key, self._tier, default)
-
-    def __setitem__(self, key: ChunkKey, length: int, /) -> None:
-        """Record the length of a stored object."""
-        self._catalog.resize(key, self._tier, length)

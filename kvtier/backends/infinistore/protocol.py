@@ -178,14 +178,14 @@ class InfiniStoreConnection(Connection):
         else:
             self._drain.add(self)
 
-    # Interface of Drainable.
+    # For Drain, once a pending reply is no longer needed.
 
     def fileno(self) -> int:
-        """See :class:`~kvtier.backends.infinistore.drain.Drainable`."""
+        """Return the socket's descriptor."""
         return self._socket.fileno()
 
     def discard(self, scratch: memoryview) -> bool:
-        """See :class:`~kvtier.backends.infinistore.drain.Drainable`."""
+        """Read available data into ``scratch`` without blocking. Return whether the reply is complete."""
         assert self._answer is not None
         try:
             received = self._socket.recv_into(scratch, len(scratch), socket.MSG_DONTWAIT)
@@ -197,7 +197,7 @@ class InfiniStoreConnection(Connection):
         return not received or self._answer.is_complete
 
     def hang_up(self) -> None:
-        """See :class:`~kvtier.backends.infinistore.drain.Drainable`."""
+        """Close the socket immediately."""
         super().close()
 
     def _query(self, operation: bytes, names: Sequence[bytes]) -> int:
