@@ -239,10 +239,7 @@ class _Tokenizing(Work):
 
 
 def _split(joined: bytes) -> list[ChunkKey]:
-    try:
-        keys = split_keys(joined)
-    except ValueError as error:
-        raise ProtocolError(str(error)) from error
+    keys = split_keys(joined)
     if len(keys) > MAX_KEYS:
         raise ProtocolError(f"{len(keys)} chunks in one command exceed the limit of {MAX_KEYS}")
     return list(dict.fromkeys(keys))

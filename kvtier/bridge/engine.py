@@ -92,7 +92,7 @@ class Engine:
 
     def look_up(self, request: LookupRequest) -> tuple[Found, Lookup | None]:
         """Return the immediate answer, and the lookup itself if parts of it are still in flight."""
-        keys = _keys(request.keys)
+        keys = split_keys(request.keys)
         found = self._cache.look_up(
             keys,
             self._expected(len(keys), request.tokens),
@@ -228,7 +228,7 @@ class Engine:
         return Reserved(request.ticket, leases, offsets, 0 if staging is None else staging.number)
 
     def _headers(self, run: Run) -> list[ChunkHeader]:
-        keys = _keys(run.keys)
+        keys = split_keys(run.keys)
         if len(run.parent) != KEY_BYTES or not 0 < run.last_tokens <= self.layout.chunk_tokens:
             raise ProtocolError(
                 f"invalid run: {len(keys)} chunks, {run.last_tokens} tokens in the last one, "
@@ -317,10 +317,3 @@ def _stage(staging: Staging | None, transfer: Transfer | None, header: ChunkHead
         return None
     transfer.filling += 1
     return Filling(reservation, transfer, staging)
-
-
-def _keys(joined: bytes) -> list[ChunkKey]:
-    try:
-        return split_keys(joined)
-    except ValueError as error:
-        raise ProtocolError(str(error)) from error

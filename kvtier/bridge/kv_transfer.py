@@ -62,10 +62,7 @@ class EngineKVTransfers:
 
     def begin(self, request: KVTransfer) -> KVTransferResult | None:
         """Push chunks as they become READY; return a result if that fails. Raises :class:`ProtocolError`."""
-        try:
-            keys = split_keys(request.keys)
-        except ValueError as error:
-            raise ProtocolError(str(error)) from error
+        keys = split_keys(request.keys)
         if request.ticket in self._open or not 0 < request.tokens <= len(keys) * self._layout.chunk_tokens:
             raise ProtocolError("invalid KV transfer: ticket in use, or tokens do not match its keys")
         try:

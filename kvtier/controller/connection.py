@@ -144,10 +144,7 @@ def _decode(body: bytes) -> FromInstance:
 
 
 def _split(joined: bytes) -> list[ChunkKey]:
-    try:
-        keys = split_keys(joined)
-    except ValueError as error:
-        raise ProtocolError(f"it reports malformed keys: {error}") from error
+    keys = split_keys(joined)
     if len(keys) > MAX_KEYS:
         raise ProtocolError(f"it names {len(keys)} chunks in one message, more than {MAX_KEYS}")
     return keys

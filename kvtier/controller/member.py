@@ -133,11 +133,11 @@ def _check(done: Done, command: Command) -> None:
     What the answer confirms may be deleted elsewhere, so it must be part of the command.
     """
     _check_counts(done)
+    keys = split_keys(done.keys)
     try:
-        keys = split_keys(done.keys)
         array("I", done.tokens)
-    except (ValueError, OverflowError) as error:
-        raise ProtocolError(f"Done has malformed keys or tokens: {error}") from error
+    except OverflowError as error:
+        raise ProtocolError(f"Done has malformed tokens: {error}") from error
     commanded = split_keys(command.keys) if isinstance(command, Fetch | Delete | Pin | Unpin) else ()
     if not set(commanded).issuperset(keys):
         raise ProtocolError("Done names chunks that the command did not")

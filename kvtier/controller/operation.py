@@ -15,6 +15,7 @@ from kvtier.controller.member import Member
 from kvtier.controller.pins import Pins
 from kvtier.controller.prompts import ModelPrompt
 from kvtier.controller.registry import Registry
+from kvtier.errors import ProtocolError
 from kvtier.memory.keys import ChunkKey, split_keys
 
 PEERS = "peers"
@@ -183,6 +184,6 @@ def confirmed_keys(done: Done, requested_keys: Collection[ChunkKey]) -> list[Chu
     requested = frozenset(requested_keys)
     try:
         keys = split_keys(done.keys)
-    except ValueError as error:
-        raise CommandFailed(f"the instance's answer contains malformed keys: {error}") from error
+    except ProtocolError as error:
+        raise CommandFailed(f"the instance's answer is invalid: {error}") from error
     return [key for key in dict.fromkeys(keys) if key in requested]

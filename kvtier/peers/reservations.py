@@ -106,7 +106,7 @@ class Reservations:
 
     def announce(self, owner: Hashable, announcement: Announce) -> bool:
         """Make lookups wait for these chunks; return whether they do. Raises :class:`ProtocolError`."""
-        keys = _split(announcement.keys)
+        keys = split_keys(announcement.keys)
         if len(keys) > MAX_IN_ONE:
             raise ProtocolError(f"it announces more than {MAX_IN_ONE} chunks at once")
         announced = self._announced.setdefault(owner, {})
@@ -318,7 +318,7 @@ class Reservations:
 
 def _headers(request: Reserve) -> list[ChunkHeader]:
     """Build the chunk headers of a request. Raises :class:`ProtocolError` if they are invalid."""
-    keys, parents, lengths = _split(request.keys), _split(request.parents), request.payload_lengths
+    keys, parents, lengths = split_keys(request.keys), split_keys(request.parents), request.payload_lengths
     if len(keys) > MAX_RESERVED:
         raise ProtocolError(f"it reserves more than {MAX_RESERVED} chunks at once")
     if len(parents) != len(keys) or len(lengths) != len(keys) or len(request.namespace) != KEY_BYTES:
@@ -329,10 +329,3 @@ def _headers(request: Reserve) -> list[ChunkHeader]:
         ChunkHeader(key, parent, request.namespace, length)
         for key, parent, length in zip(keys, parents, lengths, strict=True)
     ]
-
-
-def _split(keys: bytes) -> list[ChunkKey]:
-    try:
-        return split_keys(keys)
-    except ValueError as error:
-        raise ProtocolError(f"it sends invalid keys: {error}") from error

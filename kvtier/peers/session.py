@@ -14,7 +14,7 @@ from anyio import CancelScope
 from anyio.abc import TaskGroup
 
 from kvtier.errors import ChannelError, ProtocolError
-from kvtier.memory.keys import ChunkKey, split_keys
+from kvtier.memory.keys import split_keys
 from kvtier.peers.arrival import Arrival
 from kvtier.peers.grants import Grant, GrantBook
 from kvtier.peers.holdings import Holdings
@@ -114,7 +114,7 @@ class Session:
                 self._endpoint.send(Released(message.ticket, valid))
             case Contains():
                 self._endpoint.uncork()
-                held = await self._holdings.held(_split(message.keys))
+                held = await self._holdings.held(split_keys(message.keys))
                 self._endpoint.send(Contained(message.ticket, held))
             case Announce():
                 accepted = self._reservations.announce(self, message)
@@ -145,7 +145,7 @@ class Session:
             self._commits.release()
 
     async def _look_up(self, request: Lookup) -> None:
-        keys = _split(request.keys)
+        keys = split_keys(request.keys)
         if self._grants.count(self) >= MAX_GRANTS:
             keys = []
         self._endpoint.uncork()
@@ -208,10 +208,3 @@ class Session:
         grant = self._grants.find(self, number)
         if grant is not None and len(chunks) > len(grant.leases):
             raise ProtocolError("it names more chunks than it was granted")
-
-
-def _split(keys: bytes) -> list[ChunkKey]:
-    try:
-        return split_keys(keys)
-    except ValueError as error:
-        raise ProtocolError(f"it sends invalid keys: {error}") from error

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.errors import ProtocolError
 from kvtier.memory.keys import (
     KEY_BYTES,
     ChunkKey,
@@ -204,5 +205,5 @@ def test_join_and_split_keys(keys: list[ChunkKey]) -> None:
 
 @pytest.mark.parametrize("length", [1, 31, 33])
 def test_partial_key_is_rejected(length: int) -> None:
-    with pytest.raises(ValueError, match=f"{length} bytes are not a whole number of 32-byte keys"):
+    with pytest.raises(ProtocolError, match=f"{length} bytes are not a whole number of 32-byte keys"):
         split_keys(bytes(length))
