@@ -6,7 +6,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
 
 import anyio
 from anyio import CancelScope
@@ -30,7 +29,7 @@ from kvtier.peers.protocol import (
     Welcome,
     decode_from_server,
 )
-from kvtier.rpc.calls import Call
+from kvtier.rpc.calls import ReplyT, ResultT
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.keep_alive import KeepAlive, Timeouts
 from kvtier.rpc.wire import SocketWire
@@ -42,7 +41,6 @@ MAX_PUSHES = 8
 DISCONNECT_SECONDS = 6.0
 """An unresponsive peer is disconnected after this long."""
 
-ResultT = TypeVar("ResultT")
 Read = tuple[Promise, memoryview]
 """A promise, and the view to read into or write from."""
 
@@ -168,33 +166,42 @@ class Source:
             expect_length(readable.readable, len(group))
             return readable.readable
 
-        grants = _by_grant(promises)
+        replies = await self._ask_each_grant(promises, Await, Readable, settle)
+        return {promise for group, ready in replies for promise, ok in zip(group, ready, strict=True) if ok}
+
+    async def confirm(self, promises: Sequence[Promise]) -> set[Promise]:
+        """Release these promises. Return those that were valid until now."""
+
+        def settle(_group: Sequence[Promise], released: Released, _wanted: bool) -> bool:
+            return released.valid
+
+        replies = await self._ask_each_grant(promises, Release, Released, settle)
+        return {promise for group, valid in replies if valid for promise in group}
+
+    async def _ask_each_grant(
+        self,
+        promises: Iterable[Promise],
+        request: type[Await | Release],
+        reply_type: type[ReplyT],
+        settle: Callable[[Sequence[Promise], ReplyT, bool], ResultT],
+    ) -> list[tuple[Sequence[Promise], ResultT]]:
+        """Send a request for the promises of each grant. Return these, each with the result."""
+        grants: dict[int, list[Promise]] = {}
+        for promise in promises:
+            grants.setdefault(promise.grant, []).append(promise)
         calls = [
             self.endpoint.call(
-                partial(Await, grant=grant, chunks=[promise.number for promise in group]),
-                Readable,
+                partial(request, grant=grant, chunks=[promise.number for promise in group]),
+                reply_type,
                 partial(settle, group),
             )
             for grant, group in grants.items()
         ]
-        ready: set[Promise] = set()
-        for group, reply in zip(grants.values(), await _all_replies(calls), strict=True):
-            ready.update(promise for promise, ok in zip(group, reply, strict=True) if ok)
-        return ready
-
-    async def confirm(self, promises: Sequence[Promise]) -> set[Promise]:
-        """Release these promises. Return those that were valid until now."""
-        grants = _by_grant(promises)
-        calls = [
-            self.endpoint.call(
-                partial(Release, grant=grant, chunks=[promise.number for promise in group]),
-                Released,
-                lambda released, _wanted: released.valid,
-            )
-            for grant, group in grants.items()
-        ]
-        valid = await _all_replies(calls)
-        return {promise for group, ok in zip(grants.values(), valid, strict=True) if ok for promise in group}
+        try:
+            return [(group, await call.reply()) for group, call in zip(grants.values(), calls, strict=True)]
+        finally:
+            for call in calls:
+                call.abandon()
 
     def release(self, promises: Iterable[Promise]) -> None:
         """Release these promises soon, without waiting for the response."""
@@ -286,22 +293,7 @@ class Source:
             await self._link.close()
 
 
-def _by_grant(promises: Iterable[Promise]) -> dict[int, list[Promise]]:
-    grants: dict[int, list[Promise]] = {}
-    for promise in promises:
-        grants.setdefault(promise.grant, []).append(promise)
-    return grants
-
-
 def expect_length(answers: Sequence[object], length: int) -> None:
     """Raise :class:`kvtier.errors.ProtocolError` if a response has the wrong number of entries."""
     if len(answers) != length:
         raise ProtocolError(f"its response has {len(answers)} entries, expected {length}")
-
-
-async def _all_replies(calls: Sequence[Call[ResultT]]) -> list[ResultT]:
-    try:
-        return [await call.reply() for call in calls]
-    finally:
-        for call in calls:
-            call.abandon()

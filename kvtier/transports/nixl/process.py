@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import anyio
 
+from kvtier.concurrency.tasks import wait_shielded
 from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.errors import ChannelError, PeerError, ProtocolError
 from kvtier.rpc.endpoint import Endpoint
@@ -104,7 +105,7 @@ class NixlProcess:
         """``connected``: this side of the connection to the process."""
         self.name = name
         self.opened: Opened | None = None
-        self.exited = asyncio.Event()
+        self.exited = anyio.Event()
         """Set when the process has exited, and does not access memory any more."""
         self._executor = executor
         self._process: subprocess.Popen[bytes] | None = None
@@ -188,7 +189,11 @@ class NixlProcess:
     async def end(self) -> None:
         """Kill the process and wait until it has exited. Idempotent."""
         self._endpoint.close()
-        await _wait_shielded(self.exited)
+        try:
+            await self.exited.wait()
+        except asyncio.CancelledError:
+            await wait_shielded([self.exited])
+            raise
 
     async def _spawn(self, region: Region, settings: NixlSettings, theirs: socket.socket) -> None:
         arguments = [str(number) for number in (theirs.fileno(), region.fd, region.capacity)]
@@ -282,16 +287,3 @@ async def in_thread(executor: WorkerThreads, function: Callable[[], object]) -> 
 
 def _call(function: Callable[[], object]) -> None:
     function()
-
-
-async def _wait_shielded(event: asyncio.Event) -> None:
-    """Wait for an event even if cancelled meanwhile, then raise the cancellation."""
-    cancelled: asyncio.CancelledError | None = None
-    with anyio.CancelScope(shield=True):
-        while not event.is_set():
-            try:
-                await event.wait()
-            except asyncio.CancelledError as error:
-                cancelled = error
-    if cancelled is not None:
-        raise cancelled

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import anyio
 
+from kvtier.concurrency.backoff import Backoff
 from kvtier.concurrency.detached import DetachedTask
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
@@ -117,12 +118,13 @@ class NixlTransport(Transport, SupportsConnections):
 
     async def _watch(self) -> None:
         """Restart the process that serves the arena whenever it exits."""
-        pause, began = FIRST_PAUSE, anyio.current_time()
+        backoff, began = Backoff(FIRST_PAUSE, LONGEST_PAUSE), anyio.current_time()
         while True:
             assert self._server is not None
             await self._server.exited.wait()
-            pause = min(2 * pause, LONGEST_PAUSE) if anyio.current_time() - began < LONG_LIFE else FIRST_PAUSE
-            await anyio.sleep(pause)
+            if anyio.current_time() - began > LONG_LIFE:
+                backoff.reset()
+            await anyio.sleep(backoff.next())
             began = anyio.current_time()
             try:
                 await self._serve()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from anyio import CancelScope, move_on_after
 
 from kvtier.backends.base import Outcome
+from kvtier.concurrency.tasks import wait_shielded
 from kvtier.sockets.connection import Connection, Deadline, ProtocolViolation
 from kvtier.sockets.lanes import Lane
 from kvtier.transports.base import Access, Dial, Link, ReadItem, RemoteSpan, WriteItem
@@ -76,7 +77,7 @@ class TcpLink(Link):
             await batch.released.wait()
         except asyncio.CancelledError:
             self._queue.abandon(batch)
-            await _wait_released(batch)
+            await wait_shielded([batch.released])
             raise
         finally:
             timer.cancel()
@@ -162,21 +163,3 @@ class _Attempts:
         """Reset the counts after data has arrived."""
         self._failed = 1
         self._refused = 0
-
-
-async def _wait_released(batch: Batch) -> None:
-    """Wait until the batch's memory is unused, even if cancelled meanwhile; then raise the cancellation."""
-    cancelled: asyncio.CancelledError | None = None
-    waiting = asyncio.ensure_future(batch.released.wait())
-    with CancelScope(shield=True):
-        while not waiting.done():
-            try:
-                await asyncio.wait([waiting])
-            except asyncio.CancelledError as error:
-                cancelled = error
-    if cancelled is not None:
-        try:
-            raise cancelled
-        finally:
-            # Break the reference cycle, which would keep the batch's memory until garbage collection.
-            del cancelled
