@@ -88,6 +88,8 @@ class Observer(Protocol):
 
     def observe(self, report: Report) -> None:
         """Called after each batch, whatever its outcomes."""
+        return
 
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
         """Called when chunks became READY in a tier or were removed from it."""
+        return

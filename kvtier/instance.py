@@ -97,6 +97,7 @@ class Instance:
         from kvtier.peers.backend import PeersBackend
         from kvtier.peers.grants import GrantBook
         from kvtier.peers.kv_transfer import KVTransfers
+        from kvtier.peers.reservations import Reservations
         from kvtier.peers.server import PeerServer
         from kvtier.peers.staging.buffers import Stagings
         from kvtier.rpc.authentication import Credentials
@@ -129,24 +130,25 @@ class Instance:
             await transport.open(cache.arena, grants)
             stack.push_async_callback(_close, transport, peers)
             peers.connect()
-            stagings = server = None
+            nixl = server = None
             if transfer.device == "cuda":
                 if not isinstance(transport_settings, NixlSettings):
                     raise SettingsError(
                         "kv_transfer.device is cuda, which requires NIXL: set peer.transport to nixl"
                     )
-                stagings = Stagings(settings, transport_settings, cache)
-                await stack.enter_async_context(stagings.serving())
+                nixl = transport_settings
+            stagings = Stagings(settings, nixl, cache)
+            await stack.enter_async_context(stagings.serving())
             if settings.peer.listen is not None:
-                server = PeerServer(
-                    cache, settings.peer, transport, grants, name, transfer.buffer, served.refusal, stagings
-                )
+                reservations = Reservations(cache, grants, stagings, transfer.buffer, served.refusal)
+                server = PeerServer(cache, settings.peer, transport, grants, reservations, name)
                 await stack.enter_async_context(server.serving())
             tasks = await stack.enter_async_context(open_tasks())
             kv_transfers = KVTransfers(cache, peers, tasks, grants.limit)
             stack.callback(kv_transfers.close)
             try:
-                yield cls(name, cache, server, peers if fetches else None, kv_transfers, served, stagings)
+                staging = stagings if stagings.enabled else None
+                yield cls(name, cache, server, peers if fetches else None, kv_transfers, served, staging)
             finally:
                 tasks.cancel_scope.cancel()
 

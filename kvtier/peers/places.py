@@ -23,6 +23,9 @@ Written = tuple[Reservation, bytes]
 class Place(ABC):
     """Memory with reservations and committed chunks. Synchronous except :meth:`verify`."""
 
+    number = 0
+    """Identifies staging buffers in requests of peers; 0 for the arena."""
+
     def __init__(self, grants: GrantBook, limit: int) -> None:
         """``limit``: bytes that may be reserved at once."""
         self.grants = grants

@@ -66,14 +66,13 @@ class Reservations:
         self,
         cache: TieredCache,
         grants: GrantBook,
+        stagings: Stagings,
         buffer: int | None = None,
         refusal: Callable[[bytes], str] | None = None,
-        stagings: Stagings | None = None,
     ) -> None:
         """``buffer``: bytes of the arena that may be reserved at once; default the limit of all grants.
 
-        ``refusal``: returns why a namespace is rejected; empty if it is accepted. ``stagings``: the staging
-        buffers of the engines, if any.
+        ``refusal``: returns why a namespace is rejected; empty if it is accepted.
         """
         self._cache = cache
         self._refusal = refusal
@@ -91,7 +90,7 @@ class Reservations:
         return sum(place.reserved_bytes for place in self._places())
 
     def _places(self) -> Iterable[Place]:
-        return chain((self._arena,), () if self._stagings is None else self._stagings.open)
+        return chain((self._arena,), self._stagings.open)
 
     def status(self) -> dict[str, object]:
         """Return counters and gauges."""
@@ -134,13 +133,9 @@ class Reservations:
 
     def stage(self, request: Stage) -> Staged:
         """Return the staging buffers of the engine that serves a namespace, or why it has none."""
-        reason = self._rejection(request.namespace)
-        if not reason and self._stagings is None:
-            reason = "kv_transfer.device is cpu there"
-        elif not reason and self._stagings is not None:
-            reason = self._stagings.refusal(request.namespace)
-        staging = None if reason or self._stagings is None else self._stagings.find(request.namespace)
-        if staging is None:
+        reason = self._rejection(request.namespace) or self._stagings.refusal(request.namespace)
+        staging = self._stagings.find(request.namespace)
+        if reason or staging is None:
             return Staged(request.ticket, 0, [], reason)
         return Staged(request.ticket, staging.number, staging.endpoints, "")
 
@@ -186,17 +181,15 @@ class Reservations:
     def _state(self, place: Place, header: ChunkHeader) -> State:
         """Return a chunk's state. A chunk in a staging buffer need not be pushed into the arena."""
         state = place.state(header.key)
-        if state is State.ABSENT and place is self._arena and self._stagings is not None:
+        if state is State.ABSENT and place is self._arena:
             staging = self._stagings.find(header.namespace)
-            return State.ABSENT if staging is None else staging.state(header.key)
+            return state if staging is None else staging.state(header.key)
         return state
 
     def _place(self, request: Reserve) -> Place | None:
         """Return the place to reserve in; ``None`` if that staging buffer was lost."""
-        if not request.staging:
-            return self._arena
-        staging = None if self._stagings is None else self._stagings.find(request.namespace)
-        return staging if staging is not None and staging.number == request.staging else None
+        place = self._stagings.find(request.namespace) if request.staging else self._arena
+        return place if place is not None and place.number == request.staging else None
 
     def _rejection(self, namespace: bytes) -> str:
         if self._cache.hierarchy.catalog.namespaces.is_reset(namespace):
@@ -227,7 +220,7 @@ class Reservations:
         if room is not None and room.owner is owner:
             unfilled = [room.unfilled.pop(index) for index in chunks if index in room.unfilled]
             self._abandon(room.place, unfilled)
-        for staging in () if self._stagings is None else self._stagings.open:
+        for staging in self._stagings.open:
             staging.grants.release(owner, number, chunks, Access.WRITE)
 
     def _release(self, owner: Hashable, number: int, chunks: Sequence[int]) -> None:
@@ -244,7 +237,7 @@ class Reservations:
 
     async def cut_off(self, owner: Hashable) -> None:
         """Stop a disconnected peer from writing to staging buffers, and end its grants there."""
-        for staging in () if self._stagings is None else list(self._stagings.open):
+        for staging in self._stagings.open:
             if staging.grants.may_still_write(owner):
                 await staging.cut_off()
             staging.grants.end(owner)
@@ -264,7 +257,7 @@ class Reservations:
         room = self._rooms.get(request.grant)
         needed = CHECKSUM_BYTES * len(request.chunks)
         received = len(request.checksums)
-        staged = self._stagings is not None and (room is None or room.place is not self._arena)
+        staged = self._stagings.enabled and (room is None or room.place is not self._arena)
         if received != needed and (received or not staged):
             raise ProtocolError("it commits chunks without checksums")
 

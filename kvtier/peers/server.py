@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
@@ -21,7 +21,6 @@ from kvtier.peers.holdings import Holdings
 from kvtier.peers.protocol import VERSION, Hello, Welcome, decode_from_client
 from kvtier.peers.reservations import Reservations
 from kvtier.peers.session import Session
-from kvtier.peers.staging.buffers import Stagings
 from kvtier.rpc.authentication import ACCEPT_SECONDS, Credentials, receive_exactly, send_all
 from kvtier.rpc.endpoint import REFUSAL_SECONDS
 from kvtier.rpc.frames import Refused, encode, receive_frame
@@ -50,23 +49,16 @@ class PeerServer:
         settings: PeerSettings,
         transport: Transport,
         grants: GrantBook,
+        reservations: Reservations,
         instance: str,
-        buffer: int | None = None,
-        refusal: Callable[[bytes], str] | None = None,
-        stagings: Stagings | None = None,
     ) -> None:
-        """Load the certificates. Raises :class:`kvtier.errors.SettingsError`.
-
-        ``buffer``: bytes of the first tier that peers may reserve at once; default ``peer.share`` of it.
-        ``refusal``: returns why pushes of a namespace are rejected; empty if they are accepted.
-        ``stagings``: the staging buffers of the engines, if any.
-        """
+        """Load the certificates. Raises :class:`kvtier.errors.SettingsError`."""
         self._settings = settings
         self._transport = transport
         self._grants = grants
         self._instance = instance
         self._holdings = Holdings(cache)
-        self._reservations = Reservations(cache, grants, buffer, refusal, stagings)
+        self._reservations = reservations
         self._credentials = Credentials.from_settings(settings)
         self._warn = RateLimitedWarning(logger)
         self._address: tuple[str, int] | None = None

@@ -19,6 +19,7 @@ from kvtier.peers.holdings import Holdings
 from kvtier.peers.protocol import Granted, Lookup, Reserve, Reserved
 from kvtier.peers.reservations import Reservations
 from kvtier.peers.session import Session
+from kvtier.peers.staging.buffers import Stagings
 from kvtier.rpc.frames import Message
 from kvtier.rpc.wire import SocketWire
 from kvtier.settings.peer import PeerSettings
@@ -38,7 +39,7 @@ class SessionHarness:
         self.cache = cache
         self.grants = GrantBook(cache.arena, PeerSettings(lease=5, share=0.5))
         self.holdings = Holdings(cache)
-        self.reservations = Reservations(cache, self.grants)
+        self.reservations = Reservations(cache, self.grants, Stagings(cache.settings, None, cache))
         for key in HELD:
             self._store(key)
 

@@ -29,7 +29,9 @@ from kvtier.peers.protocol import (
     Welcome,
     decode_from_server,
 )
+from kvtier.peers.reservations import Reservations
 from kvtier.peers.server import PeerServer
+from kvtier.peers.staging.buffers import Stagings
 from kvtier.plugins import Plugins
 from kvtier.rpc.authentication import Credentials, receive_exactly, send_all
 from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Refused, encode, receive_frame
@@ -253,7 +255,8 @@ async def serving(
     async with TieredCache.open(Settings(tiers=tiers, checksum=checksum), plugins=BUILT_IN) as cache:
         transport = transport or NoTransport()
         grants = GrantBook(cache.arena, settings, one_sided=transport.one_sided)
-        server = PeerServer(cache, settings, transport, grants, "there")
+        reservations = Reservations(cache, grants, Stagings(cache.settings, None, cache))
+        server = PeerServer(cache, settings, transport, grants, reservations, "there")
         async with server.serving():
             served = ServedCache(cache, server, grants, settings)
             try:

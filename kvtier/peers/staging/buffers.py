@@ -18,7 +18,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -371,7 +371,8 @@ def _path(arena: Arena) -> bytes:
 class Stagings:
     """The staging buffers of all engines of this host. Bound to one event loop."""
 
-    def __init__(self, settings: Settings, nixl: NixlSettings, cache: TieredCache) -> None:
+    def __init__(self, settings: Settings, nixl: NixlSettings | None, cache: TieredCache) -> None:
+        """``nixl``: the settings of the transport; ``None`` without staging buffers."""
         self.capacity = settings.kv_transfer.buffer or DEFAULT_BYTES
         """Bytes per rank."""
         self.tasks: TaskGroup
@@ -383,10 +384,14 @@ class Stagings:
         self._engines: dict[str, EngineStaging] = {}
 
     @property
-    def open(self) -> Iterator[Staging]:
+    def enabled(self) -> bool:
+        """Whether engines may have staging buffers."""
+        return self._nixl is not None
+
+    @property
+    def open(self) -> list[Staging]:
         """The usable ones."""
-        usable = [engine.current for engine in self._engines.values() if engine.current is not None]
-        return iter(usable)
+        return [engine.current for engine in self._engines.values() if engine.current is not None]
 
     def of_engine(self, engine: str, namespace: bytes, layout: ChunkLayout) -> EngineStaging:
         """Return an engine's staging, created on first use and kept until :meth:`remove`."""
@@ -397,20 +402,20 @@ class Stagings:
         self._engines.pop(engine, None)
 
     def find(self, namespace: bytes) -> Staging | None:
-        """Return the open buffers of the only engine that serves a namespace, or ``None``."""
-        return None if self.refusal(namespace) else next(self._of_model(namespace)).current
+        """Return the open buffers of the only engine that serves a namespace; ``None`` if there are none."""
+        engines = self._of_model(namespace)
+        return engines[0].current if len(engines) == 1 else None
 
     def refusal(self, namespace: bytes) -> str:
         """Return why chunks of a namespace cannot be staged here; empty if they can."""
-        engines = list(self._of_model(namespace))
-        if len(engines) > 1:
+        if not self.enabled:
+            return "kv_transfer.device is cpu there"
+        if len(self._of_model(namespace)) > 1:
             return "several engines there serve this model, each with its own staging buffer"
-        if not engines or engines[0].current is None:
-            return "the engine there has no staging buffer at present"
-        return ""
+        return "" if self.find(namespace) else "the engine there has no staging buffer at present"
 
-    def _of_model(self, namespace: bytes) -> Iterator[EngineStaging]:
-        return (engine for engine in self._engines.values() if engine.namespace == namespace)
+    def _of_model(self, namespace: bytes) -> list[EngineStaging]:
+        return [engine for engine in self._engines.values() if engine.namespace == namespace]
 
     async def start_nixl_process(self, gpu: str, shared: list[Arena]) -> NixlProcess:
         """Start one rank's NIXL process. Appends host memory to ``shared``. Raises :class:`PeerError`."""
@@ -420,10 +425,12 @@ class Stagings:
             shared.append(Arena.create(self.capacity))
             region = Region(self.capacity, shared[-1].fd)
         name = f"kvtier-{secrets.token_hex(8)}"
+        assert self._nixl is not None
         return await NixlProcess.start(region, self._nixl, name, self._executor, serves=True)
 
     def create(self, layout: ChunkLayout, nixl_processes: Sequence[NixlProcess]) -> Staging:
         """Create the buffers of one engine from its running NIXL processes."""
+        assert self._nixl is not None
         slices = Slices(self.capacity)
         grants = GrantBook(slices, self._grants, one_sided=True, reserve=self._reserve)
         return Staging(layout, nixl_processes, grants, slices, self._cache, self._nixl.deadline)
