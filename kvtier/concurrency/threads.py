@@ -210,6 +210,14 @@ async def spread(
     return [results[index] for index in range(len(items))]
 
 
+async def in_thread(
+    function: Callable[[], ResultT], executor: Executor, on_cancel: Callable[[], None] | None = None
+) -> ResultT:
+    """Call ``function`` in a worker thread. Cancelled like :func:`spread`: returns when it has returned."""
+    (result,) = await spread(lambda call: call(), [function], parts=1, executor=executor, on_cancel=on_cancel)
+    return result
+
+
 def _error_of(calls: list[asyncio.Task[None]]) -> BaseException | None:
     """Return the first exception, and mark all as retrieved. Clears ``calls``."""
     errors = [error for call in calls if not call.cancelled() and (error := call.exception()) is not None]

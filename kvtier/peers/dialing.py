@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from typing import NamedTuple
 
-from kvtier.concurrency.threads import WorkerThreads, spread
+from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.errors import ChannelError, PeerError
 from kvtier.logs import printable
 from kvtier.peers.protocol import VERSION, Hello, Purpose, Welcome, decode_from_server
@@ -49,26 +49,16 @@ class PeerDialer:
         # Resolved each time: the name may point to another host by now.
         dialer = Dialer(self._host, self._port, self._make, self._prove)
         await dialer.find(deadline)
-        outcomes: list[ControlConnection | Exception] = []
-
-        def connect(dialer: Dialer[Connection]) -> None:
-            # Stored, not raised: no caller collects the exception of a cancelled call.
-            try:
-                outcomes.append(self._connect(dialer, deadline))
-            except Exception as error:
-                outcomes.append(error)
-
+        opened: list[ControlConnection] = []
         try:
-            await spread(connect, [dialer], parts=1, executor=self._executor, on_cancel=deadline.expire)
+            await in_thread(
+                lambda: opened.append(self._connect(dialer, deadline)), self._executor, deadline.expire
+            )
         except BaseException:
-            for outcome in outcomes:
-                if isinstance(outcome, ControlConnection):
-                    outcome.sock.close()
+            for control in opened:  # The call was cancelled when it had connected.
+                control.sock.close()
             raise
-        (outcome,) = outcomes
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+        return opened[0]
 
     def _connect(self, dialer: Dialer[Connection], deadline: Deadline) -> ControlConnection:
         connection = dialer.connect(deadline)

@@ -27,7 +27,7 @@ from kvtier.backends.infinistore.drain import Drain
 from kvtier.backends.infinistore.protocol import MAX_VALUE_BYTES, InfiniStoreConnection
 from kvtier.backends.infinistore.rdma import InfiniStoreRDMA
 from kvtier.backends.infinistore.settings import InfiniStoreSettings
-from kvtier.concurrency.threads import spread
+from kvtier.concurrency.threads import in_thread, spread
 from kvtier.errors import TierError
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.arena import Arena
@@ -328,12 +328,11 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
         deadline = Deadline(self._settings.deadline)
         await self._dialer.find(deadline)
 
-        def query_all(all_items: Sequence[ItemT]) -> list[AnswerT]:
+        def query_all() -> list[AnswerT]:
             with self._lookups.checkout(deadline) as connection:
-                return [query(connection, item) for item in all_items]
+                return [query(connection, item) for item in items]
 
-        (answers,) = await spread(query_all, [items], parts=1, executor=self._lookups.pump.executor)
-        return answers
+        return await in_thread(query_all, self._lookups.pump.executor)
 
     def _name(self, key: ChunkKey) -> bytes:
         return (self._settings.prefix + key.hex()).encode()

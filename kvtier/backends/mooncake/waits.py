@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import anyio
 
-from kvtier.concurrency.threads import WorkerThreads, spread
+from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.memory.keys import ChunkKey
 
 ResultT = TypeVar("ResultT")
@@ -31,10 +31,9 @@ class Threads:
         with anyio.fail_after(self._timeout):
             await self._free.acquire()
         try:
-            (result,) = await spread(_call, [function], parts=1, executor=self._executor)
+            return await in_thread(function, self._executor)
         finally:
             self._free.release()
-        return result
 
 
 class _Ticket:
@@ -93,7 +92,3 @@ class KeyLocks:
         for waiting in behind:
             if self._can_run(waiting):
                 waiting.granted.set()
-
-
-def _call(function: Callable[[], ResultT]) -> ResultT:
-    return function()

@@ -8,6 +8,7 @@ group of layers, layer, and block. A staging buffer holds the slices of one rank
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -50,12 +51,13 @@ class Memory(Protocol):
         """Return the whole memory as a byte tensor."""
 
 
-class PageCopies(Protocol):
+class PageCopies(ABC):
     """Copies the pages of chunks, in all layers. Not thread-safe; releases the GIL.
 
-    All chunks of one call are in the same memory.
+    All chunks of one call are in the same memory. By default, copies are complete when the call returns.
     """
 
+    @abstractmethod
     def load(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """Copy from ``memory`` to the engine's KV memory; return a ticket for :meth:`done`.
 
@@ -63,6 +65,7 @@ class PageCopies(Protocol):
         on the engine's stream.
         """
 
+    @abstractmethod
     def save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """Copy from the engine's KV memory to ``memory``; otherwise like :meth:`load`.
 
@@ -71,26 +74,13 @@ class PageCopies(Protocol):
 
     def done(self, ticket: int) -> bool:
         """Return whether the copy is complete. Does not block."""
-
-    def wait(self, ticket: int) -> None:
-        """Block until the copy is complete."""
-
-    def close(self) -> None:
-        """Wait for running copies and release the arena."""
-
-
-class SynchronousCopies:
-    """Base of copies that are complete when the call returns."""
-
-    def done(self, ticket: int) -> bool:
-        """See :meth:`PageCopies.done`."""
         return True
 
-    def wait(self, ticket: int) -> None:
-        """See :meth:`PageCopies.wait`."""
+    def wait(self, ticket: int) -> None:  # noqa: B027 - has a default on purpose
+        """Block until the copy is complete."""
 
-    def close(self) -> None:
-        """See :meth:`PageCopies.close`."""
+    def close(self) -> None:  # noqa: B027 - has a default on purpose
+        """Wait for running copies and release the arena."""
 
 
 def regions(pages: Pages) -> list[list[tuple[int, int, int]]]:
@@ -110,7 +100,7 @@ def rank_slices(
     ]
 
 
-class NativeCopies(SynchronousCopies):
+class NativeCopies(PageCopies):
     """One native call for all chunks and layers, on at most ``threads`` threads; 0 chooses their number."""
 
     def __init__(
@@ -140,7 +130,7 @@ def _bytes_of(memory: Memory) -> memoryview:
     return memory.view(0, memory.capacity)
 
 
-class TorchCopies(SynchronousCopies):
+class TorchCopies(PageCopies):
     """One torch operator for each layer of each chunk, on any device that torch supports.
 
     Optimized for the host only: on a GPU each copy waits for the device.

@@ -15,7 +15,15 @@ import torch
 
 from kvtier import native
 from kvtier.concurrency.threads import run_in_background
-from kvtier.integrations.vllm.copies import ChunkCopy, Memory, Pages, TorchCopies, rank_slices, regions
+from kvtier.integrations.vllm.copies import (
+    ChunkCopy,
+    Memory,
+    PageCopies,
+    Pages,
+    TorchCopies,
+    rank_slices,
+    regions,
+)
 from kvtier.memory.arena import ArenaMap
 from kvtier.memory.layout import ChunkLayout
 
@@ -60,8 +68,8 @@ class Pinning:
         self.memory = None
 
 
-class CudaCopies:
-    """GPU implementation of :class:`~kvtier.integrations.vllm.copies.PageCopies`.
+class CudaCopies(PageCopies):
+    """GPU implementation.
 
     torch's current stream must be the engine's.
     """

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import anyio
 
 from kvtier.backends.base import Outcome
-from kvtier.concurrency.threads import WorkerThreads
+from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.errors import PeerError
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.arena import Arena, address_of
@@ -20,7 +20,7 @@ from kvtier.memory.slices import Lease
 from kvtier.sockets.connection import Deadline
 from kvtier.transports.base import Dial, Link, ReadItem, RemoteSpan, WriteItem
 from kvtier.transports.nixl.endpoint import MAX_METADATA_BYTES, Endpoint
-from kvtier.transports.nixl.process import NixlProcess, Part, in_thread
+from kvtier.transports.nixl.process import NixlProcess, Part
 from kvtier.transports.nixl.protocol import DONE
 
 logger = logging.getLogger("kvtier")
@@ -158,7 +158,7 @@ class NixlLink(Link):
             for target, source in copies:
                 target[:] = source
 
-        await in_thread(self._executor, copy)
+        await in_thread(copy, self._executor)
 
     async def _transfer_pieces(self, pieces: list[_Piece], *, write: bool) -> list[_Piece]:
         """Transfer pieces, with retries after a connection loss. Return those that failed."""
@@ -225,26 +225,20 @@ class NixlLink(Link):
         return nixl_process
 
     async def _request_endpoint(self) -> Endpoint:
-        answers: list[bytes] = []
         deadline = Deadline(self._deadline)
 
-        def request() -> None:
+        def request() -> bytes:
             connection = self._dial(deadline)
             try:
                 with deadline.bounds(connection):
-                    head = bytearray(_LENGTH.size)
-                    connection.take(memoryview(head))
-                    (length,) = _LENGTH.unpack(head)
+                    (length,) = _LENGTH.unpack(connection.read(_LENGTH.size))
                     if length > _MAX_ENDPOINT_BYTES:
                         raise PeerError(f"the peer's endpoint is too long: {length} bytes")
-                    body = bytearray(length)
-                    connection.take(memoryview(body))
-                    answers.append(bytes(body))
+                    return connection.read(length)
             finally:
                 connection.close()
 
-        await in_thread(self._executor, request)
-        endpoint = Endpoint.decode(answers[0])
+        endpoint = Endpoint.decode(await in_thread(request, self._executor))
         if (endpoint.arena, endpoint.length) != (self._endpoint.arena, self._endpoint.length):
             self._is_replaced = True
             raise PeerError("the peer was restarted, and its grants are invalid")

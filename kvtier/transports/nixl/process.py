@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import anyio
 
 from kvtier.concurrency.tasks import wait_shielded
-from kvtier.concurrency.threads import WorkerThreads, spread
+from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.errors import ChannelError, PeerError, ProtocolError
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Request
@@ -215,7 +215,7 @@ class NixlProcess:
                 stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
             )
 
-        await in_thread(self._executor, spawn)
+        await in_thread(spawn, self._executor)
 
     async def _open(self, region: Region, settings: NixlSettings, *, serves: bool) -> None:
         backends = list(settings.backends)
@@ -258,7 +258,7 @@ class NixlProcess:
         finally:
             if (process := self._process) is not None:
                 process.kill()
-                await in_thread(self._executor, process.wait)
+                await in_thread(process.wait, self._executor)
                 if process.returncode not in (0, -signal.SIGKILL):
                     logger.debug("nixl transport: a NIXL process exited with code %d", process.returncode)
             self.exited.set()
@@ -278,12 +278,3 @@ def _successful(answer: AnswerT, _wanted: bool) -> AnswerT:
     if answer.failure:
         raise PeerError(f"NIXL {answer.failure}")
     return answer
-
-
-async def in_thread(executor: WorkerThreads, function: Callable[[], object]) -> None:
-    """Run a function in a worker thread, and wait for it even if cancelled."""
-    await spread(_call, [function], parts=1, executor=executor)
-
-
-def _call(function: Callable[[], object]) -> None:
-    function()

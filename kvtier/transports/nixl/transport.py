@@ -12,13 +12,13 @@ import anyio
 
 from kvtier.concurrency.backoff import Backoff
 from kvtier.concurrency.detached import DetachedTask
-from kvtier.concurrency.threads import WorkerThreads
+from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.errors import PeerError
 from kvtier.memory.arena import Arena
 from kvtier.transports.base import Dial, Grants, Link, SupportsConnections, Transport, TransportSettings
 from kvtier.transports.nixl.endpoint import ARENA_BYTES, Endpoint
 from kvtier.transports.nixl.link import NixlLink, encode_endpoint
-from kvtier.transports.nixl.process import NixlProcess, Region, in_thread
+from kvtier.transports.nixl.process import NixlProcess, Region
 from kvtier.transports.nixl.settings import NixlSettings
 
 logger = logging.getLogger("kvtier")
@@ -99,7 +99,7 @@ class NixlTransport(Transport, SupportsConnections):
             with suppress(OSError):
                 connected.sendall(encode_endpoint(self._endpoint))
 
-        await in_thread(self._executor, send_endpoint)
+        await in_thread(send_endpoint, self._executor)
 
     async def _start(self, *, serves: bool = False) -> NixlProcess:
         """Start a process. Raises :class:`PeerError`."""
