@@ -250,7 +250,7 @@ class Engine:
             if filling.void:
                 void.append(filling)
             elif filling.transfer is not None and filling.staging is not None:
-                filling.transfer.filling -= 1
+                filling.transfer.staging.filling -= 1
                 filling.transfer.staged(filling.staging, filling.reservation)
             else:
                 complete.append(filling.reservation)
@@ -288,7 +288,7 @@ class Engine:
             if filling.transfer is None:
                 in_arena.append(filling.reservation)
             else:
-                filling.transfer.filling -= 1
+                filling.transfer.staging.filling -= 1
                 filling.reservation.lease.release()
         self._cache.abandon(in_arena)
 
@@ -315,5 +315,5 @@ def _stage(staging: Staging | None, transfer: Transfer | None, header: ChunkHead
     reservation = staging.take(header)
     if reservation is None:
         return None
-    transfer.filling += 1
+    transfer.staging.filling += 1
     return Filling(reservation, transfer, staging)

@@ -95,7 +95,7 @@ class EngineKVTransfers:
         deadline = anyio.current_time() + self._seconds
         while (
             not transfer.ended.is_set()
-            and (transfer.filling or self._any_pending(keys))
+            and (transfer.staging.filling or self._any_pending(keys))
             and anyio.current_time() < deadline
         ):
             with anyio.move_on_after(COMMIT_POLL_SECONDS):

@@ -37,7 +37,7 @@ from kvtier.peers.protocol import MAX_IN_ONE
 from kvtier.peers.push import PushOutcome, Target
 from kvtier.peers.source import Source
 from kvtier.peers.staging.buffers import Staging
-from kvtier.peers.staging.push import StagedTarget
+from kvtier.peers.staging.push import StagedChunks
 from kvtier.pipeline.store import Reservation
 from kvtier.settings.peer import split_address
 from kvtier.tiers.level import ChunkBytes
@@ -73,8 +73,8 @@ class KVTransfer:
         self.last_error = ""
         """The last error, as text."""
         self.pushed_bytes = 0
-        self.staged_chunks = 0
-        """Chunks transferred between staging buffers."""
+        self.staging = StagedChunks()
+        """Queued and in-flight chunks that are transferred from a staging buffer."""
         self._transfers = transfers
         self._number = number
         self._scope = CancelScope()
@@ -83,16 +83,11 @@ class KVTransfer:
         """READY here, waiting to be pushed."""
         self._leases: dict[ChunkKey, Lease] = {}
         """Leases of queued and in-flight chunks."""
-        self._staged: dict[ChunkKey, tuple[Staging, Reservation]] = {}
-        """Queued and in-flight chunks that are transferred from a staging buffer."""
-        self.filling = 0
-        """Chunks that the engine is copying to a staging buffer. Maintained by the caller of ``reserve``."""
         self._outcomes: dict[ChunkKey, PushOutcome] = {}
         self._began = time.monotonic()
         self._seconds = 0.0
         self._finishing = False
         self._failed = False
-        self._unstaged = False
         self._refused = False
         self._in_flight = 0
         self._pushing_since = 0.0
@@ -159,14 +154,14 @@ class KVTransfer:
             return
         self._awaited.discard(key)
         self._queue.append(key)
-        lease = self._transfers.lease(key) if key not in self._staged else None
+        lease = self._transfers.lease(key) if key not in self.staging else None
         if lease is not None:
             self._leases[key] = lease
         self._notify()
 
     def stages(self, key: ChunkKey) -> bool:
         """Return whether to transfer a chunk from a staging buffer: it is not READY, and the peer has one."""
-        return key in self._awaited and not self._failed and not self._unstaged
+        return key in self._awaited and not self._failed and not self.staging.refused
 
     def staged(self, staging: Staging, chunk: Reservation) -> None:
         """Queue a chunk that is complete in a staging buffer here. Takes ownership of its lease."""
@@ -174,7 +169,7 @@ class KVTransfer:
         if not self.stages(key):
             chunk.lease.release()
             return
-        self._staged[key] = staging, chunk
+        self.staging.add(staging, chunk)
         self._transfers.stop_awaiting(key, self)
         self.ready(key)
 
@@ -205,23 +200,22 @@ class KVTransfer:
 
     async def _push_to(self, source: Source) -> None:
         target = Target(source, self._transfers.sealer)
-        staged = StagedTarget(target)
         left = [key for key in self.keys if key not in self._outcomes]
         try:
             if not await target.announce(self._number, left):
                 logger.debug("peer %s: announcement rejected, too many chunks announced already", self.to)
             self.announced.set()
-            await self._pump(target, staged)
+            await self._pump(target)
         finally:
             target.withdraw(self._number)
             self._refused = bool(target.last_error)
-            if staged.last_error:
-                self._transfers.warn_staging(self.to, staged.last_error)
+            if self.staging.last_error:
+                self._transfers.warn_staging(self.to, self.staging.last_error)
             self.last_error = self.last_error or target.last_error
         if self._connection_error is not None:
             raise self._connection_error
 
-    async def _pump(self, target: Target, staged: StagedTarget) -> None:
+    async def _pump(self, target: Target) -> None:
         """Push batches concurrently until all chunks have an outcome, one fails, or the connection ends."""
         async with anyio.create_task_group() as tasks:
             watching = CancelScope()
@@ -232,11 +226,11 @@ class KVTransfer:
                     await changed.wait()
                     continue
                 await target.source.pushing.acquire()
-                if batch := self._next_staged() or self._next_batch():
+                if batch := self._next_batch():
                     if not self._in_flight:
                         self._pushing_since = time.monotonic()
                     self._in_flight += 1
-                    tasks.start_soon(self._push, target, staged, batch)
+                    tasks.start_soon(self._push, target, batch)
                 else:
                     target.source.pushing.release()
             watching.cancel()
@@ -255,24 +249,13 @@ class KVTransfer:
             self._connection_error = self._connection_error or PeerError("the connection was lost")
             self._notify()
 
-    def _next_staged(self) -> list[ChunkBytes]:
-        """Dequeue the leading chunks that are transferred from one staging buffer."""
-        batch: list[ChunkBytes] = []
-        room = BATCH_BYTES
-        first = self._staged.get(self._queue[0]) if self._queue else None
-        while first is not None and self._queue and len(batch) < BATCH_CHUNKS:
-            staging, chunk = self._staged.get(self._queue[0], (None, first[1]))
-            room -= chunk.header.payload_bytes
-            if staging is not first[0] or (batch and room < 0):
-                break
-            batch.append(ChunkBytes(self._queue.popleft(), chunk.lease))
-        return batch
-
     def _next_batch(self) -> list[ChunkBytes]:
-        """Dequeue the leading chunks that are pushed through the first tier."""
-        batch: list[ChunkBytes] = []
+        """Dequeue the leading chunks that are pushed from the same memory: staging or the first tier."""
+        batch = self.staging.dequeue(self._queue, BATCH_BYTES, BATCH_CHUNKS)
+        if batch:
+            return batch
         room = BATCH_BYTES
-        while self._queue and len(batch) < BATCH_CHUNKS and self._queue[0] not in self._staged:
+        while self._queue and len(batch) < BATCH_CHUNKS and self._queue[0] not in self.staging:
             key = self._queue[0]
             lease = self._leases.get(key) or self._transfers.lease(key, always=True)
             if lease is None:
@@ -285,15 +268,12 @@ class KVTransfer:
             batch.append(ChunkBytes(self._queue.popleft(), lease))
         return batch
 
-    async def _push(self, target: Target, staged: StagedTarget, batch: Sequence[ChunkBytes]) -> None:
+    async def _push(self, target: Target, batch: Sequence[ChunkBytes]) -> None:
         """Push one batch. If the connection ends, requeue it for the next one."""
         outcomes: Sequence[PushOutcome] = ()
         try:
-            if batch[0].key in self._staged:
-                staging = self._staged[batch[0].key][0]
-                chunks = [self._staged[key][1] for key, *_ in batch]
-                outcomes = await staged.push(staging, chunks, PUSH_SECONDS)
-                self._unstaged = staged.refused
+            if batch[0].key in self.staging:
+                outcomes = await self.staging.push(target, [chunk.key for chunk in batch], PUSH_SECONDS)
             else:
                 outcomes = await target.push(batch, PUSH_SECONDS)
         except ChannelError as error:
@@ -312,20 +292,17 @@ class KVTransfer:
             return
         retry = []
         for (key, lease, _), outcome in zip(batch, outcomes, strict=True):
-            staging, staged = self._staged.pop(key, (None, None))
-            length = lease.length
-            if staging is not None and staged is not None:
-                staged.lease.release()
-                length = staged.header.payload_bytes
+            if key in self.staging:
+                length = self.staging.remove(key, outcome)
                 if not outcome.at_peer:
                     retry.append(key)
                     continue
             else:
+                length = lease.length
                 self._transfers.release(self._leases.pop(key))
             self._outcomes[key] = outcome
             self._failed |= not outcome.at_peer
             self.pushed_bytes += length if outcome is PushOutcome.OK else 0
-            self.staged_chunks += staging is not None and outcome is PushOutcome.OK
         # Retry through the first tier, which holds them as well.
         self._queue.extendleft(reversed(retry))
 
@@ -343,9 +320,7 @@ class KVTransfer:
         self._leases.clear()
         for lease in leases:
             self._transfers.release(lease)
-        for _, chunk in self._staged.values():
-            chunk.lease.release()
-        self._staged.clear()
+        self.staging.close()
         self._transfers.end(self)
         self.announced.set()
         self.ended.set()
@@ -417,7 +392,7 @@ class KVTransfers(Observer):
         result = transfer.result
         self._counts.update(outcome.value for outcome in result.outcomes.values())
         self._counts["kv_transfers"] += 1
-        self._counts["staged"] += transfer.staged_chunks
+        self._counts["staged"] += transfer.staging.pushed
         self._pushed_bytes += result.pushed_bytes
         self._pushing_seconds += result.pushing_seconds
         result.log(transfer.to)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -9,56 +10,93 @@ import anyio
 
 from kvtier.errors import PeerError
 from kvtier.logs import printable
+from kvtier.memory.keys import ChunkKey
 from kvtier.peers.promises import Promise
 from kvtier.peers.protocol import Stage, Staged
 from kvtier.peers.push import PushOutcome, Room, Target
 from kvtier.peers.staging.buffers import PeerStaging, Staging
 from kvtier.pipeline.store import Reservation
+from kvtier.tiers.level import ChunkBytes
 from kvtier.transports.nixl.endpoint import Endpoint
 
 NO_ROOM = "its staging buffer is full"
 LOST = "the write to its staging buffer failed"
 
 
-class StagedTarget:
-    """The staging buffers of a connected peer. Raises like :class:`~kvtier.peers.push.Target`."""
+class StagedChunks:
+    """The chunks of one KV transfer that are pushed from staging buffers. Owns their leases."""
 
-    def __init__(self, target: Target) -> None:
-        self.last_error = ""
-        """Why chunks last fell back to the first tier, as text."""
+    def __init__(self) -> None:
+        self.filling = 0
+        """Chunks that the engine is copying to a staging buffer. Maintained by the caller of ``take``."""
+        self.pushed = 0
+        """Chunks that were transferred between staging buffers."""
         self.refused = False
         """Whether the peer has no usable staging buffers."""
-        self._target = target
+        self.last_error = ""
+        """Why chunks last fell back to the first tier, as text."""
+        self._chunks: dict[ChunkKey, tuple[Staging, Reservation]] = {}
 
-    async def push(
-        self, staging: Staging, chunks: Sequence[Reservation], seconds: float
-    ) -> Sequence[PushOutcome]:
-        """Push chunks of one namespace within ``seconds``, and return their outcomes in order.
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._chunks
 
-        The leases stay with the caller. The caller pushes failed chunks through the first tier.
+    def add(self, staging: Staging, chunk: Reservation) -> None:
+        """Add a chunk that is complete in a staging buffer here."""
+        self._chunks[chunk.header.key] = staging, chunk
+
+    def dequeue(self, queue: deque[ChunkKey], max_bytes: int, max_chunks: int) -> list[ChunkBytes]:
+        """Remove the leading keys of a queue that are in one staging buffer here; at least one if any is."""
+        batch: list[ChunkBytes] = []
+        first = self._chunks.get(queue[0]) if queue else None
+        while first is not None and queue and len(batch) < max_chunks:
+            staging, chunk = self._chunks.get(queue[0], (None, first[1]))
+            max_bytes -= chunk.header.payload_bytes
+            if staging is not first[0] or (batch and max_bytes < 0):
+                break
+            batch.append(ChunkBytes(queue.popleft(), chunk.lease))
+        return batch
+
+    def remove(self, key: ChunkKey, outcome: PushOutcome) -> int:
+        """Release a chunk that was pushed, or is not pushed from here. Return its length."""
+        _, chunk = self._chunks.pop(key)
+        chunk.lease.release()
+        self.pushed += outcome is PushOutcome.OK
+        return chunk.header.payload_bytes
+
+    def close(self) -> None:
+        """Release all chunks."""
+        for _, chunk in self._chunks.values():
+            chunk.lease.release()
+        self._chunks.clear()
+
+    async def push(self, target: Target, keys: Sequence[ChunkKey], seconds: float) -> Sequence[PushOutcome]:
+        """Push a batch of :meth:`dequeue` within ``seconds``, and return the outcomes in order.
+
+        The caller pushes failed chunks through the first tier. Raises like
+        :class:`~kvtier.peers.push.Target`.
         """
+        staging = self._chunks[keys[0]][0]
+        chunks = [self._chunks[key][1] for key in keys]
         outcomes = [PushOutcome.FAILED] * len(chunks)
         with anyio.move_on_after(seconds):
-            peer = await self._find(staging, chunks[0].header.namespace)
+            peer = await self._find(target, staging, chunks[0].header.namespace)
             if peer is None:
                 self.refused = True
                 return outcomes
             headers = [chunk.header for chunk in chunks]
-            room = await self._target.reserve(headers, staging=peer.number, ranks=staging.ranks)
+            room = await target.reserve(headers, staging=peer.number, ranks=staging.ranks)
             for at in room.held:
                 outcomes[at] = PushOutcome.HELD
             if len(room.promises) + len(room.held) + len(room.pending) < len(chunks):
                 self.last_error = room.refusal or NO_ROOM
-            for at in await self._fill(staging, peer, chunks, room):
+            for at in await self._fill(target, staging, peer, chunks, room):
                 outcomes[at] = PushOutcome.OK
         return outcomes
 
-    async def _find(self, staging: Staging, namespace: bytes) -> PeerStaging | None:
+    async def _find(self, target: Target, staging: Staging, namespace: bytes) -> PeerStaging | None:
         """Query the peer's staging buffers. Not cached: they may change, and the query takes about 100 µs."""
         request = partial(Stage, namespace=namespace)
-        staged = await self._target.source.endpoint.call(
-            request, Staged, lambda reply, _wanted: reply
-        ).reply()
+        staged = await target.source.endpoint.call(request, Staged, lambda reply, _wanted: reply).reply()
         if staged.refusal:
             self.last_error = printable(staged.refusal)
             return None
@@ -73,7 +111,7 @@ class StagedTarget:
         return PeerStaging(staged.number, endpoints)
 
     async def _fill(
-        self, staging: Staging, peer: PeerStaging, chunks: Sequence[Reservation], room: Room
+        self, target: Target, staging: Staging, peer: PeerStaging, chunks: Sequence[Reservation], room: Room
     ) -> Sequence[int]:
         """Write the chunks that have room. Return the indexes of those that the peer serves now."""
         if not room.promises:
@@ -84,10 +122,10 @@ class StagedTarget:
             writes = [(chunks[at].lease, promise) for at, promise in room.promises.items()]
             if await staging.write(peer, writes):
                 ready, unused = unused, []
-                valid = await self._target.commit(ready, [b""] * len(ready))
+                valid = await target.commit(ready, [b""] * len(ready))
             else:
                 self.last_error = LOST
         finally:
             # The transfers have ended, successfully or not: the peer may reuse its memory.
-            self._target.source.release(unused)
+            target.source.release(unused)
         return [at for at, ok in zip(room.promises, valid, strict=False) if ok]
