@@ -32,7 +32,7 @@ from kvtier.logs import ChangedWarnings
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.peers.backend import PeersBackend
-from kvtier.peers.kv_transfer_result import KVTransferResult, Progress
+from kvtier.peers.kv_transfer_result import KVTransferResult
 from kvtier.peers.protocol import MAX_IN_ONE
 from kvtier.peers.push import PushOutcome, Target
 from kvtier.peers.source import Source
@@ -94,21 +94,6 @@ class KVTransfer:
         self._pushing_seconds = 0.0
         self._connection_error: ChannelError | None = None
         self._changed = anyio.Event()
-
-    @property
-    def progress(self) -> Progress:
-        """The progress of the transfer."""
-        counts = Counter(self._outcomes.values())
-        pushed, held = counts[PushOutcome.OK], counts[PushOutcome.HELD]
-        return Progress(
-            chunks=len(self.keys),
-            awaited=len(self._awaited),
-            in_flight=len(self.keys) - len(self._awaited) - len(self._outcomes),
-            pushed=pushed,
-            held=held,
-            failed=len(self._outcomes) - pushed - held,
-            pushed_bytes=self.pushed_bytes,
-        )
 
     @property
     def result(self) -> KVTransferResult:

@@ -1,4 +1,4 @@
-"""Progress and result of a KV transfer."""
+"""Result of a KV transfer."""
 
 from __future__ import annotations
 
@@ -11,23 +11,6 @@ from kvtier.peers.push import PushOutcome
 from kvtier.units import format_size
 
 logger = logging.getLogger("kvtier")
-
-
-class Progress(NamedTuple):
-    """Progress of a KV transfer, in chunks."""
-
-    chunks: int
-    """Total."""
-    awaited: int
-    """Not READY here yet."""
-    in_flight: int
-    """READY here, and not yet at the peer."""
-    pushed: int
-    held: int
-    """Already held by the peer."""
-    failed: int
-    """Will not reach the peer through this transfer."""
-    pushed_bytes: int
 
 
 class KVTransferResult(NamedTuple):

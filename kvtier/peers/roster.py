@@ -67,14 +67,13 @@ class Roster:
         make_temporary: Callable[[str], PeerClient],
         *,
         idle: float = IDLE_SECONDS,
-        limit: int = MAX_TEMPORARY_PEERS,
     ) -> None:
         self.configured = tuple(configured)
         """Peers of the settings, which every lookup queries."""
         self._by_target = {_parse_target(client.address): client for client in configured}
         self._make_temporary = make_temporary
         self._idle = idle
-        self._limit = limit
+        self._limit = MAX_TEMPORARY_PEERS
         self._temporary: dict[Target, _Temporary] = {}
         self._open = 0
         """Temporary peers whose tasks run, including those that are closing."""

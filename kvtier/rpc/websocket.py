@@ -59,8 +59,8 @@ class WebSocketWire(Wire):
 class ClientWire(WebSocketWire):
     """The client's side of a connection."""
 
-    def __init__(self, connection: ClientConnection, limit: int = MAX_UNSENT_BYTES) -> None:
-        super().__init__(limit)
+    def __init__(self, connection: ClientConnection) -> None:
+        super().__init__()
         self._connection = connection
 
     async def receive(self) -> Sequence[bytes]:

@@ -147,8 +147,8 @@ class SocketWire(Wire):
     if a read is cancelled while the other side closes, which is how every cache process ends.
     """
 
-    def __init__(self, connected: socket.socket, limit: int = MAX_UNSENT_BYTES) -> None:
-        self.frames = FrameSocket(connected, limit)
+    def __init__(self, connected: socket.socket) -> None:
+        self.frames = FrameSocket(connected)
 
     @property
     def unsent(self) -> int:

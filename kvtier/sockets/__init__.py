@@ -1,1 +1,1 @@
-"""Socket primitives: zero-copy sends and receives, message frames, and connection pools."""
+"""Socket primitives: zero-copy sends and receives, and connection pools."""

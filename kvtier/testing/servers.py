@@ -75,7 +75,7 @@ class Server(ABC):
     def start(self) -> None:
         """Start an empty server, and wait until it answers. Raises :class:`ServerError`."""
         self._launch()
-        self._wait_until(self._answers, "did not answer")
+        self._wait_until(self._answers)
 
     def stop(self) -> None:
         """Send SIGTERM, and wait for the processes to exit."""
@@ -117,14 +117,14 @@ class Server(ABC):
             )
         self._processes.append(process)
 
-    def _wait_until(self, condition: Callable[[], bool], failure: str) -> None:
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while not condition():
             exited = [process.args for process in self._processes if process.poll() is not None]
             if exited or time.monotonic() > deadline:
                 tail = self.tail()
                 self.kill()
-                raise ServerError(f"{self.type} {'exited' if exited else failure}:\n{tail}")
+                raise ServerError(f"{self.type} {'exited' if exited else 'did not answer'}:\n{tail}")
             time.sleep(POLL_SECONDS)
 
     def _signal(self, number: signal.Signals) -> None:

@@ -76,7 +76,7 @@ class MooncakeServer(Server):
             ]
         )
         # The client does not start without a master.
-        self._wait_until(lambda: bool(self._query_master("health")), "did not answer")
+        self._wait_until(lambda: bool(self._query_master("health")))
         if self._segment is not None:
             self._spawn(
                 [
