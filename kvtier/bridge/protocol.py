@@ -286,37 +286,11 @@ class Notice(Message, frozen=True, array_like=True, tag=31):
     text: str
 
 
-FromEngine = (
-    Hello
-    | Lookup
-    | Cancel
-    | Release
-    | Reserve
-    | Commit
-    | Abandon
-    | Confirm
-    | Clear
-    | Status
-    | KVTransfer
-    | EndKVTransfer
-    | RequestStaging
-    | OpenedStaging
-    | Ping
-)
-FromCache = (
-    Welcome
-    | Refused
-    | Found
-    | Reserved
-    | Confirmed
-    | Cleared
-    | StatusReport
-    | Changed
-    | KVTransferResult
-    | OfferStaging
-    | Notice
-    | Pong
-)
+FromScheduler = Lookup | Cancel | Release | Reserve | Clear | KVTransfer | EndKVTransfer
+FromWorker = Confirm | Commit | RequestStaging | OpenedStaging
+FromEngine = Hello | FromScheduler | FromWorker | Abandon | Status | Ping
+ToScheduler = Found | Reserved | Cleared | Changed | KVTransferResult | Notice
+FromCache = Welcome | ToScheduler | Confirmed | OfferStaging | StatusReport | Refused | Pong
 
 decode_from_engine: Callable[[bytes], FromEngine] = decoder(FromEngine, "a message from an engine")
 decode_from_cache: Callable[[bytes], FromCache] = decoder(FromCache, "a message from a cache process")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 import anyio
 from anyio.abc import TaskGroup
@@ -19,29 +20,26 @@ Ask = Callable[[Sequence[ChunkKey]], Awaitable[None]]
 """Requests promises of these keys from every peer."""
 
 
+@dataclass(slots=True, eq=False)
 class _Item:
     """One item of the batch."""
 
-    __slots__ = ("key", "outcome", "requested", "tried", "view")
-
-    def __init__(self, item: GetItem) -> None:
-        self.key, self.view = item
-        self.outcome = Outcome.MISS
-        self.requested = False
-        """Whether this batch has requested promises of it."""
-        self.tried: set[PeerClient] = set()
+    key: ChunkKey
+    view: memoryview
+    outcome: Outcome = Outcome.MISS
+    requested: bool = False
+    """Whether this batch has requested promises of it."""
+    tried: set[PeerClient] = field(default_factory=set)
 
 
+@dataclass(slots=True, eq=False)
 class _Taken:
     """A promise in use, and the item that it serves."""
 
-    __slots__ = ("client", "item", "promise", "source")
-
-    def __init__(self, item: _Item, client: PeerClient, source: Source, promise: Promise) -> None:
-        self.item = item
-        self.client = client
-        self.source = source
-        self.promise = promise
+    item: _Item
+    client: PeerClient
+    source: Source
+    promise: Promise
 
 
 class Fetch:
@@ -54,7 +52,7 @@ class Fetch:
 
     def __init__(self, clients: Sequence[PeerClient], items: Sequence[GetItem], ask: Ask) -> None:
         self._clients = clients
-        self._items = [_Item(item) for item in items]
+        self._items = [_Item(key, view) for key, view in items]
         self._ask = ask
         self._taken: dict[_Taken, None] = {}
         self._tasks: TaskGroup

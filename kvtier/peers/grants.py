@@ -6,6 +6,7 @@ import secrets
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from kvtier.memory.slices import Lease, Slices
 from kvtier.peers.protocol import NO_GRANT
@@ -17,39 +18,25 @@ MAX_SLICES = 1 << 18
 GRANT_BITS = 63
 
 
+@dataclass(slots=True, eq=False)
 class Grant:
     """Arena slices that one owner may read, or write. Numbered from 0 in the order granted."""
 
-    __slots__ = (
-        "_order",
-        "_starts",
-        "access",
-        "ends",
-        "leases",
-        "left",
-        "number",
-        "on_end",
-        "owner",
-        "unready",
-    )
-
-    def __init__(
-        self, number: int, owner: Hashable, leases: list[Lease | None], access: Access, ends: float
-    ) -> None:
-        self.number = number
-        self.owner = owner
-        self.access = access
-        self.ends = ends
-        """Expiry, on the clock of the :class:`GrantBook`."""
-        self.leases = leases
-        """``None`` for each that was released."""
-        self.left = len(leases)
-        self.unready: set[int] = set()
-        """Slices that hold no complete chunk yet, or never will, and may not be accessed."""
-        self.on_end: Callable[[], None] | None = None
-        """Called once when the grant ends, synchronously. Must not raise."""
-        self._starts: list[int] | None = None
-        self._order: list[int] = []
+    number: int
+    owner: Hashable
+    leases: list[Lease | None]
+    """``None`` for each that was released."""
+    access: Access
+    ends: float
+    """Expiry, on the clock of the :class:`GrantBook`."""
+    left: int
+    """Number of slices that were not released."""
+    unready: set[int] = field(default_factory=set)
+    """Slices that hold no complete chunk yet, or never will, and may not be accessed."""
+    on_end: Callable[[], None] | None = None
+    """Called once when the grant ends, synchronously. Must not raise."""
+    _starts: list[int] | None = None
+    _order: list[int] = field(default_factory=list)
 
     def is_accessible(self, index: int) -> bool:
         """Return whether there is such a slice, and it may be accessed."""
@@ -133,7 +120,8 @@ class GrantBook:
         number = NO_GRANT
         while number == NO_GRANT or number in self._grants or number in self._overdue:
             number = secrets.randbits(GRANT_BITS)
-        grant = Grant(number, owner, list(leases[:count]), access, self._clock() + self.seconds[access])
+        ends = self._clock() + self.seconds[access]
+        grant = Grant(number, owner, list(leases[:count]), access, ends, count)
         self._grants[number] = self._order[access][number] = grant
         self._owned.setdefault(owner, set()).add(number)
         self.granted += 1

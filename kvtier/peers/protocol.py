@@ -232,34 +232,12 @@ class Staged(Reply, frozen=True, array_like=True, tag=27):
     """Why there is no staging buffer; empty if there is one."""
 
 
-FromClient = (
-    Hello
-    | Refused
-    | Ping
-    | Lookup
-    | Await
-    | Release
-    | Contains
-    | Announce
-    | Withdraw
-    | Reserve
-    | Commit
-    | Stage
+ClientRequest = Lookup | Await | Release | Contains | Announce | Withdraw | Reserve | Commit | Stage
+FromClient = Hello | ClientRequest | Refused | Ping
+ServerReply = (
+    Granted | Readable | Released | Contained | Announced | Withdrawn | Reserved | Committed | Staged
 )
-FromServer = (
-    Welcome
-    | Refused
-    | Pong
-    | Granted
-    | Readable
-    | Released
-    | Contained
-    | Announced
-    | Withdrawn
-    | Reserved
-    | Committed
-    | Staged
-)
+FromServer = Welcome | ServerReply | Refused | Pong
 
 decode_from_client: Callable[[bytes], FromClient] = decoder(FromClient, "a client message")
 decode_from_server: Callable[[bytes], FromServer] = decoder(FromServer, "a server message")

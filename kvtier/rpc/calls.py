@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -26,43 +27,23 @@ failed request, which the caller gets.
 """
 
 
+@dataclass(slots=True, eq=False)
 class Call(Generic[ResultT]):
     """A request that was sent, and its result once the reply has arrived. Confined to one thread."""
 
-    __slots__ = (
-        "_done",
-        "_on_interim",
-        "_reply_type",
-        "_settle",
-        "error",
-        "name",
-        "result",
-        "settled",
-        "ticket",
-        "wanted",
-    )
-
-    def __init__(
-        self,
-        ticket: int,
-        name: str,
-        reply_type: type[Reply] | tuple[type[Reply], ...],
-        settle: Settle[Any, ResultT],
-        on_interim: Callable[[Any], None] | None = None,
-    ) -> None:
-        self.ticket = ticket
-        self.name = name
-        """What was requested, as a plural for logs."""
-        self.result: ResultT | None = None
-        self.error: KVTierError | None = None
-        self.settled = False
-        """Whether there is a result or an error."""
-        self.wanted = True
-        """False once the caller has given up."""
-        self._reply_type = reply_type
-        self._settle = settle
-        self._on_interim = on_interim
-        self._done: anyio.Event | None = None
+    ticket: int
+    name: str
+    """What was requested, as a plural for logs."""
+    _reply_type: type[Reply] | tuple[type[Reply], ...]
+    _settle: Settle[Any, ResultT]
+    _on_interim: Callable[[Any], None] | None = None
+    result: ResultT | None = None
+    error: KVTierError | None = None
+    settled: bool = False
+    """Whether there is a result or an error."""
+    wanted: bool = True
+    """False once the caller has given up."""
+    _done: anyio.Event | None = None
 
     async def wait(self, seconds: float | None = None) -> bool:
         """Wait up to ``seconds`` until the call is settled; return whether it is. Does not give it up."""

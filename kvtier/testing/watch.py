@@ -31,6 +31,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Literal, NamedTuple
@@ -131,17 +132,15 @@ class LoopWatch:
         return now - collected if collected >= 0 else -collected
 
 
+@dataclass(slots=True, eq=False)
 class _Stall:
     """The time since the last tick of the event loop."""
 
-    __slots__ = ("cpu_seconds", "place", "seconds", "stack", "tasks")
-
-    def __init__(self, cpu_seconds: float) -> None:
-        self.cpu_seconds = cpu_seconds
-        self.place: tuple[int, int] | None = None
-        self.tasks: dict[str, _Task] = {}
-        self.seconds = 0.0
-        self.stack = ""
+    cpu_seconds: float
+    place: tuple[int, int] | None = None
+    tasks: dict[str, _Task] = field(default_factory=dict)
+    seconds: float = 0.0
+    stack: str = ""
 
 
 class _Task(NamedTuple):

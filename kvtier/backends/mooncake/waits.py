@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import anyio
@@ -36,15 +37,13 @@ class Threads:
             self._free.release()
 
 
+@dataclass(slots=True, eq=False)
 class _Ticket:
     """A batch's position in the queue of each of its keys."""
 
-    __slots__ = ("exclusive", "granted", "keys")
-
-    def __init__(self, keys: frozenset[ChunkKey], *, exclusive: bool) -> None:
-        self.keys = keys
-        self.exclusive = exclusive
-        self.granted = anyio.Event()
+    keys: frozenset[ChunkKey]
+    exclusive: bool
+    granted: anyio.Event = field(default_factory=anyio.Event)
 
 
 class KeyLocks:
@@ -60,7 +59,7 @@ class KeyLocks:
     @asynccontextmanager
     async def held(self, keys: Iterable[ChunkKey], *, exclusive: bool) -> AsyncIterator[None]:
         """Lock ``keys``, which may contain duplicates. Raises ``TimeoutError`` after the timeout."""
-        ticket = _Ticket(frozenset(keys), exclusive=exclusive)
+        ticket = _Ticket(frozenset(keys), exclusive)
         for key in ticket.keys:
             self._queues.setdefault(key, deque()).append(ticket)
         try:
