@@ -116,7 +116,7 @@ class MirrorCodec(Codec):
         target[:] = source[::-1]
 
 
-class NamingObserver:
+class NamingObserver(Observer):
     """Records the events."""
 
     def __init__(self, chunk_tokens: int) -> None:
@@ -126,9 +126,6 @@ class NamingObserver:
     def observe(self, report: Report) -> None:
         """Record the name of an event."""
         self.phases.append(type(report.event).__name__)
-
-    def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
-        """Ignore it."""
 
 
 class Pigeon:
