@@ -127,9 +127,7 @@ class Connection:
 
     def interrupt(self) -> None:
         """Shut the socket down from another thread, which wakes the thread that waits for it."""
-        with suppress(OSError):
-            # Not the method of SSLSocket, which would continue unencrypted.
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+        interrupt(self._socket)
 
     def fileno(self) -> int:
         """Return the socket's file descriptor."""
@@ -292,7 +290,7 @@ class Connection:
             received = self._socket.recv_into(view, len(view), flags)
         except BlockingIOError:
             raise TimeoutError("no answer in time") from None
-        return _check_open(received)
+        return unless_closed(received)
 
     def _receive_some_into(self, views: Sequence[memoryview]) -> int:
         self._set_timeout()
@@ -300,7 +298,7 @@ class Connection:
             received, *_ = self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)
         except BlockingIOError:
             raise TimeoutError("no answer in time") from None
-        return _check_open(received)
+        return unless_closed(received)
 
     def _set_timeout(self) -> None:
         whole, part = divmod(self.deadline.remaining(), 1)
@@ -340,7 +338,7 @@ class TLSConnection(Connection):
 
     def _receive_some(self, view: memoryview, flags: int) -> int:
         self._socket.settimeout(self.deadline.remaining())
-        return _check_open(self._socket.recv_into(view))
+        return unless_closed(self._socket.recv_into(view))
 
     def _receive_some_into(self, views: Sequence[memoryview]) -> int:
         return self._receive_some(views[0], 0)
@@ -364,7 +362,15 @@ def keep_alive(connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _check_open(received: int) -> int:
+def interrupt(connected: socket.socket) -> None:
+    """Shut a socket down, which wakes the thread or task that waits for it. Thread-safe."""
+    with suppress(OSError):
+        # Not SSLSocket.shutdown, which would drop TLS: later calls would send plain text.
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
+
+def unless_closed(received: int) -> int:
+    """Return ``received``. Raises ``ConnectionResetError`` if it is 0."""
     if not received:
-        raise ConnectionResetError("the server closed the connection")
+        raise ConnectionResetError("the other side closed the connection")
     return received

@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from kvtier import native
 from kvtier.sockets.buffers import Buffers, advance, first_buffers
+from kvtier.sockets.connection import interrupt, unless_closed
 from kvtier.sockets.conversation import SEND, progress_of
 from kvtier.sockets.pump import Pump, finished
 from kvtier.sockets.waiting import POLL_SECONDS, until_readable, until_writable
@@ -40,9 +41,7 @@ class Stream:
 
     def interrupt(self) -> None:
         """Shut the socket down, which wakes the thread or task that waits for it. Thread-safe."""
-        with suppress(OSError):
-            # Not SSLSocket.shutdown, which would drop TLS: later calls would send plain text.
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+        interrupt(self._socket)
 
     # Called from the event loop.
 
@@ -185,10 +184,3 @@ class TLSStream(Stream):
 def stream_over(connected: socket.socket) -> Stream:
     """Return the stream for a connected socket, plain or TLS."""
     return TLSStream(connected) if isinstance(connected, ssl.SSLSocket) else Stream(connected)
-
-
-def unless_closed(received: int) -> int:
-    """Return ``received``. Raises ``ConnectionResetError`` if it is 0."""
-    if not received:
-        raise ConnectionResetError("the peer closed the connection")
-    return received
