@@ -250,7 +250,6 @@ class Engine:
             if filling.void:
                 void.append(filling)
             elif filling.transfer is not None and filling.staging is not None:
-                filling.transfer.staging.filling -= 1
                 filling.transfer.staged(filling.staging, filling.reservation)
             else:
                 complete.append(filling.reservation)
@@ -288,8 +287,7 @@ class Engine:
             if filling.transfer is None:
                 in_arena.append(filling.reservation)
             else:
-                filling.transfer.staging.filling -= 1
-                filling.reservation.lease.release()
+                filling.transfer.give_up(filling.reservation)
         self._cache.abandon(in_arena)
 
     def close(self) -> None:
@@ -310,10 +308,7 @@ class Engine:
 
 def _stage(staging: Staging | None, transfer: Transfer | None, header: ChunkHeader) -> Filling | None:
     """Reserve room in the staging buffer if a chunk is to be pushed from there."""
-    if staging is None or transfer is None or not transfer.stages(header.key):
+    if staging is None or transfer is None:
         return None
-    reservation = staging.take(header)
-    if reservation is None:
-        return None
-    transfer.staging.filling += 1
-    return Filling(reservation, transfer, staging)
+    reservation = transfer.stage(staging, header)
+    return None if reservation is None else Filling(reservation, transfer, staging)

@@ -29,6 +29,7 @@ from kvtier.catalog.catalog import State
 from kvtier.errors import ChannelError, PeerError
 from kvtier.events import Observer
 from kvtier.logs import ChangedWarnings
+from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.peers.backend import PeersBackend
@@ -144,14 +145,29 @@ class KVTransfer:
             self._leases[key] = lease
         self._notify()
 
-    def stages(self, key: ChunkKey) -> bool:
+    def stage(self, staging: Staging, header: ChunkHeader) -> Reservation | None:
+        """Reserve room in a staging buffer here for a chunk to transfer from there; ``None`` if it is not.
+
+        The caller fills it, and then calls :meth:`staged` or :meth:`give_up`.
+        """
+        reservation = staging.take(header) if self._stages(header.key) else None
+        self.staging.filling += reservation is not None
+        return reservation
+
+    def _stages(self, key: ChunkKey) -> bool:
         """Return whether to transfer a chunk from a staging buffer: it is not READY, and the peer has one."""
         return key in self._awaited and not self._failed and not self.staging.refused
 
+    def give_up(self, chunk: Reservation) -> None:
+        """Release the room of :meth:`stage`, which will not be filled."""
+        self.staging.filling -= 1
+        chunk.lease.release()
+
     def staged(self, staging: Staging, chunk: Reservation) -> None:
-        """Queue a chunk that is complete in a staging buffer here. Takes ownership of its lease."""
+        """Queue a chunk that is complete in the room of :meth:`stage`. Takes ownership of its lease."""
+        self.staging.filling -= 1
         key = chunk.header.key
-        if not self.stages(key):
+        if not self._stages(key):
             chunk.lease.release()
             return
         self.staging.add(staging, chunk)

@@ -28,7 +28,7 @@ class StagedChunks:
 
     def __init__(self) -> None:
         self.filling = 0
-        """Chunks that the engine is copying to a staging buffer. Maintained by the caller of ``take``."""
+        """Chunks that the engine is copying to a staging buffer. Maintained by the transfer."""
         self.pushed = 0
         """Chunks that were transferred between staging buffers."""
         self.refused = False
