@@ -42,6 +42,7 @@ from kvtier.backends.base import Outcome
 from kvtier.bench import raw_resp
 from kvtier.instance import Instance
 from kvtier.peers.backend import PeersBackend
+from kvtier.peers.client import drop_promises
 from kvtier.peers.protocol import Granted, Lookup
 from kvtier.peers.source import Source
 from kvtier.pipeline.discover import Expected
@@ -197,7 +198,7 @@ class Lookups:
         held = await backend.held_prefix(keys)
         seconds = perf_counter() - started
         expect(held == len(keys), f"{held} of {len(keys)} chunks are held")
-        backend._drop_promises(keys)
+        drop_promises(backend.clients, keys)
         return seconds
 
     async def look_up(self) -> float:

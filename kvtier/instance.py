@@ -116,7 +116,7 @@ class Instance:
         # KV transfers to a peer need neither peer.others nor a tier for the peers.
         peers = PeersBackend(tier, settings.peer, credentials, transport, name)
         pools: list[tuple[TierSettings, Backend]] = []
-        if fetches := bool(settings.peer.others) or _uses_directory(settings):
+        if fetches := bool(settings.peer.others) or settings.controller.url is not None:
             _check_peers_tier(settings)
             pools.append((tier, peers))
         async with (
@@ -214,11 +214,6 @@ def _base_name(settings: Settings) -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-def _uses_directory(settings: Settings) -> bool:
-    """Whether the controller may direct this instance to peers that are not in the settings."""
-    return settings.controller.url is not None and settings.peer.has_credentials
-
-
 def _check_peers_tier(settings: Settings) -> None:
     if any(tier.get("name") == PEERS for tier in settings.tiers):
         raise SettingsError(f"the tier name {PEERS!r} is reserved for peers: choose another name")
@@ -229,5 +224,5 @@ def _check_peers_tier(settings: Settings) -> None:
 async def _close(transport: Transport, peers: PeersBackend) -> None:
     """Disconnect the peers, then close the transport: it must be unused, and the arena still mapped."""
     with CancelScope(shield=True):
-        await peers.disconnect()
+        await peers.close()
         await transport.close()

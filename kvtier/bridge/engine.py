@@ -67,10 +67,6 @@ class Ticket:
             self.pending.release()
 
 
-def _no_kv_transfer(ticket: int) -> Transfer | None:
-    return None
-
-
 class Engine:
     """Leases, reservations and lookups of one engine. They end with it."""
 
@@ -194,7 +190,7 @@ class Engine:
             ticket.cancel()
         self.release(tuple(self._granted.keys() - set(leases)))
 
-    def reserve(self, request: Reserve, find: Callable[[int], Transfer | None] = _no_kv_transfer) -> Reserved:
+    def reserve(self, request: Reserve, find: Callable[[int], Transfer | None] = lambda _: None) -> Reserved:
         """Reserve room for the chunks of many requests; lease 0 for those without room.
 
         ``find`` returns the KV transfer that a run names: its room is in the staging buffer. Raises

@@ -17,8 +17,8 @@ from kvtier.concurrency.detached import DetachedTask
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.client import PeerClient
-from kvtier.peers.dialing import CONNECT_SECONDS, CONNECT_THREADS
+from kvtier.peers.client import PeerClient, drop_promises
+from kvtier.peers.dialling import CONNECT_SECONDS, CONNECT_THREADS
 from kvtier.peers.directory import Directory, DirectoryClient
 from kvtier.peers.fetch import Fetch
 from kvtier.peers.roster import IDLE_SECONDS, Roster
@@ -45,7 +45,7 @@ class PeersBackend(Backend, SupportsPrefix):
 
     Read-only: puts are refused, and deletes ignored. An unreachable peer counts as empty; it is not an error
     and adds no latency. The caller owns the transport: it opens it, calls :meth:`connect`, and calls
-    :meth:`disconnect` before it closes it.
+    :meth:`close` before it closes it.
 
     Peers are those of ``peer.others``, and temporary peers: those that a command names, or that the directory
     reports as holders of the keys that are looked up.
@@ -124,10 +124,6 @@ class PeersBackend(Backend, SupportsPrefix):
         self._running = DetachedTask(self._run())
 
     async def close(self) -> None:
-        """See :meth:`disconnect`."""
-        await self.disconnect()
-
-    async def disconnect(self) -> None:
         """Disconnect from every peer for good. Reads in flight end as ``FAILED``. Idempotent."""
         running, self._running = self._running, None
         if running is None:
@@ -184,9 +180,8 @@ class PeersBackend(Backend, SupportsPrefix):
         if others and longest < len(keys):
             await self._query_all(query_rest, keys[longest:], others)
         together = held.index(False) if False in held else len(held)
-        self._drop_promises(
-            [key for key, is_held in zip(keys[together:], held[together:], strict=True) if is_held]
-        )
+        beyond = [key for key, is_held in zip(keys[together:], held[together:], strict=True) if is_held]
+        drop_promises(self._roster.clients, beyond)
         return together
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
@@ -275,8 +270,3 @@ class PeersBackend(Backend, SupportsPrefix):
             for client in self._roster.clients if clients is None else clients:
                 for start in range(0, len(keys), KEYS_PER_REQUEST):
                     tasks.start_soon(query, client, start, keys[start : start + KEYS_PER_REQUEST])
-
-    def _drop_promises(self, keys: Sequence[ChunkKey]) -> None:
-        for client in self._roster.clients:
-            if client.source is not None:
-                client.source.promises.drop(keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 import anyio
@@ -308,3 +308,10 @@ class PeerClient:
         if source.unresponsive:
             return "does not answer"
         return "connected" if self._breaker.reason is None else f"paused: {self._breaker.reason}"
+
+
+def drop_promises(clients: Iterable[PeerClient], keys: Iterable[ChunkKey]) -> None:
+    """Release what these peers have granted of these chunks."""
+    for client in clients:
+        if client.source is not None:
+            client.source.promises.drop(keys)

@@ -11,7 +11,7 @@ from anyio.abc import TaskGroup
 from kvtier.backends.base import GetItem, Outcome
 from kvtier.errors import ChannelError
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.client import PeerClient
+from kvtier.peers.client import PeerClient, drop_promises
 from kvtier.peers.pace import fastest
 from kvtier.peers.promises import Promise
 from kvtier.peers.source import Source
@@ -183,18 +183,13 @@ class Fetch:
             item = taken.item
             item.outcome = outcome
             if outcome is Outcome.OK:
-                self._drop_other_promises(item.key)
+                drop_promises(self._clients, [item.key])
                 continue
             # An old promise may have ended early, so its peer is worth another try; a fresh one is not.
             if outcome is Outcome.FAILED or item.requested:
                 item.tried.add(taken.client)
             retry.append(item)
         self._dispatch(retry)
-
-    def _drop_other_promises(self, key: ChunkKey) -> None:
-        for client in self._clients:
-            if client.source is not None:
-                client.source.promises.drop([key])
 
     def _release(self, taken: _Taken) -> None:
         if taken in self._taken:

@@ -211,7 +211,7 @@ class KVTransfer:
             target.withdraw(self._number)
             self._refused = bool(target.last_error)
             if self.staging.last_error:
-                self._transfers.warn_staging(self.to, self.staging.last_error)
+                self._transfers.staging_warnings.note(self.to, self.staging.last_error)
             self.last_error = self.last_error or target.last_error
         if self._connection_error is not None:
             raise self._connection_error
@@ -344,7 +344,7 @@ class KVTransfers(Observer):
         self._counts: Counter[str] = Counter()
         self._pushed_bytes = 0
         self._pushing_seconds = 0.0
-        self._staging_warnings = ChangedWarnings(
+        self.staging_warnings = ChangedWarnings(
             "KV transfers to %s use the first tier instead of staging buffers: %s"
         )
         cache.add_observer(self)
@@ -367,7 +367,8 @@ class KVTransfers(Observer):
         self._open.add(transfer)
         for key in transfer.keys:
             self._awaiting.setdefault(key, set()).add(transfer)
-        self.changed(FIRST, [key for key in transfer.keys if self._is_ready(key)], ())
+        memory = self._cache.hierarchy.memory
+        self.changed(FIRST, [key for key in transfer.keys if memory.state(key) is State.READY], ())
         self._tasks.start_soon(transfer.run)
         return transfer
 
@@ -398,10 +399,6 @@ class KVTransfers(Observer):
         self._pushing_seconds += result.pushing_seconds
         result.log(transfer.to)
 
-    def warn_staging(self, to: str, last_error: str) -> None:
-        """Warn once why chunks are not transferred between staging buffers."""
-        self._staging_warnings.note(to, last_error)
-
     def changed(self, tier: int, stored: Iterable[ChunkKey], removed: Iterable[ChunkKey]) -> None:
         """Queue stored chunks synchronously, so that they are leased before they can be evicted."""
         if tier != FIRST or not self._awaiting:
@@ -425,9 +422,6 @@ class KVTransfers(Observer):
             "pushing_seconds": self._pushing_seconds,
             "counts": dict(self._counts),
         }
-
-    def _is_ready(self, key: ChunkKey) -> bool:
-        return self._cache.hierarchy.memory.state(key) is State.READY
 
     def stop_awaiting(self, key: ChunkKey, transfer: KVTransfer) -> None:
         """Stop notifying a transfer of this chunk. Idempotent."""

@@ -391,8 +391,8 @@ async def test_disconnect_fails_reads_and_leaks_nothing() -> None:
 
             tasks.start_soon(get)
             await peer.reading.wait()
-            await backend.disconnect()
-            await backend.disconnect()
+            await backend.close()
+            await backend.close()
         assert outcomes == [FAILED]
         assert not peer.links
         assert await backend.held_prefix(keys_of([1])) == 0
@@ -457,7 +457,7 @@ async def test_concurrent_gets_with_a_quarter_cancelled() -> None:
                 assert task.cancelled()
                 assert all(is_poisoned(view) for _, view in batch)
         # Looked up by the cancelled gets, and still promised.
-        await backend.disconnect()
+        await backend.close()
         await until(lambda: not any(peer.open_chunks for peer in peers))
         assert not any(peer.links for peer in peers)
 

@@ -70,7 +70,7 @@ async def reading_from(
         try:
             yield backend
         finally:
-            await backend.disconnect()
+            await backend.close()
             await transport.close()
             await backend.close()
     finally:

@@ -334,7 +334,7 @@ async def test_backend_disconnects_while_temporary_peer_is_in_use() -> None:
         reading_from(unauthenticated=[peer]) as backend,
         backend.temporary_peer(peer.address) as named,
     ):
-        await backend.disconnect()
+        await backend.close()
         with pytest.raises(PeerError):
             await named.promise(keys_of([1]))
     await until_released(peer)

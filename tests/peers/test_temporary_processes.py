@@ -138,7 +138,7 @@ async def reader(kind: str, *, folder: Path | None = None, idle: float = 60.0) -
             if not backend._directory:
                 assert not catalog.count(len(tiers)), "temporary entries remain in the catalog"
         finally:
-            await backend.disconnect()
+            await backend.close()
             await transport.close()
     await until_released(before)
 

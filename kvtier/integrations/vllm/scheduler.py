@@ -241,7 +241,7 @@ class SchedulerSide:
                 self._kv_transfers.note_preemption(preempted)
         self._plan_saves(output)
         block_state = output.kv_connector_block_state
-        blocks_of = _no_blocks if block_state is None else block_state.get_block_ids
+        blocks_of = (lambda _: None) if block_state is None else block_state.get_block_ids
         saves = self._saves.step(blocks_of, self._wait_left(STEP_WAIT_SECONDS))
         if not self._saves.unreserved:
             self._kv_transfers.end_finished()
@@ -339,7 +339,3 @@ class SchedulerSide:
     def close(self) -> None:
         """Disconnect from the cache process."""
         self._bridge.close()
-
-
-def _no_blocks(request_id: str) -> Blocks | None:
-    return None
