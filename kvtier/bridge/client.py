@@ -20,34 +20,6 @@ import msgspec
 from kvtier.bridge import protocol
 from kvtier.bridge.bridge import Bridge, open_connection
 from kvtier.bridge.notices import MAX_CHARACTERS
-from kvtier.bridge.protocol import (
-    Abandon,
-    Cancel,
-    Changed,
-    Clear,
-    Cleared,
-    Commit,
-    Confirm,
-    Confirmed,
-    EndKVTransfer,
-    Found,
-    FromCache,
-    Hello,
-    KVTransfer,
-    KVTransferResult,
-    Lookup,
-    Notice,
-    OfferStaging,
-    OpenedStaging,
-    Release,
-    RequestStaging,
-    Reserve,
-    Reserved,
-    Run,
-    Status,
-    StatusReport,
-    Welcome,
-)
 from kvtier.catalog.hints import ChunkHints
 from kvtier.concurrency.threads import run_in_background
 from kvtier.errors import ArenaError, ChannelClosed, ChannelError, ProtocolError
@@ -81,7 +53,7 @@ Slots = Sequence[Slot | None]
 class LookupState:
     """Everything that a lookup has been granted so far, in prefix order."""
 
-    call: Call[Found]
+    call: Call[protocol.Found]
     """Settled by the first answer; further ones may follow."""
     leases: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -108,7 +80,7 @@ class SchedulerBridge(Bridge):
 
     def __init__(
         self,
-        hello: Hello,
+        hello: protocol.Hello,
         path: Path,
         start: Callable[[], None] | None = None,
         logger: Logger | None = None,
@@ -117,12 +89,12 @@ class SchedulerBridge(Bridge):
         self._lookups: dict[int, LookupState] = {}
         self._reserving: Call[list[Slots]] | None = None
         """The last reservation request."""
-        self._changes: list[Changed] = []
-        self._kv_transfers: dict[int, KVTransferResult | None] = {}
+        self._changes: list[protocol.Changed] = []
+        self._kv_transfers: dict[int, protocol.KVTransferResult | None] = {}
         """The last result of each running KV transfer."""
         self._in_use: set[int] = set()
 
-    def _make_hello(self) -> Hello:
+    def _make_hello(self) -> protocol.Hello:
         return msgspec.structs.replace(self._hello, holding=sorted(self._in_use))
 
     def _lost(self) -> None:
@@ -131,18 +103,18 @@ class SchedulerBridge(Bridge):
         self._kv_transfers.clear()
         self._in_use.clear()
 
-    def _receive(self, message: FromCache) -> None:
+    def _receive(self, message: protocol.FromCache) -> None:
         match message:
-            case Found():
+            case protocol.Found():
                 self._take_found(message)
             case Reply():
                 pass
-            case Changed():
+            case protocol.Changed():
                 self._changes.append(message)
-            case KVTransferResult():
+            case protocol.KVTransferResult():
                 if message.ticket in self._kv_transfers:
                     self._kv_transfers[message.ticket] = message
-            case Notice():
+            case protocol.Notice():
                 self._logger.warning("cache process: %s", message.text[:MAX_CHARACTERS])
             case _:
                 self._logger.debug("unexpected message: %s", type(message).__name__)
@@ -153,7 +125,7 @@ class SchedulerBridge(Bridge):
         tiers = () if self.welcome is None else self.welcome.tiers
         return len(tiers) - 1 if tiers and tiers[-1] == protocol.STAGING else -1
 
-    def _take_found(self, found: Found) -> None:
+    def _take_found(self, found: protocol.Found) -> None:
         lookup = self._lookups.get(found.ticket)
         if lookup is None:
             return  # Cancelled: the cache process releases everything that it has granted.
@@ -183,8 +155,10 @@ class SchedulerBridge(Bridge):
             return None
         call = self.call(
             "lookups",
-            lambda ticket: Lookup(ticket, join_keys(keys), tokens, expect_chunks, expect_seconds, hints),
-            Found,
+            lambda ticket: protocol.Lookup(
+                ticket, join_keys(keys), tokens, expect_chunks, expect_seconds, hints
+            ),
+            protocol.Found,
             lambda found, _wanted: found,
         )
         if call is None:
@@ -210,7 +184,7 @@ class SchedulerBridge(Bridge):
         lookup = self._lookups.pop(ticket, None)
         if lookup is not None and (lookup.leases or not lookup.final):
             self._in_use.difference_update(lookup.leases)
-            self.send(Cancel(ticket))
+            self.send(protocol.Cancel(ticket))
 
     def take(self, ticket: int) -> None:
         """Transfer ownership of a final lookup's leases to the caller, who must release each of them."""
@@ -220,7 +194,7 @@ class SchedulerBridge(Bridge):
         """Release leases."""
         if leases:
             self._in_use.difference_update(leases)
-            self.send(Release(list(leases)))
+            self.send(protocol.Release(list(leases)))
 
     @property
     def reserves(self) -> bool:
@@ -228,7 +202,7 @@ class SchedulerBridge(Bridge):
         pending = self._reserving is not None and not self._reserving.settled
         return self.accepts_requests and not self.late and not pending
 
-    def reserve(self, runs: Sequence[Run]) -> Call[list[Slots]] | None:
+    def reserve(self, runs: Sequence[protocol.Run]) -> Call[list[Slots]] | None:
         """Request room for the chunks of ``runs`` in one message; ``None`` if :attr:`reserves` is false.
 
         The answer has the slots of each run. The caller owns them even if the answer is late, and must
@@ -238,8 +212,8 @@ class SchedulerBridge(Bridge):
             return None
         self._reserving = self.call(
             "reservations",
-            lambda ticket: Reserve(ticket, list(runs)),
-            Reserved,
+            lambda ticket: protocol.Reserve(ticket, list(runs)),
+            protocol.Reserved,
             lambda reserved, _wanted: _slots(runs, reserved),
         )
         return self._reserving
@@ -257,7 +231,7 @@ class SchedulerBridge(Bridge):
     def abandon(self, leases: Sequence[int]) -> None:
         """Abandon reservations."""
         if leases:
-            self.send(Abandon(list(leases)))
+            self.send(protocol.Abandon(list(leases)))
 
     def transfer_kv(self, to: str, root: ChunkKey, keys: Sequence[ChunkKey], tokens: int) -> int | None:
         """Push a prompt's chunks to a peer as they are stored; return a ticket, or ``None`` on failure.
@@ -268,9 +242,9 @@ class SchedulerBridge(Bridge):
             return None
         ticket = self.calls.next_ticket()
         self._kv_transfers[ticket] = None
-        return ticket if self.send(KVTransfer(ticket, to, root, join_keys(keys), tokens)) else None
+        return ticket if self.send(protocol.KVTransfer(ticket, to, root, join_keys(keys), tokens)) else None
 
-    def transferred(self, ticket: int) -> KVTransferResult | None:
+    def transferred(self, ticket: int) -> protocol.KVTransferResult | None:
         """Return the last result of a KV transfer; ``None`` if there is no result yet.
 
         Raises ``KeyError`` if the transfer has ended or its connection was lost.
@@ -282,7 +256,7 @@ class SchedulerBridge(Bridge):
         """End a transfer: no further chunk will be reserved. Unless ``complete``, also stop pushing."""
         if ticket in self._kv_transfers:
             del self._kv_transfers[ticket]
-            self.send(EndKVTransfer(ticket, complete))
+            self.send(protocol.EndKVTransfer(ticket, complete))
 
     def clear(self, wait: float) -> int | None:
         """Remove every chunk of this engine's model; return their number, or ``None`` without an answer.
@@ -292,19 +266,19 @@ class SchedulerBridge(Bridge):
         self.update()
         if not self.accepts_requests:
             return None
-        call = self.call("clears", Clear, Cleared, lambda cleared, _wanted: cleared.chunks)
+        call = self.call("clears", protocol.Clear, protocol.Cleared, lambda cleared, _wanted: cleared.chunks)
         if call is None:
             return None
         self.wait(lambda: call.settled, wait)
         return call.result
 
-    def changes(self) -> list[Changed]:
+    def changes(self) -> list[protocol.Changed]:
         """Return the chunks stored in and removed from the tiers since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
 
-def _slots(runs: Sequence[Run], reserved: Reserved) -> list[Slots]:
+def _slots(runs: Sequence[protocol.Run], reserved: protocol.Reserved) -> list[Slots]:
     """Return the slots of each run. Raises :class:`ProtocolError` if the answer has too few or too many."""
     counts = [len(run.keys) // KEY_BYTES for run in runs]
     if not sum(counts) == len(reserved.leases) == len(reserved.offsets):
@@ -323,7 +297,7 @@ class WorkerBridge(Bridge):
 
     def __init__(
         self,
-        hello: Hello,
+        hello: protocol.Hello,
         path: Path,
         start: Callable[[], None] | None = None,
         logger: Logger | None = None,
@@ -333,7 +307,7 @@ class WorkerBridge(Bridge):
         """Reservations to abandon: the epoch that granted each, and its number."""
         self.arena: ArenaMap | None = None
         """Arena of the connected, or last connected, cache process."""
-        self.staging: OfferStaging | None = None
+        self.staging: protocol.OfferStaging | None = None
         """The last offer of a staging buffer by the connected cache process."""
         self._gpu: str | None = None
 
@@ -343,21 +317,21 @@ class WorkerBridge(Bridge):
         The request is repeated after every reconnect. The answer is stored in :attr:`staging`.
         """
         self._gpu = gpu
-        self.send(RequestStaging(gpu))
+        self.send(protocol.RequestStaging(gpu))
 
-    def await_staging(self, seconds: float) -> OfferStaging | None:
+    def await_staging(self, seconds: float) -> protocol.OfferStaging | None:
         """Block up to ``seconds`` until the offer arrives; ``None`` on timeout. Not for hooks."""
         self.wait(lambda: self.staging is not None, seconds)
         return self.staging
 
     def open_staging(self, number: int) -> None:
         """Report that the offered buffer with this number is open."""
-        self.send(OpenedStaging(number))
+        self.send(protocol.OpenedStaging(number))
 
-    def _connected(self, connection: UnixConnection[Welcome]) -> None:
+    def _connected(self, connection: UnixConnection[protocol.Welcome]) -> None:
         super()._connected(connection)
         if self._gpu is not None:
-            connection.send(RequestStaging(self._gpu))
+            connection.send(protocol.RequestStaging(self._gpu))
         # Map the new arena first: unmapping the old one holds the lock that mapping waits for.
         old, self.arena = self.arena, _map_arena(connection)
         if old is not None:
@@ -369,18 +343,18 @@ class WorkerBridge(Bridge):
         super()._lost()
         self.staging = None
 
-    def _receive(self, message: FromCache) -> None:
+    def _receive(self, message: protocol.FromCache) -> None:
         match message:
             case Reply():
                 pass
-            case OfferStaging():
+            case protocol.OfferStaging():
                 self.staging = message
             case _:
                 self._logger.debug("unexpected message: %s", type(message).__name__)
 
     def commit(self, leases: Sequence[int]) -> bool:
         """Report that these reservations have been filled; return whether the message was sent."""
-        return not leases or self.send(Commit(list(leases)))
+        return not leases or self.send(protocol.Commit(list(leases)))
 
     def abandon(self, leases: Sequence[int], epoch: int = 0) -> None:
         """Abandon reservations; those of another cache process as soon as it is connected.
@@ -389,7 +363,7 @@ class WorkerBridge(Bridge):
         """
         if epoch in (0, self.epoch):
             if leases:
-                self.send(Abandon(list(leases)))
+                self.send(protocol.Abandon(list(leases)))
         elif len(self._orphans) + len(leases) <= MAX_ORPHANS:
             self._orphans += [(epoch, lease) for lease in leases]
 
@@ -397,8 +371,8 @@ class WorkerBridge(Bridge):
         """Check whether these leases are still held. ``None`` if no cache process is connected."""
         return self.call(
             "confirmations",
-            lambda ticket: Confirm(ticket, list(leases)),
-            Confirmed,
+            lambda ticket: protocol.Confirm(ticket, list(leases)),
+            protocol.Confirmed,
             lambda confirmed, _wanted: confirmed.held,
         )
 
@@ -409,7 +383,7 @@ class WorkerBridge(Bridge):
             self.arena.close()
 
 
-def _map_arena(connection: UnixConnection[Welcome]) -> ArenaMap:
+def _map_arena(connection: UnixConnection[protocol.Welcome]) -> ArenaMap:
     """Map the arena that came with the welcome. Raises :class:`ChannelError`."""
     assert connection.welcome is not None
     try:
@@ -428,15 +402,15 @@ def _close_in_background(arena: ArenaMap) -> None:
 
 def status(path: Path, seconds: float = GREETING_SECONDS) -> dict[str, Any]:
     """Return the status of a cache process. Blocks up to ``seconds``. Raises :class:`ChannelError`."""
-    hello = Hello(protocol.VERSION, "observer", "observer", 0, ChunkLayout(1, ()), b"")
+    hello = protocol.Hello(protocol.VERSION, "observer", "observer", 0, ChunkLayout(1, ()), b"")
     connection = open_connection(path, hello)
     try:
         deadline = time.monotonic() + seconds
-        connection.send(Status(1))
+        connection.send(protocol.Status(1))
         messages = connection.await_welcome(seconds)
         while True:
             for message in messages:
-                if isinstance(message, StatusReport):
+                if isinstance(message, protocol.StatusReport):
                     report: dict[str, Any] = json.loads(message.report)
                     return report
             if (left := deadline - time.monotonic()) <= 0:

@@ -24,38 +24,13 @@ from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
 from kvtier.bridge.kv_transfer import EngineKVTransfers
 from kvtier.bridge.notices import Notices
-from kvtier.bridge.protocol import (
-    Abandon,
-    Cancel,
-    Changed,
-    Clear,
-    Cleared,
-    Commit,
-    Confirm,
-    Confirmed,
-    EndKVTransfer,
-    Found,
-    FromEngine,
-    Hello,
-    KVTransfer,
-    Lookup,
-    Notice,
-    OfferStaging,
-    OpenedStaging,
-    Release,
-    RequestStaging,
-    Reserve,
-    Status,
-    StatusReport,
-    Welcome,
-)
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
 from kvtier.events import Observer
 from kvtier.instance import Instance
 from kvtier.logs import ChangedWarnings
 from kvtier.memory.keys import ChunkKey, join_keys
-from kvtier.pipeline.found import Lookup as CacheLookup
+from kvtier.pipeline.found import Lookup
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Message
 from kvtier.rpc.greeting import check_greeting
@@ -130,7 +105,7 @@ class BridgeServer:
         """Number of connected engines."""
         return len(self._engines)
 
-    def join(self, connection: Connection, hello: Hello) -> Engine:
+    def join(self, connection: Connection, hello: protocol.Hello) -> Engine:
         """Add a connection to its engine. The first connection creates the engine.
 
         Raises :class:`ProtocolError`.
@@ -166,11 +141,15 @@ class BridgeServer:
             connection.notify,
         )
 
-    def stage(self, connection: Connection, engine: Engine, rank: int, request: RequestStaging) -> None:
+    def stage(
+        self, connection: Connection, engine: Engine, rank: int, request: protocol.RequestStaging
+    ) -> None:
         """Provide a staging buffer for a worker, or report why none is available."""
         stagings = self._instance.stagings
         if stagings is None:
-            connection.send(OfferStaging(0, b"", 0, "kv_transfer.device is cpu in the cache process"))
+            connection.send(
+                protocol.OfferStaging(0, b"", 0, "kv_transfer.device is cpu in the cache process")
+            )
             return
         if engine.staging is None:
             engine.staging = stagings.of_engine(engine.name, engine.namespace, engine.layout)
@@ -214,7 +193,9 @@ class Connection:
     async def serve(self) -> None:
         """Answer until the client closes the connection. Raises :class:`ChannelError`."""
         try:
-            hello = check_greeting(await self._endpoint.receive(HELLO_SECONDS), Hello, protocol.VERSION)
+            hello = check_greeting(
+                await self._endpoint.receive(HELLO_SECONDS), protocol.Hello, protocol.VERSION
+            )
             if hello.role != "observer":
                 self._engine, self._rank = self._server.join(self, hello), hello.rank
             self._welcome()
@@ -228,7 +209,7 @@ class Connection:
         finally:
             self._leave()
 
-    def _start(self, engine: Engine, hello: Hello) -> None:
+    def _start(self, engine: Engine, hello: protocol.Hello) -> None:
         if hello.changes:
             self._tasks.start_soon(self._send_changes)
         if hello.role == "scheduler":
@@ -248,7 +229,7 @@ class Connection:
     def _welcome(self) -> None:
         cache = self._server.cache
         staging = [protocol.STAGING] if self._server.stages else []
-        welcome = Welcome(
+        welcome = protocol.Welcome(
             protocol.VERSION,
             self._server.epoch,
             cache.arena.capacity,
@@ -258,53 +239,53 @@ class Connection:
         )
         self._endpoint.send(welcome, [cache.arena.fd])
 
-    async def _handle(self, message: FromEngine) -> None:
+    async def _handle(self, message: protocol.FromEngine) -> None:
         engine = self._engine
-        if isinstance(message, Status):
-            self.send(StatusReport(message.ticket, json.dumps(self._server.status()).encode()))
+        if isinstance(message, protocol.Status):
+            self.send(protocol.StatusReport(message.ticket, json.dumps(self._server.status()).encode()))
             return
-        if engine is None or isinstance(message, Hello):
+        if engine is None or isinstance(message, protocol.Hello):
             raise ProtocolError(f"unexpected {type(message).__name__}: from an observer, or a second Hello")
         match message:
-            case Lookup():
+            case protocol.Lookup():
                 answer, fetched = engine.look_up(message)
                 if fetched is not None:
                     self._tasks.start_soon(self._send_fetched, engine, message.ticket, fetched)
                 self.send(answer)
-            case Reserve():
+            case protocol.Reserve():
                 if self._kv_transfers is None:
                     self.send(engine.reserve(message))
                 else:
                     self.send(engine.reserve(message, self._kv_transfers.find))
-            case Confirm():
-                self.send(Confirmed(message.ticket, engine.holds(message.leases)))
-            case Clear():
+            case protocol.Confirm():
+                self.send(protocol.Confirmed(message.ticket, engine.holds(message.leases)))
+            case protocol.Clear():
                 self._endpoint.uncork()
                 cleared = await self._server.cache.clear(namespace=engine.namespace)
-                self.send(Cleared(message.ticket, cleared.chunks))
-            case Commit():
+                self.send(protocol.Cleared(message.ticket, cleared.chunks))
+            case protocol.Commit():
                 engine.commit(message.leases, self._rank)
-            case Release():
+            case protocol.Release():
                 engine.release(message.leases)
-            case Abandon():
+            case protocol.Abandon():
                 if self._kv_transfers is None:
                     engine.give_up(message.leases, self._rank)
                 else:
                     engine.abandon(message.leases)
-            case Cancel():
+            case protocol.Cancel():
                 engine.cancel(message.ticket)
-            case RequestStaging():
+            case protocol.RequestStaging():
                 self._server.stage(self, engine, self._rank, message)
-            case OpenedStaging():
+            case protocol.OpenedStaging():
                 if engine.staging is not None:
                     engine.staging.opened(self._rank, message.number)
-            case KVTransfer() | EndKVTransfer():
+            case protocol.KVTransfer() | protocol.EndKVTransfer():
                 self._kv_transfer(message)
 
-    def _kv_transfer(self, message: KVTransfer | EndKVTransfer) -> None:
+    def _kv_transfer(self, message: protocol.KVTransfer | protocol.EndKVTransfer) -> None:
         if self._kv_transfers is None:
             raise ProtocolError(f"unexpected {type(message).__name__}: only schedulers send it")
-        if isinstance(message, EndKVTransfer):
+        if isinstance(message, protocol.EndKVTransfer):
             self._kv_transfers.end(message)
         elif (result := self._kv_transfers.begin(message)) is not None:
             self.send(result)
@@ -321,16 +302,16 @@ class Connection:
 
     async def offer(self, offer: Offer) -> None:
         """Notify a worker of its staging buffer."""
-        await self.notify(OfferStaging(*offer))
+        await self.notify(protocol.OfferStaging(*offer))
 
     async def _send_notices(self, texts: Sequence[str]) -> None:
         for text in texts:
-            await self.notify(Notice(text))
+            await self.notify(protocol.Notice(text))
 
-    async def _send_fetched(self, engine: Engine, ticket: int, found: CacheLookup) -> None:
+    async def _send_fetched(self, engine: Engine, ticket: int, found: Lookup) -> None:
         async def report_progress() -> None:
             """Show the engine that the lookup makes progress, so that it keeps waiting."""
-            await self.notify(Found(ticket, [], [], [], found.in_flight))
+            await self.notify(protocol.Found(ticket, [], [], [], found.in_flight))
 
         try:
             await self._server.cache.settle(found, report_progress)
@@ -368,10 +349,10 @@ class _Changes(Observer):
             all_stored += stored
             all_removed += removed
 
-    def take(self) -> list[Changed]:
+    def take(self) -> list[protocol.Changed]:
         """Return the changes since the last call."""
         gathered, self._gathered, self._room = self._gathered, {}, CHANGES_LIMIT
         return [
-            Changed(tier, join_keys(stored), join_keys(removed))
+            protocol.Changed(tier, join_keys(stored), join_keys(removed))
             for tier, (stored, removed) in gathered.items()
         ]

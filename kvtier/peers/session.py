@@ -15,30 +15,10 @@ from anyio.abc import TaskGroup
 
 from kvtier.errors import ChannelError, ProtocolError
 from kvtier.memory.keys import split_keys
+from kvtier.peers import protocol
 from kvtier.peers.arrival import Arrival
 from kvtier.peers.grants import Grant, GrantBook
 from kvtier.peers.holdings import Holdings
-from kvtier.peers.protocol import (
-    NO_GRANT,
-    Announce,
-    Announced,
-    Await,
-    Commit,
-    Committed,
-    Contained,
-    Contains,
-    FromClient,
-    Granted,
-    Lookup,
-    Readable,
-    Release,
-    Released,
-    Reserve,
-    Stage,
-    Withdraw,
-    Withdrawn,
-    decode_from_client,
-)
 from kvtier.peers.reservations import Reservations
 from kvtier.pipeline.found import FoundChunk
 from kvtier.rpc.endpoint import Endpoint
@@ -71,7 +51,7 @@ class Session:
 
         ``cut_off``: ends the writes of peers to memory that they were granted, if the transport requires it.
         """
-        self._endpoint = Endpoint(wire, decode_from_client, idle_timeout=IDLE_TIMEOUT_SECONDS)
+        self._endpoint = Endpoint(wire, protocol.decode_from_client, idle_timeout=IDLE_TIMEOUT_SECONDS)
         self._holdings = holdings
         self._grants = grants
         self._reservations = reservations
@@ -100,51 +80,51 @@ class Session:
             await self._endpoint.refuse(error)
         return error
 
-    async def _respond(self, message: FromClient) -> None:
+    async def _respond(self, message: protocol.FromClient) -> None:
         self._counts[type(message).__name__] += 1
         match message:
-            case Lookup():
+            case protocol.Lookup():
                 await self._look_up(message)
-            case Await():
+            case protocol.Await():
                 self._accept_await(message)
-            case Release():
+            case protocol.Release():
                 self._check_numbers(message.grant, message.chunks)
                 self._reservations.release(self, message.grant, message.chunks)
                 valid = self._grants.release(self, message.grant, message.chunks)
-                self._endpoint.send(Released(message.ticket, valid))
-            case Contains():
+                self._endpoint.send(protocol.Released(message.ticket, valid))
+            case protocol.Contains():
                 self._endpoint.uncork()
                 held = await self._holdings.held(split_keys(message.keys))
-                self._endpoint.send(Contained(message.ticket, held))
-            case Announce():
+                self._endpoint.send(protocol.Contained(message.ticket, held))
+            case protocol.Announce():
                 accepted = self._reservations.announce(self, message)
-                self._endpoint.send(Announced(message.ticket, accepted))
-            case Withdraw():
+                self._endpoint.send(protocol.Announced(message.ticket, accepted))
+            case protocol.Withdraw():
                 self._reservations.withdraw(self, message.number)
-                self._endpoint.send(Withdrawn(message.ticket))
-            case Reserve():
+                self._endpoint.send(protocol.Withdrawn(message.ticket))
+            case protocol.Reserve():
                 if self._grants.count(self) >= MAX_GRANTS:
                     raise ProtocolError(f"it has {MAX_GRANTS} grants, which is the limit, and wants more")
                 self._endpoint.send(self._reservations.reserve(self, message))
-            case Commit():
+            case protocol.Commit():
                 self._check_numbers(message.grant, message.chunks)
                 self._reservations.check(message)
                 self._endpoint.uncork()
                 await self._commits.acquire()
                 self._tasks.start_soon(self._commit, message)
-            case Stage():
+            case protocol.Stage():
                 self._endpoint.send(self._reservations.stage(message))
             case _:
                 raise ProtocolError(f"unexpected {type(message).__name__}")
 
-    async def _commit(self, request: Commit) -> None:
+    async def _commit(self, request: protocol.Commit) -> None:
         try:
             valid = await self._reservations.commit(self, request)
-            self._send(Committed(request.ticket, valid))
+            self._send(protocol.Committed(request.ticket, valid))
         finally:
             self._commits.release()
 
-    async def _look_up(self, request: Lookup) -> None:
+    async def _look_up(self, request: protocol.Lookup) -> None:
         keys = split_keys(request.keys)
         if self._grants.count(self) >= MAX_GRANTS:
             keys = []
@@ -157,7 +137,7 @@ class Session:
         for chunk in chunks[count:]:
             chunk.lease.release()
         if grant is None:
-            self._endpoint.send(Granted(request.ticket, NO_GRANT, [], [], [], 0))
+            self._endpoint.send(protocol.Granted(request.ticket, protocol.NO_GRANT, [], [], [], 0))
             return
         del chunks[count:], positions[count:]
         late = self._holdings.late(chunks)
@@ -166,7 +146,9 @@ class Session:
         if late:
             self._expect(grant, {index: chunks[index] for index in late})
         ready = late[0] if late else count
-        self._endpoint.send(Granted(request.ticket, grant.number, positions, offsets, lengths, ready))
+        self._endpoint.send(
+            protocol.Granted(request.ticket, grant.number, positions, offsets, lengths, ready)
+        )
 
     def _expect(self, grant: Grant, late: dict[int, FoundChunk]) -> None:
         arrival = self._arrivals[grant.number] = Arrival(self._holdings, grant, late)
@@ -178,22 +160,22 @@ class Session:
         grant.on_end = end
         self._tasks.start_soon(arrival.run)
 
-    def _accept_await(self, request: Await) -> None:
+    def _accept_await(self, request: protocol.Await) -> None:
         self._check_numbers(request.grant, request.chunks)
         if self._awaits >= MAX_AWAITS:
-            self._endpoint.send(Readable(request.ticket, [False] * len(request.chunks)))
+            self._endpoint.send(protocol.Readable(request.ticket, [False] * len(request.chunks)))
             return
         self._awaits += 1
         self._tasks.start_soon(self._answer_await, request)
 
-    async def _answer_await(self, request: Await) -> None:
+    async def _answer_await(self, request: protocol.Await) -> None:
         try:
             arrival = self._arrivals.get(request.grant)
             if arrival is not None:
                 await arrival.wait(request.chunks)
             grant = self._grants.find(self, request.grant)
             readable = [grant is not None and grant.is_accessible(index) for index in request.chunks]
-            self._send(Readable(request.ticket, readable))
+            self._send(protocol.Readable(request.ticket, readable))
         finally:
             self._awaits -= 1
 
