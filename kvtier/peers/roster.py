@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import anyio
@@ -40,13 +41,13 @@ def _parse_target(address: str) -> Target:
     return host.lower(), port
 
 
+@dataclass(eq=False)
 class _Temporary:
     """One temporary peer: a single connection and its users."""
 
-    def __init__(self, client: PeerClient) -> None:
-        self.client = client
-        self.scope = CancelScope()
-        self.users = 0
+    client: PeerClient
+    scope: CancelScope = field(default_factory=CancelScope)
+    users: int = 0
 
     @property
     def busy(self) -> bool:

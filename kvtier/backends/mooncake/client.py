@@ -158,7 +158,7 @@ class MooncakeClient:
         """Return the library's client, joining the pool if needed. It rejoins by itself after an outage."""
         # Without a master, the library retries for more than four seconds, regardless of its timeouts.
         if time.monotonic() - self._answered > TRUSTED_SECONDS:
-            self._check_master()
+            self._connect().close()
         if self._store is not None:
             return self._store
         if not self._connecting.acquire(timeout=self._settings.deadline):
@@ -203,9 +203,6 @@ class MooncakeClient:
         with self._connect() as connection:
             address: str = connection.getsockname()[0]
         return address
-
-    def _check_master(self) -> None:
-        self._connect().close()
 
     def _connect(self) -> socket.socket:
         try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -63,21 +62,18 @@ def set_timeouts(deadline: float) -> None:
     If two tiers have different deadlines, the last one set applies to both, for values that the library
     reads only once.
     """
-    _set_defaults(
-        {
-            "MC_RPC_TIMEOUT_MS": str(max(1, int(1000 * TIMEOUT_SHARE * deadline))),
-            "MC_RPC_CONNECT_TIMEOUT_MS": str(max(1, int(1000 * TIMEOUT_SHARE * deadline))),
-            "MC_TCP_PROGRESS_TIMEOUT_SEC": str(max(1, int(TIMEOUT_SHARE * deadline))),
-            "MC_TCP_STATUS_TIMEOUT_SEC": str(max(1, int(TIMEOUT_SHARE * deadline))),
-            "MC_HANDSHAKE_CONNECT_TIMEOUT": str(max(1, int(TIMEOUT_SHARE * deadline))),
-            "MC_TCP_LANES_PER_PEER": LANES,
-            "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-            "MC_LOG_LEVEL": "ERROR",
-        }
-    )
-
-
-def _set_defaults(values: Mapping[str, str]) -> None:
+    seconds = str(max(1, int(TIMEOUT_SHARE * deadline)))
+    milliseconds = str(max(1, int(1000 * TIMEOUT_SHARE * deadline)))
+    values = {
+        "MC_RPC_TIMEOUT_MS": milliseconds,
+        "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds,
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
+        "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
+        "MC_HANDSHAKE_CONNECT_TIMEOUT": seconds,
+        "MC_TCP_LANES_PER_PEER": LANES,
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+        "MC_LOG_LEVEL": "ERROR",
+    }
     for name, value in values.items():
         if os.environ.get(name) == _set_here.get(name) != value:
             os.environ[name] = _set_here[name] = value

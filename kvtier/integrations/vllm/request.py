@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -57,10 +56,6 @@ class RequestState:
     """Deadline for chunks that a peer pushes here (:func:`time.monotonic`)."""
     timeout: float = 0.0
     """Seconds that the lookup may take without progress."""
-
-    def lookup_sent(self) -> None:
-        """Record the time at which a lookup was sent."""
-        self.asked_at = time.monotonic()
 
     def extend(self, tokens: int, first: int = 0) -> list[ChunkKey]:
         """Return the keys of whole chunks from index ``first`` to ``tokens`` tokens. Hashes no key twice."""

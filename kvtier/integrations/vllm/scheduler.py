@@ -119,7 +119,7 @@ class SchedulerSide:
         state.timeout = self._timeout + expected.seconds
         state.waited = False
         if state.ticket is not None:
-            state.lookup_sent()
+            state.asked_at = time.monotonic()
             self._stats.add("looked_up_tokens", covered)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
