@@ -72,9 +72,7 @@ class MemoryBackend(Backend, SupportsArena):
         try:
             await self._copy([(lease.view, view) for lease, (_, view) in pairs if lease is not None])
         except BaseException:
-            for lease in leases:
-                if lease is not None:
-                    lease.release()
+            _release_all(leases)
             raise
         for lease, (key, _) in zip(leases, items, strict=True):
             if lease is not None:
@@ -88,9 +86,7 @@ class MemoryBackend(Backend, SupportsArena):
         try:
             await self._copy([(view, lease.view) for lease, (_, view) in pairs if lease is not None])
         finally:
-            for lease in leases:
-                if lease is not None:
-                    lease.release()
+            _release_all(leases)
         return [Outcome.MISS if lease is None else Outcome.OK for lease in leases]
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
@@ -127,6 +123,12 @@ class MemoryBackend(Backend, SupportsArena):
 
 class CpuBackend(MemoryBackend):
     """Host memory in normal pages of 4 KiB."""
+
+
+def _release_all(leases: Sequence[Lease | None]) -> None:
+    for lease in leases:
+        if lease is not None:
+            lease.release()
 
 
 def _copy_one(pair: tuple[memoryview, memoryview]) -> None:

@@ -55,9 +55,7 @@ class TcpTransport(Transport, SupportsConnections):
 
     async def connect(self, endpoint: bytes, dial: Dial) -> Link:
         """Return a link, which connects on first use. Raises :class:`PeerError`."""
-        if len(endpoint) != _ENDPOINT.size:
-            raise PeerError("the peer's transport is not tcp: set the same peer.transport on both sides")
-        name, version = _ENDPOINT.unpack(endpoint)
+        name, version = _ENDPOINT.unpack(endpoint) if len(endpoint) == _ENDPOINT.size else (b"", 0)
         if name != _NAME:
             raise PeerError("the peer's transport is not tcp: set the same peer.transport on both sides")
         if version != VERSION:
