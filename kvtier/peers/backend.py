@@ -18,7 +18,7 @@ from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.client import PeerClient, drop_promises
-from kvtier.peers.dialling import CONNECT_SECONDS, CONNECT_THREADS
+from kvtier.peers.dialing import CONNECT_SECONDS, CONNECT_THREADS
 from kvtier.peers.directory import Directory, DirectoryClient
 from kvtier.peers.fetch import Fetch
 from kvtier.peers.roster import IDLE_SECONDS, Roster

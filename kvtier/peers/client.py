@@ -15,7 +15,7 @@ from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError, Rejected
 from kvtier.logs import printable
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.dialling import ControlConnection, PeerDialer
+from kvtier.peers.dialing import ControlConnection, PeerDialer
 from kvtier.peers.outage import Outage
 from kvtier.peers.pace import Pace
 from kvtier.peers.source import Source, timeouts_of

@@ -32,6 +32,7 @@ class Bridge:
         self.calls = Calls()
         self.confirmations: list[Call[bool]] = []
         self.arena = object()
+        self.staging = None
         self.connected = True
         self.held = True
         self.waits: list[float] = []
@@ -125,6 +126,9 @@ class Buffer:
     number = 5
 
     def refresh(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def memory(self, number: int) -> object | None:

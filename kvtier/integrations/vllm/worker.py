@@ -91,7 +91,8 @@ class WorkerSide:
         self._stats = TransferStats()
         self._warn = RateLimitedWarning(logger)
         self._copies = self._copies_of([])
-        self._staging = StagingBuffer(bridge) if stages else None
+        self._stages = stages
+        self._staging = StagingBuffer(bridge)
         self._loading: list[_Batch] = []
         self._saving: list[_Batch] = []
         self._loaded: set[str] = set()
@@ -107,7 +108,7 @@ class WorkerSide:
         """
         pages = page_views(self._model, kv_caches)
         self._copies = self._copies_of(pages)
-        if self._staging is not None:
+        if self._stages:
             self._staging.request(pages[0][0].device)
 
     def _copies_of(self, pages: list[list[torch.Tensor]]) -> PageCopies:
@@ -234,14 +235,11 @@ class WorkerSide:
     def _refresh(self) -> None:
         """Read pending messages, and open a staging buffer that was reallocated."""
         self._bridge.poll()
-        if self._staging is not None:
-            self._staging.refresh()
+        self._staging.refresh()
 
     def _memory(self, staging: int) -> Memory | None:
         """Return the arena for 0, else the staging buffer with this number if it is still open."""
-        if not staging:
-            return self._bridge.arena
-        return None if self._staging is None else self._staging.memory(staging)
+        return self._staging.memory(staging) if staging else self._bridge.arena
 
     def _report(self, what: str, verb: str, batch: _Batch, chunks: Sequence[ChunkCopy]) -> None:
         jobs, seconds = batch.jobs, time.perf_counter() - batch.started
@@ -263,9 +261,8 @@ class WorkerSide:
     def take_results(self) -> tuple[set[str], set[str], set[str]]:
         """Return the requests whose last save is done, whose load is done, and whose load failed."""
         self._bridge.update()
-        if self._staging is not None:
-            # A lost buffer is replaced, and usable once all workers have opened the new one.
-            self._staging.refresh()
+        # A lost buffer is replaced, and usable once all workers have opened the new one.
+        self._staging.refresh()
         self._poll_copies()
         results = self._saved, self._loaded, self._failed
         self._saved, self._loaded, self._failed = set(), set(), set()
@@ -280,7 +277,6 @@ class WorkerSide:
         try:
             self._copies.close()
             self._poll_copies()
-            if self._staging is not None:
-                self._staging.close()
+            self._staging.close()
         finally:
             self._bridge.close()
