@@ -26,6 +26,7 @@ from kvtier.errors import SettingsError
 from kvtier.events import Move, Observer, Prefetch, Priority
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import ChunkHeader, object_bytes
+from kvtier.memory.host import total_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.model import ModelCache
 from kvtier.pipeline.base import Hierarchy
@@ -40,13 +41,14 @@ from kvtier.pipeline.held import HeldChunk, parents_first
 from kvtier.pipeline.move import MoveStage
 from kvtier.pipeline.prefetch import PrefetchStage
 from kvtier.pipeline.store import Reservation, StoreStage
-from kvtier.plugins import Plugins
-from kvtier.settings import Settings, TierSettings, load_settings
+from kvtier.plugins import Plugins, is_memory
+from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
 from kvtier.tiers.encoder import Encoder, Layouts
 from kvtier.tiers.host_memory import HostMemory
 from kvtier.tiers.router import Router
 from kvtier.tiers.sealer import Sealer
 from kvtier.tiers.tier import Tier
+from kvtier.units import format_size
 
 logger = logging.getLogger("kvtier")
 
@@ -97,6 +99,7 @@ class TieredCache:
         settings = settings or load_settings()
         plugins = plugins or Plugins.load(settings.plugins)
         media = [(tier, plugins.backend(tier.type)(tier)) for tier in plugins.tier_settings(settings)]
+        _check_memory([tier for tier, backend in media if is_memory(type(backend))])
         media += pools
         codecs = [plugins.codecs(tier) for tier, _ in media]
         encoded = [index for index, found in enumerate(codecs) if found is not None]
@@ -459,6 +462,21 @@ class TieredCache:
             "pending_bytes": self.pending_bytes,
             "counts": dict(hierarchy.counts),
         }
+
+
+def _check_memory(tiers: Sequence[TierSettings]) -> None:
+    """Raise :class:`SettingsError` if memory tiers take more than there is: a late page would kill processes.
+
+    Whether that much is available now is left to ``kvtier doctor``.
+    """
+    local = [tier for tier in tiers if isinstance(tier, LocalTierSettings)]
+    wanted, total = sum(tier.capacity for tier in local), total_bytes()
+    if wanted > total:
+        names = " and ".join(f"tier {tier.name!r}" for tier in local)
+        raise SettingsError(
+            f"the `capacity` of {names} is {format_size(wanted)}, and this host has {format_size(total)} of "
+            "memory: lower it"
+        )
 
 
 def _open_memory(settings: TierSettings, backend: Backend, catalog: Catalog, sealer: Sealer) -> HostMemory:

@@ -49,6 +49,12 @@ class TierError(KVTierError):
 class CorruptChunk(KVTierError):
     """A chunk does not match its header."""
 
+    def __init__(self, fault: str, *details: object) -> None:
+        """``fault``: what it does or is, with a ``{}`` for each of the ``details``."""
+        super().__init__(fault.format(*details) if details else fault)
+        self.kind = fault
+        """The fault without its details."""
+
 
 class ChannelError(KVTierError):
     """Communication between an engine and the cache process, or between two instances, failed."""

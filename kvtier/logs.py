@@ -59,6 +59,18 @@ class RateLimitedWarning:
         return True
 
 
+class RateLimitedWarnings:
+    """A :class:`RateLimitedWarning` per kind, of which there must be few: none is forgotten."""
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+        self._kinds: dict[str, RateLimitedWarning] = {}
+
+    def __call__(self, kind: str, message: str, *args: object) -> bool:
+        """See :meth:`RateLimitedWarning.__call__`."""
+        return self._kinds.setdefault(kind, RateLimitedWarning(self._logger))(message, *args)
+
+
 def printable(text: str) -> str:
     """Return text from another process made safe for logs: printable, one line, bounded length."""
     return "".join(character if character.isprintable() else "?" for character in text[:MAX_CHARACTERS])

@@ -7,8 +7,10 @@ group ``kvtier``. All of this runs once, at startup.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pluggy
@@ -248,6 +250,7 @@ class Plugins:
                     "uses: choose another name"
                 )
             seen[tier.name] = index
+        _check_paths(tiers, place)
         first = tiers[0]
         assert isinstance(first, LocalTierSettings)
         quarter = first.capacity // 4
@@ -313,6 +316,21 @@ def _select(entries: Sequence[EntryPoint], only: Sequence[str] | None) -> list[E
             )
             raise SettingsError(f"plugins lists {given!r}, which is not installed: {remedy}")
     return [entry for entry, both in zip(entries, known, strict=True) if both.intersection(names)]
+
+
+def _check_paths(tiers: Sequence[TierSettings], place: str) -> None:
+    """Raise :class:`SettingsError` if two tiers use one folder."""
+    seen: dict[str, int] = {}
+    for index, tier in enumerate(tiers):
+        path = getattr(tier, "path", None)
+        if not isinstance(path, Path):
+            continue
+        other = seen.setdefault(os.path.abspath(path), index)  # noqa: PTH100 - reads no file system
+        if other != index:
+            raise SettingsError(
+                f"tiers[{index}].path{place} is {path}, which tiers[{other}] already uses: "
+                "set a folder of its own"
+            )
 
 
 def _normalize(name: str) -> str:

@@ -82,6 +82,13 @@ def _short(number: float) -> str:
     return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
+def _reject_bool(value: object) -> object:
+    """Reject ``true`` and ``false``, which Python takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is not a number")  # noqa: TRY004 - for pydantic
+    return value
+
+
 _SIZE_PATTERN = rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(SIZE_UNITS)})?\s*$"
 _DURATION_PATTERN = rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(DURATION_UNITS)})?\s*$"
 
@@ -102,3 +109,9 @@ Duration = Annotated[
     ),
 ]
 """A setting in seconds."""
+
+Integer = Annotated[int, BeforeValidator(_reject_bool)]
+"""A setting that is a whole number."""
+
+Number = Annotated[float, BeforeValidator(_reject_bool)]
+"""A setting that is a number."""

@@ -37,6 +37,10 @@ class Bridge(Client[Welcome]):
         self.epoch = 0
         """Identifies the connected cache process; 0 if none is connected."""
 
+    def expect_answers_within(self, seconds: float) -> None:
+        """Set how long the cache process may not answer until it counts as unresponsive. 1 s by default."""
+        self._health.limit = seconds
+
     def _make_hello(self) -> Hello:
         return self._hello
 

@@ -218,10 +218,6 @@ class SchedulerBridge(Bridge):
         )
         return self._reserving
 
-    def expect_answers_within(self, seconds: float) -> None:
-        """Set how long the cache process may not answer until it counts as unresponsive. 1 s by default."""
-        self._health.limit = seconds
-
     def probe(self) -> None:
         """Ping the cache process if it fetches chunks and has sent nothing for :data:`PROBE_SECONDS`."""
         quiet = not self.calls and self._health.idle_seconds >= PROBE_SECONDS

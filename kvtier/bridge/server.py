@@ -33,7 +33,7 @@ from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.pipeline.found import Lookup
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Message
-from kvtier.rpc.greeting import check_greeting
+from kvtier.rpc.greeting import check_hello
 from kvtier.rpc.wire import SocketWire
 
 if TYPE_CHECKING:
@@ -193,9 +193,7 @@ class Connection:
     async def serve(self) -> None:
         """Answer until the client closes the connection. Raises :class:`ChannelError`."""
         try:
-            hello = check_greeting(
-                await self._endpoint.receive(HELLO_SECONDS), protocol.Hello, protocol.VERSION
-            )
+            hello = check_hello(await self._endpoint.receive(HELLO_SECONDS), protocol.Hello, protocol.VERSION)
             if hello.role != "observer":
                 self._engine, self._rank = self._server.join(self, hello), hello.rank
             self._welcome()

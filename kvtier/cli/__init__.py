@@ -21,6 +21,7 @@ from kvtier.cli import (
     plugins,
     serve,
     services,
+    status,
 )
 from kvtier.cli.options import epilog
 from kvtier.cli.terminal import messages
@@ -46,6 +47,7 @@ def make_app() -> typer.Typer:
     app.command()(serve.serve)
     app.command(epilog=epilog(*services.CONTROLLER_EXAMPLES))(services.controller)
     app.command(epilog=epilog(*services.PROXY_EXAMPLES))(services.proxy)
+    app.command()(status.status)
     app.command()(doctor.doctor)
     app.command(epilog=bench.EXAMPLES)(bench.bench)
     app.add_typer(config.app)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import anyio
@@ -50,44 +51,48 @@ async def run_trial(backend: Backend, tier: TierSettings, size: int, *, checksum
     Raises: Problem, and any error of the backend.
     """
     arena = Arena.create(size)
-    trial = _Trial(backend, Seal(backend, Sealer(checksum)), tier)
+    trial = _Trial(backend, tier, checksum=checksum)
     try:
-        await trial.open()
-        try:
-            results = [await trial.description(), await trial.round_trip(arena, size)]
-        except BaseException:
-            await trial.try_close()
-            raise
-        await trial.close()
+        return await trial.run(trial.description, partial(trial.round_trip, arena, size))
     finally:
         if not trial.stuck:
             arena.close()
-    return "; ".join(part for part in results if part)
+
+
+async def run_contact(backend: Backend, tier: TierSettings) -> str:
+    """Contact the medium without storing a chunk, and return a description of the result.
+
+    Opens and closes the backend. Raises like :func:`run_trial`.
+    """
+    trial = _Trial(backend, tier)
+    return await trial.run(trial.description, trial.miss)
 
 
 class _Trial:
     """A backend under test, and the deadline of its calls."""
 
-    def __init__(self, backend: Backend, seal: Seal, tier: TierSettings) -> None:
+    def __init__(self, backend: Backend, tier: TierSettings, *, checksum: bool = True) -> None:
         self._backend = backend
-        self._seal = seal
+        self._seal = Seal(backend, Sealer(checksum))
         self._deadline = tier.deadline
         self.stuck = False
         """Whether a call has ignored its cancellation, and still uses the memory."""
 
-    async def open(self) -> None:
-        """Open the backend."""
+    async def run(self, *steps: Callable[[], Awaitable[str]]) -> str:
+        """Open the backend, run the steps, and close it. Return their results."""
         await self._timed("opening it", self._backend.open, OPENING_SECONDS)
+        try:
+            results = [await step() for step in steps]
+        except BaseException:
+            if not self.stuck:
+                with suppress(Exception):
+                    await self._close()
+            raise
+        await self._close()
+        return "; ".join(result for result in results if result)
 
-    async def close(self) -> None:
-        """Close the backend."""
+    async def _close(self) -> None:
         await self._timed("closing it", self._backend.close, OPENING_SECONDS)
-
-    async def try_close(self) -> None:
-        """Close the backend after an error, ignoring further errors."""
-        if not self.stuck:
-            with suppress(Exception):
-                await self.close()
 
     async def description(self) -> str:
         """Return the backend's description of itself, or "" if it has none."""
@@ -96,6 +101,13 @@ class _Trial:
             return ""
         description, _ = await self._timed("checking the backend", check.check)
         return description
+
+    async def miss(self) -> str:
+        """Look up a chunk that was never stored."""
+        held, seconds = await self._contains(random_keys(1)[0])
+        if held:
+            raise Problem("it reports a chunk as held that was never stored", _REMEDY_INCORRECT)
+        return f"looked up in {_format_seconds(seconds)}"
 
     async def round_trip(self, arena: Arena, size: int) -> str:
         """Write, look up, read, compare and delete a chunk."""

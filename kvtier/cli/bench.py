@@ -186,7 +186,7 @@ def _measure_all(targets: list[Target], extent: Extent) -> list[Row]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from kvtier.bench.tiers import steps_of
-    from kvtier.cli.checks import memory_bytes
+    from kvtier.memory.host import available_bytes
     from kvtier.units import format_size
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -200,7 +200,7 @@ def _measure_all(targets: list[Target], extent: Extent) -> list[Row]:
 
         for index, target in enumerate(targets):
             bar.update(task, description=f"{escape(target.name)} ({escape(target.type)})", refresh=True)
-            needed, free = target.bytes(extent) + SPARE_BYTES, memory_bytes()
+            needed, free = target.bytes(extent) + SPARE_BYTES, available_bytes()
             if needed > free:
                 reason = f"it needs {format_size(needed)} of memory, and {format_size(free)} are free"
                 rows.append(_failed(target.name, target.type, f"{reason}: use a smaller --size or --chunks"))

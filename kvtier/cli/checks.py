@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 from kvtier import native
 from kvtier.errors import ArenaError, KVTierError
 from kvtier.memory.arena import HUGE_PAGE_BYTES, MIN_PREPARED_BYTES, Arena, has_strict_overcommit
+from kvtier.memory.host import available_bytes, memory_info
 from kvtier.plugins import BUILT_IN, Plugins, is_memory
 from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
 from kvtier.units import format_size
@@ -32,7 +33,6 @@ SHM = "/dev/shm"  # noqa: S108 - not for temporary files
 _IO_URING_SETUP = 425
 """The system call's number, the same on every architecture (io_uring_setup(2))."""
 _IO_URING_PARAMS_BYTES = 120
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class Check(NamedTuple):
@@ -71,6 +71,7 @@ def check_settings(file: Path | None) -> tuple[list[Check], Requirements]:
     plugins_check = Check("plugins", "ok", ", ".join(third_party) or "built-in only")
     try:
         tiers = plugins.tier_settings(settings)
+        plugins.transport_settings(settings)
     except KVTierError as error:
         return [
             plugins_check,
@@ -99,7 +100,7 @@ def check_machine(requirements: Requirements) -> Iterator[Check]:
     yield check_python()
     yield check_native()
     yield check_cores()
-    yield check_memory(capacity - huge_page_bytes(tiers, info), memory_bytes())
+    yield check_memory(capacity - huge_page_bytes(tiers, info), available_bytes())
     yield check_overcommit(capacity, info)
     yield check_large_pages()
     yield check_huge_pages(tiers, info)
@@ -352,24 +353,3 @@ def huge_page_bytes(tiers: Sequence[LocalTierSettings], info: dict[str, int]) ->
     """Return the bytes that tiers take from reserved huge pages, which MemAvailable does not include."""
     wanted = sum(tier.capacity for tier in tiers if tier.type == "hugepage")
     return min(wanted, info.get("HugePages_Free", 0) * HUGE_PAGE_BYTES)
-
-
-def memory_info() -> dict[str, int]:
-    """Parse /proc/meminfo. Sizes are in bytes."""
-    info = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        number, _, unit = value.strip().partition(" ")
-        info[name] = int(number) * (1024 if unit == "kB" else 1)
-    return info
-
-
-def memory_bytes() -> int:
-    """Return the memory available to this process, in bytes: the host's, or less if its cgroup is limited."""
-    available = memory_info()["MemAvailable"]
-    try:
-        limit = _CGROUP_LIMIT.read_text().strip()
-        used = int(_CGROUP_LIMIT.with_name("memory.current").read_text())
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, int(limit) - used)

@@ -1,7 +1,7 @@
-"""Checks of ``kvtier doctor --backend``: write one chunk to a tier, read, compare and delete it.
+"""Checks of tiers by ``kvtier doctor``: contact every shared pool, and try the tiers given by ``--backend``.
 
-The checks work like a cache process, but do not touch its data: a memory tier is created with minimal
-capacity, and a disk tier in a temporary folder.
+A trial writes one chunk to a tier, reads, compares and deletes it, like a cache process, but without touching
+the data of one: a memory tier is created with minimal capacity, and a disk tier in a temporary folder.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,7 @@ from pydantic import BaseModel, SecretStr
 from kvtier.backends.base import Backend
 from kvtier.backends.disk.backend import DiskSettings, lock_holder
 from kvtier.bench.run import run
-from kvtier.cli.backend_trial import GRACE_SECONDS, REMEDY_FAILED, Problem, run_trial
+from kvtier.cli.backend_trial import GRACE_SECONDS, REMEDY_FAILED, Problem, run_contact, run_trial
 from kvtier.cli.checks import Check, nearest_folder, writable_remedy
 from kvtier.concurrency.threads import WORKER_NAME
 from kvtier.errors import KVTierError
@@ -42,7 +42,29 @@ def check_backend(plugins: Plugins, tier: TierSettings, size: int, *, checksum: 
     Returns soon after the tier's deadline even if a call of the backend hangs. The threads of that call then
     continue to run: see :func:`join_threads`.
     """
-    return run(lambda: _run_check(plugins.backend(tier.type), tier, size, checksum))
+    if isinstance(tier, LocalTierSettings):
+        size = min(size, tier.capacity // OBJECT_ALIGNMENT * OBJECT_ALIGNMENT)
+    backend_type = plugins.backend(tier.type)
+
+    async def trial() -> list[str]:
+        with isolated_settings(backend_type, tier, size) as (settings, remark):
+            return [await run_trial(backend_type(settings), settings, size, checksum=checksum), remark]
+
+    return run(lambda: _run_check(f"backend {tier.name} ({tier.type})", tier, trial))
+
+
+def check_pools(plugins: Plugins, tiers: Sequence[TierSettings]) -> Iterator[Check]:
+    """Contact each shared pool, without storing a chunk. Lazy; blocks like a trial."""
+    for tier in tiers:
+        if not isinstance(tier, LocalTierSettings):
+            yield _check_pool(plugins.backend(tier.type), tier)
+
+
+def _check_pool(backend_type: type[Backend], tier: TierSettings) -> Check:
+    async def contact() -> list[str]:
+        return [await run_contact(backend_type(tier), tier)]
+
+    return run(lambda: _run_check(f"tier {tier.name} ({tier.type})", tier, contact))
 
 
 def join_threads(before: Sequence[threading.Thread]) -> bool:
@@ -59,14 +81,10 @@ def join_threads(before: Sequence[threading.Thread]) -> bool:
     return not any(thread.is_alive() for thread in threads)
 
 
-async def _run_check(backend_type: type[Backend], tier: TierSettings, size: int, checksum: bool) -> Check:
-    name = f"backend {tier.name} ({tier.type})"
-    if isinstance(tier, LocalTierSettings):
-        size = min(size, tier.capacity // OBJECT_ALIGNMENT * OBJECT_ALIGNMENT)
+async def _run_check(name: str, tier: TierSettings, run: Callable[[], Awaitable[list[str]]]) -> Check:
     with _warnings() as warnings:
         try:
-            with isolated_settings(backend_type, tier, size) as (settings, remark):
-                parts = [await run_trial(backend_type(settings), settings, size, checksum=checksum), remark]
+            parts = await run()
             check = Check(name, "warn" if warnings else "ok", _join_parts([*parts, *warnings[:1]]))
         except Problem as problem:
             check = Check(name, "fail", _join_parts([str(problem), *warnings[:1]]), problem.remedy)

@@ -78,7 +78,9 @@ def _load(file: Path | None) -> tuple[Settings, list[TierSettings]]:
     from kvtier.settings import load_settings
 
     settings = load_settings(file=file)
-    return settings, Plugins.load(settings.plugins).tier_settings(settings)
+    plugins = Plugins.load(settings.plugins)
+    plugins.transport_settings(settings)
+    return settings, plugins.tier_settings(settings)
 
 
 def _values(settings: Settings, tiers: list[TierSettings]) -> Iterator[Value]:

@@ -37,7 +37,9 @@ def demo(
     work_dir: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Directory for model, logs and disk tier. Default: a temporary one."
+            metavar="DIR",
+            file_okay=False,
+            help="Directory for model, logs and disk tier. Default: a temporary one.",
         ),
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep logs, settings and disk tier.")] = False,

@@ -41,12 +41,11 @@ def doctor(
     """Check this machine and the settings, and suggest fixes.
 
     Exit status 1 if a check fails. A warning means that kvtier works, but slower or with a feature missing.
-    Connects to every peer in the settings. Tiers of running cache processes are not affected.
+    Connects to every peer and shared pool in the settings. Tiers of running cache processes are not affected.
     """
     from kvtier.cli.checks import check_machine, check_settings
-    from kvtier.cli.checks_backend import join_threads
+    from kvtier.cli.checks_backend import check_pools, join_threads
 
-    threads = threading.enumerate()
     if size is not None and not backend:
         raise typer.BadParameter("requires --backend", param_hint="--size")
     with messages().status("checking this machine") as status:
@@ -62,11 +61,16 @@ def doctor(
 
             status.update("connecting to peers")
             checks += check_peers(requirements.plugins, requirements.settings)
-        status.update("writing and reading chunks")
-        checks += trials
+        threads = threading.enumerate()
+        if backend:
+            status.update("writing and reading chunks")
+            checks += trials
+        elif requirements.plugins is not None:
+            status.update("connecting to shared pools")
+            checks += check_pools(requirements.plugins, requirements.tiers)
     failed = any(check.status == "fail" for check in checks)
     _print(checks, failed=failed, as_json=as_json, hint="" if backend else HINT)
-    if backend and not join_threads(threads):
+    if not join_threads(threads):
         exit_process(1 if failed else 0)
     if failed:
         raise typer.Exit(1)

@@ -36,7 +36,7 @@ from kvtier.errors import KVTierError, LayoutError, ProtocolError
 from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.rpc.endpoint import REFUSAL_SECONDS, Endpoint
 from kvtier.rpc.frames import MAX_FRAME_BYTES
-from kvtier.rpc.greeting import check_greeting
+from kvtier.rpc.greeting import check_hello
 from kvtier.rpc.websocket_server import ServerWire
 
 logger = logging.getLogger("kvtier")
@@ -60,7 +60,7 @@ async def serve(registry: Registry, websocket: WebSocket) -> None:
     member: Member | None = None
     error: KVTierError
     try:
-        hello = check_greeting(await endpoint.receive(HELLO_SECONDS), Hello, VERSION)
+        hello = check_hello(await endpoint.receive(HELLO_SECONDS), Hello, VERSION)
         member = await registry.admit(hello, endpoint)
         error = await endpoint.run(_Handler(registry, member), refuses=False, drains=False)
     except KVTierError as refusal:

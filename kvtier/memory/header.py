@@ -172,13 +172,13 @@ class StoredHeader(NamedTuple):
     def parse(cls, head: bytes | memoryview) -> StoredHeader:
         """Parse a header and verify its checksum. Raises :class:`CorruptChunk`."""
         if len(head) < HEADER_BYTES:
-            raise CorruptChunk(f"is {len(head)} bytes, shorter than a header")
+            raise CorruptChunk("is {} bytes, shorter than a header", len(head))
         head = bytes(head[:HEADER_BYTES])  # A copy, so that all checks see the same bytes.
         magic, version = _START.unpack_from(head)
         if magic != MAGIC:
             raise CorruptChunk("does not begin with kvtier's magic")
         if version not in (VERSION, ENCODED_VERSION):
-            raise CorruptChunk(f"has format version {version}, not {VERSION} or {ENCODED_VERSION}")
+            raise CorruptChunk("has format version {}, not {} or {}", version, VERSION, ENCODED_VERSION)
         layout = _FIELDS if version == VERSION else _ENCODED_FIELDS
         fields = head[: layout.size]
         if head[layout.size : layout.size + 8] != xxh3_64_digest(fields):
@@ -193,7 +193,7 @@ class StoredHeader(NamedTuple):
                 layout.unpack(fields)
             )
         if algorithm not in (_ALGORITHM_NONE, _ALGORITHM_XXH3):
-            raise CorruptChunk(f"has unknown checksum algorithm {algorithm}")
+            raise CorruptChunk("has unknown checksum algorithm {}", algorithm)
         header = ChunkHeader(ChunkKey(key), ChunkKey(parent), space, payload_bytes)
         return cls(header, codec, stored_bytes, checksum if algorithm == _ALGORITHM_XXH3 else None)
 
@@ -205,9 +205,9 @@ class StoredHeader(NamedTuple):
         """
         stored = cls.parse(chunk)
         if stored.chunk.key != key:
-            raise CorruptChunk(f"holds chunk {stored.chunk.key.hex()[:16]}, not {key.hex()[:16]}")
+            raise CorruptChunk("holds chunk {}, not {}", stored.chunk.key.hex()[:16], key.hex()[:16])
         if stored.object_bytes != len(chunk):
-            raise CorruptChunk(f"is {len(chunk)} bytes for a payload of {stored.stored_bytes}")
+            raise CorruptChunk("is {} bytes for a payload of {}", len(chunk), stored.stored_bytes)
         return stored
 
     @classmethod
@@ -238,5 +238,5 @@ def _checksum(payload: memoryview) -> bytes:
 
 def _plain(stored: StoredHeader) -> StoredHeader:
     if stored.codec != IDENTITY:
-        raise CorruptChunk(f"is encoded by codec {stored.codec}")
+        raise CorruptChunk("is encoded by codec {}", stored.codec)
     return stored

@@ -14,7 +14,7 @@ from kvtier.logs import printable
 from kvtier.peers.protocol import VERSION, Hello, Purpose, Welcome, decode_from_server
 from kvtier.rpc.authentication import Credentials
 from kvtier.rpc.frames import Refused, encode, read_frame
-from kvtier.rpc.greeting import check_greeting
+from kvtier.rpc.greeting import check_welcome
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.sockets.lanes import Dialer
 
@@ -102,4 +102,4 @@ class PeerDialer:
         reply = decode_from_server(read_frame(connection.read, MAX_WELCOME_BYTES))
         if isinstance(reply, Refused):
             raise PeerError(f"it refuses the connection: {printable(reply.reason)}")
-        return check_greeting(reply, Welcome, VERSION)
+        return check_welcome(reply, Welcome, VERSION)

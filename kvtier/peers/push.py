@@ -129,10 +129,13 @@ class Target:
         """
         sent_at = time.monotonic()
 
+        def give_back(room: Room) -> None:
+            self.source.release(room.promises.values())
+
         def settle(reserved: Reserved, wanted: bool) -> Room:
             room = Room(_promises(reserved, headers, sent_at, ranks), reserved)
             if not wanted:
-                self.source.release(room.promises.values())
+                give_back(room)
             return room
 
         request = partial(
@@ -143,7 +146,7 @@ class Target:
             payload_lengths=[header.payload_bytes for header in headers],
             staging=staging,
         )
-        return await self.source.endpoint.call(request, Reserved, settle).reply()
+        return await self.source.endpoint.call(request, Reserved, settle).reply(give_back)
 
     async def commit(self, promises: Sequence[Promise], checksums: Sequence[bytes]) -> list[bool]:
         """Commit written chunks of one grant. Return which of them the peer serves now."""

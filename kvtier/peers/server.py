@@ -24,7 +24,7 @@ from kvtier.peers.session import Session
 from kvtier.rpc.authentication import ACCEPT_SECONDS, Credentials, receive_exactly, send_all
 from kvtier.rpc.endpoint import REFUSAL_SECONDS
 from kvtier.rpc.frames import Refused, encode, receive_frame
-from kvtier.rpc.greeting import check_greeting
+from kvtier.rpc.greeting import check_hello
 from kvtier.rpc.handshake import RefusedHandshake
 from kvtier.rpc.listener import accept_all
 from kvtier.rpc.wire import SocketWire
@@ -225,7 +225,7 @@ class PeerServer:
         if isinstance(message, ProtocolError):
             return "protocol error", str(message)
         try:
-            hello = check_greeting(message, Hello, VERSION)
+            hello = check_hello(message, Hello, VERSION)
         except ProtocolError as error:
             return "version mismatch" if isinstance(message, Hello) else "protocol error", str(error)
         if hello.purpose == "data" and not isinstance(self._transport, SupportsConnections):

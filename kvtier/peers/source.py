@@ -147,8 +147,11 @@ class Source:
                 self.release(promises)
             return granted.positions
 
+        def give_back(positions: list[int]) -> None:
+            self.promises.drop(keys[position] for position in positions)
+
         request = partial(Lookup, keys=join_keys(keys), prefix=prefix)
-        return await self.endpoint.call(request, Granted, settle).reply()
+        return await self.endpoint.call(request, Granted, settle).reply(give_back)
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Return whether the peer holds each key. Leases nothing."""

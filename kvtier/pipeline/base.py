@@ -16,7 +16,7 @@ from kvtier.backends.base import Outcome
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.events import Event, Observer, Report
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedWarnings
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.tiers.encoder import Layouts
@@ -46,7 +46,7 @@ class Hierarchy:
 
     def __post_init__(self) -> None:
         self.tiers: Sequence[Level] = [self.memory, *self.lower]
-        self._warnings: dict[str, RateLimitedWarning] = {}
+        self._warn = RateLimitedWarnings(logger)
         self.memory.sealer.on_corrupt = self.discard_corrupt
 
     def tier(self, index: int) -> Tier:
@@ -55,9 +55,7 @@ class Hierarchy:
 
     def warn(self, kind: str, message: str, *args: object) -> None:
         """Log an unexpected miss, at most once a minute per kind, with the number of suppressed ones."""
-        if kind not in self._warnings:
-            self._warnings[kind] = RateLimitedWarning(logger)
-        self._warnings[kind](message, *args)
+        self._warn(kind, message, *args)
 
     def adopt(self, chunks: Sequence[ChunkBytes]) -> None:
         """Make complete chunks READY in memory, which takes over the leases. Drop those cleared meanwhile."""

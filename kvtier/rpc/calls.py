@@ -53,15 +53,22 @@ class Call(Generic[ResultT]):
                 await self._done.wait()
         return self.settled
 
-    async def reply(self) -> ResultT:
-        """Wait for the result. Gives the call up if cancelled. Raises its error."""
+    async def reply(self, give_back: Callable[[ResultT], None] | None = None) -> ResultT:
+        """Wait for the result. Gives the call up if cancelled. Raises its error.
+
+        ``give_back`` gets a result that arrives after the cancellation, but before the caller learns of that:
+        it was settled as if the caller still waited.
+        """
         if not self.settled:
             self._done = self._done or anyio.Event()
             try:
                 await self._done.wait()
-            finally:
+            except BaseException:
                 if not self.settled:
                     self.abandon()
+                elif give_back is not None and self.error is None:
+                    give_back(self.result)
+                raise
         if self.error is not None:
             # All calls of a connection fail with one error, whose traceback keeps the memory of its frames.
             raise self.error.with_traceback(None)

@@ -247,7 +247,7 @@ class Client(ABC, Generic[VersionedT]):
     # End.
 
     def _give_up(self, error: ChannelError) -> None:
-        self._logger.warning("%s: continuing without a cache until it is back", error)
+        self._logger.warning("%s: continuing without it until it is back", error)
         self._drop()
         self._retry_at = time.monotonic()
 

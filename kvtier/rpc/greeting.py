@@ -23,19 +23,35 @@ class Versioned(Protocol):
 VersionedT = TypeVar("VersionedT", bound=Versioned)
 
 
-def check_greeting(message: object, expected: type[VersionedT], version: int) -> VersionedT:
-    """Return the first message of the other side if it is ``expected``. Raises :class:`ProtocolError`."""
+def check_hello(message: object, expected: type[VersionedT], version: int) -> VersionedT:
+    """Return the client's first message if it is ``expected``. Raises :class:`ProtocolError`."""
+    hello = _expect(message, expected)
+    if hello.version != version:
+        raise ProtocolError(describe_mismatch(hello.version, version))
+    return hello
+
+
+def check_welcome(message: object, expected: type[VersionedT], version: int) -> VersionedT:
+    """Return the server's first message if it is ``expected``. Raises :class:`ProtocolError`."""
+    welcome = _expect(message, expected)
+    if welcome.version != version:
+        raise ProtocolError(describe_mismatch(version, welcome.version))
+    return welcome
+
+
+def _expect(message: object, expected: type[VersionedT]) -> VersionedT:
     if not isinstance(message, expected):
         raise ProtocolError(f"its first message is {type(message).__name__}, not {expected.__name__}")
-    if message.version != version:
-        raise ProtocolError(describe_mismatch(message.version, version))
     return message
 
 
-def describe_mismatch(theirs: int, ours: int) -> str:
-    """Return the error text for two protocol versions that differ."""
+def describe_mismatch(client: int, server: int) -> str:
+    """Return the error text for two protocol versions that differ.
+
+    It is logged where it is found, and sent to the other side: so it names the sides by their role.
+    """
     return (
-        f"it speaks protocol version {theirs} and this process version {ours}: "
+        f"the client speaks protocol version {client} and the server version {server}: "
         "install the same kvtier on both, and restart both"
     )
 
@@ -46,4 +62,4 @@ async def greet(
     """Send ``hello``, and return the server's welcome. Raises :class:`kvtier.errors.ChannelError`."""
     endpoint.send(hello)
     reply: Any = await endpoint.receive(seconds)
-    return check_greeting(reply, welcome, version)
+    return check_welcome(reply, welcome, version)

@@ -91,7 +91,8 @@ class Handshake:
     def _check_version(self) -> None:
         (version,) = _VERSION.unpack(self._theirs[len(MAGIC) :])
         if version != self._version:
-            raise RefusedHandshake("version mismatch", describe_mismatch(version, self._version))
+            versions = (self._version, version) if self._role == "client" else (version, self._version)
+            raise RefusedHandshake("version mismatch", describe_mismatch(*versions))
 
     def _read_proof(self, data: bytes) -> bytes:
         other: Role = "server" if self._role == "client" else "client"

@@ -29,7 +29,7 @@ class Health:
         self._warn = RateLimitedWarning(logger)
         self._warned = False
         self.limit = UNRESPONSIVE_SECONDS
-        """Seconds without any message, while an answer is outstanding, until the process is unresponsive."""
+        """Seconds without any message, while an answer is outstanding, until the server is unresponsive."""
         self.idle_since = 0.0
         """When the last message arrived or the first open request was sent, whichever is later."""
         self.late = False
@@ -64,7 +64,7 @@ class Health:
         if open_questions := Counter(outstanding):
             self.late = self.unresponsive = True
             self._warned = self._warn(
-                "%s has not answered for %.2f s (open: %s): nothing is looked up or stored until it does",
+                "%s has not answered for %.2f s (open: %s): continuing without it until it does",
                 self._server,
                 self.idle_seconds,
                 ", ".join(f"{count} {what}" for what, count in open_questions.items()),

@@ -12,7 +12,7 @@ from typing import Any, Generic
 
 from kvtier.errors import ChannelClosed, ProtocolError, Rejected
 from kvtier.rpc.frames import Message, Refused, encode_body
-from kvtier.rpc.greeting import VersionedT, check_greeting
+from kvtier.rpc.greeting import VersionedT, check_welcome
 from kvtier.rpc.wire import FrameSocket
 
 POLL_SECONDS = 0.0001
@@ -101,7 +101,7 @@ class UnixConnection(Generic[VersionedT]):
             if isinstance(message, Refused):
                 raise Rejected(f"{self._server} rejects this process: {message.reason}")
         if self.welcome is None:
-            self.welcome = check_greeting(messages.pop(0), self._welcome, self._version)
+            self.welcome = check_welcome(messages.pop(0), self._welcome, self._version)
             self._frames.takes_fds = False
         return messages
 

@@ -42,7 +42,7 @@ from kvtier.settings.sources import (
     read_file,
     variable_name,
 )
-from kvtier.units import Duration, Size
+from kvtier.units import Duration, Integer, Number, Size
 
 PAGE_BYTES = 4096
 """Minimum capacity: one page, the accounting unit of every tier."""
@@ -59,10 +59,12 @@ class Origin(NamedTuple):
     """Path of the file, name of the variable, or empty."""
 
 
-def _reject_empty(value: object) -> object:
-    """Reject an empty path, which would mean the current folder and often comes from an unset variable."""
+def _check_path(value: object) -> object:
+    """Reject an empty path, which would mean the current folder, often because of an unset variable."""
     if value == "":
         raise ValueError("the path is empty")
+    if isinstance(value, str | Path) and "\0" in str(value):
+        raise ValueError("the path contains a NUL character")
     return value
 
 
@@ -74,7 +76,7 @@ def _check_socket_path_length(path: Path) -> Path:
     return path
 
 
-LocalPath = Annotated[Path, BeforeValidator(_reject_empty), AfterValidator(Path.expanduser)]
+LocalPath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(Path.expanduser)]
 SocketPath = Annotated[LocalPath, AfterValidator(_check_socket_path_length)]
 LogLevel = Annotated[
     Literal["DEBUG", "INFO", "WARNING", "ERROR"],
@@ -125,7 +127,7 @@ class TierSettings(BaseModel):
         ),
         examples=["1GiB"],
     )
-    concurrency: int = Field(
+    concurrency: Integer = Field(
         default=4,
         ge=1,
         le=256,
@@ -157,14 +159,14 @@ class LocalTierSettings(TierSettings):
         ),
         examples=["identity"],
     )
-    high_watermark: float = Field(
+    high_watermark: Number = Field(
         default=0.95,
         gt=0,
         le=1,
         description="Fraction of the capacity in use at which eviction starts.",
         examples=[0.95],
     )
-    low_watermark: float = Field(
+    low_watermark: Number = Field(
         default=0.9,
         validate_default=True,
         gt=0,
@@ -229,7 +231,7 @@ class Settings(BaseSettings):
         frozen=True,
     )
 
-    chunk_tokens: int = Field(
+    chunk_tokens: Integer = Field(
         default=256,
         ge=1,
         description=(

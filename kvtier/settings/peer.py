@@ -19,7 +19,7 @@ from pydantic_settings import NoDecode
 
 from kvtier.settings.choice import Choice
 from kvtier.settings.secret import Secret
-from kvtier.units import Duration
+from kvtier.units import Duration, Number
 
 MIN_SECRET_CHARACTERS = 16
 """Minimum length of a secret. A shorter one can be brute-forced from one captured handshake."""
@@ -122,7 +122,7 @@ class PeerSettings(BaseModel):
         ),
         examples=["10s"],
     )
-    share: float = Field(
+    share: Number = Field(
         default=0.5,
         gt=0,
         le=1,

@@ -87,15 +87,15 @@ class Encoder:
         found = StoredHeader.verify(stored, key)
         header, codec = found.chunk, self._known.get(found.codec)
         if object_bytes(header.payload_bytes) != len(target):
-            raise CorruptChunk(f"has a payload of {header.payload_bytes} bytes")
+            raise CorruptChunk("has a payload of {} bytes", header.payload_bytes)
         if codec is None:
-            raise CorruptChunk(f"is encoded by codec {found.codec}, which is not installed")
+            raise CorruptChunk("is encoded by codec {}, which is not installed", found.codec)
         payload = _payload(target, header.payload_bytes)
         try:
             layout = self._layouts.get(header.namespace)
             codec.decode(layout, _payload(stored, found.stored_bytes), payload)
         except Exception as error:
-            raise CorruptChunk(f"cannot be decoded: {error!r}") from error
+            raise CorruptChunk("cannot be decoded: {!r}", error) from error
         target[:HEADER_BYTES] = header.packed()
 
     @contextmanager

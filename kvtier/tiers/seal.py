@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.errors import CorruptChunk
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedWarnings
 from kvtier.memory.header import IDENTITY, ChunkHeader, StoredHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.sealer import Sealer
@@ -21,6 +21,13 @@ PARTS_AT_ONCE = 4
 """Threads that compute checksums. One thread reaches about 20 GB/s, more than any medium."""
 
 ItemT = TypeVar("ItemT", bound=tuple[Any, ...])
+
+
+class _Fault(NamedTuple):
+    """Why a chunk is corrupt. Faults of one kind differ in their details."""
+
+    kind: str
+    text: str
 
 
 class Seal:
@@ -44,7 +51,7 @@ class Seal:
         self._sealer = sealer or Sealer()
         self._verify = verify
         self._executor = WorkerThreads(PARTS_AT_ONCE)
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedWarnings(logger)
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Seal each chunk object and store it. See :meth:`Backend.put`."""
@@ -86,36 +93,34 @@ class Seal:
         if medium is None:
             return
         async for batch in medium.scan():
-            faults = [(stored, self._head_fault(stored)) for stored in batch]
+            faults = [(stored, _fault(self._check_head, stored)) for stored in batch]
             await self._remove([(stored.key, fault) for stored, fault in faults if fault])
             yield [stored for stored, fault in faults if not fault]
 
-    def _head_fault(self, stored: StoredObject) -> str | None:
-        try:
-            header = StoredHeader.parse(stored.head)
-        except CorruptChunk as error:
-            return str(error)
+    def _check_head(self, stored: StoredObject) -> None:
+        header = StoredHeader.parse(stored.head)
         if header.chunk.key != stored.key:
-            return f"holds chunk {header.chunk.key.hex()[:16]}"
+            raise CorruptChunk("holds chunk {}", header.chunk.key.hex()[:16])
         if header.object_bytes != stored.length:
-            return f"is {stored.length} bytes for a payload of {header.stored_bytes}"
-        return None if self._can_read(header.codec) else f"is encoded by codec {header.codec}"
+            raise CorruptChunk("is {} bytes for a payload of {}", stored.length, header.stored_bytes)
+        if not self._can_read(header.codec):
+            raise CorruptChunk("is encoded by codec {}", header.codec)
 
     def _can_read(self, codec: int) -> bool:
         """Whether payloads with this code can be read."""
         return codec == IDENTITY
 
-    async def _remove(self, corrupt: Sequence[tuple[ChunkKey, str]]) -> None:
+    async def _remove(self, corrupt: Sequence[tuple[ChunkKey, _Fault]]) -> None:
         if not corrupt:
             return
         self.corrupt += len(corrupt)
         for key, fault in corrupt:
-            self._warn("deleting corrupt chunk %s: it %s", key.hex()[:16], fault)
+            self._warn(fault.kind, "deleting corrupt chunk %s: it %s", key.hex()[:16], fault.text)
         try:
             await self._backend.delete([key for key, _ in corrupt])
         except Exception as error:
             # Do not fail the batch: the corrupt chunks remain misses.
-            self._warn("cannot delete %d corrupt chunks: %r", len(corrupt), error)
+            self._warn("delete", "cannot delete %d corrupt chunks: %r", len(corrupt), error)
 
 
 def _verify(item: GetItem) -> None:
@@ -123,9 +128,9 @@ def _verify(item: GetItem) -> None:
     ChunkHeader.verify(chunk, key)
 
 
-def _fault(check: Callable[[ItemT], None], item: ItemT) -> str | None:
+def _fault(check: Callable[[ItemT], None], item: ItemT) -> _Fault | None:
     try:
         check(item)
-    except CorruptChunk as error:
-        return str(error)
+    except CorruptChunk as error:  # It refers to memory that must not stay mapped.
+        return _Fault(error.kind, str(error))
     return None

@@ -19,7 +19,7 @@ from kvtier.backends.base import PutItem
 from kvtier.concurrency.tasks import wait_shielded
 from kvtier.concurrency.threads import Call, WorkerThreads, spread
 from kvtier.errors import CorruptChunk
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedWarnings
 from kvtier.memory.arena import address_of
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
@@ -44,6 +44,8 @@ class SealedHeader(NamedTuple):
 class _Examined(NamedTuple):
     seal: SealedHeader | None
     """``None`` for a corrupt chunk."""
+    kind: str = ""
+    """The kind of fault."""
     fault: str = ""
     head: bytes | None = None
     """The sealed header to write."""
@@ -89,7 +91,7 @@ class Sealer:
         """Called in the event loop for each corrupt chunk object."""
         self._in_flight: dict[_Place, tuple[_Job, int]] = {}
         self._executor = WorkerThreads(SEALED_AT_ONCE)
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedWarnings(logger)
 
     async def seal(self, items: Sequence[PutItem]) -> list[SealedHeader | None]:
         """Validate each header and seal it if necessary. The result is ``None`` for a corrupt chunk object.
@@ -169,7 +171,7 @@ class Sealer:
         for (key, chunk), result in zip(items, examined, strict=True):
             if result.seal is None:
                 self.corrupt += 1
-                self._warn("chunk %s in memory is corrupt: it %s", key.hex()[:16], result.fault)
+                self._warn(result.kind, "chunk %s in memory is corrupt: it %s", key.hex()[:16], result.fault)
                 self.on_corrupt(key, chunk)
 
 
@@ -179,7 +181,7 @@ def _examine(item: PutItem, *, hashes: bool) -> _Examined:
     try:
         header, checksum = ChunkHeader.read(chunk, key)
     except CorruptChunk as error:
-        return _Examined(None, str(error))
+        return _Examined(None, error.kind, str(error))
     if checksum is not None or not hashes:
         return _Examined(SealedHeader(header, checksum))
     checksum = header.checksum(chunk)

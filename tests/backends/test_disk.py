@@ -482,6 +482,10 @@ async def test_foreign_files_are_kept_and_logged_once(
         for path in foreign:
             (tmp_path / path).parent.mkdir(exist_ok=True)
             (tmp_path / path).write_text("not kvtier's")
+        for number, make in ((2, os.mkfifo), (3, os.mkdir)):
+            path_of_other = object_path(tmp_path, make_key(number))
+            path_of_other.parent.mkdir(exist_ok=True)
+            make(path_of_other)
         before = files(tmp_path)
         with caplog.at_level(logging.WARNING, "kvtier"):
             result = [stored.key async for batch in backend.scan() for stored in batch]
@@ -489,7 +493,7 @@ async def test_foreign_files_are_kept_and_logged_once(
         assert files(tmp_path) == before
         assert list(walk(tmp_path)) == [object_path(tmp_path, key)]
     (record,) = caplog.records
-    assert "7 files in" in record.getMessage()
+    assert "9 files in" in record.getMessage()
 
 
 async def test_scan_deletes_leftover_temporary_files_but_not_active_ones(

@@ -15,6 +15,7 @@ import pytest
 from kvtier.bridge import client
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import (
+    VERSION,
     Abandon,
     Cancel,
     Confirm,
@@ -245,7 +246,8 @@ def test_missing_cache_process_is_reported_and_retried_rarely(path: Path) -> Non
 def test_version_mismatch_is_reported(path: Path) -> None:
     old = hello("scheduler")
     mismatched = type(old)(999, old.engine, old.role, old.rank, old.layout, old.namespace)
-    with pytest.raises(ChannelError, match="install the same kvtier on both, and restart both"):
+    text = f"the client speaks protocol version 999 and the server version {VERSION}: install"
+    with pytest.raises(ChannelError, match=text):
         SchedulerBridge(mismatched, path).connect()
 
 

@@ -115,6 +115,29 @@ def test_check_names_the_valid_values(kvtier: Kvtier, file: Path) -> None:
     assert f"tiers[1].write (in {file}) is 'sometimes': it should be 'through', 'on_evict'" in result.errors
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("chunk_tokens: true", "chunk_tokens (in {}) is invalid: true is not a number"),
+        ('socket: "/run/a\\0b"', "the path contains a NUL character"),
+        ("peer: {{transport: pigeon}}", "peer.transport (in {}): unknown transport 'pigeon': use one of tcp"),
+        (
+            "tiers: [{{name: ram, type: cpu, capacity: 1MiB}}, "
+            "{{name: a, type: disk, capacity: 1MiB, path: /var/a}}, "
+            "{{name: b, type: disk, capacity: 1MiB, path: /var/b/../a}}]",
+            "tiers[2].path (in {}) is /var/b/../a, which tiers[1] already uses",
+        ),
+    ],
+    ids=["boolean", "NUL", "transport", "path"],
+)
+def test_check_rejects(kvtier: Kvtier, tmp_path: Path, settings: str, message: str) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(settings.format())
+    result = kvtier("config", "check", "-c", file)
+    assert (result.status, result.output) == (1, "")
+    assert message.format(file) in " ".join(result.errors.split())
+
+
 def test_schema_works_with_invalid_settings(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_CHUNK_TOKENS", "none")
     plugins = Plugins.load()

@@ -33,6 +33,8 @@ from .conftest import Kvtier, Result, held, spawn, store
 
 RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
 TIMEOUT_SECONDS = 60
+SHORT = "1s"
+"""Deadline of tiers that exceed it. Long enough for the steps before, also on a busy machine."""
 TIMES = r"written in \S+ \(\S+ [GM]B/s\), read in \S+ \(\S+ [GM]B/s\), looked up in \S+"
 DISK = "(?:io_uring|threads), (?:O_DIRECT|through the page cache)"
 
@@ -155,7 +157,7 @@ def disk(path: Path, **options: object) -> dict[str, Any]:
 
 
 def shelf(**options: object) -> dict[str, Any]:
-    return {"name": "pool", "type": "shelf", "deadline": "200ms", **options}
+    return {"name": "pool", "type": "shelf", **options}
 
 
 def test_memory_and_disk(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
@@ -261,9 +263,9 @@ def test_corruption_is_reported_with_the_logged_warning(examine: Doctor, tiers: 
 
 
 def test_pool_that_never_deletes(examine: Doctor, tiers: Callable[..., None]) -> None:
-    tiers(shelf(hangs_in="never delete"))
+    tiers(shelf(hangs_in="never delete", deadline=SHORT))
     (pool,) = examine("--backend", "pool", status=1)
-    assert pool.found == "it still holds a chunk 200ms after it was deleted"
+    assert pool.found == f"it still holds a chunk {SHORT} after it was deleted"
 
 
 def test_pool_that_logs_a_warning(examine: Doctor, tiers: Callable[..., None]) -> None:
@@ -282,9 +284,9 @@ def test_error_of_a_pool_without_secrets(examine: Doctor, tiers: Callable[..., N
 
 @pytest.mark.parametrize(("method", "doing"), [("check", "checking the backend"), ("get", "reading a chunk")])
 def test_hanging_pool(method: str, doing: str, examine: Doctor, tiers: Callable[..., None]) -> None:
-    tiers(shelf(hangs_in=method))
+    tiers(shelf(hangs_in=method, deadline=SHORT))
     (pool,) = examine("--backend", "pool", status=1)
-    assert pool.found == f"{doing} takes longer than 200ms, the tier's `deadline`"
+    assert pool.found == f"{doing} takes longer than {SHORT}, the tier's `deadline`"
     assert "raise the tier's `deadline`" in pool.remedy
 
 
@@ -320,7 +322,7 @@ def kvtier_backends():
 def test_hanging_thread_does_not_block_the_command(call: str, tmp_path: Path) -> None:
     (tmp_path / "stuck_pool.py").write_text(STUCK_PLUGIN.format(call=call))
     write_metadata(tmp_path, "stuck-pool", "1.0", {"stuck": "stuck_pool"})
-    stuck = {"name": "pool", "type": "stuck", "capacity": "64MiB", "deadline": "200ms"}
+    stuck = {"name": "pool", "type": "stuck", "capacity": "64MiB", "deadline": SHORT}
     process = spawn(
         "doctor",
         "--backend",
@@ -336,7 +338,7 @@ def test_hanging_thread_does_not_block_the_command(call: str, tmp_path: Path) ->
     assert (process.returncode, errors) == (1, "")
     pool = json.loads(output)["checks"][-1]
     assert pool["name"] == "backend pool (stuck)"
-    assert pool["found"].startswith("reading a chunk takes longer than 200ms, the tier's `deadline`")
+    assert pool["found"].startswith(f"reading a chunk takes longer than {SHORT}, the tier's `deadline`")
     assert pool["found"].endswith("does not end when it is cancelled") is call.startswith("spread")
 
 
@@ -349,13 +351,22 @@ def test_table(kvtier: Kvtier, tiers: Callable[..., None], tmp_path: Path) -> No
     assert doctor.HINT not in result.output
 
 
-def test_without_backend_only_a_hint_is_given(kvtier: Kvtier, tiers: Callable[..., None]) -> None:
+def test_without_backend_no_chunk_is_written(kvtier: Kvtier, tiers: Callable[..., None]) -> None:
     tiers(shelf(fault="full"))
     result = kvtier("doctor")
     assert result.status == 0
     assert "tiers: ram (cpu, 64MiB), pool (shelf)" in result.output
     assert "backend pool" not in result.output
     assert result.output.splitlines()[-1] == doctor.HINT
+
+
+def test_stopped_pool_is_reported_without_backend(kvtier: Kvtier, tiers: Callable[..., None]) -> None:
+    url = f"redis://127.0.0.1:{free_port()}"
+    tiers({"name": "pool", "type": "redis", "url": url}, shelf(name="other"))
+    result = kvtier("doctor")
+    assert result.status == 1
+    assert re.search(r"^FAIL +tier pool \(redis\) .*Connection refused", result.output, re.MULTILINE)
+    assert re.search(r"^OK +tier other \(shelf\) +a shelf; looked up in ", result.output, re.MULTILINE)
 
 
 def flatten(result: Result) -> str:

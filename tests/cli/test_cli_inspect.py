@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import anyio
 import pytest
 
+from kvtier.backends.disk.backend import object_path
 from kvtier.cli import inspect, inspect_files
+from kvtier.memory.keys import ChunkKey
 
-from .conftest import Kvtier, held, store
+from .conftest import Kvtier, held, spawn, store
 
 OBJECT_BYTES = 8192
+TIMEOUT_SECONDS = 60
 
 
 def chunks(folder: Path) -> list[Path]:
@@ -176,3 +180,20 @@ def test_purge_is_refused_while_the_folder_is_in_use(kvtier: Kvtier, folder: Pat
     assert result.status == 1
     assert f"is in use by {holder}: stop that process first" in result.errors
     assert len(chunks(folder)) == 3
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize("arguments", [["ls"], ["verify"], ["verify", "--delete"], ["purge", "--yes"]])
+def test_what_is_no_file_is_no_chunk(
+    folder: Path, make: Callable[[Path], None], arguments: list[str]
+) -> None:
+    other = object_path(folder, ChunkKey(bytes([0, 7]) + bytes(30)))
+    make(other)
+    process = spawn("inspect", arguments[0], folder, *arguments[1:])
+    try:
+        output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    assert "3 chunks" in output
+    assert other.exists()

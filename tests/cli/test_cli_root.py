@@ -14,7 +14,7 @@ from kvtier.errors import SettingsError, TierError
 
 from .conftest import Kvtier
 
-COMMANDS = ["demo", "serve", "doctor", "bench", "plugins", "config", "inspect"]
+COMMANDS = ["demo", "serve", "status", "doctor", "bench", "plugins", "config", "inspect"]
 
 
 def test_commands_are_listed(kvtier: Kvtier) -> None:
@@ -44,6 +44,14 @@ def test_every_command_has_help(kvtier: Kvtier, command: str) -> None:
 
 def test_no_command_shows_the_help(kvtier: Kvtier) -> None:
     assert "Usage:" in kvtier().output + kvtier().errors
+
+
+def test_demo_refuses_a_file_as_its_directory(kvtier: Kvtier, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    result = kvtier("demo", "--work-dir", file)
+    assert result.status == 2
+    assert "is a file" in " ".join(result.errors.replace("│", " ").split())
 
 
 def test_version(kvtier: Kvtier) -> None:

@@ -16,7 +16,9 @@ import anyio
 import pytest
 
 from kvtier.cli import terminal
+from kvtier.memory.host import total_bytes
 from kvtier.settings import Settings
+from kvtier.units import format_size
 
 from .conftest import Kvtier, spawn
 
@@ -100,3 +102,14 @@ def test_invalid_option_names_the_setting(kvtier: Kvtier) -> None:
     result = kvtier("serve", "--log-level", "loud")
     assert result.status == 1
     assert result.errors.startswith("error: log_level (set on the command line, ")
+
+
+def test_more_memory_than_the_host_has_is_refused(address: Path) -> None:
+    tiers = json.dumps([{"name": "ram", "type": "cpu", "capacity": "1000TiB"}])
+    process = spawn("serve", "--socket", address, KVTIER_TIERS=tiers)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    memory = format_size(total_bytes())
+    assert errors == (
+        f"error: the `capacity` of tier 'ram' is 1000TiB, and this host has {memory} of memory: lower it\n"
+    )

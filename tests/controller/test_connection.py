@@ -299,7 +299,7 @@ async def test_messages_before_hello_are_refused(running: RunningRegistry, messa
 async def test_instance_of_another_version_is_refused(running: RunningRegistry) -> None:
     async with running.instance() as instance:
         await instance.send(hello("one", version=99))
-        reason = f"it speaks protocol version 99 and this process version {VERSION}: install the same kvtier"
+        reason = f"the client speaks protocol version 99 and the server version {VERSION}: install"
         assert reason in await instance.refusal()
         assert not running.registry.members
 

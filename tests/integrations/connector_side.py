@@ -1,7 +1,9 @@
-"""Version check, idle waits, registration and counters of the connector. See ``test_with_vllm.py``."""
+"""Version check, waits, registration and counters of the connector. See ``test_with_vllm.py``."""
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -10,9 +12,15 @@ import pytest
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from kvtier import Settings
+from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.vllm import connector, metrics, register
 from kvtier.integrations.vllm.metadata import Job, StepMetadata
+from kvtier.rpc.health import UNRESPONSIVE_SECONDS
+from tests.bridge.conftest import Start, hello, is_serving, start, wait_until
+
+__all__ = ["start"]
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "vllm.md"
 
@@ -21,6 +29,29 @@ def test_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
     with pytest.raises(UnsupportedEngine, match=r'0\.99\.1.*pip install "vllm==0\.32\.\*"'):
         connector._check_version()
+
+
+@pytest.mark.parametrize("policy", ["timeout", "wait"])
+def test_both_bridges_wait_as_long_as_the_prefetch_policy_says(
+    policy: str, start: Start, tmp_path: Path
+) -> None:
+    process = start()
+    socket = tmp_path / "socket"
+    wait_until(lambda: is_serving(socket))
+    settings = Settings(socket=socket, prefetch={"policy": policy})
+    bridges = (
+        connector._open(SchedulerBridge, settings, hello("scheduler")),
+        connector._open(WorkerBridge, settings, hello("worker")),
+    )
+    process.send_signal(signal.SIGSTOP)
+    assert bridges[0].clear(0) is None, "it answers only when it runs again"
+    assert bridges[1].confirm([1]) is not None
+    time.sleep(1.1 * UNRESPONSIVE_SECONDS)
+    for bridge in bridges:
+        bridge.update()
+    assert [bridge.responsive for bridge in bridges] == [policy == "wait"] * 2
+    for bridge in bridges:
+        bridge.close()
 
 
 class Worker:

@@ -422,8 +422,11 @@ async def test_bytes_changed_after_checksum_are_refused_and_retried(
         assert await receiver.settle(found) == 3
 
 
-async def test_persistently_corrupt_chunk_is_never_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with hosts("tcp", 64, 64) as (sender, receiver):
+@pytest.mark.parametrize("checksum", [True, False])
+async def test_persistently_corrupt_chunk_is_never_served(
+    checksum: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosts("tcp", 64, 64, checksum=checksum) as (sender, receiver):
         sender.compute(range(1, 4))
         original_write = Source.write
 

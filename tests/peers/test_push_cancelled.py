@@ -6,9 +6,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from anyio import CancelScope, fail_after
 from anyio.lowlevel import checkpoint
 
+from kvtier.peers.protocol import Reserved
 from kvtier.peers.push import PushOutcome, Target
+from kvtier.rpc.calls import Call
+from kvtier.rpc.frames import Reply
 from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.tiers.sealer import Sealer
 
@@ -64,6 +68,34 @@ async def test_push_cancelled_at_every_await(pair: Pair, through: Through) -> No
                 step += 1
             assert step > 3, "a push waits for the checksum, the reservation, the write and the commit"
         assert not source.over
+
+
+async def test_push_cancelled_while_its_reservation_arrives(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one iteration of the event loop: after the cancellation, before the push learns of it."""
+    sender, receiver = pair
+    settle = Call.settle
+
+    def cancel_and_settle(call: Call[object], reply: Reply) -> None:
+        if isinstance(reply, Reserved):
+            scope.cancel()
+        settle(call, reply)
+
+    monkeypatch.setattr(Call, "settle", cancel_and_settle)
+    assert sender.instance._kv_transfers is not None
+    async with sender.instance._kv_transfers.peers.checkout(receiver.address) as source:
+        found = sender.cache.look_up(keys_of(range(1, COUNT + 1)))
+        chunks = sender.cache.hierarchy.memory.lease_ready([chunk.key for chunk in found.chunks])
+        found.release()
+        with CancelScope() as scope:
+            await Target(source, Sealer()).push(chunks, 30)
+        assert scope.cancelled_caught
+        for chunk in chunks:
+            chunk.lease.release()
+        await until(lambda: receiver.counts["reserved"] == COUNT)
+        with fail_after(receiver.cache.settings.kv_transfer.reserve / 2):
+            await until_empty(receiver)
 
 
 @pytest.mark.parametrize("through", ["scope", "task"])

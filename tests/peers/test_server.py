@@ -83,7 +83,7 @@ async def test_await_of_more_chunks_than_granted_ends_the_session() -> None:
     [
         (
             Hello(VERSION + 1, "new", "control"),
-            f"protocol version {VERSION + 1} and this process version {VERSION}",
+            f"the client speaks protocol version {VERSION + 1} and the server version {VERSION}",
         ),
         (Hello(VERSION, "a test", "data"), "none, accepts no data connections"),
         (Ping(1), "first message is Ping, not Hello"),

@@ -179,3 +179,15 @@ def test_ping_and_pong_share_a_ticket() -> None:
     call = calls.add("pings", Pong, lambda _pong, _wanted: True)
     assert calls.settle(Pong(Ping(call.ticket).ticket))
     assert call.result is True
+
+
+async def test_result_that_arrives_while_the_caller_is_cancelled_is_given_back() -> None:
+    calls, given_back = Calls(), list[int]()
+    call = add(calls)
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call.reply, given_back.append)
+            await anyio.wait_all_tasks_blocked()
+            scope.cancel()
+            assert calls.settle(Value(call.ticket, 7))
+    assert given_back == [7]

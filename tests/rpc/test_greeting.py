@@ -5,7 +5,7 @@ import pytest
 
 from kvtier.errors import ChannelClosed, ProtocolError, Rejected
 from kvtier.rpc.frames import Message, Refused
-from kvtier.rpc.greeting import check_greeting, greet
+from kvtier.rpc.greeting import check_hello, greet
 from tests.rpc.endpoints import Hello, Note, Welcome, sides
 
 pytestmark = pytest.mark.anyio
@@ -16,7 +16,7 @@ async def exchange(reply: Message) -> Welcome:
     result: list[Welcome] = []
 
     async def answer() -> None:
-        hello = check_greeting(await theirs.endpoint.receive(5.0), Hello, 3)
+        hello = check_hello(await theirs.endpoint.receive(5.0), Hello, 3)
         assert hello == Hello(3)
         theirs.endpoint.send(reply)
 
@@ -33,7 +33,7 @@ async def test_welcome() -> None:
 @pytest.mark.parametrize(
     ("reply", "error", "text"),
     [
-        (Welcome(4), ProtocolError, "protocol version 4 and this process version 3: install the same kvtier"),
+        (Welcome(4), ProtocolError, "the client speaks protocol version 3 and the server version 4: install"),
         (Note(b""), ProtocolError, "first message is Note, not Welcome"),
         (Refused("not today"), Rejected, "not today"),
     ],

@@ -114,10 +114,11 @@ def test_garbage_is_refused(data: bytes) -> None:
 
 
 def test_version_mismatch_is_reported() -> None:
-    other = bytearray(Handshake("server", b"secret", VERSION).opening)
-    other[6] += 1
-    with pytest.raises(RefusedHandshake, match=f"version {VERSION + 1} .* version {VERSION}"):
-        feed_all(Handshake("client", b"secret", VERSION), bytes(other))
+    client, server = Handshake("client", b"secret", VERSION), Handshake("server", b"secret", VERSION + 1)
+    text = f"the client speaks protocol version {VERSION} and the server version {VERSION + 1}"
+    for side, opening in ((client, server.opening), (server, client.opening)):
+        with pytest.raises(RefusedHandshake, match=text):
+            feed_all(side, opening)
 
 
 def test_feed_requires_exact_length() -> None:

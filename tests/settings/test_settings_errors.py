@@ -243,7 +243,9 @@ def test_error_names_the_variable_of_a_tier(plugins: Plugins, monkeypatch: pytes
 
 
 def test_queue_defaults_to_a_quarter_of_the_first_tier(plugins: Plugins) -> None:
-    tiers = plugins.tier_settings(load_settings({"tiers": [RAM, SSD, {**SSD, "name": "b", "queue": "1MiB"}]}))
+    tiers = plugins.tier_settings(
+        load_settings({"tiers": [RAM, SSD, {**SSD, "name": "b", "path": "/b", "queue": "1MiB"}]})
+    )
     assert [tier.queue for tier in tiers[1:]] == [1 << 28, 1 << 20]
 
 

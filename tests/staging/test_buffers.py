@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvtier.peers.staging.push import REFUSED_SECONDS
 from kvtier.testing.servers import free_port
 from tests.staging.side import CHUNKS, PAGES, Result, Side, side
 from tests.vllm.cache_process import MIB, CacheProcess, is_idle
@@ -205,6 +206,24 @@ def test_lost_buffers_are_recreated(pair: Pair, which: str) -> None:
     pair.wait_for_buffers(lost)
     pair.wait_until_idle()
     assert pair.serve(next(PROMPTS)) == STAGED
+
+
+def test_running_transfer_uses_buffers_that_were_recreated(pair: Pair) -> None:
+    prompt = next(PROMPTS)
+    pair.prefill.transfer_kv(prompt, pair.receiver)
+    lost = pair.decode.refresh()
+    for pid in nixl_processes(pair.decode_cache):
+        os.kill(pid, signal.SIGKILL)
+    pair.decode_cache.wait_until(lambda status: not status["staging"])
+    before = pair.decode_cache.status()["tiers"][0]["chunks"]
+    pair.prefill.store(prompt, 0, 2)
+    pair.decode_cache.wait_until(lambda status: status["tiers"][0]["chunks"] == before + 2)
+    pair.wait_for_buffers(lost)
+    time.sleep(REFUSED_SECONDS)
+    pair.prefill.store(prompt, 2, ALL)
+    pair.prefill.end(prompt, True)
+    result = pair.decode.fetch(prompt)
+    assert result == Result(["ram"] * 2 + ["staging"] * (ALL - 2), True, True)
 
 
 @pytest.mark.slow

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import anyio
 import pytest
+from anyio import CancelScope
 
+from kvtier.concurrency.backoff import Backoff
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.memory.slices import Slices
 from kvtier.peers.grants import GrantBook
+from kvtier.peers.staging import buffers
 from kvtier.peers.staging.buffers import EngineStaging, Staging
 from kvtier.settings.peer import PeerSettings
 from kvtier.testing.backend import make_key
@@ -38,3 +43,28 @@ async def test_buffers_are_lost_from_the_moment_that_a_process_exits() -> None:
     assert engine.current is None, "nothing is looked up in it, and no peer writes to it"
     assert staging.take(header) is None
     assert await staging.verify(cast("Any", [None])) == [False]
+
+
+async def test_pauses_start_again_after_buffers_that_have_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    class RecordedBackoff(Backoff):
+        def next(self) -> float:
+            pauses.append(super().next())
+            return 0.0
+
+    lifetimes = iter([0.0, 0.0, 0.0, 0.3, 0.0])
+
+    class Engine(EngineStaging):
+        async def _serve(self, workers: Sequence[object]) -> None:
+            lifetime = next(lifetimes, None)
+            if lifetime is None:
+                scope.cancel()
+            await anyio.sleep(lifetime or 0.0)
+
+    monkeypatch.setattr(buffers, "Backoff", RecordedBackoff)
+    monkeypatch.setattr(buffers, "MAX_PAUSE_SECONDS", 0.2)
+    scope = CancelScope()
+    await Engine(cast("Any", None), bytes(32), LAYOUT)._run(scope, [])
+    assert pauses[1] > pauses[0], "buffers that are lost at once are recreated ever more slowly"
+    assert pauses[3] <= buffers.MIN_PAUSE_SECONDS

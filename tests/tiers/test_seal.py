@@ -174,6 +174,24 @@ async def test_corruption_is_logged_once_a_minute(caplog: pytest.LogCaptureFixtu
     assert ": it has a payload that does not match" in caplog.text
 
 
+async def test_each_kind_of_corruption_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    inner = memory()
+    async with opened(SealedBackend(inner)) as sealed:
+        items = chunks([1, 2, 3])
+        await sealed.put(items)
+        items[0][1][5000] ^= 1
+        items[1][1][5000] ^= 1
+        items[2][1][60] ^= 1
+        await inner.put(items)
+        with caplog.at_level(logging.WARNING, "kvtier"):
+            assert list(await sealed.get(blanks([1, 2, 3]))) == [MISS] * 3
+    logged = [record.getMessage().partition(": it ")[2] for record in caplog.records]
+    assert logged == [
+        "has a payload that does not match its checksum",
+        "has a header that does not match its checksum",
+    ]
+
+
 async def test_scan_yields_only_valid_chunks(tmp_path) -> None:
     inner = disk(tmp_path)
     async with opened(inner):

@@ -6,10 +6,14 @@ import asyncio
 import os
 import resource
 import signal
+import subprocess
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import anyio
 import pytest
@@ -93,6 +97,31 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 def parts(length: int = 4096) -> list[Part]:
     return [Part(0, 0, length)]
+
+
+async def test_process_is_reaped_if_the_event_loop_ends_while_it_starts(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, spawned = threading.Event(), list[subprocess.Popen[bytes]]()
+
+    def spawn_slowly(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        begun.set()
+        time.sleep(0.2)
+        spawned.append(subprocess.Popen(*arguments, **options))
+        return spawned[0]
+
+    monkeypatch.setattr(
+        process, "subprocess", SimpleNamespace(Popen=spawn_slowly, DEVNULL=subprocess.DEVNULL)
+    )
+    before = asyncio.all_tasks()
+    starting = asyncio.ensure_future(start())
+    assert await anyio.to_thread.run_sync(begun.wait, TIMEOUT_SECONDS)
+    tasks = asyncio.all_tasks() - before
+    for task in tasks:  # As asyncio.run does.
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert starting.cancelled()
+    assert spawned[0].returncode is not None
 
 
 async def test_transfers_of_several_batches(start: Start) -> None:

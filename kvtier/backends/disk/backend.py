@@ -25,6 +25,7 @@ from kvtier.errors import TierError
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalPath, LocalTierSettings, TierSettings
+from kvtier.units import Integer
 
 logger = logging.getLogger("kvtier")
 
@@ -52,7 +53,7 @@ class DiskSettings(LocalTierSettings):
         ),
         examples=[False],
     )
-    concurrency: int = Field(
+    concurrency: Integer = Field(
         default=4,
         ge=1,
         le=256,

@@ -22,11 +22,11 @@ import os
 import re
 import secrets
 import socket
-import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 import aiofiles
 import aiofiles.os
@@ -52,6 +52,8 @@ _OBJECT = re.compile(r"([0-9a-f]{64})\.kv")
 _TEMPORARY = re.compile(r"[0-9a-f]{64}\.[0-9a-f]+-[0-9]+\.tmp")
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
+EntryT = TypeVar("EntryT")
+
 
 def object_path(root: Path, key: ChunkKey) -> Path:
     """Return the path for the object of ``key``, whether or not it exists."""
@@ -60,14 +62,14 @@ def object_path(root: Path, key: ChunkKey) -> Path:
 
 def walk(root: Path) -> Iterator[Path]:
     """Return the objects in a folder, ordered by the first digits of their keys. Raises ``OSError``."""
-    return (path for path in _files(root) if _key_of(path) is not None)
+    return (path for path, key in _files(root) if key is not None)
 
 
-async def listed(files: Iterator[Path]) -> AsyncIterator[list[Path]]:
+async def listed(files: Iterator[EntryT]) -> AsyncIterator[list[EntryT]]:
     """Yield files of :func:`walk` in batches, each with one call into a worker thread."""
     take = aiofiles.os.wrap(lambda: list(itertools.islice(files, LISTED_AT_ONCE)))
-    while paths := await take():
-        yield paths
+    while batch := await take():
+        yield batch
 
 
 def lock_holder(root: Path) -> str | None:
@@ -211,10 +213,10 @@ class ObjectFolder:
     async def objects(self) -> AsyncIterator[list[Path]]:
         """Yield the objects in batches. Deletes the files of interrupted writes and logs foreign files."""
         foreign: list[Path] = []
-        async for paths in listed(_files(self._root)):
+        async for entries in listed(_files(self._root)):
             objects: list[Path] = []
-            for path in paths:
-                if _key_of(path) is not None:
+            for path, key in entries:
+                if key is not None:
                     objects.append(path)
                 elif not _TEMPORARY.fullmatch(path.name):
                     foreign.append(path)
@@ -237,18 +239,14 @@ class ObjectFolder:
 
         Also ``None``, with a warning, if it is unreadable: it is kept, because the next start may read it.
         """
-        key = _key_of(path)
-        if key is None:
-            return None
         try:
-            status = path.stat()
-            head = _first_bytes(path) if stat.S_ISREG(status.st_mode) else b""
+            status, head = path.stat(), _first_bytes(path)
         except FileNotFoundError:
             return None
         except OSError as error:
             self._warn("tier %r cannot read, ignoring: %s", self._tier, error)
             return None
-        return StoredObject(key, status.st_size, status.st_mtime, head)
+        return StoredObject(ChunkKey(bytes.fromhex(path.stem)), status.st_size, status.st_mtime, head)
 
     def _write_file(self, path: Path, view: memoryview) -> None:
         direct = self._direct and _is_aligned(view)
@@ -270,24 +268,27 @@ def _object_name(key: ChunkKey) -> str:
     return f"{name[:_PREFIX_DIGITS]}/{name}.kv"
 
 
-def _key_of(path: Path) -> ChunkKey | None:
-    """Return the key of an object file; ``None`` if it is not one, or in the wrong prefix folder."""
-    match = _OBJECT.fullmatch(path.name)
-    if match is None or not path.name.startswith(path.parent.name):
+def _key_of(entry: os.DirEntry[str], prefix: str) -> ChunkKey | None:
+    """Return the key of an object file; ``None`` if it is not one, or in the wrong prefix folder.
+
+    A folder is no object, and neither is a pipe or a device, which to open might block forever.
+    """
+    match = _OBJECT.fullmatch(entry.name)
+    if match is None or not entry.name.startswith(prefix) or not entry.is_file():
         return None
     return ChunkKey(bytes.fromhex(match[1]))
 
 
-def _files(root: Path) -> Iterator[Path]:
-    """Yield every file in the prefix folders, and every other entry of the root."""
+def _files(root: Path) -> Iterator[tuple[Path, ChunkKey | None]]:
+    """Yield every file in the prefix folders with its key, and every other entry of the root."""
     with os.scandir(root) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:
         if _PREFIX.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             with os.scandir(entry) as files:
-                yield from (Path(file.path) for file in files)
+                yield from ((Path(file.path), _key_of(file, entry.name)) for file in files)
         elif entry.name not in (LOCK_FILE, PROBE_FILE):
-            yield Path(entry.path)
+            yield Path(entry.path), None
 
 
 async def _probe(tier: str, root: Path, *, direct: bool) -> bool:

@@ -9,6 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from kvtier.settings import TierSettings
+from kvtier.units import Integer
 
 SCHEME = "infinistore"
 _FORM = f"use for example {SCHEME}://cache:12345"
@@ -46,7 +47,7 @@ class InfiniStoreSettings(TierSettings):
         description="GID index of the RDMA device. If omitted, the client library chooses.",
         examples=[3],
     )
-    connections: int = Field(
+    connections: Integer = Field(
         default=4,
         ge=1,
         le=64,

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from kvtier.settings import TierSettings
-from kvtier.units import Size
+from kvtier.units import Integer, Size
 
 MIN_SEGMENT_BYTES = 16 << 20
 """The smallest segment that the library accepts."""
@@ -59,7 +59,7 @@ class MooncakeSettings(TierSettings):
         ),
         examples=["32GiB"],
     )
-    replicas: int = Field(
+    replicas: Integer = Field(
         default=1,
         ge=1,
         le=64,

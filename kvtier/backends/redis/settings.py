@@ -11,7 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_va
 from kvtier.backends.redis.url import PoolURL, parse_url, take_credentials
 from kvtier.settings import TierSettings
 from kvtier.settings.secret import Secret
-from kvtier.units import Duration
+from kvtier.units import Duration, Integer
 
 PemFile = Annotated[Path, AfterValidator(Path.expanduser)]
 
@@ -81,7 +81,7 @@ class RedisSettings(TierSettings):
         description="Time until the server expires a chunk. If omitted, only `maxmemory` evicts chunks.",
         examples=["24h"],
     )
-    connections: int = Field(
+    connections: Integer = Field(
         default=4,
         ge=1,
         le=64,

@@ -31,7 +31,7 @@ from kvtier.integrations.vllm.layout import model_layout
 from kvtier.integrations.vllm.log_thread import LogThread
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
-from kvtier.integrations.vllm.scheduler import IDLE_TIMEOUT_SECONDS, SchedulerSide
+from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.served import engine_model
 from kvtier.integrations.vllm.worker import CONFIRM_SECONDS, WorkerSide
 from kvtier.settings import Settings, load_settings
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvtier")
 
 SUPPORTED_VLLM = "0.32"
+IDLE_TIMEOUT_SECONDS = 10.0
+"""Time with ``prefetch.policy: wait`` after which a cache process that does not answer is unresponsive."""
 SOURCES = {"cpu": CacheHitSource.HOST, "hugepage": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 
@@ -101,7 +103,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             rank = get_tensor_model_parallel_rank()
             worker_bridge = _open(WorkerBridge, settings, hello("worker", rank))
             stages = settings.kv_transfer.device == "cuda"
-            timeout = IDLE_TIMEOUT_SECONDS if settings.prefetch.policy == "wait" else CONFIRM_SECONDS
+            timeout = IDLE_TIMEOUT_SECONDS if _waits(settings) else CONFIRM_SECONDS
             self._worker = WorkerSide(model, worker_bridge, rank, stages=stages, confirm_timeout=timeout)
 
     @property
@@ -242,7 +244,19 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 BridgeT = TypeVar("BridgeT", SchedulerBridge, WorkerBridge)
 
 
+def _waits(settings: Settings) -> bool:
+    return settings.prefetch.policy == "wait"
+
+
 def _open(bridge_type: type[BridgeT], settings: Settings, hello: Hello) -> BridgeT:
+    """Return a bridge to the cache process, with the limit of its prefetch policy."""
+    bridge = _connect(bridge_type, settings, hello)
+    if _waits(settings):
+        bridge.expect_answers_within(IDLE_TIMEOUT_SECONDS)
+    return bridge
+
+
+def _connect(bridge_type: type[BridgeT], settings: Settings, hello: Hello) -> BridgeT:
     """Connect to the cache process of ``settings.socket``, or start one if that is not set."""
     if settings.socket is None:
         path = default_address(settings)

@@ -42,8 +42,6 @@ TIMEOUT_SECONDS = 1.0
 """Time after the prefetch deadline until a request is computed instead of waiting for an answer."""
 MAX_WAIT_SECONDS = 120.0
 """Timeout of a lookup without progress with ``prefetch.policy: wait``, because a fetch may stall."""
-IDLE_TIMEOUT_SECONDS = 10.0
-"""Time with ``prefetch.policy: wait`` after which a cache process that does not answer is unresponsive."""
 CLEAR_SECONDS = 1.0
 NOTHING = (0, False)
 ASK_AGAIN = (None, False)
@@ -67,8 +65,6 @@ class SchedulerSide:
         self._bridge = bridge
         self._speculative = speculative
         waits = settings.prefetch.policy == "wait"
-        if waits:
-            bridge.expect_answers_within(IDLE_TIMEOUT_SECONDS)
         self._timeout = MAX_WAIT_SECONDS if waits else settings.prefetch.deadline + TIMEOUT_SECONDS
         self._stats = TransferStats()
         self._warn = RateLimitedWarning(logger)

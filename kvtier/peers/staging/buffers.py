@@ -56,7 +56,7 @@ NUMBER_BITS = 63
 TICK_SECONDS = 0.25
 """Interval of the liveness check of NIXL processes and of expiry."""
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.1, 10.0
-"""Back-off before lost buffers are recreated."""
+"""Back-off before lost buffers are recreated. It starts again after buffers that have lasted longer."""
 THREADS = 4
 
 Notify = Callable[["Offer"], Awaitable[None]]
@@ -314,6 +314,7 @@ class EngineStaging:
         backoff = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
         with scope:
             while True:
+                began = time.monotonic()
                 try:
                     await self._serve(workers)
                 except (PeerError, ArenaError) as error:
@@ -321,6 +322,8 @@ class EngineStaging:
                     for worker in workers:
                         await worker.notify(Offer(0, b"", 0, str(error)))
                     return
+                if time.monotonic() - began > MAX_PAUSE_SECONDS:
+                    backoff.reset()  # They were in use, and lost with one peer.
                 await anyio.sleep(backoff.next())
 
     async def _serve(self, workers: Sequence[_Worker]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -20,6 +21,8 @@ from kvtier.tiers.level import ChunkBytes
 from kvtier.transports.nixl.endpoint import Endpoint
 
 NO_ROOM = "its staging buffer is full"
+REFUSED_SECONDS = 1.0
+"""How long a peer without staging buffers is not asked again. Recreating them takes about as long."""
 LOST = "the write to its staging buffer failed"
 
 
@@ -31,14 +34,18 @@ class StagedChunks:
         """Chunks that the engine is copying to a staging buffer. Maintained by the transfer."""
         self.pushed = 0
         """Chunks that were transferred between staging buffers."""
-        self.refused = False
-        """Whether the peer has no usable staging buffers."""
         self.last_error = ""
         """Why chunks last fell back to the first tier, as text."""
+        self._refused_until = 0.0
         self._chunks: dict[ChunkKey, tuple[Staging, Reservation]] = {}
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._chunks
+
+    @property
+    def refused(self) -> bool:
+        """Whether the peer had no usable staging buffers a moment ago. It may recreate lost ones."""
+        return time.monotonic() < self._refused_until
 
     def add(self, staging: Staging, chunk: Reservation) -> None:
         """Add a chunk that is complete in a staging buffer here."""
@@ -81,7 +88,7 @@ class StagedChunks:
         with anyio.move_on_after(seconds):
             peer = await self._find(target, staging, chunks[0].header.namespace)
             if peer is None:
-                self.refused = True
+                self._refused_until = time.monotonic() + REFUSED_SECONDS
                 return outcomes
             headers = [chunk.header for chunk in chunks]
             room = await target.reserve(headers, staging=peer.number, ranks=staging.ranks)

@@ -194,6 +194,20 @@ class NixlProcess:
         except asyncio.CancelledError:
             await wait_shielded([self.exited])
             raise
+        finally:
+            await self._reap()
+
+    async def _reap(self) -> None:
+        """Kill the process, if any, and wait for it. Idempotent.
+
+        If the event loop ends during :meth:`start`, the receiving task may end before there is a process.
+        """
+        process = self._process
+        if process is not None and process.returncode is None:
+            process.kill()
+            await in_thread(process.wait, self._executor)
+            if process.returncode not in (0, -signal.SIGKILL):
+                logger.debug("nixl transport: a NIXL process exited with code %d", process.returncode)
 
     async def _spawn(self, region: Region, settings: NixlSettings, theirs: socket.socket) -> None:
         arguments = [str(number) for number in (theirs.fileno(), region.fd, region.capacity)]
@@ -256,11 +270,7 @@ class NixlProcess:
         try:
             await self._endpoint.run(at_once=self._handle)
         finally:
-            if (process := self._process) is not None:
-                process.kill()
-                await in_thread(process.wait, self._executor)
-                if process.returncode not in (0, -signal.SIGKILL):
-                    logger.debug("nixl transport: a NIXL process exited with code %d", process.returncode)
+            await self._reap()
             self.exited.set()
             for ticket, batch in self._batches.items():
                 batch.record(ticket, LOST)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pydantic import Field
 
 from kvtier.transports.base import TransportSettings
+from kvtier.units import Integer
 
 
 class TcpSettings(TransportSettings):
     """Settings of the transport ``tcp``, which connects to the port of the peers' control connections."""
 
-    connections: int = Field(
+    connections: Integer = Field(
         default=4,
         ge=1,
         le=64,
@@ -20,7 +21,7 @@ class TcpSettings(TransportSettings):
         ),
         examples=[8],
     )
-    threads: int = Field(
+    threads: Integer = Field(
         default=16,
         ge=1,
         le=256,

@@ -11,6 +11,7 @@ from pydantic import Field
 from kvtier import hookimpl
 from kvtier.catalog.eviction import ChunkColumns, EvictionPolicy, PolicySettings, RemovalReason
 from kvtier.memory.keys import ChunkKey
+from kvtier.units import Integer
 
 MAX_USES = 255
 
@@ -18,7 +19,7 @@ MAX_USES = 255
 class LfuSettings(PolicySettings):
     """Settings of the policy ``lfu``."""
 
-    ghosts: int = Field(default=100_000, ge=0, description="Evicted chunks whose uses are remembered.")
+    ghosts: Integer = Field(default=100_000, ge=0, description="Evicted chunks whose uses are remembered.")
 
 
 class LfuPolicy(EvictionPolicy):

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from kvtier.settings import TierSettings
 from kvtier.settings.secret import Secret
-from kvtier.units import MIB, Size
+from kvtier.units import MIB, Integer, Size
 
 SCHEMES = ("s3", "gs", "az", "file", "memory")
 
@@ -74,10 +74,10 @@ class ObjectStoreSettings(TierSettings):
         description="Larger values are written and read in parts of this size. S3's minimum is 5MiB.",
         examples=["8MiB"],
     )
-    upload_parts: int = Field(
+    upload_parts: Integer = Field(
         default=4, ge=1, le=64, description="Maximum number of parallel part uploads per value.", examples=[4]
     )
-    requests: int = Field(
+    requests: Integer = Field(
         default=16,
         ge=1,
         le=256,

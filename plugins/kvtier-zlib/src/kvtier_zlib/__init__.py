@@ -11,6 +11,7 @@ from pydantic import Field
 from kvtier import hookimpl
 from kvtier.memory.layout import ChunkLayout
 from kvtier.tiers.codec import Codec, CodecSettings
+from kvtier.units import Integer
 
 _COUNT, _PART = struct.Struct("<I"), struct.Struct("<II")
 """The number of parts; the length of each part, before and after compression."""
@@ -20,7 +21,7 @@ PART_BYTES = 256 * 1024
 class ZlibSettings(CodecSettings):
     """Settings of the codec ``zlib``."""
 
-    level: int = Field(default=1, ge=1, le=9, description="1: fastest. 9: smallest.", examples=[1])
+    level: Integer = Field(default=1, ge=1, le=9, description="1: fastest. 9: smallest.", examples=[1])
 
 
 class ZlibCodec(Codec):

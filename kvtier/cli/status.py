@@ -1,0 +1,133 @@
+"""``kvtier status``: show what the cache process of this host is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from kvtier.cli.terminal import AsJson, ConfigFile, output, print_json, table
+from kvtier.units import format_size
+
+Report = dict[str, Any]
+
+
+def status(
+    config: ConfigFile = None,
+    socket: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Socket of the cache process, instead of the one in the settings."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a cache process on this host is doing: its tiers, engines, peers and controller.
+
+    Exit status 1 if it does not answer. With --json, prints all that it reports.
+    """
+    from kvtier.bridge import client
+    from kvtier.bridge.spawn import default_address
+    from kvtier.settings import load_settings
+
+    if socket is None:
+        settings = load_settings(file=config)
+        socket = settings.socket or default_address(settings)
+    report = client.status(socket)
+    if as_json:
+        print_json(report)
+        return
+    output().print(escape(_headline(report, socket)))
+    for rows in _tables(report):
+        output().print()
+        output().print(rows)
+
+
+def _headline(report: Report, socket: Path) -> str:
+    return (
+        f"Process {report['pid']}, instance {report['instance']}, on {socket}: "
+        f"{format_size(report['pending_bytes'])} to be written, {report['flights']} chunks being fetched."
+    )
+
+
+def _tables(report: Report) -> Iterator[Table]:
+    """Yield a table for each part of the cache process that is in use."""
+    yield _tiers(report["tiers"])
+    if engines := report["engines"]:
+        yield _engines(engines)
+    if buffers := report.get("staging"):
+        yield _staging(buffers)
+    if peers := report.get("peers"):
+        yield _peers(peers)
+    if "serving" in report or "kv_transfers" in report:
+        yield _transfers(report.get("serving"), report.get("kv_transfers"))
+    if controller := report.get("controller"):
+        yield _controller(controller)
+
+
+def _tiers(tiers: list[Report]) -> Table:
+    rows = table("tier", "type", "used", "of", "chunks", "")
+    for tier in tiers:
+        capacity = tier["capacity_bytes"]
+        rows.add_row(
+            escape(tier["name"]),
+            escape(tier["type"]),
+            format_size(tier["used_bytes"]),
+            "-" if capacity is None else format_size(capacity),
+            str(tier["chunks"]),
+            "" if tier["available"] else "[red]unavailable[/red]",
+        )
+    return rows
+
+
+def _engines(engines: list[Report]) -> Table:
+    rows = table("engine", "leases", "reservations", "lookups")
+    for engine in engines:
+        counts = (str(engine[name]) for name in ("leases", "reservations", "tickets"))
+        rows.add_row(escape(engine["name"]), *counts)
+    return rows
+
+
+def _staging(buffers: list[Report]) -> Table:
+    rows = table("staging buffer", "used", "of", "chunks")
+    for number, buffer in enumerate(buffers):
+        used, capacity = format_size(buffer["used_bytes"]), format_size(buffer["capacity_bytes"])
+        rows.add_row(str(number), used, capacity, str(buffer["chunks"]))
+    return rows
+
+
+def _peers(peers: list[Report]) -> Table:
+    rows = table("peer", "instance", "state", "read", "last error")
+    for peer in peers:
+        rows.add_row(
+            *map(escape, (peer["address"], peer["instance"] or "-", peer["state"])),
+            format_size(peer["read_bytes"]),
+            escape(peer["last_error"] or ""),
+        )
+    return rows
+
+
+def _transfers(serving: Report | None, kv_transfers: Report | None) -> Table:
+    rows = table("to and from peers", "")
+    if serving is not None:
+        connections = sum(serving["connections"].values())
+        rows.add_row("connections from peers", str(connections))
+        rows.add_row("granted to peers", format_size(serving["granted_bytes"]))
+        rows.add_row("reserved for pushes", format_size(serving["reserving"]["reserved_bytes"]))
+    if kv_transfers is not None:
+        rows.add_row("KV transfers running", str(kv_transfers["open"]))
+        rows.add_row("pushed since the start", format_size(kv_transfers["pushed_bytes"]))
+    return rows
+
+
+def _controller(controller: Report) -> Table:
+    rows = table("controller", "state", "last error")
+    state = "connected, up to date" if controller["up_to_date"] else "connected"
+    rows.add_row(
+        escape(controller["url"]),
+        state if controller["connected"] else "[red]not connected[/red]",
+        escape(controller["last_error"] or ""),
+    )
+    return rows
