@@ -194,14 +194,14 @@ async def test_unresponsive_pool_is_a_miss(
         Shared.latest.may_reply = anyio.Event()
         breaker = cache.hierarchy.tiers[1].breaker
         now = time.monotonic()
-        monkeypatch.setattr(breaker, "_clock", lambda: now)
+        monkeypatch.setattr(breaker._breaker, "_clock", lambda: now)
         with anyio.fail_after(60):
             for _ in range(5):  # The breaker opens after five failures.
                 assert await retrieve(model, tokens) == 0
             assert not cache.hierarchy.tiers[1].available
             assert await retrieve(model, tokens) == 0
         assert len(Shared.latest.queried) == 5, "the pool was queried while its breaker was open"
-        monkeypatch.setattr(breaker, "_clock", time.monotonic)
+        monkeypatch.setattr(breaker._breaker, "_clock", time.monotonic)
         Shared.latest.may_reply.set()
         with anyio.fail_after(60):
             while await retrieve(model, tokens) != 1024:

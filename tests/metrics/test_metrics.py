@@ -116,7 +116,7 @@ async def test_outages_are_visible_while_they_last(tmp_path: Path, monkeypatch: 
         breaker = scraped.cache.hierarchy.tiers[-1].breaker
         # Freeze the clock, so that the cooldown of 1 s does not end meanwhile.
         now = time.monotonic()
-        monkeypatch.setattr(breaker, "_clock", lambda: now)
+        monkeypatch.setattr(breaker._breaker, "_clock", lambda: now)
         for seed in range(6):
             await scraped.store(list(range(seed * 256, seed * 256 + 256)))
         scrape = await scraped.scrape()
@@ -129,7 +129,7 @@ async def test_outages_are_visible_while_they_last(tmp_path: Path, monkeypatch: 
         assert scrape("transferred_bytes_total", **route) == 0
         assert "pool" not in scrape.by("tier_capacity_bytes", "tier")
         faulty.fault = None
-        monkeypatch.setattr(breaker, "_clock", time.monotonic)
+        monkeypatch.setattr(breaker._breaker, "_clock", time.monotonic)
         with anyio.fail_after(30):
             while not (await scraped.scrape())("tier_available", tier="pool"):
                 await anyio.sleep(0.05)
