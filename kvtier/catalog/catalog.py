@@ -1,10 +1,9 @@
 """Index of the chunks in each tier, with their state and pins.
 
-Designed for ten million chunks as a structure of arrays. One object per chunk would cost seconds in every
-full garbage collection, a list of their keys 0.1 s, and a single dictionary 0.5 s when it is resized.
-Instead, 256 dictionaries by the key's first byte, which the collector skips, map keys to *rows*, and
-everything else is in flat arrays indexed by row. Synchronous and not thread-safe; each call takes time
-proportional to its arguments. See ``benchmarks/catalog.py`` for measurements.
+Designed for ten million chunks as a structure of arrays: dictionaries, which the garbage collector skips, map
+keys to *rows*, and everything else is in flat arrays indexed by row. One object per chunk would cost seconds
+in every full collection. Synchronous and not thread-safe; each call takes time proportional to its
+arguments. See ``benchmarks/catalog.py`` for measurements.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import IntEnum
@@ -23,15 +21,13 @@ from struct import Struct
 from kvtier.catalog.children import ChildCounts
 from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, MakePolicy, RemovalReason
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.namespaces import Namespaces
+from kvtier.catalog.rows import Rows
 from kvtier.catalog.selection import select_victims
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 MAX_TIERS = 8
 """One bit per tier in a byte."""
 ALL_TIERS = (1 << MAX_TIERS) - 1
-ROWS_A_BLOCK = 4096
-"""Rows to add to all columns at once."""
 
 _KEY = Struct(f"{KEY_BYTES}s")
 _FIRST_BYTE = itemgetter(0)
@@ -64,26 +60,23 @@ class Catalog:
         for tier in encoded:
             self._of_tier[tier] = self.columns.with_own_lengths()
         self._policies = [make(columns) for make, columns in zip(policies, self._of_tier, strict=True)]
-        self._rows: list[dict[ChunkKey, int]] = [{} for _ in range(256)]
-        self._keys, self._parents = self.columns.keys, self.columns.parents
-        self._lengths, self._hints = self.columns.lengths, self.columns.hints
         self._ready = bytearray()
         self._pending = bytearray()
-        self._spaces = array("I")
-        self._generations = array("I")
         self._children = [ChildCounts() for _ in policies]
-        self._size = 0
-        """Rows that have been used; the columns except the keys may be longer."""
-        self._vacant: list[int] = []
+        masks = (self._ready, self._pending, *(children.counts for children in self._children))
+        own_lengths = [columns.lengths for columns in self._of_tier if columns is not self.columns]
+        self._index = Rows(self.columns, masks, own_lengths)
+        self._rows, self._parents = self._index.by_key, self.columns.parents
+        self._lengths, self._hints = self.columns.lengths, self.columns.hints
+        self._generations, self.namespaces = self._index.generations, self._index.namespaces
         self._parents_only = 0
         """Number of rows of chunks that are in no tier, but the parent of one that is."""
-        self.namespaces = Namespaces()
         self._pins: dict[ChunkKey, float] = {}
         self._used = [0] * len(policies)
         self._count = [0] * len(policies)
 
     def __len__(self) -> int:
-        return self._size - len(self._vacant) - self._parents_only
+        return len(self._index) - self._parents_only
 
     def __contains__(self, key: ChunkKey) -> bool:
         row = self._rows[key[0]].get(key)
@@ -111,7 +104,7 @@ class Catalog:
         parent_row = NO_PARENT if parent is None else self._rows[parent[0]].get(parent, NO_PARENT)
         bit, left = 1 << tier, NO_PARENT
         if row is None:
-            row = self._new_row(key, length, parent_row, namespace)
+            row = self._index.new(key, length, parent_row, namespace)
         elif (self._ready[row] | self._pending[row]) & bit:
             raise ValueError(f"chunk {key.hex()[:16]} is already in tier {tier}")
         else:
@@ -157,12 +150,12 @@ class Catalog:
         before = NO_PARENT if parent is None else self._rows[parent[0]].get(parent, NO_PARENT)
         left = []
         if known.count(None) == len(known):
-            rows = self._new_rows(keys, lengths, before, namespace)
+            rows = self._index.new_chain(keys, lengths, before, namespace)
         else:
             rows = []
             for key, length, row in zip(keys, lengths, known, strict=True):
                 if row is None:
-                    row = self._new_row(key, length, before, namespace)
+                    row = self._index.new(key, length, before, namespace)
                 else:
                     left.append(self._reuse(row, length, before, namespace))
                 rows.append(row)
@@ -185,65 +178,6 @@ class Catalog:
         self._policies[tier].added(rows, now)
         return rows
 
-    def _new_row(self, key: ChunkKey, length: int, parent: int, namespace: bytes) -> int:
-        """Create the row of a chunk that is in no tier. ``parent`` is a row."""
-        if self._vacant:
-            row = self._vacant.pop()
-            self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
-        else:
-            row = self._size
-            if row == len(self._ready):
-                self._grow()
-            self._size = row + 1
-            self._keys += key
-        space = self.namespaces.number(namespace)
-        self._fill(row, length, parent, space, self.namespaces.generation(space))
-        self._rows[key[0]][key] = row
-        return row
-
-    def _new_rows(
-        self, keys: Sequence[ChunkKey], lengths: Sequence[int], parent: int, namespace: bytes
-    ) -> list[int]:
-        """Create the rows of consecutive chunks that are in no tier. ``parent``: the row before the first."""
-        reused = min(len(keys), len(self._vacant))
-        rows = [self._vacant.pop() for _ in range(reused)]
-        first, stop = self._size, self._size + len(keys) - reused
-        while stop > len(self._ready):
-            self._grow()
-        self._size = stop
-        rows += range(first, stop)
-        parents = [parent, *rows[:-1]]
-        space = self.namespaces.number(namespace)
-        generation = self.namespaces.generation(space)
-        for index in range(reused):
-            row = rows[index]
-            self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = keys[index]
-            self._fill(row, lengths[index], parents[index], space, generation)
-        if stop > first:
-            self._keys += b"".join(keys[reused:])
-            self._parents[first:stop] = array("i", parents[reused:])
-            self._lengths[first:stop] = array("Q", lengths[reused:])
-            self._spaces[first:stop] = array("I", [space]) * (stop - first)
-            self._generations[first:stop] = array("I", [generation]) * (stop - first)
-        by_key = self._rows
-        for key, row in zip(keys, rows, strict=True):
-            by_key[key[0]][key] = row
-        return rows
-
-    def _fill(self, row: int, length: int, parent: int, space: int, generation: int) -> None:
-        self._parents[row] = parent
-        self._lengths[row] = length
-        self._spaces[row] = space
-        self._generations[row] = generation
-
-    def _grow(self) -> None:
-        """Add vacant rows to all columns except the keys."""
-        lengths = [columns.lengths for columns in self._of_tier if columns is not self.columns]
-        for column in (self._parents, self._lengths, self._spaces, self._generations, *lengths):
-            column.frombytes(bytes(ROWS_A_BLOCK * column.itemsize))
-        for masks in (self._ready, self._pending, *(children.counts for children in self._children)):
-            masks += bytes(ROWS_A_BLOCK)
-
     def _reuse(self, row: int, length: int, parent: int | None, namespace: bytes) -> int:
         """Prepare a known row for one more tier. ``parent``: the row of the parent; ``None`` if not given.
 
@@ -252,9 +186,7 @@ class Catalog:
         held, before = self._ready[row] | self._pending[row], self._parents[row]
         if not held:
             self._parents_only -= 1
-            space = self.namespaces.number(namespace)
-            generation = self.namespaces.generation(space)
-            self._fill(row, length, NO_PARENT if parent is None else parent, space, generation)
+            self._index.fill(row, length, NO_PARENT if parent is None else parent, namespace)
             return NO_PARENT
         if parent is None or parent == before:
             return NO_PARENT
@@ -340,8 +272,7 @@ class Catalog:
             self._parents[row] = NO_PARENT
             self._parents_only += 1
         else:
-            del self._rows[key[0]][key]
-            self._vacant.append(row)
+            self._index.free(key, row)
 
     def _is_parent(self, row: int) -> bool:
         """Whether a chunk in some tier names this one as its parent."""
@@ -356,8 +287,7 @@ class Catalog:
             return
         key = self.columns.key(row)
         if self._rows[key[0]].get(key) == row:  # Otherwise its row was freed together with its last child's.
-            del self._rows[key[0]][key]
-            self._vacant.append(row)
+            self._index.free(key, row)
             self._parents_only -= 1
 
     def row(self, key: ChunkKey) -> int | None:
@@ -375,15 +305,7 @@ class Catalog:
 
     def begin_generation(self, keys: Iterable[ChunkKey]) -> None:
         """Begin a new generation for chunks that are about to be cleared."""
-        begun: dict[int, int] = {}
-        for key in keys:
-            row = self._rows[key[0]].get(key)
-            if row is None:
-                continue
-            space = self._spaces[row]
-            if space not in begun:
-                begun[space] = self.namespaces.begin_generation(space)
-            self._generations[row] = begun[space]
+        self._index.begin_generation(keys)
 
     def state(self, key: ChunkKey, tier: int) -> State:
         """Return a chunk's state in one tier."""
@@ -464,9 +386,8 @@ class Catalog:
 
     def touch_rows(self, rows: Sequence[int]) -> None:
         """Record the use of a prefix, given its rows."""
-        now = time.monotonic()
         for policy in self._policies:
-            policy.used(rows, now)
+            policy.used(rows, time.monotonic())
 
     def set_hints(self, rows: Sequence[int], hints: ChunkHints) -> None:
         """Replace the hints of chunks, given their rows."""
@@ -545,7 +466,7 @@ class Catalog:
     @property
     def rows(self) -> range:
         """All rows, including vacant ones. Use :meth:`slices` for long scans."""
-        return range(self._size)
+        return range(self._index.size)
 
     def slices(self, rows: int) -> Iterator[range]:
         """Yield the current rows in ranges of ``rows``.
@@ -553,8 +474,8 @@ class Catalog:
         The result of a scan is valid only until the event loop runs other tasks: a chunk added later may get
         a row that was already visited, or one after the last.
         """
-        total = self._size
-        return (range(start, min(start + rows, total)) for start in range(0, total, rows))
+        size = self._index.size
+        return (range(start, min(start + rows, size)) for start in range(0, size, rows))
 
     def keys(self, tier: int, namespace: bytes | None = None, *, rows: range | None = None) -> list[ChunkKey]:
         """Return the chunks of a tier, READY or PENDING, optionally of one namespace and some rows only.
@@ -564,14 +485,15 @@ class Catalog:
         rows = self.rows if rows is None else rows
         space = None if namespace is None else self.namespaces.find(namespace)
         ready, pending = self._ready[rows.start : rows.stop], self._pending[rows.start : rows.stop]
+        spaces = self._index.spaces
         return [
             self.columns.key(row)
             for row, ready_mask, pending_mask in zip(rows, ready, pending, strict=True)
-            if (ready_mask | pending_mask) >> tier & 1 and (space is None or self._spaces[row] == space)
+            if (ready_mask | pending_mask) >> tier & 1 and (space is None or spaces[row] == space)
         ]
 
     def ready_keys(self, tier: int, rows: range) -> bytes:
         """Return the joined keys of the chunks in ``rows`` that are READY in a tier. About 0.1 µs per row."""
         selected = [mask >> tier & 1 for mask in self._ready[rows.start : rows.stop]]
-        keys = _KEY.iter_unpack(self._keys[rows.start * KEY_BYTES : rows.stop * KEY_BYTES])
+        keys = _KEY.iter_unpack(self.columns.keys[rows.start * KEY_BYTES : rows.stop * KEY_BYTES])
         return b"".join(key for (key,) in compress(keys, selected))
