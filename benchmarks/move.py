@@ -29,7 +29,8 @@ import httpx
 
 from benchmarks.common import MIB, ratio, show, speed
 from benchmarks.move_process import CHUNK_TOKENS, MODEL, Call, instance_process, prompt
-from benchmarks.peers_process import address, free_ports, settings_of
+from benchmarks.peers_process import address, settings_of
+from kvtier.testing.servers import free_port
 
 TRANSPORTS = ("tcp", "nixl") if find_spec("nixl") else ("tcp",)
 NAMES = ("one", "other")
@@ -92,7 +93,7 @@ def make_row(transport: str, chunks: int, length: int, turns: int) -> tuple[obje
 @contextmanager
 def controller() -> Iterator[str]:
     """Run a controller; yield its URL."""
-    (port,) = free_ports(1)
+    port = free_port()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder) / "state"
@@ -108,7 +109,7 @@ def controller() -> Iterator[str]:
 @contextmanager
 def instances(transport: str, url: str, total: int, token_bytes: int) -> Iterator[dict[str, Call]]:
     """Run both instances, which are each other's peers and registered; yield a command function for each."""
-    ports = free_ports(2)
+    ports = free_port(), free_port()
     capacity = 2 * total + 64 * MIB
     settings: list[dict[str, Any]] = [
         {

@@ -31,7 +31,6 @@ from benchmarks.peers_process import (
     NAMESPACE,
     ChunkSet,
     PeerProcess,
-    free_ports,
     number_in,
     opened,
     peer_process,
@@ -48,6 +47,7 @@ from kvtier.peers.source import Source
 from kvtier.pipeline.discover import Expected
 from kvtier.rpc.frames import encode
 from kvtier.testing.backend import make_key
+from kvtier.testing.servers import free_port
 
 PARTS = ("lookups", "fetch")
 TOKENS = 32_768
@@ -103,7 +103,7 @@ def peers(
     transport: str, count: int, own_port: int, sets: Sequence[ChunkSet], *, checksum: bool
 ) -> Iterator[tuple[list[int], list[PeerProcess]]]:
     """Run peers of the instance that will listen at ``own_port``; yield their ports and processes."""
-    ports = free_ports(count)
+    ports = [free_port() for _ in range(count)]
     capacity = capacity_for(sum(chunks.total for chunks in sets))
     with ExitStack() as stack:
         processes = [
@@ -142,7 +142,7 @@ def backend_of(instance: Instance) -> PeersBackend:
 async def measure_lookups(transport: str, extent: Extent, peer_counts: Sequence[int]) -> None:
     """Print a table for each prompt length."""
     sets = sets_of([(count, HELD_BYTES) for count in extent.prompt_chunks])
-    (own_port,) = free_ports(1)
+    own_port = free_port()
     rows: dict[int, list[tuple[str, Sequence[float]]]] = defaultdict(list)
     with peers(transport, max(peer_counts), own_port, sets, checksum=True) as (ports, processes):
         for number in peer_counts:
@@ -289,7 +289,7 @@ async def measure_fetches(transport: str, extent: Extent, peer_counts: Sequence[
     sets = sets_of([(extent.fetched_bytes // length, length) for length in extent.chunk_bytes])
     results: list[Fetched] = []
     for checksum in (False, True):
-        (own_port,) = free_ports(1)
+        own_port = free_port()
         with peers(transport, max(peer_counts), own_port, sets, checksum=checksum) as (ports, _):
             for number in peer_counts:
                 capacity = capacity_for(extent.fetched_bytes)

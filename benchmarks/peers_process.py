@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import anyio
@@ -101,13 +101,6 @@ def settings_of(
 
 def address(port: int) -> str:
     return f"127.0.0.1:{port}"
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that are currently free."""
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in listeners]
 
 
 class PeerProcess(NamedTuple):

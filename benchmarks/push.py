@@ -27,7 +27,6 @@ from benchmarks.peers import expect
 from benchmarks.peers_process import (
     ChunkSet,
     address,
-    free_ports,
     opened,
     peer_process,
     settings_of,
@@ -42,6 +41,7 @@ from kvtier.peers.protocol import MAX_RESERVED
 from kvtier.peers.push import Target
 from kvtier.peers.source import Source
 from kvtier.pipeline.found import Lookup
+from kvtier.testing.servers import free_port
 
 FINISH_SECONDS = 60.0
 
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 async def measure(transport: str, extent: Extent) -> None:
     """Print two tables."""
-    own_port, peer_port = free_ports(2)
+    own_port, peer_port = free_port(), free_port()
     # Twice the amount: earlier chunks are evicted while new ones arrive.
     capacity = 2 * extent.pushed_bytes + 64 * MIB
     target = settings_of(transport, peer_port, [], capacity, checksum=True)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvtier.bench import plot
-from kvtier.cli import checks
+from kvtier.memory import host
 from tests.cli.conftest import Kvtier, spawn, store
 from tests.servers.redis import RedisServer
 
@@ -120,7 +120,7 @@ def test_failing_tier_is_reported_and_others_are_measured(
 
 def test_too_little_memory(kvtier: Kvtier, configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     configure()
-    monkeypatch.setattr(checks, "memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(host, "available_bytes", lambda: 1 << 20)
     result = kvtier("bench", *SMALL)
     assert result.status == 1
     assert "1MiB are free: use a smaller --size or --chunks" in result.output

@@ -41,8 +41,14 @@ def test_loads_end_with_their_benchmark(tmp_path: Path, signal_number: signal.Si
     def children() -> list[Path]:
         return [path for path in Path("/proc").glob("[0-9]*") if descends(path, process.pid)]
 
+    def command_of(path: Path) -> bytes:
+        try:
+            return (path / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            return b""  # It has just exited.
+
     def is_loaded() -> bool:
-        lines = [(path / "cmdline").read_bytes() for path in children()]
+        lines = [command_of(path) for path in children()]
         return any(b"loads.py" in line for line in lines) and any(b"busy_process" in line for line in lines)
 
     try:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from kvtier.testing.servers.base import free_port
 
+from kvtier.testing.servers import free_port
 from tests.bridge.conftest import KEYS, is_serving, wait_until
 from tests.bridge.conftest import store as store_chunks
 
