@@ -87,8 +87,10 @@ def test_cache_process_killed(
         cache.release_disk()
         assert [engine.answer(request).tokens for request in requests] == expected
         cache.start()
+        while not cache.status()["engines"]:  # It tries to connect in its steps, at most every 10 s.
+            engine.generate(PROMPTS[0][:CHUNK])
         check_all(engine, cache, llama, oracle)
-        # The engine has reconnected: it hits what it stored after the kill.
+        # The engine hits what it has stored since.
         assert engine.generate(PROMPTS[0]).cached >= WHOLE_CHUNKS
 
 
