@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/*)
 DEMO ?=
 PYTEST ?=
-# One worker runs the engines, the other one the rest: conftest.py. For a single test, PYTEST='-n0'.
-WORKERS := -n 2 --no-loadscope-reorder
+# One worker runs the engines, the others the rest, which mostly waits: conftest.py. PYTEST='-n0' for a single test.
+WORKERS := -n 3 --no-loadscope-reorder
 # A failed test is run once more, and conftest.py lists it at the end: it is a finding even if it passes then.
 RERUNS := --reruns 1
 FUZZ ?= 60

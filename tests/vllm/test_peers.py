@@ -78,6 +78,7 @@ def store(
     with start(llama, cache) as engine:
         for tokens in prompts:
             engine.generate(tokens)
+            cache.wait_until_idle()  # In a small memory, what is not on disk yet leaves no room.
         cache.wait_until(lambda status: status["tiers"][1]["chunks"] >= chunks)
 
 
