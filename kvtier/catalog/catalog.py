@@ -445,7 +445,6 @@ class Catalog:
         They are READY, not pinned, and not ``is_leased`` (given a row). Of two chunks of a prompt, the later
         one comes first. Examines at most ``limit`` chunks that are READY and not pinned.
         """
-        key_of = self.columns.key
         rows = select_victims(
             self._policies[tier],
             self._of_tier[tier],
@@ -457,7 +456,7 @@ class Catalog:
             needed_bytes,
             limit,
         )
-        return [key_of(row) for row in rows]
+        return self.columns.keys_of(rows)
 
     def _is_pinned(self) -> Callable[[int], bool]:
         now = time.monotonic()
@@ -486,11 +485,11 @@ class Catalog:
         space = None if namespace is None else self.namespaces.find(namespace)
         ready, pending = self._ready[rows.start : rows.stop], self._pending[rows.start : rows.stop]
         spaces = self._index.spaces
-        return [
-            self.columns.key(row)
+        return self.columns.keys_of(
+            row
             for row, ready_mask, pending_mask in zip(rows, ready, pending, strict=True)
             if (ready_mask | pending_mask) >> tier & 1 and (space is None or spaces[row] == space)
-        ]
+        )
 
     def ready_keys(self, tier: int, rows: range) -> bytes:
         """Return the joined keys of the chunks in ``rows`` that are READY in a tier. About 0.1 µs per row."""

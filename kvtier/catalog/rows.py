@@ -58,7 +58,8 @@ class Rows:
                 self._grow()
             self.size = row + 1
             self._keys += key
-        self.fill(row, length, parent, namespace)
+        space = self.namespaces.number(namespace)
+        self._fill(row, length, parent, space, self.namespaces.generation(space))
         self.by_key[key[0]][key] = row
         return row
 

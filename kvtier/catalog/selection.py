@@ -55,7 +55,7 @@ def select_victims(
         parent = parents[row]
         if parent >= 0:
             finished[parent] = finished.get(parent, 0) + 1
-            if parent in deferred:
+            if deferred and parent in deferred:
                 choose_deferred(parent)
         return stays
 
