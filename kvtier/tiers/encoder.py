@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,10 +10,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvtier.errors import CorruptChunk
+from kvtier.logs import RateLimitedWarning
 from kvtier.memory.header import HEADER_BYTES, IDENTITY, ChunkHeader, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout
 from kvtier.tiers.codec import Codec
+
+logger = logging.getLogger("kvtier")
 
 KEPT_BUFFERS = 4
 """Buffers to keep for reuse, so that their pages are not faulted in again for each batch."""
@@ -54,6 +58,7 @@ class Encoder:
         self._layouts = layouts
         self._checksum = checksum
         self._kept: list[memoryview] = []
+        self._warn = RateLimitedWarning(logger)
 
     def knows(self, code: int) -> bool:
         """Whether payloads with this code can be decoded."""
@@ -72,7 +77,11 @@ class Encoder:
         layout, payload = self._layouts.get(header.namespace), _payload(chunk, header.payload_bytes)
         try:
             stored_bytes = self._codec.encode(layout, payload, target[HEADER_BYTES:])
-        except Exception:
+        except Exception as error:
+            self._warn("codec %d cannot encode a chunk: %r; storing it as it is", self._codec.code, error)
+            return None
+        if not 0 <= stored_bytes <= len(target) - HEADER_BYTES:
+            self._warn("codec %d exceeds its bound; storing chunks as they are", self._codec.code)
             return None
         if object_bytes(stored_bytes) >= len(chunk):
             return None

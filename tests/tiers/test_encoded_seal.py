@@ -110,13 +110,14 @@ async def test_objects_are_smaller_and_come_back(make: Any, checksum: bool, tmp_
         assert seal.corrupt == 0
 
 
-async def test_chunk_that_cannot_be_encoded_is_stored_as_it_is() -> None:
+async def test_chunk_that_cannot_be_encoded_is_stored_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     lengths: dict[Any, int] = {}
     async with opened(memory()) as backend:
         seal = sealed(backend, Failing(CodecSettings(type="failing")), lengths)
         assert list(await seal.put([constant(1)])) == [OK]
         assert lengths == {make_key(1): object_bytes(PAYLOAD)}
         assert list(await seal.get(blanks([1]))) == [OK]
+    assert "cannot encode a chunk" in caplog.text
 
 
 async def test_corrupt_chunk_in_memory_affects_no_other() -> None:
