@@ -9,7 +9,7 @@ import pytest
 from anyio.abc import TaskGroup
 
 from kvtier.events import Priority
-from kvtier.tiers.slots import Slots
+from kvtier.tiers.slots import MAX_PASSED, Slots
 
 pytestmark = pytest.mark.anyio
 REQUESTED, AHEAD, BACKGROUND = Priority.REQUESTED, Priority.AHEAD, Priority.BACKGROUND
@@ -96,6 +96,22 @@ async def test_one_background_call_beside_more_urgent_ones(calls: Calls) -> None
     assert calls.running == ["r0", "b1"], "the background goes on"
     await calls.end("r0")
     assert calls.running == ["b1", "b2"]
+
+
+async def test_steady_reads_do_not_starve_the_background(calls: Calls) -> None:
+    for number in range(4):
+        await calls.start(f"r{number}", REQUESTED)
+    await calls.start("b0", BACKGROUND)
+    for number in range(MAX_PASSED):
+        await calls.start(f"r{number + 4}", REQUESTED)
+        await calls.end(f"r{number}")
+        assert "b0" not in calls.running
+    await calls.start("late", REQUESTED)
+    await calls.end(f"r{MAX_PASSED}")
+    assert "b0" in calls.running
+    assert "late" not in calls.running
+    await calls.end("b0")
+    assert "late" in calls.running
 
 
 async def test_background_work_has_a_slot_even_if_there_is_only_one(calls: Calls) -> None:
