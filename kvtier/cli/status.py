@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvtier.cli.terminal import AsJson, ConfigFile, output, print_json, table
+from kvtier.errors import ChannelError
 from kvtier.units import format_size
 
 Report = dict[str, Any]
@@ -35,7 +36,11 @@ def status(
     if socket is None:
         settings = load_settings(file=config)
         socket = settings.socket or default_address(settings)
-    report = client.status(socket)
+    try:
+        report = client.status(socket)
+    except ChannelError as error:
+        remedy = "start one with `kvtier serve`, or set --socket" if not socket.exists() else "see its log"
+        raise ChannelError(f"{error}: {remedy}") from error
     if as_json:
         print_json(report)
         return

@@ -66,6 +66,7 @@ def test_no_cache_process(kvtier: Kvtier, socket: Path) -> None:
     result = kvtier("status", "--socket", socket)
     assert (result.status, result.output) == (1, "")
     assert f"the cache process does not answer on {socket}" in result.errors
+    assert "start one with `kvtier serve`" in result.errors
 
 
 def test_address_of_a_cache_process_that_an_engine_starts(
