@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from enum import Enum
 from functools import partial
@@ -117,12 +117,12 @@ class EvictionPolicy(ABC):
         """Called when chunks are removed from the tier. Their columns are valid until this returns."""
 
     @abstractmethod
-    def victims(self, needed_bytes: int, is_busy: Callable[[int], bool]) -> Sequence[int]:
-        """Return rows to evict next, in order, with at least ``needed_bytes`` in total if there are so many.
+    def victims(self) -> Iterator[int]:
+        """Yield the rows of the tier in the order of eviction, each once.
 
-        Call ``is_busy`` at most once for each row, in the order of eviction, and omit rows for which it
-        returns ``True``. Stop at ``needed_bytes``. The returned chunks are still in the tier: some may stay,
-        and :meth:`removed` is called for the others. May reorder the policy's own state.
+        The catalog stops when it has enough, so compute no more of the order than it asks for. It skips chunks
+        that are in use. Calls nothing else until it has stopped; then :meth:`removed` for what has left. Chunks
+        that were yielded and are not removed are still in the tier. May reorder the policy's own state.
         """
 
 

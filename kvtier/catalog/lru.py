@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvtier import native
 from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, EvictionPolicy, PolicySettings, RemovalReason
@@ -23,7 +23,6 @@ class LruPolicy(EvictionPolicy):
     def __init__(self, settings: PolicySettings, capacity_bytes: int, chunks: ChunkColumns) -> None:
         super().__init__(settings, capacity_bytes, chunks)
         self._parents = chunks.parents
-        self._lengths = chunks.lengths
         self._warmer = array("i", [_ENDS])
         self._colder = array("i", [_ENDS])
 
@@ -71,18 +70,13 @@ class LruPolicy(EvictionPolicy):
                 self._unlink(place)
                 self._warmer[place] = self._colder[place] = _ABSENT
 
-    def victims(self, needed_bytes: int, is_busy: Callable[[int], bool]) -> Sequence[int]:
-        """Return the coldest chunks."""
-        warmer, lengths = self._warmer, self._lengths
-        found: list[int] = []
+    def victims(self) -> Iterator[int]:
+        """Yield the coldest chunk first."""
+        warmer = self._warmer
         place = warmer[_ENDS]
-        while place != _ENDS and needed_bytes > 0:
-            row = place - 1
-            if not is_busy(row):
-                found.append(row)
-                needed_bytes -= lengths[row]
+        while place != _ENDS:
+            yield place - 1
             place = warmer[place]
-        return found
 
     def _holds(self, place: int) -> bool:
         return place < len(self._warmer) and self._warmer[place] != _ABSENT

@@ -28,36 +28,12 @@ def select_victims(
     the policy's order, it is deferred until then. So a chunk that is in use does not keep its prefix in the
     tier, but a prefix that is not in use is evicted from its end. Only chunks with ``ready[row] & mask`` may
     leave; at most ``limit`` of them that are not pinned are examined.
-
-    ``is_busy`` has its state in local variables, because attributes take twice as long.
     """
     parents, lengths, counts = columns.parents, columns.lengths, children.counts
     left = -1 if limit is None else limit
     chosen: list[int] = []
     deferred: dict[int, None] = {}
     finished: dict[int, int] = {}  # By row: how many of its children are chosen or must stay.
-
-    def is_busy(row: int) -> bool:
-        nonlocal needed_bytes, left
-        if needed_bytes <= 0 or not left:
-            return False  # It is not chosen: this only ends the policy's search.
-        stays = not ready[row] & mask or (is_pinned is not None and is_pinned(row))
-        if not stays:
-            left -= 1
-            stays = is_leased is not None and is_leased(row)
-            if not stays:
-                count = counts[row]
-                if count and finished.get(row, 0) < (count if count < MANY else children.of(row)):
-                    deferred[row] = None
-                    return True
-                chosen.append(row)
-                needed_bytes -= lengths[row]
-        parent = parents[row]
-        if parent >= 0:
-            finished[parent] = finished.get(parent, 0) + 1
-            if deferred and parent in deferred:
-                choose_deferred(parent)
-        return stays
 
     def choose_deferred(row: int) -> None:
         """Choose a chunk that was only waiting for its children, and its parent if that waited for it."""
@@ -71,6 +47,22 @@ def select_victims(
                 return
             finished[row] = finished.get(row, 0) + 1
 
-    policy.victims(needed_bytes, is_busy)
+    for row in policy.victims():
+        if needed_bytes <= 0 or not left:
+            break
+        if ready[row] & mask and (is_pinned is None or not is_pinned(row)):
+            left -= 1
+            if is_leased is None or not is_leased(row):
+                count = counts[row]
+                if count and finished.get(row, 0) < (count if count < MANY else children.of(row)):
+                    deferred[row] = None
+                    continue
+                chosen.append(row)
+                needed_bytes -= lengths[row]
+        parent = parents[row]
+        if parent >= 0:
+            finished[parent] = finished.get(parent, 0) + 1
+            if deferred and parent in deferred:
+                choose_deferred(parent)
     # In a corrupt, circular chain every chunk waits for another: it must not stay in the tier for ever.
     return chosen or list(deferred)[-1:]

@@ -114,7 +114,7 @@ class EvictionConformance:
         assert sorted(self.evict_all(catalog)) == sorted(keys)
 
     def test_search_without_result_ends(self, catalog: Catalog) -> None:
-        """A policy asks for each chunk once, so that a full tier of busy chunks does not stop the loop."""
+        """A policy yields each chunk once, so that a full tier of busy chunks does not stop the loop."""
         for number in range(200):
             self.store(catalog, prompt_of(number, 1))
         asked: list[int] = []
@@ -127,7 +127,7 @@ class EvictionConformance:
         assert len(asked) == len(set(asked)) <= 200
 
     def test_chunk_that_was_not_evicted_after_all_is_a_victim_again(self, catalog: Catalog) -> None:
-        """A returned chunk may be in use by the time it would be removed."""
+        """A chunk that was yielded may be in use by the time it would be removed."""
         keys = prompt_of(1, 4)
         self.store(catalog, keys)
         for _ in range(5):

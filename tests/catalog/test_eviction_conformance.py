@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +23,6 @@ class Fifo(EvictionPolicy):
 
     def __init__(self, settings: PolicySettings, capacity_bytes: int, chunks: ChunkColumns) -> None:
         self.rows: dict[int, None] = {}
-        self.lengths = chunks.lengths
 
     def added(self, rows: Sequence[int], now: float) -> None:
         self.rows.update(dict.fromkeys(rows))
@@ -34,15 +33,8 @@ class Fifo(EvictionPolicy):
         for row in rows:
             del self.rows[row]
 
-    def victims(self, needed_bytes: int, is_busy: Callable[[int], bool]) -> Sequence[int]:
-        found = []
-        for row in self.rows:
-            if needed_bytes <= 0:
-                break
-            if not is_busy(row):
-                found.append(row)
-                needed_bytes -= self.lengths[row]
-        return found
+    def victims(self) -> Iterator[int]:
+        return iter(self.rows)
 
 
 class Clock(Fifo):
@@ -61,12 +53,12 @@ class Clock(Fifo):
             if row in self.rows:
                 self.was_used[row] = 1
 
-    def victims(self, needed_bytes: int, is_busy: Callable[[int], bool]) -> Sequence[int]:
+    def victims(self) -> Iterator[int]:
         for row in list(self.rows):
             if self.was_used[row]:
                 self.was_used[row] = 0
                 self.rows[row] = self.rows.pop(row)
-        return super().victims(needed_bytes, is_busy)
+        return super().victims()
 
 
 class TestFifo(EvictionConformance):
@@ -90,15 +82,16 @@ class ForgetsOnUse(Fifo):
 class ForgetsVictims(ForgetsOnUse):
     def used(self, rows: Sequence[int], now: float) -> None: ...
 
-    def victims(self, needed_bytes: int, is_busy: Callable[[int], bool]) -> Sequence[int]:
-        found = super().victims(needed_bytes, is_busy)
-        self.removed(found, RemovalReason.EVICTED)
-        return found
+    def victims(self) -> Iterator[int]:
+        for row in list(self.rows):
+            self.removed([row], RemovalReason.EVICTED)
+            yield row
 
 
-class AsksTwice(Fifo):
-    def victims(self, needed_bytes: int, is_busy: Callable[[int], bool]) -> Sequence[int]:
-        return super().victims(needed_bytes, is_busy) or super().victims(needed_bytes, is_busy)
+class YieldsTwice(Fifo):
+    def victims(self) -> Iterator[int]:
+        yield from self.rows
+        yield from self.rows
 
 
 class KeepsObjects(Fifo):
@@ -113,7 +106,7 @@ class KeepsObjects(Fifo):
         (ForgetsOnUse, "test_random_operations"),
         (ForgetsOnUse, "test_every_chunk_is_evicted_once"),
         (ForgetsVictims, "test_chunk_that_was_not_evicted_after_all_is_a_victim_again"),
-        (AsksTwice, "test_search_without_result_ends"),
+        (YieldsTwice, "test_search_without_result_ends"),
         (KeepsObjects, "test_collector_does_not_visit_chunks"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from pydantic import Field
@@ -66,16 +66,10 @@ class LfuPolicy(EvictionPolicy):
         for key in list(islice(self._ghosts, max(0, len(self._ghosts) - self._max_ghosts))):
             del self._ghosts[key]
 
-    def victims(self, needed_bytes: int, is_busy: Callable[[int], bool]) -> Sequence[int]:
-        """Return the chunks of the lowest levels, each level in order of the last use."""
-        found: list[int] = []
-        for row in (row for level in sorted(self._levels) for row in self._levels[level]):
-            if needed_bytes <= 0:
-                break
-            if not is_busy(row):
-                found.append(row)
-                needed_bytes -= self._chunks.lengths[row]
-        return found
+    def victims(self) -> Iterator[int]:
+        """Yield the chunks of the lowest level first, each level in order of the last use."""
+        for level in sorted(self._levels):
+            yield from self._levels[level]
 
     def _place(self, row: int) -> None:
         self._uses[row] = min(self._uses[row] + 1, MAX_USES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import typer
@@ -70,7 +70,6 @@ class FifoPolicy(EvictionPolicy):
     """First in, first out."""
 
     def __init__(self, settings: PolicySettings, capacity_bytes: int, chunks: ChunkColumns) -> None:
-        self._lengths = chunks.lengths
         self._rows: dict[int, None] = {}
 
     def added(self, rows: Sequence[int], now: float) -> None:
@@ -85,16 +84,9 @@ class FifoPolicy(EvictionPolicy):
         for row in rows:
             self._rows.pop(row, None)
 
-    def victims(self, needed_bytes: int, is_busy: Callable[[int], bool]) -> Sequence[int]:
-        """Return the oldest rows."""
-        found = []
-        for row in self._rows:
-            if needed_bytes <= 0:
-                break
-            if not is_busy(row):
-                found.append(row)
-                needed_bytes -= self._lengths[row]
-        return found
+    def victims(self) -> Iterator[int]:
+        """Yield the oldest rows first."""
+        return iter(self._rows)
 
 
 class MirrorCodec(Codec):
