@@ -16,6 +16,7 @@ import argparse
 import ctypes
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 
 import anyio
 
@@ -25,6 +26,7 @@ from kvtier.backends.cpu import CpuBackend, MemoryBackend
 from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.lru import LruPolicy
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.settings import LocalTierSettings
 from kvtier.tiers.host_memory import HostMemory
@@ -102,16 +104,17 @@ async def measure(
 async def adopting(
     medium: MemoryBackend, keys: Sequence[ChunkKey], size: int, runs: int
 ) -> dict[str, list[float]]:
-    """Return the seconds to allocate, reserve and adopt all chunks in the first tier."""
+    """Return the seconds to allocate, begin and adopt a prompt of chunks in the first tier."""
     catalog = Catalog([LruPolicy.factory()])
     memory = HostMemory(medium._settings, medium.create_arena(), catalog, Sealer())
 
+    payload_bytes, root = size - HEADER_BYTES, ChunkKey(bytes(KEY_BYTES))
+    headers = [ChunkHeader(key, parent, bytes(32), payload_bytes) for parent, key in pairwise([root, *keys])]
+
     async def adopt() -> None:
-        for key in keys:
-            lease = memory.arena.allocate(size)
-            if lease is None:
-                raise SystemExit("the arena is full")
-            memory.begin_copy(key, lease)
+        leases = memory.arena.allocate_all(size, len(keys))
+        memory.begin(headers, leases)
+        for key, lease in zip(keys, leases, strict=True):
             memory.adopt(key, lease)
 
     def empty() -> None:

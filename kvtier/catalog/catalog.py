@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from itertools import compress
+from itertools import compress, pairwise
 from operator import getitem, itemgetter
 from struct import Struct
 
@@ -160,23 +160,46 @@ class Catalog:
                     left.append(self._reuse(row, length, before, namespace))
                 rows.append(row)
                 before = row
-        now = time.monotonic()
-        masks, held = self._ready if state is State.READY else self._pending, self._lengths
-        for row in rows:
-            masks[row] |= bit
         if hints is not None:
             self.set_hints(rows, hints)
-        self._used[tier] += sum([held[row] for row in rows])
-        if self._of_tier[tier] is not self.columns:
-            for row in rows:
-                self._of_tier[tier].lengths[row] = held[row]
-        self._count[tier] += len(rows)
-        self._children[tier].add_all([above for row in rows if (above := self._parents[row]) >= 0])
+        self._enter(rows, tier, self._ready if state is State.READY else self._pending)
         for row in left:
             if row >= 0:
                 self._free_parent(row)
-        self._policies[tier].added(rows, now)
+        self._policies[tier].added(rows, time.monotonic())
         return rows
+
+    def add_copies(self, keys: Sequence[ChunkKey], tier: int) -> list[int]:
+        """Add chunks that other tiers hold as PENDING, with the same length and parent. Return their rows.
+
+        Raises ``ValueError``, and adds nothing, if one of them is in no tier or already in this one.
+        """
+        rows, bit = [self._rows[key[0]].get(key, NO_PARENT) for key in keys], 1 << tier
+        for key, row in zip(keys, rows, strict=True):
+            held = 0 if row < 0 else self._ready[row] | self._pending[row]
+            if not held or held & bit:
+                where = f"already in tier {tier}" if held else "in no tier"
+                raise ValueError(f"chunk {key.hex()[:16]} is {where}")
+        if len(set(rows)) < len(rows):
+            raise ValueError("a chunk occurs twice")
+        self._enter(rows, tier, self._pending)
+        now, parents = time.monotonic(), self._parents
+        starts = [at for at, row in enumerate(rows) if not at or parents[row] != rows[at - 1]]
+        for start, stop in pairwise([*starts, len(rows)]):
+            self._policies[tier].added(rows[start:stop], now)
+        return rows
+
+    def _enter(self, rows: Sequence[int], tier: int, masks: bytearray) -> None:
+        """Count chunks in a tier, and set its bit in their ``masks``."""
+        bit, held, parents = 1 << tier, self._lengths, self._parents
+        for row in rows:
+            masks[row] |= bit
+        if self._of_tier[tier] is not self.columns:
+            for row in rows:
+                self._of_tier[tier].lengths[row] = held[row]
+        self._used[tier] += sum([held[row] for row in rows])
+        self._count[tier] += len(rows)
+        self._children[tier].add_all([above for row in rows if (above := parents[row]) >= 0])
 
     def _reuse(self, row: int, length: int, parent: int | None, namespace: bytes) -> int:
         """Prepare a known row for one more tier. ``parent``: the row of the parent; ``None`` if not given.

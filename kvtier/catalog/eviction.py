@@ -120,9 +120,9 @@ class EvictionPolicy(ABC):
     def victims(self) -> Iterator[int]:
         """Yield the rows of the tier in the order of eviction, each once.
 
-        The catalog stops when it has enough, so compute no more of the order than it asks for. It skips chunks
-        that are in use. Calls nothing else until it has stopped; then :meth:`removed` for what has left. Chunks
-        that were yielded and are not removed are still in the tier. May reorder the policy's own state.
+        The catalog stops when it has enough, so compute no more of the order than it asks for. It skips
+        chunks that are in use. It calls nothing else until it has stopped, and then :meth:`removed` for those
+        that have left: the others are still in the tier. May reorder the policy's own state.
         """
 
 

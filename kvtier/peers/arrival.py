@@ -34,9 +34,7 @@ class Arrival:
                 if first.flight is not None:
                     await first.flight.done.wait()
                 landed = [
-                    index
-                    for index, chunk in self._late.items()
-                    if chunk.flight is None or chunk.flight.done.is_set()
+                    index for index, chunk in self._late.items() if chunk.flight is None or chunk.flight.ended
                 ]
                 await self._seal(landed)
 

@@ -123,27 +123,28 @@ class Hierarchy:
         again by a model with other weights, is a MISS.
         """
         result = {chunk.key: Outcome.OK for chunk in chunks}
-        absent: list[ChunkBytes] = []
-        full = 0
+        absent: dict[ChunkKey, ChunkBytes] = {}
+        full = incoming = 0
         for chunk in chunks:
-            if self.catalog.state(chunk.key, target) is not State.ABSENT:
+            if chunk.key in absent or self.catalog.state(chunk.key, target) is not State.ABSENT:
                 chunk.lease.release()
             elif self.catalog.generation(chunk.key) != chunk.generation:
                 chunk.lease.release()
                 result[chunk.key] = Outcome.MISS
                 self.counts["put_miss"] += 1
-            elif not self.tiers[target].fits(chunk.lease.length):
+            elif not self.tiers[target].fits(incoming + chunk.lease.length):
                 chunk.lease.release()
                 result[chunk.key] = Outcome.FULL
                 self.counts["put_full"] += 1
                 full += 1
             else:
-                self.catalog.add(chunk.key, target, chunk.lease.length, State.PENDING)
-                absent.append(chunk)
+                incoming += chunk.lease.length
+                absent[chunk.key] = chunk
+        self.catalog.add_copies(list(absent), target)
         if full:
             name, message = self.name(target), "tier %s: no room for %d of %d chunks; they are dropped"
             self.warn(f"full {name}", message, name, full, len(chunks))
-        return result, absent
+        return result, list(absent.values())
 
     async def write(self, event: Event, target: int, chunks: Sequence[ChunkBytes]) -> Sequence[Outcome]:
         """Write a batch of chunks that are PENDING in a lower tier. Takes over the leases."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 
 import anyio
 
@@ -63,12 +63,17 @@ class EvictStage:
             self._needed.set()
         return lease
 
-    def allocate_all(self, length: int, count: int) -> list[Lease]:
-        """Allocate at most ``count`` leases of ``length`` bytes each, as :meth:`allocate`."""
-        leases = self._memory.arena.allocate_all(length, count)
-        while len(leases) < count and (lease := self.allocate(length)) is not None:
-            leases.append(lease)
-        if leases and self._memory.excess_bytes(length * len(leases)):
+    def allocate_all(self, lengths: Sequence[int]) -> list[Lease]:
+        """Allocate memory for each length as :meth:`allocate`, up to the first that does not fit."""
+        leases: list[Lease] = []
+        for length, run in groupby(lengths):
+            wanted = len(leases) + len(list(run))
+            leases += self._memory.arena.allocate_all(length, wanted - len(leases))
+            while len(leases) < wanted and (lease := self.allocate(length)) is not None:
+                leases.append(lease)
+            if len(leases) < wanted:
+                break
+        if leases and self._memory.excess_bytes(sum(lengths[: len(leases)])):
             self._needed.set()
         return leases
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
@@ -36,9 +36,26 @@ class Flight:
     """A bit for each tier that it may still be read from."""
     generation: int
     """The chunk's generation in the catalog; see :class:`ChunkBytes`."""
-    done: anyio.Event = field(default_factory=anyio.Event)
     arrived: bool = False
-    """Whether the chunk is complete and verified; set before ``done``."""
+    """Whether the chunk is complete and verified; set before ``ended``."""
+    ended: bool = False
+    _done: anyio.Event | None = None
+
+    @property
+    def done(self) -> anyio.Event:
+        """An event that is set when the flight ends. Most flights of a prompt are never waited for."""
+        if self._done is None:
+            self._done = anyio.Event()
+            if self.ended:
+                self._done.set()
+        return self._done
+
+    def end(self) -> None:
+        """Release the lease and wake the waiters."""
+        self.lease.release()
+        self.ended = True
+        if self._done is not None:
+            self._done.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -76,19 +93,16 @@ class PrefetchStage:
 
     def _begin(self, transfer: Transfer, among: int) -> list[Flight]:
         catalog, memory = self._hierarchy.catalog, self._hierarchy.memory
-        flights: list[Flight] = []
-        for key in transfer.keys:
-            lease = self._evicting.allocate(catalog.length(key))
-            if lease is None:
-                self._hierarchy.counts["prefetch_no_room"] += 1
-                missing = len(transfer.keys) - len(flights)
-                message = "tier %s: no room to load %d chunks from tier %s; counted as misses"
-                values = memory.name, missing, self._hierarchy.name(transfer.source)
-                self._hierarchy.warn("prefetch", message, *values)
-                break
-            generation = memory.begin_copy(key, lease)
-            flight = self.flights[key] = Flight(key, transfer.source, lease, among, generation)
-            flights.append(flight)
+        leases = self._evicting.allocate_all([catalog.length(key) for key in transfer.keys])
+        if missing := len(transfer.keys) - len(leases):
+            self._hierarchy.counts["prefetch_no_room"] += 1
+            message = "tier %s: no room to load %d chunks from tier %s; counted as misses"
+            source = self._hierarchy.name(transfer.source)
+            self._hierarchy.warn("prefetch", message, memory.name, missing, source)
+        keys = transfer.keys[: len(leases)]
+        begun = zip(keys, leases, memory.begin_copies(keys), strict=True)
+        flights = [Flight(key, transfer.source, lease, among, generation) for key, lease, generation in begun]
+        self.flights.update(zip(keys, flights, strict=True))
         return flights
 
     async def _run(self, event: Prefetch, flights: Sequence[Flight]) -> None:
@@ -133,8 +147,8 @@ class PrefetchStage:
         """Update the catalog after the tier has released the memory."""
         hierarchy = self._hierarchy
         arrived, missing = [], []
+        hierarchy.counts.update(f"get_{outcome.value}" for outcome in outcomes)
         for flight, chunk, outcome in zip(read.flights, chunks, outcomes, strict=True):
-            hierarchy.counts[f"get_{outcome.value}"] += 1
             if outcome is Outcome.OK:
                 flight.arrived = True
                 arrived.append(ChunkBytes(flight.key, chunk.lease.share(), flight.generation))
@@ -204,5 +218,4 @@ class PrefetchStage:
         """Wake the waiters of flights that have arrived or failed."""
         for flight in flights:
             self.flights.pop(flight.key, None)
-            flight.lease.release()
-            flight.done.set()
+            flight.end()

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 
 import anyio
 
@@ -127,7 +126,7 @@ class StoreStage:
             absent = sorted({keys[at]: at for at in reversed(absent)}.values())
         hierarchy.counts["store_known"] += len(headers) - len(absent)
         lengths = [object_bytes(headers[at].payload_bytes) for at in absent]
-        leases = self._allocate(lengths)
+        leases = self._evicting.allocate_all(lengths)
         if len(leases) < len(absent):
             self._count_dropped(lengths[len(leases) :])
         reservations: list[Reservation | None] = [None] * len(headers)
@@ -144,17 +143,6 @@ class StoreStage:
         hierarchy.counts["store_dropped"] += len(lengths)
         message = "tier %s: no room to store %s (%d chunks); they are not cached"
         hierarchy.warn("store", message, self._memory.name, format_size(sum(lengths)), len(lengths))
-
-    def _allocate(self, lengths: Sequence[int]) -> list[Lease]:
-        """Allocate memory for each length, up to the first that does not fit."""
-        leases: list[Lease] = []
-        for length, run in groupby(lengths):
-            count = len(list(run))
-            found = self._evicting.allocate_all(length, count)
-            leases += found
-            if len(found) < count:
-                break
-        return leases
 
     def abandon(self, reservations: Sequence[Reservation]) -> None:
         """Abort reservations that will not be filled."""

@@ -83,13 +83,12 @@ class HostMemory(Level):
                 rows += catalog.add_chain(keys[run], self.index, lengths[run], *place)
         return catalog.generations(rows)
 
-    def begin_copy(self, key: ChunkKey, lease: Lease) -> int:
-        """Make a chunk PENDING that another tier holds, and that will be read with its header.
+    def begin_copies(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """Make chunks PENDING that other tiers hold, and that will be read with their headers.
 
-        Return its generation.
+        Return their generations.
         """
-        row = self._catalog.add(key, self.index, lease.length, State.PENDING)
-        return self._catalog.generations([row])[0]
+        return self._catalog.generations(self._catalog.add_copies(keys, self.index))
 
     def adopt(self, key: ChunkKey, lease: Lease) -> None:
         """Make a PENDING chunk READY. Takes over the lease on its slice."""

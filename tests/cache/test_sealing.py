@@ -157,7 +157,7 @@ async def test_corrupt_chunk_affects_no_other_on_demotion(settings: MakeSettings
         corrupt(cache, first[1])
         for seed in (1, 2, 3):
             with anyio.fail_after(10):
-                while not (leases := cache._evicting.allocate_all(CHUNK_OBJECT_BYTES, 4))[3:]:
+                while not (leases := cache._evicting.allocate_all([CHUNK_OBJECT_BYTES] * 4))[3:]:
                     Leases.of(leases).release_all()
                     await anyio.sleep(0.01)
             Leases.of(leases).release_all()

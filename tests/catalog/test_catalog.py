@@ -460,6 +460,37 @@ def test_add_chain_is_all_or_nothing(catalog: Catalog, keys: list[ChunkKey]) -> 
     assert list(catalog.victims(RAM)) == [A]
 
 
+def test_add_copies_equals_repeated_add(catalog: Catalog) -> None:
+    """Also with gaps, where a chunk's parent is not the one before it."""
+    one_by_one = Catalog([LruPolicy.factory(), LruPolicy.factory(), LruPolicy.factory()])
+    copied = [*PROMPT[1:3], *PROMPT[4:]]
+    for instance in (catalog, one_by_one):
+        store(instance, PROMPT, SSD)
+        store(instance, PROMPT[3:4], RAM)
+    rows = catalog.add_copies(copied, RAM)
+    assert rows == [one_by_one.add(key, RAM, LENGTH, PENDING) for key in copied]
+    for instance in (catalog, one_by_one):
+        assert [instance.state(key, RAM) for key in copied] == [PENDING] * len(copied)
+        for key in copied:
+            instance.set_ready(key, RAM)
+    assert catalog.victims(RAM) == one_by_one.victims(RAM)
+    assert (catalog.used(RAM), catalog.count(RAM)) == (one_by_one.used(RAM), one_by_one.count(RAM))
+    for instance in (catalog, one_by_one):
+        instance.remove_all(PROMPT, SSD)
+        instance.remove_all([*copied, D], RAM)
+        assert len(instance) == 0
+
+
+@pytest.mark.parametrize("keys", [[B, A], [B, D], [B, B]], ids=["there", "nowhere", "twice"])
+def test_add_copies_is_all_or_nothing(catalog: Catalog, keys: list[ChunkKey]) -> None:
+    store(catalog, [A, B], SSD)
+    store(catalog, [A], RAM)
+    with pytest.raises(ValueError, match=r"already|in no tier|twice"):
+        catalog.add_copies(keys, RAM)
+    assert (len(catalog), catalog.count(RAM), catalog.used(RAM)) == (2, 1, LENGTH)
+    assert catalog.victims(RAM) == [A]
+
+
 @pytest.mark.parametrize("keys", [[A, C], [A, D], [A, B, A]], ids=["elsewhere", "nowhere", "twice"])
 def test_remove_all_is_all_or_nothing(catalog: Catalog, keys: list[ChunkKey]) -> None:
     store(catalog, [A, B], RAM)

@@ -131,8 +131,15 @@ async def test_corrupt_chunk_in_memory_affects_no_other() -> None:
         assert set(lengths) == {make_key(2), make_key(4)}
 
 
-def damage_checksum(raw: memoryview) -> None:
-    raw[HEADER_BYTES] ^= 1
+def damage_value(raw: memoryview) -> None:
+    """Change the byte of a run: it can be decoded, to other content."""
+    raw[HEADER_BYTES + 1] ^= 1
+
+
+def other_key(raw: memoryview) -> None:
+    header = StoredHeader.parse(raw)
+    chunk = header.chunk._replace(key=make_key(7))
+    StoredHeader.seal(raw, chunk, header.codec, header.stored_bytes, checksum=True)
 
 
 def wrong_length(raw: memoryview) -> None:
@@ -152,7 +159,7 @@ def undecodable(raw: memoryview) -> None:
     StoredHeader.seal(raw, header.chunk, header.codec, header.stored_bytes, checksum=True)
 
 
-@pytest.mark.parametrize("damage", [damage_checksum, wrong_length, unknown_codec, undecodable])
+@pytest.mark.parametrize("damage", [damage_value, other_key, wrong_length, unknown_codec, undecodable])
 async def test_damaged_object_is_a_miss_and_deleted(
     damage: Callable[[memoryview], None], caplog: pytest.LogCaptureFixture
 ) -> None:
