@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, pairwise
 
 from kvtier.catalog.catalog import State
 from kvtier.catalog.eviction import RemovalReason
@@ -90,13 +90,14 @@ class DiscoverStage:
     ) -> list[ChunkKey]:
         """Add chunks that a pool holds to the catalog. Return those that it did not contain yet."""
         catalog = self._hierarchy.catalog
-        found = []
-        for index in indices:
-            key = keys[index]
-            if catalog.state(key, tier.index) is State.ABSENT:
-                parent = keys[index - 1] if index else None
-                length = expected.lengths[index]
-                catalog.add(key, tier.index, length, State.READY, parent, expected.namespace)
-                found.append(key)
+        absent = [index for index in indices if catalog.state(keys[index], tier.index) is State.ABSENT]
+        starts = [at for at, index in enumerate(absent) if not at or index != absent[at - 1] + 1]
+        for start, stop in pairwise([*starts, len(absent)]):
+            first, count = absent[start], stop - start
+            parent = keys[first - 1] if first else None
+            run = slice(first, first + count)
+            place = (State.READY, parent, expected.namespace)
+            catalog.add_chain(keys[run], tier.index, expected.lengths[run], *place)
+        found = [keys[index] for index in absent]
         self._hierarchy.changed(tier.index, stored=found)
         return found
