@@ -84,11 +84,11 @@ class KvMemory:
     """The addresses of an engine's KV pages in host memory, for copies of many pages per call.
 
     ``groups``: for each group of layers that share block tables, for each of its regions, address, page size
-    in bytes and number of pages. The memory must outlive this object. ``skipped``: the null block, whose
-    pages are not copied.
+    in bytes, number of pages and their distance in bytes. The memory must outlive this object. ``skipped``:
+    the null block, whose pages are not copied.
     """
 
-    def __init__(self, groups: list[list[tuple[int, int, int]]], skipped: int) -> None: ...
+    def __init__(self, groups: list[list[tuple[int, int, int, int]]], skipped: int) -> None: ...
     def load(
         self, arena: memoryview, chunks: list[tuple[int, Sequence[Sequence[int]]]], threads: int = 0
     ) -> None:

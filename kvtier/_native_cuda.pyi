@@ -32,7 +32,7 @@ class DevicePages:
     waits for the copies in flight.
     """
 
-    def __init__(self, device: int, groups: list[list[tuple[int, int, int]]], skipped: int) -> None: ...
+    def __init__(self, device: int, groups: list[list[tuple[int, int, int, int]]], skipped: int) -> None: ...
     def load(
         self,
         arena: PinnedMemory,

@@ -18,7 +18,7 @@
 namespace kvtier::bindings {
 
 using Bytes = nanobind::ndarray<std::uint8_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
-using RegionTuple = std::tuple<std::uintptr_t, std::size_t, std::size_t>;
+using RegionTuple = std::tuple<std::uintptr_t, std::size_t, std::size_t, std::size_t>;
 using ChunkTuple = std::pair<std::size_t, std::vector<std::vector<std::int64_t>>>;
 
 inline std::span<std::byte> span_of(const Bytes& array) {
@@ -29,8 +29,8 @@ inline KvMemory kv_memory(const std::vector<std::vector<RegionTuple>>& groups, s
     std::vector<std::vector<Region>> regions;
     for (const auto& group : groups) {
         auto& converted = regions.emplace_back();
-        for (const auto& [base, page_bytes, pages] : group) {
-            converted.push_back({reinterpret_cast<std::byte*>(base), page_bytes, pages});
+        for (const auto& [base, page_bytes, pages, stride] : group) {
+            converted.push_back({reinterpret_cast<std::byte*>(base), page_bytes, pages, stride});
         }
     }
     return {std::move(regions), skipped};

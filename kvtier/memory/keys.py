@@ -63,6 +63,11 @@ def chunk_key(parent: ChunkKey, tokens: bytes, extra: bytes = b"") -> ChunkKey:
     return ChunkKey(blake3(parent + blake3(tokens).digest() + extra).digest())
 
 
+def state_key(chunk: ChunkKey) -> ChunkKey:
+    """Return the key of the state at the end of a chunk."""
+    return ChunkKey(blake3(chunk, derive_key_context="kvtier state v1").digest())
+
+
 def chunk_keys(
     root: ChunkKey,
     tokens: Sequence[int] | bytes,

@@ -1,11 +1,16 @@
 """Layout of a chunk's payload, and its fingerprint.
 
-The payload is ``[rank][group][layer][block]``: for each rank, KV cache group and layer, the engine's pages of
-the chunk's blocks as opaque bytes.
+The payload is ``[share][group][layer][block]``: for each share, KV cache group and layer, the engine's pages
+of the chunk's blocks as opaque bytes. A share is what one rank holds, or several ranks in common.
+
+The layers of a state-space model have no KV per token, but one state after each token, which replaces the one
+before. Such a *state* is an object of its own beside the chunks: everything that a prefix which ends at its
+token needs of these layers. It counts as a chunk of :data:`STATE_TOKENS` tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,20 +19,31 @@ from blake3 import blake3
 
 from kvtier.errors import LayoutError
 
+CHUNK_TOKENS = 256
+"""The size of a chunk with ``chunk_tokens: auto``, as far as the block sizes allow."""
+STATE_TOKENS = 0
+"""The length of a state, in the place of that of a chunk."""
+
 
 class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
     """One KV cache group: layers that share a block table.
 
     ``page_bytes`` holds, per layer, the bytes of one block on one rank. ``window`` is the attention window in
     tokens, or 0 for full attention. With a window, only blocks visible to a query after the chunk are stored.
+    With ``state``, a block holds the state after its last token, and ``page_bytes`` the bytes of states.
+    ``replicas`` is the number of consecutive ranks that hold the same bytes.
     """
 
     block_tokens: int
     page_bytes: tuple[int, ...]
     window: int = 0
+    state: bool = False
+    replicas: int = 1
 
     def blocks(self, tokens: int) -> range:
         """Return the indexes of the stored blocks of a chunk of ``tokens`` tokens."""
+        if self.state:
+            return range(tokens == STATE_TOKENS)
         stop = -(-tokens // self.block_tokens)
         first = max(0, tokens - self.window + 1) // self.block_tokens if self.window else 0
         return range(min(first, stop), stop)
@@ -56,12 +72,14 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
     platform: str = ""
 
     def __post_init__(self) -> None:
-        for group in self.groups:
-            if self.chunk_tokens % group.block_tokens:
-                raise LayoutError(
-                    f"chunk_tokens is {self.chunk_tokens}, not a multiple of the engine's block size "
-                    f"{group.block_tokens}: set chunk_tokens to a multiple of {group.block_tokens}"
-                )
+        unit = self.unit_tokens
+        if self.chunk_tokens % unit:
+            sizes = " and ".join(str(size) for size in sorted({group.block_tokens for group in self.groups}))
+            nearest = max(1, round(self.chunk_tokens / unit)) * unit
+            raise LayoutError(
+                f"chunk_tokens is {self.chunk_tokens}, not a multiple of the engine's block size {sizes}: "
+                f"use `auto`, {nearest} or another multiple of {unit}"
+            )
 
     def __str__(self) -> str:
         """Summarize the configured properties, to distinguish layouts in messages."""
@@ -71,17 +89,40 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
             f"chunks of {self.chunk_tokens} tokens in blocks of {blocks}, {ranks}, {self.platform or 'any'}"
         )
 
+    @property
+    def unit_tokens(self) -> int:
+        """The smallest number of tokens that is a multiple of all block sizes."""
+        return math.lcm(*(group.block_tokens for group in self.groups))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a prefix can only be used where a state is stored."""
+        return any(group.state for group in self.groups)
+
+    def replicas(self, tokens: int) -> int:
+        """Return how many consecutive ranks hold a chunk of ``tokens`` tokens in common."""
+        return math.gcd(self.ranks, *(group.replicas for group in self.groups if group.blocks(tokens)))
+
+    def share(self, tokens: int, rank: int) -> int:
+        """Return the offset of what a rank holds in the payload of a chunk of ``tokens`` tokens."""
+        return rank // self.replicas(tokens) * self.rank_bytes(tokens)
+
+    def writes(self, tokens: int, rank: int, number: int) -> bool:
+        """Whether a rank writes its share of a chunk. Ranks with the same one take turns, by ``number``."""
+        replicas = self.replicas(tokens)
+        return rank % replicas == number % replicas
+
     def rank_bytes(self, tokens: int) -> int:
         """Return the payload bytes of one rank for a chunk of ``tokens`` tokens."""
         return sum(len(group.blocks(tokens)) * sum(group.page_bytes) for group in self.groups)
 
     def payload_bytes(self, tokens: int) -> int:
         """Return the payload bytes of all ranks for a chunk of ``tokens`` tokens."""
-        return self.ranks * self.rank_bytes(tokens)
+        return self.ranks // self.replicas(tokens) * self.rank_bytes(tokens)
 
     def spans(self, tokens: int, rank: int) -> Iterator[Span]:
         """Yield the position of each layer of ``rank`` in the payload of a chunk of ``tokens`` tokens."""
-        offset = rank * self.rank_bytes(tokens)
+        offset = self.share(tokens, rank)
         for group_index, group in enumerate(self.groups):
             pages = len(group.blocks(tokens))
             for layer, page_bytes in enumerate(group.page_bytes):

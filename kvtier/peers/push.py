@@ -122,10 +122,11 @@ class Target:
         finally:
             items.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
 
-    async def reserve(self, headers: Sequence[ChunkHeader], *, staging: int = 0, ranks: int = 1) -> Room:
+    async def reserve(self, headers: Sequence[ChunkHeader], *, staging: int = 0, shares: int = 1) -> Room:
         """Reserve room for chunks of one namespace.
 
-        With ``staging``, in the staging buffers of that number, for each rank's slice of the payloads.
+        With ``staging``, in the staging buffers of that number: each rank has one of ``shares`` equal parts
+        of the payloads.
         """
         sent_at = time.monotonic()
 
@@ -133,7 +134,7 @@ class Target:
             self.source.release(room.promises.values())
 
         def settle(reserved: Reserved, wanted: bool) -> Room:
-            room = Room(_promises(reserved, headers, sent_at, ranks), reserved)
+            room = Room(_promises(reserved, headers, sent_at, shares), reserved)
             if not wanted:
                 give_back(room)
             return room
@@ -254,7 +255,7 @@ class _Push:
 
 
 def _promises(
-    reserved: Reserved, headers: Sequence[ChunkHeader], sent_at: float, ranks: int
+    reserved: Reserved, headers: Sequence[ChunkHeader], sent_at: float, shares: int
 ) -> dict[int, Promise]:
     """Validate a response. Raises :class:`kvtier.errors.ProtocolError`."""
     count = len(reserved.positions)
@@ -267,7 +268,7 @@ def _promises(
     ends = sent_at + usable_seconds(reserved.seconds)
     promises = {}
     for number, (at, offset) in enumerate(zip(reserved.positions, reserved.offsets, strict=True)):
-        length = headers[at].payload_bytes // ranks
+        length = headers[at].payload_bytes // shares
         if offset < 0 or offset + length > MAX_NUMBER:
             raise ProtocolError("its reservation has an invalid offset")
         promises[at] = Promise(headers[at].key, reserved.grant, number, offset, length, ready=True, ends=ends)

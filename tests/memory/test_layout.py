@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import LayoutError
-from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
+from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout, namespace
 
 MODEL = ChunkLayout(
     chunk_tokens=256,
@@ -32,6 +32,44 @@ layouts = st.builds(
     st.text(),
 )
 chunk_lengths = st.integers(1, 16)
+
+
+def test_state_is_an_object_of_its_own() -> None:
+    """Of one page in each group with states, and of none in the others."""
+    attention, states = GroupLayout(32, (4096, 4096)), GroupLayout(64, (1000,), state=True)
+    layout = ChunkLayout(128, (attention, states, states), ranks=2)
+    assert layout.has_states
+    assert (layout.payload_bytes(128), layout.payload_bytes(STATE_TOKENS)) == (2 * 4 * 8192, 2 * 2000)
+    assert [(span.group, span.offset, span.pages) for span in layout.spans(STATE_TOKENS, 1)] == [
+        (0, 2000, 0),
+        (0, 2000, 0),
+        (1, 2000, 1),
+        (2, 3000, 1),
+    ]
+    assert not ChunkLayout(128, (attention,)).has_states
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunk", "state"), [(1, (0,), (0,)), (2, (0, 0), (0, 1)), (4, (0, 0, 0, 0), (0, 1, 2, 3))]
+)
+def test_what_ranks_hold_in_common_is_stored_once(
+    ranks: int, chunk: tuple[int, ...], state: tuple[int, ...]
+) -> None:
+    """Latent attention beside states that are split between the ranks."""
+    latent, states = GroupLayout(64, (1000,), replicas=ranks), GroupLayout(64, (500,), state=True)
+    layout = ChunkLayout(128, (latent, states), ranks=ranks)
+    assert layout.payload_bytes(128) == 2000
+    assert layout.payload_bytes(STATE_TOKENS) == ranks * 500
+    assert tuple(layout.share(128, rank) // 2000 for rank in range(ranks)) == chunk
+    assert tuple(layout.share(STATE_TOKENS, rank) // 500 for rank in range(ranks)) == state
+
+
+def test_ranks_take_turns_to_write_what_they_share() -> None:
+    """Each chunk is written once for each share, and the work is divided."""
+    layout = ChunkLayout(64, (GroupLayout(64, (1000,), replicas=2),), ranks=4)
+    writers = [[rank for rank in range(4) if layout.writes(64, rank, number)] for number in range(4)]
+    assert writers == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert {layout.share(64, rank) for rank in writers[0]} == {layout.share(64, rank) for rank in writers[1]}
 
 
 @given(layouts, chunk_lengths)
@@ -141,7 +179,7 @@ def test_namespaces_of_models_differ(left: str, right: str) -> None:
 
 
 def test_fingerprint_and_namespace_are_stable() -> None:
-    fingerprint = "809cd11ddb432843a88344b1f850fc03906d6749a9ed9fc6bb717f7cb8763cce"
+    fingerprint = "a0ee8ef9c66548ea856dfd973ad9c3ac3d3915828b6c281d44a4a1369cbdaf43"
     assert MODEL.fingerprint().hex() == fingerprint
     space = "be4c32911b2bf2dd380060d472732612ce71a831f2577c22fa7db07829e804a1"
     assert namespace("llama", MODEL).hex() == space
@@ -154,5 +192,5 @@ def test_layout_survives_serialization() -> None:
 
 
 def test_chunk_tokens_must_be_a_multiple_of_the_block_size() -> None:
-    with pytest.raises(LayoutError, match="set chunk_tokens to a multiple of 48"):
+    with pytest.raises(LayoutError, match="use `auto`, 240 or another multiple of 48"):
         ChunkLayout(256, (GroupLayout(48, (1,)),))

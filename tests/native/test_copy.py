@@ -19,7 +19,7 @@ from kvtier.integrations.vllm.copies import ChunkCopy, NativeCopies, PageCopies,
 from kvtier.integrations.vllm.page_copies import page_copies
 from kvtier.memory.arena import Arena, ArenaMap
 from kvtier.memory.header import HEADER_BYTES
-from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.summary())
 
@@ -33,7 +33,13 @@ LAYOUTS = {
     "a window and layers of two sizes": ChunkLayout(
         64, (GroupLayout(16, (1024, 512)), GroupLayout(32, (96,), window=20))
     ),
+    "states beside attention": ChunkLayout(
+        64, (GroupLayout(32, (100, 60), state=True), GroupLayout(16, (512,))), ranks=2
+    ),
+    "heads that two ranks share": ChunkLayout(64, (GroupLayout(16, (640,) * 2, replicas=2),), ranks=4),
 }
+PADDING = 28
+"""Bytes after each state."""
 
 
 @pytest.fixture
@@ -50,24 +56,23 @@ def engine(layout: ChunkLayout, seed: int) -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     created = []
     for group in layout.groups:
-        storage = torch.randint(
-            0, 256, (BLOCKS * sum(group.page_bytes),), dtype=torch.uint8, generator=generator
-        )
-        layers = storage.split([BLOCKS * page_bytes for page_bytes in group.page_bytes])
-        created.append([layer.view(BLOCKS, -1) for layer in layers])
+        strides = [page_bytes + PADDING * group.state for page_bytes in group.page_bytes]
+        storage = torch.randint(0, 256, (BLOCKS * sum(strides),), dtype=torch.uint8, generator=generator)
+        layers = zip(storage.split([BLOCKS * stride for stride in strides]), group.page_bytes, strict=True)
+        created.append([layer.view(BLOCKS, -1)[:, :page_bytes] for layer, page_bytes in layers])
     return created
 
 
 def chunks(layout: ChunkLayout, seed: int) -> list[ChunkCopy]:
-    """Return consecutive chunks. The last one is short, and some pages are the null block."""
+    """Return consecutive chunks, then a state. The last one is short, and some pages are the null block."""
     order = random.Random(seed)
     free = [order.sample(range(1, BLOCKS), BLOCKS - 1) for _ in layout.groups]
     created, offset = [], 4096
-    for tokens in (64, 64, 64, 40):
+    for tokens in (64, 64, 64, 40, *[STATE_TOKENS] * layout.has_states):
         blocks = []
         for group, unused in zip(layout.groups, free, strict=True):
             table = [unused.pop() for _ in group.blocks(tokens)]
-            if len(created) == 1:
+            if len(created) == 1 and table:
                 table[0] = NULL
             if len(created) == 2:
                 table = [NULL if page % 2 else block for page, block in enumerate(table)]
@@ -110,7 +115,7 @@ def test_staging_buffer_holds_one_rank_without_a_header(
     saving.wait(saving.save(arena, [held]))
     saving.wait(saving.save(arena, [staged]))
     length = layout.rank_bytes(held.tokens)
-    first = held.offset + HEADER_BYTES + rank_of(layout) * length
+    first = held.offset + HEADER_BYTES + layout.share(held.tokens, rank_of(layout))
     assert arena.view(staged.offset, length) == arena.view(first, length)
     loading.wait(loading.load(arena, [staged]))
     for group, layer, block, _, _ in expected_pages(layout, held):

@@ -22,11 +22,13 @@ struct Buffer {
 // overlap.
 void copy_buffers(std::span<const Buffer> buffers, unsigned threads = 0);
 
-// The pages of one layer in an engine's KV memory: page i has the `page_bytes` from base + i * page_bytes on.
+// The pages of one layer in an engine's KV memory: page i has the `page_bytes` from base + i * stride on. What follows
+// them up to the next page is not copied.
 struct Region {
     std::byte* base;
     std::size_t page_bytes;
     std::size_t pages;
+    std::size_t stride = page_bytes;
 };
 
 // A chunk in the arena: from `offset` on, for each group, for each of its regions, the pages of the group's blocks,

@@ -42,8 +42,9 @@ void add_runs(const Region& region, std::byte* held, Blocks blocks, std::int64_t
             ++page;
             continue;
         }
-        const std::size_t count = std::min(max_pages, run_length(blocks, page, skipped));
-        std::byte* engine = region.base + static_cast<std::size_t>(blocks[page]) * page_bytes;
+        const bool gaps = region.stride != page_bytes;
+        const std::size_t count = gaps ? 1 : std::min(max_pages, run_length(blocks, page, skipped));
+        std::byte* engine = region.base + static_cast<std::size_t>(blocks[page]) * region.stride;
         runs.push_back({engine, held + page * page_bytes, count * page_bytes});
         page += count;
     }

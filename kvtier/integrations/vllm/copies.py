@@ -41,7 +41,7 @@ class ChunkCopy:
 
 
 Pages = Sequence[Sequence[torch.Tensor]]
-"""For each group and layer, the engine's memory as a byte tensor ``(blocks, page_bytes)``."""
+"""For each group and layer, the engine's memory as a byte tensor ``(blocks, page_bytes)``, maybe strided."""
 
 
 class Memory(Protocol):
@@ -83,9 +83,12 @@ class PageCopies(ABC):
         """Wait for running copies and release the arena."""
 
 
-def regions(pages: Pages) -> list[list[tuple[int, int, int]]]:
-    """Return the address, page size in bytes and number of pages of each layer, by group."""
-    return [[(layer.data_ptr(), layer.shape[1], layer.shape[0]) for layer in group] for group in pages]
+def regions(pages: Pages) -> list[list[tuple[int, int, int, int]]]:
+    """Return the address, page size in bytes, number of pages and their distance of each layer, by group."""
+    return [
+        [(layer.data_ptr(), layer.shape[1], layer.shape[0], layer.stride(0)) for layer in group]
+        for group in pages
+    ]
 
 
 def rank_slices(
@@ -93,7 +96,7 @@ def rank_slices(
 ) -> list[tuple[int, Sequence[Sequence[int]]]]:
     """Return the offset of this rank's pages of each chunk, and the chunk's blocks."""
     # Computed once per length: most chunks have the same length, and a model may have a hundred layers.
-    before = {tokens: rank * layout.rank_bytes(tokens) for tokens in {chunk.tokens for chunk in chunks}}
+    before = {tokens: layout.share(tokens, rank) for tokens in {chunk.tokens for chunk in chunks}}
     return [
         (chunk.offset if chunk.staging else chunk.offset + HEADER_BYTES + before[chunk.tokens], chunk.blocks)
         for chunk in chunks

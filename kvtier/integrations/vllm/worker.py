@@ -136,7 +136,7 @@ class WorkerSide:
     def save(self, jobs: Sequence[Job]) -> None:
         """Copy complete chunks out of the engine's blocks and commit them."""
         if jobs:
-            self._saving.append(self._begin(jobs, self._copies.save))
+            self._saving.append(self._begin(jobs, self._save))
             for job in jobs:
                 if job.epoch != self._bridge.epoch:
                     self._bridge.abandon(job.leases, job.epoch)
@@ -166,6 +166,12 @@ class WorkerSide:
             assert memory is not None
             batch.tickets.append(copy(memory, list(run)))
         return batch
+
+    def _save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
+        """Copy the chunks that this rank writes. The others commit them as well, and need not wait."""
+        layout, rank = self._layout, self._rank
+        own = [chunk for chunk in chunks if chunk.staging or layout.writes(chunk.tokens, rank, chunk.lease)]
+        return self._copies.save(memory, own)
 
     def _poll_copies(self) -> None:
         """Report completed copies to the cache process. Does not wait for the others."""

@@ -97,6 +97,8 @@ class Staging(Place):
         super().__init__(grants, slices.capacity)
         self.number = 1 + secrets.randbits(NUMBER_BITS - 1)
         self.ranks = layout.ranks
+        self.shares = layout.ranks // layout.replicas(layout.chunk_tokens)
+        """Parts of a chunk's payload, each of which one or more ranks hold."""
         self._closed = False
         self._nixl_processes = nixl_processes
         self._slices = slices
@@ -130,7 +132,7 @@ class Staging(Place):
 
     def length_of(self, header: ChunkHeader) -> int:
         """Return the length of one rank's slice, rounded up to pages."""
-        return -(-header.payload_bytes // self.ranks // 4096) * 4096
+        return -(-header.payload_bytes // self.shares // 4096) * 4096
 
     def state(self, key: ChunkKey) -> State:
         """Return the state as this engine's lookups see it."""
@@ -203,9 +205,9 @@ class Staging(Place):
 
     def take(self, header: ChunkHeader) -> Reservation | None:
         """Reserve room for a chunk that this engine's workers will fill; ``None`` without room."""
-        if self.closed or not header.payload_bytes or header.payload_bytes % self.ranks:
+        if self.closed or not header.payload_bytes or header.payload_bytes % self.shares:
             return None
-        lease = self._slices.allocate(header.payload_bytes // self.ranks)
+        lease = self._slices.allocate(header.payload_bytes // self.shares)
         return None if lease is None else Reservation(header, lease)
 
     async def write(self, peer: PeerStaging, writes: Sequence[tuple[Lease, Promise]]) -> bool:

@@ -91,7 +91,7 @@ class StagedChunks:
                 self._refused_until = time.monotonic() + REFUSED_SECONDS
                 return outcomes
             headers = [chunk.header for chunk in chunks]
-            room = await target.reserve(headers, staging=peer.number, ranks=staging.ranks)
+            room = await target.reserve(headers, staging=peer.number, shares=staging.shares)
             for at in room.held:
                 outcomes[at] = PushOutcome.HELD
             if len(room.promises) + len(room.held) + len(room.pending) < len(chunks):
