@@ -30,6 +30,7 @@ from kvtier.memory.host import total_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.model import ModelCache
 from kvtier.pipeline.base import Hierarchy
+from kvtier.pipeline.boundaries import Boundaries, Boundary
 from kvtier.pipeline.clear import Cleared, ClearStage
 from kvtier.pipeline.discover import DiscoverStage, Expected
 from kvtier.pipeline.evict import EvictStage
@@ -70,6 +71,7 @@ class TieredCache:
         self._storing = StoreStage(hierarchy, self._evicting, queue_bytes)
         self._prefetching = PrefetchStage(hierarchy, self._evicting)
         self._discovering = DiscoverStage(hierarchy)
+        self._boundaries = Boundaries(hierarchy, self._discovering)
         self.expecting = ExpectStage(hierarchy)
         """Chunks that peers push into the first tier, reported by the code that receives them."""
         self._forgetting = ForgetStage(hierarchy)
@@ -218,6 +220,57 @@ class TieredCache:
             found.unknown = len(rest)
             self.hierarchy.tasks.start_soon(self._query_pools, found, keys, expected)
         return found
+
+    def look_up_state(
+        self, keys: Sequence[ChunkKey], expected: Expected, state_bytes: int, hints: ChunkHints | None = None
+    ) -> Lookup:
+        """Lease the longest prefix of whole chunks at whose end a state is stored, and that state.
+
+        For models with states, where every other prefix is useless: either all of these chunks arrive or
+        none is returned, and the state, an object of ``state_bytes``, is the last of them. Otherwise like
+        :meth:`look_up`.
+        """
+        self.hierarchy.counts["looked_up"] += len(keys)
+        found = Lookup(hints=hints)
+        boundary = self._boundaries.last(keys)
+        if len(boundary.needed) <= len(keys) and self._discovering.pools(expected.namespace):
+            found.unknown = len(keys) + 1
+            self.hierarchy.tasks.start_soon(self._query_boundary, found, keys, expected, state_bytes)
+        else:
+            self._extend_to(found, boundary)
+        return found
+
+    def supersede(self, chunk: ChunkKey) -> None:
+        """Remove the states before the end of a chunk at which a prompt was continued, and a new one stored.
+
+        The next turn of a chat continues at the new state, another answer to this turn at the one at the end
+        of ``chunk``. States stay where prompts branch, and in shared pools.
+        """
+        own = [tier.index for tier in self.hierarchy.tiers if not tier.shared]
+        if states := self._boundaries.superseded(chunk):
+            self.hierarchy.tasks.start_soon(self._clearing.clear, states, own)
+
+    async def _query_boundary(
+        self, found: Lookup, keys: Sequence[ChunkKey], expected: Expected, state_bytes: int
+    ) -> None:
+        """Add the chunks and the state of the longest usable prefix to a lookup, also of shared pools."""
+        try:
+            await self._boundaries.ask(keys, expected, state_bytes)
+            boundary = self._boundaries.last(keys)
+            if found.unknown:
+                self._extend_to(found, boundary)
+            elif self.settings.prefetch.policy == "best_effort":
+                self._prefetching.start(Prefetch(keys=boundary.needed, priority=Priority.AHEAD))
+        finally:
+            found.unknown = 0
+            found.answered.set()
+
+    def _extend_to(self, found: Lookup, boundary: Boundary) -> None:
+        found.held = boundary.chunks
+        self._extend(found, boundary.needed)
+        found.needed = len(boundary.needed)
+        if found.count < found.needed:
+            found.release()
 
     def _add_pushed(self, found: Lookup, key: ChunkKey) -> bool:
         lease = self.hierarchy.memory.lease(key)

@@ -61,6 +61,8 @@ class LookupState:
     fetching: int = 0
     staging: int = 0
     """Number of the staging buffer that holds the chunks whose source is one past the last tier."""
+    held: int = 0
+    """With states: how many leading chunks are held, also beyond the last state."""
     updated_at: float = 0.0
     """Time of the last answer (:func:`time.monotonic`); each batch that arrives causes one."""
 
@@ -134,6 +136,7 @@ class SchedulerBridge(Bridge):
         lookup.sources += found.sources
         lookup.fetching = found.fetching
         lookup.staging = found.staging
+        lookup.held = found.held
         lookup.updated_at = time.monotonic()
         self._in_use.update(found.leases)
 

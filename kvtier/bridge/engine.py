@@ -14,6 +14,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import ProtocolError
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
+from kvtier.memory.layout import STATE_TOKENS
 from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.found import Lookup, Ready
 from kvtier.pipeline.store import Reservation
@@ -37,6 +38,8 @@ class Filling:
     """Bit mask of the ranks that have stopped writing to it."""
     void: bool = False
     """Whether a rank did not fill its slice."""
+    continued: bytes = b""
+    """See :class:`~kvtier.bridge.protocol.Run`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +82,7 @@ class Engine:
         """``None`` until a worker has requested a staging buffer."""
         self._whole_payload = self.layout.payload_bytes(self.layout.chunk_tokens)
         self._whole_bytes = object_bytes(self._whole_payload)
+        self._state_bytes = object_bytes(self.layout.payload_bytes(STATE_TOKENS))
         self._cache = cache
         self._numbers = numbers
         self._granted: dict[int, Grant] = {}
@@ -89,16 +93,20 @@ class Engine:
     def look_up(self, request: LookupRequest) -> tuple[Found, Lookup | None]:
         """Return the immediate answer, and the lookup itself if parts of it are still in flight."""
         keys = split_keys(request.keys)
-        found = self._cache.look_up(
-            keys,
-            self._expected(len(keys), request.tokens),
-            expect=request.expect_seconds,
-            expect_chunks=request.expect_chunks,
-            staged=self._buffers,
-            hints=request.hints,
-        )
+        expected = self._expected(len(keys), request.tokens)
+        if self.layout.has_states:
+            found = self._cache.look_up_state(keys, expected, self._state_bytes, request.hints)
+        else:
+            found = self._cache.look_up(
+                keys,
+                expected,
+                expect=request.expect_seconds,
+                expect_chunks=request.expect_chunks,
+                staged=self._buffers,
+                hints=request.hints,
+            )
         ticket = self._tickets[request.ticket] = Ticket(request.ticket)
-        answer = self._grant(ticket, found.take_ready(), fetching=found.in_flight)
+        answer = self._grant(ticket, found, fetching=found.in_flight)
         if not found.in_flight:
             return answer, None
         ticket.pending = found
@@ -126,13 +134,15 @@ class Engine:
             self._tickets.pop(number, None)
             return None
         ticket.pending = None
-        return self._grant(ticket, found.take_ready(), fetching=0)
+        return self._grant(ticket, found, fetching=0)
 
-    def _grant(self, ticket: Ticket, ready: Sequence[Ready], *, fetching: int) -> Found:
+    def _grant(self, ticket: Ticket, lookup: Lookup, *, fetching: int) -> Found:
+        """Grant leases on what is ready now."""
         staging = self._buffers
         staging_source = len(self._cache.hierarchy.tiers)
-        found = Found(ticket.number, [], [], [], fetching, 0 if staging is None else staging.number)
-        for chunks in ready:
+        buffer = 0 if staging is None else staging.number
+        found = Found(ticket.number, [], [], [], fetching, buffer, lookup.held)
+        for chunks in lookup.take_ready():
             count = len(chunks.leases)
             numbers = list(islice(self._numbers, count))
             grant = Grant(ticket, numbers, chunks)
@@ -215,9 +225,11 @@ class Engine:
             else:
                 chunks = islice(reserved, len(headers))
                 fillings += [None if chunk is None else Filling(chunk) for chunk in chunks]
+        continued = iter([run.continued for run in request.runs for _ in range(len(run.keys) // KEY_BYTES)])
         leases, offsets = [NO_LEASE] * len(fillings), [0] * len(fillings)
-        for index, filling in enumerate(fillings):
+        for index, (filling, chunk) in enumerate(zip(fillings, continued, strict=True)):
             if filling is not None:
+                filling.continued = chunk
                 leases[index] = number = next(self._numbers)
                 offsets[index] = filling.reservation.lease.offset
                 self._fillings[number] = filling
@@ -225,7 +237,8 @@ class Engine:
 
     def _headers(self, run: Run) -> list[ChunkHeader]:
         keys = split_keys(run.keys)
-        if len(run.parent) != KEY_BYTES or not 0 < run.last_tokens <= self.layout.chunk_tokens:
+        fewest = STATE_TOKENS if self.layout.has_states else 1
+        if len(run.parent) != KEY_BYTES or not fewest <= run.last_tokens <= self.layout.chunk_tokens:
             raise ProtocolError(
                 f"invalid run: {len(keys)} chunks, {run.last_tokens} tokens in the last one, "
                 f"parent key of {len(run.parent)} bytes"
@@ -241,15 +254,19 @@ class Engine:
 
         Staged chunks are reported to their transfer first, so that it pushes them from the staging buffer.
         """
-        complete, void = [], []
+        complete: list[Filling] = []
+        void: list[Filling] = []
         for filling in self._finish_slices(leases, rank):
             if filling.void:
                 void.append(filling)
             elif filling.transfer is not None and filling.staging is not None:
                 filling.transfer.staged(filling.staging, filling.reservation)
             else:
-                complete.append(filling.reservation)
-        self._cache.commit(complete)
+                complete.append(filling)
+        self._cache.commit([filling.reservation for filling in complete])
+        for filling in complete:
+            if filling.continued:
+                self._cache.supersede(ChunkKey(filling.continued))
         self._discard(void)
 
     def give_up(self, leases: Sequence[int], rank: int) -> None:

@@ -113,6 +113,9 @@ class Found(Reply, frozen=True, array_like=True, tag=11):
 
     ``fetching``: number of chunks still in flight or being located; with 0 this is the final answer.
     An answer without leases and with ``fetching`` reports progress: some chunks have arrived.
+
+    For a layout with states, only the final answer has leases. The last of them is that of the state at the
+    end of the other chunks.
     """
 
     leases: list[int]
@@ -124,6 +127,8 @@ class Found(Reply, frozen=True, array_like=True, tag=11):
 
     Their offsets are relative to each rank's buffer, and they have no header.
     """
+    held: int = 0
+    """For a layout with states: how many leading chunks are held, also beyond the last state."""
 
 
 class Cancel(Message, frozen=True, array_like=True, tag=12):
@@ -141,7 +146,7 @@ class Release(Message, frozen=True, array_like=True, tag=13):
 class Run(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive chunks of one prompt. ``parent`` is the key before the first.
 
-    All chunks are full except the last, which has ``last_tokens`` tokens.
+    All chunks are full except the last, which has ``last_tokens`` tokens; 0 if it is a state.
     """
 
     parent: bytes
@@ -150,6 +155,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     kv_transfer: int = 0
     """Ticket of a :class:`KVTransfer`: reserve in the staging buffer what is pushed from there."""
     hints: ChunkHints | None = None
+    continued: bytes = b""
+    """For a state: the last chunk of the hit that the request continued. It supersedes states before that."""
 
 
 class Reserve(Request, frozen=True, array_like=True, tag=14):

@@ -343,6 +343,17 @@ class Catalog:
         """Return the size of the chunk object in bytes. Raises ``KeyError`` if the chunk is unknown."""
         return self._lengths[self._rows[key[0]][key]]
 
+    def parent(self, key: ChunkKey) -> ChunkKey | None:
+        """Return the chunk before a chunk, if both are in the catalog."""
+        row = self._rows[key[0]].get(key)
+        parent = NO_PARENT if row is None else self._parents[row]
+        return None if parent < 0 else self.columns.key(parent)
+
+    def children(self, key: ChunkKey) -> int:
+        """Return how many objects continue a chunk, in the tier that holds most of them."""
+        row = self._rows[key[0]].get(key)
+        return 0 if row is None else max(children.of(row) for children in self._children)
+
     def stored_length(self, key: ChunkKey, tier: int, default: int) -> int:
         """Return the size of a chunk object as a tier stores it, or ``default`` if it is not there."""
         row = self._rows[key[0]].get(key)

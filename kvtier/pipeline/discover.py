@@ -21,6 +21,8 @@ class Expected:
     namespace: bytes
     lengths: Sequence[int]
     """Bytes of each chunk object, in the order of the keys."""
+    parents: Sequence[ChunkKey] | None = None
+    """The parent of each, if it is not the one before."""
 
 
 Ask = Callable[[Sequence[ChunkKey]], Awaitable[Sequence[int]]]
@@ -66,6 +68,16 @@ class DiscoverStage:
         found = self._add(tier, keys, expected, range(start, start + held))
         hierarchy.counts["pool_found"] += len(found)
 
+    async def ask_each(self, keys: Sequence[ChunkKey], expected: Expected) -> None:
+        """Query all pools for single objects, which need not be a prefix. One round trip per pool."""
+        hierarchy = self._hierarchy
+        for tier in self.pools(expected.namespace):
+            generation = hierarchy.catalog.namespaces.generation_of(expected.namespace)
+            held = await tier.held(keys)
+            if generation != hierarchy.catalog.namespaces.generation_of(expected.namespace):
+                return
+            self._add(tier, keys, expected, [index for index, is_held in enumerate(held) if is_held])
+
     @asynccontextmanager
     async def temporarily_known(
         self, tier: Tier, keys: Sequence[ChunkKey], expected: Expected, ask: Ask
@@ -91,11 +103,15 @@ class DiscoverStage:
         """Add chunks that a pool holds to the catalog. Return those that it did not contain yet."""
         catalog = self._hierarchy.catalog
         absent = [index for index in indices if catalog.state(keys[index], tier.index) is State.ABSENT]
-        starts = [at for at, index in enumerate(absent) if not at or index != absent[at - 1] + 1]
+        parents = [None, *keys] if expected.parents is None else expected.parents
+        starts = [
+            at
+            for at, index in enumerate(absent)
+            if not at or index != absent[at - 1] + 1 or parents[index] != keys[index - 1]
+        ]
         for start, stop in pairwise([*starts, len(absent)]):
-            first, count = absent[start], stop - start
-            parent = keys[first - 1] if first else None
-            run = slice(first, first + count)
+            first, parent = absent[start], parents[absent[start]]
+            run = slice(first, first + stop - start)
             place = (State.READY, parent, expected.namespace)
             catalog.add_chain(keys[run], tier.index, expected.lengths[run], *place)
         found = [keys[index] for index in absent]

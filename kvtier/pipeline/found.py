@@ -107,6 +107,10 @@ class Lookup:
         """``staged``: a staging buffer to search besides the tiers. ``hints``: for the chunks found."""
         self.staged = staged
         self.hints = hints
+        self.held = 0
+        """For a model with states: how many leading chunks are held, also beyond the last state."""
+        self.needed = 0
+        """How many chunks there must be. With fewer, all are useless and none is returned."""
         self.unknown = 0
         """How many more chunks may still be found.
 
@@ -177,6 +181,8 @@ class Lookup:
 
         In prefix order, with one :class:`Ready` for each run of chunks in the arena or in staging.
         """
+        if self.ready < self.needed:
+            return []
         if self._head is not None and not self._chunks:
             leases, self._head = self._head[1], None
             return [Ready(leases, [FIRST] * len(leases))] if len(leases) else []
@@ -203,6 +209,8 @@ class Lookup:
 
     def keep(self, count: int) -> None:
         """Keep only the first ``count`` chunks. Release the others and stop waiting for more."""
+        if count < self.needed:
+            count = 0
         self.unknown = 0
         if self.pushed is not None:
             self.pushed.end()

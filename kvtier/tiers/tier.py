@@ -113,6 +113,18 @@ class Tier(Level):
         ended = self._wait_for(self._start(run), self.settings.deadline, action, "counted as misses")
         return held if await ended else 0
 
+    async def held(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        """Query which keys the medium holds; none if the deadline passes."""
+        held: Sequence[bool] = [False] * len(keys)
+
+        async def run() -> None:
+            nonlocal held
+            held = await self.contains(keys)
+
+        action = f"looking up {len(keys)} objects"
+        ended = self._wait_for(self._start(run), self.settings.deadline, action, "counted as misses")
+        return held if keys and await ended else [False] * len(keys)
+
     async def put(
         self, chunks: Sequence[ChunkBytes], settle: Settle, priority: Priority
     ) -> Sequence[Outcome]:
