@@ -16,7 +16,7 @@ SOAK ?= 600
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages compiler demo test test-slow test-gpu fuzz soak lint docs format bench clean \
+.PHONY: help install system-packages compiler demo test test-slow test-versions test-gpu fuzz soak lint docs format bench clean \
         native native-tests native-asan native-ubsan native-tsan gpu-wheels bench-gpu
 
 help:  ## List the targets
@@ -94,6 +94,12 @@ test: install $(VENV)/.pools system-packages  ## Run the tests, real vLLM engine
 
 test-slow: install $(VENV)/.pools system-packages  ## Run the tests that take minutes each
 	$(BIN)/pytest -m "slow and not gpu" $(RERUNS) $(PYTEST)
+
+# Other versions of vLLM than that of tools/install_vllm.py.
+VERSIONS ?= 0.30.0 0.31.0
+
+test-versions: install $(VENV)/.pools system-packages  ## Run the tests of the connector with other versions of vLLM (VERSIONS=…)
+	$(BIN)/python tools/test_versions.py $(VERSIONS) -- $(RERUNS) $(PYTEST)
 
 # For a machine with a GPU, torch for it, nanobind, scikit-build-core, cmake and ninja, without vLLM and network.
 # All other requirements come from build/gpu-wheels, which make gpu-wheels has filled on another machine.

@@ -86,8 +86,8 @@ class Engine:
         layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(BLOCK_TOKENS, (PAGE_BYTES,) * LAYERS),))
         names = [f"layer {layer}" for layer in range(LAYERS)]
         blocks = 1 + requests * TABLE_CHUNKS * CHUNK_BLOCKS
-        regions = (tuple(Region(name, 0, PAGE_BYTES) for name in names),)
-        model = ModelLayout(layout, bytes(32), regions, num_blocks=blocks)
+        regions = (tuple(Region(name, 0, PAGE_BYTES, PAGE_BYTES, blocks) for name in names),)
+        model = ModelLayout(layout, bytes(32), regions, group_ids=(0,), layers=(tuple(names),))
 
         def hello(role: Role) -> Hello:
             return Hello(protocol.VERSION, "engine", role, 0, layout, model.namespace)

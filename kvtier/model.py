@@ -12,7 +12,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import LayoutError
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
-from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
+from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, namespace
 from kvtier.pipeline.discover import Expected
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class ModelCache:
     def __init__(self, cache: TieredCache, name: str, *, token_bytes: int, salt: str = "") -> None:
         settings = cache.settings
         self._cache = cache
-        self._layout = ChunkLayout(settings.chunk_tokens, (GroupLayout(1, (token_bytes,)),), platform="rows")
+        chunk_tokens = CHUNK_TOKENS if settings.chunk_tokens == "auto" else settings.chunk_tokens
+        self._layout = ChunkLayout(chunk_tokens, (GroupLayout(1, (token_bytes,)),), platform="rows")
         self._namespace = namespace(name, self._layout)
         cache.hierarchy.layouts.add(self._namespace, self._layout)
         self._root = root_key(self._namespace, salt)

@@ -82,7 +82,7 @@ def _short(number: float) -> str:
     return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
-def _reject_bool(value: object) -> object:
+def reject_bool(value: object) -> object:
     """Reject ``true`` and ``false``, which Python takes for 1 and 0."""
     if isinstance(value, bool):
         raise ValueError(f"{str(value).lower()} is not a number")  # noqa: TRY004 - for pydantic
@@ -110,8 +110,8 @@ Duration = Annotated[
 ]
 """A setting in seconds."""
 
-Integer = Annotated[int, BeforeValidator(_reject_bool)]
+Integer = Annotated[int, BeforeValidator(reject_bool)]
 """A setting that is a whole number."""
 
-Number = Annotated[float, BeforeValidator(_reject_bool)]
+Number = Annotated[float, BeforeValidator(reject_bool)]
 """A setting that is a number."""

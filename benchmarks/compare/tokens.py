@@ -45,9 +45,8 @@ class Engine:
         blocks = tokens // BLOCK_TOKENS + 1
         names = [f"layer {layer}" for layer in range(layers)]
         layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(BLOCK_TOKENS, (page,) * layers),))
-        model = ModelLayout(
-            layout, bytes(32), (tuple(Region(name, 0, page) for name in names),), num_blocks=blocks
-        )
+        regions = (tuple(Region(name, 0, page, page, blocks) for name in names),)
+        model = ModelLayout(layout, bytes(32), regions, group_ids=(0,), layers=(tuple(names),))
         hello = [
             Hello(protocol.VERSION, "benchmark", role, 0, layout, model.namespace)
             for role in ("worker", "scheduler")

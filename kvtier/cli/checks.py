@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 from kvtier import native
 from kvtier.errors import ArenaError, KVTierError
+from kvtier.integrations.versions import RANGE, REQUIREMENT, support
 from kvtier.memory.arena import HUGE_PAGE_BYTES, MIN_PREPARED_BYTES, Arena, has_strict_overcommit
 from kvtier.memory.host import available_bytes, memory_info
 from kvtier.plugins import BUILT_IN, Plugins, is_memory
@@ -26,7 +27,6 @@ from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_sett
 from kvtier.units import format_size
 
 OLDEST_PYTHON = (3, 11)
-SUPPORTED_VLLM = "0.32"
 SMALL_SHM_BYTES = 1 << 30
 SHM = "/dev/shm"  # noqa: S108 - not for temporary files
 
@@ -343,9 +343,13 @@ def check_vllm(version: str | None) -> Check:
     """Check that the connector supports the installed version of vLLM."""
     if version is None:
         return Check("vLLM", "warn", "not installed", "pip install 'kvtier[vllm]'")
-    if version.split(".")[:2] != SUPPORTED_VLLM.split("."):
-        remedy = f"pip install 'vllm=={SUPPORTED_VLLM}.*'"
-        return Check("vLLM", "fail", f"{version}; the connector supports {SUPPORTED_VLLM}", remedy)
+    supported = support(version)
+    if supported == "unsupported":
+        return Check(
+            "vLLM", "fail", f"{version}; the connector supports {RANGE}", f"pip install '{REQUIREMENT}'"
+        )
+    if supported == "newer":
+        return Check("vLLM", "warn", f"{version}; the connector was tested with {RANGE}")
     return Check("vLLM", "ok", version)
 
 

@@ -42,7 +42,7 @@ from kvtier.settings.sources import (
     read_file,
     variable_name,
 )
-from kvtier.units import Duration, Integer, Number, Size
+from kvtier.units import Duration, Integer, Number, Size, reject_bool
 
 PAGE_BYTES = 4096
 """Minimum capacity: one page, the accounting unit of every tier."""
@@ -220,6 +220,20 @@ def _default_tiers() -> list[dict[str, Any]]:
     return [{"name": "ram", "type": "cpu", "capacity": "5GiB"}]
 
 
+def _chunk_tokens(value: object) -> int | str:
+    text = value.strip() if isinstance(value, str) else value
+    if text == "auto":
+        return "auto"
+    if isinstance(text, str) and text.isascii() and text.isdigit():
+        text = int(text)
+    if not isinstance(text, int) or text < 1:
+        raise ValueError(f"{value!r}: use a whole number of at least 1, or auto")
+    return text
+
+
+ChunkTokens = Annotated[int | Literal["auto"], BeforeValidator(_chunk_tokens), BeforeValidator(reject_bool)]
+
+
 class Settings(BaseSettings):
     """All settings of a host's cache process and of its engines. Unknown names are errors."""
 
@@ -231,14 +245,15 @@ class Settings(BaseSettings):
         frozen=True,
     )
 
-    chunk_tokens: Integer = Field(
-        default=256,
-        ge=1,
+    chunk_tokens: ChunkTokens = Field(
+        default="auto",
         description=(
-            "Tokens per chunk, the unit of storage, transfer and eviction. A multiple of the engine's block "
-            "size. Smaller chunks match more of a prompt's end; larger chunks have less overhead per token."
+            "Tokens per chunk, the unit of storage, transfer and eviction: a multiple of all block sizes of "
+            "the engine. `auto` is the multiple nearest to 256, and for models with states (Mamba, linear "
+            "attention) the distance between the states that vLLM keeps. Smaller chunks match more of a "
+            "prompt's end; larger chunks have less overhead per token."
         ),
-        examples=[256],
+        examples=[256, "auto"],
     )
     partial_chunks: bool = Field(
         default=False,
@@ -249,6 +264,14 @@ class Settings(BaseSettings):
         default=True,
         description="Also store chunks of generated tokens, so that the next turn of a chat hits them.",
         examples=[False],
+    )
+    weights_id: str = Field(
+        default="",
+        description=(
+            "Identifies the model's weights, where different ones have the same name, revision and path: for "
+            "example a training step. Chunks computed with other weights are misses."
+        ),
+        examples=["step-1200"],
     )
     tiers: list[dict[str, Any]] = Field(
         default_factory=_default_tiers,

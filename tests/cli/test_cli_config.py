@@ -30,7 +30,7 @@ def test_show_prints_each_value_and_its_source(
     monkeypatch.setenv("KVTIER_PREFETCH__DEADLINE", "250ms")
     lines = kvtier("config", "show", "--config", file).output.splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in lines}
-    assert rows["chunk_tokens"] == ["256", "default"]
+    assert rows["chunk_tokens"] == ["auto", "default"]
     assert rows["linger"] == ["2s", "file", str(file)]
     assert rows["prefetch.deadline"] == ["250ms", "environment", "KVTIER_PREFETCH__DEADLINE"]
     assert rows["socket"] == ["not", "set", "default"]

@@ -101,7 +101,16 @@ def test_memory(available: int, status: str) -> None:
 
 @pytest.mark.parametrize(
     ("version", "status"),
-    [("0.32.0", "ok"), ("0.32.7+cpu", "ok"), ("0.33.0", "fail"), ("1.32.0", "fail"), (None, "warn")],
+    [
+        ("0.29.1", "fail"),
+        ("0.30.0", "ok"),
+        ("0.32.7+cpu", "ok"),
+        ("0.33.0rc1", "ok"),
+        ("0.34.0", "warn"),
+        ("1.32.0", "fail"),
+        ("dev", "fail"),
+        (None, "warn"),
+    ],
 )
 def test_vllm(version: str | None, status: str) -> None:
     assert checks.check_vllm(version).status == status

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from kvtier import Settings
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.errors import UnsupportedEngine
-from kvtier.integrations.vllm import connector, metrics, register
+from kvtier.integrations.vllm import compat, connector, metrics, register
 from kvtier.integrations.vllm.metadata import Job, StepMetadata
 from kvtier.rpc.health import UNRESPONSIVE_SECONDS
 from tests.bridge.conftest import Start, hello, is_serving, start, wait_until
@@ -26,9 +26,16 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "vllm.md"
 
 
 def test_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.29.1")
+    with pytest.raises(UnsupportedEngine, match=r'0\.29\.1.*pip install "vllm>=0\.30,<0\.34"'):
+        compat.check_version(connector.logger)
+
+
+def test_newer_version_is_tried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
-    with pytest.raises(UnsupportedEngine, match=r'0\.99\.1.*pip install "vllm==0\.32\.\*"'):
-        connector._check_version()
+    with caplog.at_level("WARNING", connector.logger.name):
+        compat.check_version(connector.logger)
+    assert "tested with vLLM 0.30 to 0.33, and vLLM 0.99.1 is installed" in caplog.text
 
 
 @pytest.mark.parametrize("policy", ["timeout", "wait"])

@@ -21,6 +21,7 @@ from kvtier.integrations.vllm.hints import (
 from kvtier.integrations.vllm.kv_transfer import KVTransfers, role_of
 from kvtier.integrations.vllm.request import RequestState, request_root
 from kvtier.memory.keys import ChunkKey
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.settings import load_settings
 
 TOKENS = list(range(100))
@@ -116,6 +117,9 @@ class Bridge:
         self.ended.append((ticket, complete))
 
 
+LAYOUT = ChunkLayout(64, (GroupLayout(16, (1,)),))
+
+
 class Stats(Counter[str]):
     """A stand-in for vLLM's counters."""
 
@@ -124,7 +128,7 @@ class Stats(Counter[str]):
 
 
 def kv_transfers(bridge: Bridge, **settings: Any) -> KVTransfers:
-    return KVTransfers(load_settings(settings), 64, bridge, Stats())  # type: ignore[arg-type]
+    return KVTransfers(load_settings(settings), LAYOUT, bridge, Stats())  # type: ignore[arg-type]
 
 
 def state_of(transfer: KVTransfers, params: object) -> RequestState:

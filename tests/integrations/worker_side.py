@@ -117,7 +117,7 @@ def copies() -> Copies:
 def side(bridge: Bridge, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> WorkerSide:
     monkeypatch.setattr(worker, "page_copies", lambda *_: copies)
     any_bridge: Any = bridge
-    return WorkerSide(ModelLayout(LAYOUT, b"n" * 32, (), 40), any_bridge, 0, confirm_timeout=CONFIRM_TIMEOUT)
+    return WorkerSide(ModelLayout(LAYOUT, b"n" * 32, (), ()), any_bridge, 0, confirm_timeout=CONFIRM_TIMEOUT)
 
 
 class Buffer:

@@ -106,8 +106,9 @@ def test_list_that_is_not_json(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "remedy"),
     [
-        ("chunk_tokens", 0, "it should be greater than or equal to 1"),
-        ("chunk_tokens", "many", "it should be a valid integer"),
+        ("chunk_tokens", 0, "use a whole number of at least 1, or auto"),
+        ("chunk_tokens", "many", "use a whole number of at least 1, or auto"),
+        ("chunk_tokens", True, "true is not a number"),
         ("linger", "soon", "use a number of seconds"),
         ("tiers", [], "should have at least 1 item"),
         ("tiers", [RAM] * 9, "should have at most 8 items"),

@@ -25,6 +25,7 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "chunk_tokens": ("128", "128", 128),
     "partial_chunks": ("true", "true", True),
     "save_decode": ("false", "0", False),
+    "weights_id": ("step-2", "step-2", "step-2"),
     "tiers": (
         "[{name: a, type: cpu, capacity: 1MiB}]",
         '[{"name": "a", "type": "cpu", "capacity": "1MiB"}]',
@@ -168,7 +169,7 @@ def test_empty_file_and_empty_variable_set_nothing(
 def test_constructor_reads_no_environment_or_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_CHUNK_TOKENS", "64")
     monkeypatch.setenv("KVTIER_CONFIG_FILE", "/does/not/exist.yaml")
-    assert Settings().chunk_tokens == 256
+    assert Settings().chunk_tokens == "auto"
 
 
 def test_kubernetes_service_variables_are_ignored(

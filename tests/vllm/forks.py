@@ -21,8 +21,10 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # Otherwise each worker of an engine would claim a NUMA node.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # For the parent, which silently skips modules that it cannot import.
-    "PYTHONPATH": str(Path(__file__).parents[2]),
+    # For the parent, which silently skips modules that it cannot import. Another vLLM may be in front.
+    "PYTHONPATH": os.pathsep.join(
+        [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parents[2])]
+    ),
 }
 
 

@@ -32,11 +32,12 @@ WINDOW = 128
 """The attention window of the hybrid model, in tokens."""
 
 
-def make_llama(directory: Path) -> Path:
-    """Make a Llama: full attention in four layers, one KV-cache group, 4 KiB of KV per token in float32."""
+def make_llama(directory: Path, *, kv_heads: int = 2) -> Path:
+    """Make a Llama: full attention in four layers, one KV-cache group, 2 KiB per token and head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _save(LlamaForCausalLM, LlamaConfig(num_hidden_layers=4, **_COMMON), directory)
+    config = LlamaConfig(num_hidden_layers=4, **_COMMON | {"num_key_value_heads": kv_heads})
+    return _save(LlamaForCausalLM, config, directory)
 
 
 def make_hybrid(directory: Path) -> Path:
@@ -69,11 +70,130 @@ def make_mamba(directory: Path) -> Path:
     return _save(Mamba2ForCausalLM, config, directory)
 
 
+_STATES: dict[str, Any] = _COMMON | {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": 8192,
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 32,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+}
+
+
+def make_granite(directory: Path) -> Path:
+    """Make a Granite 4 hybrid: three Mamba 2 layers and one of full attention, four KV-cache groups."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    common = {name: value for name, value in _STATES.items() if name != "head_dim"}
+    config = GraniteMoeHybridConfig(
+        **common,
+        **_MAMBA,
+        num_hidden_layers=4,
+        layer_types=["mamba", "mamba", "attention", "mamba"],
+        shared_intermediate_size=256,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        position_embedding_type="rope",
+    )
+    return _save(GraniteMoeHybridForCausalLM, config, directory)
+
+
+def make_falcon(directory: Path) -> Path:
+    """Make a Falcon-H1: every layer has both attention and a Mamba 2 state."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    config = FalconH1Config(**_STATES | {"head_dim": 32}, **_MAMBA, num_hidden_layers=3, mamba_d_ssm=256)
+    return _save(FalconH1ForCausalLM, config, directory)
+
+
+def make_zamba(directory: Path) -> Path:
+    """Make a Zamba2: Mamba 2 layers, some with attention that they share."""
+    from transformers import Zamba2Config, Zamba2ForCausalLM
+
+    common = {name: value for name, value in _STATES.items() if name != "head_dim"}
+    config = Zamba2Config(
+        **common | {"num_key_value_heads": 4},
+        num_hidden_layers=4,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        attention_head_dim=64,
+        mamba_d_state=32,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_ngroups=1,
+        n_mamba_heads=8,
+        num_mem_blocks=1,
+        chunk_size=64,
+        use_mem_rope=True,
+        adapter_rank=16,
+    )
+    return _save(Zamba2ForCausalLM, config, directory)
+
+
+def make_deepseek(directory: Path) -> Path:
+    """Make a DeepSeek-V2: latent attention (MLA), without experts."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    common = {
+        name: value for name, value in _COMMON.items() if name not in ("head_dim", "num_key_value_heads")
+    }
+    config = DeepseekV2Config(
+        **common,
+        num_hidden_layers=2,
+        num_key_value_heads=4,
+        first_k_dense_replace=2,
+        kv_lora_rank=64,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        v_head_dim=32,
+        n_routed_experts=2,
+        n_shared_experts=1,
+        num_experts_per_tok=1,
+        moe_intermediate_size=64,
+    )
+    return _save(DeepseekV2ForCausalLM, config, directory)
+
+
+def make_qwen3_next(directory: Path) -> Path:
+    """Make a Qwen3-Next: three layers of gated delta net and one of full attention."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **_STATES,
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        decoder_sparse_step=1,
+    )
+    return _save(Qwen3NextForCausalLM, config, directory)
+
+
 def _save(model_type: Any, config: Any, directory: Path) -> Path:
     import torch
 
     torch.manual_seed(7)
-    model_type(config).to(torch.float32).save_pretrained(directory)
+    model = model_type(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if not torch.isfinite(weight).all():
+                weight.normal_(0, 0.15)  # Some layers are left uninitialised.
+            if "embed" in name and model_type.__name__ not in ("LlamaForCausalLM", "Gemma3ForCausalLM"):
+                weight.normal_(0, 1.0)
+    model.to(torch.float32).save_pretrained(directory)
     return directory
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ def test_chunk_size_not_a_multiple_of_the_block_size(
     cache = make_cache(chunk_tokens=100)
     cache.start()
     with (
-        pytest.raises(RuntimeError, match=r"chunk_tokens is 100.*block size 32: set chunk_tokens to"),
+        pytest.raises(RuntimeError, match=r"chunk_tokens is 100.*block size 32: use `auto`, 96 or"),
         engines.engine(llama, cache.connector),
     ):
         pass
@@ -31,11 +32,22 @@ def test_unknown_setting(llama: Path, engines: Engines) -> None:
         pass
 
 
-def test_mamba_model(make_cache: MakeCache, engines: Engines, tmp_path: Path) -> None:
-    cache = make_cache()
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (models.make_mamba, "vLLM does not support prefix caching for this model"),
+        (models.make_deepseek, r"cannot continue MLA .* on this CPU.*: a load would give wrong tokens"),
+    ],
+    ids=["attention-free", "mla"],
+)
+def test_model_that_cannot_continue_after_cached_tokens(
+    make: Callable[[Path], Path], message: str, make_cache: MakeCache, engines: Engines, tmp_path: Path
+) -> None:
+    """vLLM disables prefix caching for these: MLA on a CPU answers wrongly after any load."""
+    cache = make_cache(chunk_tokens="auto")
     cache.start()
     with (
-        pytest.raises(RuntimeError, match=r"Mamba"),
-        engines.engine(models.make_mamba(tmp_path / "mamba"), cache.connector),
+        pytest.raises(RuntimeError, match=message),
+        engines.engine(make(tmp_path / "model"), cache.connector),
     ):
         pass

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm import models
 from tests.vllm.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess, is_idle
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
 from tests.vllm.engine import Answer, Engine, Engines
@@ -17,8 +18,14 @@ WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
 
 
 def tokens_from(engine: Engine, source: str) -> float:
-    """Return the tokens that vLLM counts as supplied by ``host`` or ``disk``."""
-    return engine.metrics()[f"vllm:prompt_tokens_cached_by_source_total{{{source}}}"]
+    """Return the tokens that vLLM, or before 0.32 kvtier, counts as supplied by ``host`` or ``disk``."""
+    metrics = engine.metrics()
+    counted = metrics.get(f"vllm:prompt_tokens_cached_by_source_total{{{source}}}")
+    if counted is not None:
+        return counted
+    return metrics.get(
+        {"host": "kvtier_hit_tokens_total{ram}", "disk": "kvtier_hit_tokens_total{ssd}"}[source], 0.0
+    )
 
 
 def store(engine: Engine, cache: CacheProcess) -> Answer:
@@ -173,6 +180,25 @@ def test_tensor_parallel(llama: Path, cache: CacheProcess, start: StartEngine, o
     assert cold == Answer(oracle(llama, prompt(LENGTH)), 0, "length")
     assert warm == Answer(oracle(llama, prompt(LENGTH)), WHOLE_CHUNKS, "length")
     assert len(status["engines"]) == 1
+
+
+def test_head_of_two_ranks_is_stored_once(
+    tmp_path: Path, cache: CacheProcess, start: StartEngine, engines: Engines
+) -> None:
+    """One KV head: 2 KiB per token, with one rank or two. Each rank writes half of the chunks."""
+    model, sizes = models.make_llama(tmp_path / "model", kv_heads=1), []
+    with engines.engine(model, None, enable_prefix_caching=False) as plain:
+        expected = plain.generate(prompt(LENGTH)).tokens
+    for ranks in (1, 2):
+        with start(model, cache, tensor_parallel_size=ranks) as engine:
+            assert engine.generate(prompt(LENGTH)).tokens == expected
+            cache.wait_until_stored(WHOLE_CHUNKS * ranks)
+            engine.reset_prefix_cache()
+            assert engine.generate(prompt(LENGTH)) == Answer(expected, WHOLE_CHUNKS, "length")
+            sizes.append(cache.status()["tiers"][0]["used_bytes"])
+    header = 4096  # and padding
+    assert sizes[0] == WHOLE_CHUNKS // CHUNK * (CHUNK * 4 * 2 * 64 * 4 + header)
+    assert sizes[1] == 2 * sizes[0]
 
 
 def test_engines_with_different_block_sizes_share_nothing(

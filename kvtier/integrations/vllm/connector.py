@@ -1,6 +1,6 @@
 """vLLM's KV connector interface. ``scheduler.py`` and ``worker.py`` implement the hooks.
 
-The interface is vLLM 0.32's ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_connector/v1/base.py).
+The interface is vLLM's ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_connector/v1/base.py).
 All loads are asynchronous, and limited to chunks that have been verified in host memory.
 """
 
@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import vllm
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -19,13 +18,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.bridge.protocol import Hello, Role
 from kvtier.bridge.spawn import CacheProcess, default_address
-from kvtier.errors import ChannelError, UnsupportedEngine
+from kvtier.errors import ChannelError
+from kvtier.integrations.vllm.compat import check_version, hit_sources
 from kvtier.integrations.vllm.kv_transfer import role_of
 from kvtier.integrations.vllm.layout import model_layout
 from kvtier.integrations.vllm.log_thread import LogThread
@@ -50,10 +49,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvtier")
 
-SUPPORTED_VLLM = "0.32"
 IDLE_TIMEOUT_SECONDS = 10.0
 """Time with ``prefetch.policy: wait`` after which a cache process that does not answer is unresponsive."""
-SOURCES = {"cpu": CacheHitSource.HOST, "hugepage": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -64,11 +61,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._log = LogThread.of(logger)
-        _check_version()
+        check_version(logger)
         transfer = self._kv_transfer_config
         settings = load_settings(transfer.kv_connector_extra_config)
         settings = settings.model_copy(update={"role": role_of(settings, transfer.kv_role)})
-        model = model_layout(vllm_config, kv_cache_config, settings.chunk_tokens)
+        model = model_layout(vllm_config, kv_cache_config, settings.chunk_tokens, settings.weights_id)
         events = vllm_config.kv_events_config
         wants_events = events is not None and events.enable_kv_cache_events
         self._scheduler: SchedulerSide | None = None
@@ -129,15 +126,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Plan the load of a request that has been allocated blocks."""
         self._scheduler_side.allocated(request, blocks, num_external_tokens)
 
-    def get_external_cache_hit_sources(
-        self, request: Request, num_external_tokens: int
-    ) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Return the tokens of a hit by vLLM's source types."""
-        sources: dict[CacheHitSource, int] = {}
-        for medium, tokens in self._scheduler_side.hits_by_medium(request).items():
-            source = SOURCES.get(medium, CacheHitSource.EXTERNAL_UNSPECIFIED)
-            sources[source] = sources.get(source, 0) + tokens
-        return sources
+        return hit_sources(self._scheduler_side.hits_by_medium(request))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the loads and saves of this step for the workers."""
@@ -270,12 +261,3 @@ def _connect(bridge_type: type[BridgeT], settings: Settings, hello: Hello) -> Br
     except ChannelError as error:
         logger.warning("%s: continuing without a cache until it is reachable (setting `socket`)", error)
     return bridge
-
-
-def _check_version() -> None:
-    version = vllm.__version__
-    if not version.startswith(f"{SUPPORTED_VLLM}."):
-        raise UnsupportedEngine(
-            f"this kvtier supports vLLM {SUPPORTED_VLLM}, and vLLM {version} is installed: "
-            f'run `pip install "vllm=={SUPPORTED_VLLM}.*"`, or install a kvtier for {version}'
-        )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvtier.integrations.vllm.metrics import TransferStats
+    from kvtier.memory.layout import ChunkLayout
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -54,11 +55,12 @@ class KVTransfers:
     """Starts and ends KV transfers, and builds the answers to requests. Not thread-safe."""
 
     def __init__(
-        self, settings: Settings, chunk_tokens: int, bridge: SchedulerBridge, stats: TransferStats
+        self, settings: Settings, layout: ChunkLayout, bridge: SchedulerBridge, stats: TransferStats
     ) -> None:
         self._role = settings.role
+        self._has_states = layout.has_states
         self._timeout = settings.kv_transfer.timeout
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = layout.chunk_tokens
         self._bridge = bridge
         self._stats = stats
         self._warn = RateLimitedWarning(logger)
@@ -76,6 +78,11 @@ class KVTransfers:
             detail = "".join(char if char.isprintable() else "?" for char in str(error)[:MAX_CHARACTERS])
             self._warn(f'request %s: ignoring kv_transfer_params["{NAME}"]: %s', name, detail)
             return NO_HINTS
+        if self._has_states and (hints.kv_transfer is not None or hints.expect is not None):
+            self._warn(
+                "request %s: ignoring hints `kv_transfer` and `expect`: states are only read from peers", name
+            )
+            hints = msgspec.structs.replace(hints, kv_transfer=None, expect=None)
         if hints.kv_transfer is not None and self._role == "decode":
             self._warn("request %s: ignoring hint `kv_transfer`, as this engine's `role` is decode", name)
             hints = msgspec.structs.replace(hints, kv_transfer=None)

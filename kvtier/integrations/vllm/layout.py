@@ -8,33 +8,39 @@ affects this is part of the layout's platform.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
-    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from kvtier.errors import LayoutError
-from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
+from kvtier.integrations.vllm.compat import hit_alignment
+from kvtier.integrations.vllm.probe import probe
+from kvtier.integrations.vllm.specs import check_prefill, needs, replicas_of, stored_groups
+from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+MIN_STATE_TOKENS = 64
+
 
 class Region(NamedTuple):
-    """Contiguous pages in a worker's KV memory, one for each block: ``num_blocks`` times ``page_bytes``."""
+    """Pages in a worker's KV memory, one for each block, ``stride`` bytes apart."""
 
     layer: str
     """A layer whose tensor shares the storage."""
     offset: int
     page_bytes: int
+    stride: int
+    blocks: int
 
 
 class ModelLayout(NamedTuple):
@@ -43,12 +49,28 @@ class ModelLayout(NamedTuple):
     layout: ChunkLayout
     namespace: bytes
     regions: tuple[tuple[Region, ...], ...]
-    """The regions of each KV-cache group, in the order of the layout's ``page_bytes``."""
-    num_blocks: int
+    """The regions of each stored KV-cache group, in the order of the layout's ``page_bytes``."""
+    group_ids: tuple[int, ...]
+    """vLLM's numbers of the groups in the layout."""
+    layers: tuple[tuple[str, ...], ...] = ()
+    """The names of the layers of each group."""
+
+    def blocks(self, tables: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
+        """Select the block tables of the groups in the layout."""
+        return tuple(tables[group] for group in self.group_ids)
 
 
-def model_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int) -> ModelLayout:
-    """Return the layout of this engine's chunks. Raises :class:`LayoutError` if it is unsupported."""
+def model_layout(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    chunk_tokens: int | Literal["auto"],
+    weights_id: str = "",
+) -> ModelLayout:
+    """Return the layout of this engine's chunks. Raises :class:`LayoutError` if it is unsupported.
+
+    ``chunk_tokens``: with ``auto``, see :func:`automatic_chunk_tokens`. ``weights_id``: see the setting.
+    """
+    check_prefill(vllm_config)
     parallel = vllm_config.parallel_config
     for setting in (
         "pipeline_parallel_size",
@@ -58,40 +80,37 @@ def model_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_
     ):
         if getattr(parallel, setting, 1) > 1:
             raise LayoutError(f"{setting} is {getattr(parallel, setting)}: kvtier only supports 1")
-    groups = kv_cache_config.kv_cache_groups
-    if not groups:
-        raise LayoutError("the model has no KV cache: serve it without --kv-transfer-config")
-    regions = tuple(tuple(_regions(kv_cache_config, group)) for group in groups)
+    group_ids = stored_groups(kv_cache_config)
+    stored = [kv_cache_config.kv_cache_groups[number] for number in group_ids]
+    regions = tuple(tuple(_regions(kv_cache_config, group)) for group in stored)
+    groups = []
+    for group, found in zip(stored, regions, strict=True):
+        window, state = needs(group)
+        page_bytes = tuple(region.page_bytes for region in found)
+        replicas = replicas_of(vllm_config, kv_cache_config, group)
+        groups.append(GroupLayout(group.kv_cache_spec.block_size, page_bytes, window, state, replicas))
+    if chunk_tokens == "auto":
+        chunk_tokens = automatic_chunk_tokens(groups, kv_cache_config)
     layout = ChunkLayout(
         chunk_tokens=chunk_tokens,
-        groups=tuple(
-            GroupLayout(
-                group.kv_cache_spec.block_size,
-                tuple(region.page_bytes for region in found),
-                _window(group),
-            )
-            for group, found in zip(groups, regions, strict=True)
-        ),
+        groups=tuple(groups),
         ranks=parallel.tensor_parallel_size,
         platform=_platform(vllm_config, kv_cache_config),
     )
-    return ModelLayout(layout, namespace(_model(vllm_config), layout), regions, kv_cache_config.num_blocks)
+    layers = tuple(tuple(group.layer_names) for group in stored)
+    return ModelLayout(layout, namespace(_model(vllm_config, weights_id), layout), regions, group_ids, layers)
 
 
-def _window(group: KVCacheGroupSpec) -> int:
-    """Return the group's attention window; 0 for full attention. Raises :class:`LayoutError` for others."""
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        spec = next(iter(spec.kv_cache_specs.values()))
-    if isinstance(spec, SlidingWindowSpec):
-        return int(spec.sliding_window) + int(spec.extra_retained_tokens)
-    if isinstance(spec, FullAttentionSpec):
-        return 0
-    kind = type(spec).__name__.removesuffix("Spec")
-    raise LayoutError(
-        f"layers such as {group.layer_names[0]} use {kind}, which kvtier does not support: it supports "
-        "full and sliding-window attention; serve this model without --kv-transfer-config"
-    )
+def automatic_chunk_tokens(groups: Sequence[GroupLayout], config: KVCacheConfig) -> int:
+    """Return the multiple of all block sizes that is nearest to :data:`CHUNK_TOKENS`.
+
+    With states, a hit ends where one is stored, at a multiple of vLLM's alignment of hits: chunks are as
+    short as that, but not shorter than :data:`MIN_STATE_TOKENS`.
+    """
+    unit = math.lcm(*(group.block_tokens for group in groups), hit_alignment(config))
+    if any(group.state for group in groups):
+        return -(-MIN_STATE_TOKENS // unit) * unit
+    return max(1, round(CHUNK_TOKENS / unit)) * unit
 
 
 def _regions(config: KVCacheConfig, group: KVCacheGroupSpec) -> Iterator[Region]:
@@ -99,22 +118,32 @@ def _regions(config: KVCacheConfig, group: KVCacheGroupSpec) -> Iterator[Region]
     names = set(group.layer_names)
     for tensor in config.kv_cache_tensors:
         if names.intersection(tensor.layers):
-            yield from _tensor_regions(config.num_blocks, tensor, names)
+            yield from _tensor_regions(config.num_blocks_of(tensor), tensor, group)
 
 
-def _tensor_regions(num_blocks: int, tensor: KVCacheTensor, names: set[str]) -> list[Region]:
+def _tensor_regions(num_blocks: int, tensor: KVCacheTensor, group: KVCacheGroupSpec) -> Iterator[Region]:
+    """Yield the regions of a group's layers in one tensor: of states, without the padding after them."""
     page_bytes = tensor.block_stride
     run_bytes = num_blocks * page_bytes
-    if tensor.layer_stride < run_bytes:
+    layers = [(index, layer) for index, layer in enumerate(tensor.layers) if layer in group.layer_names]
+    if needs(group).state:
+        for index, layer in layers:
+            state_bytes = _spec_of(group, layer).state_content_size_bytes
+            offset = tensor.offset + index * tensor.layer_stride
+            yield Region(layer, offset, state_bytes, page_bytes, num_blocks)
+    elif tensor.layer_stride < run_bytes:
         # Blocks are the outermost dimension: a page holds the block of all layers.
-        return [Region(next(layer for layer in tensor.layers if layer in names), 0, page_bytes)]
-    runs_per_layer = tensor.layer_stride // run_bytes
-    return [
-        Region(layer, tensor.offset + index * tensor.layer_stride + run * run_bytes, page_bytes)
-        for index, layer in enumerate(tensor.layers)
-        if layer in names
-        for run in range(runs_per_layer)
-    ]
+        yield Region(layers[0][1], 0, page_bytes, page_bytes, num_blocks)
+    else:
+        for index, layer in layers:
+            for run in range(tensor.layer_stride // run_bytes):
+                offset = tensor.offset + index * tensor.layer_stride + run * run_bytes
+                yield Region(layer, offset, page_bytes, page_bytes, num_blocks)
+
+
+def _spec_of(group: KVCacheGroupSpec, layer: str) -> Any:
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def _platform(vllm_config: VllmConfig, config: KVCacheConfig) -> str:
@@ -131,29 +160,40 @@ def _platform(vllm_config: VllmConfig, config: KVCacheConfig) -> str:
     return "|".join(parts)
 
 
-def _model(vllm_config: VllmConfig) -> str:
+def _model(vllm_config: VllmConfig, weights_id: str) -> str:
     """Return a string of everything that distinguishes one model's KV from another's."""
     model = vllm_config.model_config
     shape = model.hf_config.to_dict()
     for volatile in ("_name_or_path", "transformers_version"):
         shape.pop(volatile, None)
-    return json.dumps([model.model, model.revision, model.quantization, shape], sort_keys=True, default=str)
+    parts = [model.model, model.revision, model.quantization, shape, weights_id]
+    return json.dumps(parts, sort_keys=True, default=str)
 
 
-def page_views(model: ModelLayout, kv_caches: dict[str, torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return a byte view ``(num_blocks, page_bytes)`` of the worker's KV memory for each group and region.
+def page_views(
+    model: ModelLayout, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+) -> list[list[torch.Tensor]]:
+    """Return a byte view ``(blocks, page_bytes)`` of the worker's KV memory for each group and region.
 
-    Raises :class:`LayoutError` if the tensors are smaller than vLLM's description of them.
+    Raises :class:`LayoutError` if the tensors are not as vLLM describes them.
     """
     views = []
-    for regions in model.regions:
+    for number, regions, layers in zip(model.group_ids, model.regions, model.layers, strict=True):
         group_views = []
         for region in regions:
-            storage = kv_caches[region.layer].untyped_storage()
+            storage = _tensors(kv_caches[region.layer])[0].untyped_storage()
             raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            stop = region.offset + model.num_blocks * region.page_bytes
+            stop = region.offset + (region.blocks - 1) * region.stride + region.page_bytes
             if raw.numel() < stop:
                 raise LayoutError(f"the KV memory of {region.layer} has {raw.numel()} bytes, expected {stop}")
-            group_views.append(raw[region.offset : stop].view(model.num_blocks, region.page_bytes))
+            shape, strides = (region.blocks, region.page_bytes), (region.stride, 1)
+            group_views.append(raw.as_strided(shape, strides, region.offset))
+        tensors = [(name, tensor) for name in layers for tensor in _tensors(kv_caches[name])]
+        probe(number, tensors, group_views, regions[0].blocks)
         views.append(group_views)
     return views
+
+
+def _tensors(cache: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the tensors of a layer: states may have several in the same memory."""
+    return [cache] if isinstance(cache, torch.Tensor) else cache

@@ -42,6 +42,12 @@ class RequestState:
     next_chunk: int = 0
     """The first chunk that is neither held nor saved."""
     tail_saved: bool = False
+    branch: int = 0
+    """With states: chunks that other prompts have stored as well, up to where no state was stored."""
+    hit_chunks: int = 0
+    """Chunks that were not computed, but found in vLLM's own cache or in a tier."""
+    saved_states: set[int] = field(default_factory=set)
+    """The numbers of chunks at whose end a state was planned to be stored."""
     held_blocks: tuple[Sequence[int], ...] | None = None
     """Block table of a finished request, if vLLM keeps the blocks until they are saved."""
     load_failed: bool = False

@@ -17,8 +17,8 @@ from kvtier.integrations.vllm.changes import ChangeLog
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.request import RequestState
-from kvtier.memory.keys import ChunkKey, join_keys
-from kvtier.memory.layout import ChunkLayout
+from kvtier.memory.keys import ChunkKey, join_keys, state_key
+from kvtier.memory.layout import STATE_TOKENS, ChunkLayout
 from kvtier.rpc.calls import Call
 from kvtier.settings import Settings
 from kvtier.units import MIB
@@ -52,9 +52,17 @@ def chunk_blocks(
     return tuple(found)
 
 
+def state_blocks(layout: ChunkLayout, blocks: Blocks, tokens: int) -> tuple[list[int], ...]:
+    """Return the block of each group that holds the state after ``tokens`` tokens; none of other groups."""
+    return tuple(
+        [ids[-(-tokens // group.block_tokens) - 1]] if group.state else []
+        for group, ids in zip(layout.groups, blocks, strict=True)
+    )
+
+
 @dataclass(slots=True, eq=False)
 class Save:
-    """Consecutive chunks of one request to store."""
+    """Consecutive chunks of one request to store, or one state."""
 
     state: RequestState
     first: int
@@ -65,6 +73,11 @@ class Save:
     """The request's preemption count: after a further preemption it has lost its blocks."""
     kv_transfer: int
     """Ticket of the KV transfer for which to reserve room in the staging buffer as well; 0 for none."""
+    is_state: bool = False
+    state_blocks: tuple[list[int], ...] | None = None
+    """The blocks of a state, in the one step in which they are valid."""
+    continued: bytes = b""
+    """For a state: the last chunk of the hit that the request continued."""
     void: bool = False
     epoch: int = 0
     """The cache process that the reservation was requested from."""
@@ -72,10 +85,15 @@ class Save:
     """The granted room, for each of :attr:`runs`."""
 
     @property
+    def leases(self) -> list[int]:
+        """The reservations of the granted room."""
+        return [slot.lease for room in self.slots or () for slot in room if slot is not None]
+
+    @property
     def runs(self) -> list[Run]:
         """The room to reserve: in the staging buffer, if any, then in the arena."""
         parent, keys = self.state.parent(self.first), join_keys(self.keys)
-        arena = Run(parent, keys, self.sizes[-1], hints=self.state.hints.for_chunks)
+        arena = Run(parent, keys, self.sizes[-1], hints=self.state.hints.for_chunks, continued=self.continued)
         return [Run(parent, keys, self.sizes[-1], self.kv_transfer), arena] if self.kv_transfer else [arena]
 
 
@@ -90,6 +108,7 @@ class Saves:
         stats: TransferStats,
         changes: ChangeLog | None,
     ) -> None:
+        self._tails = not layout.has_states
         self._partial_chunks = settings.partial_chunks
         self._stages = settings.kv_transfer.device == "cuda"
         self._layout = layout
@@ -108,6 +127,8 @@ class Saves:
         """Saves that wait for a step in which their request is scheduled."""
         self._unusable: list[int] = []
         """Reservations to abandon."""
+        self._states: dict[tuple[str, int], Save] = {}
+        """States to come, by request id and number of chunks."""
         self._held: list[RequestState] = []
         """Finished requests whose blocks vLLM keeps until they are saved."""
 
@@ -136,7 +157,8 @@ class Saves:
     def _wants_tail(self, state: RequestState, computed: int) -> bool:
         prompt = state.request.num_prompt_tokens
         return (
-            (self._partial_chunks or state.kv_transfer is not None)
+            self._tails
+            and (self._partial_chunks or state.kv_transfer is not None)
             and not state.tail_saved
             and computed >= prompt
             and prompt % self._layout.chunk_tokens != 0
@@ -179,6 +201,34 @@ class Saves:
             self._planned.append(Save(state, first, keys, sizes, state.request.num_preemptions, kv_transfer))
         return len(keys)
 
+    def expect_state(self, state: RequestState, chunks: int) -> Save:
+        """Reserve room for the state at the end of a chunk, which will be there for one step only."""
+        save = self._states.get((state.request.request_id, chunks))
+        if save is None or save.void or save.preemptions != state.request.num_preemptions:
+            keys = [state_key(state.parent(chunks))]
+            save = Save(state, chunks, keys, [STATE_TOKENS], state.request.num_preemptions, 0, is_state=True)
+            save.continued = state.parent(state.hit_chunks) if state.hit_chunks else b""
+            self._states[state.request.request_id, chunks] = save
+            self._planned.append(save)
+        return save
+
+    def plan_state(self, state: RequestState, chunks: int, blocks: tuple[list[int], ...]) -> None:
+        """Store the state at the end of a chunk from ``blocks``, in this step or never."""
+        self.expect_state(state, chunks).state_blocks = blocks
+        del self._states[state.request.request_id, chunks]
+
+    def _forget_states(self, state: RequestState) -> None:
+        """Give up states that a finished request has not come to, such as those that were held already."""
+        request_id = state.request.request_id
+        for key in [key for key in self._states if key[0] == request_id]:
+            self._states.pop(key).void = True
+        unused = [save for save in self._granted if save.is_state and save.void]
+        self._granted = [save for save in self._granted if not (save.is_state and save.void)]
+        for save in unused:
+            self._abandon(save, save.leases)
+        self._bridge.abandon(self._unusable)
+        self._unusable = []
+
     def finish(self, state: RequestState, computed: int, blocks: Blocks) -> bool:
         """Plan the remaining chunks of a finished request.
 
@@ -192,6 +242,7 @@ class Saves:
             self.plan(state, computed, min(fresh + self.backlog, self.room))
             left = computed // self._layout.chunk_tokens - state.next_chunk
             self._stats.add("not_stored_chunks", max(0, left))
+        self._forget_states(state)
         if not any(save.state is state and not save.void for save in self._pending()):
             return False
         state.held_blocks = blocks
@@ -203,6 +254,7 @@ class Saves:
         for save in self._pending():
             if state is None or save.state is state:
                 save.void = True
+        self._states = {key: save for key, save in self._states.items() if not save.void}
 
     def _pending(self) -> list[Save]:
         requested = [save for _, saves in self._requested for save in saves]
@@ -219,6 +271,9 @@ class Saves:
         jobs = self._use_answers(blocks_of)
         if self._bridge.await_reply(self._request(), wait) is not None:
             jobs += self._use_answers(blocks_of)
+        for save in self._pending():
+            if save.state_blocks is not None:  # The next step may overwrite its blocks.
+                save.void = True
         return jobs + self._last_jobs()
 
     def _use_answers(self, blocks_of: BlocksOf) -> list[Job]:
@@ -243,7 +298,7 @@ class Saves:
         self._requested.append((call, saves))
         for save in saves:
             save.epoch = self._bridge.epoch
-            if self._changes is not None:
+            if self._changes is not None and not save.is_state:
                 self._changes.remember(save.state, save.first, save.keys, save.sizes)
         return call
 
@@ -262,15 +317,23 @@ class Saves:
         """Return the copies into the granted room; ``None`` if there is nothing to copy in this step."""
         state, slots = save.state, save.slots or []
         if save.void or save.epoch != self._bridge.epoch or state.request.num_preemptions != save.preemptions:
-            self._abandon(save, [slot.lease for room in slots for slot in room if slot is not None])
+            save.void = True
+            self._abandon(save, save.leases)
             return None
-        blocks = state.held_blocks or blocks_of(state.request.request_id)
-        if blocks is None:
+        blocks: Blocks | None
+        if save.is_state and save.state_blocks is None:
             self._granted.append(save)
             return None
-        pages = [
-            chunk_blocks(self._layout, blocks, save.first + at, size) for at, size in enumerate(save.sizes)
-        ]
+        if save.state_blocks is not None:
+            pages = [save.state_blocks]
+        elif (blocks := state.held_blocks or blocks_of(state.request.request_id)) is not None:
+            pages = [
+                chunk_blocks(self._layout, blocks, save.first + at, size)
+                for at, size in enumerate(save.sizes)
+            ]
+        else:
+            self._granted.append(save)
+            return None
         copies, unusable = [], []
         places = chain.from_iterable(zip(room, save.sizes, pages, strict=True) for room in slots)
         for slot, size, chunk in places:

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from kvtier.bridge.client import SchedulerBridge
+from kvtier.bridge.client import LookupState, SchedulerBridge
 from kvtier.integrations.vllm.changes import ChangeLog
-from kvtier.integrations.vllm.copies import ChunkCopy
+from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.kv_transfer import KVTransfers
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job, StepMetadata
 from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.request import RequestState, cacheable, request_root
-from kvtier.integrations.vllm.saving import Blocks, Saves, chunk_blocks
+from kvtier.integrations.vllm.saving import Blocks, BlocksOf, Saves, chunk_blocks, state_blocks
 from kvtier.logs import RateLimitedWarning
+from kvtier.memory.layout import STATE_TOKENS
 from kvtier.settings import Settings
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class SchedulerSide:
         self._stats = TransferStats()
         self._warn = RateLimitedWarning(logger)
         self._changes = ChangeLog(self._layout.chunk_tokens) if events else None
-        self._kv_transfers = KVTransfers(settings, self._layout.chunk_tokens, bridge, self._stats)
+        self._kv_transfers = KVTransfers(settings, self._layout, bridge, self._stats)
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, tuple[int, list[int]]] = {}
         """By request id: the epoch of the cache process, and its leases that workers are reading."""
@@ -96,10 +97,11 @@ class SchedulerSide:
         request = state.request
         if request.skip_reading_prefix_cache or state.load_failed or not self._bridge.accepts_requests:
             return
-        keys = list(state.extend(request.num_tokens))
+        # A state cannot step back to compute the last token again.
+        keys = list(state.extend(request.num_tokens - self._layout.has_states))
         covered = len(keys) * self._layout.chunk_tokens
         wants_tail = self._settings.partial_chunks or self._kv_transfers.wants_tail(state)
-        if wants_tail and request.num_tokens == request.num_prompt_tokens:
+        if wants_tail and not self._layout.has_states and request.num_tokens == request.num_prompt_tokens:
             tail = state.tail_key(request.num_tokens)
             if tail is not None:
                 keys.append(tail)
@@ -149,8 +151,8 @@ class SchedulerSide:
             )
             self._cancel_lookup(state)
             return NOTHING
-        state.local_tokens = local_tokens
-        hit = self._tokens(state, len(lookup.leases))
+        state.local_tokens, state.branch = local_tokens, lookup.held
+        hit = self._tokens(state, self._chunks(lookup))
         return (hit - local_tokens, True) if hit > local_tokens else NOTHING
 
     def _wait_left(self, limit: float) -> float:
@@ -161,6 +163,10 @@ class SchedulerSide:
         if state.ticket is not None:
             self._bridge.cancel(state.ticket)
             state.ticket = None
+
+    def _chunks(self, lookup: LookupState) -> int:
+        """Return the number of chunks of a final lookup. With states, the last lease is that of the state."""
+        return max(0, len(lookup.leases) - self._layout.has_states)
 
     def _tokens(self, state: RequestState, chunks: int) -> int:
         return min(chunks * self._layout.chunk_tokens, int(state.request.num_tokens))
@@ -176,9 +182,9 @@ class SchedulerSide:
         if lookup is None or not lookup.final:
             self._cancel_lookup(state)
             return
-        state.next_chunk = max(
-            state.next_chunk, self._tokens(state, len(lookup.leases)) // self._layout.chunk_tokens
-        )
+        count = self._chunks(lookup)
+        state.hit_chunks = max(count, state.local_tokens // self._layout.chunk_tokens)
+        state.next_chunk = max(state.next_chunk, self._tokens(state, count) // self._layout.chunk_tokens)
         if not external_tokens:
             self._cancel_lookup(state)
             return
@@ -186,17 +192,20 @@ class SchedulerSide:
         state.ticket = None
         first = state.local_tokens // self._layout.chunk_tokens
         self._bridge.release(lookup.leases[:first])
-        block_ids = blocks.get_block_ids()
+        block_ids = self._model.blocks(blocks.get_block_ids())
         chunks = []
-        for index in range(first, len(lookup.leases)):
+        for index in range(first, count):
             tokens = self._tokens(state, index + 1) - index * self._layout.chunk_tokens
             pages = chunk_blocks(self._layout, block_ids, index, tokens, state.local_tokens)
             staging = lookup.staging if lookup.sources[index] == self._bridge.staging_source else 0
             lease, offset = lookup.leases[index], lookup.offsets[index]
             chunks.append(ChunkCopy(lease, offset, tokens, pages, staging))
+        if self._layout.has_states:
+            pages = state_blocks(self._layout, block_ids, self._tokens(state, count))
+            chunks.append(ChunkCopy(lookup.leases[count], lookup.offsets[count], STATE_TOKENS, pages))
         self._loading[request.request_id] = self._bridge.epoch, lookup.leases[first:]
         self._loads.append(Job(request.request_id, self._bridge.epoch, chunks))
-        self._count_hits(state, lookup.sources, external_tokens)
+        self._count_hits(state, lookup.sources[:count], external_tokens)
 
     def _count_hits(self, state: RequestState, sources: Sequence[int], external_tokens: int) -> None:
         request, chunk = state.request, self._layout.chunk_tokens
@@ -236,8 +245,7 @@ class SchedulerSide:
             if (preempted := self._requests.get(request_id)) is not None:
                 self._kv_transfers.note_preemption(preempted)
         self._plan_saves(output)
-        block_state = output.kv_connector_block_state
-        blocks_of = (lambda _: None) if block_state is None else block_state.get_block_ids
+        blocks_of = self._blocks_of(output)
         saves = self._saves.step(blocks_of, self._wait_left(STEP_WAIT_SECONDS))
         if not self._saves.unreserved:
             self._kv_transfers.end_finished()
@@ -246,6 +254,67 @@ class SchedulerSide:
         metadata = StepMetadata(self._loads, saves, computes=output.total_num_scheduled_tokens > 0)
         self._loads = []
         return metadata
+
+    def _blocks_of(self, output: SchedulerOutput) -> BlocksOf:
+        """Return a function for the block tables of the requests that are scheduled in this step."""
+        block_state = output.kv_connector_block_state
+
+        def blocks_of(request_id: str) -> Blocks | None:
+            tables = None if block_state is None else block_state.get_block_ids(request_id)
+            return None if tables is None else self._model.blocks(tables)
+
+        return blocks_of
+
+    def _plan_states(self, output: SchedulerOutput) -> None:
+        """Plan to store the states that this step leaves in blocks of their own, where chunks end.
+
+        See ``KVConnectorBlockState.boundary_state_offloads`` in vllm/v1/core/sched/output.py.
+        """
+        block_state = output.kv_connector_block_state
+        if block_state is None or not self._layout.has_states or not self._saves.possible:
+            return
+        for request_id, offers in block_state.boundary_state_offloads.items():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            offered: dict[int, dict[int, int]] = {}
+            for group, block, tokens in offers:
+                offered.setdefault(tokens, {})[group] = block
+            for tokens, block_of in offered.items():
+                chunks, rest = divmod(tokens, self._layout.chunk_tokens)
+                blocks = self._offered_blocks(block_of)
+                if blocks is not None and not rest and self._admits(state, chunks):
+                    state.saved_states.add(chunks)
+                    self._saves.plan_state(state, chunks, blocks)
+
+    def _expect_states(self, state: RequestState) -> None:
+        """Reserve room for the states at the end of a prompt before its first step."""
+        last = (state.request.num_prompt_tokens - 1) // self._layout.chunk_tokens
+        state.extend(state.request.num_prompt_tokens)
+        for chunks in {last - 1, last, state.branch}:
+            if chunks > max(state.hit_chunks, 0):
+                self._saves.expect_state(state, chunks)
+
+    def _admits(self, state: RequestState, chunks: int) -> bool:
+        """Return whether to store the state at the end of a chunk, which costs as much as many chunks.
+
+        The rule of Marconi (arXiv 2411.19379): where this prompt is likely to be continued, which is its end
+        and that of its answer, and where prompts have branched. Not without the chunks before it.
+        """
+        if chunks > state.next_chunk or chunks in state.saved_states:
+            return False
+        last = (state.request.num_prompt_tokens - 1) // self._layout.chunk_tokens
+        shared = state.request.shared_prefix_boundary // self._layout.chunk_tokens
+        return chunks >= last - 1 or chunks in (state.branch, shared)
+
+    def _offered_blocks(self, block_of: dict[int, int]) -> tuple[list[int], ...] | None:
+        """Return the blocks of a state by group; ``None`` if a group's is missing."""
+        blocks = []
+        for group, number in zip(self._layout.groups, self._model.group_ids, strict=True):
+            if group.state and block_of.get(number, NULL_BLOCK) == NULL_BLOCK:
+                return None
+            blocks.append([block_of[number]] if group.state else [])
+        return tuple(blocks)
 
     def _plan_saves(self, output: SchedulerOutput) -> None:
         """Plan to store the chunks that this step completes, and a few postponed ones of earlier steps."""
@@ -257,12 +326,15 @@ class SchedulerSide:
             before, state.settled = state.settled, state.request.num_computed_tokens
             if not possible:
                 continue
+            if before is None and self._layout.has_states:
+                self._expect_states(state)
             computed = self._computed_tokens(state.request, scheduled)
             if self._saves.due(state, computed):
                 # With speculative decoding, chunks become due one step later.
                 since = before if self._speculative and before is not None else state.settled
                 due.append((state, computed, since))
         self._saves.plan_step(due)
+        self._plan_states(output)
 
     def _computed_tokens(self, request: Request, scheduled: int) -> int:
         """Return the number of leading tokens that are known, and whose KV is final after this step."""
@@ -305,7 +377,7 @@ class SchedulerSide:
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         if not self._settings.save_decode:
             computed = min(computed, request.num_prompt_tokens)
-        held = self._saves.finish(state, computed, block_ids)
+        held = self._saves.finish(state, computed, self._model.blocks(block_ids))
         transferred = self._kv_transfers.finish(state)
         if not self._saves.unreserved:
             self._kv_transfers.end_finished()

@@ -1,0 +1,139 @@
+"""Which of vLLM's KV-cache groups kvtier stores, and what a stored prefix needs of each.
+
+Exact classes are recognised, not subclasses, which may keep something else in their blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvtier.errors import LayoutError
+from kvtier.integrations.vllm.compat import declared_shards
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SUPPORTED = (
+    "full, sliding-window, chunked-local and latent (MLA) attention, and states (Mamba, linear attention)"
+)
+
+
+class Needs(NamedTuple):
+    """What a hit needs of a group."""
+
+    window: int = 0
+    """Only the blocks of so many tokens before its end; 0 for all."""
+    state: bool = False
+    """Only the state at its end."""
+
+
+def stored_groups(config: KVCacheConfig) -> tuple[int, ...]:
+    """Return the groups that are stored: the others are rebuilt by vLLM, which declares them so.
+
+    Raises :class:`LayoutError` if there are none.
+    """
+    stored = tuple(config.prefix_cacheable_group_ids)
+    if not stored:
+        raise LayoutError("the model has no KV cache to store: serve it without --kv-transfer-config")
+    return stored
+
+
+def needs(group: KVCacheGroupSpec) -> Needs:
+    """Return what a hit needs of a group. Raises :class:`LayoutError` if kvtier does not support it."""
+    found = {_needs(spec, group) for spec in _specs(group)}
+    if len(found) > 1:
+        raise LayoutError(f"the layers of one KV-cache group differ: {', '.join(map(str, sorted(found)))}")
+    return found.pop()
+
+
+def _needs(spec: KVCacheSpec, group: KVCacheGroupSpec) -> Needs:
+    kind = type(spec)
+    if kind is FullAttentionSpec or kind is MLAAttentionSpec:
+        return Needs()
+    if kind is SlidingWindowSpec or kind is SlidingWindowMLASpec:
+        return Needs(window=int(spec.sliding_window) + int(spec.extra_retained_tokens))
+    if kind is ChunkedLocalAttentionSpec:
+        return Needs(window=int(spec.attention_chunk_size))
+    if kind is MambaSpec:
+        if spec.mamba_cache_mode != "align":
+            raise LayoutError(
+                f"layers such as {group.layer_names[0]} have states, and mamba_cache_mode is "
+                f"{spec.mamba_cache_mode}: serve this model with --enable-prefix-caching and "
+                "--mamba-cache-mode align, or without --kv-transfer-config"
+            )
+        return Needs(state=True)
+    name = kind.__name__.removesuffix("Spec")
+    raise LayoutError(
+        f"layers such as {group.layer_names[0]} use {name}, which kvtier does not support: it supports "
+        f"{SUPPORTED}; serve this model without --kv-transfer-config"
+    )
+
+
+def replicas_of(vllm_config: VllmConfig, config: KVCacheConfig, group: KVCacheGroupSpec) -> int:
+    """Return how many consecutive ranks hold the same KV of a group; 1 unless that is certain.
+
+    Latent attention has one head, that all ranks hold. With fewer KV heads than ranks, vLLM gives each head
+    to consecutive ranks (``QKVParallelLinear``). The model's configuration states one number of heads, so
+    this is only certain if all layers have as many.
+    """
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    return math.gcd(*(ranks // _shards(spec, vllm_config, config, group) for spec in _specs(group)))
+
+
+def _shards(spec: Any, vllm_config: VllmConfig, config: KVCacheConfig, group: KVCacheGroupSpec) -> int:
+    """Return into how many different parts the ranks divide a layer's KV."""
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    if isinstance(spec, MambaSpec):
+        return 1 if spec.tp_replicated else ranks
+    declared = declared_shards(spec)
+    if declared is not None or type(spec) is MLAAttentionSpec:
+        return min(ranks, int(declared or 1))
+    every = [spec for each in config.kv_cache_groups for spec in _specs(each)]
+    heads = {(spec.num_kv_heads, spec.head_size) for spec in every if isinstance(spec, AttentionSpec)}
+    if len(heads) > 1 or group.is_eagle_group:
+        return ranks
+    return min(ranks, int(vllm_config.model_config.get_total_num_kv_heads()))
+
+
+def _specs(group: KVCacheGroupSpec) -> list[Any]:
+    spec = group.kv_cache_spec
+    return list(spec.kv_cache_specs.values()) if type(spec) is UniformTypeKVCacheSpecs else [spec]
+
+
+def check_prefill(vllm_config: VllmConfig) -> None:
+    """Raise :class:`LayoutError` if this engine cannot compute the rest of a prompt after loaded KV.
+
+    vLLM then disables both chunked prefill and prefix caching: for MLA and RISC-V on CPUs
+    (``CpuPlatform.check_and_update_config``), and for pooling, encoder and attention-free models
+    (``ModelConfig.is_prefix_caching_supported``). With MLA on a CPU, tokens would be wrong.
+    """
+    model = vllm_config.model_config
+    caching = vllm_config.cache_config.enable_prefix_caching
+    chunked = vllm_config.scheduler_config.enable_chunked_prefill
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    if on_cpu and not caching and not chunked:
+        what = "MLA (latent attention)" if model.use_mla else "this model"
+        raise LayoutError(
+            f"vLLM cannot continue {what} after cached tokens on this CPU, and disables chunked prefill and "
+            "prefix caching for it: a load would give wrong tokens; serve it without --kv-transfer-config"
+        )
+    if not model.is_prefix_caching_supported and not caching:
+        raise LayoutError(
+            "vLLM does not support prefix caching for this model, so nothing that kvtier stores could be "
+            "used: serve it without --kv-transfer-config"
+        )

@@ -1,0 +1,293 @@
+"""Layouts from vLLM's own descriptions of KV caches. See ``test_with_vllm.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvtier.errors import LayoutError
+from kvtier.integrations.vllm.layout import model_layout, page_views
+from kvtier.integrations.vllm.probe import probe
+from kvtier.memory.layout import STATE_TOKENS, GroupLayout
+
+BLOCKS = 10
+HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+FULL = FullAttentionSpec(block_size=64, **HEADS)
+MLA = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+STATES = MambaSpec(
+    block_size=64,
+    shapes=((3, 20), (8, 4, 4)),
+    dtypes=(torch.float32, torch.float32),
+    page_size_padded=FULL.page_size_bytes,
+    mamba_cache_mode="align",
+)
+STATE_BYTES = 4 * (60 + 128)
+
+
+def cache_config(*specs: KVCacheSpec, layers: int = 1, alignment: int | None = None) -> KVCacheConfig:
+    """Return a cache with a group for each spec, whose tensors share memory as in vLLM."""
+    groups, tensors = [], []
+    for number, spec in enumerate(specs):
+        names = [f"layer.{number}.{layer}" for layer in range(layers)]
+        page_bytes = spec.page_size_bytes
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            names, page_bytes = list(spec.kv_cache_specs), spec.first_spec.page_size_bytes
+        groups.append(KVCacheGroupSpec(names, spec))
+        stride = BLOCKS * page_bytes
+        tensors.append(KVCacheTensor(len(names) * stride, names, stride, page_bytes))
+    config = KVCacheConfig(BLOCKS, tensors, groups, kv_cache_layout="LBHNC")
+    config.cache_hit_alignment_tokens = alignment  # No field of it before vLLM 0.32.
+    return config
+
+
+@dataclass
+class Engine:
+    """What the layout depends on besides the cache."""
+
+    ranks: int = 1
+    kv_heads: int = 2
+    device: str = "cuda"
+    caching: bool = True
+    chunked: bool = True
+    cacheable: bool = True
+    mla: bool = False
+
+    @property
+    def config(self) -> Any:
+        model = SimpleNamespace(
+            model="m",
+            revision=None,
+            quantization=None,
+            dtype="float32",
+            use_mla=self.mla,
+            is_prefix_caching_supported=self.cacheable,
+            hf_config=SimpleNamespace(to_dict=dict),
+            get_total_num_kv_heads=lambda: self.kv_heads,
+        )
+        return SimpleNamespace(
+            parallel_config=SimpleNamespace(tensor_parallel_size=self.ranks),
+            device_config=SimpleNamespace(device_type=self.device),
+            cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=self.caching),
+            scheduler_config=SimpleNamespace(enable_chunked_prefill=self.chunked),
+            model_config=model,
+        )
+
+
+def layout_of(
+    *specs: KVCacheSpec, engine: Engine | None = None, chunk_tokens: Any = "auto", **more: Any
+) -> Any:
+    return model_layout((engine or Engine()).config, cache_config(*specs, **more), chunk_tokens)
+
+
+def test_recognised_groups() -> None:
+    window = SlidingWindowSpec(block_size=32, sliding_window=100, extra_retained_tokens=3, **HEADS)
+    local = ChunkedLocalAttentionSpec(block_size=32, attention_chunk_size=96, **HEADS)
+    groups = layout_of(FULL, window, local, STATES).layout.groups
+    assert [(group.window, group.state) for group in groups] == [
+        (0, False),
+        (103, False),
+        (96, False),
+        (0, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SinkFullAttentionSpec(block_size=64, sink_len=4, **HEADS),
+        EncoderOnlyAttentionSpec(block_size=64, **HEADS),
+        CrossAttentionSpec(block_size=64, **HEADS),
+    ],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_unknown_group_is_refused_by_name(spec: KVCacheSpec) -> None:
+    """Also subclasses of supported ones."""
+    name = type(spec).__name__.removesuffix("Spec")
+    with pytest.raises(LayoutError, match=rf"layer\.1\.0 use {name}, which kvtier does not support"):
+        layout_of(FULL, spec)
+
+
+def test_every_layer_of_a_uniform_group_is_looked_at() -> None:
+    mixed = UniformTypeKVCacheSpecs(
+        64, {"a": FULL, "b": SinkFullAttentionSpec(block_size=64, sink_len=4, **HEADS)}
+    )
+    with pytest.raises(LayoutError, match="SinkFullAttention"):
+        layout_of(mixed)
+
+
+def test_state_without_its_boundaries_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"mamba_cache_mode is none: .*--enable-prefix-caching"):
+        layout_of(FULL, replace(STATES, mamba_cache_mode="none"))
+
+
+def test_groups_that_vllm_rebuilds_are_left_out() -> None:
+    config = cache_config(FULL, STATES, FULL)
+    config.kv_cache_groups[0].enable_kv_transfer = False
+    model = model_layout(Engine().config, config, "auto")
+    assert (model.group_ids, model.blocks([[1], [2], [3]])) == ((1, 2), ([2], [3]))
+    assert [group.state for group in model.layout.groups] == [True, False]
+
+
+def test_only_the_bytes_of_states_are_stored() -> None:
+    model = layout_of(STATES, FULL)
+    states, attention = model.layout.groups
+    assert states.page_bytes == (STATE_BYTES,)
+    assert attention.page_bytes == (FULL.page_size_bytes,)
+    memory = torch.arange(BLOCKS * FULL.page_size_bytes, dtype=torch.int64).to(torch.uint8)
+    shaped = memory.view(BLOCKS, FULL.page_size_bytes)
+    caches = {"layer.0.0": shaped[:, :STATE_BYTES], "layer.1.0": shaped}
+    ((state_pages,), (pages,)) = page_views(model, caches)
+    assert state_pages.shape == (BLOCKS, STATE_BYTES)
+    assert pages.shape == (BLOCKS, FULL.page_size_bytes)
+    start = 3 * FULL.page_size_bytes
+    assert torch.equal(state_pages[3], memory[start : start + STATE_BYTES])
+    assert torch.equal(pages[3], memory[start : start + FULL.page_size_bytes])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tokens"),
+    [((16,), 256), ((32, 64), 256), ((48,), 240), ((96,), 288), ((640,), 640), ((24, 32), 288)],
+)
+def test_automatic_size_is_near_256(blocks: tuple[int, ...], tokens: int) -> None:
+    specs = [replace(FULL, block_size=block) for block in blocks]
+    assert layout_of(*specs).layout.chunk_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("block", "alignment", "tokens"), [(128, 128, 128), (96, 96, 96), (640, 640, 640), (16, 16, 64)]
+)
+def test_automatic_size_with_states_is_that_of_vllm_s_hits(block: int, alignment: int, tokens: int) -> None:
+    specs = replace(FULL, block_size=block), replace(STATES, block_size=block)
+    assert layout_of(*specs, alignment=alignment).layout.chunk_tokens == tokens
+
+
+def test_size_that_does_not_fit_names_one_that_does() -> None:
+    with pytest.raises(
+        LayoutError, match=r"chunk_tokens is 100, not a multiple .*: use `auto`, 128 or another"
+    ):
+        layout_of(FULL, chunk_tokens=100)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_latent_attention_is_stored_once(ranks: int) -> None:
+    """Bytes per token do not grow with the number of ranks."""
+    layout = layout_of(MLA, layers=3, engine=Engine(ranks=ranks, kv_heads=1)).layout
+    assert layout.payload_bytes(256) // 256 == 3 * 576 * 2
+    assert layout.replicas(256) == ranks
+
+
+@pytest.mark.parametrize(("ranks", "held", "shares"), [(1, 2, 1), (2, 1, 2), (4, 1, 2), (8, 1, 2)])
+def test_heads_that_ranks_hold_in_common_are_stored_once(ranks: int, held: int, shares: int) -> None:
+    """Two KV heads, each 256 bytes per token."""
+    spec = FullAttentionSpec(block_size=64, num_kv_heads=held, head_size=32, dtype=torch.float32)
+    layout = layout_of(spec, engine=Engine(ranks=ranks, kv_heads=2)).layout
+    assert (layout.ranks // layout.replicas(256), layout.payload_bytes(256) // 256) == (shares, 2 * 256)
+
+
+def test_layers_with_different_heads_are_not_assumed_to_be_replicas() -> None:
+    """The configuration states the heads of one kind of layer only."""
+    other = FullAttentionSpec(block_size=64, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    layout = layout_of(replace(FULL, num_kv_heads=1), other, engine=Engine(ranks=4, kv_heads=2)).layout
+    assert [group.replicas for group in layout.groups] == [1, 1]
+
+
+def test_states_are_split_beside_shared_latents() -> None:
+    layout = layout_of(MLA, STATES, engine=Engine(ranks=4, kv_heads=1)).layout
+    assert (layout.replicas(256), layout.replicas(STATE_TOKENS)) == (4, 1)
+    replicated = layout_of(
+        MLA, replace(STATES, tp_replicated=True), engine=Engine(ranks=4, kv_heads=1)
+    ).layout
+    assert replicated.groups[1] == GroupLayout(64, (STATE_BYTES,), 0, True, 4)
+
+
+def test_other_weights_have_another_namespace() -> None:
+    config, cache = Engine().config, cache_config(FULL)
+    spaces = {model_layout(config, cache, "auto", weights).namespace for weights in ("", "step-1", "step-2")}
+    assert len(spaces) == 3
+
+
+def test_prefill_over_loaded_tokens_must_be_possible() -> None:
+    """MLA on a CPU without AMX: vLLM switches both off, because its kernel cannot do it."""
+    off = Engine(device="cpu", caching=False, chunked=False, mla=True)
+    with pytest.raises(LayoutError, match=r"cannot continue MLA .* a load would give wrong tokens"):
+        layout_of(MLA, engine=off)
+    with pytest.raises(LayoutError, match="does not support prefix caching for this model"):
+        layout_of(FULL, engine=Engine(caching=False, cacheable=False))
+    layout_of(MLA, engine=Engine(device="cpu", mla=True))
+    layout_of(FULL, engine=Engine(caching=False))
+
+
+def memory_of(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float32)
+
+
+def views_of(
+    tensor: torch.Tensor, page_bytes: int, *, stride: int | None = None, offset: int = 0
+) -> torch.Tensor:
+    raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return raw.as_strided((BLOCKS, page_bytes), (stride or page_bytes, 1), offset)
+
+
+@pytest.mark.parametrize("shape", [(BLOCKS, 2, 64, 8), (2, BLOCKS, 64, 4), (4 * BLOCKS, 2, 16, 8)])
+def test_probe_accepts_any_place_of_the_blocks(shape: tuple[int, ...]) -> None:
+    """Blocks first, after keys and values, or split into the smaller ones of a kernel."""
+    memory = memory_of(*shape)
+    size = memory.numel() * 4
+    runs = 2 if shape[0] == 2 else 1
+    pages = [views_of(memory, size // BLOCKS // runs, offset=run * size // runs) for run in range(runs)]
+    memory.fill_(3.0)
+    probe(0, [("layer", memory)], pages, BLOCKS)
+    assert bool((memory == 3.0).all()), "the block is restored"
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "stride", "offset", "problem"),
+    [
+        (2048, 4096, 0, "vLLM reads more from a block"),
+        (4096, 4096, 2048, "vLLM reads more from a block"),
+        (4096, 2048, 0, "vLLM reads more from a block"),
+        (8192, 4096, 0, "kvtier writes to two blocks at once"),
+    ],
+    ids=["short", "shifted", "stride", "long"],
+)
+def test_probe_finds_wrong_views(page_bytes: int, stride: int, offset: int, problem: str) -> None:
+    memory = memory_of(BLOCKS + 2, 2, 64, 8)
+    tensor, pages = memory[:BLOCKS], views_of(memory, page_bytes, stride=stride, offset=offset)
+    with pytest.raises(
+        LayoutError, match=rf"group 7 \(layer a\) is not laid out as kvtier expects: {problem}"
+    ):
+        probe(7, [("a", tensor)], [pages], BLOCKS)
+    assert not bool(memory.any()), "the block is restored"
+
+
+def test_probe_refuses_a_tensor_without_blocks() -> None:
+    memory = memory_of(7, 64)
+    with pytest.raises(LayoutError, match=r"shape \(7, 64\), without 10 blocks"):
+        probe(0, [("a", memory)], [views_of(memory_of(BLOCKS, 64), 256)], BLOCKS)
+
+
+def test_pages_are_probed_when_memory_is_registered() -> None:
+    model = layout_of(FULL)
+    other = torch.zeros((BLOCKS, 2, 64, 64), dtype=torch.bfloat16)  # Half of what the description says.
+    with pytest.raises(LayoutError, match=r"layer\.0\.0 has \d+ bytes, expected|group 0"):
+        page_views(model, {"layer.0.0": other})
+    page_views(model, {"layer.0.0": torch.zeros((BLOCKS, 2, 64, 64), dtype=torch.float32)})

