@@ -181,7 +181,7 @@ def test_namespaces_of_models_differ(left: str, right: str) -> None:
 def test_fingerprint_and_namespace_are_stable() -> None:
     fingerprint = "a0ee8ef9c66548ea856dfd973ad9c3ac3d3915828b6c281d44a4a1369cbdaf43"
     assert MODEL.fingerprint().hex() == fingerprint
-    space = "be4c32911b2bf2dd380060d472732612ce71a831f2577c22fa7db07829e804a1"
+    space = "31a50b41a763bbb9f175504687d40aee9c1bda916430599165816d1e565dc5b4"
     assert namespace("llama", MODEL).hex() == space
 
 

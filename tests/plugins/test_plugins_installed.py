@@ -63,7 +63,7 @@ async def run():
 anyio.run(run)
 """
     result = python("-c", script, KVTIER_TIERS=TIERS)
-    assert result.stdout.splitlines() == ["['cpu', 'shelf']", "[256]"], result.stderr
+    assert result.stdout.splitlines() == ["['cpu', 'shelf']", "['auto']"], result.stderr
 
 
 def test_example_settings_are_validated(python: Python) -> None:

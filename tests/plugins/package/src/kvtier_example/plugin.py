@@ -111,7 +111,7 @@ class MirrorCodec(Codec):
 class NamingObserver(Observer):
     """Records the events."""
 
-    def __init__(self, chunk_tokens: int) -> None:
+    def __init__(self, chunk_tokens: int | str) -> None:
         self.chunk_tokens = chunk_tokens
         self.phases: list[str] = []
 
