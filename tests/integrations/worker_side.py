@@ -244,6 +244,24 @@ def test_later_hook_commits_finished_saves(side: WorkerSide, bridge: Bridge, cop
     assert bridge.committed == [[1]]
 
 
+def test_ranks_write_in_turn_what_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk is copied by one of them, and committed by both: it is READY once nobody writes to it."""
+    shared = ChunkLayout(64, (GroupLayout(16, (4096,), replicas=2),), ranks=2)
+    for rank, own in ((0, [2, 4]), (1, [1, 3])):
+        bridge, copies = Bridge(), Copies()
+        monkeypatch.setattr(worker, "page_copies", lambda *_, copies=copies: copies)
+        any_bridge: Any = bridge
+        side = WorkerSide(ModelLayout(shared, b"n" * 32, (), ()), any_bridge, rank)
+        side.save([job(f"request {lease}", lease) for lease in (1, 2, 3, 4)])
+        assert [chunk.lease for chunk in copies.started[0]] == own
+        copies.finished.add(1)
+        side.save([])
+        assert bridge.committed == [[1, 2, 3, 4]]
+        stats = side.take_stats()
+        assert stats is not None
+        assert stats.data["stored_bytes"] == 2 * shared.rank_bytes(64)
+
+
 def test_replaced_cache_process_fails_the_load(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
     side.load([job("a", 1)])
     side.save([job("b", 2, last=True)])

@@ -169,9 +169,10 @@ class WorkerSide:
 
     def _save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """Copy the chunks that this rank writes. The others commit them as well, and need not wait."""
-        layout, rank = self._layout, self._rank
-        own = [chunk for chunk in chunks if chunk.staging or layout.writes(chunk.tokens, rank, chunk.lease)]
-        return self._copies.save(memory, own)
+        return self._copies.save(memory, [chunk for chunk in chunks if self._writes(chunk)])
+
+    def _writes(self, chunk: ChunkCopy) -> bool:
+        return bool(chunk.staging) or self._layout.writes(chunk.tokens, self._rank, chunk.lease)
 
     def _poll_copies(self) -> None:
         """Report completed copies to the cache process. Does not wait for the others."""
@@ -233,7 +234,7 @@ class WorkerSide:
             batch.lost += batch.chunks
         if batch.lost:  # Chunks that are not staged are pushed from the first tier instead.
             self._bridge.abandon([chunk.lease for chunk in batch.lost], batch.epoch)
-        stored = [chunk for chunk in batch.chunks if not chunk.staging]
+        stored = [chunk for chunk in batch.chunks if not chunk.staging and self._writes(chunk)]
         if committed and stored:
             self._report("stored", "store", batch, stored)
         return True
