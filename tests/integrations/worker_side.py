@@ -262,6 +262,23 @@ def test_ranks_write_in_turn_what_they_share(monkeypatch: pytest.MonkeyPatch) ->
         assert stats.data["stored_bytes"] == 2 * shared.rank_bytes(64)
 
 
+def test_sleep_and_wake(side: WorkerSide, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KV memory is unmapped meanwhile: no copy may use its address, and all of them have ended."""
+    registered: list[object] = []
+    monkeypatch.setattr(worker, "page_views", lambda _model, caches: [[caches]])
+    monkeypatch.setattr(worker, "page_copies", lambda *place: (registered.append(place[2]), copies)[1])
+    caches: Any = {"layer": "tensor"}
+    side.restore()
+    assert registered == [], "nothing was registered yet"
+    side.register(caches)
+    side.save([job("a", 1)])
+    side.unregister()
+    assert copies.closed
+    side.restore()
+    side.restore()
+    assert registered == [[[caches]], [], [[caches]], [[caches]]]
+
+
 def test_replaced_cache_process_fails_the_load(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
     side.load([job("a", 1)])
     side.save([job("b", 2, last=True)])

@@ -162,6 +162,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Register the engine's KV memory."""
         self._worker_side.register(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Let go of the KV memory before vLLM sleeps. Called by vLLM 0.33 and newer."""
+        self._worker_side.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """Use the KV memory again after vLLM has woken up."""
+        self._worker_side.restore()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Start the loads of this step."""
         step = self._step()

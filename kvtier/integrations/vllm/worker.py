@@ -90,6 +90,7 @@ class WorkerSide:
         self._confirm_timeout = confirm_timeout
         self._stats = TransferStats()
         self._warn = RateLimitedWarning(logger)
+        self._kv_caches: dict[str, torch.Tensor] | None = None
         self._copies = self._copies_of([])
         self._stages = stages
         self._staging = StagingBuffer(bridge)
@@ -106,10 +107,22 @@ class WorkerSide:
 
         Waits for the staging buffer, if staging is enabled.
         """
+        self._kv_caches = kv_caches
         pages = page_views(self._model, kv_caches)
         self._copies = self._copies_of(pages)
         if self._stages:
             self._staging.request(pages[0][0].device)
+
+    def unregister(self) -> None:
+        """Forget the addresses of the KV memory, which vLLM unmaps while it sleeps. Waits for copies."""
+        self._copies.close()
+        self._poll_copies()
+        self._copies = self._copies_of([])
+
+    def restore(self) -> None:
+        """Undo :meth:`unregister` once the KV memory is mapped again. Chunks stay in the cache meanwhile."""
+        if self._kv_caches is not None:
+            self._copies = self._copies_of(page_views(self._model, self._kv_caches))
 
     def _copies_of(self, pages: list[list[torch.Tensor]]) -> PageCopies:
         return page_copies(self._layout, self._rank, pages, NULL_BLOCK)
