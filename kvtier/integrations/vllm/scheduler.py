@@ -15,13 +15,14 @@ from vllm.v1.request import RequestStatus
 
 from kvtier.bridge.client import LookupState, SchedulerBridge
 from kvtier.integrations.vllm.changes import ChangeLog
-from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
+from kvtier.integrations.vllm.copies import ChunkCopy
 from kvtier.integrations.vllm.kv_transfer import KVTransfers
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job, StepMetadata
 from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.request import RequestState, cacheable, request_root
 from kvtier.integrations.vllm.saving import Blocks, BlocksOf, Saves, chunk_blocks, state_blocks
+from kvtier.integrations.vllm.states import States
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.layout import STATE_TOKENS
 from kvtier.settings import Settings
@@ -76,6 +77,9 @@ class SchedulerSide:
         """By request id: the epoch of the cache process, and its leases that workers are reading."""
         self._loads: list[Job] = []
         self._saves = Saves(settings, self._layout, bridge, self._stats, self._changes)
+        self._states: States | None = None
+        if self._layout.has_states:
+            self._states = States(model, self._saves, save_decode=settings.save_decode)
         self._waited_before = 0.0
         """Value of ``bridge.waited`` when this step began."""
 
@@ -265,57 +269,6 @@ class SchedulerSide:
 
         return blocks_of
 
-    def _plan_states(self, output: SchedulerOutput) -> None:
-        """Plan to store the states that this step leaves in blocks of their own, where chunks end.
-
-        See ``KVConnectorBlockState.boundary_state_offloads`` in vllm/v1/core/sched/output.py.
-        """
-        block_state = output.kv_connector_block_state
-        if block_state is None or not self._layout.has_states or not self._saves.possible:
-            return
-        for request_id, offers in block_state.boundary_state_offloads.items():
-            state = self._requests.get(request_id)
-            if state is None:
-                continue
-            offered: dict[int, dict[int, int]] = {}
-            for group, block, tokens in offers:
-                offered.setdefault(tokens, {})[group] = block
-            for tokens, block_of in offered.items():
-                chunks, rest = divmod(tokens, self._layout.chunk_tokens)
-                blocks = self._offered_blocks(block_of)
-                if blocks is not None and not rest and self._admits(state, chunks):
-                    state.saved_states.add(chunks)
-                    self._saves.plan_state(state, chunks, blocks)
-
-    def _expect_states(self, state: RequestState) -> None:
-        """Reserve room for the states at the end of a prompt before its first step."""
-        last = (state.request.num_prompt_tokens - 1) // self._layout.chunk_tokens
-        state.extend(state.request.num_prompt_tokens)
-        for chunks in {last - 1, last, state.branch}:
-            if chunks > max(state.hit_chunks, 0):
-                self._saves.expect_state(state, chunks)
-
-    def _admits(self, state: RequestState, chunks: int) -> bool:
-        """Return whether to store the state at the end of a chunk, which costs as much as many chunks.
-
-        The rule of Marconi (arXiv 2411.19379): where this prompt is likely to be continued, which is its end
-        and that of its answer, and where prompts have branched. Not without the chunks before it.
-        """
-        if chunks > state.next_chunk or chunks in state.saved_states:
-            return False
-        last = (state.request.num_prompt_tokens - 1) // self._layout.chunk_tokens
-        shared = state.request.shared_prefix_boundary // self._layout.chunk_tokens
-        return chunks >= last - 1 or chunks in (state.branch, shared)
-
-    def _offered_blocks(self, block_of: dict[int, int]) -> tuple[list[int], ...] | None:
-        """Return the blocks of a state by group; ``None`` if a group's is missing."""
-        blocks = []
-        for group, number in zip(self._layout.groups, self._model.group_ids, strict=True):
-            if group.state and block_of.get(number, NULL_BLOCK) == NULL_BLOCK:
-                return None
-            blocks.append([block_of[number]] if group.state else [])
-        return tuple(blocks)
-
     def _plan_saves(self, output: SchedulerOutput) -> None:
         """Plan to store the chunks that this step completes, and a few postponed ones of earlier steps."""
         due, possible = [], self._saves.possible
@@ -326,15 +279,16 @@ class SchedulerSide:
             before, state.settled = state.settled, state.request.num_computed_tokens
             if not possible:
                 continue
-            if before is None and self._layout.has_states:
-                self._expect_states(state)
+            if before is None and self._states is not None:
+                self._states.expect(state)
             computed = self._computed_tokens(state.request, scheduled)
             if self._saves.due(state, computed):
                 # With speculative decoding, chunks become due one step later.
                 since = before if self._speculative and before is not None else state.settled
                 due.append((state, computed, since))
         self._saves.plan_step(due)
-        self._plan_states(output)
+        if self._states is not None:
+            self._states.plan(output, self._requests)
 
     def _computed_tokens(self, request: Request, scheduled: int) -> int:
         """Return the number of leading tokens that are known, and whose KV is final after this step."""
