@@ -70,6 +70,7 @@ class Engine:
     chunked: bool = True
     cacheable: bool = True
     mla: bool = False
+    speculative: bool = False
 
     @property
     def config(self) -> Any:
@@ -89,6 +90,7 @@ class Engine:
             cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=self.caching),
             scheduler_config=SimpleNamespace(enable_chunked_prefill=self.chunked),
             model_config=model,
+            speculative_config=object() if self.speculative else None,
         )
 
 
@@ -137,6 +139,14 @@ def test_every_layer_of_a_uniform_group_is_looked_at() -> None:
 def test_state_without_its_boundaries_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"mamba_cache_mode is none: .*--enable-prefix-caching"):
         layout_of(FULL, replace(STATES, mamba_cache_mode="none"))
+
+
+def test_states_with_drafts_are_refused() -> None:
+    """A state may be that after tokens that are rejected later. Attention alone is supported."""
+    drafting = Engine(speculative=True)
+    layout_of(FULL, engine=drafting)
+    with pytest.raises(LayoutError, match="does not support speculative decoding of models with states"):
+        layout_of(FULL, STATES, engine=drafting)
 
 
 def test_groups_that_vllm_rebuilds_are_left_out() -> None:

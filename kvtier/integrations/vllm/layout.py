@@ -89,6 +89,11 @@ def model_layout(
         page_bytes = tuple(region.page_bytes for region in found)
         replicas = replicas_of(vllm_config, kv_cache_config, group)
         groups.append(GroupLayout(group.kv_cache_spec.block_size, page_bytes, window, state, replicas))
+    if vllm_config.speculative_config is not None and any(group.state for group in groups):
+        raise LayoutError(
+            "kvtier does not support speculative decoding of models with states (Mamba, linear attention): "
+            "serve this model without --speculative-config, or without --kv-transfer-config"
+        )
     if chunk_tokens == "auto":
         chunk_tokens = automatic_chunk_tokens(groups, kv_cache_config)
     layout = ChunkLayout(

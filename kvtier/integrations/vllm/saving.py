@@ -222,12 +222,7 @@ class Saves:
         request_id = state.request.request_id
         for key in [key for key in self._states if key[0] == request_id]:
             self._states.pop(key).void = True
-        unused = [save for save in self._granted if save.is_state and save.void]
-        self._granted = [save for save in self._granted if not (save.is_state and save.void)]
-        for save in unused:
-            self._abandon(save, save.leases)
-        self._bridge.abandon(self._unusable)
-        self._unusable = []
+        self._abandon_void()
 
     def finish(self, state: RequestState, computed: int, blocks: Blocks) -> bool:
         """Plan the remaining chunks of a finished request.
@@ -255,6 +250,16 @@ class Saves:
             if state is None or save.state is state:
                 save.void = True
         self._states = {key: save for key, save in self._states.items() if not save.void}
+        self._abandon_void()
+
+    def _abandon_void(self) -> None:
+        """Abandon room that was granted and will not be used. At once: there may be no further step."""
+        for save in self._granted:
+            if save.void:
+                self._abandon(save, save.leases)
+        self._granted = [save for save in self._granted if not save.void]
+        self._bridge.abandon(self._unusable)
+        self._unusable = []
 
     def _pending(self) -> list[Save]:
         requested = [save for _, saves in self._requested for save in saves]
