@@ -94,6 +94,18 @@ async def test_disk_is_read_up_to_the_state(settings: MakeSettings) -> None:
         assert catalog.state(KEYS[4], 0) is State.ABSENT, "it is not part of the hit"
 
 
+async def test_nothing_is_granted_before_all_has_arrived(settings: MakeSettings) -> None:
+    """An engine takes the last chunk that it is granted for the state."""
+    async with opened(settings, ssd=64) as harness:
+        store(harness, states=[3])
+        assert await harness.cache.drain(60)
+        harness.cache.hierarchy.drop([KEYS[2], state_key(KEYS[3])])
+        found = harness.cache.look_up_state(KEYS, expected(), object_bytes(STATE))
+        assert (found.in_flight, found.ready, found.take_ready()) == (3, 2, [])
+        await harness.cache.settle(found)
+        assert contents(found) == [*KEYS[:4], state_key(KEYS[3])]
+
+
 @pytest.mark.parametrize("lost", [KEYS[1], state_key(KEYS[3])], ids=["chunk", "state"])
 async def test_all_or_nothing(settings: MakeSettings, lost: ChunkKey) -> None:
     """Without one of its chunks, or without its state, the others are of no use."""

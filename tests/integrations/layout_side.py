@@ -297,7 +297,10 @@ def test_probe_refuses_a_tensor_without_blocks() -> None:
 
 def test_pages_are_probed_when_memory_is_registered() -> None:
     model = layout_of(FULL)
-    other = torch.zeros((BLOCKS, 2, 64, 64), dtype=torch.bfloat16)  # Half of what the description says.
-    with pytest.raises(LayoutError, match=r"layer\.0\.0 has \d+ bytes, expected|group 0"):
+    short = torch.zeros((BLOCKS, 2, 64, 64), dtype=torch.bfloat16)
+    with pytest.raises(LayoutError, match=r"layer\.0\.0 has \d+ bytes, expected"):
+        page_views(model, {"layer.0.0": short})
+    other = torch.zeros((2, BLOCKS, 64, 64), dtype=torch.float32)  # As long as the description says.
+    with pytest.raises(LayoutError, match=r"group 0 \(layer layer\.0\.0\) is not laid out"):
         page_views(model, {"layer.0.0": other})
     page_views(model, {"layer.0.0": torch.zeros((BLOCKS, 2, 64, 64), dtype=torch.float32)})

@@ -26,7 +26,13 @@ def run(tests: Path, log: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tests", "count"),
-    [("worker_side.py", 20), ("scheduler_side.py", 17), ("connector_side.py", 9), ("layout_side.py", 40)],
+    [
+        ("worker_side.py", 20),
+        ("scheduler_side.py", 17),
+        ("connector_side.py", 9),
+        ("layout_side.py", 40),
+        ("saves_side.py", 6),
+    ],
 )
 def test_with_vllm(tmp_path: Path, tests: str, count: int) -> None:
     log = tmp_path / "log"

@@ -1,0 +1,126 @@
+"""Room for states: reserved in advance, used in one step, given back otherwise. See ``test_with_vllm.py``."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier import Settings
+from kvtier.bridge.client import Slot
+from kvtier.integrations.vllm.request import RequestState
+from kvtier.integrations.vllm.saving import Saves
+from kvtier.memory.keys import ChunkKey
+from kvtier.memory.layout import ChunkLayout, GroupLayout
+
+LAYOUT = ChunkLayout(16, (GroupLayout(16, (64,), state=True), GroupLayout(16, (64,))))
+BLOCKS: Any = ([7], [])
+
+
+class Bridge:
+    """A stand-in for a cache process that answers a reservation when it is told to."""
+
+    def __init__(self) -> None:
+        self.epoch, self.responsive, self.reserves = 1, True, True
+        self.calls: list[Any] = []
+        self.answers = False
+        self.abandoned: list[int] = []
+
+    def reserve(self, runs: Any) -> Any:
+        self.calls.append(SimpleNamespace(settled=False, result=None, runs=runs))
+        return self.calls[-1]
+
+    def answer(self) -> None:
+        for number, call in enumerate(self.calls, 1):
+            if not call.settled:
+                call.settled, call.result = True, [[Slot(number, 4096)] for _ in call.runs]
+
+    def await_reply(self, call: Any, wait: float) -> Any:
+        if self.answers:
+            self.answer()
+        return None if call is None else call.result
+
+    def abandon(self, leases: list[int]) -> None:
+        self.abandoned += leases
+
+
+@pytest.fixture
+def bridge() -> Bridge:
+    return Bridge()
+
+
+@pytest.fixture
+def saves(bridge: Bridge) -> Saves:
+    any_bridge: Any = bridge
+    stats: Any = SimpleNamespace(add=lambda *_: None)
+    return Saves(Settings(), LAYOUT, any_bridge, stats, None)
+
+
+@pytest.fixture
+def state() -> RequestState:
+    request: Any = SimpleNamespace(
+        request_id="a", num_preemptions=0, num_prompt_tokens=48, num_computed_tokens=32, num_tokens=48
+    )
+    root = ChunkKey(bytes(32))
+    return RequestState(request, root, 16, keys=[ChunkKey(bytes([number]) * 32) for number in (1, 2, 3)])
+
+
+def step(saves: Saves) -> list[list[int]]:
+    """Take a step. Return the leases of its copies, by job."""
+    return [job.leases for job in saves.step(lambda _: None, 0.0)]
+
+
+def test_state_is_saved_in_the_step_that_leaves_it(saves: Saves, bridge: Bridge, state: RequestState) -> None:
+    bridge.answers = True
+    saves.plan_state(state, 2, BLOCKS)
+    assert step(saves) == [[1]]
+    assert bridge.abandoned == []
+
+
+def test_late_room_is_not_used_in_a_later_step(saves: Saves, bridge: Bridge, state: RequestState) -> None:
+    """The blocks may hold another state by then: that of other tokens, under this key."""
+    saves.plan_state(state, 2, BLOCKS)
+    assert step(saves) == []
+    bridge.answer()
+    assert step(saves) == []
+    assert bridge.abandoned == [1]
+
+
+def test_room_in_advance_waits_for_its_state(saves: Saves, bridge: Bridge, state: RequestState) -> None:
+    """So that an answer may be late by some steps."""
+    saves.expect_state(state, 2)
+    assert step(saves) == []
+    bridge.answer()
+    assert step(saves) == []
+    saves.plan_state(state, 2, BLOCKS)
+    assert step(saves) == [[1]]
+    assert len(bridge.calls) == 1
+    assert bridge.abandoned == []
+
+
+def test_room_of_before_a_preemption_is_not_used(saves: Saves, bridge: Bridge, state: RequestState) -> None:
+    bridge.answers = True
+    saves.expect_state(state, 2)
+    assert step(saves) == []
+    state.request.num_preemptions += 1
+    saves.plan_state(state, 2, BLOCKS)
+    assert step(saves) == [[2]]
+    assert bridge.abandoned == [1]
+
+
+@pytest.mark.parametrize("end", ["finish", "drop"])
+def test_unused_room_is_given_back_at_once(
+    saves: Saves, bridge: Bridge, state: RequestState, end: str
+) -> None:
+    """Without a further step, which an idle engine does not take."""
+    bridge.answers = True
+    saves.expect_state(state, 2)
+    assert step(saves) == []
+    if end == "finish":
+        state.next_chunk = 3
+        assert not saves.finish(state, 48, ([1, 2, 3], [1, 2, 3]))
+    else:
+        saves.drop(state)
+    assert bridge.abandoned == [1]
+    assert saves._states == {}
