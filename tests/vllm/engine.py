@@ -54,6 +54,8 @@ class Engine:
     process: Any
     connection: Any
     log: Path
+    block_tokens: int = 0
+    """A hit of this engine is a multiple of so many tokens."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _answers: dict[int, dict[str, Any]] = field(default_factory=dict)
 
@@ -82,7 +84,8 @@ class Engine:
                 "kv_role": kv_role,
                 **(connector_type or {}),
             }
-        self._call("open", arguments={**ARGUMENTS, "model": str(model), **arguments}, connector=transfer)
+        arguments = {**ARGUMENTS, "model": str(model), **arguments}
+        self.block_tokens = self._call("open", arguments=arguments, connector=transfer)
 
     def generate(self, tokens: Sequence[int], new: int = 16, **options: Any) -> Answer:
         """Run one request with greedy decoding."""

@@ -81,7 +81,7 @@ class _Host:
     def _send(self, number: int, **answer: Any) -> None:
         self._connection.send_bytes(json.dumps({"number": number, **answer}).encode())
 
-    def _open(self, number: int, arguments: dict[str, Any], connector: dict[str, Any] | None) -> bool:
+    def _open(self, number: int, arguments: dict[str, Any], connector: dict[str, Any] | None) -> int:
         from vllm import LLM
         from vllm.config import KVEventsConfig
 
@@ -95,7 +95,7 @@ class _Host:
         if "kv_events_config" in arguments:
             arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
         self._llm = LLM(**arguments)
-        return True
+        return int(self._core.scheduler.block_size)
 
     def _generate(
         self,
