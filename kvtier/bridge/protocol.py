@@ -48,7 +48,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.layout import ChunkLayout
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
-VERSION = 6
+VERSION = 7
 
 MAX_RESERVED_CHUNKS = 32_768
 """Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
@@ -62,7 +62,7 @@ Role = Literal["scheduler", "worker", "observer"]
 class Hello(Message, frozen=True, array_like=True, tag=1):
     """First frame of every connection.
 
-    ``engine`` is the same for the scheduler and the workers of one engine on this host. ``holding``
+    ``engine`` is the same for the scheduler and the workers of one part of an engine. ``holding``
     lists the leases that a reconnecting scheduler still uses. An ``observer`` may only send
     :class:`Status` and owns nothing; its layout is empty.
     """
@@ -78,6 +78,9 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
     holding: list[int] = msgspec.field(default_factory=list)
     model: EngineModel | None = None
     """Model name and tokenizer location, for the controller. Sent by schedulers only."""
+    to: str = ""
+    """Address of another host's cache process (``peer.listen``), for a scheduler with workers there. The
+    cache process of this host passes all messages on."""
 
 
 class Welcome(Message, frozen=True, array_like=True, tag=2):

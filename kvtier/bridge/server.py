@@ -15,9 +15,10 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup
 
 from kvtier.bridge import protocol
@@ -25,7 +26,7 @@ from kvtier.bridge.engine import Engine
 from kvtier.bridge.kv_transfer import EngineKVTransfers
 from kvtier.bridge.notices import Notices
 from kvtier.concurrency.tasks import open_tasks
-from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
+from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError
 from kvtier.events import Observer
 from kvtier.instance import Instance
 from kvtier.logs import ChangedWarnings
@@ -37,6 +38,7 @@ from kvtier.rpc.greeting import check_hello
 from kvtier.rpc.wire import SocketWire
 
 if TYPE_CHECKING:
+    from kvtier.peers.engines import RemoteEngines
     from kvtier.peers.staging.buffers import Offer
 
 logger = logging.getLogger("kvtier")
@@ -65,18 +67,28 @@ class BridgeServer:
         """Set when the first engine connects."""
         self.idle = anyio.Event()
         """Set when the last engine disconnects; replaced when an engine connects."""
+        if instance.server is not None:
+            instance.server.serve_engine = self.handle_remote
 
     async def handle(self, connected: socket.socket) -> None:
-        """Serve one connection until the engine closes it."""
+        """Serve one connection of this host until the engine closes it."""
         wire = SocketWire(connected)
+        if (user := wire.frames.peer_uid) not in (0, os.getuid()):
+            logger.warning("rejected a connection of user %d", user)
+            wire.close()
+            return
+        await self._serve(wire, remote=False)
+
+    async def handle_remote(self, connected: socket.socket) -> None:
+        """Serve the scheduler of an engine of another host, which has authenticated as a peer."""
+        await self._serve(SocketWire(connected), remote=True)
+
+    async def _serve(self, wire: SocketWire, *, remote: bool) -> None:
         try:
-            if (user := wire.frames.peer_uid) not in (0, os.getuid()):
-                logger.warning("rejected a connection of user %d", user)
-                return
             endpoint = Endpoint(wire, protocol.decode_from_engine)
             async with open_tasks() as tasks:
                 try:
-                    await Connection(self, endpoint, tasks).serve()
+                    await Connection(self, endpoint, tasks, remote=remote).serve()
                 finally:
                     tasks.cancel_scope.cancel()
         except ChannelError as error:
@@ -99,6 +111,11 @@ class BridgeServer:
     def stages(self) -> bool:
         """Whether engines may have staging buffers."""
         return self._instance.stagings is not None
+
+    @property
+    def remote_engines(self) -> RemoteEngines | None:
+        """Connects schedulers of this host to other hosts."""
+        return self._instance.remote_engines
 
     @property
     def engines(self) -> int:
@@ -181,7 +198,11 @@ class BridgeServer:
 class Connection:
     """One scheduler, worker or observer."""
 
-    def __init__(self, server: BridgeServer, endpoint: Endpoint, tasks: TaskGroup) -> None:
+    def __init__(
+        self, server: BridgeServer, endpoint: Endpoint, tasks: TaskGroup, *, remote: bool = False
+    ) -> None:
+        """``remote``: whether it comes from another host, and gets no file descriptors."""
+        self._remote = remote
         self._server = server
         self._endpoint = endpoint
         self._tasks = tasks
@@ -194,6 +215,7 @@ class Connection:
         """Answer until the client closes the connection. Raises :class:`ChannelError`."""
         try:
             hello = check_hello(await self._endpoint.receive(HELLO_SECONDS), protocol.Hello, protocol.VERSION)
+            await self._admit(hello)
             if hello.role != "observer":
                 self._engine, self._rank = self._server.join(self, hello), hello.rank
             self._welcome()
@@ -206,6 +228,27 @@ class Connection:
             await self._endpoint.refuse(error, lingers=True)
         finally:
             self._leave()
+
+    async def _admit(self, hello: protocol.Hello) -> None:
+        """Return if it is for this cache process; else relay, and raise :class:`ChannelError` at the end."""
+        if self._remote and (hello.to or hello.role != "scheduler"):
+            raise ProtocolError("another host may only connect a scheduler, to this host's engines")
+        if hello.to:
+            await self._relay(hello)
+
+    async def _relay(self, hello: protocol.Hello) -> NoReturn:
+        """Connect a scheduler to the cache process of another host, until that connection ends."""
+        engines = self._server.remote_engines
+        if engines is None:
+            raise ProtocolError("it cannot authenticate to other hosts: set peer.secret or peer.tls")
+        try:
+            far = await engines.connect(hello.to)
+        except PeerError as error:
+            raise ProtocolError(str(error)) from error
+        try:
+            await self._endpoint.relay(msgspec.structs.replace(hello, to=""), far)
+        finally:
+            far.close()
 
     def _start(self, engine: Engine, hello: protocol.Hello) -> None:
         if hello.changes:
@@ -235,7 +278,7 @@ class Connection:
             [*(tier.settings.type for tier in cache.hierarchy.tiers), *staging],
             self._server.peer,
         )
-        self._endpoint.send(welcome, [cache.arena.fd])
+        self._endpoint.send(welcome, [] if self._remote else [cache.arena.fd])
 
     async def _handle(self, message: protocol.FromEngine) -> None:
         engine = self._engine

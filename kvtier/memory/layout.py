@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -31,14 +32,15 @@ class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
     ``page_bytes`` holds, per layer, the bytes of one block on one rank. ``window`` is the attention window in
     tokens, or 0 for full attention. With a window, only blocks visible to a query after the chunk are stored.
     With ``state``, a block holds the state after its last token, and ``page_bytes`` the bytes of states.
-    ``replicas`` is the number of consecutive ranks that hold the same bytes.
+    ``shards`` has a number for each rank: ranks with the same number hold the same bytes. Without ``shards``,
+    no two ranks do. With context parallelism, a block of ``block_tokens`` tokens is divided between ranks.
     """
 
     block_tokens: int
     page_bytes: tuple[int, ...]
     window: int = 0
     state: bool = False
-    replicas: int = 1
+    shards: tuple[int, ...] = ()
 
     def blocks(self, tokens: int) -> range:
         """Return the indexes of the stored blocks of a chunk of ``tokens`` tokens."""
@@ -47,6 +49,10 @@ class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
         stop = -(-tokens // self.block_tokens)
         first = max(0, tokens - self.window + 1) // self.block_tokens if self.window else 0
         return range(min(first, stop), stop)
+
+    def shard(self, rank: int) -> int:
+        """Return the number of what a rank holds."""
+        return self.shards[rank] if self.shards else rank
 
 
 class Span(NamedTuple):
@@ -99,18 +105,19 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
         """Whether a prefix can only be used where a state is stored."""
         return any(group.state for group in self.groups)
 
-    def replicas(self, tokens: int) -> int:
-        """Return how many consecutive ranks hold a chunk of ``tokens`` tokens in common."""
-        return math.gcd(self.ranks, *(group.replicas for group in self.groups if group.blocks(tokens)))
+    def shares(self, tokens: int) -> tuple[int, ...]:
+        """Return for each rank the number of the share that it holds of a chunk of ``tokens`` tokens."""
+        return _shares(self, tokens)
 
     def share(self, tokens: int, rank: int) -> int:
         """Return the offset of what a rank holds in the payload of a chunk of ``tokens`` tokens."""
-        return rank // self.replicas(tokens) * self.rank_bytes(tokens)
+        return self.shares(tokens)[rank] * self.rank_bytes(tokens)
 
     def writes(self, tokens: int, rank: int, number: int) -> bool:
         """Whether a rank writes its share of a chunk. Ranks with the same one take turns, by ``number``."""
-        replicas = self.replicas(tokens)
-        return rank % replicas == number % replicas
+        shares = self.shares(tokens)
+        holders = [other for other, share in enumerate(shares) if share == shares[rank]]
+        return holders[number % len(holders)] == rank
 
     def rank_bytes(self, tokens: int) -> int:
         """Return the payload bytes of one rank for a chunk of ``tokens`` tokens."""
@@ -118,7 +125,7 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
 
     def payload_bytes(self, tokens: int) -> int:
         """Return the payload bytes of all ranks for a chunk of ``tokens`` tokens."""
-        return self.ranks // self.replicas(tokens) * self.rank_bytes(tokens)
+        return (1 + max(self.shares(tokens))) * self.rank_bytes(tokens)
 
     def spans(self, tokens: int, rank: int) -> Iterator[Span]:
         """Yield the position of each layer of ``rank`` in the payload of a chunk of ``tokens`` tokens."""
@@ -132,6 +139,14 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
     def fingerprint(self) -> bytes:
         """Return 32 bytes that differ whenever a chunk's bytes have another meaning."""
         return blake3(msgspec.msgpack.encode(self), derive_key_context="kvtier layout v1").digest()
+
+
+@lru_cache(maxsize=64)
+def _shares(layout: ChunkLayout, tokens: int) -> tuple[int, ...]:
+    groups = [group for group in layout.groups if group.blocks(tokens)]
+    numbers: dict[tuple[int, ...], int] = {}
+    held = [tuple(group.shard(rank) for group in groups) for rank in range(layout.ranks)]
+    return tuple(numbers.setdefault(shards, len(numbers)) for shards in held)
 
 
 def namespace(model: str, layout: ChunkLayout) -> bytes:

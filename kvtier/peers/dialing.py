@@ -43,8 +43,8 @@ class PeerDialer:
         self._instance = instance
         self._executor = threads
 
-    async def dial(self) -> ControlConnection:
-        """Open a control connection. Raises ``OSError`` if unreachable, otherwise ``ChannelError``."""
+    async def dial(self, purpose: Purpose = "control") -> ControlConnection:
+        """Open a connection for messages. Raises ``OSError`` if unreachable, otherwise ``ChannelError``."""
         deadline = Deadline(CONNECT_SECONDS)
         # Resolved each time: the name may point to another host by now.
         dialer = Dialer(self._host, self._port, self._make, self._prove)
@@ -52,7 +52,9 @@ class PeerDialer:
         opened: list[ControlConnection] = []
         try:
             await in_thread(
-                lambda: opened.append(self._connect(dialer, deadline)), self._executor, deadline.expire
+                lambda: opened.append(self._connect(dialer, deadline, purpose)),
+                self._executor,
+                deadline.expire,
             )
         except BaseException:
             for control in opened:  # The call was cancelled when it had connected.
@@ -60,11 +62,11 @@ class PeerDialer:
             raise
         return opened[0]
 
-    def _connect(self, dialer: Dialer[Connection], deadline: Deadline) -> ControlConnection:
+    def _connect(self, dialer: Dialer[Connection], deadline: Deadline, purpose: Purpose) -> ControlConnection:
         connection = dialer.connect(deadline)
         try:
             with deadline.bounds(connection):
-                welcome = self._greet(connection, "control")
+                welcome = self._greet(connection, purpose)
             return ControlConnection(connection.detach(), welcome)
         except BaseException:
             connection.close()

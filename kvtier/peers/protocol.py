@@ -29,7 +29,8 @@ Message sequence::
       Ping ───────────────────────────────►      keep-alive on an idle connection
       ◄───────────────────────────── Pong
 
-After :class:`Welcome`, a connection with the purpose ``data`` belongs to the transport. A side that violates
+After :class:`Welcome`, a connection with the purpose ``data`` belongs to the transport, and one with the
+purpose ``engine`` to the bridge. A side that violates
 the protocol gets ``Refused`` with the reason, and is disconnected.
 
 Correctness rules:
@@ -53,7 +54,7 @@ from typing import Literal
 
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
-VERSION = 4
+VERSION = 5
 MAX_IN_ONE = 32_768
 """Maximum chunks of one :class:`Announce`: 1 MiB of keys."""
 MAX_RESERVED = 128
@@ -61,11 +62,15 @@ MAX_RESERVED = 128
 CHECKSUM_BYTES = 16
 NO_GRANT = 0
 
-Purpose = Literal["control", "data"]
+Purpose = Literal["control", "data", "engine"]
 
 
 class Hello(Message, frozen=True, array_like=True, tag=1):
-    """First frame of every connection. ``instance``: display name of the connecting process."""
+    """First frame of every connection. ``instance``: display name of the connecting process.
+
+    ``purpose``: messages between peers (``control``), data of a transport, or those of an engine's scheduler
+    (:mod:`kvtier.bridge.protocol`) that has workers on the server's host.
+    """
 
     version: int
     instance: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
@@ -57,6 +57,9 @@ class PeerServer:
         self._transport = transport
         self._grants = grants
         self._instance = instance
+        self.serve_engine: Callable[[socket.socket], Awaitable[None]] | None = None
+        """Serves the scheduler of an engine that has workers on this host, set by the bridge. It closes its
+        socket and raises nothing."""
         self._holdings = Holdings(cache)
         self._reservations = reservations
         self._credentials = Credentials.from_settings(settings)
@@ -200,6 +203,9 @@ class PeerServer:
                 await send_all(connected, encode(self._welcome()))
             if hello.purpose == "control":
                 await self._serve_control(connected, peer)
+            elif hello.purpose == "engine":
+                assert self.serve_engine is not None
+                await self.serve_engine(connected)
             elif isinstance(self._transport, SupportsConnections):
                 await self._transport.serve(connected)
         finally:
@@ -231,6 +237,8 @@ class PeerServer:
         if hello.purpose == "data" and not isinstance(self._transport, SupportsConnections):
             name = self._settings.transport["type"]
             return "wrong purpose", f"the transport here, {name}, accepts no data connections"
+        if hello.purpose == "engine" and self.serve_engine is None:
+            return "wrong purpose", "this instance serves no engines"
         if self._connections.total() >= MAX_CONNECTIONS:
             return "too many connections", f"the limit of {MAX_CONNECTIONS} connections is reached"
         return None

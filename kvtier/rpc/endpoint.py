@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -15,6 +15,7 @@ from kvtier.errors import ChannelClosed, ChannelError, KVTierError, ProtocolErro
 from kvtier.logs import printable
 from kvtier.rpc.calls import MAX_CALLS, Call, Calls, ReplyT, ResultT, Settle
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, encode_body
+from kvtier.rpc.relay import relay
 from kvtier.rpc.wire import SocketWire, Wire
 
 DRAIN_BYTES = 1 << 20
@@ -145,6 +146,13 @@ class Endpoint:
                 self._received.extend(await self._wire.receive())
             return self._rejecting(self._decode(self._received.popleft()))
         raise ChannelClosed(f"no message within {seconds:g} s")
+
+    async def relay(self, hello: Message, far: Wire) -> NoReturn:
+        """Pass on ``hello`` and all further frames to ``far``, and its frames back, in place of :meth:`run`.
+
+        After :meth:`receive`. Raises :class:`ChannelError` when either connection ends.
+        """
+        await relay(self._wire, far, [encode_body(hello), *self._received])
 
     async def run(
         self,

@@ -71,6 +71,11 @@ class Engine:
     cacheable: bool = True
     mla: bool = False
     speculative: bool = False
+    stages: int = 1
+    pcp: int = 1
+    dcp: int = 1
+    interleave: int = 1
+    hosts: int = 1
 
     @property
     def config(self) -> Any:
@@ -85,7 +90,14 @@ class Engine:
             get_total_num_kv_heads=lambda: self.kv_heads,
         )
         return SimpleNamespace(
-            parallel_config=SimpleNamespace(tensor_parallel_size=self.ranks),
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=self.ranks,
+                pipeline_parallel_size=self.stages,
+                prefill_context_parallel_size=self.pcp,
+                decode_context_parallel_size=self.dcp,
+                cp_kv_cache_interleave_size=self.interleave,
+                nnodes_within_dp=self.hosts,
+            ),
             device_config=SimpleNamespace(device_type=self.device),
             cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=self.caching),
             scheduler_config=SimpleNamespace(enable_chunked_prefill=self.chunked),
@@ -95,9 +107,9 @@ class Engine:
 
 
 def layout_of(
-    *specs: KVCacheSpec, engine: Engine | None = None, chunk_tokens: Any = "auto", **more: Any
+    *specs: KVCacheSpec, engine: Engine | None = None, chunk_tokens: Any = "auto", rank: int = 0, **more: Any
 ) -> Any:
-    return model_layout((engine or Engine()).config, cache_config(*specs, **more), chunk_tokens)
+    return model_layout((engine or Engine()).config, cache_config(*specs, **more), chunk_tokens, rank=rank)
 
 
 def test_recognised_groups() -> None:
@@ -202,7 +214,7 @@ def test_latent_attention_is_stored_once(ranks: int) -> None:
     """Bytes per token do not grow with the number of ranks."""
     layout = layout_of(MLA, layers=3, engine=Engine(ranks=ranks, kv_heads=1)).layout
     assert layout.payload_bytes(256) // 256 == 3 * 576 * 2
-    assert layout.replicas(256) == ranks
+    assert set(layout.shares(256)) == {0}
 
 
 @pytest.mark.parametrize(("ranks", "held", "shares"), [(1, 2, 1), (2, 1, 2), (4, 1, 2), (8, 1, 2)])
@@ -210,23 +222,108 @@ def test_heads_that_ranks_hold_in_common_are_stored_once(ranks: int, held: int, 
     """Two KV heads, each 256 bytes per token."""
     spec = FullAttentionSpec(block_size=64, num_kv_heads=held, head_size=32, dtype=torch.float32)
     layout = layout_of(spec, engine=Engine(ranks=ranks, kv_heads=2)).layout
-    assert (layout.ranks // layout.replicas(256), layout.payload_bytes(256) // 256) == (shares, 2 * 256)
+    assert (len(set(layout.shares(256))), layout.payload_bytes(256) // 256) == (shares, 2 * 256)
+    assert layout.shares(256) == tuple(rank * shares // ranks for rank in range(ranks))
 
 
 def test_layers_with_different_heads_are_not_assumed_to_be_replicas() -> None:
     """The configuration states the heads of one kind of layer only."""
     other = FullAttentionSpec(block_size=64, num_kv_heads=1, head_size=64, dtype=torch.float32)
     layout = layout_of(replace(FULL, num_kv_heads=1), other, engine=Engine(ranks=4, kv_heads=2)).layout
-    assert [group.replicas for group in layout.groups] == [1, 1]
+    assert layout.shares(256) == (0, 1, 2, 3)
 
 
 def test_states_are_split_beside_shared_latents() -> None:
     layout = layout_of(MLA, STATES, engine=Engine(ranks=4, kv_heads=1)).layout
-    assert (layout.replicas(256), layout.replicas(STATE_TOKENS)) == (4, 1)
+    assert (layout.shares(256), layout.shares(STATE_TOKENS)) == ((0,) * 4, (0, 1, 2, 3))
     replicated = layout_of(
         MLA, replace(STATES, tp_replicated=True), engine=Engine(ranks=4, kv_heads=1)
     ).layout
-    assert replicated.groups[1] == GroupLayout(64, (STATE_BYTES,), 0, True, 4)
+    assert replicated.groups[1] == GroupLayout(64, (STATE_BYTES,), 0, True, (0,) * 4)
+
+
+def test_pipeline_stages_are_parts() -> None:
+    """Each stage has its own layers, and chunks of its own: of other bytes, and in another namespace."""
+    engine = Engine(ranks=2, stages=2)
+    first = layout_of(FULL, layers=3, engine=engine, rank=1)
+    second = layout_of(FULL, layers=2, engine=engine, rank=2)
+    assert [(model.part, model.parts) for model in (first, second)] == [(0, 2), (1, 2)]
+    assert [model.layout.ranks for model in (first, second)] == [2, 2]
+    assert first.layout.payload_bytes(256) * 2 == second.layout.payload_bytes(256) * 3
+    assert layout_of(FULL, layers=3, engine=engine, rank=0).namespace == first.namespace
+    assert layout_of(FULL, layers=3, engine=engine, rank=2).namespace != first.namespace
+    assert layout_of(FULL, layers=3, engine=Engine(ranks=2)).namespace != first.namespace
+
+
+def test_stage_without_layers_of_a_group() -> None:
+    config = cache_config(FULL, STATES)
+    config.kv_cache_groups[1].layer_names = []
+    model = model_layout(Engine(stages=2).config, config, "auto")
+    assert model.layout.groups[1].page_bytes == ()
+    page_views(model, {"layer.0.0": torch.zeros((BLOCKS, 2, 64, 64), dtype=torch.float32)})
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ({"ranks": 8, "hosts": 2}, [4, 4]),
+        ({"ranks": 4, "stages": 2, "hosts": 2}, [4, 4]),
+        ({"ranks": 4, "stages": 2, "hosts": 4}, [2, 2, 2, 2]),
+        ({"ranks": 2, "stages": 4, "hosts": 2}, [2, 2, 2, 2]),
+        ({"ranks": 6, "stages": 2, "hosts": 3}, [2] * 6),
+    ],
+    ids=["tp8-on-2", "a-stage-each", "half-a-stage-each", "two-stages-each", "uneven"],
+)
+def test_no_part_is_on_several_hosts_or_stages(shape: dict[str, int], parts: list[int]) -> None:
+    engine = Engine(kv_heads=8, **shape)
+    ranks = range(engine.ranks * engine.stages)
+    models = [layout_of(FULL, engine=engine, rank=rank) for rank in ranks]
+    assert [model.layout.ranks for model in models if model.layout] == [
+        size for size in parts for _ in range(size)
+    ]
+    on = [rank * engine.hosts // len(ranks) for rank in ranks]
+    places = {(model.part, rank // engine.ranks, host) for model, rank, host in zip(models, ranks, on)}
+    assert len(places) == len(parts), "one stage and one host for each part"
+    assert len({model.namespace for model in models}) == len(parts)
+
+
+def test_ranks_that_vllm_cannot_place_are_refused() -> None:
+    with pytest.raises(LayoutError, match="6 ranks on 4 hosts: kvtier needs as many on each host"):
+        layout_of(FULL, engine=Engine(ranks=6, hosts=4))
+    with pytest.raises(LayoutError, match="prefill_context_parallel_size is 2 on 2 hosts"):
+        layout_of(MLA, engine=Engine(ranks=2, kv_heads=1, pcp=2, hosts=2))
+
+
+def test_divided_tokens_are_part_of_the_layout() -> None:
+    """Decode context parallelism: a block holds the tokens of all ranks that divide it."""
+    engine = Engine(ranks=4, kv_heads=1, dcp=4, interleave=16)
+    model = layout_of(MLA, layers=2, engine=engine)
+    assert model.layout.groups[0].block_tokens == 4 * 64
+    assert model.layout.shares(256) == (0, 1, 2, 3)
+    assert model.layout.payload_bytes(256) // 256 == 2 * 576 * 2, "as much per token as on one rank"
+    other = layout_of(MLA, layers=2, engine=replace(engine, interleave=1))
+    assert other.namespace != model.namespace
+    assert layout_of(MLA, layers=2, engine=Engine(ranks=4, kv_heads=1)).namespace != model.namespace
+
+
+def test_heads_on_ranks_that_divide_their_tokens() -> None:
+    """Two KV heads on eight ranks, of which two each divide the tokens: two ranks hold the same."""
+    spec = FullAttentionSpec(block_size=64, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    layout = layout_of(spec, engine=Engine(ranks=8, kv_heads=2, dcp=2)).layout
+    assert layout.shares(256) == (0, 1, 0, 1, 2, 3, 2, 3)
+    assert layout.payload_bytes(256) // 256 == 2 * 256
+
+
+@pytest.mark.parametrize(
+    ("dcp", "shares"), [(1, (0, 0, 0, 0)), (2, (0, 0, 1, 1)), (4, (0, 2, 1, 3))], ids=["1", "2", "4"]
+)
+def test_prefill_context_parallelism(dcp: int, shares: tuple[int, ...]) -> None:
+    """Two by two ranks: copies, unless they divide the tokens, along the prefill axis first."""
+    layout = layout_of(MLA, engine=Engine(ranks=2, kv_heads=1, pcp=2, dcp=dcp)).layout
+    assert layout.ranks == 4
+    numbers: dict[int, int] = {}
+    assert layout.shares(256) == tuple(numbers.setdefault(share, len(numbers)) for share in shares)
+    assert layout.payload_bytes(256) // 256 == 576 * 2
 
 
 def test_other_weights_have_another_namespace() -> None:

@@ -56,7 +56,7 @@ def test_what_ranks_hold_in_common_is_stored_once(
     ranks: int, chunk: tuple[int, ...], state: tuple[int, ...]
 ) -> None:
     """Latent attention beside states that are split between the ranks."""
-    latent, states = GroupLayout(64, (1000,), replicas=ranks), GroupLayout(64, (500,), state=True)
+    latent, states = GroupLayout(64, (1000,), shards=(0,) * ranks), GroupLayout(64, (500,), state=True)
     layout = ChunkLayout(128, (latent, states), ranks=ranks)
     assert layout.payload_bytes(128) == 2000
     assert layout.payload_bytes(STATE_TOKENS) == ranks * 500
@@ -66,10 +66,22 @@ def test_what_ranks_hold_in_common_is_stored_once(
 
 def test_ranks_take_turns_to_write_what_they_share() -> None:
     """Each chunk is written once for each share, and the work is divided."""
-    layout = ChunkLayout(64, (GroupLayout(64, (1000,), replicas=2),), ranks=4)
+    layout = ChunkLayout(64, (GroupLayout(64, (1000,), shards=(0, 0, 1, 1)),), ranks=4)
     writers = [[rank for rank in range(4) if layout.writes(64, rank, number)] for number in range(4)]
     assert writers == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert {layout.share(64, rank) for rank in writers[0]} == {layout.share(64, rank) for rank in writers[1]}
+
+
+def test_ranks_that_share_need_not_be_neighbours() -> None:
+    """Two heads, each on ranks that divide its tokens; what of a group differs makes another share."""
+    heads, tokens = GroupLayout(64, (10,), shards=(0, 0, 1, 1)), GroupLayout(64, (20,), shards=(0, 1, 0, 1))
+    assert ChunkLayout(64, (tokens,), ranks=4).shares(64) == (0, 1, 0, 1)
+    assert ChunkLayout(64, (heads, tokens), ranks=4).shares(64) == (0, 1, 2, 3)
+    layout = ChunkLayout(64, (tokens,), ranks=4)
+    assert [layout.share(64, rank) for rank in range(4)] == [0, 20, 0, 20]
+    assert layout.payload_bytes(64) == 40
+    writers = [[rank for rank in range(4) if layout.writes(64, rank, number)] for number in range(2)]
+    assert writers == [[0, 1], [2, 3]]
 
 
 @given(layouts, chunk_lengths)
@@ -179,9 +191,9 @@ def test_namespaces_of_models_differ(left: str, right: str) -> None:
 
 
 def test_fingerprint_and_namespace_are_stable() -> None:
-    fingerprint = "a0ee8ef9c66548ea856dfd973ad9c3ac3d3915828b6c281d44a4a1369cbdaf43"
+    fingerprint = "dded93b10539a27d1b98d471542a0ee2248a4f3449f9c7e3950ff8448b7197bd"
     assert MODEL.fingerprint().hex() == fingerprint
-    space = "31a50b41a763bbb9f175504687d40aee9c1bda916430599165816d1e565dc5b4"
+    space = "5fd4000f49d3b8a0906258a0a5b2198d650028d05504116656ddea234f822da6"
     assert namespace("llama", MODEL).hex() == space
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from kvtier.errors import UnsupportedEngine
+from kvtier.errors import LayoutError, UnsupportedEngine
 from kvtier.integrations.versions import RANGE, REQUIREMENT, support
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -52,3 +52,19 @@ def hit_alignment(config: KVCacheConfig) -> int:
 def declared_shards(spec: KVCacheSpec) -> int | None:
     """Return into how many parts tensor parallelism divides a layer's KV; ``None`` if it is not declared."""
     return getattr(spec, "max_tp_shards", None)  # From 0.31 on.
+
+
+def block_tokens_of(group: KVCacheGroupSpec, dcp: int) -> int:
+    """Return the tokens of one block of a group: those of all ranks that divide it between them.
+
+    Raises :class:`LayoutError` with decode context parallelism before vLLM 0.31: groups do not declare it.
+    """
+    spec = group.kv_cache_spec
+    if dcp == 1:
+        return int(spec.block_size)
+    if not hasattr(spec, "dcp_sharded"):
+        raise LayoutError(
+            f"decode_context_parallel_size is {dcp}: with vLLM {vllm.__version__}, kvtier only supports 1; "
+            "install vLLM 0.31 or newer"
+        )
+    return int(spec.block_size) * (dcp if spec.dcp_sharded else 1)

@@ -8,32 +8,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
 )
 
-from kvtier.bridge import protocol
-from kvtier.bridge.client import SchedulerBridge, WorkerBridge
-from kvtier.bridge.protocol import Hello, Role
-from kvtier.bridge.spawn import CacheProcess, default_address
-from kvtier.errors import ChannelError
+from kvtier.integrations.vllm.bridges import IDLE_TIMEOUT_SECONDS, Bridges
 from kvtier.integrations.vllm.compat import check_version, hit_sources
 from kvtier.integrations.vllm.kv_transfer import role_of
-from kvtier.integrations.vllm.layout import model_layout
+from kvtier.integrations.vllm.layout import ModelLayout, model_layout
 from kvtier.integrations.vllm.log_thread import LogThread
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
+from kvtier.integrations.vllm.parted import PartedMetadata, PartedSchedulerSide
+from kvtier.integrations.vllm.parts import engine_rank, other_parts, part_metadata
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.served import engine_model
 from kvtier.integrations.vllm.worker import CONFIRM_SECONDS, WorkerSide
-from kvtier.settings import Settings, load_settings
+from kvtier.settings import load_settings
 
 if TYPE_CHECKING:
     import torch
@@ -49,9 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvtier")
 
-IDLE_TIMEOUT_SECONDS = 10.0
-"""Time with ``prefetch.policy: wait`` after which a cache process that does not answer is unresponsive."""
-
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM creates one instance in its scheduler and one in each worker."""
@@ -65,43 +60,35 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         settings = load_settings(transfer.kv_connector_extra_config)
         settings = settings.model_copy(update={"role": role_of(settings, transfer.kv_role)})
-        model = model_layout(vllm_config, kv_cache_config, settings.chunk_tokens, settings.weights_id)
         events = vllm_config.kv_events_config
-        wants_events = events is not None and events.enable_kv_cache_events
-        self._scheduler: SchedulerSide | None = None
+        self._wants_events = events is not None and events.enable_kv_cache_events
+        self._bridges = Bridges(settings, transfer.engine_id)
+        self._scheduler: SchedulerSide | PartedSchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._spins = vllm_config.parallel_config.world_size > 1
         """Whether vLLM's workers are separate processes, which spin between steps."""
-
-        def hello(name: Role, rank: int) -> Hello:
-            return Hello(
-                protocol.VERSION,
-                self._kv_transfer_config.engine_id,
-                name,
-                rank,
-                model.layout,
-                model.namespace,
-                name == "scheduler" and wants_events,
-                model=engine_model(vllm_config) if name == "scheduler" else None,
-            )
-
+        rank = 0 if role is KVConnectorRole.SCHEDULER else engine_rank()
+        self._model = model_layout(
+            vllm_config, kv_cache_config, settings.chunk_tokens, settings.weights_id, rank
+        )
         if role is KVConnectorRole.SCHEDULER:
             # vLLM reads this after the constructor: a failed load must cause recomputation, not an error.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            scheduler_bridge = _open(SchedulerBridge, settings, hello("scheduler", 0))
-            self._scheduler = SchedulerSide(
-                settings,
-                model,
-                scheduler_bridge,
-                speculative=vllm_config.speculative_config is not None,
-                events=wants_events,
-            )
+            self._scheduler = self._open_part(self._model)
         else:
-            rank = get_tensor_model_parallel_rank()
-            worker_bridge = _open(WorkerBridge, settings, hello("worker", rank))
+            rank %= self._model.layout.ranks
             stages = settings.kv_transfer.device == "cuda"
-            timeout = IDLE_TIMEOUT_SECONDS if _waits(settings) else CONFIRM_SECONDS
-            self._worker = WorkerSide(model, worker_bridge, rank, stages=stages, confirm_timeout=timeout)
+            timeout = IDLE_TIMEOUT_SECONDS if self._bridges.waits else CONFIRM_SECONDS
+            bridge = self._worker_bridge = self._bridges.worker(self._model, rank)
+            self._worker = WorkerSide(self._model, bridge, rank, stages=stages, confirm_timeout=timeout)
+
+    def _open_part(self, model: ModelLayout, to: str = "") -> SchedulerSide:
+        """Return the scheduler's side of a part of the engine, whose cache process may be at an address."""
+        config = self._vllm_config
+        events = self._wants_events and model.part == 0
+        bridge = self._bridges.scheduler(model, engine_model(config), changes=events, to=to)
+        speculative = config.speculative_config is not None
+        return SchedulerSide(self._bridges.settings, model, bridge, speculative=speculative, events=events)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -156,7 +143,22 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Remove this model's chunks, for example after its weights have changed."""
         return self._scheduler_side.clear()
 
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Open the other parts of the engine. Blocks until their cache processes answer, up to 5 s each."""
+        first = self._scheduler_side
+        assert isinstance(first, SchedulerSide)
+        others = other_parts(self._model, metadata.values(), first.epoch)
+        if others:
+            sides = [first, *(self._open_part(model, address) for model, address in others)]
+            self._scheduler = PartedSchedulerSide(sides, has_states=self._model.layout.has_states)
+
     # Worker hooks.
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return what the scheduler must know of this rank's part, if the engine has several ranks."""
+        return part_metadata(self._model, self._worker_bridge) if self._spins else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the engine's KV memory."""
@@ -225,7 +227,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._log.flush()
 
     @property
-    def _scheduler_side(self) -> SchedulerSide:
+    def _scheduler_side(self) -> SchedulerSide | PartedSchedulerSide:
         assert self._scheduler is not None, "scheduler hook called in a worker"
         return self._scheduler
 
@@ -236,36 +238,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
+        if isinstance(metadata, PartedMetadata):
+            return metadata.steps[self._model.part]
         assert isinstance(metadata, StepMetadata)
         return metadata
-
-
-BridgeT = TypeVar("BridgeT", SchedulerBridge, WorkerBridge)
-
-
-def _waits(settings: Settings) -> bool:
-    return settings.prefetch.policy == "wait"
-
-
-def _open(bridge_type: type[BridgeT], settings: Settings, hello: Hello) -> BridgeT:
-    """Return a bridge to the cache process, with the limit of its prefetch policy."""
-    bridge = _connect(bridge_type, settings, hello)
-    if _waits(settings):
-        bridge.expect_answers_within(IDLE_TIMEOUT_SECONDS)
-    return bridge
-
-
-def _connect(bridge_type: type[BridgeT], settings: Settings, hello: Hello) -> BridgeT:
-    """Connect to the cache process of ``settings.socket``, or start one if that is not set."""
-    if settings.socket is None:
-        path = default_address(settings)
-        process = CacheProcess(settings, path)
-        bridge = bridge_type(hello, path, process.start_in_background, logger)
-        process.start_and_wait(bridge.connect)
-        return bridge
-    bridge = bridge_type(hello, settings.socket, logger=logger)
-    try:
-        bridge.connect()
-    except ChannelError as error:
-        logger.warning("%s: continuing without a cache until it is reachable (setting `socket`)", error)
-    return bridge

@@ -23,8 +23,8 @@ from kvtier.settings.kv_transfer import Role
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from kvtier.integrations.vllm.layout import ModelLayout
     from kvtier.integrations.vllm.metrics import TransferStats
-    from kvtier.memory.layout import ChunkLayout
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -55,12 +55,13 @@ class KVTransfers:
     """Starts and ends KV transfers, and builds the answers to requests. Not thread-safe."""
 
     def __init__(
-        self, settings: Settings, layout: ChunkLayout, bridge: SchedulerBridge, stats: TransferStats
+        self, settings: Settings, model: ModelLayout, bridge: SchedulerBridge, stats: TransferStats
     ) -> None:
         self._role = settings.role
-        self._has_states = layout.has_states
+        self._pulls_only = model.layout.has_states or model.parts > 1
+        """Whether chunks come from peers only when they are looked up. States and parts are not pushed."""
         self._timeout = settings.kv_transfer.timeout
-        self._chunk_tokens = layout.chunk_tokens
+        self._chunk_tokens = model.layout.chunk_tokens
         self._bridge = bridge
         self._stats = stats
         self._warn = RateLimitedWarning(logger)
@@ -78,9 +79,11 @@ class KVTransfers:
             detail = "".join(char if char.isprintable() else "?" for char in str(error)[:MAX_CHARACTERS])
             self._warn(f'request %s: ignoring kv_transfer_params["{NAME}"]: %s', name, detail)
             return NO_HINTS
-        if self._has_states and (hints.kv_transfer is not None or hints.expect is not None):
+        if self._pulls_only and (hints.kv_transfer is not None or hints.expect is not None):
             self._warn(
-                "request %s: ignoring hints `kv_transfer` and `expect`: states are only read from peers", name
+                "request %s: ignoring hints `kv_transfer` and `expect`: chunks of models with states, and of "
+                "engines with pipeline stages or several hosts, are only read from peers",
+                name,
             )
             hints = msgspec.structs.replace(hints, kv_transfer=None, expect=None)
         if hints.kv_transfer is not None and self._role == "decode":

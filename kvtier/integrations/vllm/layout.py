@@ -21,9 +21,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier.errors import LayoutError
-from kvtier.integrations.vllm.compat import hit_alignment
+from kvtier.integrations.vllm.compat import block_tokens_of, hit_alignment
+from kvtier.integrations.vllm.parts import Part, part_of
 from kvtier.integrations.vllm.probe import probe
-from kvtier.integrations.vllm.specs import check_prefill, needs, replicas_of, stored_groups
+from kvtier.integrations.vllm.specs import check_prefill, needs, shards_of, stored_groups
 from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, namespace
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class ModelLayout(NamedTuple):
     """vLLM's numbers of the groups in the layout."""
     layers: tuple[tuple[str, ...], ...] = ()
     """The names of the layers of each group."""
+    part: int = 0
+    """The number of this part of the engine, see ``parts.py``."""
+    parts: int = 1
 
     def blocks(self, tables: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
         """Select the block tables of the groups in the layout."""
@@ -65,21 +69,14 @@ def model_layout(
     kv_cache_config: KVCacheConfig,
     chunk_tokens: int | Literal["auto"],
     weights_id: str = "",
+    rank: int = 0,
 ) -> ModelLayout:
-    """Return the layout of this engine's chunks. Raises :class:`LayoutError` if it is unsupported.
+    """Return the layout of the chunks of a rank's part. Raises :class:`LayoutError` if it is unsupported.
 
     ``chunk_tokens``: with ``auto``, see :func:`automatic_chunk_tokens`. ``weights_id``: see the setting.
     """
     check_prefill(vllm_config)
-    parallel = vllm_config.parallel_config
-    for setting in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-        "nnodes",
-    ):
-        if getattr(parallel, setting, 1) > 1:
-            raise LayoutError(f"{setting} is {getattr(parallel, setting)}: kvtier only supports 1")
+    part = part_of(vllm_config, rank)
     group_ids = stored_groups(kv_cache_config)
     stored = [kv_cache_config.kv_cache_groups[number] for number in group_ids]
     regions = tuple(tuple(_regions(kv_cache_config, group)) for group in stored)
@@ -87,8 +84,9 @@ def model_layout(
     for group, found in zip(stored, regions, strict=True):
         window, state = needs(group)
         page_bytes = tuple(region.page_bytes for region in found)
-        replicas = replicas_of(vllm_config, kv_cache_config, group)
-        groups.append(GroupLayout(group.kv_cache_spec.block_size, page_bytes, window, state, replicas))
+        shards = shards_of(vllm_config, kv_cache_config, group, part)
+        block_tokens = block_tokens_of(group, part.shape.dcp)
+        groups.append(GroupLayout(block_tokens, page_bytes, window, state, shards))
     if vllm_config.speculative_config is not None and any(group.state for group in groups):
         raise LayoutError(
             "kvtier does not support speculative decoding of models with states (Mamba, linear attention): "
@@ -99,11 +97,12 @@ def model_layout(
     layout = ChunkLayout(
         chunk_tokens=chunk_tokens,
         groups=tuple(groups),
-        ranks=parallel.tensor_parallel_size,
-        platform=_platform(vllm_config, kv_cache_config),
+        ranks=len(part.ranks),
+        platform=_platform(vllm_config, kv_cache_config, part),
     )
     layers = tuple(tuple(group.layer_names) for group in stored)
-    return ModelLayout(layout, namespace(_model(vllm_config, weights_id), layout), regions, group_ids, layers)
+    name = namespace(_model(vllm_config, weights_id), layout)
+    return ModelLayout(layout, name, regions, group_ids, layers, part.number, part.shape.parts)
 
 
 def automatic_chunk_tokens(groups: Sequence[GroupLayout], config: KVCacheConfig) -> int:
@@ -151,7 +150,7 @@ def _spec_of(group: KVCacheGroupSpec, layer: str) -> Any:
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def _platform(vllm_config: VllmConfig, config: KVCacheConfig) -> str:
+def _platform(vllm_config: VllmConfig, config: KVCacheConfig, part: Part) -> str:
     device = vllm_config.device_config.device_type
     parts = [
         device,
@@ -162,6 +161,8 @@ def _platform(vllm_config: VllmConfig, config: KVCacheConfig) -> str:
     ]
     if device == "cpu":
         parts.append(torch.backends.cpu.get_cpu_capability())
+    if str(part):
+        parts.append(str(part))
     return "|".join(parts)
 
 
@@ -194,7 +195,8 @@ def page_views(
             shape, strides = (region.blocks, region.page_bytes), (region.stride, 1)
             group_views.append(raw.as_strided(shape, strides, region.offset))
         tensors = [(name, tensor) for name in layers for tensor in _tensors(kv_caches[name])]
-        probe(number, tensors, group_views, regions[0].blocks)
+        if regions:  # A pipeline stage may have no layer of a group.
+            probe(number, tensors, group_views, regions[0].blocks)
         views.append(group_views)
     return views
 

@@ -241,8 +241,12 @@ class Saves:
         if not any(save.state is state and not save.void for save in self._pending()):
             return False
         state.held_blocks = blocks
-        self._held.append(state)
+        self.hold(state)
         return True
+
+    def hold(self, state: RequestState) -> None:
+        """Give the workers a last job of a finished request, once nothing of it is left to save."""
+        self._held.append(state)
 
     def drop(self, state: RequestState | None = None) -> None:
         """Cancel the pending saves of a request, or of all requests."""

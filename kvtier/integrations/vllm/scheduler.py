@@ -45,6 +45,8 @@ TIMEOUT_SECONDS = 1.0
 MAX_WAIT_SECONDS = 120.0
 """Timeout of a lookup without progress with ``prefetch.policy: wait``, because a fetch may stall."""
 CLEAR_SECONDS = 1.0
+LOST = -1
+"""In the place of an epoch: no cache process has it."""
 NOTHING = (0, False)
 ASK_AGAIN = (None, False)
 
@@ -71,7 +73,7 @@ class SchedulerSide:
         self._stats = TransferStats()
         self._warn = RateLimitedWarning(logger)
         self._changes = ChangeLog(self._layout.chunk_tokens) if events else None
-        self._kv_transfers = KVTransfers(settings, self._layout, bridge, self._stats)
+        self._kv_transfers = KVTransfers(settings, model, bridge, self._stats)
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, tuple[int, list[int]]] = {}
         """By request id: the epoch of the cache process, and its leases that workers are reading."""
@@ -82,6 +84,11 @@ class SchedulerSide:
             self._states = States(model, self._saves, save_decode=settings.save_decode)
         self._waited_before = 0.0
         """Value of ``bridge.waited`` when this step began."""
+
+    @property
+    def epoch(self) -> int:
+        """The connected cache process; 0 if there is none."""
+        return self._bridge.epoch
 
     # Lookup, before a request is scheduled.
 
@@ -185,8 +192,12 @@ class SchedulerSide:
         lookup = self._bridge.found(state.ticket)
         if lookup is None or not lookup.final:
             self._cancel_lookup(state)
+            if external_tokens:  # The engine waits for a load: it fails.
+                self._loads.append(Job(request.request_id, LOST, []))
             return
-        count = self._chunks(lookup)
+        # Fewer than were found, if another part of the engine has fewer.
+        wanted = -(-(state.local_tokens + external_tokens) // self._layout.chunk_tokens)
+        count = min(self._chunks(lookup), wanted)
         state.hit_chunks = max(count, state.local_tokens // self._layout.chunk_tokens)
         state.next_chunk = max(state.next_chunk, self._tokens(state, count) // self._layout.chunk_tokens)
         if not external_tokens:
@@ -194,8 +205,8 @@ class SchedulerSide:
             return
         self._bridge.take(state.ticket)
         state.ticket = None
-        first = state.local_tokens // self._layout.chunk_tokens
-        self._bridge.release(lookup.leases[:first])
+        first, last = state.local_tokens // self._layout.chunk_tokens, count + self._layout.has_states
+        self._bridge.release(lookup.leases[:first] + lookup.leases[last:])
         block_ids = self._model.blocks(blocks.get_block_ids())
         chunks = []
         for index in range(first, count):
@@ -207,7 +218,7 @@ class SchedulerSide:
         if self._layout.has_states:
             pages = state_blocks(self._layout, block_ids, self._tokens(state, count))
             chunks.append(ChunkCopy(lookup.leases[count], lookup.offsets[count], STATE_TOKENS, pages))
-        self._loading[request.request_id] = self._bridge.epoch, lookup.leases[first:]
+        self._loading[request.request_id] = self._bridge.epoch, lookup.leases[first:last]
         self._loads.append(Job(request.request_id, self._bridge.epoch, chunks))
         self._count_hits(state, lookup.sources[:count], external_tokens)
 
@@ -336,6 +347,11 @@ class SchedulerSide:
         if not self._saves.unreserved:
             self._kv_transfers.end_finished()
         return held, self._kv_transfers.answer(request, transferred)
+
+    def report(self, request: Request) -> None:
+        """Let the workers report a finished request that has nothing to save here, but in another part."""
+        root = request_root(self._model.namespace, request)
+        self._saves.hold(RequestState(request, root, self._layout.chunk_tokens))
 
     def clear(self) -> bool:
         """Remove this model's chunks from all tiers of this host; return whether that succeeded."""

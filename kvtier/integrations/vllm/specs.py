@@ -23,7 +23,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier.errors import LayoutError
-from kvtier.integrations.vllm.compat import declared_shards
+from kvtier.integrations.vllm.compat import block_tokens_of, declared_shards
+from kvtier.integrations.vllm.parts import Part
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,19 +85,30 @@ def _needs(spec: KVCacheSpec, group: KVCacheGroupSpec) -> Needs:
     )
 
 
-def replicas_of(vllm_config: VllmConfig, config: KVCacheConfig, group: KVCacheGroupSpec) -> int:
-    """Return how many consecutive ranks hold the same KV of a group; 1 unless that is certain.
+def shards_of(
+    vllm_config: VllmConfig, config: KVCacheConfig, group: KVCacheGroupSpec, part: Part
+) -> tuple[int, ...]:
+    """Return for each rank of a part a number of what it holds of a group; empty if all differ.
 
     Latent attention has one head, that all ranks hold. With fewer KV heads than ranks, vLLM gives each head
     to consecutive ranks (``QKVParallelLinear``). The model's configuration states one number of heads, so
-    this is only certain if all layers have as many.
+    this is only certain if all layers have as many. Context parallelism divides the tokens of each head.
     """
-    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
-    return math.gcd(*(ranks // _shards(spec, vllm_config, config, group) for spec in _specs(group)))
+    shape = part.shape
+    heads = math.lcm(*(_shards(spec, vllm_config, config, group) for spec in _specs(group)))
+    if shape.tp % heads:
+        heads = shape.tp
+    divided = block_tokens_of(group, shape.dcp) > group.kv_cache_spec.block_size
+    held = [
+        (shape.tp_rank(rank) * heads // shape.tp, shape.dcp_rank(rank) if divided else 0)
+        for rank in part.ranks
+    ]
+    numbers = {shard: number for number, shard in enumerate(dict.fromkeys(held))}
+    return () if len(numbers) == len(held) else tuple(numbers[shard] for shard in held)
 
 
 def _shards(spec: Any, vllm_config: VllmConfig, config: KVCacheConfig, group: KVCacheGroupSpec) -> int:
-    """Return into how many different parts the ranks divide a layer's KV."""
+    """Return into how many different parts the ranks divide a layer's KV heads."""
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     if isinstance(spec, MambaSpec):
         return 1 if spec.tp_replicated else ranks

@@ -97,7 +97,7 @@ class Staging(Place):
         super().__init__(grants, slices.capacity)
         self.number = 1 + secrets.randbits(NUMBER_BITS - 1)
         self.ranks = layout.ranks
-        self.shares = layout.ranks // layout.replicas(layout.chunk_tokens)
+        self.shares = len(set(layout.shares(layout.chunk_tokens)))
         """Parts of a chunk's payload, each of which one or more ranks hold."""
         self._closed = False
         self._nixl_processes = nixl_processes

@@ -1,0 +1,93 @@
+"""Open the bridges from an engine's scheduler and workers to the cache process of their host."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from kvtier.bridge import protocol
+from kvtier.bridge.client import SchedulerBridge, WorkerBridge
+from kvtier.bridge.protocol import Hello, Role
+from kvtier.bridge.spawn import CacheProcess, default_address
+from kvtier.errors import ChannelError
+from kvtier.settings import Settings
+
+if TYPE_CHECKING:
+    from kvtier.agent.served import EngineModel
+    from kvtier.integrations.vllm.layout import ModelLayout
+
+logger = logging.getLogger("vllm.kvtier")
+
+IDLE_TIMEOUT_SECONDS = 10.0
+"""Time with ``prefetch.policy: wait`` after which a cache process that does not answer is unresponsive."""
+
+BridgeT = TypeVar("BridgeT", SchedulerBridge, WorkerBridge)
+
+
+class Bridges(NamedTuple):
+    """Opens the bridges of one engine. Each opening waits for the welcome."""
+
+    settings: Settings
+    engine: str
+    """vLLM's id of the engine."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether requests wait for their chunks without a deadline."""
+        return self.settings.prefetch.policy == "wait"
+
+    def scheduler(
+        self, model: ModelLayout, served: EngineModel, *, changes: bool, to: str = ""
+    ) -> SchedulerBridge:
+        """Connect the scheduler to the cache process of a part: of this host, or at the address ``to``."""
+        hello = self._hello(model, "scheduler", 0, changes, served, to)
+        return self._open(SchedulerBridge, hello)
+
+    def worker(self, model: ModelLayout, rank: int) -> WorkerBridge:
+        """Connect a worker, by its rank within its part."""
+        return self._open(WorkerBridge, self._hello(model, "worker", rank))
+
+    def _hello(
+        self,
+        model: ModelLayout,
+        role: Role,
+        rank: int,
+        changes: bool = False,
+        served: EngineModel | None = None,
+        to: str = "",
+    ) -> Hello:
+        engine = self.engine if model.parts == 1 else f"{self.engine}/{model.part}"
+        return Hello(
+            protocol.VERSION,
+            engine,
+            role,
+            rank,
+            model.layout,
+            model.namespace,
+            changes,
+            model=served,
+            to=to,
+        )
+
+    def _open(self, bridge_type: type[BridgeT], hello: Hello) -> BridgeT:
+        bridge = self._connect(bridge_type, hello)
+        if self.waits:
+            bridge.expect_answers_within(IDLE_TIMEOUT_SECONDS)
+        return bridge
+
+    def _connect(self, bridge_type: type[BridgeT], hello: Hello) -> BridgeT:
+        """Connect to the cache process of ``settings.socket``, or start one if that is not set."""
+        settings = self.settings
+        if settings.socket is None and not hello.to:
+            path = default_address(settings)
+            process = CacheProcess(settings, path)
+            bridge = bridge_type(hello, path, process.start_in_background, logger)
+            process.start_and_wait(bridge.connect)
+            return bridge
+        bridge = bridge_type(hello, settings.socket or default_address(settings), logger=logger)
+        try:
+            bridge.connect()
+        except ChannelError as error:
+            where = f"the host of {hello.to}" if hello.to else "setting `socket`"
+            logger.warning("%s: continuing without a cache until it is reachable (%s)", error, where)
+        return bridge

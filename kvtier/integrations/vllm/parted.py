@@ -1,0 +1,105 @@
+"""Scheduler side of an engine of several parts: one :class:`SchedulerSide` each, whose answers are combined.
+
+A prefix is loaded as far as every part has it. Parts store, lose and evict their chunks independently; one
+whose cache process cannot be reached only makes prompts miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from kvtier.integrations.vllm.metadata import StepMetadata
+from kvtier.integrations.vllm.metrics import TransferStats
+from kvtier.integrations.vllm.saving import Blocks
+from kvtier.integrations.vllm.scheduler import ASK_AGAIN, NOTHING, SchedulerSide
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class PartedMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What the workers of each part do in one step."""
+
+    steps: list[StepMetadata] = field(default_factory=list)
+
+
+class PartedSchedulerSide:
+    """The hooks of :class:`SchedulerSide`, for all parts. Not thread-safe. Blocks as each of them does."""
+
+    def __init__(self, sides: Sequence[SchedulerSide], *, has_states: bool) -> None:
+        """``sides``: by number of their part; the first one reports events and metrics for all."""
+        self._sides = sides
+        self._has_states = has_states
+
+    def on_new_request(self, request: Request) -> None:
+        """See :class:`SchedulerSide`."""
+        for side in self._sides:
+            side.on_new_request(request)
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """Return the tokens that all parts can load; ``None`` while an answer is pending."""
+        found = [side.matched_tokens(request, local_tokens)[0] for side in self._sides]
+        counts = [tokens for tokens in found if tokens is not None]
+        if len(counts) < len(found):
+            return ASK_AGAIN
+        tokens = min(counts)
+        if not tokens or (self._has_states and tokens < max(counts)):  # A state cannot step back.
+            return NOTHING
+        return tokens, True
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """See :class:`SchedulerSide`."""
+        for side in self._sides:
+            side.allocated(request, blocks, external_tokens)
+
+    def hits_by_medium(self, request: Request) -> dict[str, int]:
+        """See :class:`SchedulerSide`."""
+        return self._sides[0].hits_by_medium(request)
+
+    def build_metadata(self, output: SchedulerOutput) -> PartedMetadata:
+        """Return the loads and saves of the next step, by part."""
+        return PartedMetadata([side.build_metadata(output) for side in self._sides])
+
+    def update_from_output(self, output: KVConnectorOutput) -> None:
+        """See :class:`SchedulerSide`."""
+        for side in self._sides:
+            side.update_from_output(output)
+
+    def finished(self, request: Request, block_ids: Blocks) -> tuple[bool, dict[str, Any] | None]:
+        """See :class:`SchedulerSide`. The blocks are kept until the last save of every part."""
+        answers = [side.finished(request, block_ids) for side in self._sides]
+        held = any(holds for holds, _ in answers)
+        if held:
+            # vLLM waits for a report of every worker.
+            for side, (holds, _) in zip(self._sides, answers, strict=True):
+                if not holds:
+                    side.report(request)
+        return held, answers[0][1]
+
+    def clear(self) -> bool:
+        """See :class:`SchedulerSide`."""
+        cleared = [side.clear() for side in self._sides]
+        return all(cleared)
+
+    def events(self) -> Iterable[KVCacheEvent]:
+        """See :class:`SchedulerSide`."""
+        return self._sides[0].events()
+
+    def take_stats(self) -> TransferStats | None:
+        """See :class:`SchedulerSide`."""
+        stats = [side.take_stats() for side in self._sides]
+        return stats[0]
+
+    def close(self) -> None:
+        """See :class:`SchedulerSide`."""
+        for side in self._sides:
+            side.close()
