@@ -59,9 +59,10 @@ class Peer:
         *,
         layout: ChunkLayout = LAYOUT,
         namespace: bytes = NAMESPACE,
+        engine: str = "engine",
         **more: object,
     ) -> Welcome:
-        hello = Hello(protocol.VERSION, "engine", role, rank, layout, namespace, **more)  # type: ignore[arg-type]
+        hello = Hello(protocol.VERSION, engine, role, rank, layout, namespace, **more)  # type: ignore[arg-type]
         await self.send(hello)
         with anyio.fail_after(30):
             data, fds = await self.stream.receive_fds(65536, 1)

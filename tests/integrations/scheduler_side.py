@@ -21,6 +21,7 @@ from kvtier.bridge.protocol import (
     Cleared,
     Found,
     Lookup,
+    Release,
     Reserve,
     Reserved,
 )
@@ -391,3 +392,33 @@ def test_clear_times_out_after_a_second_and_returns_immediately_if_unresponsive(
     assert not waits
     cache.send(Cleared(clear.ticket, 5))
     wait_until(lambda: (engine.step(0), engine.bridges[0].responsive)[1])
+
+
+def test_fewer_tokens_than_were_found(engine: Engine, cache: Cache) -> None:
+    """Another part of the engine has fewer: what is not loaded is released at once, and not counted."""
+    request = make_request(4 * CHUNK_TOKENS)
+    engine.scheduler.on_new_request(request)
+    look_up = cache.receive(Lookup)
+    cache.send(Found(look_up.ticket, [1, 2, 3, 4], [0, 4096, 8192, 12288], [0] * 4, 0))
+    found = 4 * CHUNK_TOKENS
+    wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (found, True))
+    engine.scheduler.allocated(request, engine._blocks([0] * 64), 2 * CHUNK_TOKENS)
+    assert cache.receive(Release).leases == [3, 4]
+    engine.step()
+    [load] = engine.worker.loads  # type: ignore[attr-defined]
+    assert load.leases == [1, 2]
+    assert sum(engine.scheduler._requests[request.request_id].hits_by_tier.values()) == 2 * CHUNK_TOKENS
+
+
+def test_load_that_lost_its_cache_process_fails(engine: Engine, cache: Cache) -> None:
+    """The engine waits for a load that it was promised: the workers report it, as failed."""
+    request = make_request(2 * CHUNK_TOKENS)
+    engine.scheduler.on_new_request(request)
+    look_up = cache.receive(Lookup)
+    cache.send(Found(look_up.ticket, [1, 2], [0, 4096], [0] * 2, 0))
+    wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (2 * CHUNK_TOKENS, True))
+    engine.bridges[0]._drop()
+    engine.scheduler.allocated(request, engine._blocks([0] * 64), 2 * CHUNK_TOKENS)
+    engine.step()
+    [load] = engine.worker.loads  # type: ignore[attr-defined]
+    assert (load.request_id, load.epoch, load.chunks) == (request.request_id, scheduler_module.LOST, [])

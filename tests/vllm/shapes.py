@@ -235,7 +235,7 @@ class Worker:
         return crc32(f"{layer} {self._rank % self._shape.tp * shards // self._shape.tp}".encode())
 
     def _slots(self, stop: int, group: Any) -> Iterator[tuple[int, int]]:
-        """Yield the tokens that this rank holds, with their slots (vLLM's ``_compute_slot_mappings_kernel``)."""
+        """Yield the tokens that this rank holds, with their slots: ``_compute_slot_mappings_kernel``."""
         size, interleave = self._shape.dcp, self._shape.interleave
         if size == 1 or not group.kv_cache_spec.dcp_sharded:
             yield from ((token, token) for token in range(stop))

@@ -23,8 +23,8 @@ from kvtier.settings.kv_transfer import Role
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from kvtier.integrations.vllm.layout import ModelLayout
     from kvtier.integrations.vllm.metrics import TransferStats
+    from kvtier.memory.layout import ChunkLayout
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -55,13 +55,19 @@ class KVTransfers:
     """Starts and ends KV transfers, and builds the answers to requests. Not thread-safe."""
 
     def __init__(
-        self, settings: Settings, model: ModelLayout, bridge: SchedulerBridge, stats: TransferStats
+        self,
+        settings: Settings,
+        layout: ChunkLayout,
+        bridge: SchedulerBridge,
+        stats: TransferStats,
+        *,
+        parts: int = 1,
     ) -> None:
         self._role = settings.role
-        self._pulls_only = model.layout.has_states or model.parts > 1
+        self._pulls_only = layout.has_states or parts > 1
         """Whether chunks come from peers only when they are looked up. States and parts are not pushed."""
         self._timeout = settings.kv_transfer.timeout
-        self._chunk_tokens = model.layout.chunk_tokens
+        self._chunk_tokens = layout.chunk_tokens
         self._bridge = bridge
         self._stats = stats
         self._warn = RateLimitedWarning(logger)

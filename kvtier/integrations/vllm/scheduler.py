@@ -73,7 +73,7 @@ class SchedulerSide:
         self._stats = TransferStats()
         self._warn = RateLimitedWarning(logger)
         self._changes = ChangeLog(self._layout.chunk_tokens) if events else None
-        self._kv_transfers = KVTransfers(settings, model, bridge, self._stats)
+        self._kv_transfers = KVTransfers(settings, self._layout, bridge, self._stats, parts=model.parts)
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, tuple[int, list[int]]] = {}
         """By request id: the epoch of the cache process, and its leases that workers are reading."""
