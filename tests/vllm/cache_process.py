@@ -58,8 +58,8 @@ class CacheProcess:
             "tiers": [memory, {"name": "pool", **pool} if pool else {**disk, **(ssd or {})}],
             **settings,
         }
-        self._config = folder / "kvtier.yaml"
-        self._config.write_text(json.dumps(self.settings))  # JSON is YAML
+        self.config = folder / "kvtier.yaml"
+        self.config.write_text(json.dumps(self.settings))  # JSON is YAML
         self.log = folder / "cache.log"
         self._hold = folder / "hold"
         self._process: subprocess.Popen[bytes] | None = None
@@ -89,7 +89,7 @@ class CacheProcess:
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, *program],
-                env={**environment, **self.environment, "KVTIER_CONFIG_FILE": str(self._config)},
+                env={**environment, **self.environment, "KVTIER_CONFIG_FILE": str(self.config)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

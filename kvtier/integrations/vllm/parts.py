@@ -167,7 +167,9 @@ def other_parts(
     another host whose cache process does not listen.
     """
     by_part = {worker.part: worker for worker in workers}
-    if by_part[0].epoch not in (0, epoch):
+    if not by_part and model.parts == 1:  # A single rank has nothing to tell.
+        return []
+    if 0 in by_part and by_part[0].epoch not in (0, epoch):
         logger.warning(
             "the workers and the scheduler of this engine use different cache processes, so nothing can be "
             "loaded: start an engine of several hosts with --nnodes, and set the same `socket` on all of them"
