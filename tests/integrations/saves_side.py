@@ -54,7 +54,7 @@ def bridge() -> Bridge:
 def saves(bridge: Bridge) -> Saves:
     any_bridge: Any = bridge
     stats: Any = SimpleNamespace(add=lambda *_: None)
-    return Saves(Settings(), LAYOUT, any_bridge, stats, None)
+    return Saves(Settings(), LAYOUT, any_bridge, stats)
 
 
 @pytest.fixture

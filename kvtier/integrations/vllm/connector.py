@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -67,7 +67,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings = settings.model_copy(update={"role": role_of(settings, transfer.kv_role)})
         model = model_layout(vllm_config, kv_cache_config, settings.chunk_tokens, settings.weights_id)
         events = vllm_config.kv_events_config
-        wants_events = events is not None and events.enable_kv_cache_events
+        self._publishes_events = events is not None and events.enable_kv_cache_events
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._spins = vllm_config.parallel_config.world_size > 1
@@ -81,7 +81,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 rank,
                 model.layout,
                 model.namespace,
-                name == "scheduler" and wants_events,
                 model=engine_model(vllm_config) if name == "scheduler" else None,
             )
 
@@ -94,7 +93,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 model,
                 scheduler_bridge,
                 speculative=vllm_config.speculative_config is not None,
-                events=wants_events,
             )
         else:
             rank = get_tensor_model_parallel_rank()
@@ -109,6 +107,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     # Scheduler hooks.
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Called before the first request, by vLLM's scheduler."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._publishes_events:
+            self._scheduler_side.publish_events(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
         """Start to look up a new request."""
