@@ -1,10 +1,10 @@
 """An index of blocks like those of routers, filled from what vLLM's publisher sends.
 
 It follows the rules of llm-d's ``pkg/kvevents/pool.go`` and ``pkg/kvcache/kvblock/in_memory.go``
-(llm-d-kv-cache 0.8.1): a block is known by the last 64 bits of its hash, and is stored under a key that the index
-derives from the tokens and its parent's key. An event whose parent is unknown is ignored. A block is removed from
-one medium and group, and ``AllBlocksCleared`` drops those of all media. Dynamo's ``lib/kv-router/src/zmq_wire``
-(1.6.1) reads the same fields, and ignores media that it does not know.
+(llm-d-kv-cache 0.8.1): a block is known by the last 64 bits of its hash, and is stored under a key that the
+index derives from the tokens and its parent's key. An event whose parent is unknown is ignored. A block is
+removed from one medium and group, and ``AllBlocksCleared`` drops those of all media. Dynamo reads the same
+fields (1.6.1, ``lib/kv-router/src/zmq_wire``), and ignores media that it does not know.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class RouterIndex:
         self._entries: dict[int, set[tuple[str, int | None]]] = {}
         self.ignored: list[dict[str, Any]] = []
         """Events that a router cannot use."""
+        self.resets = 0
 
     def apply(self, payload: bytes) -> None:
         """Apply a batch as ``ZmqEventPublisher`` sends it."""
@@ -38,6 +39,7 @@ class RouterIndex:
                     self._remove(event)
                 case "AllBlocksCleared":
                     self._entries.clear()
+                    self.resets += 1
                 case other:
                     raise ValueError(other)
 
@@ -68,6 +70,11 @@ class RouterIndex:
         return {
             block for block, entries in self._entries.items() if any(medium == each for each, _ in entries)
         }
+
+    def prompts(self, medium: str) -> set[tuple[int, ...]]:
+        """Return the blocks in a medium, each as the tokens up to its end."""
+        prefixes = (self._prefixes[block] for block in self.held(medium))
+        return {tuple(token for _, tokens, _ in prefix for token in tokens) for prefix in prefixes}
 
     def matched(self, tokens: Sequence[int], block_size: int, *media: str) -> int:
         """Return how many leading tokens of a prompt are held in one of ``media``."""
