@@ -19,8 +19,8 @@ from kvtier.memory.keys import ChunkKey, join_keys, split_keys
 
 GATHER_SECONDS = 0.05
 """Interval of reports."""
-MAX_REPORTED = 4096
-"""Maximum number of chunks per report. The engine takes 0.5 ms to read one."""
+MAX_REPORTED = 512
+"""Maximum number of chunks per report. A step of the engine takes 0.7 ms to read one."""
 
 
 class WatchedChunks(Observer):

@@ -351,7 +351,12 @@ def test_unresponsive_cache_process_is_not_sent_more(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("windows", "states", "published"),
-    [((0,), (False,), 0), ((128, 0), (False, False), 1), ((0, 0), (True, False), 1), ((128,), (False,), 0)],
+    [
+        ((0,), (False,), 0),
+        ((128, 0), (False, False), 1),
+        ((0, 0), (True, False), 1),
+        ((256, 128), (False, False), 0),
+    ],
 )
 def test_full_attention_is_published_if_there_is_any(
     windows: Sequence[int], states: Sequence[bool], published: int

@@ -124,3 +124,13 @@ def test_unused_room_is_given_back_at_once(
         saves.drop(state)
     assert bridge.abandoned == [1]
     assert saves._states == {}
+
+
+def test_state_is_no_block_for_routers(saves: Saves, bridge: Bridge, state: RequestState) -> None:
+    added: list[Any] = []
+    events: Any = SimpleNamespace(add=lambda *arguments: added.append(arguments))
+    saves.events = events
+    saves.plan_state(state, 2, BLOCKS)
+    step(saves)
+    assert len(bridge.calls) == 1
+    assert added == []

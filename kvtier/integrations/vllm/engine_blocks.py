@@ -19,10 +19,10 @@ _encode = msgspec.msgpack.Encoder().encode
 def published_group(model: ModelLayout) -> int | None:
     """Return the index in the layout of the group whose blocks are published; ``None`` without attention.
 
-    Full attention if there is any: routers match prefixes against its blocks. A chunk holds what a hit needs
-    of every group, so publishing the other groups would add nothing.
+    The first one of full attention, if any: routers match prefixes against its blocks. A chunk holds what a
+    hit needs of every group, so publishing the other groups would add nothing.
     """
-    groups = [(group.window, at) for at, group in enumerate(model.layout.groups) if not group.state]
+    groups = [(bool(group.window), at) for at, group in enumerate(model.layout.groups) if not group.state]
     return min(groups)[1] if groups else None
 
 
@@ -39,8 +39,8 @@ class EngineBlocks:
     def describe(self, request: Request, start: int, tokens: int) -> bytes | None:
         """Return the encoded event of the whole blocks among ``tokens`` tokens from ``start`` on.
 
-        ``None`` if there are none, or if they are not hashed yet. Encoded, it takes 2 KB for 256 tokens, and
-        a fifth of that of the objects.
+        ``None`` if there are none, or if they are not hashed yet. Encoded, it takes 2 KB for 256 tokens, a
+        fifth of what the objects take.
         """
         first, last = start // self._block_tokens, (start + tokens) // self._block_tokens
         if first == last:

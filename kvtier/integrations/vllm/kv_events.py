@@ -52,8 +52,8 @@ class KVEvents:
 
     A step does a bounded amount of work, and leaves the rest to the next one.
 
-    The :data:`~kvtier.bridge.protocol.MAX_WATCHED_CHUNKS` chunks that were used last are described, in up to
-    2 KB each. Older ones are published as removed.
+    The :data:`~kvtier.bridge.protocol.MAX_WATCHED_CHUNKS` chunks that were used last are described, in
+    3 KB each. Older ones are published as removed.
     """
 
     def __init__(self, bridge: SchedulerBridge, chunk_tokens: int, blocks: EngineBlocks) -> None:
@@ -90,7 +90,8 @@ class KVEvents:
             self.resync()
         if self._blocks.take_reset():
             # vLLM has published ``AllBlocksCleared``, and routers drop the blocks of all media.
-            self._held = {**self._published.take_all(), **self._held}
+            held, self._held = self._held, self._published.take_all()
+            self._held.update(held)
         events = self._describe()
         self._watch()
         events += self._publish()

@@ -91,6 +91,8 @@ class Published:
 
     def invalidate(self) -> None:
         """Count everything as outdated: :meth:`remove_outdated` removes what is not updated before."""
+        if not self._outdated:  # Without a copy of up to 262,144 entries.
+            self._outdated, self._media = self._media, self._outdated
         self._outdated.update(self._media)
         self._media = {}
 
