@@ -232,6 +232,17 @@ def test_blocks_that_a_partial_and_a_whole_chunk_share_stay_until_both_are_remov
     assert engine.held()["CPU"] == 0
 
 
+def test_whole_chunk_on_disk_does_not_keep_a_partial_one_in_memory(engine: Engine) -> None:
+    ids = list(engine.request(2 * CHUNK).all_token_ids)
+    tail = engine.ask(engine.request(ids[: CHUNK + 2 * BLOCK]), tail=True)
+    whole = engine.ask(engine.request(ids))
+    engine.hold(tail[-1:], RAM)
+    engine.hold(whole, SSD)
+    assert engine.held()["CPU"] == 2
+    engine.hold(tail[-1:], 0)
+    assert engine.held() == {"CPU": 0, "STORAGE": 2 * CHUNK // BLOCK}
+
+
 def test_step_does_a_bounded_amount_of_work(engine: Engine) -> None:
     request = engine.request(1000 * CHUNK)
     keys = engine.ask(request)
