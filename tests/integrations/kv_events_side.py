@@ -236,8 +236,8 @@ def test_whole_chunk_on_disk_does_not_keep_a_partial_one_in_memory(engine: Engin
     ids = list(engine.request(2 * CHUNK).all_token_ids)
     tail = engine.ask(engine.request(ids[: CHUNK + 2 * BLOCK]), tail=True)
     whole = engine.ask(engine.request(ids))
-    engine.hold(tail[-1:], RAM)
     engine.hold(whole, SSD)
+    engine.hold(tail[-1:], RAM)
     assert engine.held()["CPU"] == 2
     engine.hold(tail[-1:], 0)
     assert engine.held() == {"CPU": 0, "STORAGE": 2 * CHUNK // BLOCK}
