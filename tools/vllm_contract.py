@@ -29,11 +29,16 @@ CLASSES = {
         "SlidingWindowSpec",
         "UniformTypeKVCacheSpecs",
     ),
+    "v1/core/block_pool.py": ("BlockPool",),
+    "v1/core/kv_cache_manager.py": ("KVCacheManager",),
     "v1/core/sched/output.py": ("KVConnectorBlockState", "SchedulerOutput"),
     "v1/outputs.py": ("KVConnectorOutput",),
     "v1/request.py": ("Request",),
     "distributed/kv_events.py": ("BlockRemoved", "BlockStored"),
 }
+
+EVENT_BUILDER = "v1/core/block_pool.py", "BlockPool", "_build_block_stored_event"
+"""An internal method that kvtier calls."""
 
 
 def classes_of(path: Path) -> dict[str, ast.ClassDef]:
@@ -51,6 +56,12 @@ def methods_of(node: ast.ClassDef) -> dict[str, dict[str, object]]:
         for item in node.body
         if isinstance(item, ast.FunctionDef) and not item.name.startswith("_")
     }
+
+
+def arguments_of(node: ast.ClassDef, name: str) -> list[str]:
+    """Return the names of the arguments of a method."""
+    (method,) = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == name]
+    return [argument.arg for argument in method.args.args[1:]]
 
 
 def attributes_of(node: ast.ClassDef) -> list[str]:
@@ -84,7 +95,10 @@ def main() -> None:
         for name in names
     }
     methods = methods_of(classes_of(package / CONNECTOR)["KVConnectorBase_V1"])
-    print(json.dumps({"connector": methods, "attributes": attributes}, indent=1, sort_keys=True))
+    path, owner, name = EVENT_BUILDER
+    builder = arguments_of(classes_of(package / path)[owner], name)
+    contract = {"connector": methods, "attributes": attributes, "event_builder": builder}
+    print(json.dumps(contract, indent=1, sort_keys=True))
 
 
 if __name__ == "__main__":

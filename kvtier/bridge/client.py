@@ -24,7 +24,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.concurrency.threads import run_in_background
 from kvtier.errors import ArenaError, ChannelClosed, ChannelError, ProtocolError
 from kvtier.memory.arena import ArenaMap
-from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys
+from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
 from kvtier.memory.layout import ChunkLayout
 from kvtier.rpc.calls import Call
 from kvtier.rpc.client import GREETING_SECONDS
@@ -91,10 +91,16 @@ class SchedulerBridge(Bridge):
         self._lookups: dict[int, LookupState] = {}
         self._reserving: Call[list[Slots]] | None = None
         """The last reservation request."""
-        self._changes: list[protocol.Changed] = []
+        self._held: dict[ChunkKey, int] = {}
         self._kv_transfers: dict[int, protocol.KVTransferResult | None] = {}
         """The last result of each running KV transfer."""
         self._in_use: set[int] = set()
+        self.connections = 0
+        """Number of connections so far."""
+
+    def _connected(self, connection: UnixConnection[protocol.Welcome]) -> None:
+        super()._connected(connection)
+        self.connections += 1
 
     def _make_hello(self) -> protocol.Hello:
         return msgspec.structs.replace(self._hello, holding=sorted(self._in_use))
@@ -104,6 +110,7 @@ class SchedulerBridge(Bridge):
         self._lookups.clear()
         self._kv_transfers.clear()
         self._in_use.clear()
+        self._held.clear()
 
     def _receive(self, message: protocol.FromCache) -> None:
         match message:
@@ -111,8 +118,8 @@ class SchedulerBridge(Bridge):
                 self._take_found(message)
             case Reply():
                 pass
-            case protocol.Changed():
-                self._changes.append(message)
+            case protocol.Held():
+                self._take_held(message)
             case protocol.KVTransferResult():
                 if message.ticket in self._kv_transfers:
                     self._kv_transfers[message.ticket] = message
@@ -139,6 +146,12 @@ class SchedulerBridge(Bridge):
         lookup.held = found.held
         lookup.updated_at = time.monotonic()
         self._in_use.update(found.leases)
+
+    def _take_held(self, held: protocol.Held) -> None:
+        keys = split_keys(held.keys)
+        if len(keys) != len(held.tiers):
+            raise ProtocolError(f"the tiers of {len(held.tiers)} chunks for {len(keys)} keys")
+        self._held.update(zip(keys, held.tiers, strict=True))
 
     def look_up(
         self,
@@ -271,10 +284,17 @@ class SchedulerBridge(Bridge):
         self.wait(lambda: call.settled, wait)
         return call.result
 
-    def changes(self) -> list[protocol.Changed]:
-        """Return the chunks stored in and removed from the tiers since the last call."""
-        changes, self._changes = self._changes, []
-        return changes
+    def watch(self, keys: Sequence[ChunkKey], forget: Sequence[ChunkKey] = ()) -> bool:
+        """Watch chunks, and stop watching others; return whether the message was sent.
+
+        :meth:`take_held` returns the reports. A lost connection watches nothing.
+        """
+        return self.send(protocol.Watch(join_keys(keys), join_keys(forget)))
+
+    def take_held(self) -> dict[ChunkKey, int]:
+        """Return the watched chunks that have changed since the last call, and their tiers as a bit mask."""
+        held, self._held = self._held, {}
+        return held
 
 
 def _slots(runs: Sequence[protocol.Run], reserved: protocol.Reserved) -> list[Slots]:

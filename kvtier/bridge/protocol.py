@@ -19,6 +19,8 @@ Sequence::
       KVTransfer(to, keys) ───────────────►     before the first of its chunks is reserved
       ◄──────────── KVTransferResult(tokens)    when the peer has made room, or on failure; informational
       EndKVTransfer(complete) ────────────►     after the last of its chunks is reserved, or on cancellation
+      Watch(keys) ────────────────────────►     if vLLM publishes KV events
+      ◄───────────────────────── Held(tiers)    now, and after changes; several times a second at most
     worker
       Confirm(leases) ────────────────────►     after copying out of the arena, before the data is used
       ◄────────────────────── Confirmed(held)
@@ -52,6 +54,8 @@ VERSION = 7
 
 MAX_RESERVED_CHUNKS = 32_768
 """Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
+MAX_WATCHED_CHUNKS = 262_144
+"""Maximum number of chunks that a scheduler watches."""
 
 STAGING = "staging"
 """Name and type of the engine's staging buffer, which :class:`Welcome` lists as a tier after the others."""
@@ -73,8 +77,6 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
     rank: int
     layout: ChunkLayout
     namespace: bytes
-    changes: bool = False
-    """Whether this connection subscribes to :class:`Changed`."""
     holding: list[int] = msgspec.field(default_factory=list)
     model: EngineModel | None = None
     """Model name and tokenizer location, for the controller. Sent by schedulers only."""
@@ -282,12 +284,24 @@ class StatusReport(Reply, frozen=True, array_like=True, tag=23):
     report: bytes
 
 
-class Changed(Message, frozen=True, array_like=True, tag=24):
-    """Chunks of this connection's namespace that became READY in a tier or were removed from it."""
+class Watch(Message, frozen=True, array_like=True, tag=32):
+    """Report which tiers hold these chunks, now and after each change, and stop reporting those to forget.
 
-    tier: int
-    stored: bytes
-    removed: bytes
+    A connection watches :data:`MAX_WATCHED_CHUNKS` at most.
+    """
+
+    keys: bytes
+    forget: bytes = b""
+
+
+class Held(Message, frozen=True, array_like=True, tag=24):
+    """The tiers in which watched chunks are READY, as a bit mask each, where that has changed.
+
+    A chunk that is in no tier is not reported at first.
+    """
+
+    keys: bytes
+    tiers: list[int]
 
 
 class Notice(Message, frozen=True, array_like=True, tag=31):
@@ -296,10 +310,10 @@ class Notice(Message, frozen=True, array_like=True, tag=31):
     text: str
 
 
-FromScheduler = Lookup | Cancel | Release | Reserve | Clear | KVTransfer | EndKVTransfer
+FromScheduler = Lookup | Cancel | Release | Reserve | Clear | KVTransfer | EndKVTransfer | Watch
 FromWorker = Confirm | Commit | RequestStaging | OpenedStaging
 FromEngine = Hello | FromScheduler | FromWorker | Abandon | Status | Ping
-ToScheduler = Found | Reserved | Cleared | Changed | KVTransferResult | Notice
+ToScheduler = Found | Reserved | Cleared | Held | KVTransferResult | Notice
 FromCache = Welcome | ToScheduler | Confirmed | OfferStaging | StatusReport | Refused | Pong
 
 decode_from_engine: Callable[[bytes], FromEngine] = decoder(FromEngine, "a message from an engine")

@@ -25,12 +25,11 @@ from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
 from kvtier.bridge.kv_transfer import EngineKVTransfers
 from kvtier.bridge.notices import Notices
+from kvtier.bridge.watched import WatchedChunks
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError
-from kvtier.events import Observer
 from kvtier.instance import Instance
 from kvtier.logs import ChangedWarnings
-from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.pipeline.found import Lookup
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Message
@@ -44,10 +43,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvtier")
 
 HELLO_SECONDS = 10.0
-CHANGES_SECONDS = 0.05
-"""Interval at which changes are sent."""
-CHANGES_LIMIT = 50_000
-"""Maximum number of changed keys per batch, in case an engine does not read. Further ones are dropped."""
 
 
 class BridgeServer:
@@ -210,6 +205,8 @@ class Connection:
         """``None`` for an observer."""
         self._rank = 0
         self._kv_transfers: EngineKVTransfers | None = None
+        self._watched: WatchedChunks | None = None
+        """``None`` until the scheduler watches a chunk."""
 
     async def serve(self) -> None:
         """Answer until the client closes the connection. Raises :class:`ChannelError`."""
@@ -251,8 +248,6 @@ class Connection:
             far.close()
 
     def _start(self, engine: Engine, hello: protocol.Hello) -> None:
-        if hello.changes:
-            self._tasks.start_soon(self._send_changes)
         if hello.role == "scheduler":
             self._kv_transfers = self._server.kv_transfers(self, engine, self._tasks)
             self._tasks.start_soon(self._server.notices.forward, self._send_notices)
@@ -322,6 +317,14 @@ class Connection:
                     engine.staging.opened(self._rank, message.number)
             case protocol.KVTransfer() | protocol.EndKVTransfer():
                 self._kv_transfer(message)
+            case protocol.Watch():
+                self._watch(message)
+
+    def _watch(self, message: protocol.Watch) -> None:
+        if self._watched is None:
+            self._watched = WatchedChunks(self._server.cache)
+            self._tasks.start_soon(self._watched.report, self.notify)
+        self._watched.watch(message)
 
     def _kv_transfer(self, message: protocol.KVTransfer | protocol.EndKVTransfer) -> None:
         if self._kv_transfers is None:
@@ -362,38 +365,3 @@ class Connection:
             raise
         if answer is not None:
             await self.notify(answer)
-
-    async def _send_changes(self) -> None:
-        gathered = _Changes()
-        self._server.cache.add_observer(gathered)
-        try:
-            while True:
-                await anyio.sleep(CHANGES_SECONDS)
-                for changed in gathered.take():
-                    await self.notify(changed)
-        finally:
-            self._server.cache.remove_observer(gathered)
-
-
-class _Changes(Observer):
-    """An observer that collects the chunks stored in and removed from each tier."""
-
-    def __init__(self) -> None:
-        self._gathered: dict[int, tuple[list[ChunkKey], list[ChunkKey]]] = {}
-        self._room = CHANGES_LIMIT
-
-    def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
-        """Add to the changes that :meth:`take` returns."""
-        self._room -= len(stored) + len(removed)
-        if self._room >= 0:
-            all_stored, all_removed = self._gathered.setdefault(tier, ([], []))
-            all_stored += stored
-            all_removed += removed
-
-    def take(self) -> list[protocol.Changed]:
-        """Return the changes since the last call."""
-        gathered, self._gathered, self._room = self._gathered, {}, CHANGES_LIMIT
-        return [
-            protocol.Changed(tier, join_keys(stored), join_keys(removed))
-            for tier, (stored, removed) in gathered.items()
-        ]

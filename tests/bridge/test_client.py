@@ -21,6 +21,7 @@ from kvtier.bridge.protocol import (
     Confirm,
     Confirmed,
     Found,
+    Held,
     Lookup,
     Reserve,
     Reserved,
@@ -35,7 +36,6 @@ from kvtier.rpc.frames import Ping, Pong
 from .conftest import (
     CHUNK_TOKENS,
     KEYS,
-    LAYOUT,
     ROOT,
     confirm,
     hello,
@@ -252,30 +252,40 @@ def test_version_mismatch_is_reported(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("running")
-def test_clear_and_changes(path: Path) -> None:
-    watching = hello("scheduler")
-    with_changes = type(watching)(
-        watching.version, "watcher", "scheduler", 0, LAYOUT, watching.namespace, changes=True
-    )
-    watcher = SchedulerBridge(with_changes, path)
+def test_clear_and_watched_chunks(path: Path) -> None:
+    watcher = SchedulerBridge(hello("scheduler"), path)
     watcher.connect()
+    held: dict[ChunkKey, int] = {}
+
+    def all_are_in(tiers: int) -> bool:
+        watcher.poll()
+        held.update(watcher.take_held())
+        return held == dict.fromkeys(KEYS, tiers)
+
     try:
+        assert watcher.watch(KEYS)
         store(path, KEYS)
-        stored: dict[int, bytes] = {}
-
-        def all_reported() -> bool:
-            watcher.poll()
-            for change in watcher.changes():
-                stored[change.tier] = stored.get(change.tier, b"") + change.stored
-            return {tier: len(keys) for tier, keys in stored.items()} == dict.fromkeys(
-                (0, 1), len(KEYS) * KEY_BYTES
-            )
-
-        wait_until(all_reported)
+        wait_until(lambda: all_are_in(0b11))
         assert watcher.clear(5) == len(KEYS)
-        wait_until(lambda: not status(path)["tiers"][1]["chunks"])
+        wait_until(lambda: all_are_in(0))
+        assert watcher.connections == 1
     finally:
         watcher.close()
+
+
+def test_lost_connection_forgets_what_it_reported(path: Path) -> None:
+    with scheduler_of(path) as (cache, bridge):
+        cache.send(Held(join_keys(KEYS[:2]), [1, 2]))
+        wait_until(lambda: (bridge.poll(), bridge._held)[1] != {})
+        cache.close()
+        wait_until(lambda: (bridge.poll(), not bridge.connected)[1])
+        assert bridge.take_held() == {}
+
+
+def test_malformed_report_ends_the_connection(path: Path) -> None:
+    with scheduler_of(path) as (cache, bridge):
+        cache.send(Held(join_keys(KEYS[:2]), [1]))
+        wait_until(lambda: (bridge.poll(), not bridge.connected)[1])
 
 
 @pytest.mark.usefixtures("running")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,17 @@ import pytest
 from anyio import to_thread
 
 from kvtier.agent.served import EngineModel, TokenizerSource
-from kvtier.bridge import protocol
+from kvtier.bridge import protocol, watched
 from kvtier.bridge.protocol import (
     Abandon,
     Cancel,
-    Changed,
     Clear,
     Cleared,
     Commit,
     Confirm,
     Confirmed,
     Found,
+    Held,
     Hello,
     Lookup,
     Notice,
@@ -32,9 +33,10 @@ from kvtier.bridge.protocol import (
     Reserved,
     Run,
     Status,
+    Watch,
 )
 from kvtier.memory.header import HEADER_BYTES
-from kvtier.memory.keys import chunk_keys, join_keys
+from kvtier.memory.keys import ChunkKey, chunk_keys, join_keys, split_keys
 from kvtier.rpc.frames import Ping, Pong, Refused, encode
 from kvtier.tiers import batches
 
@@ -202,26 +204,73 @@ async def test_clear_removes_one_namespace(tmp_path: Path) -> None:
         assert await scheduler.request(Lookup(2, join_keys(KEYS), TOKENS)) == Found(2, [], [], [], 0)
 
 
-async def test_changes_are_sent_to_subscribers(tmp_path: Path) -> None:
+async def held_until(
+    scheduler: Peer, done: Callable[[dict[ChunkKey, int]], bool], held: dict[ChunkKey, int] | None = None
+) -> dict[ChunkKey, int]:
+    """Receive reports until they satisfy a condition; return the last tiers of each chunk."""
+    held = {} if held is None else held
+    while not done(held):
+        message = await scheduler.receive()
+        assert isinstance(message, Held)
+        held.update(zip(split_keys(message.keys), message.tiers, strict=True))
+    return held
+
+
+async def test_tiers_of_watched_chunks_are_reported(tmp_path: Path) -> None:
     async with (
         open_host(tmp_path) as host,
         host.peer() as scheduler,
         host.peer() as worker0,
         host.peer() as worker1,
     ):
-        await scheduler.greet(changes=True)
+        await scheduler.greet()
         await worker0.greet("worker", 0)
         await worker1.greet("worker", 1)
-        reserved = await scheduler.request(Reserve(1, [Run(ROOT, join_keys(KEYS), CHUNK_TOKENS)]))
-        assert isinstance(reserved, Reserved)
-        await worker0.send(Commit(reserved.leases))
-        await worker1.send(Commit(reserved.leases))
-        stored: dict[int, bytes] = {}
-        while len(stored) < 2:
-            changed = await scheduler.receive()
-            assert isinstance(changed, Changed)
-            stored[changed.tier] = stored.get(changed.tier, b"") + changed.stored
-        assert stored == {0: join_keys(KEYS), 1: join_keys(KEYS)}
+        await scheduler.send(Watch(join_keys(KEYS[:2])))
+        await store(scheduler, [worker0, worker1], KEYS)
+        both = dict.fromkeys(KEYS[:2], 0b11)
+        assert await held_until(scheduler, lambda held: held == both) == both
+        # What is held already is reported as well, and a chunk that nobody watches is not.
+        await scheduler.send(Watch(join_keys(KEYS[2:3]), join_keys(KEYS[:1])))
+        held = await held_until(scheduler, lambda held: KEYS[2] in held)
+        assert held == {KEYS[2]: 0b11}
+        await scheduler.send(Clear(2))
+        held = {}
+        while held != dict.fromkeys(KEYS[1:3], 0):
+            message = await scheduler.receive()
+            if isinstance(message, Held):
+                held.update(zip(split_keys(message.keys), message.tiers, strict=True))
+        assert KEYS[0] not in held
+
+
+async def test_chunks_are_reported_in_the_order_in_which_they_are_watched(tmp_path: Path) -> None:
+    """Routers ignore a block whose parent they do not know."""
+    async with (
+        open_host(tmp_path) as host,
+        host.peer() as scheduler,
+        host.peer() as worker0,
+        host.peer() as worker1,
+    ):
+        await scheduler.greet()
+        await worker0.greet("worker", 0)
+        await worker1.greet("worker", 1)
+        await store(scheduler, [worker0, worker1], KEYS)
+        await scheduler.send(Watch(join_keys(KEYS)))
+        message = await scheduler.receive()
+        assert isinstance(message, Held)
+        assert split_keys(message.keys) == KEYS
+
+
+async def test_watching_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched, "MAX_WATCHED_CHUNKS", 4)
+    async with open_host(tmp_path) as host, host.peer() as scheduler:
+        await scheduler.greet()
+        await scheduler.send(Watch(join_keys(KEYS[:4])))
+        await scheduler.send(Watch(join_keys(KEYS[4:6]), join_keys(KEYS[:2])))
+        assert await scheduler.status()
+        refused = await scheduler.request(Watch(join_keys(KEYS[:1])))
+        assert isinstance(refused, Refused)
+        assert "it watches more than 4 chunks" in refused.reason
 
 
 async def test_observer_may_only_query_status(tmp_path: Path) -> None:

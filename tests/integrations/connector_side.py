@@ -13,9 +13,11 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvtier import Settings
-from kvtier.bridge.client import SchedulerBridge, WorkerBridge
+from kvtier.agent.served import EngineModel
 from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.vllm import compat, connector, metrics, register
+from kvtier.integrations.vllm.bridges import Bridges
+from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job, StepMetadata
 from kvtier.rpc.health import UNRESPONSIVE_SECONDS
 from tests.bridge.conftest import Start, hello, is_serving, start, wait_until
@@ -46,9 +48,11 @@ def test_both_bridges_wait_as_long_as_the_prefetch_policy_says(
     socket = tmp_path / "socket"
     wait_until(lambda: is_serving(socket))
     settings = Settings(socket=socket, prefetch={"policy": policy})
+    opened, greeting = Bridges(settings, "engine"), hello("scheduler")
+    model = ModelLayout(greeting.layout, greeting.namespace, (), ())
     bridges = (
-        connector._open(SchedulerBridge, settings, hello("scheduler")),
-        connector._open(WorkerBridge, settings, hello("worker")),
+        opened.scheduler(model, EngineModel([], None)),
+        opened.worker(model, 0),
     )
     process.send_signal(signal.SIGSTOP)
     assert bridges[0].clear(0) is None, "it answers only when it runs again"

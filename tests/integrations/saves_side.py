@@ -54,7 +54,7 @@ def bridge() -> Bridge:
 def saves(bridge: Bridge) -> Saves:
     any_bridge: Any = bridge
     stats: Any = SimpleNamespace(add=lambda *_: None)
-    return Saves(Settings(), LAYOUT, any_bridge, stats, None)
+    return Saves(Settings(), LAYOUT, any_bridge, stats)
 
 
 @pytest.fixture
@@ -124,3 +124,13 @@ def test_unused_room_is_given_back_at_once(
         saves.drop(state)
     assert bridge.abandoned == [1]
     assert saves._states == {}
+
+
+def test_state_is_no_block_for_routers(saves: Saves, bridge: Bridge, state: RequestState) -> None:
+    added: list[Any] = []
+    events: Any = SimpleNamespace(add=lambda *arguments: added.append(arguments))
+    saves.events = events
+    saves.plan_state(state, 2, BLOCKS)
+    step(saves)
+    assert len(bridge.calls) == 1
+    assert added == []

@@ -5,25 +5,31 @@ See ``test_with_vllm.py``.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
 from benchmarks import stepping
 from benchmarks.stepping import CHUNK_TOKENS, Engine, make_request
 from kvtier.bridge.protocol import (
     Abandon,
+    Cancel,
     Clear,
     Cleared,
     Found,
+    Held,
     Lookup,
     Release,
     Reserve,
     Reserved,
+    Watch,
 )
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.metadata import Job
@@ -422,3 +428,97 @@ def test_load_that_lost_its_cache_process_fails(engine: Engine, cache: Cache) ->
     engine.step()
     [load] = engine.worker.loads  # type: ignore[attr-defined]
     assert (load.request_id, load.epoch, load.chunks) == (request.request_id, scheduler_module.LOST, [])
+
+
+def described_request(chunks: int) -> Any:
+    """Return a request with what vLLM's events need."""
+    hashes = [bytes([number]) * 32 for number in range(chunks * stepping.CHUNK_BLOCKS)]
+    request = make_request(chunks * CHUNK_TOKENS, block_hashes=hashes, session_id=None)
+    request.all_token_ids = list(request.all_token_ids)
+    return request
+
+
+@pytest.fixture
+def publishing(engine: Engine) -> Engine:
+    """An engine that publishes KV events."""
+    pool = BlockPool(16, True, stepping.BLOCK_TOKENS, enable_kv_cache_events=True)
+    manager: Any = SimpleNamespace(block_pool=pool, kv_cache_event_metadata=(("full_attention", None),))
+    engine.scheduler.publish_events(manager)
+    return engine
+
+
+def test_chunks_of_a_prompt_are_published_before_they_are_stored_here(
+    publishing: Engine, cache: Cache
+) -> None:
+    """They may be held already, from an earlier run or another engine."""
+    publishing.scheduler.on_new_request(described_request(4))
+    keys = cache.receive(Lookup).keys
+    assert list(publishing.scheduler.events()) == []
+    assert cache.receive(Watch).keys == keys
+    cache.send(Held(keys, [1, 1, 2, 0]))
+    bridge = publishing.bridges[0]
+    wait_until(lambda: (bridge.poll(), len(bridge._held) == 4)[1])
+    events = list(publishing.scheduler.events())
+    assert [event.medium for event in events] == ["CPU", "CPU", "STORAGE"]
+
+
+def test_stored_chunks_are_watched_once(publishing: Engine, cache: Cache) -> None:
+    request = described_request(2)
+    publishing.scheduler.on_new_request(request)
+    look_up = cache.receive(Lookup)
+    cache.send(Found(look_up.ticket, [], [], [], 0))
+    wait_until(lambda: publishing.scheduler.matched_tokens(request, 0) == (0, False))
+    publishing.scheduler.allocated(request, publishing._blocks([]), 0)
+    publishing.admit(request)
+    publishing.scheduler.events()
+    assert cache.receive(Watch).keys == look_up.keys
+    publishing.step()
+    cache.receive(Reserve)
+    publishing.scheduler.events()
+    assert cache.nothing_received()
+
+
+def test_chunks_that_are_first_computed_here_are_watched(publishing: Engine, cache: Cache) -> None:
+    """Such as an answer, which no lookup has covered."""
+    request = described_request(3)
+    request.skip_reading_prefix_cache = True
+    publishing.scheduler.on_new_request(request)
+    publishing.admit(request)
+    publishing.step(0)
+    publishing.step()
+    (run,) = cache.receive(Reserve).runs
+    publishing.scheduler.events()
+    assert cache.receive(Watch).keys == run.keys
+
+
+def test_chunks_are_watched_again_after_a_clear(publishing: Engine, cache: Cache) -> None:
+    publishing.scheduler.on_new_request(described_request(2))
+    keys = cache.receive(Lookup).keys
+    publishing.scheduler.events()
+    cache.receive(Watch)
+
+    def answer() -> None:
+        cache.receive(Cancel)
+        cache.send(Cleared(cache.receive(Clear).ticket, 2))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert publishing.scheduler.clear()
+    thread.join()
+    publishing.scheduler.events()
+    assert cache.receive(Watch).keys == keys
+
+
+def test_change_in_vllms_internals_disables_events_only(
+    publishing: Engine, cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    publishing.scheduler.on_new_request(make_request(CHUNK_TOKENS))  # Without hashes.
+    cache.receive(Lookup)
+    assert list(publishing.scheduler.events()) == []
+    assert "KV events of the tiers are disabled" in caplog.text
+    caplog.clear()
+    run(publishing, cache, 1)
+    publishing.step()
+    cache.receive(Reserve)
+    assert list(publishing.scheduler.events()) == []
+    assert caplog.text == ""

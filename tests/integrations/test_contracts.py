@@ -16,6 +16,8 @@ FOLDER = Path(__file__).parent / "contracts"
 CONNECTOR = Path(__file__).parents[2] / "kvtier" / "integrations" / "vllm" / "connector.py"
 USED = {
     "AttentionSpec": {"num_kv_heads", "head_size"},
+    "BlockPool": {"cached_block_hash_to_block", "hash_block_size"},
+    "BlockStored": {"kv_cache_spec_kind", "kv_cache_spec_sliding_window", "medium"},
     "ChunkedLocalAttentionSpec": {"attention_chunk_size"},
     "KVCacheConfig": {
         "kv_cache_groups",
@@ -24,6 +26,7 @@ USED = {
         "num_blocks_of",
         "prefix_cacheable_group_ids",
     },
+    "KVCacheManager": {"block_pool", "kv_cache_event_metadata"},
     "KVCacheGroupSpec": {"is_eagle_group", "kv_cache_spec", "layer_names"},
     "KVCacheSpec": {"block_size"},
     "KVCacheTensor": {"block_stride", "layer_stride", "layers", "offset"},
@@ -32,6 +35,7 @@ USED = {
     "MambaSpec": {"mamba_cache_mode", "state_content_size_bytes", "tp_replicated"},
     "Request": {
         "all_token_ids",
+        "block_hashes",
         "cache_salt",
         "kv_transfer_params",
         "lora_request",
@@ -104,3 +108,14 @@ def test_attributes_that_are_read_exist(version: str, name: str) -> None:
     attributes = set(contract(version)["attributes"][name])
     assert attributes
     assert USED[name] <= attributes
+
+
+@versions
+def test_vllm_builds_events_from_the_arguments_that_it_is_given(version: str) -> None:
+    tree = ast.parse((CONNECTOR.parent / "compat.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    (call,) = [call for call in calls if ast.unparse(call.func) == "pool._build_block_stored_event"]
+    given = {"request"} | {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+    if "num_hash_lookahead_tokens" in contract(version)["attributes"]["BlockPool"]:
+        given.add("lookahead_token_ids")
+    assert given == set(contract(version)["event_builder"])

@@ -28,10 +28,11 @@ def run(tests: Path, log: Path) -> None:
     ("tests", "count"),
     [
         ("worker_side.py", 20),
-        ("scheduler_side.py", 19),
+        ("scheduler_side.py", 24),
         ("connector_side.py", 9),
         ("layout_side.py", 53),
-        ("saves_side.py", 6),
+        ("saves_side.py", 7),
+        ("kv_events_side.py", 39),
     ],
 )
 def test_with_vllm(tmp_path: Path, tests: str, count: int) -> None:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
 
-import msgspec
+import anyio
 import pytest
 import zmq
 
-from tests.vllm.cache_process import CHUNK, CacheProcess
-from tests.vllm.conftest import StartEngine
+from kvtier.bridge.client import SchedulerBridge
+from kvtier.bridge.protocol import VERSION, Hello
+from kvtier.bridge.watched import GATHER_SECONDS
+from kvtier.cli.inspect_files import list_chunks
+from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
+from kvtier.memory.layout import ChunkLayout, GroupLayout
+from tests.router_index import RouterIndex
+from tests.vllm.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
+from tests.vllm.conftest import MakeCache, StartEngine
+from tests.vllm.engine import ARGUMENTS, Engine
 from tests.vllm.models import prompt
 
 LENGTH = 1000
 CHUNKS = LENGTH // CHUNK
+BLOCK = ARGUMENTS["block_size"]
 TOKEN_BYTES = 4096
 """Bytes of KV per token of the small Llama in float32."""
 
@@ -63,38 +72,102 @@ def events(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
         yield subscriber
 
 
-def test_kv_events(
-    llama: Path, cache: CacheProcess, start: StartEngine, events: zmq.Socket[bytes], tmp_path: Path
-) -> None:
-    stored: dict[str, dict[tuple[int, ...], bytes]] = {"CPU": {}, "STORAGE": {}}
-    removed: dict[str, set[bytes]] = {"CPU": set(), "STORAGE": set()}
+class Router:
+    """Receives what vLLM publishes, and compares it with what the cache process holds."""
 
-    def take(event: dict[str, Any]) -> None:
-        match event:
-            case {"type": "BlockStored", "block_hashes": [key], "token_ids": tokens, "medium": medium}:
-                stored.get(medium, {})[tuple(tokens)] = key
-            case {"type": "BlockRemoved", "block_hashes": keys, "medium": medium}:
-                removed.get(medium, set()).update(keys)
+    def __init__(self, engine: Engine, cache: CacheProcess, events: zmq.Socket[bytes]) -> None:
+        self._engine, self._cache, self._events = engine, cache, events
+        self.index = RouterIndex()
+        self.recorded: list[bytes] = []
 
-    def step_until(condition: Callable[[], bool]) -> None:
-        """Step until ``condition`` holds. Events are published after a step, and may come a step late."""
-        while not condition():
-            engine.generate(prompt(20))
-            while events.poll(100):
-                for event in msgspec.msgpack.decode(events.recv_multipart()[2])[1]:
-                    take(event)
-
-    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{tmp_path}/events"}
-    with start(llama, cache, kv_events_config=config) as engine:
+    def subscribe(self) -> None:
+        """Wait until the subscription is active: what is published before that is lost."""
         other_prompts = (prompt(64, start=start) for start in count(10 * LENGTH, 64))
-        while not events.poll(100):  # Events published before the subscription is active are lost.
-            engine.generate(next(other_prompts))
-        engine.generate(prompt(LENGTH))
-        cache.wait_until_stored(LENGTH)
-        step_until(lambda: all(len(chunks) == CHUNKS for chunks in stored.values()))
-        expected = {tuple(prompt(CHUNK, start=CHUNK * index)) for index in range(CHUNKS)}
-        assert set(stored["CPU"]) == set(stored["STORAGE"]) == expected
+        while not self._events.poll(100):
+            self._engine.generate(next(other_prompts))
+        self.receive()
+
+    def receive(self) -> None:
+        while self._events.poll(20):
+            self.recorded.append(self._events.recv_multipart()[2])
+            self.index.apply(self.recorded[-1])
+
+    def step_until(self, condition: Callable[[], object]) -> None:
+        """Step until ``condition`` holds. Events are published after a step, and may come a step late."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, self._cache.tail()
+            self._engine.generate(prompt(20))
+            self.receive()
+
+    def held(self, prompts: Sequence[Sequence[int]]) -> dict[str, set[tuple[int, ...]]]:
+        """Return the prefixes whose last block the catalog of the cache process holds in each medium."""
+        (listed,) = anyio.run(list_chunks, self._cache.disk, 1).described
+        namespace = bytes.fromhex(str(listed["namespace"]))
+        chunks = {
+            key: tokens[: (at + 1) * CHUNK]
+            for tokens in prompts
+            for at, key in enumerate(chunk_keys(root_key(namespace), list(tokens), CHUNK))
+        }
+        held: dict[str, set[tuple[int, ...]]] = {"CPU": set(), "STORAGE": set()}
+        for key, tiers in self._tiers(list(chunks)).items():
+            for bit, medium in ((1, "CPU"), (2, "STORAGE")):
+                if tiers & bit:
+                    ends = range(len(chunks[key]) - CHUNK + BLOCK, len(chunks[key]) + 1, BLOCK)
+                    held[medium] |= {tuple(chunks[key][:end]) for end in ends}
+        return held
+
+    def _tiers(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, int]:
+        hello = Hello(
+            VERSION, "test", "scheduler", 0, ChunkLayout(CHUNK, (GroupLayout(BLOCK, (64,)),)), bytes(32)
+        )
+        bridge = SchedulerBridge(hello, self._cache.socket)
+        bridge.connect()
+        try:
+            bridge.watch(keys)
+            time.sleep(3 * GATHER_SECONDS)
+            bridge.poll()
+            return bridge.take_held()
+        finally:
+            bridge.close()
+
+    def published(self) -> dict[str, set[tuple[int, ...]]]:
+        return {medium: self.index.prompts(medium) for medium in ("CPU", "STORAGE")}
+
+
+def test_routers_see_what_the_tiers_hold(
+    llama: Path, make_cache: MakeCache, start: StartEngine, events: zmq.Socket[bytes], tmp_path: Path
+) -> None:
+    """Under eviction from vLLM, memory and disk, after a reset, and after the cache process was killed."""
+    cache = make_cache(ram={"capacity": 6 * MIB}, ssd={"capacity": 12 * MIB, "write": "through"})
+    cache.start()
+    prompts = [prompt(4 * CHUNK + 40, start=start) for start in range(0, 10 * LENGTH, LENGTH)]
+    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{tmp_path}/events"}
+    with start(
+        llama, cache, kv_events_config=config, kv_cache_memory_bytes=8 * MIB, max_model_len=1024
+    ) as engine:
+        router = Router(engine, cache, events)
+        router.subscribe()
+        for tokens in prompts:
+            engine.generate(tokens)
+        router.step_until(lambda: router.published() == router.held(prompts))
+        held = router.published()
+        assert 0 < len(held["CPU"]) < len(held["STORAGE"]) < len(prompts) * 4 * CHUNK // BLOCK
+        assert router.index.ignored == []
+        assert held["STORAGE"] - router.index.prompts("GPU"), "held by kvtier only"
+        replayed = RouterIndex()
+        for payload in router.recorded:
+            replayed.apply(payload)
+        assert {medium: replayed.prompts(medium) for medium in held} == held
+
+        engine.reset_prefix_cache()
+        router.step_until(lambda: router.index.resets and router.published() == router.held(prompts))
+
+        cache.kill()
+        router.step_until(lambda: router.published() == {"CPU": set(), "STORAGE": set()})
+        cache.start()
+        router.step_until(lambda: router.published() == {"CPU": set(), "STORAGE": held["STORAGE"]})
+        router.step_until(lambda: router.published() == router.held(prompts))
+
         engine.reset_prefix_cache(external=True)
-        step_until(lambda: all(len(keys) == CHUNKS for keys in removed.values()))
-    for medium, keys in removed.items():
-        assert keys == set(stored[medium].values())
+        router.step_until(lambda: router.published() == {"CPU": set(), "STORAGE": set()})

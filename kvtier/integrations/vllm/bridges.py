@@ -36,11 +36,9 @@ class Bridges(NamedTuple):
         """Whether requests wait for their chunks without a deadline."""
         return self.settings.prefetch.policy == "wait"
 
-    def scheduler(
-        self, model: ModelLayout, served: EngineModel, *, changes: bool, to: str = ""
-    ) -> SchedulerBridge:
+    def scheduler(self, model: ModelLayout, served: EngineModel, *, to: str = "") -> SchedulerBridge:
         """Connect the scheduler to the cache process of a part: of this host, or at the address ``to``."""
-        hello = self._hello(model, "scheduler", 0, changes, served, to)
+        hello = self._hello(model, "scheduler", 0, served, to)
         return self._open(SchedulerBridge, hello)
 
     def worker(self, model: ModelLayout, rank: int) -> WorkerBridge:
@@ -52,7 +50,6 @@ class Bridges(NamedTuple):
         model: ModelLayout,
         role: Role,
         rank: int,
-        changes: bool = False,
         served: EngineModel | None = None,
         to: str = "",
     ) -> Hello:
@@ -64,7 +61,6 @@ class Bridges(NamedTuple):
             rank,
             model.layout,
             model.namespace,
-            changes,
             model=served,
             to=to,
         )

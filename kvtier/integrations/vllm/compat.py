@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+)
 
 from kvtier.errors import LayoutError, UnsupportedEngine
 from kvtier.integrations.versions import RANGE, REQUIREMENT, support
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import BlockStored
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.request import Request
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -68,3 +78,67 @@ def block_tokens_of(group: KVCacheGroupSpec, dcp: int) -> int:
             "install vLLM 0.31 or newer"
         )
     return int(spec.block_size) * (dcp if spec.dcp_sharded else 1)
+
+
+def block_stored(
+    pool: BlockPool, request: Request, group: int, block_tokens: int, first: int, last: int
+) -> BlockStored | None:
+    """Return the event with which vLLM publishes blocks ``first`` to ``last`` of a request.
+
+    ``None`` if they are not hashed yet. vLLM's pool builds it, as for the blocks that it caches itself
+    (``BlockPool.emit_cached_block_events``), so it has the fields of this version.
+    """
+    hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, block_tokens)
+    if last > len(hashes):
+        return None
+    ends = range((first + 1) * block_tokens, (last + 1) * block_tokens, block_tokens)
+    return pool._build_block_stored_event(
+        request,
+        block_hashes=_external(hashes[first:last]),
+        parent_block_hash=maybe_convert_block_hash(hashes[first - 1]) if first else None,
+        start_token_idx=first * block_tokens,
+        end_token_idx=last * block_tokens,
+        block_size=block_tokens,
+        kv_cache_group_id=group,
+        extra_keys_list=_extra_keys(pool, request, block_tokens, ends),
+        **_lookahead(pool, request, ends),
+    )
+
+
+def _external(hashes: Sequence[BlockHash]) -> list[ExternalBlockHash]:
+    """Return hashes as vLLM publishes them: 64 bits of each, or all."""
+    # vLLM reads an environment variable for each hash, which takes most of the time of an event.
+    published = maybe_convert_block_hash(hashes[0])
+    if published is hashes[0]:
+        return list(hashes)
+    if published == int.from_bytes(hashes[0][-8:], "big"):
+        return [int.from_bytes(block_hash[-8:], "big") for block_hash in hashes]
+    return [maybe_convert_block_hash(block_hash) for block_hash in hashes]
+
+
+def _extra_keys(pool: BlockPool, request: Request, block_tokens: int, ends: range) -> list[Any]:
+    if not (request.lora_request or request.mm_features or request.cache_salt):
+        return [None] * len(ends)
+    generate = getattr(pool, "_generate_event_extra_keys", None)  # From 0.33 on.
+    generate = generate or generate_block_hash_extra_keys
+    found, feature = [], 0
+    for end in ends:
+        keys, feature = generate(request, end - block_tokens, end, feature)
+        found.append(keys)
+    return found
+
+
+def _lookahead(pool: BlockPool, request: Request, ends: range) -> dict[str, Any]:
+    """Return the argument with the tokens after each block that its hash covers, from 0.33 on."""
+    tokens = getattr(pool, "num_hash_lookahead_tokens", None)
+    if tokens is None:
+        return {}
+    return {
+        "lookahead_token_ids": [request.all_token_ids[end : end + tokens] for end in ends] if tokens else None
+    }
+
+
+def block_index(pool: BlockPool) -> object:
+    """Return the object that a reset of vLLM's own cache replaces."""
+    index: object = pool.cached_block_hash_to_block
+    return index

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -61,7 +61,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings = load_settings(transfer.kv_connector_extra_config)
         settings = settings.model_copy(update={"role": role_of(settings, transfer.kv_role)})
         events = vllm_config.kv_events_config
-        self._wants_events = events is not None and events.enable_kv_cache_events
+        self._publishes_events = events is not None and events.enable_kv_cache_events
         self._bridges = Bridges(settings, transfer.engine_id)
         self._scheduler: SchedulerSide | PartedSchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -85,10 +85,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _open_part(self, model: ModelLayout, to: str = "") -> SchedulerSide:
         """Return the scheduler's side of a part of the engine, whose cache process may be at an address."""
         config = self._vllm_config
-        events = self._wants_events and model.part == 0
-        bridge = self._bridges.scheduler(model, engine_model(config), changes=events, to=to)
+        bridge = self._bridges.scheduler(model, engine_model(config), to=to)
         speculative = config.speculative_config is not None
-        return SchedulerSide(self._bridges.settings, model, bridge, speculative=speculative, events=events)
+        return SchedulerSide(self._bridges.settings, model, bridge, speculative=speculative)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -96,6 +95,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     # Scheduler hooks.
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Called before the first request, by vLLM's scheduler."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._publishes_events:
+            self._scheduler_side.publish_events(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
         """Start to look up a new request."""

@@ -19,7 +19,7 @@ from kvtier.integrations.vllm.scheduler import ASK_AGAIN, NOTHING, SchedulerSide
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -39,6 +39,10 @@ class PartedSchedulerSide:
         """``sides``: by number of their part; the first one reports events and metrics for all."""
         self._sides = sides
         self._has_states = has_states
+
+    def publish_events(self, manager: KVCacheManager) -> None:
+        """Publish what the first part holds; others usually hold the same."""
+        self._sides[0].publish_events(manager)
 
     def on_new_request(self, request: Request) -> None:
         """See :class:`SchedulerSide`."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from kvtier.bridge.client import SchedulerBridge, Slots
 from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Run
-from kvtier.integrations.vllm.changes import ChangeLog
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.request import RequestState
@@ -24,6 +23,7 @@ from kvtier.settings import Settings
 from kvtier.units import MIB
 
 if TYPE_CHECKING:
+    from kvtier.integrations.vllm.kv_events import KVEvents
     from kvtier.integrations.vllm.metrics import TransferStats
 
 MAX_BACKLOG_BYTES, MAX_BACKLOG_CHUNKS = 64 * MIB, 128
@@ -106,7 +106,6 @@ class Saves:
         layout: ChunkLayout,
         bridge: SchedulerBridge,
         stats: TransferStats,
-        changes: ChangeLog | None,
     ) -> None:
         self._tails = not layout.has_states
         self._partial_chunks = settings.partial_chunks
@@ -118,7 +117,8 @@ class Saves:
         """Maximum number of chunks of earlier steps that one step stores."""
         self._bridge = bridge
         self._stats = stats
-        self._changes = changes
+        self.events: KVEvents | None = None
+        """Publishes the chunks that are stored, if vLLM publishes KV events."""
         self._planned: list[Save] = []
         """Saves without a reservation request."""
         self._requested: list[tuple[Call[list[Slots]], list[Save]]] = []
@@ -307,8 +307,8 @@ class Saves:
         self._requested.append((call, saves))
         for save in saves:
             save.epoch = self._bridge.epoch
-            if self._changes is not None and not save.is_state:
-                self._changes.remember(save.state, save.first, save.keys, save.sizes)
+            if self.events is not None and not save.is_state:
+                self.events.add(save.state, save.first, save.keys, sum(save.sizes))
         return call
 
     def _take_answers(self) -> None:

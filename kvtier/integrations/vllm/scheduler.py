@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from kvtier.bridge.client import LookupState, SchedulerBridge
-from kvtier.integrations.vllm.changes import ChangeLog
 from kvtier.integrations.vllm.copies import ChunkCopy
+from kvtier.integrations.vllm.engine_blocks import EngineBlocks, published_group
+from kvtier.integrations.vllm.kv_events import KVEvents
 from kvtier.integrations.vllm.kv_transfer import KVTransfers
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job, StepMetadata
@@ -29,7 +30,7 @@ from kvtier.settings import Settings
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -61,7 +62,6 @@ class SchedulerSide:
         bridge: SchedulerBridge,
         *,
         speculative: bool,
-        events: bool,
     ) -> None:
         self._settings = settings
         self._model = model
@@ -72,13 +72,13 @@ class SchedulerSide:
         self._timeout = MAX_WAIT_SECONDS if waits else settings.prefetch.deadline + TIMEOUT_SECONDS
         self._stats = TransferStats()
         self._warn = RateLimitedWarning(logger)
-        self._changes = ChangeLog(self._layout.chunk_tokens) if events else None
+        self._events: KVEvents | None = None
         self._kv_transfers = KVTransfers(settings, self._layout, bridge, self._stats, parts=model.parts)
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, tuple[int, list[int]]] = {}
         """By request id: the epoch of the cache process, and its leases that workers are reading."""
         self._loads: list[Job] = []
-        self._saves = Saves(settings, self._layout, bridge, self._stats, self._changes)
+        self._saves = Saves(settings, self._layout, bridge, self._stats)
         self._states: States | None = None
         if self._layout.has_states:
             self._states = States(model, self._saves, save_decode=settings.save_decode)
@@ -89,6 +89,13 @@ class SchedulerSide:
     def epoch(self) -> int:
         """The connected cache process; 0 if there is none."""
         return self._bridge.epoch
+
+    def publish_events(self, manager: KVCacheManager) -> None:
+        """Publish KV events from now on, about the blocks that ``manager`` would cache."""
+        group = published_group(self._model)
+        if group is not None:
+            blocks = EngineBlocks(manager, self._model, group)
+            self._events = self._saves.events = KVEvents(self._bridge, self._layout.chunk_tokens, blocks)
 
     # Lookup, before a request is scheduled.
 
@@ -117,6 +124,9 @@ class SchedulerSide:
             if tail is not None:
                 keys.append(tail)
                 covered = request.num_tokens
+        if self._events is not None:
+            # Chunks of earlier runs and of other engines: only this request knows their tokens.
+            self._events.add(state, 0, keys, covered)
         expected = self._kv_transfers.expected(state, keys)
         state.ticket = self._bridge.look_up(
             keys,
@@ -360,15 +370,22 @@ class SchedulerSide:
             state.next_chunk = 0
         self._saves.drop()
         removed = self._bridge.clear(CLEAR_SECONDS)
+        if self._events is not None and removed is not None:
+            self._events.resync()
         logger.info("reset: %s", "no answer" if removed is None else f"{removed} chunks removed")
         return removed is not None
 
     def events(self) -> Iterable[KVCacheEvent]:
         """Return the changes of the tiers as vLLM's KV events."""
-        welcome = self._bridge.welcome
-        if self._changes is None or welcome is None:
+        if self._events is None:
             return ()
-        return self._changes.events(self._bridge.changes(), welcome.media)
+        try:
+            return self._events.take()
+        except Exception:
+            # They depend on internals of vLLM: a version that has changed them must not end the engine.
+            logger.exception("KV events of the tiers are disabled")
+            self._events = self._saves.events = None
+            return ()
 
     def take_stats(self) -> TransferStats | None:
         """Return the counts since the last call."""
