@@ -16,6 +16,7 @@ Sequence::
       Reserve(runs) ──────────────────────►     at most once per step, for all scheduled requests
       ◄──────────────────── Reserved(leases)
       Release(leases) ────────────────────►     after the workers have loaded
+      UseWeights(namespace) ──────────────►     when the weights have changed, or may have changed
       KVTransfer(to, keys) ───────────────►     before the first of its chunks is reserved
       ◄──────────── KVTransferResult(tokens)    when the peer has made room, or on failure; informational
       EndKVTransfer(complete) ────────────►     after the last of its chunks is reserved, or on cancellation
@@ -48,7 +49,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.layout import ChunkLayout
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
-VERSION = 6
+VERSION = 7
 
 MAX_RESERVED_CHUNKS = 32_768
 """Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
@@ -59,12 +60,19 @@ STAGING = "staging"
 Role = Literal["scheduler", "worker", "observer"]
 
 
+class Weights(msgspec.Struct, frozen=True, array_like=True):
+    """The weights that an engine has now: the namespace of its chunks, and the id for display."""
+
+    namespace: bytes
+    id: str
+
+
 class Hello(Message, frozen=True, array_like=True, tag=1):
     """First frame of every connection.
 
     ``engine`` is the same for the scheduler and the workers of one engine on this host. ``holding``
     lists the leases that a reconnecting scheduler still uses. An ``observer`` may only send
-    :class:`Status` and owns nothing; its layout is empty.
+    :class:`Status` and :class:`ClearWeights`, and owns nothing; its layout is empty.
     """
 
     version: int
@@ -78,6 +86,8 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
     holding: list[int] = msgspec.field(default_factory=list)
     model: EngineModel | None = None
     """Model name and tokenizer location, for the controller. Sent by schedulers only."""
+    weights: Weights | None = None
+    """Sent by schedulers. Workers only know :attr:`namespace`, that of the weights at startup."""
 
 
 class Welcome(Message, frozen=True, array_like=True, tag=2):
@@ -206,9 +216,26 @@ class Clear(Request, frozen=True, array_like=True, tag=20):
 
 
 class Cleared(Reply, frozen=True, array_like=True, tag=21):
-    """Answer to :class:`Clear`: the number of removed chunks."""
+    """Answer to :class:`Clear` and :class:`ClearWeights`: what was removed, as in ``pipeline/clear.py``."""
 
     chunks: int
+    bytes: int = 0
+
+
+class UseWeights(Message, frozen=True, array_like=True, tag=32):
+    """From here on, this engine's lookups and reservations are those of other weights.
+
+    The engine has cancelled its lookups. Its leases and reservations remain those of the earlier weights.
+    """
+
+    weights: Weights
+
+
+class ClearWeights(Request, frozen=True, array_like=True, tag=33):
+    """Remove the chunks of some weights, of all models, from ``tiers`` or all tiers. Sent by observers."""
+
+    weights_id: str
+    tiers: list[str] | None = None
 
 
 class KVTransfer(Message, frozen=True, array_like=True, tag=25):
@@ -293,9 +320,9 @@ class Notice(Message, frozen=True, array_like=True, tag=31):
     text: str
 
 
-FromScheduler = Lookup | Cancel | Release | Reserve | Clear | KVTransfer | EndKVTransfer
+FromScheduler = Lookup | Cancel | Release | Reserve | Clear | UseWeights | KVTransfer | EndKVTransfer
 FromWorker = Confirm | Commit | RequestStaging | OpenedStaging
-FromEngine = Hello | FromScheduler | FromWorker | Abandon | Status | Ping
+FromEngine = Hello | FromScheduler | FromWorker | Abandon | Status | ClearWeights | Ping
 ToScheduler = Found | Reserved | Cleared | Changed | KVTransferResult | Notice
 FromCache = Welcome | ToScheduler | Confirmed | OfferStaging | StatusReport | Refused | Pong
 

@@ -23,6 +23,8 @@ CHUNK_TOKENS = 256
 """The size of a chunk with ``chunk_tokens: auto``, as far as the block sizes allow."""
 STATE_TOKENS = 0
 """The length of a state, in the place of that of a chunk."""
+WEIGHTS_BYTES = 8
+"""How much of a namespace identifies the weights."""
 
 
 class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -134,7 +136,21 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
         return blake3(msgspec.msgpack.encode(self), derive_key_context="kvtier layout v1").digest()
 
 
-def namespace(model: str, layout: ChunkLayout) -> bytes:
-    """Return 32 bytes that identify one model in one layout."""
+def namespace(model: str, layout: ChunkLayout, weights_id: str = "") -> bytes:
+    """Return 32 bytes that identify one model in one layout, with the weights that an id names.
+
+    The last :data:`WEIGHTS_BYTES` depend on the id alone, so that the chunks of some weights can be found in
+    any tier, also after a restart.
+    """
     name = model.encode()
-    return blake3(name + layout.fingerprint(), derive_key_context="kvtier namespace v1").digest()
+    digest = blake3(name + layout.fingerprint(), derive_key_context="kvtier namespace v2").digest()
+    return digest[:-WEIGHTS_BYTES] + _weights_hash(weights_id)
+
+
+def has_weights(space: bytes, weights_id: str) -> bool:
+    """Return whether a namespace is one of the weights that an id names."""
+    return space[-WEIGHTS_BYTES:] == _weights_hash(weights_id)
+
+
+def _weights_hash(weights_id: str) -> bytes:
+    return blake3(weights_id.encode(), derive_key_context="kvtier weights v1").digest(WEIGHTS_BYTES)
