@@ -142,15 +142,16 @@ def namespace(model: str, layout: ChunkLayout, weights_id: str = "") -> bytes:
     The last :data:`WEIGHTS_BYTES` depend on the id alone, so that the chunks of some weights can be found in
     any tier, also after a restart.
     """
-    name = model.encode()
-    digest = blake3(name + layout.fingerprint(), derive_key_context="kvtier namespace v2").digest()
-    return digest[:-WEIGHTS_BYTES] + _weights_hash(weights_id)
+    weights = _weights_hash(weights_id)
+    parts = model.encode() + layout.fingerprint() + weights
+    digest = blake3(parts, derive_key_context="kvtier namespace v2").digest()
+    return digest[:-WEIGHTS_BYTES] + weights[:WEIGHTS_BYTES]
 
 
 def has_weights(space: bytes, weights_id: str) -> bool:
     """Return whether a namespace is one of the weights that an id names."""
-    return space[-WEIGHTS_BYTES:] == _weights_hash(weights_id)
+    return space[-WEIGHTS_BYTES:] == _weights_hash(weights_id)[:WEIGHTS_BYTES]
 
 
 def _weights_hash(weights_id: str) -> bytes:
-    return blake3(weights_id.encode(), derive_key_context="kvtier weights v1").digest(WEIGHTS_BYTES)
+    return blake3(weights_id.encode(), derive_key_context="kvtier weights v1").digest()

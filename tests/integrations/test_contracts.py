@@ -15,6 +15,9 @@ import pytest
 FOLDER = Path(__file__).parent / "contracts"
 CONNECTOR = Path(__file__).parents[2] / "kvtier" / "integrations" / "vllm" / "connector.py"
 USED = {
+    "BlockPool": {"cached_block_hash_to_block", "get_num_free_blocks", "num_gpu_blocks"},
+    "EngineCore": {"scheduler", "set_weight_version"},
+    "Scheduler": {"get_kv_connector"},
     "AttentionSpec": {"num_kv_heads", "head_size"},
     "ChunkedLocalAttentionSpec": {"attention_chunk_size"},
     "KVCacheConfig": {

@@ -181,7 +181,7 @@ def test_namespaces_of_models_differ(left: str, right: str) -> None:
 def test_fingerprint_and_namespace_are_stable() -> None:
     fingerprint = "a0ee8ef9c66548ea856dfd973ad9c3ac3d3915828b6c281d44a4a1369cbdaf43"
     assert MODEL.fingerprint().hex() == fingerprint
-    space = "6db8f482e5ba4985687aa39cd07cd4e81b142b2f196cf96cc04c1b5bdf9863ca"
+    space = "8915d2c378d1bf05a78c4fc2ed387f34be194484a1e8cb1bc04c1b5bdf9863ca"
     assert namespace("llama", MODEL).hex() == space
 
 

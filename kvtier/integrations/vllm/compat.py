@@ -12,6 +12,7 @@ from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.versions import RANGE, REQUIREMENT, support
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 try:
@@ -52,3 +53,9 @@ def hit_alignment(config: KVCacheConfig) -> int:
 def declared_shards(spec: KVCacheSpec) -> int | None:
     """Return into how many parts tensor parallelism divides a layer's KV; ``None`` if it is not declared."""
     return getattr(spec, "max_tp_shards", None)  # From 0.31 on.
+
+
+def is_empty(pool: BlockPool) -> bool:
+    """Return whether no block is in use or cached, as after a successful ``reset_prefix_cache``."""
+    used = pool.num_gpu_blocks - pool.get_num_free_blocks()
+    return used <= 1 and not len(pool.cached_block_hash_to_block)  # The null block is always in use.

@@ -21,17 +21,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
-from kvtier.bridge.protocol import Hello, Role
+from kvtier.bridge.protocol import Hello, Role, Weights
 from kvtier.bridge.spawn import CacheProcess, default_address
 from kvtier.errors import ChannelError
 from kvtier.integrations.vllm.compat import check_version, hit_sources
 from kvtier.integrations.vllm.kv_transfer import role_of
-from kvtier.integrations.vllm.layout import model_layout
+from kvtier.integrations.vllm.layout import model_layout, namespaces
 from kvtier.integrations.vllm.log_thread import LogThread
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.served import engine_model
+from kvtier.integrations.vllm.weights import EngineWeights, follow_weight_version
 from kvtier.integrations.vllm.worker import CONFIRM_SECONDS, WorkerSide
 from kvtier.settings import Settings, load_settings
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -83,6 +85,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 model.namespace,
                 name == "scheduler" and wants_events,
                 model=engine_model(vllm_config) if name == "scheduler" else None,
+                weights=Weights(model.namespace, settings.weights_id) if name == "scheduler" else None,
             )
 
         if role is KVConnectorRole.SCHEDULER:
@@ -93,9 +96,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 settings,
                 model,
                 scheduler_bridge,
+                weights=EngineWeights(settings.weights_id, namespaces(vllm_config, model.layout)),
                 speculative=vllm_config.speculative_config is not None,
                 events=wants_events,
             )
+            follow_weight_version()
         else:
             rank = get_tensor_model_parallel_rank()
             worker_bridge = _open(WorkerBridge, settings, hello("worker", rank))
@@ -152,9 +157,18 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the KV events since the last call."""
         return self._scheduler_side.events()
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Keep vLLM's block pool, to know whether it holds blocks of earlier weights."""
+        self._scheduler_side.bind(gpu_block_pool)
+
     def reset_cache(self) -> bool | None:
-        """Remove this model's chunks, for example after its weights have changed."""
-        return self._scheduler_side.clear()
+        """Use nothing that was stored so far: the weights have changed, or will before the next step."""
+        self._scheduler_side.reset()
+        return True
+
+    def set_weight_version(self, version: str) -> None:
+        """Use the chunks of the weights that the engine has now. Not a hook: see ``weights.py``."""
+        self._scheduler_side.set_weight_version(version)
 
     # Worker hooks.
 
