@@ -184,6 +184,26 @@ def test_running_requests_store_nothing_more(engine: Engine, cache: Cache, pool:
     assert cache.receive(Lookup).keys == keys(engine, last, used, 4)
 
 
+def test_planned_and_reserved_chunks_of_a_finished_request_are_not_stored(
+    engine: Engine, cache: Cache, pool: Pool
+) -> None:
+    """Their room would be reserved for the new weights, or written while vLLM is free to load those."""
+    request = start(engine, cache)
+    engine.step()
+    reserve = cache.receive(Reserve)
+    engine.step()
+    assert engine.finish(request), "vLLM keeps the blocks until they are saved"
+    pool.used = 4
+    engine.scheduler.set_weight_version("step-1")
+    cache.receive(UseWeights)
+    cache.answer(reserve)
+    wait_for_replies(engine)
+    engine.step(0)
+    assert cache.receive(Abandon).leases == [1]
+    assert cache.nothing_received()
+    assert [(job.leases, job.last) for job in engine.worker.saves] == [([], True)]  # type: ignore[attr-defined]
+
+
 def test_load_in_flight_fails(engine: Engine, cache: Cache, pool: Pool) -> None:
     """Its leases have ended when the worker asks, so vLLM computes the prompt."""
     request = load(engine, cache)
@@ -230,16 +250,23 @@ def test_id_may_be_set_before_the_reset(engine: Engine, cache: Cache, pool: Pool
     engine.scheduler.set_weight_version("step-1")
     cache.receive(UseWeights)
     engine.scheduler.reset()  # vLLM's own cache could not be reset.
-    assert engine.scheduler._weights.mixed
+    engine.scheduler.on_new_request(make_request(TOKENS))
     pool.cached = 0
     engine.scheduler.reset()
-    assert not engine.scheduler._weights.mixed
     assert cache.nothing_received()
+    assert engine.scheduler._weights.current.id == "step-1"
+    engine.scheduler.reset()
+    assert cache.receive(UseWeights).weights.id.startswith("unknown-")
+
+
+def test_named_weights_are_used_after_their_reset(engine: Engine, cache: Cache, pool: Pool) -> None:
+    pool.cached = 3
+    engine.scheduler.set_weight_version("step-1")
+    cache.receive(UseWeights)
+    pool.cached = 0
+    engine.scheduler.reset()
     engine.scheduler.on_new_request(request := make_request(TOKENS))
     assert cache.receive(Lookup).keys == keys(engine, request, "step-1", 4)
-    engine.scheduler.reset()
-    cache.receive(Cancel)
-    assert cache.receive(UseWeights).weights.id.startswith("unknown-")
 
 
 def test_reset_while_the_cache_process_is_gone(engine: Engine, cache: Cache) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from kvtier.bridge import client
 from tests.vllm import models
-from tests.vllm.cache_process import CHUNK, CacheProcess
+from tests.vllm.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess
 from tests.vllm.conftest import Oracle, StartEngine
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.models import prompt
@@ -38,12 +40,14 @@ def weights_of(cache: CacheProcess) -> str:
 
 def reconnect(engine: Engine, cache: CacheProcess, before: str = "") -> None:
     """Run requests, too short to be stored, until the cache process knows of other weights."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while weights_of(cache) in ("", before):
+        assert time.monotonic() < deadline, cache.tail()
         engine.generate(prompt(CHUNK // 2), 1)
 
 
 def test_named_weights(
-    llama: Path, other: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
+    llama: Path, other: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, tmp_path: Path
 ) -> None:
     def ask(model: Path, cached: int) -> None:
         engine.reset_prefix_cache()
@@ -73,10 +77,11 @@ def test_named_weights(
         assert weights_of(cache) == "step-3"
         ask(other, 0)
         cache.wait_until_stored(CHUNKS * CHUNK)
-        # Weights of an id are found on disk, until they are removed there.
+        # Weights of an id are found on disk, wherever they were loaded from, until they are removed there.
         assert client.clear_weights(cache.socket, "step-1").chunks == CHUNKS
+        copied = shutil.copytree(other, tmp_path / "copy")
         for version, cached in (("step-1", 0), ("step-2", CHUNKS)):
-            update(engine, other, version)
+            update(engine, copied, version)
             ask(other, cached)
 
 

@@ -92,7 +92,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """Look up the whole prompt, so that chunks on disk are prefetched while the request is queued."""
-        if not cacheable(request) or self._weights.mixed:
+        if not cacheable(request) or self._weights.is_mixed():
             return
         state = self._track(request, self._kv_transfers.hints(request))
         # Before any chunk is promoted or stored, so that none is evicted before it is pushed.
@@ -374,7 +374,7 @@ class SchedulerSide:
         self._weights.name(version)
         self._weights_changed()
         logger.info("weights %r: their chunks are used from now on", version)
-        if self._weights.mixed:
+        if self._weights.is_mixed():
             logger.warning(
                 "weights %r: vLLM still has KV of earlier weights. Nothing is loaded or stored until "
                 "reset_prefix_cache, which should be called first, with reset_running_requests",
@@ -393,7 +393,7 @@ class SchedulerSide:
         self._saves.drop()
         self._fail_loads()
         self._bridge.use_weights(self._weights.current)
-        if not self._weights.mixed:
+        if not self._weights.is_mixed():
             for state in requests.values():
                 self._track(state.request, state.hints)
 

@@ -59,9 +59,11 @@ class EngineWeights:
         """Set vLLM's block pool, to know whether it has blocks that earlier weights have computed."""
         self._pool = pool
 
-    @property
-    def mixed(self) -> bool:
-        """Whether vLLM may have blocks that earlier weights have computed: neither load nor store."""
+    def is_mixed(self) -> bool:
+        """Return whether vLLM may have blocks that earlier weights have computed: neither load nor store.
+
+        After it was reset once, it has none until the next change.
+        """
         if self._mixed and self._pool_is_empty:
             self._mixed = self._expects_reset = False
         return self._mixed
@@ -69,7 +71,9 @@ class EngineWeights:
     def is_reset_of_last_change(self) -> bool:
         """Return whether a reset completes the last change: its id was set before, so the id stays valid."""
         expected = self._expects_reset
-        self._expects_reset = expected and self.mixed  # vLLM's own reset may have failed: then once more.
+        self._expects_reset = (
+            expected and self.is_mixed()
+        )  # vLLM's own reset may have failed: then once more.
         return expected
 
     @property
