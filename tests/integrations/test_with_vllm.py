@@ -32,7 +32,7 @@ def run(tests: Path, log: Path) -> None:
         ("connector_side.py", 9),
         ("layout_side.py", 40),
         ("saves_side.py", 6),
-        ("weights_side.py", 13),
+        ("weights_side.py", 14),
     ],
 )
 def test_with_vllm(tmp_path: Path, tests: str, count: int) -> None:

@@ -269,6 +269,14 @@ def test_named_weights_are_used_after_their_reset(engine: Engine, cache: Cache, 
     assert cache.receive(Lookup).keys == keys(engine, request, "step-1", 4)
 
 
+def test_same_id_again_changes_nothing(engine: Engine, cache: Cache, pool: Pool) -> None:
+    request = start(engine, cache)
+    pool.used = 1
+    engine.scheduler.set_weight_version("default")
+    engine.step()
+    assert cache.receive(Reserve).runs[0].keys == keys(engine, request, "", 1)
+
+
 def test_reset_while_the_cache_process_is_gone(engine: Engine, cache: Cache) -> None:
     cache.disconnect()
     wait_until(lambda: (engine.step(0), not engine.bridges[0].connected)[1])

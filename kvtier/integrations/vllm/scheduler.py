@@ -371,7 +371,8 @@ class SchedulerSide:
 
     def set_weight_version(self, version: str) -> None:
         """Use the chunks of the weights that vLLM's ``weight_version`` names."""
-        self._weights.name(version)
+        if not self._weights.name(version):
+            return
         self._weights_changed()
         logger.info("weights %r: their chunks are used from now on", version)
         if self._weights.is_mixed():

@@ -71,21 +71,22 @@ class EngineWeights:
     def is_reset_of_last_change(self) -> bool:
         """Return whether a reset completes the last change: its id was set before, so the id stays valid."""
         expected = self._expects_reset
-        self._expects_reset = (
-            expected and self.is_mixed()
-        )  # vLLM's own reset may have failed: then once more.
+        self.is_mixed()  # If vLLM's own reset was successful, the next one belongs to another change.
         return expected
 
     @property
     def _pool_is_empty(self) -> bool:
         return self._pool is not None and is_empty(self._pool)
 
-    def name(self, version: str) -> None:
-        """Use the weights that a ``weight_version`` names."""
+    def name(self, version: str) -> bool:
+        """Use the weights that a ``weight_version`` names. Return whether these are others than before."""
         weights_id = self._startup_id if version == STARTUP_VERSION else version
+        if weights_id == self.current.id:
+            return False
         self._use(weights_id)
         self.named = bool(weights_id)
         self._expects_reset = self._mixed
+        return True
 
     def forget(self) -> None:
         """Use a namespace that no other engine has: these weights may be any."""
