@@ -22,8 +22,9 @@ from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.bridge.protocol import Hello, Role
 from kvtier.integrations.vllm.layout import ModelLayout, Region
 from kvtier.integrations.vllm.scheduler import SchedulerSide
+from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.integrations.vllm.worker import WorkerSide
-from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 
 CHUNK_TOKENS, BLOCK_TOKENS = 32, 16
 CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
@@ -87,7 +88,9 @@ class Engine:
         names = [f"layer {layer}" for layer in range(LAYERS)]
         blocks = 1 + requests * TABLE_CHUNKS * CHUNK_BLOCKS
         regions = (tuple(Region(name, 0, PAGE_BYTES, PAGE_BYTES, blocks) for name in names),)
-        model = ModelLayout(layout, bytes(32), regions, group_ids=(0,), layers=(tuple(names),))
+        model = ModelLayout(
+            layout, namespace("model", layout), regions, group_ids=(0,), layers=(tuple(names),)
+        )
 
         def hello(role: Role) -> Hello:
             return Hello(protocol.VERSION, "engine", role, 0, layout, model.namespace)
@@ -96,7 +99,8 @@ class Engine:
         bridges = SchedulerBridge(hello("scheduler"), socket), WorkerBridge(hello("worker"), socket)
         bridges[1].connect()
         bridges[0].connect()
-        scheduler = SchedulerSide(parsed, model, bridges[0], speculative=False)
+        weights = EngineWeights("", lambda weights_id: namespace("model", layout, weights_id))
+        scheduler = SchedulerSide(parsed, model, bridges[0], weights=weights, speculative=False)
         worker = WorkerSide(model, bridges[1], 0)
         worker.register({name: torch.zeros((blocks, PAGE_BYTES), dtype=torch.uint8) for name in names})
         return cls(scheduler, worker, bridges)

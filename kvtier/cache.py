@@ -28,6 +28,7 @@ from kvtier.memory.arena import Arena
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.host import total_bytes
 from kvtier.memory.keys import ChunkKey
+from kvtier.memory.layout import has_weights
 from kvtier.model import ModelCache
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.boundaries import Boundaries, Boundary
@@ -466,6 +467,20 @@ class TieredCache:
         if tiers is None:
             self.hierarchy.catalog.namespaces.reset(namespace)
         return await self._clearing.clear_all(namespace, chosen)
+
+    async def clear_weights(self, weights_id: str, *, tiers: Sequence[str] | None = None) -> Cleared:
+        """Remove the chunks of the weights that an id names, of all models, from ``tiers`` or all tiers.
+
+        Returns what was removed. Raises :class:`SettingsError` for an unknown tier.
+        """
+        names = [tier.name for tier in self.hierarchy.tiers] if tiers is None else tiers
+        chunks = freed = 0
+        for space in self.hierarchy.catalog.namespaces.known():
+            if has_weights(space, weights_id):
+                cleared = await self.clear(namespace=space, tiers=names)
+                chunks += cleared.chunks
+                freed += cleared.bytes
+        return Cleared([], chunks, freed)
 
     @property
     def pending_bytes(self) -> int:

@@ -32,6 +32,8 @@ CLASSES = {
     "v1/core/block_pool.py": ("BlockPool",),
     "v1/core/kv_cache_manager.py": ("KVCacheManager",),
     "v1/core/sched/output.py": ("KVConnectorBlockState", "SchedulerOutput"),
+    "v1/core/sched/scheduler.py": ("Scheduler",),
+    "v1/engine/core.py": ("EngineCore",),
     "v1/outputs.py": ("KVConnectorOutput",),
     "v1/request.py": ("Request",),
     "distributed/kv_events.py": ("BlockRemoved", "BlockStored"),

@@ -106,7 +106,7 @@ class Served:
         if not self._engines or namespace in known:
             return ""
         layouts = sorted({str(layout) for _, layout in self._engines.values()})[:MAX_MODELS]
-        return f"the engines there serve another model, or use another layout: {'; '.join(layouts)}"
+        return f"the engines there have another model, other weights or another layout: {'; '.join(layouts)}"
 
     def tokenizer(self, namespace: bytes) -> TokenizerSource | None:
         """Return the location of a model's tokenizer; ``None`` if it is unknown."""

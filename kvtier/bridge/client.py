@@ -1,7 +1,7 @@
 """Scheduler's and workers' ends of the bridge: synchronous, without threads.
 
-Called from vLLM's hooks. Nothing blocks except what takes a ``wait``, :meth:`WorkerBridge.await_staging` and
-:func:`status`.
+Called from vLLM's hooks. Nothing blocks except what takes a ``wait``, :meth:`WorkerBridge.await_staging`,
+:func:`status` and :func:`clear_weights`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from kvtier.errors import ArenaError, ChannelClosed, ChannelError, ProtocolError
 from kvtier.memory.arena import ArenaMap
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
 from kvtier.memory.layout import ChunkLayout
-from kvtier.rpc.calls import Call
+from kvtier.rpc.calls import Call, ReplyT
 from kvtier.rpc.client import GREETING_SECONDS
-from kvtier.rpc.frames import Ping, Pong, Reply
+from kvtier.rpc.frames import Ping, Pong, Reply, Request
 from kvtier.rpc.unix import UnixConnection
 
 PROBE_SECONDS = 0.25
+CLEAR_SECONDS = 600.0
+"""Timeout of :func:`clear_weights`: a full disk tier has millions of files to delete."""
 MAX_ORPHANS = 100_000
 """Maximum number of reservations that are tracked until they can be abandoned."""
 
@@ -97,13 +99,19 @@ class SchedulerBridge(Bridge):
         self._in_use: set[int] = set()
         self.connections = 0
         """Number of connections so far."""
+        self._greeted = hello
+        """What the last greeting was made of."""
+
+    def _make_hello(self) -> protocol.Hello:
+        self._greeted = self._hello
+        return msgspec.structs.replace(self._hello, holding=sorted(self._in_use))
 
     def _connected(self, connection: UnixConnection[protocol.Welcome]) -> None:
         super()._connected(connection)
         self.connections += 1
-
-    def _make_hello(self) -> protocol.Hello:
-        return msgspec.structs.replace(self._hello, holding=sorted(self._in_use))
+        weights = self._hello.weights
+        if weights is not None and weights != self._greeted.weights:  # They have changed since the greeting.
+            connection.send(protocol.UseWeights(weights))
 
     def _lost(self) -> None:
         super()._lost()
@@ -296,6 +304,14 @@ class SchedulerBridge(Bridge):
         held, self._held = self._held, {}
         return held
 
+    def use_weights(self, weights: protocol.Weights) -> None:
+        """Look up and reserve in the namespace of other weights, also after a reconnect. Does not block.
+
+        The caller has cancelled its lookups.
+        """
+        self._hello = msgspec.structs.replace(self._hello, weights=weights)
+        self.send(protocol.UseWeights(weights))
+
 
 def _slots(runs: Sequence[protocol.Run], reserved: protocol.Reserved) -> list[Slots]:
     """Return the slots of each run. Raises :class:`ProtocolError` if the answer has too few or too many."""
@@ -421,17 +437,33 @@ def _close_in_background(arena: ArenaMap) -> None:
 
 def status(path: Path, seconds: float = GREETING_SECONDS) -> dict[str, Any]:
     """Return the status of a cache process. Blocks up to ``seconds``. Raises :class:`ChannelError`."""
+    report: dict[str, Any] = json.loads(_ask(path, protocol.Status(1), protocol.StatusReport, seconds).report)
+    return report
+
+
+def clear_weights(
+    path: Path, weights_id: str, tiers: Sequence[str] | None = None, seconds: float = CLEAR_SECONDS
+) -> protocol.Cleared:
+    """Remove the chunks of some weights from ``tiers`` or all tiers; return what was removed.
+
+    Blocks up to ``seconds``. Raises :class:`ChannelError`, also for an unknown tier.
+    """
+    names = None if tiers is None else list(tiers)
+    return _ask(path, protocol.ClearWeights(1, weights_id, names), protocol.Cleared, seconds)
+
+
+def _ask(path: Path, request: Request, answer: type[ReplyT], seconds: float) -> ReplyT:
+    """Return the answer to a request of an observer. Blocks up to ``seconds``. Raises: ChannelError."""
     hello = protocol.Hello(protocol.VERSION, "observer", "observer", 0, ChunkLayout(1, ()), b"")
     connection = open_connection(path, hello)
     try:
         deadline = time.monotonic() + seconds
-        connection.send(protocol.Status(1))
+        connection.send(request)
         messages = connection.await_welcome(seconds)
         while True:
             for message in messages:
-                if isinstance(message, protocol.StatusReport):
-                    report: dict[str, Any] = json.loads(message.report)
-                    return report
+                if isinstance(message, answer):
+                    return message
             if (left := deadline - time.monotonic()) <= 0:
                 raise ChannelClosed(f"the cache process on {path} does not answer")
             messages = connection.receive(left)

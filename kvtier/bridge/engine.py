@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
-from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Found, Hello, Reserve, Reserved, Run
+from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Found, Hello, Reserve, Reserved, Run, Weights
 from kvtier.bridge.protocol import Lookup as LookupRequest
 from kvtier.cache import TieredCache
 from kvtier.catalog.hints import ChunkHints
@@ -20,6 +20,7 @@ from kvtier.pipeline.found import Lookup, Ready
 from kvtier.pipeline.store import Reservation
 
 if TYPE_CHECKING:
+    from kvtier.agent.served import EngineModel
     from kvtier.peers.kv_transfer import KVTransfer as Transfer
     from kvtier.peers.staging.buffers import EngineStaging, Staging
 
@@ -76,8 +77,11 @@ class Engine:
     def __init__(self, cache: TieredCache, hello: Hello, numbers: Iterator[int]) -> None:
         self.name = hello.engine
         self.layout = hello.layout
-        self.namespace = hello.namespace
+        self.startup_namespace = hello.namespace
+        """Of the weights that it has started with. Identifies the engine's model to all of its ranks."""
+        self.weights = Weights(hello.namespace, "")
         cache.hierarchy.layouts.add(hello.namespace, hello.layout)
+        self.model: EngineModel | None = None
         self.staging: EngineStaging | None = None
         """``None`` until a worker has requested a staging buffer."""
         self._whole_payload = self.layout.payload_bytes(self.layout.chunk_tokens)
@@ -89,6 +93,18 @@ class Engine:
         """By the number of each lease that the engine holds."""
         self._tickets: dict[int, Ticket] = {}
         self._fillings: dict[int, Filling] = {}
+
+    @property
+    def namespace(self) -> bytes:
+        """The namespace of the weights that the engine has now."""
+        return self.weights.namespace
+
+    def use_weights(self, weights: Weights) -> None:
+        """Look up and reserve chunks of other weights from now on."""
+        self.weights = weights
+        self._cache.hierarchy.layouts.add(weights.namespace, self.layout)
+        if self.staging is not None:
+            self.staging.namespace = weights.namespace
 
     def look_up(self, request: LookupRequest) -> tuple[Found, Lookup | None]:
         """Return the immediate answer, and the lookup itself if parts of it are still in flight."""
@@ -313,6 +329,7 @@ class Engine:
         """Return what the engine holds."""
         return {
             "name": self.name,
+            "weights_id": self.weights.id,
             "leases": len(self._granted),
             "reservations": len(self._fillings),
             "tickets": len(self._tickets),

@@ -16,6 +16,7 @@ Sequence::
       Reserve(runs) ──────────────────────►     at most once per step, for all scheduled requests
       ◄──────────────────── Reserved(leases)
       Release(leases) ────────────────────►     after the workers have loaded
+      UseWeights(namespace) ──────────────►     when the weights have changed, or may have changed
       KVTransfer(to, keys) ───────────────►     before the first of its chunks is reserved
       ◄──────────── KVTransferResult(tokens)    when the peer has made room, or on failure; informational
       EndKVTransfer(complete) ────────────►     after the last of its chunks is reserved, or on cancellation
@@ -63,12 +64,19 @@ STAGING = "staging"
 Role = Literal["scheduler", "worker", "observer"]
 
 
+class Weights(msgspec.Struct, frozen=True, array_like=True):
+    """The weights that an engine has now: the namespace of its chunks, and the id for display."""
+
+    namespace: bytes
+    id: str
+
+
 class Hello(Message, frozen=True, array_like=True, tag=1):
     """First frame of every connection.
 
     ``engine`` is the same for the scheduler and the workers of one part of an engine. ``holding``
     lists the leases that a reconnecting scheduler still uses. An ``observer`` may only send
-    :class:`Status` and owns nothing; its layout is empty.
+    :class:`Status` and :class:`ClearWeights`, and owns nothing; its layout is empty.
     """
 
     version: int
@@ -83,6 +91,8 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
     to: str = ""
     """Address of another host's cache process (``peer.listen``), for a scheduler with workers there. The
     cache process of this host passes all messages on."""
+    weights: Weights | None = None
+    """Sent by schedulers. Workers only know :attr:`namespace`, that of the weights at startup."""
 
 
 class Welcome(Message, frozen=True, array_like=True, tag=2):
@@ -211,9 +221,26 @@ class Clear(Request, frozen=True, array_like=True, tag=20):
 
 
 class Cleared(Reply, frozen=True, array_like=True, tag=21):
-    """Answer to :class:`Clear`: the number of removed chunks."""
+    """Answer to :class:`Clear` and :class:`ClearWeights`: what was removed, as in ``pipeline/clear.py``."""
 
     chunks: int
+    bytes: int = 0
+
+
+class UseWeights(Message, frozen=True, array_like=True, tag=32):
+    """From here on, this engine's lookups and reservations are those of other weights.
+
+    The engine has cancelled its lookups. Its leases and reservations remain those of the earlier weights.
+    """
+
+    weights: Weights
+
+
+class ClearWeights(Request, frozen=True, array_like=True, tag=33):
+    """Remove the chunks of some weights, of all models, from ``tiers`` or all tiers. Sent by observers."""
+
+    weights_id: str
+    tiers: list[str] | None = None
 
 
 class KVTransfer(Message, frozen=True, array_like=True, tag=25):
@@ -284,7 +311,7 @@ class StatusReport(Reply, frozen=True, array_like=True, tag=23):
     report: bytes
 
 
-class Watch(Message, frozen=True, array_like=True, tag=32):
+class Watch(Message, frozen=True, array_like=True, tag=34):
     """Report which tiers hold these chunks, now and after each change, and stop reporting those to forget.
 
     A connection watches :data:`MAX_WATCHED_CHUNKS` at most.
@@ -310,9 +337,9 @@ class Notice(Message, frozen=True, array_like=True, tag=31):
     text: str
 
 
-FromScheduler = Lookup | Cancel | Release | Reserve | Clear | KVTransfer | EndKVTransfer | Watch
+FromScheduler = Lookup | Cancel | Release | Reserve | Clear | UseWeights | KVTransfer | EndKVTransfer | Watch
 FromWorker = Confirm | Commit | RequestStaging | OpenedStaging
-FromEngine = Hello | FromScheduler | FromWorker | Abandon | Status | Ping
+FromEngine = Hello | FromScheduler | FromWorker | Abandon | Status | ClearWeights | Ping
 ToScheduler = Found | Reserved | Cleared | Held | KVTransferResult | Notice
 FromCache = Welcome | ToScheduler | Confirmed | OfferStaging | StatusReport | Refused | Pong
 

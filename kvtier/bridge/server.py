@@ -27,7 +27,7 @@ from kvtier.bridge.kv_transfer import EngineKVTransfers
 from kvtier.bridge.notices import Notices
 from kvtier.bridge.watched import WatchedChunks
 from kvtier.concurrency.tasks import open_tasks
-from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError
+from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError, SettingsError
 from kvtier.instance import Instance
 from kvtier.logs import ChangedWarnings
 from kvtier.pipeline.found import Lookup
@@ -133,13 +133,19 @@ class BridgeServer:
             self.engine_connected.set()
             self.idle = anyio.Event()
             logger.info("engine %s connected", hello.engine)
-        elif engine.layout != hello.layout or engine.namespace != hello.namespace:
+        elif engine.layout != hello.layout or engine.startup_namespace != hello.namespace:
             raise ProtocolError(f"engine {hello.engine} is already connected with another layout")
         if hello.role == "scheduler":
             engine.keep_only(hello.holding)
-        self._instance.served.add(engine.name, engine.namespace, engine.layout, hello.model)
+            engine.model = hello.model
+        self.use_weights(engine, hello.weights or engine.weights)
         self._connections[hello.engine].add(connection)
         return engine
+
+    def use_weights(self, engine: Engine, weights: protocol.Weights) -> None:
+        """Process that an engine has other weights."""
+        engine.use_weights(weights)
+        self._instance.served.add(engine.name, weights.namespace, engine.layout, engine.model)
 
     def kv_transfers(self, connection: Connection, engine: Engine, tasks: TaskGroup) -> EngineKVTransfers:
         """Return the KV transfers of a scheduler's connection."""
@@ -280,6 +286,9 @@ class Connection:
         if isinstance(message, protocol.Status):
             self.send(protocol.StatusReport(message.ticket, json.dumps(self._server.status()).encode()))
             return
+        if isinstance(message, protocol.ClearWeights):
+            await self._clear_weights(message)
+            return
         if engine is None or isinstance(message, protocol.Hello):
             raise ProtocolError(f"unexpected {type(message).__name__}: from an observer, or a second Hello")
         match message:
@@ -297,8 +306,12 @@ class Connection:
                 self.send(protocol.Confirmed(message.ticket, engine.holds(message.leases)))
             case protocol.Clear():
                 self._endpoint.uncork()
-                cleared = await self._server.cache.clear(namespace=engine.namespace)
+                # Named tiers: pools are still queried if an engine uses these weights again.
+                tiers = [tier.name for tier in self._server.cache.hierarchy.tiers]
+                cleared = await self._server.cache.clear(namespace=engine.namespace, tiers=tiers)
                 self.send(protocol.Cleared(message.ticket, cleared.chunks))
+            case protocol.UseWeights():
+                self._server.use_weights(engine, message.weights)
             case protocol.Commit():
                 engine.commit(message.leases, self._rank)
             case protocol.Release():
@@ -325,6 +338,14 @@ class Connection:
             self._watched = WatchedChunks(self._server.cache)
             self._tasks.start_soon(self._watched.report, self.notify)
         self._watched.watch(message)
+
+    async def _clear_weights(self, message: protocol.ClearWeights) -> None:
+        self._endpoint.uncork()
+        try:
+            cleared = await self._server.cache.clear_weights(message.weights_id, tiers=message.tiers)
+        except SettingsError as error:
+            raise ProtocolError(str(error)) from error
+        self.send(protocol.Cleared(message.ticket, cleared.chunks, cleared.bytes))
 
     def _kv_transfer(self, message: protocol.KVTransfer | protocol.EndKVTransfer) -> None:
         if self._kv_transfers is None:

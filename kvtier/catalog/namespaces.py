@@ -29,6 +29,10 @@ class Namespaces:
             self._generations.append(0)
         return number
 
+    def known(self) -> list[bytes]:
+        """Return all namespaces of chunks that are, or have been, in any tier."""
+        return list(self._numbers)
+
     def find(self, namespace: bytes) -> int:
         """Return the number of a namespace, or -1 if it is unknown."""
         return self._numbers.get(namespace, -1)

@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from kvtier.cli import (
     bench,
+    clear_weights,
     config,
     controller_commands,
     doctor,
@@ -48,6 +49,7 @@ def make_app() -> typer.Typer:
     app.command(epilog=epilog(*services.CONTROLLER_EXAMPLES))(services.controller)
     app.command(epilog=epilog(*services.PROXY_EXAMPLES))(services.proxy)
     app.command()(status.status)
+    app.command(epilog=epilog(*clear_weights.EXAMPLES))(clear_weights.clear_weights)
     app.command()(doctor.doctor)
     app.command(epilog=bench.EXAMPLES)(bench.bench)
     app.add_typer(config.app)

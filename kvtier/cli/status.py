@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.markup import escape
 from rich.table import Table
 
+from kvtier.cli.cache_process import Socket, cache_process
 from kvtier.cli.terminal import AsJson, ConfigFile, output, print_json, table
-from kvtier.errors import ChannelError
 from kvtier.units import format_size
 
 Report = dict[str, Any]
@@ -19,10 +18,7 @@ Report = dict[str, Any]
 
 def status(
     config: ConfigFile = None,
-    socket: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="Socket of the cache process, instead of the one in the settings."),
-    ] = None,
+    socket: Socket = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a cache process on this host is doing: its tiers, engines, peers and controller.
@@ -30,21 +26,13 @@ def status(
     Exit status 1 if it does not answer. With --json, prints all that it reports.
     """
     from kvtier.bridge import client
-    from kvtier.bridge.spawn import default_address
-    from kvtier.settings import load_settings
 
-    if socket is None:
-        settings = load_settings(file=config)
-        socket = settings.socket or default_address(settings)
-    try:
-        report = client.status(socket)
-    except ChannelError as error:
-        remedy = "start one with `kvtier serve`, or set --socket" if not socket.exists() else "see its log"
-        raise ChannelError(f"{error}: {remedy}") from error
+    with cache_process(config, socket) as address:
+        report = client.status(address)
     if as_json:
         print_json(report)
         return
-    output().print(escape(_headline(report, socket)))
+    output().print(escape(_headline(report, address)))
     for rows in _tables(report):
         output().print()
         output().print(rows)
@@ -88,10 +76,10 @@ def _tiers(tiers: list[Report]) -> Table:
 
 
 def _engines(engines: list[Report]) -> Table:
-    rows = table("engine", "leases", "reservations", "lookups")
+    rows = table("engine", "weights", "leases", "reservations", "lookups")
     for engine in engines:
         counts = (str(engine[name]) for name in ("leases", "reservations", "tickets"))
-        rows.add_row(escape(engine["name"]), *counts)
+        rows.add_row(escape(engine["name"]), escape(engine["weights_id"]) or "-", *counts)
     return rows
 
 

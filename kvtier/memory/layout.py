@@ -24,6 +24,8 @@ CHUNK_TOKENS = 256
 """The size of a chunk with ``chunk_tokens: auto``, as far as the block sizes allow."""
 STATE_TOKENS = 0
 """The length of a state, in the place of that of a chunk."""
+WEIGHTS_BYTES = 8
+"""How much of a namespace identifies the weights."""
 
 
 class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -149,7 +151,22 @@ def _shares(layout: ChunkLayout, tokens: int) -> tuple[int, ...]:
     return tuple(numbers.setdefault(shards, len(numbers)) for shards in held)
 
 
-def namespace(model: str, layout: ChunkLayout) -> bytes:
-    """Return 32 bytes that identify one model in one layout."""
-    name = model.encode()
-    return blake3(name + layout.fingerprint(), derive_key_context="kvtier namespace v1").digest()
+def namespace(model: str, layout: ChunkLayout, weights_id: str = "") -> bytes:
+    """Return 32 bytes that identify one model in one layout, with the weights that an id names.
+
+    The last :data:`WEIGHTS_BYTES` depend on the id alone, so that the chunks of some weights can be found in
+    any tier, also after a restart.
+    """
+    weights = _weights_hash(weights_id)
+    parts = model.encode() + layout.fingerprint() + weights
+    digest = blake3(parts, derive_key_context="kvtier namespace v2").digest()
+    return digest[:-WEIGHTS_BYTES] + weights[:WEIGHTS_BYTES]
+
+
+def has_weights(space: bytes, weights_id: str) -> bool:
+    """Return whether a namespace is one of the weights that an id names."""
+    return space[-WEIGHTS_BYTES:] == _weights_hash(weights_id)[:WEIGHTS_BYTES]
+
+
+def _weights_hash(weights_id: str) -> bytes:
+    return blake3(weights_id.encode(), derive_key_context="kvtier weights v1").digest()

@@ -268,8 +268,9 @@ class Settings(BaseSettings):
     weights_id: str = Field(
         default="",
         description=(
-            "Identifies the model's weights, where different ones have the same name, revision and path: for "
-            "example a training step. Chunks computed with other weights are misses."
+            "Identifies the model's weights at startup, where different ones have the same name, revision "
+            "and path: for example a training step. Chunks computed with other weights are misses. Later "
+            "weights are identified by vLLM's `weight_version`."
         ),
         examples=["step-1200"],
     )

@@ -44,7 +44,7 @@ def _import_modules() -> None:
 
 
 PEER = {"listen": "127.0.0.1:0", "secret": "sixteen or more characters", "share": 0.9}
-IDLE = [{"name": "engine", "leases": 0, "reservations": 0, "tickets": 0}]
+IDLE = [{"name": "engine", "weights_id": "", "leases": 0, "reservations": 0, "tickets": 0}]
 ALL = join_keys(KEYS)
 
 

@@ -5,7 +5,6 @@ See ``test_with_vllm.py``.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
@@ -29,10 +29,12 @@ from kvtier.bridge.protocol import (
     Release,
     Reserve,
     Reserved,
+    UseWeights,
     Watch,
 )
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.metadata import Job
+from kvtier.memory.keys import split_keys
 from kvtier.rpc.unix import UnixConnection
 from tests.bridge.conftest import wait_until
 from tests.bridge.scripted_cache import ScriptedCache
@@ -384,17 +386,17 @@ def test_lost_connection_discards_granted_leases(engine: Engine, cache: Cache) -
     assert cache.nothing_received()
 
 
-def test_clear_times_out_after_a_second_and_returns_immediately_if_unresponsive(
+def test_reset_waits_for_a_second_at_most_and_not_at_all_if_unresponsive(
     engine: Engine, cache: Cache, waits: list[float]
 ) -> None:
     run(engine, cache, 1)
-    assert not engine.scheduler.clear()
+    engine.scheduler.reset()
     assert max(waits) < 1.01 * scheduler_module.CLEAR_SECONDS
     assert sum(waits) < 10 * scheduler_module.CLEAR_SECONDS
     clear = cache.receive(Clear)
     wait_until(lambda: (engine.step(0), not engine.bridges[0].responsive)[1])
     waits.clear()
-    assert not engine.scheduler.clear()
+    engine.scheduler.reset()
     assert not waits
     cache.send(Cleared(clear.ticket, 5))
     wait_until(lambda: (engine.step(0), engine.bridges[0].responsive)[1])
@@ -444,6 +446,7 @@ def publishing(engine: Engine) -> Engine:
     pool = BlockPool(16, True, stepping.BLOCK_TOKENS, enable_kv_cache_events=True)
     manager: Any = SimpleNamespace(block_pool=pool, kv_cache_event_metadata=(("full_attention", None),))
     engine.scheduler.publish_events(manager)
+    engine.scheduler.bind(pool)
     return engine
 
 
@@ -491,22 +494,37 @@ def test_chunks_that_are_first_computed_here_are_watched(publishing: Engine, cac
     assert cache.receive(Watch).keys == run.keys
 
 
-def test_chunks_are_watched_again_after_a_clear(publishing: Engine, cache: Cache) -> None:
-    publishing.scheduler.on_new_request(described_request(2))
+def test_chunks_of_earlier_weights_are_removed_and_not_watched(publishing: Engine, cache: Cache) -> None:
+    """Before any of the new weights is published: they have the same blocks for a router."""
+    bridge = publishing.bridges[0]
+    request = described_request(2)
+    publishing.scheduler.on_new_request(request)
     keys = cache.receive(Lookup).keys
     publishing.scheduler.events()
     cache.receive(Watch)
-
-    def answer() -> None:
-        cache.receive(Cancel)
-        cache.send(Cleared(cache.receive(Clear).ticket, 2))
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    assert publishing.scheduler.clear()
-    thread.join()
+    cache.send(Held(keys, [1, 1]))
+    wait_until(lambda: (bridge.poll(), len(bridge._held) == 2)[1])
+    stored = list(publishing.scheduler.events())
+    assert [type(event) for event in stored] == [BlockStored] * 2
+    publishing.scheduler.set_weight_version("step-2")
+    cache.receive(Cancel)
+    cache.receive(UseWeights)
+    [removed] = publishing.scheduler.events()
+    assert isinstance(removed, BlockRemoved)
+    assert removed.block_hashes == [block for event in stored for block in event.block_hashes]
+    assert list(publishing.scheduler.events()) == []
+    forget = cache.receive(Watch)
+    assert (forget.keys, sorted(split_keys(forget.forget))) == (b"", sorted(split_keys(keys)))
+    publishing.scheduler.matched_tokens(request, 0)
+    others = cache.receive(Lookup).keys
     publishing.scheduler.events()
-    assert cache.receive(Watch).keys == keys
+    assert others != keys
+    assert cache.receive(Watch).keys == others
+    cache.send(Held(keys + others, [1] * 4))
+    wait_until(lambda: (bridge.poll(), len(bridge._held) == 4)[1])
+    assert [event.block_hashes for event in publishing.scheduler.events()] == [
+        event.block_hashes for event in stored
+    ]
 
 
 def test_change_in_vllms_internals_disables_events_only(

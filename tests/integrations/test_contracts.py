@@ -15,8 +15,15 @@ import pytest
 FOLDER = Path(__file__).parent / "contracts"
 CONNECTOR = Path(__file__).parents[2] / "kvtier" / "integrations" / "vllm" / "connector.py"
 USED = {
+    "EngineCore": {"scheduler", "set_weight_version"},
+    "Scheduler": {"get_kv_connector"},
     "AttentionSpec": {"num_kv_heads", "head_size"},
-    "BlockPool": {"cached_block_hash_to_block", "hash_block_size"},
+    "BlockPool": {
+        "cached_block_hash_to_block",
+        "get_num_free_blocks",
+        "hash_block_size",
+        "num_gpu_blocks",
+    },
     "BlockStored": {"kv_cache_spec_kind", "kv_cache_spec_sliding_window", "medium"},
     "ChunkedLocalAttentionSpec": {"attention_chunk_size"},
     "KVCacheConfig": {

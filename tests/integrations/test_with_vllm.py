@@ -33,6 +33,7 @@ def run(tests: Path, log: Path) -> None:
         ("layout_side.py", 53),
         ("saves_side.py", 7),
         ("kv_events_side.py", 39),
+        ("weights_side.py", 14),
     ],
 )
 def test_with_vllm(tmp_path: Path, tests: str, count: int) -> None:

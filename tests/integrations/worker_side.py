@@ -246,7 +246,7 @@ def test_later_hook_commits_finished_saves(side: WorkerSide, bridge: Bridge, cop
 
 def test_ranks_write_in_turn_what_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk is copied by one of them, and committed by both: it is READY once nobody writes to it."""
-    shared = ChunkLayout(64, (GroupLayout(16, (4096,), replicas=2),), ranks=2)
+    shared = ChunkLayout(64, (GroupLayout(16, (4096,), shards=(0, 0)),), ranks=2)
     for rank, own in ((0, [2, 4]), (1, [1, 3])):
         bridge, copies = Bridge(), Copies()
         monkeypatch.setattr(worker, "page_copies", lambda *_, copies=copies: copies)

@@ -154,6 +154,14 @@ class Engine:
             assert time.monotonic() < deadline, "vLLM still holds blocks of finished requests"
             time.sleep(0.02)
 
+    def load_weights(self, model: Path) -> None:
+        """Replace the weights by those of another model of the same shape."""
+        self._call("load_weights", path=str(model))
+
+    def name_weights(self, version: str) -> None:
+        """Set vLLM's ``weight_version``."""
+        self._call("name_weights", version=version)
+
     def preempt(self) -> None:
         """Preempt every running request, so that each starts again."""
         self._call("reset", external=False, running=True)

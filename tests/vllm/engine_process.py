@@ -47,6 +47,8 @@ class _Host:
             "abort": self._abort,
             "allow": self._allow,
             "reset": self._reset,
+            "load_weights": self._load_weights,
+            "name_weights": self._name_weights,
             "metrics": self._metrics,
             "close": self._close,
         }
@@ -147,6 +149,14 @@ class _Host:
 
     def _reset(self, number: int, external: bool, running: bool = False) -> bool:
         return bool(self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=external))
+
+    def _load_weights(self, number: int, path: str) -> bool:
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        return True
+
+    def _name_weights(self, number: int, version: str) -> bool:
+        self._llm.update_weight_version(version)
+        return True
 
     def _metrics(self, number: int) -> dict[str, float]:
         """Return every counter and gauge: ``name``, or ``name{label}`` if it has a source or tier label."""

@@ -32,12 +32,12 @@ WINDOW = 128
 """The attention window of the hybrid model, in tokens."""
 
 
-def make_llama(directory: Path, *, kv_heads: int = 2) -> Path:
+def make_llama(directory: Path, *, kv_heads: int = 2, seed: int = 7) -> Path:
     """Make a Llama: full attention in four layers, one KV-cache group, 2 KiB per token and head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(num_hidden_layers=4, **_COMMON | {"num_key_value_heads": kv_heads})
-    return _save(LlamaForCausalLM, config, directory)
+    return _save(LlamaForCausalLM, config, directory, seed)
 
 
 def make_hybrid(directory: Path) -> Path:
@@ -182,10 +182,10 @@ def make_qwen3_next(directory: Path) -> Path:
     return _save(Qwen3NextForCausalLM, config, directory)
 
 
-def _save(model_type: Any, config: Any, directory: Path) -> Path:
+def _save(model_type: Any, config: Any, directory: Path, seed: int = 7) -> Path:
     import torch
 
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     model = model_type(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():

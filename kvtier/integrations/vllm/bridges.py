@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import msgspec
+
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
-from kvtier.bridge.protocol import Hello, Role
+from kvtier.bridge.protocol import Hello, Role, Weights
 from kvtier.bridge.spawn import CacheProcess, default_address
 from kvtier.errors import ChannelError
 from kvtier.settings import Settings
@@ -38,32 +40,19 @@ class Bridges(NamedTuple):
 
     def scheduler(self, model: ModelLayout, served: EngineModel, *, to: str = "") -> SchedulerBridge:
         """Connect the scheduler to the cache process of a part: of this host, or at the address ``to``."""
-        hello = self._hello(model, "scheduler", 0, served, to)
+        weights = Weights(model.namespace, self.settings.weights_id)
+        hello = msgspec.structs.replace(
+            self._hello(model, "scheduler", 0), model=served, weights=weights, to=to
+        )
         return self._open(SchedulerBridge, hello)
 
     def worker(self, model: ModelLayout, rank: int) -> WorkerBridge:
         """Connect a worker, by its rank within its part."""
         return self._open(WorkerBridge, self._hello(model, "worker", rank))
 
-    def _hello(
-        self,
-        model: ModelLayout,
-        role: Role,
-        rank: int,
-        served: EngineModel | None = None,
-        to: str = "",
-    ) -> Hello:
+    def _hello(self, model: ModelLayout, role: Role, rank: int) -> Hello:
         engine = self.engine if model.parts == 1 else f"{self.engine}/{model.part}"
-        return Hello(
-            protocol.VERSION,
-            engine,
-            role,
-            rank,
-            model.layout,
-            model.namespace,
-            model=served,
-            to=to,
-        )
+        return Hello(protocol.VERSION, engine, role, rank, model.layout, model.namespace)
 
     def _open(self, bridge_type: type[BridgeT], hello: Hello) -> BridgeT:
         bridge = self._connect(bridge_type, hello)

@@ -142,3 +142,9 @@ def block_index(pool: BlockPool) -> object:
     """Return the object that a reset of vLLM's own cache replaces."""
     index: object = pool.cached_block_hash_to_block
     return index
+
+
+def is_empty(pool: BlockPool) -> bool:
+    """Return whether no block is in use or cached, as after a successful ``reset_prefix_cache``."""
+    used = pool.num_gpu_blocks - pool.get_num_free_blocks()
+    return used <= 1 and not len(pool.cached_block_hash_to_block)  # The null block is always in use.

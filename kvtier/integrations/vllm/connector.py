@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvtier.integrations.vllm.bridges import IDLE_TIMEOUT_SECONDS, Bridges
 from kvtier.integrations.vllm.compat import check_version, hit_sources
 from kvtier.integrations.vllm.kv_transfer import role_of
-from kvtier.integrations.vllm.layout import ModelLayout, model_layout
+from kvtier.integrations.vllm.layout import ModelLayout, model_layout, namespaces
 from kvtier.integrations.vllm.log_thread import LogThread
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
@@ -30,6 +30,7 @@ from kvtier.integrations.vllm.parted import PartedMetadata, PartedSchedulerSide
 from kvtier.integrations.vllm.parts import engine_rank, other_parts, part_metadata
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.served import engine_model
+from kvtier.integrations.vllm.weights import EngineWeights, follow_weight_version
 from kvtier.integrations.vllm.worker import CONFIRM_SECONDS, WorkerSide
 from kvtier.settings import load_settings
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -65,6 +67,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._bridges = Bridges(settings, transfer.engine_id)
         self._scheduler: SchedulerSide | PartedSchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._pool: BlockPool | None = None
         self._spins = vllm_config.parallel_config.world_size > 1
         """Whether vLLM's workers are separate processes, which spin between steps."""
         rank = 0 if role is KVConnectorRole.SCHEDULER else engine_rank()
@@ -75,6 +78,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # vLLM reads this after the constructor: a failed load must cause recomputation, not an error.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             self._scheduler = self._open_part(self._model)
+            follow_weight_version()
         else:
             rank %= self._model.layout.ranks
             stages = settings.kv_transfer.device == "cuda"
@@ -86,8 +90,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the scheduler's side of a part of the engine, whose cache process may be at an address."""
         config = self._vllm_config
         bridge = self._bridges.scheduler(model, engine_model(config), to=to)
+        settings = self._bridges.settings
+        weights = EngineWeights(settings.weights_id, namespaces(config, model.layout))
+        if self._pool is not None:
+            weights.bind(self._pool)
         speculative = config.speculative_config is not None
-        return SchedulerSide(self._bridges.settings, model, bridge, speculative=speculative)
+        return SchedulerSide(settings, model, bridge, weights=weights, speculative=speculative)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -144,9 +152,19 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the KV events since the last call."""
         return self._scheduler_side.events()
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Keep vLLM's block pool, to know whether it holds blocks of earlier weights."""
+        self._pool = gpu_block_pool
+        self._scheduler_side.bind(gpu_block_pool)
+
     def reset_cache(self) -> bool | None:
-        """Remove this model's chunks, for example after its weights have changed."""
-        return self._scheduler_side.clear()
+        """Use nothing that was stored so far: the weights have changed, or will before the next step."""
+        self._scheduler_side.reset()
+        return True
+
+    def set_weight_version(self, version: str) -> None:
+        """Use the chunks of the weights that the engine has now. Not a hook: see ``weights.py``."""
+        self._scheduler_side.set_weight_version(version)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

@@ -64,6 +64,8 @@ class KVEvents:
         self._chunks: OrderedDict[ChunkKey, bytes] = OrderedDict()
         """The encoded event of each chunk, least recently used first, and a chunk before its parent."""
         self._published = Published(self._chunks)
+        self._ended: deque[Published] = deque()
+        """What was published of earlier weights, and has not been removed yet."""
         self._held: dict[ChunkKey, int] = {}
         """The media in which chunks are held, where it has not been published yet."""
         self._unwatched: list[ChunkKey] = []
@@ -82,6 +84,21 @@ class KVEvents:
         self._published.invalidate()
         self._unwatched = list(self._chunks) if self._bridge.epoch else []
 
+    def forget_all(self) -> None:
+        """Publish everything as removed, and watch nothing: the engine has other weights.
+
+        Their chunks have the same blocks for routers, so nothing is published as stored before.
+        """
+        self._prompts.clear()
+        self._held.clear()
+        self._unwatched.clear()
+        self._bridge.take_held()
+        self._forgotten += self._chunks
+        self._published.invalidate()
+        self._ended.append(self._published)
+        self._chunks = OrderedDict()
+        self._published = Published(self._chunks)
+
     def take(self) -> list[KVCacheEvent]:
         """Return the events since the last call. Called once per step."""
         connection = self._bridge.connections, self._bridge.epoch
@@ -90,8 +107,13 @@ class KVEvents:
             self.resync()
         if self._blocks.take_reset():
             # vLLM has published ``AllBlocksCleared``, and routers drop the blocks of all media.
+            self._ended.clear()
             held, self._held = self._held, self._published.take_all()
             self._held.update(held)
+        while self._ended:
+            if events := self._ended[0].remove_outdated(STEP_PUBLISHED):
+                return _merged(events)
+            self._ended.popleft()
         events = self._describe()
         self._watch()
         events += self._publish()
@@ -147,9 +169,9 @@ class KVEvents:
         keys = self._unwatched[-STEP_WATCHED:]
         del self._unwatched[-STEP_WATCHED:]
         # A displaced chunk may have been described again.
-        forgotten = [key for key in self._forgotten if key not in self._chunks]
+        forgotten = [key for key in self._forgotten[-STEP_WATCHED:] if key not in self._chunks]
+        del self._forgotten[-STEP_WATCHED:]
         self._bridge.watch([key for key in reversed(keys) if key in self._chunks], forgotten)
-        self._forgotten = []
 
     def _publish(self) -> list[KVCacheEvent]:
         """Publish what the cache process has reported, parents first."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -101,8 +101,17 @@ def model_layout(
         platform=_platform(vllm_config, kv_cache_config, part),
     )
     layers = tuple(tuple(group.layer_names) for group in stored)
-    name = namespace(_model(vllm_config, weights_id), layout)
+    name = namespaces(vllm_config, layout)(weights_id)
     return ModelLayout(layout, name, regions, group_ids, layers, part.number, part.shape.parts)
+
+
+def namespaces(vllm_config: VllmConfig, layout: ChunkLayout) -> Callable[[str], bytes]:
+    """Return a function that returns the namespace of this engine's chunks by the id of its weights.
+
+    Call this at startup: ``reload_weights`` changes the model's path in ``vllm_config``.
+    """
+    model = _model(vllm_config)
+    return lambda weights_id: namespace(model, layout, weights_id)
 
 
 def automatic_chunk_tokens(groups: Sequence[GroupLayout], config: KVCacheConfig) -> int:
@@ -166,13 +175,13 @@ def _platform(vllm_config: VllmConfig, config: KVCacheConfig, part: Part) -> str
     return "|".join(parts)
 
 
-def _model(vllm_config: VllmConfig, weights_id: str) -> str:
+def _model(vllm_config: VllmConfig) -> str:
     """Return a string of everything that distinguishes one model's KV from another's."""
     model = vllm_config.model_config
     shape = model.hf_config.to_dict()
     for volatile in ("_name_or_path", "transformers_version"):
         shape.pop(volatile, None)
-    parts = [model.model, model.revision, model.quantization, shape, weights_id]
+    parts = [model.model, model.revision, model.quantization, shape]
     return json.dumps(parts, sort_keys=True, default=str)
 
 

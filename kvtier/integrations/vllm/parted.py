@@ -19,6 +19,7 @@ from kvtier.integrations.vllm.scheduler import ASK_AGAIN, NOTHING, SchedulerSide
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -89,10 +90,20 @@ class PartedSchedulerSide:
                     side.report(request)
         return held, answers[0][1]
 
-    def clear(self) -> bool:
+    def bind(self, pool: BlockPool) -> None:
         """See :class:`SchedulerSide`."""
-        cleared = [side.clear() for side in self._sides]
-        return all(cleared)
+        for side in self._sides:
+            side.bind(pool)
+
+    def reset(self) -> None:
+        """See :class:`SchedulerSide`. Blocks as long for each part."""
+        for side in self._sides:
+            side.reset()
+
+    def set_weight_version(self, version: str) -> None:
+        """See :class:`SchedulerSide`."""
+        for side in self._sides:
+            side.set_weight_version(version)
 
     def events(self) -> Iterable[KVCacheEvent]:
         """See :class:`SchedulerSide`."""

@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 from kvtier.bridge.client import LookupState, SchedulerBridge
 from kvtier.integrations.vllm.copies import ChunkCopy
 from kvtier.integrations.vllm.engine_blocks import EngineBlocks, published_group
+from kvtier.integrations.vllm.hints import Hints
 from kvtier.integrations.vllm.kv_events import KVEvents
 from kvtier.integrations.vllm.kv_transfer import KVTransfers
 from kvtier.integrations.vllm.layout import ModelLayout
@@ -24,12 +25,14 @@ from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.request import RequestState, cacheable, request_root
 from kvtier.integrations.vllm.saving import Blocks, BlocksOf, Saves, chunk_blocks, state_blocks
 from kvtier.integrations.vllm.states import States
+from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.layout import STATE_TOKENS
 from kvtier.settings import Settings
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -61,12 +64,14 @@ class SchedulerSide:
         model: ModelLayout,
         bridge: SchedulerBridge,
         *,
+        weights: EngineWeights,
         speculative: bool,
     ) -> None:
         self._settings = settings
         self._model = model
         self._layout = model.layout
         self._bridge = bridge
+        self._weights = weights
         self._speculative = speculative
         waits = settings.prefetch.policy == "wait"
         self._timeout = MAX_WAIT_SECONDS if waits else settings.prefetch.deadline + TIMEOUT_SECONDS
@@ -101,15 +106,18 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """Look up the whole prompt, so that chunks on disk are prefetched while the request is queued."""
-        if not cacheable(request):
+        if not cacheable(request) or self._weights.is_mixed():
             return
-        root = request_root(self._model.namespace, request)
-        state = RequestState(request, root, self._layout.chunk_tokens)
-        state.hints = self._kv_transfers.hints(request)
-        self._requests[request.request_id] = state
+        state = self._track(request, self._kv_transfers.hints(request))
         # Before any chunk is promoted or stored, so that none is evicted before it is pushed.
         self._kv_transfers.begin(state)
         self._look_up(state)
+
+    def _track(self, request: Request, hints: Hints) -> RequestState:
+        root = request_root(self._weights.current.namespace, request)
+        state = RequestState(request, root, self._layout.chunk_tokens, hints=hints)
+        self._requests[request.request_id] = state
+        return state
 
     def _look_up(self, state: RequestState) -> None:
         request = state.request
@@ -360,20 +368,70 @@ class SchedulerSide:
 
     def report(self, request: Request) -> None:
         """Let the workers report a finished request that has nothing to save here, but in another part."""
-        root = request_root(self._model.namespace, request)
+        root = request_root(self._weights.current.namespace, request)
         self._saves.hold(RequestState(request, root, self._layout.chunk_tokens))
 
-    def clear(self) -> bool:
-        """Remove this model's chunks from all tiers of this host; return whether that succeeded."""
-        for state in self._requests.values():
+    # Weights.
+
+    def bind(self, pool: BlockPool) -> None:
+        """Set vLLM's block pool."""
+        self._weights.bind(pool)
+
+    def reset(self) -> None:
+        """Use nothing that was stored so far, unless this is the reset after :meth:`set_weight_version`.
+
+        Removes the chunks of weights without an id, because no engine can know whether they are still valid.
+        Blocks up to :data:`CLEAR_SECONDS` for that; nothing depends on its success.
+        """
+        if self._weights.is_reset_of_last_change():
+            return
+        removed: int | None = 0
+        if not self._weights.named:
+            removed = self._bridge.clear(CLEAR_SECONDS)
+        self._weights.forget()
+        self._weights_changed()
+        logger.info(
+            "reset: %s; no chunk is shared with other engines until vLLM's weight_version is set",
+            "the cache process has not answered" if removed is None else f"{removed} chunks removed",
+        )
+
+    def set_weight_version(self, version: str) -> None:
+        """Use the chunks of the weights that vLLM's ``weight_version`` names."""
+        if not self._weights.name(version):
+            return
+        self._weights_changed()
+        logger.info("weights %r: their chunks are used from now on", version)
+        if self._weights.is_mixed():
+            logger.warning(
+                "weights %r: vLLM still has KV of earlier weights. Nothing is loaded or stored until "
+                "reset_prefix_cache, which should be called first, with reset_running_requests",
+                version,
+            )
+
+    def _weights_changed(self) -> None:
+        """Start all requests again with the keys of the new weights, or none if some have KV of earlier ones.
+
+        Chunks that workers are storing at this moment stay those of the earlier weights.
+        """
+        requests, self._requests = self._requests, {}
+        for state in requests.values():
             self._cancel_lookup(state)
-            state.next_chunk = 0
+            self._kv_transfers.give_up(state)
         self._saves.drop()
-        removed = self._bridge.clear(CLEAR_SECONDS)
-        if self._events is not None and removed is not None:
-            self._events.resync()
-        logger.info("reset: %s", "no answer" if removed is None else f"{removed} chunks removed")
-        return removed is not None
+        self._fail_loads()
+        self._bridge.use_weights(self._weights.current)
+        if self._events is not None:
+            self._events.forget_all()
+        if not self._weights.is_mixed():
+            for state in requests.values():
+                self._track(state.request, state.hints)
+
+    def _fail_loads(self) -> None:
+        """Release the leases of loads in flight, so that workers report these as failed."""
+        for request_id, (epoch, leases) in self._loading.items():
+            if epoch == self._bridge.epoch:
+                self._bridge.release(leases)
+            self._loading[request_id] = epoch, []
 
     def events(self) -> Iterable[KVCacheEvent]:
         """Return the changes of the tiers as vLLM's KV events."""

@@ -1,0 +1,98 @@
+"""Which weights this engine has, and how kvtier is notified of their changes.
+
+vLLM names weights with its ``weight_version``, set by ``finish_weight_update`` and ``update_weight_version``.
+It does not pass that to connectors. Each set of weights has a namespace of its own, so no chunk is found that
+other weights have computed, in whatever tier, pool or peer it is, or whenever it arrives there.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvtier.bridge.protocol import Weights
+from kvtier.integrations.vllm.compat import is_empty
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+STARTUP_VERSION = "default"
+"""vLLM's ``weight_version`` of the weights that an engine has started with."""
+
+
+def follow_weight_version() -> None:
+    """Have vLLM's ``set_weight_version`` call that of the engine's connectors. Idempotent."""
+    from vllm.v1.engine.core import EngineCore
+
+    original = EngineCore.set_weight_version
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def set_weight_version(core: EngineCore, weight_version: str) -> None:
+        original(core, weight_version)
+        connector = core.scheduler.get_kv_connector()
+        # vLLM's MultiConnector contains others.
+        for each in (connector, *getattr(connector, "_connectors", ())):
+            if hasattr(each, "set_weight_version"):
+                each.set_weight_version(weight_version)
+
+    EngineCore.set_weight_version = set_weight_version
+
+
+class EngineWeights:
+    """The weights of one engine: named by an id, or unknown since a reset. Not thread-safe."""
+
+    def __init__(self, startup_id: str, namespace_of: Callable[[str], bytes]) -> None:
+        """``startup_id``: the setting ``weights_id``. ``namespace_of``: returns the namespace of an id."""
+        self._startup_id = startup_id
+        self._namespace_of = namespace_of
+        self._pool: BlockPool | None = None
+        self._mixed = self._expects_reset = False
+        self.current = Weights(namespace_of(startup_id), startup_id)
+        self.named = bool(startup_id)
+        """Whether an id names the weights, so that their chunks stay valid when the engine gets others."""
+
+    def bind(self, pool: BlockPool) -> None:
+        """Set vLLM's block pool, to know whether it has blocks that earlier weights have computed."""
+        self._pool = pool
+
+    def is_mixed(self) -> bool:
+        """Return whether vLLM may have blocks that earlier weights have computed: neither load nor store.
+
+        After it was reset once, it has none until the next change.
+        """
+        if self._mixed and self._pool_is_empty:
+            self._mixed = self._expects_reset = False
+        return self._mixed
+
+    def is_reset_of_last_change(self) -> bool:
+        """Return whether a reset completes the last change: its id was set before, so the id stays valid."""
+        expected = self._expects_reset
+        self.is_mixed()  # If vLLM's own reset was successful, the next one belongs to another change.
+        return expected
+
+    @property
+    def _pool_is_empty(self) -> bool:
+        return self._pool is not None and is_empty(self._pool)
+
+    def name(self, version: str) -> bool:
+        """Use the weights that a ``weight_version`` names. Return whether these are others than before."""
+        weights_id = self._startup_id if version == STARTUP_VERSION else version
+        if weights_id == self.current.id:
+            return False
+        self._use(weights_id)
+        self.named = bool(weights_id)
+        self._expects_reset = self._mixed
+        return True
+
+    def forget(self) -> None:
+        """Use a namespace that no other engine has: these weights may be any."""
+        self._use(f"unknown-{secrets.token_hex(8)}")
+        self.named = self._expects_reset = False
+
+    def _use(self, weights_id: str) -> None:
+        self.current = Weights(self._namespace_of(weights_id), weights_id)
+        self._mixed = not self._pool_is_empty
