@@ -96,7 +96,7 @@ class Engine:
         bridges = SchedulerBridge(hello("scheduler"), socket), WorkerBridge(hello("worker"), socket)
         bridges[1].connect()
         bridges[0].connect()
-        scheduler = SchedulerSide(parsed, model, bridges[0], speculative=False, events=False)
+        scheduler = SchedulerSide(parsed, model, bridges[0], events=False)
         worker = WorkerSide(model, bridges[1], 0)
         worker.register({name: torch.zeros((blocks, PAGE_BYTES), dtype=torch.uint8) for name in names})
         return cls(scheduler, worker, bridges)

@@ -12,6 +12,7 @@ from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.versions import RANGE, REQUIREMENT, support
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 try:
@@ -52,3 +53,14 @@ def hit_alignment(config: KVCacheConfig) -> int:
 def declared_shards(spec: KVCacheSpec) -> int | None:
     """Return into how many parts tensor parallelism divides a layer's KV; ``None`` if it is not declared."""
     return getattr(spec, "max_tp_shards", None)  # From 0.31 on.
+
+
+def prefill_lookahead(vllm_config: VllmConfig) -> int:
+    """Return how many tokens a drafter reads ahead of the tokens whose KV it computes."""
+    declared = getattr(vllm_config, "num_prefill_lookahead_tokens", None)  # From 0.31 on.
+    if declared is not None:
+        return int(declared)
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle():
+        return 0
+    return int(speculative.num_speculative_tokens) if speculative.use_multi_module_mtp() else 1

@@ -32,6 +32,7 @@ from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.served import engine_model
+from kvtier.integrations.vllm.speculation import lookahead_tokens
 from kvtier.integrations.vllm.worker import CONFIRM_SECONDS, WorkerSide
 from kvtier.settings import Settings, load_settings
 
@@ -93,8 +94,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 settings,
                 model,
                 scheduler_bridge,
-                speculative=vllm_config.speculative_config is not None,
                 events=wants_events,
+                lookahead=lookahead_tokens(vllm_config),
             )
         else:
             rank = get_tensor_model_parallel_rank()

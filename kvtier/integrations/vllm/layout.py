@@ -24,6 +24,7 @@ from kvtier.errors import LayoutError
 from kvtier.integrations.vllm.compat import hit_alignment
 from kvtier.integrations.vllm.probe import probe
 from kvtier.integrations.vllm.specs import check_prefill, needs, replicas_of, stored_groups
+from kvtier.integrations.vllm.speculation import draft_model
 from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, namespace
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ def model_layout(
     if vllm_config.speculative_config is not None and any(group.state for group in groups):
         raise LayoutError(
             "kvtier does not support speculative decoding of models with states (Mamba, linear attention): "
-            "serve this model without --speculative-config, or without --kv-transfer-config"
+            "vLLM runs it on GPUs only, where it is untested with kvtier; serve this model without "
+            "--speculative-config, or without --kv-transfer-config"
         )
     if chunk_tokens == "auto":
         chunk_tokens = automatic_chunk_tokens(groups, kv_cache_config)
@@ -167,12 +169,17 @@ def _platform(vllm_config: VllmConfig, config: KVCacheConfig) -> str:
 
 def _model(vllm_config: VllmConfig, weights_id: str) -> str:
     """Return a string of everything that distinguishes one model's KV from another's."""
-    model = vllm_config.model_config
+    parts = [*_identity(vllm_config.model_config), weights_id]
+    if (drafter := draft_model(vllm_config)) is not None:
+        parts += [vllm_config.speculative_config.method, *_identity(drafter)]
+    return json.dumps(parts, sort_keys=True, default=str)
+
+
+def _identity(model: Any) -> list[Any]:
     shape = model.hf_config.to_dict()
     for volatile in ("_name_or_path", "transformers_version"):
         shape.pop(volatile, None)
-    parts = [model.model, model.revision, model.quantization, shape, weights_id]
-    return json.dumps(parts, sort_keys=True, default=str)
+    return [model.model, model.revision, model.quantization, shape]
 
 
 def page_views(
