@@ -116,11 +116,10 @@ def test_recognised_groups() -> None:
 
 def drafts(method: str, model: str | None, *, tokens: int = 3, modules: int = 1) -> Any:
     """Return a speculative configuration. ``model``: the one that drafts, if it has KV of its own."""
-    shape = SimpleNamespace(to_dict=dict)
     return SimpleNamespace(
         method=method,
         num_speculative_tokens=tokens,
-        draft_model_config=SimpleNamespace(model=model, revision=None, quantization=None, hf_config=shape),
+        draft_model_config=SimpleNamespace(model=model, revision=None, quantization=None),
         uses_draft_kv_cache=lambda: model is not None,
         use_eagle=lambda: method in ("eagle", "mtp"),
         use_multi_module_mtp=lambda: modules > 1,

@@ -169,17 +169,16 @@ def _platform(vllm_config: VllmConfig, config: KVCacheConfig) -> str:
 
 def _model(vllm_config: VllmConfig, weights_id: str) -> str:
     """Return a string of everything that distinguishes one model's KV from another's."""
-    parts = [*_identity(vllm_config.model_config), weights_id]
-    if (drafter := draft_model(vllm_config)) is not None:
-        parts += [vllm_config.speculative_config.method, *_identity(drafter)]
-    return json.dumps(parts, sort_keys=True, default=str)
-
-
-def _identity(model: Any) -> list[Any]:
+    model = vllm_config.model_config
     shape = model.hf_config.to_dict()
     for volatile in ("_name_or_path", "transformers_version"):
         shape.pop(volatile, None)
-    return [model.model, model.revision, model.quantization, shape]
+    parts = [model.model, model.revision, model.quantization, shape, weights_id]
+    if (drafter := draft_model(vllm_config)) is not None:
+        # Not its shape: vLLM's workers change that when they load an EAGLE head.
+        method = vllm_config.speculative_config.method
+        parts += [method, drafter.model, drafter.revision, drafter.quantization]
+    return json.dumps(parts, sort_keys=True, default=str)
 
 
 def page_views(
