@@ -19,6 +19,7 @@ from tests.vllm.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
 from tests.vllm.engine import Answer, Engine, Engines
 from tests.vllm.models import prompt
+from tests.vllm.test_disaggregated import Hosts
 
 NEW = 48
 LENGTHS = [1000, 3 * CHUNK, 3 * CHUNK + 1, 5 * CHUNK + 90]
@@ -245,8 +246,23 @@ def test_settings(
 
 
 @pytest.mark.slow
-def test_two_ranks(cache: CacheProcess, start: StartEngine, engines: Engines, tmp_path: Path) -> None:
-    method = METHODS["eagle"]
+@pytest.mark.parametrize("length", [1000, 6 * CHUNK])
+def test_kv_transfer(length: int, engines: Engines, tmp_path: Path) -> None:
+    """The chunk at the end of a prompt has no key before the first token of the answer: it is not pushed."""
+    model, arguments = METHODS["eagle"].arguments(tmp_path)
+    with engines.engine(model, None, enable_prefix_caching=False, **arguments) as plain:
+        expected = plain.generate(prompt(length)).tokens
+    with Hosts(engines, "tcp").pair(model, **arguments) as pair:
+        answer = pair.serve(prompt(length))
+    assert answer == Answer(expected, length if length % CHUNK else length - CHUNK, "length", answer.params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle", "mtp"])
+def test_two_ranks(
+    name: str, cache: CacheProcess, start: StartEngine, engines: Engines, tmp_path: Path
+) -> None:
+    method = METHODS[name]
     model, arguments = method.arguments(tmp_path)
     with engines.engine(model, None, enable_prefix_caching=False, **arguments) as plain:
         expected = run(plain)
