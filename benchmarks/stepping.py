@@ -100,7 +100,7 @@ class Engine:
         bridges[1].connect()
         bridges[0].connect()
         weights = EngineWeights("", lambda weights_id: namespace("model", layout, weights_id))
-        scheduler = SchedulerSide(parsed, model, bridges[0], weights=weights, speculative=False)
+        scheduler = SchedulerSide(parsed, model, bridges[0], weights=weights)
         worker = WorkerSide(model, bridges[1], 0)
         worker.register({name: torch.zeros((blocks, PAGE_BYTES), dtype=torch.uint8) for name in names})
         return cls(scheduler, worker, bridges)

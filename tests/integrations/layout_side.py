@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 from kvtier.errors import LayoutError
 from kvtier.integrations.vllm.layout import model_layout, page_views
 from kvtier.integrations.vllm.probe import probe
+from kvtier.integrations.vllm.speculation import lookahead_tokens
 from kvtier.memory.layout import STATE_TOKENS, GroupLayout
 
 BLOCKS = 10
@@ -70,7 +71,8 @@ class Engine:
     chunked: bool = True
     cacheable: bool = True
     mla: bool = False
-    speculative: bool = False
+    drafts: Any = None
+    """vLLM's speculative configuration."""
     stages: int = 1
     pcp: int = 1
     dcp: int = 1
@@ -102,7 +104,7 @@ class Engine:
             cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=self.caching),
             scheduler_config=SimpleNamespace(enable_chunked_prefill=self.chunked),
             model_config=model,
-            speculative_config=object() if self.speculative else None,
+            speculative_config=self.drafts,
         )
 
 
@@ -122,6 +124,47 @@ def test_recognised_groups() -> None:
         (96, False),
         (0, True),
     ]
+
+
+def drafts(method: str, model: str | None, *, tokens: int = 3, modules: int = 1) -> Any:
+    """Return a speculative configuration. ``model``: the one that drafts, if it has KV of its own."""
+    return SimpleNamespace(
+        method=method,
+        num_speculative_tokens=tokens,
+        draft_model_config=SimpleNamespace(model=model, revision=None, quantization=None),
+        uses_draft_kv_cache=lambda: model is not None,
+        use_eagle=lambda: method in ("eagle", "mtp"),
+        use_multi_module_mtp=lambda: modules > 1,
+    )
+
+
+def test_engines_share_chunks_only_if_the_same_model_drafts() -> None:
+    """Methods without KV of their own do not matter."""
+
+    def name(drafts: Any) -> bytes:
+        return bytes(layout_of(FULL, engine=Engine(drafts=drafts)).namespace)
+
+    assert name(None) == name(drafts("ngram", None)) == name(drafts("medusa", None))
+    names = [None, drafts("eagle", "a"), drafts("eagle", "b"), drafts("draft_model", "a")]
+    assert len({name(each) for each in names}) == len(names)
+    assert name(drafts("eagle", "a")) == name(drafts("eagle", "a", tokens=5))
+
+
+def test_lookahead_is_what_vllm_declares() -> None:
+    """Version 0.30 does not declare it."""
+    assert lookahead_tokens(SimpleNamespace(num_prefill_lookahead_tokens=3)) == 3
+    by_method = {"ngram": 0, "draft_model": 0, "eagle": 1, "mtp": 1}
+    for method, tokens in by_method.items():
+        assert lookahead_tokens(SimpleNamespace(speculative_config=drafts(method, "a"))) == tokens
+    assert lookahead_tokens(SimpleNamespace(speculative_config=drafts("mtp", "a", modules=3))) == 3
+    assert lookahead_tokens(SimpleNamespace(speculative_config=None)) == 0
+
+
+def test_kv_heads_of_drafts_are_not_deduplicated() -> None:
+    """They may be sharded where those of the target are replicated."""
+    target, drafting = Engine(2, 1), Engine(2, 1, drafts=drafts("eagle", "a"))
+    assert layout_of(FULL, engine=target).layout.shares(256) == (0, 0)
+    assert layout_of(FULL, engine=drafting).layout.shares(256) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +198,7 @@ def test_state_without_its_boundaries_is_refused() -> None:
 
 def test_states_with_drafts_are_refused() -> None:
     """A state may be that after tokens that are rejected later. Attention alone is supported."""
-    drafting = Engine(speculative=True)
+    drafting = Engine(drafts=drafts("ngram", None))
     layout_of(FULL, engine=drafting)
     with pytest.raises(LayoutError, match="does not support speculative decoding of models with states"):
         layout_of(FULL, STATES, engine=drafting)

@@ -234,14 +234,11 @@ def test_backlog_of_one_request_does_not_displace_others(engine: Engine, cache: 
     assert [len(run.keys) // 32 for run in cache.receive(Reserve).runs] == [2, 1]
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_everything_computed_in_the_last_step_is_stored(engine: Engine, cache: Cache, late: bool) -> None:
-    """Also if the step could not reserve, or drafts delay its chunks until the request has ended."""
+def test_everything_computed_in_the_last_step_is_stored(engine: Engine, cache: Cache) -> None:
+    """Also if the step could not reserve."""
     (request,) = run(engine, cache, 1)
     engine.scheduler._saves.backlog = 1
-    engine.scheduler._speculative = not late
-    if late:
-        engine.bridges[0]._health.late = True
+    engine.bridges[0]._health.late = True
     engine.step(6 * CHUNK_TOKENS)
     assert cache.nothing_received()
     request.num_tokens = 6 * CHUNK_TOKENS + 1
@@ -252,15 +249,53 @@ def test_everything_computed_in_the_last_step_is_stored(engine: Engine, cache: C
     assert len(stored.keys) // 32 == 6
 
 
-def test_draft_tokens_do_not_turn_a_prompt_into_backlog(engine: Engine, cache: Cache) -> None:
+def know(request: Any, tokens: int) -> None:
+    """Let a request have ``tokens`` tokens, the first of those that it was made with."""
+    request.prompt_token_ids = request.prompt_token_ids or request.all_token_ids
+    request.all_token_ids, request.num_tokens = request.prompt_token_ids[:tokens], tokens
+
+
+def test_drafts_are_never_stored(engine: Engine, cache: Cache) -> None:
+    """The step computes three drafts after the last known token. Two of them would complete a chunk."""
     (request,) = run(engine, cache, 1)
-    engine.scheduler._saves.backlog = 1
-    engine.scheduler._speculative = True
-    engine.step(6 * CHUNK_TOKENS)
-    engine.step(3)
+    know(request, 2 * CHUNK_TOKENS - 2)
+    request.num_computed_tokens = 2 * CHUNK_TOKENS - 3
+    engine.step(1 + 3)
     (stored,) = cache.receive(Reserve).runs
-    assert len(stored.keys) // 32 == 6
-    assert request.num_computed_tokens == 6 * CHUNK_TOKENS + 3
+    assert len(stored.keys) // 32 == 1
+    request.num_computed_tokens -= 3  # All of them are rejected, and the request ends.
+    know(request, 2 * CHUNK_TOKENS - 1)
+    engine.finish(request)
+    engine.step(0)
+    assert cache.nothing_received()
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_chunk_waits_for_the_tokens_that_its_drafts_read_ahead(
+    engine: Engine, cache: Cache, lookahead: int
+) -> None:
+    """It is not backlog then: a step stores any number of such chunks."""
+    engine.scheduler._lookahead = lookahead
+    engine.scheduler._saves.backlog = 0
+    (request,) = run(engine, cache, 1)
+    know(request, 6 * CHUNK_TOKENS)
+    engine.step(6 * CHUNK_TOKENS)
+    first = cache.receive(Reserve)
+    assert len(first.runs[0].keys) // 32 == 5
+    cache.answer(first)
+    know(request, 6 * CHUNK_TOKENS + lookahead)
+    wait_for_replies(engine)
+    engine.step(1)
+    (stored,) = cache.receive(Reserve).runs
+    assert len(stored.keys) // 32 == 1
+
+
+def test_lookup_covers_chunks_with_known_lookahead(engine: Engine, cache: Cache) -> None:
+    engine.scheduler._lookahead = 1
+    engine.arrive(make_request(4 * CHUNK_TOKENS))
+    assert cache.receive(Lookup).tokens == 3 * CHUNK_TOKENS
+    engine.arrive(make_request(4 * CHUNK_TOKENS + 1))
+    assert cache.receive(Lookup).tokens == 4 * CHUNK_TOKENS
 
 
 def test_late_answer_is_used_while_the_request_holds_its_blocks(engine: Engine, cache: Cache) -> None:

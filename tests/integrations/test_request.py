@@ -92,3 +92,33 @@ def test_prompts_without_tokens_are_not_cacheable() -> None:
     assert cacheable(request())
     assert not cacheable(request(prompt_embeds=object()))
     assert not cacheable(request(prompt_token_ids=None))
+
+
+def ahead(source: Any, lookahead: int) -> list[bytes]:
+    state = RequestState(source, request_root(NAMESPACE, source), CHUNK, lookahead)
+    return list(state.extend(len(source.all_token_ids)))
+
+
+def test_lookahead_is_part_of_the_keys() -> None:
+    """The KV of drafts depends on the tokens after a chunk: without them it has no key."""
+    exact, other = request(all_token_ids=TOKENS[: 2 * CHUNK]), list(TOKENS)
+    other[CHUNK] += 1
+    assert len(ahead(exact, 0)) == 2
+    assert ahead(exact, 1) == ahead(request(), 1)[:1]
+    assert ahead(request(), 1)[0] != ahead(request(all_token_ids=other), 1)[0]
+    assert ahead(request(), 1)[0] != ahead(request(), 2)[0]
+    assert keys(request())[0] == keys(request(all_token_ids=other))[0]
+
+
+def test_images_in_the_lookahead_are_part_of_the_keys() -> None:
+    cat, dog = (request(mm_features=[image(name, CHUNK, 8)]) for name in ("cat", "dog"))
+    assert ahead(cat, 1)[0] != ahead(dog, 1)[0]
+    assert ahead(cat, 0)[0] == ahead(dog, 0)[0]
+
+
+def test_tail_is_stored_only_if_its_kv_needs_no_later_token() -> None:
+    """vLLM computes the last token again, and with it all that a lookahead of one token affects."""
+    state = RequestState(request(), request_root(NAMESPACE, request()), CHUNK, 1)
+    assert state.tail_key(len(TOKENS)) is not None
+    state = RequestState(request(), request_root(NAMESPACE, request()), CHUNK, 2)
+    assert state.tail_key(len(TOKENS)) is None

@@ -28,9 +28,9 @@ def run(tests: Path, log: Path) -> None:
     ("tests", "count"),
     [
         ("worker_side.py", 20),
-        ("scheduler_side.py", 24),
+        ("scheduler_side.py", 26),
         ("connector_side.py", 9),
-        ("layout_side.py", 53),
+        ("layout_side.py", 56),
         ("saves_side.py", 7),
         ("kv_events_side.py", 39),
         ("weights_side.py", 14),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.testing.servers import free_port
 from tests.vllm import models
 from tests.vllm.cache_process import TIMEOUT_SECONDS, CacheProcess
 from tests.vllm.conftest import MakeCache, StartEngine
@@ -197,3 +198,51 @@ def test_cache_process_that_is_killed_costs_a_miss(
         cache.start()
         engine.reset_prefix_cache()
         assert [answer.tokens for answer in generate(engine, prompts)] == tokens
+
+
+@pytest.mark.slow
+def test_chunks_and_state_come_from_a_peer(
+    granite: Path, make_cache: MakeCache, start: StartEngine, engines: Engines
+) -> None:
+    prompts = prompts_of([700, 500])
+    tokens = expected(engines, granite, prompts)
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    peer = {"secret": "sixteen or more characters", "transport": {"type": "tcp"}, "timeout": "2s"}
+    first, second = (
+        make_cache(chunk_tokens="auto", peer={**peer, "listen": address, "others": [other]})
+        for address, other in zip(addresses, reversed(addresses), strict=True)
+    )
+    first.start()
+    second.start()
+    with start(granite, first, **MAMBA) as engine:
+        store(engine, first, prompts, tokens)
+    with start(granite, second, **MAMBA) as engine:
+        assert generate(engine, prompts) == warm(tokens, prompts)
+    chunks = sum((len(tokens) - 1) // BLOCK for tokens in prompts)
+    assert second.status()["counts"]["found_peers"] == chunks + len(prompts), "and a state for each prompt"
+
+
+@pytest.mark.slow
+def test_load_that_fails_is_computed(
+    granite: Path, make_cache: MakeCache, start: StartEngine, engines: Engines
+) -> None:
+    """The cache process grants chunks and state, and stops before it confirms their copies."""
+    prompts = prompts_of([700])
+    tokens = expected(engines, granite, prompts)
+    cache = make_cache(chunk_tokens="auto", prefetch={"policy": "timeout"})
+    cache.start()
+    with start(granite, cache, **MAMBA) as engine:
+        store(engine, cache, prompts, tokens)
+        engine.hold()
+        request = engine.submit(prompts[0])
+        cache.wait_until(lambda status: status["engines"][0]["leases"] > 0)
+        cache.pause()
+        try:
+            engine.resume()
+            assert engine.answer(request).tokens == tokens[0]
+        finally:
+            cache.resume()
+        assert engine.metrics()["kvtier_failed_loads_total"] == 1
+        engine.reset_prefix_cache()
+        store(engine, cache, prompts, tokens)
+        assert generate(engine, prompts) == warm(tokens, prompts)

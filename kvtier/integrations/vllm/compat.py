@@ -18,6 +18,7 @@ from kvtier.errors import LayoutError, UnsupportedEngine
 from kvtier.integrations.versions import RANGE, REQUIREMENT, support
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_events import BlockStored
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash
@@ -148,3 +149,14 @@ def is_empty(pool: BlockPool) -> bool:
     """Return whether no block is in use or cached, as after a successful ``reset_prefix_cache``."""
     used = pool.num_gpu_blocks - pool.get_num_free_blocks()
     return used <= 1 and not len(pool.cached_block_hash_to_block)  # The null block is always in use.
+
+
+def prefill_lookahead(vllm_config: VllmConfig) -> int:
+    """Return how many tokens a drafter reads ahead of the tokens whose KV it computes."""
+    declared = getattr(vllm_config, "num_prefill_lookahead_tokens", None)  # From 0.31 on.
+    if declared is not None:
+        return int(declared)
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle():
+        return 0
+    return int(speculative.num_speculative_tokens) if speculative.use_multi_module_mtp() else 1

@@ -30,6 +30,7 @@ from kvtier.integrations.vllm.parted import PartedMetadata, PartedSchedulerSide
 from kvtier.integrations.vllm.parts import engine_rank, other_parts, part_metadata
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.served import engine_model
+from kvtier.integrations.vllm.speculation import lookahead_tokens
 from kvtier.integrations.vllm.weights import EngineWeights, follow_weight_version
 from kvtier.integrations.vllm.worker import CONFIRM_SECONDS, WorkerSide
 from kvtier.settings import load_settings
@@ -94,8 +95,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         weights = EngineWeights(settings.weights_id, namespaces(config, model.layout))
         if self._pool is not None:
             weights.bind(self._pool)
-        speculative = config.speculative_config is not None
-        return SchedulerSide(settings, model, bridge, weights=weights, speculative=speculative)
+        lookahead = lookahead_tokens(config)
+        return SchedulerSide(settings, model, bridge, weights=weights, lookahead=lookahead)
 
     @property
     def requires_kv_delivery(self) -> bool:

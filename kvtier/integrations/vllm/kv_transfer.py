@@ -120,6 +120,8 @@ class KVTransfers:
         keys: list[ChunkKey] = list(state.extend(tokens))
         if (tail := state.tail_key(tokens)) is not None:
             keys.append(tail)
+        else:
+            tokens = len(keys) * self._chunk_tokens
         state.kv_transfer = self._bridge.transfer_kv(hint.to, state.root, keys, tokens)
 
     def note_preemption(self, state: RequestState) -> None:

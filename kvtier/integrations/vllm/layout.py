@@ -25,6 +25,7 @@ from kvtier.integrations.vllm.compat import block_tokens_of, hit_alignment
 from kvtier.integrations.vllm.parts import Part, part_of
 from kvtier.integrations.vllm.probe import probe
 from kvtier.integrations.vllm.specs import check_prefill, needs, shards_of, stored_groups
+from kvtier.integrations.vllm.speculation import draft_model
 from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, namespace
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ def model_layout(
     if vllm_config.speculative_config is not None and any(group.state for group in groups):
         raise LayoutError(
             "kvtier does not support speculative decoding of models with states (Mamba, linear attention): "
-            "serve this model without --speculative-config, or without --kv-transfer-config"
+            "vLLM runs it on GPUs only, where it is untested with kvtier; serve this model without "
+            "--speculative-config, or without --kv-transfer-config"
         )
     if chunk_tokens == "auto":
         chunk_tokens = automatic_chunk_tokens(groups, kv_cache_config)
@@ -182,6 +184,10 @@ def _model(vllm_config: VllmConfig) -> str:
     for volatile in ("_name_or_path", "transformers_version"):
         shape.pop(volatile, None)
     parts = [model.model, model.revision, model.quantization, shape]
+    if (drafter := draft_model(vllm_config)) is not None:
+        # Not its shape: vLLM's workers change that when they load an EAGLE head.
+        method = vllm_config.speculative_config.method
+        parts += [method, drafter.model, drafter.revision, drafter.quantization]
     return json.dumps(parts, sort_keys=True, default=str)
 
 

@@ -28,6 +28,8 @@ class RequestState:
     request: Request
     root: ChunkKey
     chunk_tokens: int
+    lookahead: int = 0
+    """How many tokens after a chunk its KV also depends on: see ``speculation.py``."""
     keys: list[ChunkKey] = field(default_factory=list)
     """Keys of the whole chunks whose tokens are known, in prefix order."""
     ticket: int | None = None
@@ -64,23 +66,32 @@ class RequestState:
     """Seconds that the lookup may take without progress."""
 
     def extend(self, tokens: int, first: int = 0) -> list[ChunkKey]:
-        """Return the keys of whole chunks from index ``first`` to ``tokens`` tokens. Hashes no key twice."""
+        """Return the keys of whole chunks from index ``first`` to ``tokens`` tokens. Hashes no key twice.
+
+        A chunk has no key until the tokens after it that its KV depends on are known.
+        """
+        if self.lookahead:
+            tokens = min(tokens, len(self.request.all_token_ids) - self.lookahead)
         whole, known = tokens // self.chunk_tokens, len(self.keys)
         if whole > known:
             start, stop = known * self.chunk_tokens, whole * self.chunk_tokens
             fresh = self.request.all_token_ids[start:stop]
-            extra = self._extra_from(start) if _has_extra(self.request) else None
+            extra = self._extra_from(start) if self.lookahead or _has_extra(self.request) else None
             self.keys += chunk_keys(self.parent(known), fresh, self.chunk_tokens, extra=extra)
         return self.keys[first:whole]
 
     def _extra_from(self, base: int) -> ExtraKeys:
-        return lambda start, stop: _extra(self.request, base + start, base + stop)
+        return lambda start, stop: _extra(self.request, base + start, base + stop, self.lookahead)
 
     def tail_key(self, tokens: int) -> ChunkKey | None:
-        """Return the key of the partial chunk at the end of the first ``tokens`` tokens, if any."""
+        """Return the key of the partial chunk at the end of the first ``tokens`` tokens, if any.
+
+        vLLM computes the last token of a prompt again, but none before: with a longer lookahead, the KV of
+        those depends on the answer of the request that has stored it.
+        """
         whole = tokens // self.chunk_tokens
         start = whole * self.chunk_tokens
-        if start >= tokens:
+        if start >= tokens or self.lookahead > 1:
             return None
         self.extend(tokens, whole)
         rest = encode_tokens(self.request.all_token_ids[start:tokens])
@@ -105,9 +116,12 @@ def _has_extra(request: Request) -> bool:
     return request.lora_request is not None or bool(request.mm_features)
 
 
-def _extra(request: Request, start: int, stop: int) -> bytes:
-    """Return the extra key of a chunk: its KV also depends on LoRA adapter and multimodal inputs."""
+def _extra(request: Request, start: int, stop: int, lookahead: int = 0) -> bytes:
+    """Return the extra key of a chunk: its KV depends on LoRA adapter, multimodal inputs and lookahead."""
     parts: list[object] = []
+    if lookahead:
+        parts.append(("lookahead", *request.all_token_ids[stop : stop + lookahead]))
+        stop += lookahead
     lora = request.lora_request
     if lora is not None:
         parts.append(("lora", lora.lora_name, lora.lora_path))

@@ -65,14 +65,15 @@ class SchedulerSide:
         bridge: SchedulerBridge,
         *,
         weights: EngineWeights,
-        speculative: bool,
+        lookahead: int = 0,
     ) -> None:
+        """``lookahead``: how many tokens after it the KV of a token depends on (``speculation.py``)."""
         self._settings = settings
         self._model = model
         self._layout = model.layout
         self._bridge = bridge
         self._weights = weights
-        self._speculative = speculative
+        self._lookahead = lookahead
         waits = settings.prefetch.policy == "wait"
         self._timeout = MAX_WAIT_SECONDS if waits else settings.prefetch.deadline + TIMEOUT_SECONDS
         self._stats = TransferStats()
@@ -115,7 +116,7 @@ class SchedulerSide:
 
     def _track(self, request: Request, hints: Hints) -> RequestState:
         root = request_root(self._weights.current.namespace, request)
-        state = RequestState(request, root, self._layout.chunk_tokens, hints=hints)
+        state = RequestState(request, root, self._layout.chunk_tokens, self._lookahead, hints=hints)
         self._requests[request.request_id] = state
         return state
 
@@ -312,20 +313,19 @@ class SchedulerSide:
                 self._states.expect(state)
             computed = self._computed_tokens(state.request, scheduled)
             if self._saves.due(state, computed):
-                # With speculative decoding, chunks become due one step later.
-                since = before if self._speculative and before is not None else state.settled
+                # With a lookahead, a chunk at the end of a step becomes due one step later.
+                since = before if self._lookahead and before is not None else state.settled
                 due.append((state, computed, since))
         self._saves.plan_step(due)
         if self._states is not None:
             self._states.plan(output, self._requests)
 
     def _computed_tokens(self, request: Request, scheduled: int) -> int:
-        """Return the number of leading tokens that are known, and whose KV is final after this step."""
-        if self._speculative:
-            # Draft tokens may still be rejected: only count what earlier steps have settled.
-            computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        else:
-            computed = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        """Return the number of leading tokens that are known, and whose KV is final after this step.
+
+        Drafts do not count: ``num_tokens`` includes a token only once it is accepted.
+        """
+        computed = min(request.num_computed_tokens + scheduled, request.num_tokens - self._lookahead)
         return int(computed if self._settings.save_decode else min(computed, request.num_prompt_tokens))
 
     # Completion.
@@ -357,7 +357,7 @@ class SchedulerSide:
             self._kv_transfers.give_up(state)
             self._saves.drop(state)
             return False, self._kv_transfers.answer(request, 0)
-        computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        computed = min(request.num_computed_tokens, request.num_tokens - max(1, self._lookahead))
         if not self._settings.save_decode:
             computed = min(computed, request.num_prompt_tokens)
         held = self._saves.finish(state, computed, self._model.blocks(block_ids))

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
 from kvtier.errors import LayoutError
 from kvtier.integrations.vllm.compat import block_tokens_of, declared_shards
 from kvtier.integrations.vllm.parts import Part
+from kvtier.integrations.vllm.speculation import draft_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -117,7 +118,7 @@ def _shards(spec: Any, vllm_config: VllmConfig, config: KVCacheConfig, group: KV
         return min(ranks, int(declared or 1))
     every = [spec for each in config.kv_cache_groups for spec in _specs(each)]
     heads = {(spec.num_kv_heads, spec.head_size) for spec in every if isinstance(spec, AttentionSpec)}
-    if len(heads) > 1 or group.is_eagle_group:
+    if len(heads) > 1 or draft_model(vllm_config) is not None:  # Whose number of heads may differ.
         return ranks
     return min(ranks, int(vllm_config.model_config.get_total_num_kv_heads()))
 
