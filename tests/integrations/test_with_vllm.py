@@ -34,6 +34,7 @@ def run(tests: Path, log: Path) -> None:
         ("saves_side.py", 7),
         ("kv_events_side.py", 39),
         ("weights_side.py", 14),
+        ("parted_side.py", 25),
     ],
 )
 def test_with_vllm(tmp_path: Path, tests: str, count: int) -> None:
