@@ -31,6 +31,8 @@ Examples:
   kvtier bench --config /etc/kvtier.yaml --tier pool --in-flight 16
 
   kvtier bench --size 4MiB --json today.json --plot today.png
+
+  kvtier bench --model Qwen/Qwen3-Next-80B-A3B-Instruct
 """
 
 TRANSPORT = "transport"
@@ -57,6 +59,13 @@ def bench(
             "-t",
             metavar="NAME",
             help="Measure only this tier or transport, by name or type. Repeatable.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only print how much this model (a folder or name) stores. Needs vLLM; loads no weights.",
         ),
     ] = None,
     size: Annotated[str, typer.Option(metavar="SIZE", help="Size of a chunk.")] = "32MiB",
@@ -91,6 +100,9 @@ def bench(
     for path in (json_file, plot):
         if path is not None and not path.resolve().parent.is_dir():
             raise typer.BadParameter(f"there is no folder {path.parent}: create it, or name another")
+    if model is not None:
+        _describe(model, json_file)
+        return
     if plot is not None:
         expect_matplotlib()
     with _targets(config, tier or []) as targets:
@@ -107,6 +119,14 @@ def bench(
         exit_process(1 if failed else 0)
     if failed:
         raise typer.Exit(1)
+
+
+def _describe(model: str, json_file: Path | None) -> None:
+    from kvtier.cli.bench_model import describe_model
+
+    described = describe_model(model)
+    if json_file is not None:
+        json_file.write_text(json.dumps(described, indent=2) + "\n")
 
 
 @contextmanager
