@@ -1,6 +1,6 @@
 """Models with states: prompts of all lengths around boundaries, cold and warm, against vLLM without kvtier.
 
-``KVTIER_PROMPTS=1000`` runs so many for each model instead of 70.
+``PROMPTS=1000`` runs so many for each model instead of 70.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.vllm.test_states import BLOCK, MAMBA
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-PROMPTS = int(os.environ.get("KVTIER_PROMPTS", "70"))
+PROMPTS = int(os.environ.get("PROMPTS", "70"))
 BATCH = 50
 """Prompts that fit into the tiers together."""
 OFFSETS = range(-3, 4)
