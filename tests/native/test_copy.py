@@ -36,7 +36,9 @@ LAYOUTS = {
     "states beside attention": ChunkLayout(
         64, (GroupLayout(32, (100, 60), state=True), GroupLayout(16, (512,))), ranks=2
     ),
-    "heads that two ranks share": ChunkLayout(64, (GroupLayout(16, (640,) * 2, replicas=2),), ranks=4),
+    "heads that two ranks share": ChunkLayout(
+        64, (GroupLayout(16, (640,) * 2, shards=(0, 0, 1, 1)),), ranks=4
+    ),
 }
 PADDING = 28
 """Bytes after each state."""
