@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,9 +29,41 @@ MAMBA: dict[str, Any] = {
 LENGTHS = [1000, 129, 257, 640, 700]
 
 
+class Hybrid(NamedTuple):
+    """A model with states, and how its engine is started."""
+
+    path: Path
+    arguments: dict[str, Any]
+    extra: int = 0
+    """Tokens by which prompts are longer, for a model with longer blocks."""
+
+    def prompts(self, *lengths: int) -> list[list[int]]:
+        return prompts_of([length + self.extra for length in lengths])
+
+
 @pytest.fixture(scope="module")
 def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.make_granite(tmp_path_factory.mktemp("granite"))
+
+
+QWEN = {"dtype": "bfloat16", "max_num_batched_tokens": 4096}
+HYBRIDS: dict[str, tuple[Callable[[Path], Path], dict[str, Any], int]] = {
+    "granite-4-h": (models.make_granite, {}, 0),
+    "falcon-h1": (models.make_falcon, {}, 0),
+    "zamba2": (models.make_zamba, {}, 0),
+    "qwen3-next": (models.make_qwen3_next, QWEN, 700),
+    "granite-96": (models.make_granite, {"block_size": 32, "max_num_batched_tokens": 96}, 0),
+    "granite-two-ranks": (models.make_granite, {"tensor_parallel_size": 2}, 0),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == "granite-4-h" else pytest.mark.slow) for name in HYBRIDS],
+)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+    make, arguments, extra = HYBRIDS[request.param]
+    return Hybrid(make(tmp_path_factory.mktemp(request.param)), MAMBA | arguments, extra)
 
 
 @pytest.fixture
@@ -45,9 +77,9 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
     return [prompt(length, start=5000 * at) for at, length in enumerate(lengths)]
 
 
-def expected(engines: Engines, model: Path, prompts: list[list[int]], **arguments: Any) -> list[list[int]]:
+def expected(engines: Engines, hybrid: Hybrid, prompts: list[list[int]]) -> list[list[int]]:
     """Return the tokens of the same vLLM without kvtier, each computed from the first token on."""
-    with engines.engine(model, None, **MAMBA | arguments) as plain:
+    with engines.engine(hybrid.path, None, **hybrid.arguments) as plain:
         answers = []
         for tokens in prompts:
             answers.append(plain.generate(tokens).tokens)
@@ -55,9 +87,9 @@ def expected(engines: Engines, model: Path, prompts: list[list[int]], **argument
         return answers
 
 
-def warm(answers: list[list[int]], prompts: list[list[int]], block: int = BLOCK) -> list[Answer]:
+def warm(engine: Engine, answers: list[list[int]], prompts: list[list[int]]) -> list[Answer]:
     """Return the answers of hits that end at the last block before the last token."""
-    hits = [(len(tokens) - 1) // block * block for tokens in prompts]
+    hits = [(len(tokens) - 1) // engine.block_tokens * engine.block_tokens for tokens in prompts]
     return [Answer(answer, hit, "length") for answer, hit in zip(answers, hits, strict=True)]
 
 
@@ -84,49 +116,19 @@ def store(
 
 
 def test_warm_from_memory_and_from_disk(
-    granite: Path, cache: CacheProcess, start: StartEngine, engines: Engines
+    hybrid: Hybrid, cache: CacheProcess, start: StartEngine, engines: Engines
 ) -> None:
     """Prompts of all lengths around boundaries: a hit ends at the last state, which is at the last block."""
-    prompts = prompts_of(LENGTHS)
-    tokens = expected(engines, granite, prompts)
-    with start(granite, cache, **MAMBA) as engine:
+    prompts = hybrid.prompts(*LENGTHS)
+    tokens = expected(engines, hybrid, prompts)
+    with start(hybrid.path, cache, **hybrid.arguments) as engine:
         assert [answer.cached for answer in generate(engine, prompts)] == [0] * len(prompts)
         engine.reset_prefix_cache()
-        assert store(engine, cache, prompts, tokens) == warm(tokens, prompts)
+        assert store(engine, cache, prompts, tokens) == warm(engine, tokens, prompts)
     cache.stop()
     cache.start()
-    with start(granite, cache, **MAMBA) as engine:
-        assert generate(engine, prompts) == warm(tokens, prompts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "longest", "arguments"),
-    [
-        (models.make_falcon, BLOCK, {}),
-        (models.make_zamba, BLOCK, {}),
-        (models.make_qwen3_next, 768, {"dtype": "bfloat16", "max_num_batched_tokens": 4096}),
-        (models.make_granite, 96, {"block_size": 32, "max_num_batched_tokens": 96}),
-        (models.make_granite, BLOCK, {"tensor_parallel_size": 2}),
-    ],
-    ids=["falcon-h1", "zamba2", "qwen3-next", "granite-96", "granite-two-ranks"],
-)
-def test_other_models(
-    make: Callable[[Path], Path],
-    longest: int,
-    arguments: dict[str, Any],
-    tmp_path: Path,
-    cache: CacheProcess,
-    start: StartEngine,
-    engines: Engines,
-) -> None:
-    """``longest``: an upper bound of the engine's blocks, whose size may depend on the processor."""
-    model, lengths = make(tmp_path / "model"), [length for length in (*LENGTHS, 1400) if length > longest]
-    prompts = prompts_of(lengths)
-    tokens = expected(engines, model, prompts, **arguments)
-    with start(model, cache, **MAMBA | arguments) as engine:
-        assert engine.block_tokens <= longest
-        assert store(engine, cache, prompts, tokens) == warm(tokens, prompts, engine.block_tokens)
+    with start(hybrid.path, cache, **hybrid.arguments) as engine:
+        assert generate(engine, prompts) == warm(engine, tokens, prompts)
 
 
 def test_chat_continues_at_its_last_state_and_drops_older_ones(
@@ -162,7 +164,7 @@ def test_prompts_that_branch_share_the_state_before(
     """The first prompt does not end at the branch. The second one stores a state there, the third hits it."""
     shared = prompt(512)
     prompts = [shared + prompt(100, start=9000 * at) for at in (1, 2, 3)]
-    tokens = expected(engines, granite, prompts)
+    tokens = expected(engines, Hybrid(granite, MAMBA), prompts)
     with start(granite, cache, **MAMBA) as engine:
         for answer, tokens_of in zip(tokens, prompts, strict=True):
             found = engine.generate(tokens_of)
@@ -173,11 +175,11 @@ def test_prompts_that_branch_share_the_state_before(
 
 
 def test_preempted_requests_continue(
-    granite: Path, cache: CacheProcess, start: StartEngine, engines: Engines
+    hybrid: Hybrid, cache: CacheProcess, start: StartEngine, engines: Engines
 ) -> None:
-    prompts = prompts_of([700, 500, 300])
-    tokens = expected(engines, granite, prompts)
-    with start(granite, cache, **MAMBA) as engine:
+    prompts = hybrid.prompts(700, 500, 300)
+    tokens = expected(engines, hybrid, prompts)
+    with start(hybrid.path, cache, **hybrid.arguments) as engine:
         numbers = [engine.submit(tokens_of) for tokens_of in prompts]
         for _ in range(3):
             engine.preempt()
@@ -185,11 +187,11 @@ def test_preempted_requests_continue(
 
 
 def test_cache_process_that_is_killed_costs_a_miss(
-    granite: Path, cache: CacheProcess, start: StartEngine, engines: Engines
+    hybrid: Hybrid, cache: CacheProcess, start: StartEngine, engines: Engines
 ) -> None:
-    prompts = prompts_of([700, 500])
-    tokens = expected(engines, granite, prompts)
-    with start(granite, cache, **MAMBA) as engine:
+    prompts = hybrid.prompts(700, 500)
+    tokens = expected(engines, hybrid, prompts)
+    with start(hybrid.path, cache, **hybrid.arguments) as engine:
         generate(engine, prompts)
         cache.wait_until_idle()
         cache.kill()
@@ -202,10 +204,10 @@ def test_cache_process_that_is_killed_costs_a_miss(
 
 @pytest.mark.slow
 def test_chunks_and_state_come_from_a_peer(
-    granite: Path, make_cache: MakeCache, start: StartEngine, engines: Engines
+    hybrid: Hybrid, make_cache: MakeCache, start: StartEngine, engines: Engines
 ) -> None:
-    prompts = prompts_of([700, 500])
-    tokens = expected(engines, granite, prompts)
+    prompts = hybrid.prompts(700, 500)
+    tokens = expected(engines, hybrid, prompts)
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     peer = {"secret": "sixteen or more characters", "transport": {"type": "tcp"}, "timeout": "2s"}
     first, second = (
@@ -214,24 +216,25 @@ def test_chunks_and_state_come_from_a_peer(
     )
     first.start()
     second.start()
-    with start(granite, first, **MAMBA) as engine:
+    with start(hybrid.path, first, **hybrid.arguments) as engine:
         store(engine, first, prompts, tokens)
-    with start(granite, second, **MAMBA) as engine:
-        assert generate(engine, prompts) == warm(tokens, prompts)
-    chunks = sum((len(tokens) - 1) // BLOCK for tokens in prompts)
+    with start(hybrid.path, second, **hybrid.arguments) as engine:
+        answers = generate(engine, prompts)
+        assert answers == warm(engine, tokens, prompts)
+    chunks = sum(answer.cached // engine.block_tokens for answer in answers)
     assert second.status()["counts"]["found_peers"] == chunks + len(prompts), "and a state for each prompt"
 
 
 @pytest.mark.slow
 def test_load_that_fails_is_computed(
-    granite: Path, make_cache: MakeCache, start: StartEngine, engines: Engines
+    hybrid: Hybrid, make_cache: MakeCache, start: StartEngine, engines: Engines
 ) -> None:
     """The cache process grants chunks and state, and stops before it confirms their copies."""
-    prompts = prompts_of([700])
-    tokens = expected(engines, granite, prompts)
+    prompts = hybrid.prompts(700)
+    tokens = expected(engines, hybrid, prompts)
     cache = make_cache(chunk_tokens="auto", prefetch={"policy": "timeout"})
     cache.start()
-    with start(granite, cache, **MAMBA) as engine:
+    with start(hybrid.path, cache, **hybrid.arguments) as engine:
         store(engine, cache, prompts, tokens)
         engine.hold()
         request = engine.submit(prompts[0])
@@ -245,4 +248,4 @@ def test_load_that_fails_is_computed(
         assert engine.metrics()["kvtier_failed_loads_total"] == 1
         engine.reset_prefix_cache()
         store(engine, cache, prompts, tokens)
-        assert generate(engine, prompts) == warm(tokens, prompts)
+        assert generate(engine, prompts) == warm(engine, tokens, prompts)
