@@ -5,9 +5,9 @@
     python -m benchmarks.states                 # three minutes
     python -m benchmarks.states --prompts 20
 
-Three engines with the same Granite-4-H model, which keeps a state at every block boundary: without kvtier, with
-it, and with it but without its admission of states, so that every state is stored. Prompts go to the engines in
-turn, each cold and, after vLLM has forgotten it, warm from memory.
+Three engines with the same Granite-4-H model, which keeps a state at every block boundary: without kvtier,
+with it, and with it but without its admission of states, so that every state is stored. Prompts go to the
+engines in turn, each cold and, after vLLM has forgotten it, warm from memory.
 """
 
 from __future__ import annotations
