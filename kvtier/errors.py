@@ -34,8 +34,8 @@ class PluginError(KVTierError):
     """A plugin cannot be loaded, or two plugins claim the same name."""
 
 
-class LayoutError(KVTierError):
-    """A model's KV cache layout is not supported."""
+class LayoutError(KVTierError, ValueError):
+    """A model's KV cache layout is not supported, or is invalid."""
 
 
 class ArenaError(KVTierError):

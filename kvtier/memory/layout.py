@@ -24,6 +24,7 @@ CHUNK_TOKENS = 256
 """The size of a chunk with ``chunk_tokens: auto``, as far as the block sizes allow."""
 STATE_TOKENS = 0
 """The length of a state, in the place of that of a chunk."""
+MAX_RANKS = 4096
 WEIGHTS_BYTES = 8
 """How much of a namespace identifies the weights."""
 
@@ -80,6 +81,7 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
     platform: str = ""
 
     def __post_init__(self) -> None:
+        self._check()
         unit = self.unit_tokens
         if self.chunk_tokens % unit:
             sizes = " and ".join(str(size) for size in sorted({group.block_tokens for group in self.groups}))
@@ -88,6 +90,15 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
                 f"chunk_tokens is {self.chunk_tokens}, not a multiple of the engine's block size {sizes}: "
                 f"use `auto`, {nearest} or another multiple of {unit}"
             )
+
+    def _check(self) -> None:
+        """Raise :class:`LayoutError` for what no engine has: layouts also come from other hosts."""
+        if not 1 <= self.ranks <= MAX_RANKS:
+            raise LayoutError(f"{self.ranks} ranks, not 1 to {MAX_RANKS:,}")
+        if any(len(group.shards) not in (0, self.ranks) for group in self.groups):
+            raise LayoutError(f"a group has shards of another number of ranks than {self.ranks}")
+        if min((self.chunk_tokens, *(group.block_tokens for group in self.groups))) < 1:
+            raise LayoutError("blocks and chunks have at least one token")
 
     def __str__(self) -> str:
         """Summarize the configured properties, to distinguish layouts in messages."""

@@ -15,6 +15,8 @@ from kvtier.bridge import protocol
 from kvtier.bridge.protocol import Commit, Found, Hello, Lookup, Welcome
 from kvtier.errors import ChannelError
 from kvtier.memory.keys import join_keys
+from kvtier.peers import backend, dialing, kv_transfer, server
+from kvtier.peers.staging import buffers
 from kvtier.rpc.frames import Ping, Pong, Refused
 from kvtier.testing.servers import free_port
 
@@ -23,6 +25,8 @@ from .scripted import KEYS, LAYOUT, NAMESPACE, TOKENS, Host, Peer, open_host, st
 pytestmark = pytest.mark.anyio
 
 SECRET = "sixteen or more characters"
+IMPORTED = backend, kv_transfer, server, buffers
+"""By an instance with peers when it is opened, which would block the event loop of the first test."""
 
 
 def peer(port: int, secret: str = SECRET) -> dict[str, Any]:
@@ -113,7 +117,7 @@ async def test_only_schedulers_come_from_other_hosts(tmp_path: Path, role: str) 
 
 
 async def test_host_that_accepts_and_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.peers.dialing.CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(dialing, "CONNECT_SECONDS", 0.2)
     (tmp_path / "here").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         async with open_host(tmp_path / "here", peer=peer(free_port())) as here:

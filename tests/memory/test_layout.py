@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -195,6 +197,27 @@ def test_fingerprint_and_namespace_are_stable() -> None:
     assert MODEL.fingerprint().hex() == fingerprint
     space = "8c388038ab52f2c5fa49c32d08fb4b22bd1e792849c12500c04c1b5bdf9863ca"
     assert namespace("llama", MODEL).hex() == space
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"ranks": 0},
+        {"ranks": 10**9},
+        {"chunk_tokens": 0},
+        {"groups": (GroupLayout(0, (1,)),)},
+        {"groups": (GroupLayout(-16, (1,)),)},
+        {"groups": (GroupLayout(16, (1,), shards=(0,)),)},
+    ],
+)
+def test_invalid_layout_from_another_host_is_refused(fields: dict[str, Any]) -> None:
+    """Before anything is allocated for it."""
+    valid = msgspec.structs.asdict(MODEL) | fields
+    with pytest.raises(LayoutError):
+        ChunkLayout(**valid)
+    encoded = msgspec.msgpack.encode(list(valid.values()))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(encoded, type=ChunkLayout)
 
 
 def test_layout_survives_serialization() -> None:
