@@ -9,7 +9,8 @@
 All chunks are READY in the first tier of a real cache process. The limit is a plain round trip of as many
 bytes over a Unix socket to a process that does nothing else. Reserving, confirming and committing as many
 chunks is measured as well: besides the copy, that is the cost of a store and a load for the engine. With a
-pool, a prompt unknown to this host is looked up there before the answer is final.
+pool, a prompt unknown to this host is looked up there before the answer is final. The last line is the lookup
+of an engine that spans hosts, over TCP on loopback through a second cache process.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from benchmarks.common import confirm, reserve, show
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
@@ -36,6 +39,7 @@ from kvtier.bridge.protocol import Hello
 from kvtier.errors import ChannelError
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.testing.servers import free_port
 from tests.servers import SERVERS
 
 AnswerT = TypeVar("AnswerT")
@@ -55,12 +59,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pool", choices=SERVERS, help="add a tier on a real server of this kind")
     options = parser.parse_args(arguments)
     tokens = random.Random(0).choices(range(100_000), k=options.tokens)
-    with pool_tiers(options.pool) as pools, cache_process(pools) as path:
+    address = f"127.0.0.1:{free_port()}"
+    with (
+        pool_tiers(options.pool) as pools,
+        cache_process(pools, listen=address) as path,
+        cache_process([], listen=f"127.0.0.1:{free_port()}") as elsewhere,
+    ):
         worker, scheduler = WorkerBridge(hello("worker"), path), SchedulerBridge(hello("scheduler"), path)
         worker.connect()
         scheduler.connect()
         rows = measure(scheduler, worker, tokens, options.runs)
         scheduler.close()
+        remote = SchedulerBridge(msgspec.structs.replace(hello("scheduler"), to=address), elsewhere)
+        remote.connect()
+        rows.append(measure_remote(remote, tokens, options.runs))
+        remote.close()
         worker.close()
     show(
         f"a prompt of {options.tokens:,} tokens, {options.runs} runs of each call",
@@ -122,6 +135,17 @@ def measure(
         ]
 
 
+def measure_remote(scheduler: SchedulerBridge, tokens: list[int], runs: int) -> tuple[str, float, float]:
+    """Measure the lookup of an engine on several hosts, through the cache process of the scheduler's host."""
+    keys = chunk_keys(ROOT, tokens, CHUNK_TOKENS)
+
+    def release(leases: list[int]) -> None:
+        assert len(leases) == len(keys)
+        scheduler.release(leases)
+
+    return timed("socket only, of another host", lambda: look_up(scheduler, keys), runs, release)
+
+
 def store_all(scheduler: SchedulerBridge, worker: WorkerBridge, keys: Sequence[ChunkKey]) -> None:
     """Store all chunks, and wait until they are READY for all connections."""
     slots = reserve(scheduler, ROOT, keys, CHUNK_TOKENS)
@@ -175,12 +199,21 @@ def pool_tiers(kind: str | None) -> Iterator[list[dict[str, Any]]]:
 
 
 @contextmanager
-def cache_process(pools: Sequence[dict[str, Any]]) -> Iterator[Path]:
-    """Run `kvtier serve` with a memory tier and the pools below it; yield its socket."""
+def cache_process(pools: Sequence[dict[str, Any]], listen: str) -> Iterator[Path]:
+    """Run `kvtier serve` with a memory tier and the pools below it; yield its socket.
+
+    ``listen``: its address for schedulers of other hosts.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "socket")
         tiers = json.dumps([{"name": "ram", "type": "cpu", "capacity": "256MiB"}, *pools])
-        environment = {**os.environ, "KVTIER_TIERS": tiers, "KVTIER_SOCKET": str(path)}
+        environment = {
+            **os.environ,
+            "KVTIER_TIERS": tiers,
+            "KVTIER_SOCKET": str(path),
+            "KVTIER_PEER__LISTEN": listen,
+            "KVTIER_PEER__SECRET": "sixteen or more characters",
+        }
         command = [sys.executable, "-m", "kvtier", "serve", "--log-level", "WARNING"]
         process = subprocess.Popen(command, env=environment)
         try:
