@@ -15,7 +15,12 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
+
+# Timings never decide a test: on a saturated machine any example may take a second.
+settings.register_profile("kvtier", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvtier")
 
 ENGINES = ("tests/vllm/", "tests/integrations/", "tests/demo/")
 SHOWN_LINES = 60

@@ -35,5 +35,5 @@ async def test_new_chunks_evict_cold_ones_on_a_full_disk(
         assert cache.hierarchy.counts["put_full"]
     async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
         kept = [sum(key in cache.hierarchy.catalog for key in prompt_keys) for prompt_keys in keys]
-    assert kept[-1] > len(keys[-1]) // 2, kept
+    assert kept[-1] >= len(keys[-1]) // 2, kept
     assert kept[0] == 0, kept
