@@ -28,7 +28,6 @@ from kvtier.settings import Settings, TierSettings, load_settings
 if TYPE_CHECKING:
     from kvtier.agent.agent import Agent
     from kvtier.peers.backend import PeersBackend
-    from kvtier.peers.engines import RemoteEngines
     from kvtier.peers.kv_transfer import KVTransfer, KVTransfers
     from kvtier.peers.server import PeerServer
     from kvtier.peers.staging.buffers import Stagings
@@ -52,7 +51,6 @@ class Instance:
         transfer: KVTransfers | None = None,
         served: Served | None = None,
         stagings: Stagings | None = None,
-        remote_engines: RemoteEngines | None = None,
     ) -> None:
         self.name = name
         """Unique name of this process, for peers and logs."""
@@ -66,8 +64,6 @@ class Instance:
         """The models of the connected engines, maintained by the bridge server."""
         self.stagings = stagings
         """The engines' staging buffers, if ``kv_transfer.device`` is ``cuda``."""
-        self.remote_engines = remote_engines
-        """Connects schedulers to other hosts, if this instance has credentials for them."""
         self._agent: Agent | None = None
 
     @classmethod
@@ -99,7 +95,6 @@ class Instance:
     async def _with_peers(cls, name: str, settings: Settings, plugins: Plugins) -> AsyncIterator[Instance]:
         # Imported here, so that an instance without peers does not pay for the import.
         from kvtier.peers.backend import PeersBackend
-        from kvtier.peers.engines import RemoteEngines
         from kvtier.peers.grants import GrantBook
         from kvtier.peers.kv_transfer import KVTransfers
         from kvtier.peers.reservations import Reservations
@@ -151,20 +146,9 @@ class Instance:
             tasks = await stack.enter_async_context(open_tasks())
             kv_transfers = KVTransfers(cache, peers, tasks, grants.limit)
             stack.callback(kv_transfers.close)
-            remote_engines = RemoteEngines(credentials, name)
-            stack.callback(remote_engines.close)
             try:
                 staging = stagings if stagings.enabled else None
-                yield cls(
-                    name,
-                    cache,
-                    server,
-                    peers if fetches else None,
-                    kv_transfers,
-                    served,
-                    staging,
-                    remote_engines,
-                )
+                yield cls(name, cache, server, peers if fetches else None, kv_transfers, served, staging)
             finally:
                 tasks.cancel_scope.cancel()
 

@@ -15,6 +15,7 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
 import anyio
@@ -107,10 +108,17 @@ class BridgeServer:
         """Whether engines may have staging buffers."""
         return self._instance.stagings is not None
 
-    @property
+    @cached_property
     def remote_engines(self) -> RemoteEngines | None:
-        """Connects schedulers of this host to other hosts."""
-        return self._instance.remote_engines
+        """Connects schedulers of this host to other hosts; ``None`` without credentials for them."""
+        settings = self.cache.settings.peer
+        if not settings.has_credentials:
+            return None
+        # Imported here, so that an instance without peers does not pay for the import.
+        from kvtier.peers.engines import RemoteEngines
+        from kvtier.rpc.authentication import Credentials
+
+        return RemoteEngines(Credentials.from_settings(settings), self._instance.name)
 
     @property
     def engines(self) -> int:

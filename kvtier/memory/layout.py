@@ -25,6 +25,7 @@ CHUNK_TOKENS = 256
 STATE_TOKENS = 0
 """The length of a state, in the place of that of a chunk."""
 MAX_RANKS = 4096
+"""More than any engine has. What is computed for each rank is bounded by it."""
 WEIGHTS_BYTES = 8
 """How much of a namespace identifies the weights."""
 

@@ -22,7 +22,10 @@ class RemoteEngines:
         self._threads = WorkerThreads(CONNECT_THREADS)
 
     async def connect(self, address: str) -> SocketWire:
-        """Connect to the instance at ``HOST:PORT``, authenticated. Raises :class:`PeerError`."""
+        """Connect to the instance at ``HOST:PORT``, authenticated. The caller closes the connection.
+
+        Raises :class:`PeerError`.
+        """
         try:
             host, port = split_address(address)
             dialer = PeerDialer(host, port, self._credentials, self._instance, self._threads)
@@ -33,7 +36,3 @@ class RemoteEngines:
             raise PeerError(f"cannot connect to {address}: {error}") from error
         keep_alive(sock)
         return SocketWire(sock)
-
-    def close(self) -> None:
-        """Let the threads exit. Connections belong to those who opened them."""
-        self._threads.close()

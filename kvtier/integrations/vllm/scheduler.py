@@ -254,6 +254,8 @@ class SchedulerSide:
         named = {welcome.tiers[source]: tokens for source, tokens in state.hits_by_tier.items()}
         for tier, tokens in named.items():
             self._stats.add("hit_tokens", tokens, tier)
+        if self._model.part:  # The first part of the engine reports for all.
+            return
         logger.info(
             "request %s: %d of %d tokens hit (%s), %d more in vLLM's own cache",
             request.request_id,
