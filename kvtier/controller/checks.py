@@ -107,12 +107,13 @@ def _check_counts(where: str, counts: Iterable[int]) -> None:
 
 
 def _is_valid(layout: ChunkLayout) -> bool:
-    if not 0 < layout.chunk_tokens <= MAX_CHUNK_TOKENS or not 0 < layout.ranks <= MAX_CHUNK_TOKENS:
+    """Return whether a layout, which is consistent since it was decoded, has the size of a real one."""
+    if layout.chunk_tokens > MAX_CHUNK_TOKENS or len(layout.platform) > MAX_LAYERS:
         return False
-    if len(layout.groups) > MAX_GROUPS or len(layout.platform) > MAX_LAYERS:
+    if len(layout.groups) > MAX_GROUPS:
         return False
     for group in layout.groups:
-        if group.block_tokens <= 0 or group.window < 0 or len(group.page_bytes) > MAX_LAYERS:
+        if group.window < 0 or len(group.page_bytes) > MAX_LAYERS:
             return False
         if any(not 0 <= length <= MAX_CHUNK_BYTES for length in group.page_bytes):
             return False

@@ -131,10 +131,10 @@ class Gathering:
                 return
 
     def _fitting_keys(self) -> Sequence[ChunkKey]:
-        """Return the leading chunks that fit into the target. More would evict the first ones."""
+        """Return the leading chunks that fit into the target. More would not stay, or evict the first ones."""
         settings = self._target.settings
-        if self._promotes or not isinstance(settings, LocalTierSettings):
-            return self._keys  # In memory, arrived chunks are leased. A pool manages its own capacity.
+        if not isinstance(settings, LocalTierSettings):
+            return self._keys  # A pool manages its own capacity.
         room = settings.capacity * settings.high_watermark
         for count, length in enumerate(self._expected.lengths):
             room -= length

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import pytest
 
 from kvtier.agent import session as session_module
 from kvtier.agent.protocol import Cancel, Failed
-from kvtier.memory.keys import split_keys
+from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.pipeline import gather as gather_module
 from kvtier.testing.backend import make_key
-from tests.agent.conftest import SECRET, OpenNode, address_of, fetch
+from tests.agent.conftest import SECRET, Node, OpenNode, address_of, fetch
 from tests.agent.controlling import Controller, Conversation, controlling, until
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 
@@ -267,12 +270,27 @@ async def test_peer_ends_during_a_fetch(open_node: OpenNode) -> None:
 # Fetch: deadline and cancellation.
 
 
+@asynccontextmanager
+async def half_of_memory_in_use(node: Node, keys: list[ChunkKey]) -> AsyncIterator[None]:
+    """Keep ``keys`` on disk only, and half of 16 chunks of memory in use."""
+    await node.cache.drain(30)
+    await node.cache.clear(keys, tiers=["ram"])
+    leases = node.cache.arena.allocate_all(CHUNK_OBJECT_BYTES, 8)
+    assert len(leases) == 8
+    try:
+        yield
+    finally:
+        for lease in leases:
+            lease.release()
+
+
 async def test_fetch_ends_at_its_deadline(open_node: OpenNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather_module, "TIMEOUT_SECONDS", 60.0)
-    async with controlling() as controller, open_node(controller, ram=8, ssd=128) as one:
+    async with controlling() as controller, open_node(controller, ram=16, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(12)
-        done = await conversation.done(fetch(keys, RAM, seconds=0.3))
+        async with half_of_memory_in_use(one, keys):
+            done = await conversation.done(fetch(keys, RAM, seconds=0.3))
         assert 0 < done.chunks < 12
         assert done.reason == "its deadline of 0.3 s has expired"
 
@@ -280,15 +298,16 @@ async def test_fetch_ends_at_its_deadline(open_node: OpenNode, monkeypatch: pyte
 async def test_fetch_is_cancelled_and_answered(open_node: OpenNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather_module, "TIMEOUT_SECONDS", 60.0)
     monkeypatch.setattr(session_module, "PROGRESS_SECONDS", 0.02)
-    async with controlling() as controller, open_node(controller, ram=8, ssd=128) as one:
+    async with controlling() as controller, open_node(controller, ram=16, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(12)
-        ticket = await conversation.start_command(fetch(keys, RAM))
-        await until(lambda: conversation.progress)
-        assert conversation.progress[-1].ticket == ticket
-        assert 0 < conversation.progress[-1].chunks < 12
-        await conversation.send(Cancel(ticket))
-        done = await conversation.wait_for_answer(ticket)
+        async with half_of_memory_in_use(one, keys):
+            ticket = await conversation.start_command(fetch(keys, RAM))
+            await until(lambda: conversation.progress)
+            assert conversation.progress[-1].ticket == ticket
+            assert 0 < conversation.progress[-1].chunks < 12
+            await conversation.send(Cancel(ticket))
+            done = await conversation.wait_for_answer(ticket)
         assert not isinstance(done, Failed)
         assert 0 < done.chunks < 12
         assert done.reason == "it was cancelled"

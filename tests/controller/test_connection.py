@@ -259,14 +259,14 @@ INVALID_MESSAGES = {
     "name": (serves(names=["<b>\n"]), "not printable"),
     "namespace": (serves(namespace=b"short"), "has 5 bytes, not 32"),
     "models": (encode_body(Serves([MODEL] * (MAX_MODELS + 1))), "serves 65 models"),
-    "chunk": (serves(layout=layout(chunk_tokens=0)), "is invalid"),
-    "block": (pack(10, [[["m"], bytes(32), [256, [[0, [1], 0]], 1, ""], False]]), "is invalid"),
-    "odd block": (pack(10, [[["m"], bytes(32), [256, [[33, [1], 0]], 1, ""], False]]), "is invalid"),
+    "chunk": (pack(10, [[["m"], bytes(32), [0, [[32, [1], 0]], 1, ""], False]]), "at least one token"),
+    "block": (pack(10, [[["m"], bytes(32), [256, [[0, [1], 0]], 1, ""], False]]), "at least one token"),
+    "odd block": (pack(10, [[["m"], bytes(32), [256, [[33, [1], 0]], 1, ""], False]]), "not a multiple of"),
     "window": (serves(layout=layout(groups=(GroupLayout(32, (1,), -1),))), "is invalid"),
     "page": (serves(layout=layout(groups=(GroupLayout(32, (-1,)),))), "is invalid"),
     "big": (serves(layout=layout(groups=(GroupLayout(32, (1 << 40,)),))), "is invalid"),
     "groups": (serves(layout=layout(groups=(GroupLayout(32, (1,)),) * 65)), "is invalid"),
-    "ranks": (serves(layout=layout(ranks=0)), "is invalid"),
+    "ranks": (pack(10, [[["m"], bytes(32), [256, [[32, [1], 0]], 0, ""], False]]), "0 ranks, not 1 to"),
 }
 
 
