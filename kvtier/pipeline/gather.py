@@ -131,7 +131,7 @@ class Gathering:
                 return
 
     def _fitting_keys(self) -> Sequence[ChunkKey]:
-        """Return the leading chunks that fit into the target. More would not stay, or evict the first ones."""
+        """Return the leading chunks that fit into the target. More would not stay, or evict the first."""
         settings = self._target.settings
         if not isinstance(settings, LocalTierSettings):
             return self._keys  # A pool manages its own capacity.
