@@ -5,7 +5,7 @@
     python benchmarks/kv_events.py                  # 1,000 chunks
     python benchmarks/kv_events.py --chunks 262144  # as many as an engine tracks
 
-The cache process is replaced by its reports. Needs vLLM, whose block pool makes the events, but no engine.
+The cache process is replaced by its reports, one in each step. Needs vLLM, whose block pool makes the events, but no engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import argparse
 import resource
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from benchmarks.common import show
+from kvtier.bridge.watched import MAX_REPORTED
 from kvtier.integrations.vllm.engine_blocks import EngineBlocks
 from kvtier.integrations.vllm.kv_events import KVEvents
 from kvtier.integrations.vllm.request import RequestState, request_root
@@ -78,10 +80,14 @@ def prompt(number: int, chunks: int) -> RequestState:
     return state
 
 
-def step_times(name: str, events: KVEvents) -> tuple[object, ...]:
-    """Take steps until nothing is left to do; return a row with their times."""
+def step_times(
+    name: str, events: KVEvents, bridge: Bridge, reports: Mapping[ChunkKey, int]
+) -> tuple[object, ...]:
+    """Take steps until nothing is left to do, with a report in each; return a row with their times."""
     seconds: list[float] = []
+    left = iter(reports.items())
     while True:
+        bridge.held = dict(islice(left, MAX_REPORTED))
         started = time.perf_counter()
         published = events.take()
         seconds.append(time.perf_counter() - started)
@@ -114,10 +120,9 @@ def main() -> None:
         if chunks > 10_000:
             while events._prompts:
                 events.take()
-    rows = [step_times("described", events)]
+    rows = [step_times("described", events, bridge, {})]
     for name, tiers in CHANGES.items():
-        bridge.held = dict.fromkeys(keys, tiers)
-        rows.append(step_times(name, events))
+        rows.append(step_times(name, events, bridge, dict.fromkeys(keys, tiers)))
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     show(f"{len(keys)} chunks, in ms", ("", "steps", "median", "longest", "all"), rows)
     print(f"{(after - before) * 1024 / len(keys):,.0f} bytes of memory per chunk")
