@@ -5,12 +5,14 @@
     python benchmarks/kv_events.py                  # 1,000 chunks
     python benchmarks/kv_events.py --chunks 262144  # as many as an engine tracks
 
-The cache process is replaced by its reports, one in each step. Needs vLLM, whose block pool makes the events, but no engine.
+The cache process is replaced by its reports, one in each step. Needs vLLM, whose block pool makes the events,
+but no engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import resource
 import statistics
 import time
@@ -109,6 +111,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=1000)
     chunks = parser.parse_args().chunks
     init_none_hash(sha256_cbor)
+    gc.freeze()  # As vLLM does at the end of its start: a full collection visits the rest only.
     bridge = Bridge()
     events = open_events(bridge)
     keys: list[ChunkKey] = []
