@@ -467,6 +467,46 @@ def test_load_that_lost_its_cache_process_fails(engine: Engine, cache: Cache) ->
     assert (load.request_id, load.epoch, load.chunks) == (request.request_id, scheduler_module.LOST, [])
 
 
+def switched(mode: str, **fields: Any) -> Any:
+    """Return a request that uses the cache only as ``mode`` says."""
+    return make_request(4 * CHUNK_TOKENS, kv_transfer_params={"kvtier": {"cache": mode}}, **fields)
+
+
+def test_request_with_the_cache_off_is_not_even_hashed(engine: Engine, cache: Cache) -> None:
+    request = switched("off", all_token_ids=None)
+    engine.run(request)
+    engine.step()
+    assert not engine.finish(request)
+    assert engine.scheduler._requests == {}
+    assert cache.nothing_received()
+
+
+def test_reading_request_stores_nothing(engine: Engine, cache: Cache) -> None:
+    """Not when a step completes a chunk, and not at its end."""
+    request = switched("read")
+    engine.scheduler.on_new_request(request)
+    look_up = cache.receive(Lookup)
+    cache.send(Found(look_up.ticket, [1], [0], [0], 0))
+    wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (CHUNK_TOKENS, True))
+    engine.scheduler.allocated(request, engine._blocks([0] * 64), CHUNK_TOKENS)
+    engine.admit(request)
+    request.num_computed_tokens = CHUNK_TOKENS
+    engine.step()
+    assert [job.leases for job in engine.worker.loads] == [[1]]  # type: ignore[attr-defined]
+    engine.step()
+    engine.scheduler._loading.clear()
+    assert not engine.finish(request)
+    assert cache.nothing_received()
+
+
+def test_writing_request_looks_nothing_up(engine: Engine, cache: Cache) -> None:
+    request = switched("write")
+    engine.run(request)
+    assert cache.nothing_received()
+    engine.step()
+    assert len(cache.receive(Reserve).runs) == 1
+
+
 def described_request(chunks: int) -> Any:
     """Return a request with what vLLM's events need."""
     hashes = [bytes([number]) * 32 for number in range(chunks * stepping.CHUNK_BLOCKS)]

@@ -42,6 +42,8 @@ CACHE = {"cache": {"tenant": "a", "priority": -3, "retention": 600, "resume": 30
         ({"kv_transfer": None, "expect": None}, Hints()),
         ({"cache": {}}, Hints(cache=CacheHint())),
         (CACHE, Hints(cache=CacheHint("a", -3, 600, 30.5, 0.25))),
+        ({"cache": "off"}, Hints(cache="off")),
+        ({"cache": {"mode": "read"}}, Hints(cache=CacheHint(mode="read"))),
     ],
 )
 def test_valid_hints_are_parsed(hints: object, expected: Hints) -> None:
@@ -85,6 +87,10 @@ def test_valid_hints_are_parsed(hints: object, expected: Hints) -> None:
         {"cache": {"resume": float("nan")}},
         {"cache": {"recompute": float("inf")}},
         {"cache": {"colour": "red"}},
+        {"cache": "none"},
+        {"cache": "OFF"},
+        {"cache": False},
+        {"cache": {"mode": "none"}},
     ],
 )
 def test_invalid_hints_are_refused(hints: object) -> None:
@@ -227,6 +233,36 @@ def test_role_ignores_hints_of_the_other_role(role: str, hint: dict[str, Any]) -
     assert transfer.hints(SimpleNamespace(request_id="a", kv_transfer_params={"kvtier": hint})) == Hints()
     both = SimpleNamespace(request_id="a", kv_transfer_params={"kvtier": {**hint, **CACHE}})
     assert transfer.hints(both).for_chunks == ChunkHints("a", -3, 600, 30.5, 0.25)
+
+
+@pytest.mark.parametrize("cache", ["read", {"mode": "read"}])
+def test_mode_is_no_hint_for_chunks(cache: Any) -> None:
+    hints = read_hints({"kvtier": {"cache": cache}})
+    assert hints.mode == "read"
+    assert hints.for_chunks in (None, ChunkHints())
+    assert Hints().mode == "both"
+
+
+def test_invalid_mode_is_named_in_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    transfer = kv_transfers(Bridge())
+    for _ in range(3):
+        assert state_of(transfer, {"kvtier": {"cache": "none"}}).hints == Hints()
+    (message,) = caplog.messages
+    assert 'kv_transfer_params["kvtier"]' in message
+    assert "'none' - at `$.cache`" in message
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept"),
+    [("off", ()), ("read", ("expect",)), ("write", ("kv_transfer",)), ("both", ("kv_transfer", "expect"))],
+)
+def test_mode_rules_out_kv_transfers(mode: str, kept: tuple[str, ...]) -> None:
+    """What is not stored cannot be pushed, and what is not loaded need not be awaited."""
+    both = {"kvtier": {**TRANSFER, **EXPECT, "cache": mode}}
+    hints = kv_transfers(Bridge()).hints(
+        SimpleNamespace(request_id="a", kv_transfer_params=both)  # type: ignore[arg-type]
+    )
+    assert tuple(name for name in ("kv_transfer", "expect") if getattr(hints, name) is not None) == kept
 
 
 def test_request_without_cache_hint_has_none_for_chunks() -> None:

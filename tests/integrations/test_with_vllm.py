@@ -28,7 +28,7 @@ def run(tests: Path, log: Path) -> None:
     ("tests", "count"),
     [
         ("worker_side.py", 20),
-        ("scheduler_side.py", 26),
+        ("scheduler_side.py", 29),
         ("connector_side.py", 9),
         ("layout_side.py", 56),
         ("saves_side.py", 7),

@@ -6,6 +6,8 @@
   prompt are being pushed here; wait up to 5 s for them.
 - ``{"cache": {"tenant": "a", "priority": 1, "retention": 600, "resume": 30, "recompute": 0.2}}``: what is
   known about the future of the prompt's chunks, for the tiers' eviction policies. Each part is optional.
+- ``{"cache": "off"}``, ``"read"`` or ``"write"``: what the request may use the cache for. In the form above:
+  ``{"cache": {"mode": "write", "tenant": "a"}}``.
 - ``{}``: return the address on which this instance listens for peers. The others return it as well.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -27,6 +29,8 @@ MAX_TOKENS = 1 << 31
 MAX_TENANT_CHARACTERS = 64
 MAX_SECONDS = 10 * 365 * 86_400
 
+CacheMode = Literal["both", "off", "read", "write"]
+"""What a request may use the cache for: to load from it, to store in it, both or neither."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 
 
@@ -52,6 +56,7 @@ class CacheHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retention: Seconds | None = None
     resume: Seconds | None = None
     recompute: Seconds | None = None
+    mode: CacheMode = "both"
 
 
 class Hints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,12 +64,23 @@ class Hints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kv_transfer: KVTransferHint | None = None
     expect: ExpectHint | None = None
-    cache: CacheHint | None = None
+    cache: CacheHint | CacheMode | None = None
+
+    @property
+    def mode(self) -> CacheMode:
+        """What the request may use the cache for."""
+        if isinstance(self.cache, CacheHint):
+            return self.cache.mode
+        return self.cache or "both"
 
     @property
     def for_chunks(self) -> ChunkHints | None:
         """The hints to store with the prompt's chunks."""
-        return None if self.cache is None else ChunkHints(**msgspec.structs.asdict(self.cache))
+        if not isinstance(self.cache, CacheHint):
+            return None
+        fields = msgspec.structs.asdict(self.cache)
+        del fields["mode"]
+        return ChunkHints(**fields)
 
 
 NO_HINTS = Hints()

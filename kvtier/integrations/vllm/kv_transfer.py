@@ -85,6 +85,10 @@ class KVTransfers:
             detail = "".join(char if char.isprintable() else "?" for char in str(error)[:MAX_CHARACTERS])
             self._warn(f'request %s: ignoring kv_transfer_params["{NAME}"]: %s', name, detail)
             return NO_HINTS
+        return self._without_useless(hints, name)
+
+    def _without_useless(self, hints: Hints, name: str) -> Hints:
+        """Return the hints without those that this engine, its role or the request rules out."""
         if self._pulls_only and (hints.kv_transfer is not None or hints.expect is not None):
             self._warn(
                 "request %s: ignoring hints `kv_transfer` and `expect`: chunks of models with states, and of "
@@ -92,13 +96,24 @@ class KVTransfers:
                 name,
             )
             hints = msgspec.structs.replace(hints, kv_transfer=None, expect=None)
-        if hints.kv_transfer is not None and self._role == "decode":
-            self._warn("request %s: ignoring hint `kv_transfer`, as this engine's `role` is decode", name)
+        if hints.kv_transfer is not None and (reason := self._cannot_push(hints)):
+            self._warn("request %s: ignoring hint `kv_transfer`, as %s", name, reason)
             hints = msgspec.structs.replace(hints, kv_transfer=None)
-        if hints.expect is not None and self._role == "prefill":
-            self._warn("request %s: ignoring hint `expect`, as this engine's `role` is prefill", name)
+        if hints.expect is not None and (reason := self._cannot_expect(hints)):
+            self._warn("request %s: ignoring hint `expect`, as %s", name, reason)
             hints = msgspec.structs.replace(hints, expect=None)
         return hints
+
+    def _cannot_push(self, hints: Hints) -> str:
+        if self._role == "decode":
+            return "this engine's `role` is decode"
+        # A chunk is pushed from the memory that it is stored in.
+        return f"its hint `cache` is {hints.mode}" if hints.mode in ("off", "read") else ""
+
+    def _cannot_expect(self, hints: Hints) -> str:
+        if self._role == "prefill":
+            return "this engine's `role` is prefill"
+        return f"its hint `cache` is {hints.mode}" if hints.mode in ("off", "write") else ""
 
     def wants_tail(self, state: RequestState) -> bool:
         """Return whether to store and look up the prompt's partial last chunk regardless of the settings."""

@@ -56,6 +56,10 @@ class RequestState:
     """Whether a load has failed: the request is then computed without further attempts."""
     hits_by_tier: dict[int, int] = field(default_factory=dict)
     hints: Hints = NO_HINTS
+    loads: bool = True
+    """Whether the request may load from the cache."""
+    stores: bool = True
+    """Whether the request may store in the cache."""
     kv_transfer: int | None = None
     """Ticket of the running KV transfer to a peer."""
     preemptions: int = 0

@@ -109,7 +109,10 @@ class SchedulerSide:
         """Look up the whole prompt, so that chunks on disk are prefetched while the request is queued."""
         if not cacheable(request) or self._weights.is_mixed():
             return
-        state = self._track(request, self._kv_transfers.hints(request))
+        hints = self._kv_transfers.hints(request)
+        if hints.mode == "off":  # No hook knows the request, so it costs nothing.
+            return
+        state = self._track(request, hints)
         # Before any chunk is promoted or stored, so that none is evicted before it is pushed.
         self._kv_transfers.begin(state)
         self._look_up(state)
@@ -117,11 +120,14 @@ class SchedulerSide:
     def _track(self, request: Request, hints: Hints) -> RequestState:
         root = request_root(self._weights.current.namespace, request)
         state = RequestState(request, root, self._layout.chunk_tokens, self._lookahead, hints=hints)
+        state.loads, state.stores = hints.mode != "write", hints.mode != "read"
         self._requests[request.request_id] = state
         return state
 
     def _look_up(self, state: RequestState) -> None:
         request = state.request
+        if not state.loads:
+            return
         if request.skip_reading_prefix_cache or state.load_failed or not self._bridge.accepts_requests:
             return
         # A state cannot step back to compute the last token again.
@@ -306,7 +312,7 @@ class SchedulerSide:
         due, possible = [], self._saves.possible
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None:
+            if state is None or not state.stores:
                 continue
             before, state.settled = state.settled, state.request.num_computed_tokens
             if not possible:
@@ -362,7 +368,7 @@ class SchedulerSide:
         computed = min(request.num_computed_tokens, request.num_tokens - max(1, self._lookahead))
         if not self._settings.save_decode:
             computed = min(computed, request.num_prompt_tokens)
-        held = self._saves.finish(state, computed, self._model.blocks(block_ids))
+        held = state.stores and self._saves.finish(state, computed, self._model.blocks(block_ids))
         transferred = self._kv_transfers.finish(state)
         if not self._saves.unreserved:
             self._kv_transfers.end_finished()

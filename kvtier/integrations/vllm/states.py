@@ -45,7 +45,7 @@ class States:
         offers = {} if block_state is None else block_state.boundary_state_offloads
         for request_id, offered in offers.items():
             state = requests.get(request_id)
-            if state is None:
+            if state is None or not state.stores:
                 continue
             block_of: dict[int, dict[int, int]] = {}
             for group, block, tokens in offered:
