@@ -200,8 +200,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Start the loads of this step."""
         step = self._step()
         self._worker_side.load(step.loads)
-        if self._spins and not step.computes:
-            self._worker_side.idle_wait()
+        if not step.computes:
+            self._worker_side.idle()
+            if self._spins:
+                self._worker_side.idle_wait()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: requests that are loading are not in the forward pass."""

@@ -26,6 +26,7 @@ from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.page_copies import page_copies
 from kvtier.integrations.vllm.staging import StagingBuffer
+from kvtier.integrations.vllm.store_log import StoreLog
 from kvtier.logs import RateLimitedWarning
 from kvtier.rpc.calls import Call
 from kvtier.units import format_size
@@ -90,6 +91,7 @@ class WorkerSide:
         self._confirm_timeout = confirm_timeout
         self._stats = TransferStats()
         self._warn = RateLimitedWarning(logger)
+        self._store_log = StoreLog(logger)
         self._kv_caches: dict[str, torch.Tensor] | None = None
         self._copies = self._copies_of([])
         self._stages = stages
@@ -134,6 +136,10 @@ class WorkerSide:
         if jobs:
             self._loading.append(self._begin(jobs, self._copies.load))
         self._poll_copies()
+
+    def idle(self) -> None:
+        """Do what can wait until a step that computes nothing. The next one may be far."""
+        self._store_log.write()
 
     def idle_wait(self) -> None:
         """Block up to :data:`IDLE_WAIT_SECONDS` in a step that computes nothing, unless results are ready.
@@ -220,7 +226,17 @@ class WorkerSide:
                     reason,
                 )
         if batch.copied:
-            self._report("loaded", "load", batch, [chunk for job in batch.copied for chunk in job.chunks])
+            chunks = [chunk for job in batch.copied for chunk in job.chunks]
+            tokens, size, seconds = self._count("loaded", "load", batch, chunks)
+            logger.info(
+                "loaded %d tokens for %s in %.1f ms (%.1f GB/s)",
+                tokens,
+                f"request {batch.jobs[0].request_id}"
+                if len(batch.jobs) == 1
+                else f"{len(batch.jobs)} requests",
+                seconds * 1e3,
+                size / seconds / 1e9,
+            )
         return True
 
     def _confirmed(self, batch: _Batch) -> bool:
@@ -249,7 +265,8 @@ class WorkerSide:
             self._bridge.abandon([chunk.lease for chunk in batch.lost], batch.epoch)
         stored = [chunk for chunk in batch.chunks if not chunk.staging and self._writes(chunk)]
         if committed and stored:
-            self._report("stored", "store", batch, stored)
+            counted = self._count("stored", "store", batch, stored)
+            self._store_log.add((job.request_id for job in batch.jobs), *counted)
         return True
 
     def _refresh(self) -> None:
@@ -261,28 +278,25 @@ class WorkerSide:
         """Return the arena for 0, else the staging buffer with this number if it is still open."""
         return self._staging.memory(staging) if staging else self._bridge.arena
 
-    def _report(self, what: str, verb: str, batch: _Batch, chunks: Sequence[ChunkCopy]) -> None:
-        jobs, seconds = batch.jobs, time.perf_counter() - batch.started
+    def _count(
+        self, what: str, verb: str, batch: _Batch, chunks: Sequence[ChunkCopy]
+    ) -> tuple[int, int, float]:
+        """Count copied chunks; return their tokens and bytes, and the seconds that they took."""
+        seconds = time.perf_counter() - batch.started
         sizes = Counter(chunk.tokens for chunk in chunks)
         total = sum(self._layout.rank_bytes(size) * count for size, count in sizes.items())
         tokens = sum(size * count for size, count in sizes.items())
         self._stats.add(f"{what}_tokens", tokens)
         self._stats.add(f"{what}_bytes", total)
         self._stats.add(f"{verb}_seconds", seconds)
-        logger.info(
-            "%s %d tokens for %s in %.1f ms (%.1f GB/s)",
-            what,
-            tokens,
-            f"request {jobs[0].request_id}" if len(jobs) == 1 else f"{len(jobs)} requests",
-            seconds * 1e3,
-            total / seconds / 1e9,
-        )
+        return tokens, total, seconds
 
     def take_results(self) -> tuple[set[str], set[str], set[str]]:
         """Return the requests whose last save is done, whose load is done, and whose load failed."""
-        self._bridge.update()
-        # A lost buffer is replaced, and usable once all workers have opened the new one.
-        self._staging.refresh()
+        if self._loading or self._saving or self._stages:  # Otherwise the next step's load is soon enough.
+            self._bridge.update()
+            # A lost buffer is replaced, and usable once all workers have opened the new one.
+            self._staging.refresh()
         self._poll_copies()
         results = self._saved, self._loaded, self._failed
         self._saved, self._loaded, self._failed = set(), set(), set()
@@ -297,6 +311,7 @@ class WorkerSide:
         try:
             self._copies.close()
             self._poll_copies()
+            self._store_log.write()
             self._staging.close()
         finally:
             self._bridge.close()
