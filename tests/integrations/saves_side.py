@@ -26,6 +26,7 @@ class Bridge:
         self.calls: list[Any] = []
         self.answers = False
         self.abandoned: list[int] = []
+        self.waits: list[float] = []
 
     def reserve(self, runs: Any) -> Any:
         self.calls.append(SimpleNamespace(settled=False, result=None, runs=runs))
@@ -37,6 +38,7 @@ class Bridge:
                 call.settled, call.result = True, [[Slot(number, 4096)] for _ in call.runs]
 
     def await_reply(self, call: Any, wait: float) -> Any:
+        self.waits.append(wait)
         if self.answers:
             self.answer()
         return None if call is None else call.result
@@ -114,8 +116,9 @@ def test_unused_room_is_given_back_at_once(
     saves: Saves, bridge: Bridge, state: RequestState, end: str
 ) -> None:
     """Without a further step, which an idle engine does not take."""
-    bridge.answers = True
     saves.expect_state(state, 2)
+    assert step(saves) == []
+    bridge.answer()
     assert step(saves) == []
     if end == "finish":
         state.next_chunk = 3
@@ -134,3 +137,28 @@ def test_state_is_no_block_for_routers(saves: Saves, bridge: Bridge, state: Requ
     step(saves)
     assert len(bridge.calls) == 1
     assert added == []
+
+
+@pytest.mark.parametrize(("window", "kv_transfer"), [(0, None), (32, None), (0, 5)])
+def test_step_waits_only_for_room_that_is_useless_later(
+    bridge: Bridge, state: RequestState, window: int, kv_transfer: int | None
+) -> None:
+    """If vLLM may free its blocks before the next step, or a peer waits for the chunk."""
+    any_bridge: Any = bridge
+    stats: Any = SimpleNamespace(add=lambda *_: None)
+    layout = ChunkLayout(16, (GroupLayout(16, (64,), window=window),))
+    saves = Saves(Settings(), layout, any_bridge, stats)
+    state.kv_transfer = kv_transfer
+    assert saves.plan(state, 48, 3) == 3
+    saves.step(lambda _: None, 0.5)
+    assert bridge.waits == ([0.5] if window or kv_transfer else [])
+
+
+def test_step_waits_for_the_room_of_a_state(saves: Saves, bridge: Bridge, state: RequestState) -> None:
+    saves.expect_state(state, 3)
+    saves.step(lambda _: None, 0.5)
+    assert bridge.waits == [], "it was requested in advance"
+    saves.plan_state(state, 2, BLOCKS)
+    bridge.answer()
+    saves.step(lambda _: None, 0.5)
+    assert bridge.waits == [0.5]

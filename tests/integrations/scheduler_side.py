@@ -322,6 +322,32 @@ def test_late_answer_is_used_while_the_request_holds_its_blocks(engine: Engine, 
     cache.receive(Reserve)
 
 
+def test_step_does_not_wait_for_room(engine: Engine, cache: Cache, waits: list[float]) -> None:
+    """The next step is soon enough for chunks whose blocks the request keeps."""
+    run(engine, cache, 1)
+    waits.clear()
+    engine.step()
+    assert waits == []
+    cache.answer(cache.receive(Reserve))
+    wait_for_replies(engine)
+    engine.step(1)
+    assert waits == []
+    assert [job.leases for job in engine.worker.saves] == [[1]]  # type: ignore[attr-defined]
+
+
+def test_chunk_of_preempted_request_is_stored_when_computed_again(engine: Engine, cache: Cache) -> None:
+    (request,) = run(engine, cache, 1)
+    engine.step()
+    first = cache.receive(Reserve)
+    request.num_preemptions, request.num_computed_tokens = 1, 0
+    cache.answer(first)
+    wait_for_replies(engine)
+    engine.step(0)
+    assert cache.receive(Abandon).leases == [1]
+    engine.step()
+    assert [run.keys for run in cache.receive(Reserve).runs] == [run.keys for run in first.runs]
+
+
 def test_unscheduled_request_keeps_its_reservation(engine: Engine, cache: Cache) -> None:
     (request,) = run(engine, cache, 1)
     engine.step()

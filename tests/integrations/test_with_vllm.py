@@ -28,10 +28,10 @@ def run(tests: Path, log: Path) -> None:
     ("tests", "count"),
     [
         ("worker_side.py", 20),
-        ("scheduler_side.py", 29),
+        ("scheduler_side.py", 31),
         ("connector_side.py", 9),
         ("layout_side.py", 56),
-        ("saves_side.py", 7),
+        ("saves_side.py", 11),
         ("kv_events_side.py", 39),
         ("weights_side.py", 14),
         ("parted_side.py", 25),

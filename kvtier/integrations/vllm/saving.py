@@ -1,7 +1,8 @@
 """Plan which chunks to store: reserve room for all chunks of a step in one request, without relying on it.
 
-A late reservation is used in the step in which it arrives if the request still has the blocks; otherwise it
-is abandoned.
+A reservation is used in the step in which its answer arrives if the request still has the blocks; otherwise
+it is abandoned. That is usually the next step: waiting for it would take up to 2 ms of each step in which the
+threads of a model on a CPU leave none to the cache process.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class Saves:
         stats: TransferStats,
     ) -> None:
         self._tails = not layout.has_states
+        self._loses_blocks = any(group.window for group in layout.groups)
+        """Whether vLLM frees blocks of a running request: those outside its attention window."""
         self._partial_chunks = settings.partial_chunks
         self._stages = settings.kv_transfer.device == "cuda"
         self._layout = layout
@@ -274,16 +277,22 @@ class Saves:
     def step(self, blocks_of: BlocksOf, wait: float) -> list[Job]:
         """Reserve room for all planned chunks in one message, and plan copies into the granted room.
 
-        Blocks up to ``wait`` seconds for the answer.
+        Blocks up to ``wait`` seconds for the answer, if that cannot be used in the next step as well.
         """
-        # Late answers first: room that is abandoned here can be reserved for another request at once.
+        # Answers to the last step first: room that is abandoned here can be reserved for others at once.
         jobs = self._use_answers(blocks_of)
-        if self._bridge.await_reply(self._request(), wait) is not None:
+        hurries = any(self._hurries(save) for save in self._planned)
+        call = self._request()
+        if hurries and self._bridge.await_reply(call, wait) is not None:
             jobs += self._use_answers(blocks_of)
         for save in self._pending():
             if save.state_blocks is not None:  # The next step may overwrite its blocks.
                 save.void = True
         return jobs + self._last_jobs()
+
+    def _hurries(self, save: Save) -> bool:
+        """Return whether the next step is too late for a save: its blocks may be lost, or a peer waits."""
+        return self._loses_blocks or save.state_blocks is not None or save.state.kv_transfer is not None
 
     def _use_answers(self, blocks_of: BlocksOf) -> list[Job]:
         """Plan copies into the granted room, and abandon unusable reservations."""
@@ -326,6 +335,8 @@ class Saves:
         """Return the copies into the granted room; ``None`` if there is nothing to copy in this step."""
         state, slots = save.state, save.slots or []
         if save.void or save.epoch != self._bridge.epoch or state.request.num_preemptions != save.preemptions:
+            if state.request.num_preemptions != save.preemptions:
+                self._plan_again(save)
             save.void = True
             self._abandon(save, save.leases)
             return None
@@ -357,6 +368,12 @@ class Saves:
         stored = sum(not copy.staging for copy in copies)
         self._stats.add("not_stored_chunks", len(save.keys) - stored)
         return Job(state.request.request_id, save.epoch, copies) if copies else None
+
+    def _plan_again(self, save: Save) -> None:
+        """Have the chunks of a preempted request stored once they have been computed again."""
+        if not save.void and not save.is_state:
+            save.state.next_chunk = min(save.state.next_chunk, save.first)
+            save.state.tail_saved &= save.sizes[-1] == self._layout.chunk_tokens
 
     def _abandon(self, save: Save, leases: Sequence[int]) -> None:
         if save.epoch == self._bridge.epoch:  # Lease numbers are only valid in the process that granted them.
