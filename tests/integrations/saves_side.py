@@ -129,6 +129,21 @@ def test_unused_room_is_given_back_at_once(
     assert saves._states == {}
 
 
+def test_finished_request_is_kept_until_useless_room_is_given_back(
+    saves: Saves, bridge: Bridge, state: RequestState
+) -> None:
+    """An idle engine takes no step otherwise."""
+    state.next_chunk = 3
+    saves.plan_state(state, 3, BLOCKS)
+    assert step(saves) == []
+    assert saves.finish(state, 48, ([1, 2, 3], [1, 2, 3]))
+    assert step(saves) == []
+    bridge.answer()
+    [last] = saves.step(lambda _: None, 0.0)
+    assert (last.last, last.leases) == (True, [])
+    assert bridge.abandoned == [1]
+
+
 def test_state_is_no_block_for_routers(saves: Saves, bridge: Bridge, state: RequestState) -> None:
     added: list[Any] = []
     events: Any = SimpleNamespace(add=lambda *arguments: added.append(arguments))

@@ -241,7 +241,7 @@ class Saves:
             left = computed // self._layout.chunk_tokens - state.next_chunk
             self._stats.add("not_stored_chunks", max(0, left))
         self._forget_states(state)
-        if not any(save.state is state and not save.void for save in self._pending()):
+        if id(state) not in self._unsettled():
             return False
         state.held_blocks = blocks
         self.hold(state)
@@ -267,6 +267,17 @@ class Saves:
         self._granted = [save for save in self._granted if not save.void]
         self._bridge.abandon(self._unusable)
         self._unusable = []
+
+    def _unsettled(self) -> set[int]:
+        """Return which requests have something to save, or may still be granted room.
+
+        Room that is of no use by then has to be given back in a step, which an idle engine takes only for
+        requests whose blocks are kept.
+        """
+        left = {id(save.state) for save in self._pending() if not save.void}
+        if self._bridge.responsive:
+            left.update(id(save.state) for _, saves in self._requested for save in saves)
+        return left
 
     def _pending(self) -> list[Save]:
         requested = [save for _, saves in self._requested for save in saves]
@@ -386,7 +397,7 @@ class Saves:
         if not self._bridge.responsive:
             for state in self._held:
                 self.drop(state)
-        pending = {id(save.state) for save in self._pending() if not save.void}
+        pending = self._unsettled()
         done = [state for state in self._held if id(state) not in pending]
         self._held = [state for state in self._held if id(state) in pending]
         return [Job(state.request.request_id, self._bridge.epoch, [], last=True) for state in done]
