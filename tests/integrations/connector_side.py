@@ -74,6 +74,9 @@ class Worker:
     def load(self, jobs: Sequence[Job]) -> None:
         pass
 
+    def idle(self) -> None:
+        pass
+
     def idle_wait(self) -> None:
         self.waits += 1
 
