@@ -36,19 +36,20 @@ from benchmarks.common import confirm, reserve, show
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello
+from kvtier.catalog.siblings import marks_of
 from kvtier.errors import ChannelError
-from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys, root_key
+from kvtier.memory.keys import KEY_BYTES, ChunkKey, block_hashes, chunk_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.testing.servers import free_port
 from tests.servers import SERVERS
 
 AnswerT = TypeVar("AnswerT")
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
 PAYLOAD_BYTES = 16 << 10
 ANSWER_BYTES_PER_CHUNK = 10
 NAMESPACE = bytes(32)
-LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(32, (PAYLOAD_BYTES // 8,)),))
+LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(BLOCK_TOKENS, (PAYLOAD_BYTES // 16,)),))
 ROOT = root_key(NAMESPACE)
 
 
@@ -89,7 +90,8 @@ def measure(
     store_all(scheduler, worker, keys)
 
     def hash_and_look_up() -> list[int]:
-        return look_up(scheduler, chunk_keys(ROOT, tokens, CHUNK_TOKENS))
+        marks = marks_of(block_hashes(tokens, BLOCK_TOKENS))
+        return look_up(scheduler, chunk_keys(ROOT, tokens, CHUNK_TOKENS), marks)
 
     def socket_only() -> list[int]:
         return look_up(scheduler, keys)
@@ -113,7 +115,8 @@ def measure(
 
     def look_up_unknown() -> None:
         fresh = [ChunkKey(os.urandom(KEY_BYTES)) for _ in keys]
-        ticket = scheduler.look_up(fresh, len(tokens))
+        marks = random.randbytes(len(tokens) // BLOCK_TOKENS)
+        ticket = scheduler.look_up(fresh, len(tokens), root=ROOT, marks=marks)
         assert ticket is not None
         unknown = scheduler.found(ticket, wait=5)
         while unknown is not None and not unknown.final:
@@ -126,7 +129,8 @@ def measure(
         question = bytes(len(keys) * KEY_BYTES)
         return [
             timed("lookup: hashing and the socket", hash_and_look_up, runs, release),
-            timed("  hashing only", lambda: chunk_keys(ROOT, tokens, CHUNK_TOKENS), runs),
+            timed("  hashing of chunks only", lambda: chunk_keys(ROOT, tokens, CHUNK_TOKENS), runs),
+            timed("  hashing of blocks only", lambda: block_hashes(tokens, BLOCK_TOKENS), runs),
             timed("  socket only", socket_only, runs, release),
             timed("limit: plain round trip of as many bytes", lambda: round_trip(question), runs),
             timed("lookup of an unknown prompt", look_up_unknown, runs),
@@ -156,9 +160,9 @@ def store_all(scheduler: SchedulerBridge, worker: WorkerBridge, keys: Sequence[C
     scheduler.release(leases)
 
 
-def look_up(scheduler: SchedulerBridge, keys: Sequence[ChunkKey]) -> list[int]:
+def look_up(scheduler: SchedulerBridge, keys: Sequence[ChunkKey], marks: bytes = b"") -> list[int]:
     """Look up the keys; return the leases of the READY chunks."""
-    ticket = scheduler.look_up(keys, len(keys) * CHUNK_TOKENS)
+    ticket = scheduler.look_up(keys, len(keys) * CHUNK_TOKENS, root=ROOT if marks else b"", marks=marks)
     assert ticket is not None
     lookup = scheduler.found(ticket, wait=5)
     assert lookup is not None

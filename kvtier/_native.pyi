@@ -12,6 +12,12 @@ def build_info() -> dict[str, str | int]:
 def blake3(data: bytes) -> bytes:
     """Return the BLAKE3 hash, 32 bytes. For tests. Keeps the GIL."""
 
+def block_hashes(tokens: object, block_tokens: int, hash_bytes: int) -> bytes:
+    """Return the joined hashes of all whole blocks: see :func:`kvtier.memory.keys.block_hashes`.
+
+    Only the first ``hash_bytes`` bytes of each. Keeps the GIL like :func:`chunk_keys`, and raises the same.
+    """
+
 def chunk_keys(
     parent: bytes, tokens: object, chunk_tokens: int, tail: bool, extras: list[bytes]
 ) -> list[bytes]:

@@ -21,6 +21,7 @@ from anyio.abc import TaskGroup
 from kvtier.backends.base import Backend
 from kvtier.catalog.catalog import ALL_TIERS, Catalog, State
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.siblings import PromptMarks
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import SettingsError
 from kvtier.events import Move, Observer, Prefetch, Priority
@@ -147,6 +148,7 @@ class TieredCache:
                 length = object_bytes(header.payload_bytes)
                 catalog.add(chunk.key, tier.index, length, State.READY, header.parent, header.namespace)
                 catalog.resize(chunk.key, tier.index, chunk.length)
+                catalog.set_marks(chunk.key, header.parent, chunk.marks)
             await self._evicting.make_room(tier.index, 0)
             if catalog.count(tier.index):
                 logger.info(
@@ -191,6 +193,7 @@ class TieredCache:
         expect_chunks: int | None = None,
         staged: Staged | None = None,
         hints: ChunkHints | None = None,
+        marks: PromptMarks | None = None,
     ) -> Lookup:
         """Lease the longest held prefix of ``keys``, and start to prefetch chunks of lower tiers.
 
@@ -203,23 +206,28 @@ class TieredCache:
         queried.
 
         ``staged`` holds chunks that were pushed into staging buffers instead of tiers. ``hints`` replace
-        those of the chunks that are found.
+        those of the chunks that are found. With ``marks``, a chunk that only begins like the next one of the
+        prompt is added at the end: see :attr:`Lookup.partial`.
         """
         if not local:  # The hit rate is that of this host's engines, without lookups by peers.
             self.hierarchy.counts["looked_up"] += len(keys)
-        found = Lookup(staged, hints)
+        found = Lookup(staged, hints, marks)
         reached = self._extend(found, keys, self._local if local else ALL_TIERS)
         rest = keys[found.count :]
-        if not rest or not reached:
+        if not reached:
             return found
         pushed = keys[found.count : expect_chunks]
-        if expect > 0 and pushed and not self.expecting.is_abandoned(pushed[0]):
+        if not rest:
+            self._extend_partially(found, keys)
+        elif expect > 0 and pushed and not self.expecting.is_abandoned(pushed[0]):
             found.unknown = len(rest)
             found.pushed = self.expecting.begin(pushed, partial(self._add_pushed, found))
             self.hierarchy.tasks.start_soon(self._await_pushed, found.pushed, found, keys, expected, expect)
         elif expected is not None and self._discovering.pools(expected.namespace):
             found.unknown = len(rest)
             self.hierarchy.tasks.start_soon(self._query_pools, found, keys, expected)
+        else:
+            self._extend_partially(found, keys)
         return found
 
     def look_up_state(
@@ -241,15 +249,26 @@ class TieredCache:
             self._extend_to(found, boundary)
         return found
 
-    def supersede(self, chunk: ChunkKey) -> None:
+    def supersede_tails(self, chunk: ChunkKey, *, whole: bool) -> None:
+        """Remove shorter chunks that begin like one just stored, or that one if a longer one does.
+
+        Not from shared pools.
+        """
+        if shorter := self.hierarchy.catalog.superseded(chunk, whole=whole):
+            self._clear_here(shorter)
+
+    def supersede_states(self, chunk: ChunkKey) -> None:
         """Remove the states before the end of a chunk at which a prompt was continued, and a new one stored.
 
         The next turn of a chat continues at the new state, another answer to this turn at the one at the end
         of ``chunk``. States stay where prompts branch, and in shared pools.
         """
-        own = [tier.index for tier in self.hierarchy.tiers if not tier.shared]
         if states := self._boundaries.superseded(chunk):
-            self.hierarchy.tasks.start_soon(self._clearing.clear, states, own)
+            self._clear_here(states)
+
+    def _clear_here(self, keys: Sequence[ChunkKey]) -> None:
+        own = [tier.index for tier in self.hierarchy.tiers if not tier.shared]
+        self.hierarchy.tasks.start_soon(self._clearing.clear, keys, own)
 
     async def _query_boundary(
         self, found: Lookup, keys: Sequence[ChunkKey], expected: Expected, state_bytes: int
@@ -304,6 +323,8 @@ class TieredCache:
             await pushed.wait(seconds, extend)
             if found.unknown and expected is not None and self._discovering.pools(expected.namespace):
                 await self._query_pools(found, keys, expected)
+            elif found.unknown:
+                self._extend_partially(found, keys)
         finally:
             found.unknown = 0
             found.answered.set()
@@ -316,6 +337,16 @@ class TieredCache:
             if not rest or not found.add_staged(rest[0]):
                 return True
         return False
+
+    def _extend_partially(self, found: Lookup, keys: Sequence[ChunkKey]) -> None:
+        """Add a chunk that begins like the first one of ``keys`` that is not held."""
+        if found.marks is None:
+            return
+        chunk = self.hierarchy.catalog.beginning_with(*found.marks.after(keys[: found.count]))
+        if chunk is not None:
+            before = found.count
+            self._extend_from_tiers(found, [chunk], ALL_TIERS)
+            found.partial = found.count > before
 
     def _extend_from_tiers(self, found: Lookup, keys: Sequence[ChunkKey], among: int) -> bool:
         hierarchy, memory = self.hierarchy, self.hierarchy.memory
@@ -357,6 +388,7 @@ class TieredCache:
             known = await self._discovering.ask(keys, expected)
             if found.unknown:
                 self._extend(found, keys[len(keys) - found.unknown :])
+                self._extend_partially(found, keys)
             elif self.settings.prefetch.policy == "best_effort":
                 self._prefetching.start(Prefetch(keys=keys[:known], priority=Priority.AHEAD))
         finally:

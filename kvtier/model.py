@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Protocol
 from anyio import to_thread
 
 from kvtier.catalog.hints import ChunkHints
-from kvtier.errors import LayoutError
+from kvtier.catalog.siblings import PromptMarks, marks_of
+from kvtier.errors import CorruptChunk, LayoutError
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
-from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
+from kvtier.memory.keys import (
+    BLOCK_HASH_BYTES,
+    ChunkKey,
+    block_hashes,
+    chunk_keys,
+    equal_blocks,
+    root_key,
+)
 from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, namespace
 from kvtier.pipeline.discover import Expected
 
@@ -43,8 +51,8 @@ Rows = bytes | bytearray | memoryview | HostTensor
 class ModelCache:
     """View of a :class:`~kvtier.cache.TieredCache` for one model and one tenant.
 
-    The KV of a token is ``token_bytes`` opaque bytes. Only full chunks are stored, unless ``partial_chunks``
-    is set.
+    The KV of a token is ``token_bytes`` opaque bytes. The end of a prompt is a shorter chunk, unless
+    ``partial_chunks`` is off. Prefixes are found in steps of :attr:`ChunkLayout.granularity` tokens.
     """
 
     def __init__(self, cache: TieredCache, name: str, *, token_bytes: int, salt: str = "") -> None:
@@ -57,6 +65,8 @@ class ModelCache:
         self._root = root_key(self._namespace, salt)
         self._token_bytes = token_bytes
         self._partial = settings.partial_chunks
+        self._hashes_bytes = chunk_tokens // self._layout.granularity * BLOCK_HASH_BYTES
+        """Of the block hashes of a whole chunk."""
 
     def keys(self, tokens: Sequence[int]) -> list[ChunkKey]:
         """Return the keys of a prompt's chunks in prefix order."""
@@ -74,11 +84,12 @@ class ModelCache:
                 f"{len(tokens)} tokens with {self._token_bytes} bytes of KV each do not fit {len(view)} bytes"
             )
         keys = self.keys(tokens)
-        parents = [self._root, *keys]
+        parents, hashes = [self._root, *keys], self._hashes(tokens)
         reservations, copies = [], []
         for index, key in enumerate(keys):
             source = self._slice(view, index, len(tokens))
-            header = ChunkHeader(key, parents[index], self._namespace, len(source))
+            blocks = hashes[index * self._hashes_bytes : (index + 1) * self._hashes_bytes]
+            header = ChunkHeader(key, parents[index], self._namespace, len(source), blocks)
             reservation = self._cache.reserve(header, hints)
             if reservation is not None:
                 reservations.append(reservation)
@@ -89,6 +100,8 @@ class ModelCache:
             self._cache.abandon(reservations)
             raise
         self._cache.commit(reservations)
+        for header in [reservation.header for reservation in reservations]:
+            self._cache.supersede_tails(header.key, whole=len(header.block_hashes) == self._hashes_bytes)
         return self._tokens(len(self._cache.hierarchy.catalog.prefix(keys)), len(tokens))
 
     async def retrieve(self, tokens: Sequence[int], rows: Rows, hints: ChunkHints | None = None) -> int:
@@ -96,21 +109,37 @@ class ModelCache:
 
         ``hints`` replace those of the chunks that are found.
         """
-        view = _bytes_of(rows)
-        found = self._cache.look_up(self.keys(tokens), self._expected(len(tokens)), hints=hints)
+        view, keys, hashes = _bytes_of(rows), self.keys(tokens), self._hashes(tokens)
+        marks = PromptMarks(self._root, marks_of(hashes), self._hashes_bytes // BLOCK_HASH_BYTES)
+        found = self._cache.look_up(keys, self._expected(len(tokens)), hints=hints, marks=marks)
         try:
             await self._cache.settle(found)
             fits = min(len(tokens), len(view) // self._token_bytes)
-            copies = []
+            copies, filled = [], 0
             for index, chunk in enumerate(found.chunks):
-                target = self._slice(view, index, len(tokens))
-                if self._tokens(index + 1, len(tokens)) > fits:
+                stop = self._tokens(index + 1, len(tokens))
+                if found.partial and index == found.count - 1:
+                    stop = filled + self._equal(chunk.lease.view, hashes[index * self._hashes_bytes :])
+                if stop > fits:
                     break
+                target = view[filled * self._token_bytes : stop * self._token_bytes]
                 copies.append((target, chunk.lease.view[HEADER_BYTES : HEADER_BYTES + len(target)]))
+                filled = stop
             await to_thread.run_sync(_copy_all, copies)
-            return self._tokens(len(copies), len(tokens))
+            return filled
         finally:
             found.release()
+
+    def _hashes(self, tokens: Sequence[int]) -> bytes:
+        return block_hashes(tokens, self._layout.granularity)
+
+    def _equal(self, chunk: memoryview, hashes: bytes) -> int:
+        """Return how many leading tokens of a chunk have these block hashes."""
+        try:
+            stored = ChunkHeader.parse(chunk).block_hashes
+        except CorruptChunk:
+            return 0
+        return equal_blocks(stored, hashes) * self._layout.granularity
 
     def held_tokens(self, tokens: Sequence[int]) -> int:
         """Return the number of leading tokens in the catalog. Moves no data and queries no pool."""

@@ -59,6 +59,24 @@ nb::list chunk_keys(const nb::bytes& parent, nb::handle tokens, std::size_t chun
     return as_list(hashes);
 }
 
+// The first `hash_bytes` bytes of the hash of each whole block, one after the other.
+nb::bytes block_hashes(nb::handle tokens, std::size_t block_tokens, std::size_t hash_bytes) {
+    if (block_tokens == 0) throw nb::value_error("block_tokens must not be 0");
+    if (hash_bytes > sizeof(Hash)) throw nb::value_error("a hash has 32 bytes");
+    const TokenIds ids(tokens.ptr());
+    const keys::Words words = ids.all();
+    std::vector<Hash> hashes(words.size() / block_tokens);
+    std::vector<std::uint8_t> joined(hashes.size() * hash_bytes);
+    std::optional<nb::gil_scoped_release> released;
+    if (words.size() > max_tokens_with_gil) released.emplace();
+    keys::block_hashes(words, block_tokens, hashes);
+    for (std::size_t at = 0; at < hashes.size(); ++at) {
+        std::memcpy(joined.data() + at * hash_bytes, hashes[at].data(), hash_bytes);
+    }
+    released.reset();
+    return nb::bytes(joined.data(), joined.size());
+}
+
 nb::bytes blake3(const nb::bytes& input) {
     keys::Hasher hasher;
     hasher.add(bytes_of(input));
@@ -71,6 +89,7 @@ nb::bytes blake3(const nb::bytes& input) {
 void bind_keys(nb::module_& module) {
     module.def("chunk_keys", &chunk_keys, nb::arg("parent"), nb::arg("tokens"), nb::arg("chunk_tokens"),
                nb::arg("tail"), nb::arg("extras"));
+    module.def("block_hashes", &block_hashes, nb::arg("tokens"), nb::arg("block_tokens"), nb::arg("hash_bytes"));
     module.def("blake3", &blake3, nb::arg("data"));
 }
 

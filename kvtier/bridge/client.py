@@ -65,6 +65,10 @@ class LookupState:
     """Number of the staging buffer that holds the chunks whose source is one past the last tier."""
     held: int = 0
     """With states: how many leading chunks are held, also beyond the last state."""
+    last_tokens: int = 0
+    """If the last chunk is to be used in part: how many tokens its blocks hold."""
+    block_hashes: bytes = b""
+    """The block hashes of that chunk."""
     updated_at: float = 0.0
     """Time of the last answer (:func:`time.monotonic`); each batch that arrives causes one."""
 
@@ -152,6 +156,8 @@ class SchedulerBridge(Bridge):
         lookup.fetching = found.fetching
         lookup.staging = found.staging
         lookup.held = found.held
+        if found.last_tokens:
+            lookup.last_tokens, lookup.block_hashes = found.last_tokens, found.block_hashes
         lookup.updated_at = time.monotonic()
         self._in_use.update(found.leases)
 
@@ -169,18 +175,21 @@ class SchedulerBridge(Bridge):
         expect_chunks: int = 0,
         expect_seconds: float = 0.0,
         hints: ChunkHints | None = None,
+        root: bytes = b"",
+        marks: bytes = b"",
     ) -> int | None:
         """Send a lookup of leading chunks; return its ticket, or ``None`` without a responsive cache process.
 
         The final answer may take up to ``expect_seconds`` longer: the cache process waits that long for
-        chunks among the first ``expect_chunks`` that a peer is pushing.
+        chunks among the first ``expect_chunks`` that a peer is pushing. With ``root`` and ``marks``, the last
+        chunk may be one that only begins like the prompt.
         """
-        if not keys or not self.accepts_requests:
+        if not (keys or marks) or not self.accepts_requests:
             return None
         call = self.call(
             "lookups",
             lambda ticket: protocol.Lookup(
-                ticket, join_keys(keys), tokens, expect_chunks, expect_seconds, hints
+                ticket, join_keys(keys), tokens, expect_chunks, expect_seconds, hints, root, marks
             ),
             protocol.Found,
             lambda found, _wanted: found,

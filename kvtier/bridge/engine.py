@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Found, Hello, Reserve, Reserved, Run, Weights
 from kvtier.bridge.protocol import Lookup as LookupRequest
 from kvtier.cache import TieredCache
 from kvtier.catalog.hints import ChunkHints
-from kvtier.errors import ProtocolError
-from kvtier.memory.header import ChunkHeader, object_bytes
-from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
+from kvtier.catalog.siblings import PromptMarks
+from kvtier.errors import CorruptChunk, ProtocolError
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, ChunkKey, split_keys
 from kvtier.memory.layout import STATE_TOKENS
 from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.found import Lookup, Ready
@@ -87,6 +90,8 @@ class Engine:
         self._whole_payload = self.layout.payload_bytes(self.layout.chunk_tokens)
         self._whole_bytes = object_bytes(self._whole_payload)
         self._state_bytes = object_bytes(self.layout.payload_bytes(STATE_TOKENS))
+        step = self.layout.granularity
+        self._blocks_a_chunk = self.layout.chunk_tokens // step if step else 0
         self._cache = cache
         self._numbers = numbers
         self._granted: dict[int, Grant] = {}
@@ -120,6 +125,7 @@ class Engine:
                 expect_chunks=request.expect_chunks,
                 staged=self._buffers,
                 hints=request.hints,
+                marks=self._marks(request),
             )
         ticket = self._tickets[request.ticket] = Ticket(request.ticket)
         answer = self._grant(ticket, found, fetching=found.in_flight)
@@ -127,6 +133,13 @@ class Engine:
             return answer, None
         ticket.pending = found
         return answer, found
+
+    def _marks(self, request: LookupRequest) -> PromptMarks | None:
+        if not request.root or not self._blocks_a_chunk:
+            return None
+        if len(request.root) != KEY_BYTES:
+            raise ProtocolError(f"a root key of {len(request.root)} bytes")
+        return PromptMarks(ChunkKey(request.root), request.marks, self._blocks_a_chunk)
 
     @property
     def _buffers(self) -> Staging | None:
@@ -158,7 +171,10 @@ class Engine:
         staging_source = len(self._cache.hierarchy.tiers)
         buffer = 0 if staging is None else staging.number
         found = Found(ticket.number, [], [], [], fetching, buffer, lookup.held)
-        for chunks in lookup.take_ready():
+        ready = lookup.take_ready()
+        if lookup.partial and not lookup.count:
+            found, lookup.partial = self._with_block_hashes(found, ready), False
+        for chunks in ready:
             count = len(chunks.leases)
             numbers = list(islice(self._numbers, count))
             grant = Grant(ticket, numbers, chunks)
@@ -171,6 +187,16 @@ class Engine:
         if not fetching:
             self._forget_if_empty(ticket)
         return found
+
+    def _with_block_hashes(self, found: Found, ready: Sequence[Ready]) -> Found:
+        """Add the block hashes of the last chunk, which the engine may use in part; none if it is corrupt."""
+        header = self._cache.arena.view(ready[-1].leases.offsets[-1], HEADER_BYTES)
+        try:
+            chunk = ChunkHeader.parse(header)
+        except CorruptChunk:
+            return structs.replace(found, last_tokens=self.layout.chunk_tokens)
+        stored = self.layout.stored_tokens(chunk.payload_bytes)
+        return structs.replace(found, block_hashes=chunk.block_hashes, last_tokens=stored)
 
     def cancel(self, number: int) -> None:
         """End a lookup and every lease that it was granted."""
@@ -260,10 +286,14 @@ class Engine:
                 f"parent key of {len(run.parent)} bytes"
             )
         parents = [ChunkKey(run.parent), *keys[:-1]]
+        size = BLOCK_HASH_BYTES * self._blocks_a_chunk
+        if len(run.block_hashes) > size * len(keys):
+            raise ProtocolError(f"invalid run: {len(run.block_hashes)} bytes of block hashes")
+        hashes = [run.block_hashes[at * size : (at + 1) * size] for at in range(len(keys))]
         payloads = [self._whole_payload] * len(keys)
         if run.last_tokens != self.layout.chunk_tokens and keys:
             payloads[-1] = self.layout.payload_bytes(run.last_tokens)
-        return list(map(ChunkHeader, keys, parents, repeat(self.namespace), payloads))
+        return list(map(ChunkHeader, keys, parents, repeat(self.namespace), payloads, hashes))
 
     def commit(self, leases: Sequence[int], rank: int) -> None:
         """Record that a rank has filled its slices; chunks that all ranks have filled become READY.
@@ -281,8 +311,12 @@ class Engine:
                 complete.append(filling)
         self._cache.commit([filling.reservation for filling in complete])
         for filling in complete:
+            header = filling.reservation.header
             if filling.continued:
-                self._cache.supersede(ChunkKey(filling.continued))
+                self._cache.supersede_states(ChunkKey(filling.continued))
+            if header.block_hashes:
+                whole = header.payload_bytes == self._whole_payload
+                self._cache.supersede_tails(header.key, whole=whole)
         self._discard(void)
 
     def give_up(self, leases: Sequence[int], rank: int) -> None:

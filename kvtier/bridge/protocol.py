@@ -51,7 +51,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.layout import ChunkLayout
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
-VERSION = 7
+VERSION = 8
 
 MAX_RESERVED_CHUNKS = 32_768
 """Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
@@ -121,6 +121,11 @@ class Lookup(Request, frozen=True, array_like=True, tag=10):
     expect_seconds: float = 0.0
     hints: ChunkHints | None = None
     """Replaces the hints of the chunks that are found."""
+    root: bytes = b""
+    """The key before the first chunk. With it, a chunk may be found that is used in part: the next one of
+    the prompt is not held, but one that begins like it."""
+    marks: bytes = b""
+    """One byte of each block hash of the prompt."""
 
 
 class Found(Reply, frozen=True, array_like=True, tag=11):
@@ -144,6 +149,10 @@ class Found(Reply, frozen=True, array_like=True, tag=11):
     """
     held: int = 0
     """For a layout with states: how many leading chunks are held, also beyond the last state."""
+    last_tokens: int = 0
+    """If the last chunk is not one of the prompt, but begins like it: how many tokens its blocks hold."""
+    block_hashes: bytes = b""
+    """The block hashes of that chunk, to compare with those of the prompt."""
 
 
 class Cancel(Message, frozen=True, array_like=True, tag=12):
@@ -170,6 +179,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     kv_transfer: int = 0
     """Ticket of a :class:`KVTransfer`: reserve in the staging buffer what is pushed from there."""
     hints: ChunkHints | None = None
+    block_hashes: bytes = b""
+    """Those of all whole blocks, one after the other."""
     continued: bytes = b""
     """For a state: the last chunk of the hit that the request continued. It supersedes states before that."""
 

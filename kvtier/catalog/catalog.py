@@ -23,6 +23,7 @@ from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, MakePolicy, Removal
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.rows import Rows
 from kvtier.catalog.selection import select_victims
+from kvtier.catalog.siblings import Siblings
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 MAX_TIERS = 8
@@ -67,6 +68,7 @@ class Catalog:
         own_lengths = [columns.lengths for columns in self._of_tier if columns is not self.columns]
         self._index = Rows(self.columns, masks, own_lengths)
         self._rows, self._parents = self._index.by_key, self.columns.parents
+        self._siblings = Siblings(self._parents)
         self._lengths, self._hints = self.columns.lengths, self.columns.hints
         self._generations, self.namespaces = self._index.generations, self._index.namespaces
         self._parents_only = 0
@@ -213,6 +215,7 @@ class Catalog:
             return NO_PARENT
         if parent is None or parent == before:
             return NO_PARENT
+        self._siblings.remove(row)
         self._parents[row] = parent
         for tier in range(len(self._policies)):
             if held >> tier & 1 and parent >= 0:
@@ -289,6 +292,7 @@ class Catalog:
     def _leave(self, key: ChunkKey, row: int) -> None:
         """Free the row of a chunk that was removed from its last tier, unless chunks name it as parent."""
         self._pins.pop(key, None)
+        self._siblings.remove(row)
         if row < len(self._hints):
             self._hints.reset(row)
         if self._is_parent(row):
@@ -413,6 +417,39 @@ class Catalog:
             end = tiers.index(-1)
             del rows[end:], tiers[end:]
         return rows, tiers
+
+    def set_marks(self, key: ChunkKey, parent: ChunkKey, marks: bytes) -> None:
+        """Record what a chunk begins with (:mod:`kvtier.catalog.siblings`), if it is in some tier."""
+        row = self._rows[key[0]].get(key)
+        if row is not None and self._ready[row] | self._pending[row]:
+            self._siblings.add(row, parent, marks)
+
+    def has_marks(self, key: ChunkKey) -> bool:
+        """Return whether it is known what a chunk begins with."""
+        row = self._rows[key[0]].get(key)
+        return row is not None and self._siblings.has(row)
+
+    def beginning_with(self, parent: ChunkKey, marks: bytes) -> ChunkKey | None:
+        """Return the chunk after ``parent`` that shares most leading blocks; ``None`` if none shares any."""
+        above = self._rows[parent[0]].get(parent)
+        row, shared = self._siblings.best(parent if above is None else above, marks)
+        return self.columns.key(row) if shared else None
+
+    def superseded(self, key: ChunkKey, *, whole: bool) -> list[ChunkKey]:
+        """Return the shorter chunks that a chunk makes useless, unless they are pinned.
+
+        A chunk that is not ``whole`` also supersedes others of the same blocks, and itself if a longer one
+        begins with its blocks.
+        """
+        row = self._rows[key[0]].get(key)
+        if row is None:
+            return []
+        if not whole and self._siblings.is_superseded(row):
+            rows = [row]
+        else:
+            rows = self._siblings.superseded(row, equal=not whole)
+        now = time.monotonic()
+        return [found for found in self.columns.keys_of(rows) if not self.pinned(found, now)]
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Record the use of a prefix."""

@@ -26,6 +26,10 @@ ChunkKey = NewType("ChunkKey", bytes)
 
 KEY_BYTES = 32
 TOKEN_BYTES = 4
+BLOCK_HASH_BYTES = 16
+"""Enough that nobody finds two blocks with the same hash, which would be taken for each other."""
+MAX_BLOCK_HASHES = 16
+"""Per chunk."""
 
 _KEY = struct.Struct(f"{KEY_BYTES}s")
 
@@ -33,9 +37,15 @@ ExtraKeys = Callable[[int, int], bytes]
 """Returns the encoded inputs, other than tokens, that the KV of tokens ``[start, stop)`` depends on."""
 
 
-def root_key(namespace: bytes, salt: str = "") -> ChunkKey:
-    """Return the parent key of the first chunk of every prompt in a namespace of a tenant."""
-    return ChunkKey(blake3(namespace + salt.encode(), derive_key_context="kvtier root v1").digest())
+def root_key(namespace: bytes, salt: str = "", adapter: bytes = b"") -> ChunkKey:
+    """Return the parent key of the first chunk of every prompt in a namespace of a tenant.
+
+    ``adapter`` identifies what all KV of a prompt depends on besides its tokens, such as a LoRA adapter.
+    """
+    root = ChunkKey(blake3(namespace + salt.encode(), derive_key_context="kvtier root v1").digest())
+    if not adapter:
+        return root
+    return ChunkKey(blake3(root + adapter, derive_key_context="kvtier adapter v1").digest())
 
 
 def encode_extra(parts: Sequence[object]) -> bytes:
@@ -90,6 +100,33 @@ def chunk_keys(
         keys = native.core.chunk_keys(root, tokens, chunk_tokens, tail, extras)
         return cast("list[ChunkKey]", keys)
     return _chain(root, encode_tokens(tokens), chunk_tokens * TOKEN_BYTES, extras or [b""] * count)
+
+
+def block_hashes(tokens: Sequence[int] | bytes, block_tokens: int) -> bytes:
+    """Return the joined hashes of all whole blocks of ``block_tokens`` tokens.
+
+    The hash of a block is the beginning of the BLAKE3 hash of its encoded tokens. It says nothing of what is
+    before the block: a chunk and a prompt that follow the same key share as many tokens as they have equal
+    leading block hashes. Raises the errors of :func:`encode_tokens`.
+    """
+    if native.available():
+        return native.core.block_hashes(tokens, block_tokens, BLOCK_HASH_BYTES)
+    encoded, stride = encode_tokens(tokens), block_tokens * TOKEN_BYTES
+    starts = range(0, len(encoded) - stride + 1, stride)
+    return b"".join(blake3(encoded[at : at + stride]).digest(BLOCK_HASH_BYTES) for at in starts)
+
+
+def extend_block_hash(block_hash: bytes, extra: bytes) -> bytes:
+    """Return the hash of a block whose KV also depends on other inputs than tokens."""
+    return blake3(block_hash + extra).digest(BLOCK_HASH_BYTES)
+
+
+def equal_blocks(hashes: bytes, others: bytes) -> int:
+    """Return how many leading blocks are equal, given joined block hashes."""
+    for at in range(0, min(len(hashes), len(others)), BLOCK_HASH_BYTES):
+        if hashes[at : at + BLOCK_HASH_BYTES] != others[at : at + BLOCK_HASH_BYTES]:
+            return at // BLOCK_HASH_BYTES
+    return min(len(hashes), len(others)) // BLOCK_HASH_BYTES
 
 
 def _count_tokens(tokens: Sequence[int] | bytes) -> int:

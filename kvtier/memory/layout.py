@@ -19,6 +19,7 @@ import msgspec
 from blake3 import blake3
 
 from kvtier.errors import LayoutError
+from kvtier.memory.keys import MAX_BLOCK_HASHES
 
 CHUNK_TOKENS = 256
 """The size of a chunk with ``chunk_tokens: auto``, as far as the block sizes allow."""
@@ -113,6 +114,37 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
     def unit_tokens(self) -> int:
         """The smallest number of tokens that is a multiple of all block sizes."""
         return math.lcm(*(group.block_tokens for group in self.groups))
+
+    @property
+    def granularity(self) -> int:
+        """Hits end after a multiple of this many tokens: the smallest with :data:`MAX_BLOCK_HASHES` a chunk.
+
+        Usually the block size. 0 if hits end after whole chunks only, because there must be a state.
+        """
+        if self.has_states:
+            return 0
+        blocks = self.chunk_tokens // self.unit_tokens
+        return self.unit_tokens * next(
+            step for step in range(1, blocks + 1) if not blocks % step and blocks // step <= MAX_BLOCK_HASHES
+        )
+
+    def usable(self, stored: int, tokens: int) -> int:
+        """Return how many leading tokens of a chunk of ``stored`` tokens can be used, up to ``tokens``.
+
+        A prompt can be continued where all blocks that attention needs from there on are stored.
+        """
+        step = self.granularity
+        for end in range(tokens // step * step, 0, -step):
+            if all(group.blocks(end).start >= group.blocks(stored).start for group in self.groups):
+                return end
+        return 0
+
+    def stored_tokens(self, payload_bytes: int) -> int:
+        """Return how many tokens the blocks of a payload hold, or those of a chunk for another length."""
+        for tokens in range(self.unit_tokens, self.chunk_tokens + 1, self.unit_tokens):
+            if self.payload_bytes(tokens) == payload_bytes:
+                return tokens
+        return self.chunk_tokens
 
     @property
     def has_states(self) -> bool:

@@ -52,9 +52,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import msgspec
+
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
-VERSION = 5
+VERSION = 6
 MAX_IN_ONE = 32_768
 """Maximum chunks of one :class:`Announce`: 1 MiB of keys."""
 MAX_RESERVED = 128
@@ -185,6 +187,8 @@ class Reserve(Request, frozen=True, array_like=True, tag=22):
 
     Offsets are then within each rank's buffer, for that rank's slice of the payload.
     """
+    block_hashes: list[bytes] = msgspec.field(default_factory=list)
+    """Those of each chunk, if any has some: see :func:`kvtier.memory.keys.block_hashes`."""
 
 
 class Reserved(Reply, frozen=True, array_like=True, tag=23):

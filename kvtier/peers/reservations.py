@@ -19,7 +19,7 @@ from kvtier.catalog.catalog import State
 from kvtier.concurrency.backoff import Backoff
 from kvtier.errors import ProtocolError
 from kvtier.memory.header import ChunkHeader
-from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
+from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, MAX_BLOCK_HASHES, ChunkKey, split_keys
 from kvtier.peers.grants import Grant, GrantBook
 from kvtier.peers.places import ArenaPlace, Place
 from kvtier.peers.protocol import (
@@ -318,7 +318,11 @@ def _headers(request: Reserve) -> list[ChunkHeader]:
         raise ProtocolError("its reservation is inconsistent")
     if any(not 0 < length <= MAX_PAYLOAD for length in lengths):
         raise ProtocolError("it reserves room for chunks of an invalid length")
+    hashes = request.block_hashes or [b""] * len(keys)
+    valid = range(0, (MAX_BLOCK_HASHES + 1) * BLOCK_HASH_BYTES, BLOCK_HASH_BYTES)
+    if len(hashes) != len(keys) or any(len(each) not in valid for each in hashes):
+        raise ProtocolError("its block hashes are inconsistent")
     return [
-        ChunkHeader(key, parent, request.namespace, length)
-        for key, parent, length in zip(keys, parents, lengths, strict=True)
+        ChunkHeader(key, parent, request.namespace, length, blocks)
+        for key, parent, length, blocks in zip(keys, parents, lengths, hashes, strict=True)
     ]

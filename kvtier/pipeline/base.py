@@ -17,6 +17,7 @@ from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.events import Event, Observer, Report
 from kvtier.logs import RateLimitedWarnings
+from kvtier.memory.header import parent_and_marks
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.tiers.encoder import Layouts
@@ -65,6 +66,8 @@ class Hierarchy:
                 self.abort([key], self.memory.index)
                 lease.release()
                 continue
+            if not self.catalog.has_marks(key):
+                self.catalog.set_marks(key, *parent_and_marks(lease.view))
             self.memory.adopt(key, lease)
             stored.append(key)
         self.changed(self.memory.index, stored=stored)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import anyio
 
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.siblings import PromptMarks
 from kvtier.concurrency.tasks import wait_for_event
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease, Leases
@@ -103,10 +104,21 @@ class Ready(NamedTuple):
 class Lookup:
     """The leading chunks of a prompt that are held. The caller must release their leases."""
 
-    def __init__(self, staged: Staged | None = None, hints: ChunkHints | None = None) -> None:
-        """``staged``: a staging buffer to search besides the tiers. ``hints``: for the chunks found."""
+    def __init__(
+        self,
+        staged: Staged | None = None,
+        hints: ChunkHints | None = None,
+        marks: PromptMarks | None = None,
+    ) -> None:
+        """``staged``: a staging buffer to search besides the tiers. ``hints``: for the chunks found.
+
+        ``marks``: those of the prompt, to find a chunk that begins like the first one that is not held.
+        """
         self.staged = staged
         self.hints = hints
+        self.marks = marks
+        self.partial = False
+        """Whether the last chunk is not one of the prompt, but begins like it. Compare its block hashes."""
         self.held = 0
         """For a model with states: how many leading chunks are held, also beyond the last state."""
         self.needed = 0
@@ -212,6 +224,7 @@ class Lookup:
         if count < self.needed:
             count = 0
         self.unknown = 0
+        self.partial &= count >= self.count
         if self.pushed is not None:
             self.pushed.end()
         if self._head is not None and not count:

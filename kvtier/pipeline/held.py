@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtier.backends.base import StoredObject
+from kvtier.catalog.siblings import marks_of
 from kvtier.memory.header import ChunkHeader, StoredHeader
 from kvtier.memory.keys import ChunkKey
 
@@ -18,11 +19,15 @@ class HeldChunk(NamedTuple):
     length: int
     """Bytes of the object in the medium."""
     header: ChunkHeader
+    """Without block hashes, of which :attr:`marks` suffice."""
+    marks: bytes
 
     @classmethod
     def of(cls, stored: StoredObject) -> HeldChunk:
         """Parse the header of a stored object."""
-        return cls(stored.last_used, stored.key, stored.length, StoredHeader.parse(stored.head).chunk)
+        header = StoredHeader.parse(stored.head).chunk
+        marks = marks_of(header.block_hashes)
+        return cls(stored.last_used, stored.key, stored.length, header._replace(block_hashes=b""), marks)
 
 
 def parents_first(held: list[HeldChunk]) -> Iterator[HeldChunk]:

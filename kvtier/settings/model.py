@@ -256,9 +256,12 @@ class Settings(BaseSettings):
         examples=[256, "auto"],
     )
     partial_chunks: bool = Field(
-        default=False,
-        description="Also store the last chunk of a prompt if it has fewer than `chunk_tokens` tokens.",
-        examples=[True],
+        default=True,
+        description=(
+            "Also store the end of a prompt and of its answer, which is shorter than a chunk. A longer one "
+            "that begins like it replaces it."
+        ),
+        examples=[False],
     )
     save_decode: bool = Field(
         default=True,

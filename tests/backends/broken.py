@@ -12,6 +12,7 @@ import anyio.lowlevel
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.backends.cpu import CpuBackend
+from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.backend import BackendConformance
@@ -50,7 +51,10 @@ class DictBackend(Backend):
             self.held.pop(key, None)
 
     async def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
-        yield [StoredObject(key, len(value), time.time(), value[:300]) for key, value in self.held.items()]
+        yield [
+            StoredObject(key, len(value), time.time(), value[: HEADER_BYTES + 44])
+            for key, value in self.held.items()
+        ]
 
 
 class ReversesResults(DictBackend):

@@ -11,7 +11,7 @@ from kvtier import native
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.backends.cpu import CpuBackend
 from kvtier.backends.disk.backend import DiskBackend, DiskSettings
-from kvtier.memory.header import ChunkHeader, object_bytes
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.backend import blank, make_key, noise
@@ -26,7 +26,7 @@ def chunk(key: ChunkKey, payload: int = PAYLOAD, *, seed: bytes = b"") -> memory
     """Return a chunk object as an engine leaves it in the arena: sealed without a checksum."""
     view = blank(object_bytes(payload))
     ChunkHeader(key, make_key(0), bytes(32), payload).seal(view, checksum=False)
-    view[256 : 256 + payload] = noise(seed + key, payload)
+    view[HEADER_BYTES : HEADER_BYTES + payload] = noise(seed + key, payload)
     return view
 
 

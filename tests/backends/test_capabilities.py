@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.backends.base import Backend, Capabilities, GetItem, Outcome, PutItem, SupportsTTL
 from kvtier.memory.arena import Arena
+from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.faults import FaultyBackend, SlowBackend, WrapperBackend
 from kvtier.tiers.breaker import CircuitBreaker
@@ -94,7 +95,9 @@ async def test_wrappers_nest_in_any_order(order, tmp_path) -> None:
         assert list(await backend.contains([key for key, _ in chunks([1, 3])])) == [True, False]
         items = blanks([1, 2])
         assert list(await backend.get(items)) == [OK, OK]
-        assert [bytes(view[256:]) for _, view in items] == [bytes(view[256:]) for _, view in chunks([1, 2])]
+        assert [bytes(view[HEADER_BYTES:]) for _, view in items] == [
+            bytes(view[HEADER_BYTES:]) for _, view in chunks([1, 2])
+        ]
         assert sum([len(batch) async for batch in backend.capabilities().scan.scan()]) == 2
         await backend.delete([key for key, _ in items])
         assert not any(await backend.contains([key for key, _ in items]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.catalog.catalog import State
-from kvtier.memory.header import ChunkHeader, object_bytes
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key, state_key
 from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.found import Lookup
@@ -29,7 +29,9 @@ def store(harness: CacheHarness, *, states: list[int], keys: list[ChunkKey] = KE
     for header in headers:
         reservation = harness.cache.reserve(header)
         assert reservation is not None
-        reservation.lease.view[256 : 256 + header.payload_bytes] = noise(header.key, header.payload_bytes)
+        reservation.lease.view[HEADER_BYTES : HEADER_BYTES + header.payload_bytes] = noise(
+            header.key, header.payload_bytes
+        )
         harness.cache.commit([reservation])
 
 
@@ -50,7 +52,7 @@ def contents(found: Lookup) -> list[ChunkKey]:
     for chunk in found.chunks:
         length = STATE if chunk is found.chunks[-1] else CHUNK
         assert chunk.arrived
-        assert bytes(chunk.lease.view[256 : 256 + length]) == noise(chunk.key, length)
+        assert bytes(chunk.lease.view[HEADER_BYTES : HEADER_BYTES + length]) == noise(chunk.key, length)
     found.release()
     return keys
 
@@ -163,7 +165,7 @@ async def test_continued_session_keeps_its_last_two_states(settings: MakeSetting
     async with opened(settings, ssd=64) as harness:
         store(harness, states=[1, 2, 4, 5])
         assert await harness.cache.drain(60)
-        harness.cache.supersede(KEYS[4])
+        harness.cache.supersede_states(KEYS[4])
         catalog = harness.cache.hierarchy.catalog
         await wait_until(lambda: not any(catalog.tiers(state_key(KEYS[at])) for at in (1, 2)))
         assert [catalog.tiers(state_key(KEYS[at])) for at in (4, 5)] == [[0, 1], [0, 1]]
@@ -179,7 +181,7 @@ async def test_state_at_a_branch_is_kept(settings: MakeSettings) -> None:
         reservation = harness.cache.reserve(header)
         assert reservation is not None
         harness.cache.commit([reservation])
-        harness.cache.supersede(KEYS[5])
+        harness.cache.supersede_states(KEYS[5])
         catalog = harness.cache.hierarchy.catalog
         await wait_until(lambda: not any(catalog.tiers(state_key(KEYS[at])) for at in (3, 4)))
         assert [catalog.tiers(state_key(KEYS[at])) for at in (1, 2)] == [[0], [0]]

@@ -11,6 +11,9 @@ import anyio.lowlevel
 import pytest
 
 from kvtier import LayoutError, ModelCache, Settings, SettingsError, TieredCache
+from kvtier import model as model_module
+from kvtier.catalog.siblings import marks_of
+from kvtier.memory.keys import block_hashes
 
 from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
 
@@ -38,9 +41,9 @@ async def retrieve(model: ModelCache, tokens: list[int]) -> tuple[int, bytearray
 async def test_store_and_retrieve(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings(ssd=0)) as (_, model):
         tokens = prompt(1100)
-        assert await model.store(tokens, rows(tokens)) == 1024
+        assert await model.store(tokens, rows(tokens)) == 1100
         hit, out = await retrieve(model, tokens)
-        assert hit == 1024
+        assert hit == 1100
         assert out[: hit * TOKEN_BYTES] == rows(tokens)[: hit * TOKEN_BYTES]
 
 
@@ -71,12 +74,87 @@ async def test_models_sizes_and_salts_are_separate(settings: MakeSettings, promp
         assert cache.model("llama", token_bytes=TOKEN_BYTES, salt="tenant").held_tokens(tokens) == 0
 
 
-async def test_partial_chunks_are_stored_if_enabled(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings(ssd=0, partial_chunks=True)) as (_, model):
+@pytest.mark.parametrize(
+    ("shared", "hit"),
+    [(15, 0), (16, 16), (300, 288), (1024, 1024), (1039, 1024), (1040, 1040), (1099, 1088)],
+)
+async def test_hits_end_where_a_prompt_leaves_what_is_stored(
+    settings: MakeSettings, prompt: Prompt, shared: int, hit: int
+) -> None:
+    async with opened(settings(ssd=0)) as (_, model):
         tokens = prompt(1100)
-        assert await model.store(tokens, rows(tokens)) == 1100
-        hit, out = await retrieve(model, tokens)
-        assert (hit, out) == (1100, rows(tokens))
+        await model.store(tokens, rows(tokens))
+        other = [*tokens[:shared], *prompt(700, seed=1)]
+        found, out = await retrieve(model, other)
+        assert found == hit
+        assert out[: hit * TOKEN_BYTES] == rows(other)[: hit * TOKEN_BYTES]
+        assert not any(out[hit * TOKEN_BYTES :])
+
+
+async def test_the_most_similar_chunk_is_used_after_a_restart(settings: MakeSettings, prompt: Prompt) -> None:
+    base = prompt(1024)
+    async with opened(settings()) as (_, model):
+        for shared in range(300, 500, 20):
+            tokens = base[:shared] + prompt(700, seed=shared)
+            await model.store(tokens, rows(tokens))
+    async with opened(settings()) as (_, model):
+        for shared in range(290, 500, 7):
+            tokens = base[:shared] + prompt(100, seed=999)
+            hit, out = await retrieve(model, tokens)
+            assert hit == min(shared, 480) // 16 * 16
+            assert out[: hit * TOKEN_BYTES] == rows(tokens)[: hit * TOKEN_BYTES]
+
+
+async def test_a_longer_partial_chunk_replaces_a_shorter_one(settings: MakeSettings, prompt: Prompt) -> None:
+    tokens = prompt(600)
+    async with opened(settings()) as (cache, model):
+        for length in (300, 340, 400, 401, 512, 600):
+            await model.store(tokens[:length], rows(tokens[:length]))
+            await cache.drain(10)
+            chunks = -(-length // 256)
+            with anyio.fail_after(60):
+                while [cache.hierarchy.catalog.count(tier) for tier in (0, 1)] != [chunks, chunks]:
+                    await anyio.sleep(0.01)
+            assert model.held_tokens(tokens[:length]) == length
+        # What a longer one begins with is not kept either.
+        await model.store(tokens[:560], rows(tokens[:560]))
+        with anyio.fail_after(60):
+            while cache.hierarchy.catalog.count(0) != 3:
+                await anyio.sleep(0.01)
+        assert (await retrieve(model, tokens[:560]))[0] == 560
+
+
+async def test_a_pinned_partial_chunk_is_kept(settings: MakeSettings, prompt: Prompt) -> None:
+    tokens = prompt(600)
+    async with opened(settings(ssd=0)) as (cache, model):
+        await model.store(tokens[:300], rows(tokens[:300]))
+        model.pin(tokens[:300])
+        await model.store(tokens, rows(tokens))
+        await anyio.wait_all_tasks_blocked()
+        assert model.held_tokens(tokens[:300]) == 300
+        assert cache.hierarchy.catalog.count(0) == 4
+
+
+async def test_a_chunk_that_only_seems_to_begin_like_a_prompt_is_not_used(
+    settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marks have one byte: chunks are found by them, but compared by whole hashes."""
+    async with opened(settings(ssd=0)) as (cache, model):
+        tokens = prompt(512)
+        await model.store(tokens, rows(tokens))
+        monkeypatch.setattr(model_module, "marks_of", lambda hashes: stored)
+        stored = marks_of(block_hashes(tokens, 16))
+        other = prompt(512, seed=1)
+        assert await retrieve(model, other) == (0, bytearray(512 * TOKEN_BYTES))
+        assert cache.look_up(model.keys(other)).count == 0
+
+
+async def test_prompts_without_partial_chunks(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings(ssd=0, partial_chunks=False)) as (_, model):
+        tokens = prompt(1100)
+        assert await model.store(tokens, rows(tokens)) == 1024
+        assert (await retrieve(model, tokens))[0] == 1024
+        assert (await retrieve(model, tokens[:1000]))[0] == 992, "in the middle of a whole chunk"
 
 
 async def test_chunks_on_disk_survive_a_restart(settings: MakeSettings, prompt: Prompt) -> None:

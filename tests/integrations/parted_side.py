@@ -41,7 +41,7 @@ class Side:
 
 def parted(*sides: Side, has_states: bool = False) -> PartedSchedulerSide:
     every: Any = sides
-    return PartedSchedulerSide(every, has_states=has_states)
+    return PartedSchedulerSide(every, chunk_tokens=64, has_states=has_states)
 
 
 @pytest.mark.parametrize(

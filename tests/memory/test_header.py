@@ -7,6 +7,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64_digest
 
 from kvtier.errors import CorruptChunk
 from kvtier.memory.header import (
@@ -17,8 +18,10 @@ from kvtier.memory.header import (
     ChunkHeader,
     StoredHeader,
     object_bytes,
+    parent_and_marks,
 )
-from kvtier.memory.keys import ChunkKey
+from kvtier.memory.keys import BLOCK_HASH_BYTES, MAX_BLOCK_HASHES, ChunkKey
+from kvtier.testing.backend import noise
 
 KEY = ChunkKey(bytes(range(32)))
 PARENT = ChunkKey(bytes(range(32, 64)))
@@ -27,10 +30,11 @@ SPACE = b"n" * 32
 PAYLOAD = b"hello"
 
 
-def sealed(payload: bytes = PAYLOAD, *, checksum: bool = True) -> bytearray:
+def sealed(payload: bytes = PAYLOAD, *, checksum: bool = True, block_hashes: bytes = b"") -> bytearray:
     chunk = bytearray(object_bytes(len(payload)))
     chunk[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-    ChunkHeader(KEY, PARENT, SPACE, len(payload)).seal(memoryview(chunk), checksum=checksum)
+    header = ChunkHeader(KEY, PARENT, SPACE, len(payload), block_hashes)
+    header.seal(memoryview(chunk), checksum=checksum)
     return chunk
 
 
@@ -48,25 +52,53 @@ def test_sealed_chunk_verifies_and_keeps_its_payload(payload: bytes, checksum: b
 
 
 @pytest.mark.parametrize(
-    ("payload_bytes", "pages"), [(0, 1), (3840, 1), (3841, 2), (7936, 2), (7937, 3), (4 << 20, 1025)]
+    ("payload_bytes", "pages"), [(0, 1), (3648, 1), (3649, 2), (7744, 2), (7745, 3), (4 << 20, 1025)]
 )
 def test_objects_are_whole_pages(payload_bytes: int, pages: int) -> None:
     assert object_bytes(payload_bytes) == pages * OBJECT_ALIGNMENT
 
 
 def test_format_is_stable() -> None:
+    hashes = bytes(range(32))
     fields = (
         MAGIC.hex(),
-        "01000100000000000500000000000000",
+        "0300010000000200",
+        "0500000000000000",
+        "0500000000000000",
         KEY.hex(),
         PARENT.hex(),
         SPACE.hex(),
         "b5e9c1ad071b3e7fc779cfaa5e523818",
+        hashes.hex(),
     )
-    assert bytes(sealed()[:136]).hex() == "".join(fields)
-    assert bytes(sealed()[144:]) == bytes(112) + PAYLOAD + bytes(
-        OBJECT_ALIGNMENT - HEADER_BYTES - len(PAYLOAD)
-    )
+    chunk = sealed(block_hashes=hashes)
+    assert bytes(chunk[:176]).hex() == "".join(fields)
+    assert not any(chunk[176:400])
+    assert bytes(chunk[408:]) == bytes(40) + PAYLOAD + bytes(OBJECT_ALIGNMENT - HEADER_BYTES - len(PAYLOAD))
+
+
+@pytest.mark.parametrize("count", [0, 1, MAX_BLOCK_HASHES])
+def test_block_hashes_come_back(count: int) -> None:
+    hashes = noise(b"hashes", count * BLOCK_HASH_BYTES)
+    chunk = sealed(block_hashes=hashes)
+    assert verify(chunk).block_hashes == hashes
+    assert parent_and_marks(memoryview(chunk)) == (PARENT, hashes[::BLOCK_HASH_BYTES])
+
+
+def test_too_many_block_hashes_are_rejected() -> None:
+    chunk = sealed()
+    chunk[14] = MAX_BLOCK_HASHES + 1
+    chunk[400:408] = xxh3_64_digest(chunk[:400])
+    with pytest.raises(CorruptChunk, match="has 17 block hashes, more than 16"):
+        verify(chunk)
+
+
+def test_plain_payload_of_two_lengths_is_rejected() -> None:
+    chunk = sealed()
+    chunk[24] += 1
+    chunk[400:408] = xxh3_64_digest(chunk[:400])
+    with pytest.raises(CorruptChunk, match="has 5 bytes of payload, stored as 6"):
+        verify(chunk)
 
 
 # Tampering.
@@ -98,7 +130,7 @@ def test_header_is_checked_without_a_checksum() -> None:
     chunk = sealed(checksum=False)
     chunk[HEADER_BYTES] ^= 1
     assert verify(chunk).payload_bytes == len(PAYLOAD)
-    chunk[24] ^= 1
+    chunk[32] ^= 1
     with pytest.raises(CorruptChunk):
         verify(chunk)
 
@@ -122,11 +154,11 @@ def test_object_of_wrong_length_is_rejected(length: int) -> None:
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=2 * HEADER_BYTES))
-def test_noise_is_rejected(noise: bytes) -> None:
+def test_noise_is_rejected(found: bytes) -> None:
     with pytest.raises(CorruptChunk):
-        ChunkHeader.parse(noise)
+        ChunkHeader.parse(found)
     with pytest.raises(CorruptChunk):
-        ChunkHeader.parse(MAGIC + noise)
+        ChunkHeader.parse(MAGIC + found)
 
 
 def test_mix_of_two_chunks_is_rejected() -> None:
@@ -167,7 +199,6 @@ def test_encoded_chunk_is_never_taken_for_a_plain_one() -> None:
     for check in (ChunkHeader.parse, verify):
         with pytest.raises(CorruptChunk, match="is encoded by codec 7"):
             check(chunk)
-    assert chunk[8] == 2, "readers of version 1 reject it"
 
 
 def test_plain_chunk_has_the_identity_code() -> None:

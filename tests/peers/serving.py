@@ -16,7 +16,7 @@ from kvtier import Settings, TieredCache
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
 from kvtier.memory.arena import Arena
-from kvtier.memory.header import ChunkHeader, object_bytes
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.peers.grants import GrantBook
 from kvtier.peers.protocol import (
@@ -148,7 +148,7 @@ class ServedCache:
         for key in keys:
             reservation = self.cache.reserve(ChunkHeader(key, make_key(0), bytes(32), PAYLOAD))
             assert reservation is not None
-            reservation.lease.view[256 : 256 + PAYLOAD] = noise(b"value" + key, PAYLOAD)
+            reservation.lease.view[HEADER_BYTES : HEADER_BYTES + PAYLOAD] = noise(b"value" + key, PAYLOAD)
             reservations.append(reservation)
         self.cache.commit(reservations)
         return keys

@@ -11,7 +11,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from kvtier.errors import PeerError
-from kvtier.memory.header import HEADER_BYTES, is_sealed
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, is_sealed
 from kvtier.peers.push import PushOutcome
 from kvtier.peers.source import Read, Source
 from kvtier.pipeline.discover import Expected
@@ -64,6 +64,7 @@ async def test_pushed_chunk_object_is_identical() -> None:
         (ours,), (theirs,) = sender.look_up([1]).chunks, receiver.look_up([1]).chunks
         payload = HEADER_BYTES + 20_000
         assert ours.lease.view[:payload] == theirs.lease.view[:payload], "header and checksum included"
+        assert ChunkHeader.parse(theirs.lease.view).block_hashes == make_key(1)
         for chunk in (ours, theirs):
             chunk.lease.release()
 
@@ -352,8 +353,6 @@ async def test_two_instances_push_to_each_other_concurrently() -> None:
 
 async def test_chunk_computed_by_receiver_is_held_once_committed() -> None:
     async with hosts("tcp", 64, 64) as (sender, receiver):
-        from kvtier.memory.header import ChunkHeader
-
         reservation = receiver.cache.reserve(ChunkHeader(make_key(1), make_key(0), bytes(32), 20_000))
         assert reservation is not None
         sender.compute([1])

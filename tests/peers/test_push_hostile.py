@@ -107,7 +107,8 @@ async def test_chunk_is_reserved_written_committed_and_served(served: ServedCach
         assert not is_held(served, at + 1), "nor is a written one"
     assert await commit(client, room.grant, [2, 0], [payload(3), payload(1)]) == [True, True]
     (chunk,) = served.cache.look_up([make_key(1)]).chunks
-    assert ChunkHeader.verify(chunk.lease.view, make_key(1)) == (make_key(1), make_key(0), NAMESPACE, PAYLOAD)
+    expected = ChunkHeader(make_key(1), make_key(0), NAMESPACE, PAYLOAD)
+    assert ChunkHeader.verify(chunk.lease.view, make_key(1)) == expected
     chunk.lease.release()
     assert [is_held(served, number) for number in (1, 2, 3)] == [True, False, True]
     again = await reserve(client, 1, 2, 3)
@@ -245,6 +246,9 @@ INVALID_MESSAGES: dict[str, Message] = {
     "fewer_parents": Reserve(1, NAMESPACE, bytes(64), bytes(32), [PAYLOAD] * 2),
     "fewer_lengths": Reserve(1, NAMESPACE, bytes(64), bytes(64), [PAYLOAD]),
     "more_lengths": Reserve(1, NAMESPACE, bytes(32), bytes(32), [PAYLOAD] * 100_000),
+    "fewer_hashes": Reserve(1, NAMESPACE, bytes(64), bytes(64), [PAYLOAD] * 2, block_hashes=[b""]),
+    "half_a_hash": Reserve(1, NAMESPACE, bytes(32), bytes(32), [PAYLOAD], block_hashes=[bytes(8)]),
+    "too_many_hashes": Reserve(1, NAMESPACE, bytes(32), bytes(32), [PAYLOAD], block_hashes=[bytes(272)]),
     "no_namespace": Reserve(1, b"", bytes(32), bytes(32), [PAYLOAD]),
     "half_a_checksum": Commit(1, 5, [0], bytes(15)),
     "no_checksums": Commit(1, 5, [0] * 1000, b""),

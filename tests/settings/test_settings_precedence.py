@@ -23,7 +23,7 @@ NEEDED = {"peer.listen": SECRET, "peer.others": SECRET}
 # A value other than the default for each setting: in the file, in the environment, and as parsed.
 EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "chunk_tokens": ("128", "128", 128),
-    "partial_chunks": ("true", "true", True),
+    "partial_chunks": ("false", "false", False),
     "save_decode": ("false", "0", False),
     "weights_id": ("step-2", "step-2", "step-2"),
     "tiers": (

@@ -10,7 +10,7 @@ from kvtier.backends.cpu import CpuBackend
 from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.lru import LruPolicy
-from kvtier.memory.header import ChunkHeader, object_bytes
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
 from kvtier.memory.slices import Lease
 from kvtier.settings import LocalTierSettings
@@ -45,7 +45,7 @@ def begin(memory: HostMemory, keys: list[ChunkKey], seed: bytes = b"1") -> list[
     leases = memory.arena.allocate_all(object_bytes(PAYLOAD), len(keys))
     memory.begin(headers, leases)
     for lease in leases:
-        lease.view[256 : 256 + PAYLOAD] = noise(seed, PAYLOAD)
+        lease.view[HEADER_BYTES : HEADER_BYTES + PAYLOAD] = noise(seed, PAYLOAD)
     return leases
 
 
@@ -55,7 +55,7 @@ def store(memory: HostMemory, keys: list[ChunkKey], seed: bytes = b"1") -> None:
 
 
 def payload(lease: Lease) -> bytes:
-    return bytes(lease.view[256 : 256 + PAYLOAD])
+    return bytes(lease.view[HEADER_BYTES : HEADER_BYTES + PAYLOAD])
 
 
 def test_chunk_is_adopted_without_a_copy(memory: HostMemory) -> None:

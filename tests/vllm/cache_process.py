@@ -54,6 +54,7 @@ class CacheProcess:
         self.settings = {
             "socket": str(folder / "kv.sock"),
             "chunk_tokens": CHUNK,
+            "partial_chunks": False,  # Most tests count whole chunks; see test_block_hits.py for the others.
             "prefetch": {"policy": "wait"},
             "tiers": [memory, {"name": "pool", **pool} if pool else {**disk, **(ssd or {})}],
             **settings,

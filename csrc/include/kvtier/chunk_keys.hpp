@@ -23,4 +23,7 @@ constexpr std::size_t count_chunks(std::size_t tokens, std::size_t chunk_tokens,
 void chunk_keys(const Hash& parent, Words tokens, std::size_t chunk_tokens, std::span<const Bytes> extras,
                 std::span<Hash> keys);
 
+// Compute the hashes of the first `hashes.size()` blocks of a prompt, which must have that many whole ones.
+void block_hashes(Words tokens, std::size_t block_tokens, std::span<Hash> hashes);
+
 }  // namespace kvtier::keys

@@ -36,4 +36,8 @@ void chunk_keys(const Hash& parent, Words tokens, std::size_t chunk_tokens, std:
     }
 }
 
+void block_hashes(Words tokens, std::size_t block_tokens, std::span<Hash> hashes) {
+    hash_each(bytes_of(tokens), block_tokens * sizeof(std::uint32_t), hashes);
+}
+
 }  // namespace kvtier::keys

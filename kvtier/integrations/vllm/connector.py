@@ -176,7 +176,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         others = other_parts(self._model, metadata.values(), first.epoch)
         if others:
             sides = [first, *(self._open_part(model, address) for model, address in others)]
-            self._scheduler = PartedSchedulerSide(sides, has_states=self._model.layout.has_states)
+            layout = self._model.layout
+            self._scheduler = PartedSchedulerSide(
+                sides, chunk_tokens=layout.chunk_tokens, has_states=layout.has_states
+            )
 
     # Worker hooks.
 

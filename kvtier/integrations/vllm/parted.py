@@ -36,9 +36,10 @@ class PartedMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class PartedSchedulerSide:
     """The hooks of :class:`SchedulerSide`, for all parts. Not thread-safe. Blocks as each of them does."""
 
-    def __init__(self, sides: Sequence[SchedulerSide], *, has_states: bool) -> None:
+    def __init__(self, sides: Sequence[SchedulerSide], *, chunk_tokens: int, has_states: bool) -> None:
         """``sides``: by number of their part; the first one reports events and metrics for all."""
         self._sides = sides
+        self._chunk_tokens = chunk_tokens
         self._has_states = has_states
 
     def publish_events(self, manager: KVCacheManager) -> None:
@@ -57,9 +58,12 @@ class PartedSchedulerSide:
         if len(counts) < len(found):
             return ASK_AGAIN
         tokens = min(counts)
-        if not tokens or (self._has_states and tokens < max(counts)):  # A state cannot step back.
-            return NOTHING
-        return tokens, True
+        if tokens < max(counts):
+            if self._has_states:  # A state cannot step back.
+                return NOTHING
+            # Within a chunk, a part with a longer one may lack blocks that attention needs there.
+            tokens -= (local_tokens + tokens) % self._chunk_tokens
+        return (tokens, True) if tokens > 0 else NOTHING
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """See :class:`SchedulerSide`."""

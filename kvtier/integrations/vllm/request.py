@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtier.integrations.vllm.hints import NO_HINTS, Hints
 from kvtier.memory.keys import (
+    BLOCK_HASH_BYTES,
     ChunkKey,
     ExtraKeys,
+    block_hashes,
     chunk_key,
     chunk_keys,
     encode_extra,
     encode_tokens,
+    extend_block_hash,
     root_key,
 )
 
@@ -30,8 +33,12 @@ class RequestState:
     chunk_tokens: int
     lookahead: int = 0
     """How many tokens after a chunk its KV also depends on: see ``speculation.py``."""
+    granularity: int = 0
+    """The number of tokens of a block hash: see :attr:`ChunkLayout.granularity`."""
     keys: list[ChunkKey] = field(default_factory=list)
     """Keys of the whole chunks whose tokens are known, in prefix order."""
+    hashes: bytearray = field(default_factory=bytearray)
+    """The block hashes of the tokens that are known so far."""
     ticket: int | None = None
     """Ticket of a lookup whose result has not been used yet."""
     asked_at: float = 0.0
@@ -43,7 +50,9 @@ class RequestState:
     """Tokens that had been computed before the last step in which the request was scheduled."""
     next_chunk: int = 0
     """The first chunk that is neither held nor saved."""
-    tail_saved: bool = False
+    tail_end: int = 0
+    """The tokens before the end of the last partial chunk that is held or saved."""
+    tail_planned: bool = False
     branch: int = 0
     """With states: chunks that other prompts have stored as well, up to where no state was stored."""
     hit_chunks: int = 0
@@ -80,9 +89,23 @@ class RequestState:
         if whole > known:
             start, stop = known * self.chunk_tokens, whole * self.chunk_tokens
             fresh = self.request.all_token_ids[start:stop]
-            extra = self._extra_from(start) if self.lookahead or _has_extra(self.request) else None
+            extra = self._extra_from(start) if self.lookahead or self.request.mm_features else None
             self.keys += chunk_keys(self.parent(known), fresh, self.chunk_tokens, extra=extra)
         return self.keys[first:whole]
+
+    def block_hashes(self, start: int, stop: int) -> bytes:
+        """Return the joined hashes of the whole blocks from one token to another. Hashes no block twice."""
+        step = self.granularity
+        if not step:
+            return b""
+        known, blocks = len(self.hashes) // BLOCK_HASH_BYTES, stop // step
+        if blocks > known:
+            fresh = bytearray(block_hashes(self.request.all_token_ids[known * step : blocks * step], step))
+            for block, extra in _block_extras(self.request, step, known, blocks):
+                at = slice((block - known) * BLOCK_HASH_BYTES, (block + 1 - known) * BLOCK_HASH_BYTES)
+                fresh[at] = extend_block_hash(bytes(fresh[at]), extra)
+            self.hashes += fresh
+        return bytes(self.hashes[start // step * BLOCK_HASH_BYTES : blocks * BLOCK_HASH_BYTES])
 
     def _extra_from(self, base: int) -> ExtraKeys:
         return lambda start, stop: _extra(self.request, base + start, base + stop, self.lookahead)
@@ -112,23 +135,26 @@ def cacheable(request: Request) -> bool:
 
 
 def request_root(namespace: bytes, request: Request) -> ChunkKey:
-    """Return the root key of a request's chunks, which depends on its tenant (``cache_salt``)."""
-    return root_key(namespace, request.cache_salt or "")
+    """Return the root key of a request's chunks: that of its tenant (``cache_salt``) and LoRA adapter."""
+    lora = request.lora_request
+    adapter = () if lora is None else ("lora", lora.lora_name, lora.lora_path)
+    return root_key(namespace, request.cache_salt or "", encode_extra(adapter))
 
 
-def _has_extra(request: Request) -> bool:
-    return request.lora_request is not None or bool(request.mm_features)
+def _block_extras(request: Request, step: int, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the blocks whose KV depends on a multimodal input, and on which part of it."""
+    for feature in request.mm_features:
+        offset, length = feature.mm_position.offset, feature.mm_position.length
+        for block in range(max(first, offset // step), min(stop, -(-(offset + length) // step))):
+            yield block, encode_extra([("mm", feature.identifier, offset - block * step)])
 
 
 def _extra(request: Request, start: int, stop: int, lookahead: int = 0) -> bytes:
-    """Return the extra key of a chunk: its KV depends on LoRA adapter, multimodal inputs and lookahead."""
+    """Return the extra key of a chunk: its KV depends on multimodal inputs and lookahead."""
     parts: list[object] = []
     if lookahead:
         parts.append(("lookahead", *request.all_token_ids[stop : stop + lookahead]))
         stop += lookahead
-    lora = request.lora_request
-    if lora is not None:
-        parts.append(("lora", lora.lora_name, lora.lora_path))
     for feature in request.mm_features:
         offset, length = feature.mm_position.offset, feature.mm_position.length
         if offset < stop and start < offset + length:

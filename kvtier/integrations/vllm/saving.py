@@ -93,8 +93,16 @@ class Save:
     @property
     def runs(self) -> list[Run]:
         """The room to reserve: in the staging buffer, if any, then in the arena."""
-        parent, keys = self.state.parent(self.first), join_keys(self.keys)
-        arena = Run(parent, keys, self.sizes[-1], hints=self.state.hints.for_chunks, continued=self.continued)
+        state, start = self.state, self.first * self.state.chunk_tokens
+        parent, keys = state.parent(self.first), join_keys(self.keys)
+        arena = Run(
+            parent,
+            keys,
+            self.sizes[-1],
+            hints=state.hints.for_chunks,
+            block_hashes=state.block_hashes(start, start + sum(self.sizes)),
+            continued=self.continued,
+        )
         return [Run(parent, keys, self.sizes[-1], self.kv_transfer), arena] if self.kv_transfer else [arena]
 
 
@@ -155,17 +163,28 @@ class Saves:
     def due(self, state: RequestState, computed: int) -> bool:
         """Return whether a request with ``computed`` tokens of final KV has chunks to store."""
         whole = computed // self._layout.chunk_tokens > state.next_chunk
-        return whole or self._wants_tail(state, computed)
+        return whole or self._prompt_tail(state, computed) > 0
 
-    def _wants_tail(self, state: RequestState, computed: int) -> bool:
-        prompt = state.request.num_prompt_tokens
-        return (
-            self._tails
-            and (self._partial_chunks or state.kv_transfer is not None)
-            and not state.tail_saved
-            and computed >= prompt
-            and prompt % self._layout.chunk_tokens != 0
-        )
+    def _prompt_tail(self, state: RequestState, computed: int) -> int:
+        """Return the tokens up to the end of a partial chunk to store: the end of the prompt; 0 for none."""
+        prompt = int(state.request.num_prompt_tokens)
+        past_end = prompt % self._layout.chunk_tokens
+        if computed < prompt or not past_end or not self._tails:
+            return 0
+        if state.kv_transfer is not None:
+            # The decode instance needs it, even if a chunk that is held begins like it.
+            return 0 if state.tail_planned else prompt
+        if self._partial_chunks and state.tail_end <= prompt - past_end:
+            return prompt  # Nothing of it is held, and the same prompt finds even less than a block.
+        return self._longer_tail(state, prompt)
+
+    def _longer_tail(self, state: RequestState, tokens: int) -> int:
+        """Return ``tokens`` if a partial chunk up to there holds a block more than what is held; else 0."""
+        step = self._layout.granularity
+        if not self._tails or not self._partial_chunks:
+            return 0
+        held = max(state.tail_end, tokens // self._layout.chunk_tokens * self._layout.chunk_tokens)
+        return tokens if tokens // step > held // step else 0
 
     def plan_step(self, due: Iterable[tuple[RequestState, int, int]]) -> None:
         """Plan all chunks that this step completes, and up to :attr:`backlog` chunks of earlier steps.
@@ -184,21 +203,24 @@ class Saves:
         whole = self._layout.chunk_tokens
         return max(0, computed // whole - max(since // whole, state.next_chunk))
 
-    def plan(self, state: RequestState, computed: int, limit: int) -> int:
-        """Plan the chunks that are :meth:`due`, up to ``limit`` and a partial one; return their number."""
+    def plan(self, state: RequestState, computed: int, limit: int, *, finished: bool = False) -> int:
+        """Plan the chunks that are :meth:`due`, up to ``limit`` and a partial one; return their number.
+
+        With ``finished``, the end of the answer is a partial chunk as well.
+        """
         first = state.next_chunk
         keys = state.extend(computed, first)
         if len(keys) > limit:  # The rest in the next step.
             keys, computed = keys[: max(limit, 0)], 0
         sizes = [self._layout.chunk_tokens] * len(keys)
         state.next_chunk = first + len(keys)
-        if self._wants_tail(state, computed):
-            state.tail_saved = True
-            prompt = state.request.num_prompt_tokens
-            tail = state.tail_key(prompt)
-            if tail is not None and prompt // self._layout.chunk_tokens == state.next_chunk:
+        end = self._longer_tail(state, computed) if finished else self._prompt_tail(state, computed)
+        if end:
+            state.tail_end, state.tail_planned = end, True
+            tail = state.tail_key(end)
+            if tail is not None and end // self._layout.chunk_tokens == state.next_chunk:
                 keys.append(tail)
-                sizes.append(prompt % self._layout.chunk_tokens)
+                sizes.append(end % self._layout.chunk_tokens)
         if keys:
             kv_transfer = state.kv_transfer or 0 if self._stages else 0
             self._planned.append(Save(state, first, keys, sizes, state.request.num_preemptions, kv_transfer))
@@ -235,9 +257,11 @@ class Saves:
         if not self._bridge.responsive:
             self.drop(state)
             return False
-        if self.due(state, computed):
+        # A longer partial chunk replaces that of the prompt, unless a decode instance waits for that one.
+        finished = not self._prompt_tail(state, computed) or state.kv_transfer is None
+        if self.due(state, computed) or self._longer_tail(state, computed):
             fresh = self._fresh(state, computed, state.settled or 0)
-            self.plan(state, computed, min(fresh + self.backlog, self.room))
+            self.plan(state, computed, min(fresh + self.backlog, self.room), finished=finished)
             left = computed // self._layout.chunk_tokens - state.next_chunk
             self._stats.add("not_stored_chunks", max(0, left))
         self._forget_states(state)
@@ -384,7 +408,8 @@ class Saves:
         """Have the chunks of a preempted request stored once they have been computed again."""
         if not save.void and not save.is_state:
             save.state.next_chunk = min(save.state.next_chunk, save.first)
-            save.state.tail_saved &= save.sizes[-1] == self._layout.chunk_tokens
+            if save.sizes[-1] != self._layout.chunk_tokens:
+                save.state.tail_end, save.state.tail_planned = 0, False
 
     def _abandon(self, save: Save, leases: Sequence[int]) -> None:
         if save.epoch == self._bridge.epoch:  # Lease numbers are only valid in the process that granted them.

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from kvtier.bridge.client import LookupState, SchedulerBridge
+from kvtier.catalog.siblings import marks_of
 from kvtier.integrations.vllm.copies import ChunkCopy
 from kvtier.integrations.vllm.engine_blocks import EngineBlocks, published_group
 from kvtier.integrations.vllm.hints import Hints
+from kvtier.integrations.vllm.hits import Hit, hit_of
 from kvtier.integrations.vllm.kv_events import KVEvents
 from kvtier.integrations.vllm.kv_transfer import KVTransfers
 from kvtier.integrations.vllm.layout import ModelLayout
@@ -119,7 +121,10 @@ class SchedulerSide:
 
     def _track(self, request: Request, hints: Hints) -> RequestState:
         root = request_root(self._weights.current.namespace, request)
-        state = RequestState(request, root, self._layout.chunk_tokens, self._lookahead, hints=hints)
+        layout = self._layout
+        state = RequestState(
+            request, root, layout.chunk_tokens, self._lookahead, layout.granularity, hints=hints
+        )
         state.loads, state.stores = hints.mode != "write", hints.mode != "read"
         self._requests[request.request_id] = state
         return state
@@ -149,6 +154,8 @@ class SchedulerSide:
             expect_chunks=expected.chunks,
             expect_seconds=expected.seconds,
             hints=state.hints.for_chunks,
+            root=state.root if self._layout.granularity else b"",
+            marks=marks_of(state.block_hashes(0, request.num_tokens)),
         )
         state.timeout = self._timeout + expected.seconds
         state.waited = False
@@ -188,8 +195,8 @@ class SchedulerSide:
             self._cancel_lookup(state)
             return NOTHING
         state.local_tokens, state.branch = local_tokens, lookup.held
-        hit = self._tokens(state, self._chunks(lookup))
-        return (hit - local_tokens, True) if hit > local_tokens else NOTHING
+        tokens = self._hit(state, lookup).tokens
+        return (tokens - local_tokens, True) if tokens > local_tokens else NOTHING
 
     def _wait_left(self, limit: float) -> float:
         """Return how long a hook may still wait in this step, given the ``limit`` for all of its hooks."""
@@ -200,12 +207,8 @@ class SchedulerSide:
             self._bridge.cancel(state.ticket)
             state.ticket = None
 
-    def _chunks(self, lookup: LookupState) -> int:
-        """Return the number of chunks of a final lookup. With states, the last lease is that of the state."""
-        return max(0, len(lookup.leases) - self._layout.has_states)
-
-    def _tokens(self, state: RequestState, chunks: int) -> int:
-        return min(chunks * self._layout.chunk_tokens, int(state.request.num_tokens))
+    def _hit(self, state: RequestState, lookup: LookupState) -> Hit:
+        return hit_of(lookup, state, self._layout)
 
     # Loading, after blocks have been allocated to a request.
 
@@ -221,27 +224,29 @@ class SchedulerSide:
                 self._loads.append(Job(request.request_id, LOST, []))
             return
         # Fewer than were found, if another part of the engine has fewer.
-        wanted = -(-(state.local_tokens + external_tokens) // self._layout.chunk_tokens)
-        count = min(self._chunks(lookup), wanted)
-        state.hit_chunks = max(count, state.local_tokens // self._layout.chunk_tokens)
-        state.next_chunk = max(state.next_chunk, self._tokens(state, count) // self._layout.chunk_tokens)
+        hit = self._hit(state, lookup).up_to(state.local_tokens + external_tokens, self._layout.chunk_tokens)
+        chunk, count = self._layout.chunk_tokens, hit.chunks
+        state.hit_chunks = max(count, state.local_tokens // chunk)
+        state.next_chunk = max(state.next_chunk, hit.tokens // chunk)
         if not external_tokens:
             self._cancel_lookup(state)
             return
+        if hit.tokens % chunk:
+            state.tail_end = hit.tokens
         self._bridge.take(state.ticket)
         state.ticket = None
-        first, last = state.local_tokens // self._layout.chunk_tokens, count + self._layout.has_states
+        first, last = state.local_tokens // chunk, count + self._layout.has_states
         self._bridge.release(lookup.leases[:first] + lookup.leases[last:])
         block_ids = self._model.blocks(blocks.get_block_ids())
         chunks = []
         for index in range(first, count):
-            tokens = self._tokens(state, index + 1) - index * self._layout.chunk_tokens
+            tokens = hit.stored_tokens(index, chunk)
             pages = chunk_blocks(self._layout, block_ids, index, tokens, state.local_tokens)
             staging = lookup.staging if lookup.sources[index] == self._bridge.staging_source else 0
             lease, offset = lookup.leases[index], lookup.offsets[index]
             chunks.append(ChunkCopy(lease, offset, tokens, pages, staging))
         if self._layout.has_states:
-            pages = state_blocks(self._layout, block_ids, self._tokens(state, count))
+            pages = state_blocks(self._layout, block_ids, hit.tokens)
             chunks.append(ChunkCopy(lookup.leases[count], lookup.offsets[count], STATE_TOKENS, pages))
         self._loading[request.request_id] = self._bridge.epoch, lookup.leases[first:last]
         self._loads.append(Job(request.request_id, self._bridge.epoch, chunks))
@@ -249,10 +254,11 @@ class SchedulerSide:
 
     def _count_hits(self, state: RequestState, sources: Sequence[int], external_tokens: int) -> None:
         request, chunk = state.request, self._layout.chunk_tokens
+        stop = state.local_tokens + external_tokens
         state.hits_by_tier = {}
         for index, source in enumerate(sources):
             start = max(index * chunk, state.local_tokens)
-            tokens = self._tokens(state, index + 1) - start
+            tokens = min((index + 1) * chunk, stop) - start
             if tokens > 0:
                 state.hits_by_tier[source] = state.hits_by_tier.get(source, 0) + tokens
         welcome = self._bridge.welcome
@@ -349,7 +355,7 @@ class SchedulerSide:
             state = self._requests.get(request_id)
             if state is not None:
                 state.load_failed = True
-                state.next_chunk = 0
+                state.next_chunk = state.tail_end = 0
                 self._kv_transfers.give_up(state)
 
     def finished(self, request: Request, block_ids: Blocks) -> tuple[bool, dict[str, Any] | None]:

@@ -1,0 +1,50 @@
+"""What a lookup has found of a prompt: how far it can be used, and from which chunks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvtier.bridge.client import LookupState
+from kvtier.integrations.vllm.request import RequestState
+from kvtier.memory.keys import equal_blocks
+from kvtier.memory.layout import ChunkLayout
+
+
+class Hit(NamedTuple):
+    """The leading tokens of a prompt that can be loaded."""
+
+    tokens: int
+    chunks: int
+    """The number of chunks that contain them. The last one may be used in part."""
+    last_tokens: int = 0
+    """How many tokens the last chunk holds, if it is not the prompt's own."""
+
+    def up_to(self, tokens: int, chunk_tokens: int) -> Hit:
+        """Return its leading chunks that contain ``tokens`` tokens, or all of them."""
+        chunks = -(-tokens // chunk_tokens)
+        return self if chunks >= self.chunks else Hit(chunks * chunk_tokens, chunks)
+
+    def stored_tokens(self, index: int, chunk_tokens: int) -> int:
+        """Return the number of tokens that a chunk holds."""
+        if self.last_tokens and index == self.chunks - 1:
+            return self.last_tokens
+        return min(chunk_tokens, self.tokens - index * chunk_tokens)
+
+
+def hit_of(lookup: LookupState, state: RequestState, layout: ChunkLayout) -> Hit:
+    """Return what a final lookup has found.
+
+    Its last chunk may belong to another prompt: as many of its blocks are used as are equal.
+    """
+    chunk, tokens = layout.chunk_tokens, int(state.request.num_tokens)
+    if not lookup.last_tokens:
+        # With states, the last lease is that of the state.
+        chunks = max(0, len(lookup.leases) - layout.has_states)
+        return Hit(min(chunks * chunk, tokens), chunks)
+    chunks = len(lookup.leases)
+    start = (chunks - 1) * chunk
+    equal = equal_blocks(state.block_hashes(start, tokens), lookup.block_hashes)
+    if state.lookahead:  # The KV of the last of these blocks depends on tokens after it.
+        equal -= 1
+    used = layout.usable(lookup.last_tokens, max(0, equal) * layout.granularity)
+    return Hit(start + used, chunks, lookup.last_tokens) if used else Hit(start, chunks - 1)

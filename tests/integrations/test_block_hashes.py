@@ -1,0 +1,122 @@
+"""How far a chunk of another prompt is used: up to the first block that differs, or whose KV may."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.bridge.client import LookupState
+from kvtier.integrations.vllm.hits import Hit, hit_of
+from kvtier.integrations.vllm.request import RequestState, request_root
+from kvtier.memory.keys import BLOCK_HASH_BYTES, block_hashes, equal_blocks
+from kvtier.memory.layout import ChunkLayout, GroupLayout
+from tests.integrations.test_request import CHUNK, NAMESPACE, TOKENS, image, request
+
+BLOCK = 16
+LAYOUT = ChunkLayout(CHUNK, (GroupLayout(BLOCK, (64,)),))
+
+
+def state_of(source: Any, lookahead: int = 0) -> RequestState:
+    source.num_tokens = len(source.all_token_ids)
+    return RequestState(source, request_root(NAMESPACE, source), CHUNK, lookahead, BLOCK)
+
+
+def hashes(source: Any) -> bytes:
+    return state_of(source).block_hashes(0, len(source.all_token_ids))
+
+
+def test_hashes_are_those_of_the_tokens_and_grow_with_them() -> None:
+    growing = request(all_token_ids=TOKENS[:40])
+    state = state_of(growing)
+    assert state.block_hashes(0, 40) == block_hashes(TOKENS[:32], BLOCK)
+    growing.all_token_ids = TOKENS
+    assert state.block_hashes(CHUNK, len(TOKENS)) == block_hashes(TOKENS[CHUNK:], BLOCK)
+    assert state.block_hashes(CHUNK, CHUNK + 2 * BLOCK) == block_hashes(TOKENS[CHUNK:][: 2 * BLOCK], BLOCK)
+    assert state.hashes == block_hashes(TOKENS, BLOCK)
+
+
+def test_blocks_with_another_image_differ() -> None:
+    cat, dog = request(mm_features=[image("cat", 20, 30)]), request(mm_features=[image("dog", 20, 30)])
+    assert equal_blocks(hashes(cat), hashes(dog)) == 1
+    assert equal_blocks(hashes(cat), hashes(request(mm_features=[image("cat", 21, 30)]))) == 1
+    after = [hashes(each)[4 * BLOCK_HASH_BYTES :] for each in (cat, dog, request())]
+    assert after[0] == after[1] == after[2]
+
+
+def test_blocks_of_an_image_are_the_same_however_they_become_known() -> None:
+    source = request(mm_features=[image("cat", 20, 30)])
+    state = state_of(source)
+    for stop in range(0, len(TOKENS), 7):
+        state.block_hashes(0, stop)
+    assert state.block_hashes(0, len(TOKENS)) == hashes(source)
+
+
+def test_no_hashes_without_granularity() -> None:
+    state = RequestState(request(), request_root(NAMESPACE, request()), CHUNK)
+    assert state.block_hashes(0, len(TOKENS)) == b""
+
+
+def found(chunks: int, last_tokens: int = 0, block_hashes: bytes = b"") -> LookupState:
+    call: Any = SimpleNamespace(result=None)
+    return LookupState(call, list(range(chunks)), last_tokens=last_tokens, block_hashes=block_hashes)
+
+
+def other(shared: int) -> list[int]:
+    """Return the tokens of a chunk that shares some with the second one of the request."""
+    chunk = TOKENS[CHUNK : 2 * CHUNK]
+    return chunk[:shared] + [1] * (CHUNK - shared)
+
+
+@pytest.mark.parametrize(
+    ("shared", "lookahead", "tokens"),
+    [(15, 0, 0), (16, 0, 16), (47, 0, 32), (64, 0, 64), (47, 1, 16), (16, 1, 0), (64, 1, 48)],
+)
+def test_as_many_blocks_are_used_as_are_equal(shared: int, lookahead: int, tokens: int) -> None:
+    lookup = found(2, CHUNK, block_hashes(other(shared), BLOCK))
+    hit = hit_of(lookup, state_of(request(), lookahead), LAYOUT)
+    assert hit == (Hit(CHUNK + tokens, 2, CHUNK) if tokens else Hit(CHUNK, 1))
+
+
+def test_an_answer_without_hashes_uses_nothing_of_the_chunk() -> None:
+    assert hit_of(found(2, CHUNK), state_of(request()), LAYOUT) == Hit(CHUNK, 1)
+
+
+@pytest.mark.parametrize(
+    ("window", "stored", "equal", "used"),
+    [
+        (0, 64, 48, 48),
+        (65, 64, 48, 48),
+        (24, 64, 48, 0),  # Only the last two blocks of the chunk are stored.
+        (24, 64, 64, 64),
+        (24, 48, 48, 48),
+        (24, 48, 32, 0),
+    ],
+)
+def test_all_blocks_that_attention_needs_must_be_stored(
+    window: int, stored: int, equal: int, used: int
+) -> None:
+    layout = ChunkLayout(CHUNK, (GroupLayout(BLOCK, (64,)), GroupLayout(BLOCK, (64,), window)))
+    assert layout.usable(stored, equal) == used
+
+
+@pytest.mark.parametrize(
+    ("chunk", "block", "granularity"),
+    [(256, 16, 16), (256, 8, 16), (1024, 16, 64), (272, 16, 272), (16, 16, 16)],
+)
+def test_granularity(chunk: int, block: int, granularity: int) -> None:
+    assert ChunkLayout(chunk, (GroupLayout(block, (64,)),)).granularity == granularity
+
+
+def test_stored_tokens_follow_from_the_length_of_the_payload() -> None:
+    for tokens in range(1, CHUNK + 1):
+        assert LAYOUT.stored_tokens(LAYOUT.payload_bytes(tokens)) == -(-tokens // BLOCK) * BLOCK
+
+
+def test_a_part_of_a_hit() -> None:
+    hit = Hit(CHUNK + 32, 2, CHUNK)
+    assert hit.up_to(CHUNK + 32, CHUNK) == hit
+    assert hit.up_to(CHUNK, CHUNK) == Hit(CHUNK, 1)
+    assert [hit.stored_tokens(index, CHUNK) for index in range(2)] == [CHUNK, CHUNK]
+    assert [Hit(CHUNK + 10, 2).stored_tokens(index, CHUNK) for index in range(2)] == [CHUNK, 10]
