@@ -17,7 +17,7 @@ PinnedMemory::PinnedMemory(std::span<std::byte> memory) : memory_(memory) {
 
 PinnedMemory::~PinnedMemory() {
     // An error here cannot be handled; the kernel unpins the pages when the process exits.
-    static_cast<void>(cudaHostUnregister(memory_.data()));
+    ignore(cudaHostUnregister(memory_.data()));
 }
 
 std::span<std::byte> PinnedMemory::on_device() const {
