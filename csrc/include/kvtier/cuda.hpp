@@ -27,6 +27,10 @@ public:
 // The number of devices; 0 without a driver.
 int device_count();
 
+// Make a device the current one of this thread. In a new thread it is device 0 until then, and almost every function of
+// CUDA creates a context there, which takes hundreds of megabytes of its memory.
+void use_device(int device);
+
 // Host memory registered with CUDA while this lives: pinned, and accessible to every device. Registering pins each
 // page, normal or huge, so it happens once, when an arena is first used. The memory must stay mapped while this lives,
 // and no copy may be in flight when it is destroyed.

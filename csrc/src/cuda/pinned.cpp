@@ -10,6 +10,8 @@ int device_count() {
     return 0;
 }
 
+void use_device(int device) { check(cudaSetDevice(device), "cudaSetDevice"); }
+
 PinnedMemory::PinnedMemory(std::span<std::byte> memory) : memory_(memory) {
     check(cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable | cudaHostRegisterMapped),
           "cudaHostRegister");

@@ -1,5 +1,8 @@
 // The CUDA layer on the stand-in: copies that run as late, as early and in as odd an order as CUDA allows.
 
+#include <memory>
+#include <thread>
+
 #include "check.hpp"
 #include "setting.hpp"
 
@@ -213,6 +216,23 @@ TEST(another_device_gets_its_own_context_only) {
         cudaGetDevice(&device);
         CHECK(device == 1 && has_context(1) && !has_context(0));
     }
+    check_clean();
+}
+
+// As the arena is pinned and unpinned, in threads of their own.
+TEST(a_thread_that_pins_creates_no_context_on_device_0) {
+    reset(Pace::random, 1, 2);
+    const Mapped memory(arena_bytes);
+    std::unique_ptr<PinnedMemory> arena;
+    std::thread([&] {
+        use_device(1);
+        arena = std::make_unique<PinnedMemory>(memory.bytes());
+    }).join();
+    std::thread([&] {
+        use_device(1);
+        arena.reset();
+    }).join();
+    CHECK(has_context(1) && !has_context(0));
     check_clean();
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -33,8 +34,9 @@ logger = logging.getLogger("vllm.kvtier")
 class Pinning:
     """An arena that is registered with CUDA, or is being registered."""
 
-    def __init__(self, arena: ArenaMap) -> None:
+    def __init__(self, arena: ArenaMap, device: int) -> None:
         self.arena = arena
+        self._device = device
         self.memory: native.cuda.PinnedMemory | None = None
         self._ended = threading.Event()
         try:
@@ -45,6 +47,7 @@ class Pinning:
 
     def _pin(self) -> None:
         try:
+            native.cuda.use_device(self._device)
             self.arena.take_large_pages()  # Before pinning: pinned memory cannot be moved to large pages.
             self.memory = native.cuda.PinnedMemory(self.arena.view(0, self.arena.capacity))
         except (native.cuda.CudaError, OSError, ValueError) as error:
@@ -65,6 +68,8 @@ class Pinning:
 
     def _unpin(self) -> None:
         self._ended.wait()
+        with suppress(native.cuda.CudaError):
+            native.cuda.use_device(self._device)
         self.memory = None
 
 
@@ -137,7 +142,7 @@ class CudaCopies(PageCopies):
         if self._pinning is None or self._pinning.arena is not arena:
             if self._pinning is not None:
                 self._replaced.append((self._pinning, set(self._in_flight)))
-            self._pinning = Pinning(arena)
+            self._pinning = Pinning(arena, self._device.index or 0)
         self._release_replaced()
         return self._pinning.memory
 
