@@ -15,6 +15,7 @@ using namespace cuda_stand_in;
 namespace {
 
 constexpr int out_of_memory = 2;
+constexpr int no_context = 201;
 constexpr int invalid_handle = 400;
 
 struct Handle {
@@ -58,10 +59,14 @@ int cuDevicePrimaryCtxRetain(void** context, int device) {
     return machine->enter("cuDevicePrimaryCtxRetain");
 }
 
-int cuCtxSetCurrent(void*) { return enter("cuCtxSetCurrent"); }
+int cuCtxSetCurrent(void*) {
+    has_current_context() = true;
+    return enter("cuCtxSetCurrent");
+}
 
 int cuMemAlloc_v2(std::uintptr_t* address, std::size_t length) {
     if (const int error = enter("cuMemAlloc_v2")) return error;
+    if (!has_current_context()) return no_context;
     const int descriptor = memfd_create("cuda_stand_in", MFD_CLOEXEC);
     if (ftruncate(descriptor, static_cast<off_t>(length))) return out_of_memory;
     std::byte* mapped = map(descriptor, length);
@@ -82,6 +87,7 @@ int cuIpcGetMemHandle(Handle* handle, std::uintptr_t address) {
 
 int cuIpcOpenMemHandle_v2(std::uintptr_t* address, Handle handle, unsigned) {
     if (const int error = enter("cuIpcOpenMemHandle_v2")) return error;
+    if (!has_current_context()) return no_context;
     Shared shared{};
     std::memcpy(&shared, handle.bytes, sizeof(Shared));
     const std::string path =

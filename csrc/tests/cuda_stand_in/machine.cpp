@@ -34,6 +34,11 @@ int& current_device() {
     return device;
 }
 
+bool& has_current_context() {
+    thread_local bool has = false;
+    return has;
+}
+
 Machine& Machine::current() { return *only_machine(); }
 
 Machine::Machine(Pace pace, unsigned seed, int devices) : devices(devices), random(seed), pace_(pace) {}
@@ -224,6 +229,7 @@ void reset(Pace pace, unsigned seed, int devices) {
     only_machine() = std::make_unique<Machine>(pace, seed, devices);
     current_device() = 0;
     last_error() = cudaSuccess;
+    has_current_context() = false;
 }
 
 std::vector<std::string> finish() {
@@ -236,6 +242,7 @@ std::vector<std::string> calls() { return Locked()->calls; }
 
 void synchronize() {
     Locked machine;
+    has_current_context() = true;
     for (Stream& stream : machine->all_streams) machine->synchronize(stream, machine.lock);
 }
 

@@ -132,5 +132,7 @@ public:
 // The error that cudaGetLastError() returns next, and the current device, of this thread.
 cudaError_t& last_error();
 int& current_device();
+// Whether this thread has a context for the driver's functions, which do not create one as the runtime's do.
+bool& has_current_context();
 
 }  // namespace cuda_stand_in

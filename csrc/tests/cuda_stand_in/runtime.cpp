@@ -1,6 +1,9 @@
 // The functions of the CUDA runtime.
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
@@ -55,6 +58,13 @@ cudaError_t add(Locked& machine, const Range& range) {
     return added ? cudaSuccess : failed(cudaErrorHostMemoryAlreadyRegistered);
 }
 
+bool is_mapped(const Range& range) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(range.begin);
+    const std::uintptr_t page = begin - begin % 4096;
+    std::vector<unsigned char> resident((begin + range.length - page + 4095) / 4096);
+    return mincore(reinterpret_cast<void*>(page), begin + range.length - page, resident.data()) == 0;
+}
+
 // Remove memory that no operation may still access. If one may, it stays mapped for it.
 cudaError_t remove(Locked& machine, void* begin, Kind kind, const std::string& what) {
     const Range* range = machine->memory.at(begin);
@@ -63,6 +73,7 @@ cudaError_t remove(Locked& machine, void* begin, Kind kind, const std::string& w
         return failed(cudaErrorInvalidValue);
     }
     const std::size_t before = machine->violations.size();
+    if (kind == Kind::registered && !is_mapped(*range)) machine->violate("pinned memory was unmapped before " + what);
     machine->check_host({range->begin, range->length, true}, what, machine.lock);
     const Range removed = *machine->memory.remove(begin);
     if (machine->violations.size() > before) {

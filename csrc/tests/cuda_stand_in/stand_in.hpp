@@ -24,7 +24,7 @@ void reset(Pace pace, unsigned seed = 0, int devices = 1);
 // Finish all operations, and return what was wrong since the reset.
 std::vector<std::string> finish();
 
-// Wait for all operations of all streams, as cudaDeviceSynchronize() does.
+// Wait for all operations of all streams, and create a context if necessary, as cudaDeviceSynchronize() does.
 void synchronize();
 
 // The names of all calls since the reset, in order.

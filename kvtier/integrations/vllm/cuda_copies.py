@@ -67,9 +67,14 @@ class Pinning:
             self._unpin()
 
     def _unpin(self) -> None:
-        self._ended.wait()
         with suppress(native.cuda.CudaError):
             native.cuda.use_device(self._device)
+        self.unpin()
+
+    def unpin(self) -> None:
+        """Unregister the arena. Blocks until it is, and before that until registering has ended."""
+        self._ended.wait()
+        # Explicitly: the thread that has registered it may still hold a reference to this object.
         self.memory = None
 
 
@@ -90,6 +95,8 @@ class CudaCopies(PageCopies):
         self._replaced: list[tuple[Pinning, set[int]]] = []
         """Arenas of earlier cache processes, and the copies that may still use them."""
         self._in_flight: set[int] = set()
+        self._failed: dict[int, str] = {}
+        """Errors of copies that :meth:`close` has waited for, until :meth:`done` raises them."""
 
     def load(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """See :meth:`PageCopies.load`. Does not block for copies from the arena."""
@@ -107,6 +114,8 @@ class CudaCopies(PageCopies):
 
     def done(self, ticket: int) -> bool:
         """See :meth:`PageCopies.done`."""
+        if ticket in self._failed:
+            raise native.cuda.CudaError(self._failed.pop(ticket))
         try:
             done = bool(self._memory.done(ticket))
         except native.cuda.CudaError:
@@ -118,8 +127,10 @@ class CudaCopies(PageCopies):
 
     def wait(self, ticket: int) -> None:
         """See :meth:`PageCopies.wait`."""
-        self._memory.wait(ticket)
-        self._in_flight.discard(ticket)
+        try:
+            self._memory.wait(ticket)
+        finally:
+            self._in_flight.discard(ticket)
 
     def pin(self, arena: ArenaMap) -> bool:
         """Block until registering the arena has ended; return whether it succeeded."""
@@ -130,12 +141,17 @@ class CudaCopies(PageCopies):
         return self._pinning.memory is not None
 
     def close(self) -> None:
-        """See :meth:`PageCopies.close`."""
+        """See :meth:`PageCopies.close`. Afterwards, :meth:`done` raises the errors of failed copies."""
         for ticket in list(self._in_flight):
-            self.wait(ticket)
+            try:
+                self.wait(ticket)
+            except native.cuda.CudaError as error:
+                self._failed[ticket] = str(error)
+        for pinning, _ in self._replaced:
+            pinning.unpin()
         self._replaced.clear()
         if self._pinning is not None:
-            self._pinning.wait()
+            self._pinning.unpin()
             self._pinning = None
 
     def _pinned(self, arena: ArenaMap) -> native.cuda.PinnedMemory | None:
