@@ -29,7 +29,10 @@ public:
         : bytes_(static_cast<std::byte*>(mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
                                               -1, 0)),
                  length) {}
-    ~Mapped() { munmap(bytes_.data(), bytes_.size()); }
+    ~Mapped() {
+        finish();  // Report a late access, rather than crash.
+        munmap(bytes_.data(), bytes_.size());
+    }
     Mapped(const Mapped&) = delete;
     Mapped& operator=(const Mapped&) = delete;
 
