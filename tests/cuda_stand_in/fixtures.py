@@ -50,5 +50,7 @@ def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(torch.cuda, name, function)
     yield machine
     gc.collect()
-    assert not machine.finish()
-    assert not machine.alive()
+    if wrong := machine.finish():
+        pytest.fail("\n".join(wrong))
+    if left := machine.alive():
+        pytest.fail(f"left behind: {left}")

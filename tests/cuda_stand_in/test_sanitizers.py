@@ -1,4 +1,4 @@
-"""The tests in Python on the stand-in again, with sanitizers. Those in C++: ``make native-asan native-tsan``."""
+"""The tests in Python on the stand-in, with sanitizers. Those in C++: ``make native-asan native-tsan``."""
 
 from __future__ import annotations
 

@@ -117,6 +117,7 @@ def test_commit_comes_after_the_copy(engine: Worker, bridge: CacheProcess) -> No
     engine.machine.fill(engine.kv, 2)  # The engine goes on, without waiting.
     assert engine.end() == ({"request"}, set(), set())
     assert bridge.read == {SAVED.lease: b"\x01" * 4 * PAGE}
+    engine.machine.synchronize()  # Kernels end before their engine does.
 
 
 def test_load_ends_after_the_copy(engine: Worker, bridge: CacheProcess) -> None:

@@ -219,6 +219,26 @@ TEST(another_device_gets_its_own_context_only) {
     check_clean();
 }
 
+// Pinned by a thread on one device, for copies by a thread on another one, of pages on a third one.
+TEST(copies_run_on_the_device_of_their_pages) {
+    for (const CopyMethod method : methods) {
+        reset(Pace::random, 1, 3);
+        {
+            const Mapped memory(arena_bytes);
+            const PinnedMemory arena(memory.bytes());
+            use_device(1);
+            Engine engine;
+            use_device(2);
+            DevicePages copies(1, engine.kv());
+            copies.wait(copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), true, method));
+            int device = 0;
+            cudaGetDevice(&device);
+            CHECK(device == 2);
+        }
+        check_clean();
+    }
+}
+
 // As the arena is pinned and unpinned, in threads of their own.
 TEST(a_thread_that_pins_creates_no_context_on_device_0) {
     reset(Pace::random, 1, 2);

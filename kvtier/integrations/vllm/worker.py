@@ -185,8 +185,11 @@ class WorkerSide:
         return batch
 
     def _fail_on_device(self, batch: _Batch, error: RuntimeError) -> None:
-        logger.warning("a copy failed on the device: %s", error)
-        batch.fail(f"a copy failed on the device: {error}")
+        reason = f"a copy failed on the device: {error}"
+        logger.warning(
+            "%s", reason
+        )  # Not the error: a log record would keep alive what its traceback refers to.
+        batch.fail(reason)
 
     def _save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """Copy the chunks that this rank writes. The others commit them as well, and need not wait."""
