@@ -1,4 +1,7 @@
-"""Build the stand-in for CUDA, and what runs on it, in a folder of its own."""
+"""Build the stand-in for CUDA, and what runs on it, in a folder of its own.
+
+Tests do so on demand. As a program it builds everything, ahead of the tests, because that takes a minute.
+"""
 
 from __future__ import annotations
 
@@ -53,3 +56,7 @@ def _run(*arguments: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     result = subprocess.run([cmake, *arguments], capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+
+
+if __name__ == "__main__":
+    build("cuda_stand_in", "native_cuda_on_stand_in", *(f"test_{name}" for name in CPP_TESTS))
