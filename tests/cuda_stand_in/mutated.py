@@ -38,7 +38,7 @@ class _Finder:
         """Return the spec of the changed module; None for others."""
         if name != self._name:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         found = importlib.util.find_spec(name)
         assert found is not None
         assert found.origin is not None
@@ -47,4 +47,4 @@ class _Finder:
 
 
 if VARIABLE in os.environ:
-    sys.meta_path.insert(0, _Finder(*json.loads(os.environ[VARIABLE])))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Finder(*json.loads(os.environ[VARIABLE])))
