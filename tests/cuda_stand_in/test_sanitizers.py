@@ -19,21 +19,26 @@ OPTIONS = {
 }
 
 
+def located(library: str) -> str:
+    """Return the path of a library of the compiler."""
+    command = ["c++", f"-print-file-name={library}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(bool(SANITIZER), reason="runs with a sanitizer already")
 @pytest.mark.parametrize("sanitizer", LIBRARIES)
 def test_with_sanitizer(sanitizer: str) -> None:
-    found = subprocess.run(
-        ["c++", f"-print-file-name={LIBRARIES[sanitizer]}"], capture_output=True, text=True, check=True
-    )
+    # The sanitizer intercepts exceptions, and finds the functions for them only in a library that is loaded.
+    libraries = [located(name) for name in (LIBRARIES[sanitizer], "libstdc++.so.6")]
     folder = "tests/cuda_stand_in"
     tests = [f"{folder}/test_{subject}.py" for subject in ("copies", "copy_errors", "staging")]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=600", *tests],
+        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--timeout=600", *tests],
         env={
             **os.environ,
             **OPTIONS,
-            "LD_PRELOAD": found.stdout.strip(),
+            "LD_PRELOAD": " ".join(libraries),
             "KVTIER_TEST_SANITIZER": sanitizer,
         },
         cwd=ROOT,
