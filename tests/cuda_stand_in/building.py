@@ -25,19 +25,20 @@ def build(*targets: str, sources: Path = ROOT / "csrc", folder: Path | None = No
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # Other workers of pytest need it as well.
         if not (folder / "CMakeCache.txt").exists():
-            _run("-S", str(sources), "-B", str(folder), *_options())
+            _run("-S", str(sources), "-B", str(folder), *_options(sources))
         _run("--build", str(folder), "-j2", *(f"--target={target}" for target in targets))
     return folder / "tests" / "cuda_stand_in"
 
 
-def _options() -> list[str]:
+def _options(sources: Path) -> list[str]:
     nanobind = subprocess.run(
         [sys.executable, "-m", "nanobind", "--cmake_dir"], capture_output=True, text=True, check=True
     )
     settings = {
         "KVTIER_PYTHON": "OFF",
         "KVTIER_TESTS": "ON",
-        "KVTIER_WERROR": "ON",
+        # Mutated sources may have unused parameters.
+        "KVTIER_WERROR": "ON" if sources == ROOT / "csrc" else "OFF",
         "KVTIER_CUDA_STAND_IN_PYTHON": "ON",
         "KVTIER_SANITIZE": SANITIZER,
         "CMAKE_BUILD_TYPE": "Debug",  # Half of the time that an optimized build takes.
