@@ -89,7 +89,12 @@ compiler: $(VENV)/.python
 demo: install  ## Serve one long prompt four times with a real vLLM: cold, from memory, after kill -9, from disk
 	@$(BIN)/kvtier demo $(DEMO)
 
-test: install $(VENV)/.pools system-packages  ## Run the tests, real vLLM engines included
+# Incremental, and without effect if there is no compiler.
+.PHONY: cuda-stand-in
+cuda-stand-in: $(VENV)/.kvtier
+	@! command -v c++ >/dev/null || nice $(BIN)/python -m tests.cuda_stand_in.building
+
+test: install $(VENV)/.pools system-packages cuda-stand-in  ## Run the tests, real vLLM engines included
 	$(BIN)/pytest -m "not slow and not gpu" $(WORKERS) $(RERUNS) $(PYTEST)
 
 test-slow: install $(VENV)/.pools system-packages  ## Run the tests that take minutes each

@@ -19,6 +19,12 @@ class CopyMethod(Enum):
 def device_count() -> int:
     """Return the number of devices; 0 without a driver."""
 
+def use_device(device: int) -> None:
+    """Make a device the current one of this thread. In a new thread that is device 0.
+
+    Almost every function of CUDA creates a context on the current device, of hundreds of megabytes there.
+    """
+
 class PinnedMemory:
     """Memory that is registered with CUDA and mapped while this object lives."""
 

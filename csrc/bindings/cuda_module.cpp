@@ -69,6 +69,7 @@ NB_MODULE(_native_cuda, module) {
     module.attr("abi") = abi;
     nb::exception<CudaError>(module, "CudaError", PyExc_RuntimeError);
     module.def("device_count", &device_count);
+    module.def("use_device", &use_device, nb::arg("device"));
     nb::enum_<CopyMethod>(module, "CopyMethod")
         .value("BEST", CopyMethod::best)
         .value("KERNEL", CopyMethod::kernel)

@@ -68,7 +68,9 @@ class Memory:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> CudaCopies:
-    simulated: Any = SimpleNamespace(PinnedMemory=Memory, DevicePages=DevicePages, CudaError=RuntimeError)
+    simulated: Any = SimpleNamespace(
+        PinnedMemory=Memory, DevicePages=DevicePages, CudaError=RuntimeError, use_device=lambda _: None
+    )
     monkeypatch.setattr(native, "cuda", simulated, raising=False)
     monkeypatch.setattr(CudaCopies, "_stream", lambda _: 0)
     return CudaCopies(LAYOUT, 0, [[torch.zeros((5, 4096), dtype=torch.uint8)]], NULL_BLOCK)

@@ -12,6 +12,7 @@
 #include <memory>
 #include <span>
 #include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 #include "kvtier/copy.hpp"
@@ -25,6 +26,10 @@ public:
 
 // The number of devices; 0 without a driver.
 int device_count();
+
+// Make a device the current one of this thread. In a new thread it is device 0 until then, and almost every function of
+// CUDA creates a context there, which takes hundreds of megabytes of its memory.
+void use_device(int device);
 
 // Host memory registered with CUDA while this lives: pinned, and accessible to every device. Registering pins each
 // page, normal or huge, so it happens once, when an arena is first used. The memory must stay mapped while this lives,
@@ -60,11 +65,12 @@ public:
 
     // Start to copy the pages of all chunks; does not wait. The copy runs after the work that is on `engine`, the
     // engine's stream, at the time of the call. With `hold_engine`, later work on that stream waits for the copy.
-    // Throws std::out_of_range as KvMemory::copy does, before anything is copied.
+    // Throws std::out_of_range as KvMemory::copy does, before anything is copied. After a CudaError no copy is running,
+    // which may have taken a wait.
     Ticket begin(const PinnedMemory& arena, std::span<const ChunkPages> chunks, Direction direction,
                  cudaStream_t engine, bool hold_engine, CopyMethod method = CopyMethod::best);
 
-    // Whether the copy is done. Does not wait. An unknown ticket counts as done.
+    // Whether the copy is done. Does not wait. An unknown ticket counts as done, as does one after its CudaError.
     bool done(Ticket ticket);
 
     // Wait until the copy is done.
@@ -72,18 +78,22 @@ public:
 
 private:
     struct Flight;
+    struct DestroyStream {
+        void operator()(cudaStream_t stream) const;
+    };
 
     cudaStream_t stream_of(Direction direction) const {
-        return streams_[direction == Direction::into_engine ? 0 : 1];
+        return streams_[direction == Direction::into_engine ? 0 : 1].get();
     }
-    void enqueue(const PinnedMemory& arena, std::span<const PageRun> runs, Direction direction, CopyMethod method,
-                 Flight& flight);
+    void start(const PinnedMemory& arena, std::span<const PageRun> runs, Direction direction, CopyMethod method,
+               Flight& flight);
     std::unique_ptr<Flight> acquire_flight();
-    void retire(Ticket ticket);
+    void retire(Ticket ticket, cudaError_t state);
 
     int device_;
     KvMemory memory_;
-    cudaStream_t streams_[2] = {};  // by direction, because PCIe is full duplex
+    // By direction, because PCIe is full duplex.
+    std::unique_ptr<std::remove_pointer_t<cudaStream_t>, DestroyStream> streams_[2];
     std::map<Ticket, std::unique_ptr<Flight>> in_flight_;
     std::vector<std::unique_ptr<Flight>> free_;
     Ticket next_ = 1;

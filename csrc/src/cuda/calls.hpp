@@ -15,18 +15,27 @@ inline void check(cudaError_t error, const char* what) {
     throw CudaError(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
+// For a call whose failure nobody can handle. Clears the error, or it would be taken for that of another call, in this
+// library or in torch.
+inline void ignore(cudaError_t error) {
+    if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
+}
+
 // Sets this thread's current device, and restores the previous one at the end.
 class OnDevice {
 public:
-    explicit OnDevice(int device) {
+    explicit OnDevice(int device) : device_(device) {
         check(cudaGetDevice(&before_), "cudaGetDevice");
         if (before_ != device) check(cudaSetDevice(device), "cudaSetDevice");
     }
-    ~OnDevice() { static_cast<void>(cudaSetDevice(before_)); }
+    ~OnDevice() {
+        if (before_ != device_) ignore(cudaSetDevice(before_));
+    }
     OnDevice(const OnDevice&) = delete;
     OnDevice& operator=(const OnDevice&) = delete;
 
 private:
+    int device_;
     int before_ = 0;
 };
 

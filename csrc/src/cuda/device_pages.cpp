@@ -17,6 +17,7 @@ constexpr std::size_t copy_engine_run_bytes = std::size_t{256} << 10;
 constexpr std::size_t any_length = ~std::size_t{0};
 
 void copy_by_engines(std::span<const Move> moves, cudaStream_t stream) {
+    if (moves.empty()) return;
 #if CUDART_VERSION >= 13000
     std::vector<void*> to(moves.size());
     std::vector<const void*> from(moves.size());
@@ -38,6 +39,12 @@ void copy_by_engines(std::span<const Move> moves, cudaStream_t stream) {
         check(cudaMemcpyAsync(move.to, move.from, move.length, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
     }
 #endif
+}
+
+void copy_by_kernel(std::span<const Move> moves, std::span<Move> list, cudaStream_t stream) {
+    if (moves.empty()) return;
+    std::ranges::copy(moves, list.begin());
+    check(launch(list.data(), list.size(), stream), "launching the copy kernel");
 }
 
 // The moves for these runs, split into pieces of at most `max_bytes`. `shift`: offset from the arena's host address to
@@ -71,7 +78,7 @@ bool long_enough(std::span<const PageRun> runs) {
 
 std::span<Move> MoveList::room(std::size_t count) {
     if (count > size_) {
-        static_cast<void>(cudaFreeHost(std::exchange(moves_, nullptr)));
+        ignore(cudaFreeHost(std::exchange(moves_, nullptr)));
         size_ = 0;
         const std::size_t size = std::max<std::size_t>(2 * count, 4096);
         check(cudaHostAlloc(reinterpret_cast<void**>(&moves_), size * sizeof(Move), cudaHostAllocMapped),
@@ -81,20 +88,23 @@ std::span<Move> MoveList::room(std::size_t count) {
     return {moves_, count};
 }
 
+void DevicePages::DestroyStream::operator()(cudaStream_t stream) const { ignore(cudaStreamDestroy(stream)); }
+
 DevicePages::DevicePages(int device, KvMemory memory) : device_(device), memory_(std::move(memory)) {
     const OnDevice current(device_);
     int lowest = 0;
     int highest = 0;
     check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
-    for (cudaStream_t& stream : streams_) {
+    for (auto& owned : streams_) {
+        cudaStream_t stream = nullptr;
         // Lowest priority, so that the engine's kernels go first.
         check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, lowest), "cudaStreamCreate");
+        owned.reset(stream);
     }
 }
 
 DevicePages::~DevicePages() {
-    for (auto& [ticket, flight] : in_flight_) static_cast<void>(cudaEventSynchronize(flight->completed));
-    for (cudaStream_t stream : streams_) static_cast<void>(cudaStreamDestroy(stream));
+    for (auto& [ticket, flight] : in_flight_) ignore(flight->wait());
 }
 
 Ticket DevicePages::begin(const PinnedMemory& arena, std::span<const ChunkPages> chunks, Direction direction,
@@ -102,32 +112,33 @@ Ticket DevicePages::begin(const PinnedMemory& arena, std::span<const ChunkPages>
     // First, because it can throw. Computes addresses only; the memory may be on a device.
     const std::vector<PageRun> runs = memory_.runs(arena.on_host(), chunks, any_length);
     const OnDevice current(device_);
-    const cudaStream_t stream = stream_of(direction);
     std::unique_ptr<Flight> flight = acquire_flight();
+    flight->stream = stream_of(direction);
     // The event is used twice: recorded on the engine's stream, then again for the copy. A stream that waits for an
     // event waits for the state recorded at the time of the call.
     check(cudaEventRecord(flight->completed, engine), "cudaEventRecord");
-    check(cudaStreamWaitEvent(stream, flight->completed, 0), "cudaStreamWaitEvent");
-    enqueue(arena, runs, direction, method, *flight);
-    check(cudaEventRecord(flight->completed, stream), "cudaEventRecord");
-    if (hold_engine) check(cudaStreamWaitEvent(engine, flight->completed, 0), "cudaStreamWaitEvent");
-    in_flight_.emplace(next_, std::move(flight));
+    check(cudaStreamWaitEvent(flight->stream, flight->completed, 0), "cudaStreamWaitEvent");
+    try {
+        start(arena, runs, direction, method, *flight);
+        if (hold_engine) check(cudaStreamWaitEvent(engine, flight->completed, 0), "cudaStreamWaitEvent");
+        in_flight_.emplace(next_, std::move(flight));
+    } catch (...) {
+        flight->wait_for_stream();  // Without a ticket, nobody else would wait for what has been started.
+        throw;
+    }
     return next_++;
 }
 
-void DevicePages::enqueue(const PinnedMemory& arena, std::span<const PageRun> runs, Direction direction,
-                          CopyMethod method, Flight& flight) {
-    if (runs.empty()) return;
-    const cudaStream_t stream = stream_of(direction);
+void DevicePages::start(const PinnedMemory& arena, std::span<const PageRun> runs, Direction direction,
+                        CopyMethod method, Flight& flight) {
     if (method == CopyMethod::copy_engines || (method == CopyMethod::best && long_enough(runs))) {
-        copy_by_engines(moves_of(runs, direction, 0, any_length), stream);
-        return;
+        copy_by_engines(moves_of(runs, direction, 0, any_length), flight.stream);
+    } else {
+        const std::ptrdiff_t shift = arena.on_device().data() - arena.on_host().data();
+        const std::vector<Move> moves = moves_of(runs, direction, shift, kernel_move_bytes);
+        copy_by_kernel(moves, flight.moves.room(moves.size()), flight.stream);
     }
-    const std::ptrdiff_t shift = arena.on_device().data() - arena.on_host().data();
-    const std::vector<Move> moves = moves_of(runs, direction, shift, kernel_move_bytes);
-    const std::span<Move> list = flight.moves.room(moves.size());
-    std::ranges::copy(moves, list.begin());
-    check(launch(list.data(), list.size(), stream), "launching the copy kernel");
+    check(cudaEventRecord(flight.completed, flight.stream), "cudaEventRecord");
 }
 
 std::unique_ptr<DevicePages::Flight> DevicePages::acquire_flight() {
@@ -145,22 +156,19 @@ bool DevicePages::done(Ticket ticket) {
         static_cast<void>(cudaGetLastError());
         return false;
     }
-    retire(ticket);
-    check(state, "page copy");
+    if (state != cudaSuccess) found->second->wait_for_stream();
+    retire(ticket, state);
     return true;
 }
 
 void DevicePages::wait(Ticket ticket) {
     const auto found = in_flight_.find(ticket);
-    if (found == in_flight_.end()) return;
-    const cudaError_t state = cudaEventSynchronize(found->second->completed);
-    retire(ticket);
-    check(state, "page copy");
+    if (found != in_flight_.end()) retire(ticket, found->second->wait());
 }
 
-void DevicePages::retire(Ticket ticket) {
-    auto node = in_flight_.extract(ticket);
-    free_.push_back(std::move(node.mapped()));
+void DevicePages::retire(Ticket ticket, cudaError_t state) {
+    free_.push_back(std::move(in_flight_.extract(ticket).mapped()));
+    check(state, "page copy");
 }
 
 }  // namespace kvtier::cuda

@@ -13,7 +13,7 @@ namespace kvtier::cuda {
 class MoveList {
 public:
     MoveList() = default;
-    ~MoveList() { static_cast<void>(cudaFreeHost(moves_)); }
+    ~MoveList() { ignore(cudaFreeHost(moves_)); }
     MoveList(const MoveList&) = delete;
     MoveList& operator=(const MoveList&) = delete;
 
@@ -27,11 +27,22 @@ private:
 
 struct DevicePages::Flight {
     Flight() { check(cudaEventCreateWithFlags(&completed, cudaEventDisableTiming), "cudaEventCreate"); }
-    ~Flight() { static_cast<void>(cudaEventDestroy(completed)); }
+    ~Flight() { ignore(cudaEventDestroy(completed)); }
     Flight(const Flight&) = delete;
     Flight& operator=(const Flight&) = delete;
 
+    // Wait for the end of the copy. After an error of CUDA for the event, wait for the whole stream: the copy may
+    // still run, and its memory will be reused.
+    cudaError_t wait() {
+        const cudaError_t state = cudaEventSynchronize(completed);
+        if (state != cudaSuccess) wait_for_stream();
+        return state;
+    }
+
+    void wait_for_stream() { ignore(cudaStreamSynchronize(stream)); }
+
     cudaEvent_t completed = nullptr;
+    cudaStream_t stream = nullptr;  // of the copy
     MoveList moves;
 };
 

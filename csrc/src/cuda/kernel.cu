@@ -1,55 +1,11 @@
-// One warp per run: 32 lanes of 16 bytes read 512 contiguous bytes, which are full transactions on PCIe and NVLink
-// (CUDA C++ Best Practices Guide, "Zero Copy" and "Coalesced Access to Global Memory"). Each warp has four of these in
-// flight, so that 128 warps keep 256 KiB in flight: more than PCIe 5.0 x16 needs (some 60 GB/s times 2 us). So few
-// blocks leave nearly all multiprocessors to the engine.
-
-#include <cstdint>
-
-#include "kernel.hpp"
+#include "copy_moves.cuh"
 
 namespace kvtier::cuda {
 
 namespace {
 
-constexpr int warp_lanes = 32;
 constexpr int threads_per_block = 256;
 constexpr unsigned max_blocks = 16;
-constexpr int in_flight = 4;
-
-__device__ void copy_vectors(uint4* to, const uint4* from, std::size_t count, unsigned lane) {
-    std::size_t at = lane;
-    for (; at + (in_flight - 1) * warp_lanes < count; at += in_flight * warp_lanes) {
-        uint4 held[in_flight];
-#pragma unroll
-        for (int part = 0; part < in_flight; ++part) held[part] = __ldcs(from + at + part * warp_lanes);
-#pragma unroll
-        for (int part = 0; part < in_flight; ++part) __stcs(to + at + part * warp_lanes, held[part]);
-    }
-    for (; at < count; at += warp_lanes) __stcs(to + at, __ldcs(from + at));
-}
-
-__device__ void copy_bytes(std::byte* to, const std::byte* from, std::size_t count, unsigned lane) {
-    for (std::size_t at = lane; at < count; at += warp_lanes) to[at] = from[at];
-}
-
-__global__ void copy_moves(const Move* moves, std::size_t count) {
-    const unsigned lane = threadIdx.x % warp_lanes;
-    const std::size_t warps = static_cast<std::size_t>(gridDim.x) * blockDim.x / warp_lanes;
-    const std::size_t first = (static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x) / warp_lanes;
-    for (std::size_t index = first; index < count; index += warps) {
-        const Move move = moves[index];
-        const std::uintptr_t both =
-            reinterpret_cast<std::uintptr_t>(move.to) | reinterpret_cast<std::uintptr_t>(move.from);
-        std::size_t vectors = 0;
-        if (both % sizeof(uint4) == 0) {
-            vectors = move.length / sizeof(uint4);
-            copy_vectors(reinterpret_cast<uint4*>(move.to), reinterpret_cast<const uint4*>(move.from), vectors,
-                          lane);
-        }
-        const std::size_t rest = vectors * sizeof(uint4);
-        copy_bytes(move.to + rest, move.from + rest, move.length - rest, lane);
-    }
-}
 
 }  // namespace
 

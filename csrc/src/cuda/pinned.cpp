@@ -10,6 +10,8 @@ int device_count() {
     return 0;
 }
 
+void use_device(int device) { check(cudaSetDevice(device), "cudaSetDevice"); }
+
 PinnedMemory::PinnedMemory(std::span<std::byte> memory) : memory_(memory) {
     check(cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable | cudaHostRegisterMapped),
           "cudaHostRegister");
@@ -17,7 +19,7 @@ PinnedMemory::PinnedMemory(std::span<std::byte> memory) : memory_(memory) {
 
 PinnedMemory::~PinnedMemory() {
     // An error here cannot be handled; the kernel unpins the pages when the process exits.
-    static_cast<void>(cudaHostUnregister(memory_.data()));
+    ignore(cudaHostUnregister(memory_.data()));
 }
 
 std::span<std::byte> PinnedMemory::on_device() const {

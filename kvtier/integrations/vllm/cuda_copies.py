@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -33,8 +34,9 @@ logger = logging.getLogger("vllm.kvtier")
 class Pinning:
     """An arena that is registered with CUDA, or is being registered."""
 
-    def __init__(self, arena: ArenaMap) -> None:
+    def __init__(self, arena: ArenaMap, device: int) -> None:
         self.arena = arena
+        self._device = device
         self.memory: native.cuda.PinnedMemory | None = None
         self._ended = threading.Event()
         try:
@@ -45,6 +47,7 @@ class Pinning:
 
     def _pin(self) -> None:
         try:
+            native.cuda.use_device(self._device)
             self.arena.take_large_pages()  # Before pinning: pinned memory cannot be moved to large pages.
             self.memory = native.cuda.PinnedMemory(self.arena.view(0, self.arena.capacity))
         except (native.cuda.CudaError, OSError, ValueError) as error:
@@ -64,7 +67,14 @@ class Pinning:
             self._unpin()
 
     def _unpin(self) -> None:
+        with suppress(native.cuda.CudaError):
+            native.cuda.use_device(self._device)
+        self.unpin()
+
+    def unpin(self) -> None:
+        """Unregister the arena. Blocks until it is, and before that until registering has ended."""
         self._ended.wait()
+        # Explicitly: the thread that has registered it may still hold a reference to this object.
         self.memory = None
 
 
@@ -85,6 +95,8 @@ class CudaCopies(PageCopies):
         self._replaced: list[tuple[Pinning, set[int]]] = []
         """Arenas of earlier cache processes, and the copies that may still use them."""
         self._in_flight: set[int] = set()
+        self._failed: dict[int, str] = {}
+        """Errors of copies that :meth:`close` has waited for, until :meth:`done` raises them."""
 
     def load(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """See :meth:`PageCopies.load`. Does not block for copies from the arena."""
@@ -102,6 +114,8 @@ class CudaCopies(PageCopies):
 
     def done(self, ticket: int) -> bool:
         """See :meth:`PageCopies.done`."""
+        if ticket in self._failed:
+            raise native.cuda.CudaError(self._failed.pop(ticket))
         try:
             done = bool(self._memory.done(ticket))
         except native.cuda.CudaError:
@@ -113,8 +127,10 @@ class CudaCopies(PageCopies):
 
     def wait(self, ticket: int) -> None:
         """See :meth:`PageCopies.wait`."""
-        self._memory.wait(ticket)
-        self._in_flight.discard(ticket)
+        try:
+            self._memory.wait(ticket)
+        finally:
+            self._in_flight.discard(ticket)
 
     def pin(self, arena: ArenaMap) -> bool:
         """Block until registering the arena has ended; return whether it succeeded."""
@@ -125,19 +141,24 @@ class CudaCopies(PageCopies):
         return self._pinning.memory is not None
 
     def close(self) -> None:
-        """See :meth:`PageCopies.close`."""
+        """See :meth:`PageCopies.close`. Afterwards, :meth:`done` raises the errors of failed copies."""
         for ticket in list(self._in_flight):
-            self.wait(ticket)
+            try:
+                self.wait(ticket)
+            except native.cuda.CudaError as error:
+                self._failed[ticket] = str(error)
+        for pinning, _ in self._replaced:
+            pinning.unpin()
         self._replaced.clear()
         if self._pinning is not None:
-            self._pinning.wait()
+            self._pinning.unpin()
             self._pinning = None
 
     def _pinned(self, arena: ArenaMap) -> native.cuda.PinnedMemory | None:
         if self._pinning is None or self._pinning.arena is not arena:
             if self._pinning is not None:
                 self._replaced.append((self._pinning, set(self._in_flight)))
-            self._pinning = Pinning(arena)
+            self._pinning = Pinning(arena, self._device.index or 0)
         self._release_replaced()
         return self._pinning.memory
 

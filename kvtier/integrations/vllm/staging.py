@@ -40,9 +40,17 @@ class _OnGPU:
             "data": (self._address, False),
             "version": 3,
         }
-        self._tensor = torch.as_tensor(self, device=device)
-        if self._tensor.data_ptr() != self._address:
+        try:
+            self._tensor = self._map()
+        except RuntimeError:
+            self.close()
+            raise
+
+    def _map(self) -> torch.Tensor:
+        tensor = torch.as_tensor(self, device=self._device)
+        if tensor.data_ptr() != self._address:
             raise RuntimeError("torch has copied the memory instead of mapping it")
+        return tensor
 
     def tensor(self) -> torch.Tensor:
         """Return the whole memory as a byte tensor. Do not use it after :meth:`close`."""

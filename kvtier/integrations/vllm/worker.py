@@ -183,8 +183,19 @@ class WorkerSide:
         for number, run in groupby(sorted(batch.chunks, key=in_memory), in_memory):
             memory = self._memory(number)
             assert memory is not None
-            batch.tickets.append(copy(memory, list(run)))
+            try:
+                batch.tickets.append(copy(memory, list(run)))
+            except RuntimeError as error:
+                self._fail_on_device(batch, error)
+                break
         return batch
+
+    def _fail_on_device(self, batch: _Batch, error: RuntimeError) -> None:
+        reason = f"a copy failed on the device: {error}"
+        logger.warning(
+            "%s", reason
+        )  # Not the error: a log record would keep alive what its traceback refers to.
+        batch.fail(reason)
 
     def _save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """Copy the chunks that this rank writes. The others commit them as well, and need not wait."""
@@ -203,8 +214,7 @@ class WorkerSide:
             if not all(self._copies.done(ticket) for ticket in batch.tickets):
                 return False
         except RuntimeError as error:
-            logger.warning("a copy failed on the device: %s", error)
-            batch.fail(f"a copy failed on the device: {error}")
+            self._fail_on_device(batch, error)
         if batch.epoch != self._bridge.epoch:  # The leases ended with their cache process.
             batch.fail("lost the connection to its cache process")
         return end(batch)

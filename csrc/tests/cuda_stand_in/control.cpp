@@ -1,0 +1,56 @@
+// What tests in Python call, through ctypes. See stand_in.hpp.
+
+#include <cstring>
+
+#include "stand_in.hpp"
+
+using namespace cuda_stand_in;
+
+namespace {
+
+// Write the lines, as one text, as far as there is room.
+void write_lines(const std::vector<std::string>& lines, char* text, std::size_t room) {
+    std::string joined;
+    for (const std::string& line : lines) joined += line + "\n";
+    const std::size_t length = std::min(joined.size(), room - 1);
+    std::memcpy(text, joined.data(), length);
+    text[length] = 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+void stand_in_reset(int pace, unsigned seed, int devices) { reset(static_cast<Pace>(pace), seed, devices); }
+
+void stand_in_finish(char* text, std::size_t room) { write_lines(finish(), text, room); }
+
+void stand_in_synchronize() { synchronize(); }
+
+void stand_in_calls(char* text, std::size_t room) { write_lines(calls(), text, room); }
+
+void stand_in_fail(std::size_t call, int error, bool lasting) {
+    fail({call, static_cast<cudaError_t>(error), lasting});
+}
+
+void stand_in_fail_operation(std::size_t number) { fail_operation(number); }
+
+void stand_in_alive(std::size_t* counts) {
+    const Alive now = alive();
+    const std::size_t all[] = {now.streams, now.events, now.allocated, now.registered};
+    std::memcpy(counts, all, sizeof all);
+}
+
+bool stand_in_has_context(int device) { return has_context(device); }
+
+void stand_in_add_device(std::byte* begin, std::size_t length) { add_device({begin, length}); }
+
+void stand_in_free_device(std::byte* begin) { free_device(begin); }
+
+void stand_in_on_host(const std::byte* begin, std::size_t length, bool writes) { on_host({begin, length}, writes); }
+
+void stand_in_fill(cudaStream_t stream, std::byte* begin, std::size_t length, int value) {
+    launch(stream, {begin, length}, true, [=] { std::memset(begin, value, length); });
+}
+
+}  // extern "C"

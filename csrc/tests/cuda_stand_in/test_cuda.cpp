@@ -1,0 +1,274 @@
+// The CUDA layer on the stand-in: copies that run as late, as early and in as odd an order as CUDA allows.
+
+#include <memory>
+#include <thread>
+
+#include "check.hpp"
+#include "setting.hpp"
+
+using namespace cuda_stand_in;
+using namespace kvtier::cuda;
+using kvtier::ChunkPages;
+using kvtier::Direction;
+
+namespace {
+
+constexpr std::size_t chunk_pages = 4;
+constexpr std::size_t chunk_bytes = chunk_pages * page_bytes;
+constexpr std::size_t arena_bytes = 16 << 10;
+
+// Two runs of pages.
+const std::vector<ChunkPages> chunk = {{0, {{1, 2, 7, 8}}}};
+
+struct Order {
+    Pace pace;
+    unsigned seed;
+};
+
+std::vector<Order> orders() {
+    std::vector<Order> all = {{Pace::early, 0}, {Pace::late, 0}};
+    for (unsigned seed = 1; seed <= 10; ++seed) all.push_back({Pace::random, seed});
+    return all;
+}
+
+constexpr CopyMethod methods[] = {CopyMethod::kernel, CopyMethod::copy_engines};
+
+void check_clean() {
+    const std::vector<std::string> wrong = finish();
+    if (!wrong.empty()) kvtier::test::fail(__FILE__, __LINE__, joined(wrong).c_str());
+    CHECK(alive() == Alive{});
+}
+
+// Poll until a copy is done, as the connector does in its hooks.
+void poll(DevicePages& pages, Ticket ticket) {
+    while (!pages.done(ticket)) continue;
+}
+
+// Save a chunk, destroy it in the engine, and load it into other pages; with each way to learn that a copy is done.
+void round_trip(CopyMethod method) {
+    Engine engine;
+    const Mapped memory(arena_bytes);
+    const PinnedMemory arena(memory.bytes());
+    DevicePages copies(0, engine.kv());
+    engine.fill(1);
+    const Ticket saved = copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), true, method);
+    engine.fill(2);  // Must not reach the arena.
+    copies.wait(saved);
+    CHECK(holds(memory.bytes().first(chunk_bytes), 1));
+    CHECK(holds(memory.bytes().subspan(chunk_bytes), 0));
+    on_host(memory.bytes(), true);
+    std::ranges::fill(memory.bytes(), std::byte{3});
+    const std::vector<ChunkPages> other = {{0, {{3, 4, 5, 6}}}};
+    const Ticket loaded = copies.begin(arena, other, Direction::into_engine, engine.stream(), false, method);
+    poll(copies, loaded);
+    CHECK(engine.holds(3, 3, chunk_pages));
+    CHECK(engine.holds(2, 0, 3) && engine.holds(2, 7, pages - 7));
+}
+
+}  // namespace
+
+TEST(copies_are_ordered_with_the_engine_and_the_host) {
+    for (const auto& [pace, seed] : orders()) {
+        for (const CopyMethod method : methods) {
+            reset(pace, seed);
+            round_trip(method);
+            check_clean();
+        }
+    }
+}
+
+TEST(nothing_waits_for_the_device) {
+    reset(Pace::late);
+    {
+        Engine engine;
+        const Mapped memory(arena_bytes);
+        const PinnedMemory arena(memory.bytes());
+        DevicePages copies(0, engine.kv());
+        bool ran = false;
+        launch(engine.stream(), {}, false, [&ran] { ran = true; });
+        const Ticket ticket = copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), true);
+        CHECK(!copies.done(ticket) && !ran);  // Nothing has demanded the engine's kernel.
+        copies.wait(ticket);
+        CHECK(ran && copies.done(ticket));
+    }
+    check_clean();
+}
+
+// A load, which the engine's stream does not wait for, in pages that a kernel uses next.
+TEST(a_load_holds_only_kernels_after_its_end) {
+    for (const auto& [pace, seed] : orders()) {
+        reset(pace, seed);
+        {
+            Engine engine;
+            const Mapped memory(arena_bytes);
+            const PinnedMemory arena(memory.bytes());
+            DevicePages copies(0, engine.kv());
+            const Ticket ticket = copies.begin(arena, chunk, Direction::into_engine, engine.stream(), false);
+            poll(copies, ticket);
+            engine.fill(5);
+            copies.wait(copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), true));
+            CHECK(holds(memory.bytes().first(chunk_bytes), 5));
+        }
+        check_clean();
+    }
+}
+
+TEST(long_runs_use_the_copy_engines) {
+    constexpr std::size_t long_page = 256 << 10;
+    const auto used = [](std::size_t bytes) {
+        reset(Pace::early);
+        Engine engine(bytes, 2);
+        const Mapped memory(long_page);
+        const PinnedMemory arena(memory.bytes());
+        DevicePages copies(0, engine.kv());
+        const std::vector<ChunkPages> one = {{0, {{1}}}};
+        copies.wait(copies.begin(arena, one, Direction::out_of_engine, engine.stream(), true));
+        return std::ranges::count(calls(), "kernel launch") == 0;
+    };
+    CHECK(used(long_page));
+    CHECK(!used(long_page - 1));
+}
+
+TEST(a_batch_of_many_moves_outgrows_its_list) {
+    for (const auto& [pace, seed] : orders()) {
+        reset(pace, seed);
+        {
+            constexpr std::size_t count = 5000;
+            Engine engine(16, 2 * count);
+            const Mapped memory(16 * count);
+            const PinnedMemory arena(memory.bytes());
+            DevicePages copies(0, engine.kv());
+            std::vector<std::int64_t> even;
+            for (std::size_t block = 0; block < count; ++block) even.push_back(static_cast<std::int64_t>(2 * block));
+            engine.fill(1);
+            const auto save = [&](std::size_t blocks) {
+                const std::vector<ChunkPages> batch = {{0, {{even.begin(), even.begin() + blocks}}}};
+                return copies.begin(arena, batch, Direction::out_of_engine, engine.stream(), true);
+            };
+            copies.wait(save(10));
+            const Ticket first = save(count), second = save(10);
+            poll(copies, second);
+            copies.wait(first);
+            CHECK(holds(memory.bytes(), 1));
+        }
+        check_clean();
+    }
+}
+
+TEST(many_batches_in_flight_end_in_any_order) {
+    for (const auto& [pace, seed] : orders()) {
+        reset(pace, seed);
+        {
+            Engine engine;
+            const Mapped memory(arena_bytes);
+            const PinnedMemory arena(memory.bytes());
+            DevicePages copies(0, engine.kv());
+            for (int round = 1; round <= 3; ++round) {
+                std::vector<Ticket> tickets;
+                for (std::size_t at = 0; at < 4; ++at) {
+                    engine.fill(round * 10 + static_cast<int>(at));
+                    const std::vector<ChunkPages> one = {{at * chunk_bytes, {{1, 3, 5, 7}}}};
+                    tickets.push_back(copies.begin(arena, one, Direction::out_of_engine, engine.stream(), true,
+                                                   methods[at % 2]));
+                }
+                copies.wait(tickets[3]);
+                poll(copies, tickets[0]);
+                for (const Ticket ticket : tickets) copies.wait(ticket);
+                for (std::size_t at = 0; at < 4; ++at) {
+                    const auto part = memory.bytes().subspan(at * chunk_bytes, chunk_bytes);
+                    CHECK(holds(part, round * 10 + static_cast<int>(at)));
+                }
+            }
+        }
+        check_clean();
+    }
+}
+
+TEST(shutdown_with_copies_in_flight_waits_for_them) {
+    for (const auto& [pace, seed] : orders()) {
+        for (const CopyMethod method : methods) {
+            reset(pace, seed);
+            {
+                Engine engine;
+                const Mapped memory(arena_bytes);
+                const PinnedMemory arena(memory.bytes());
+                DevicePages copies(0, engine.kv());
+                engine.fill(1);
+                const std::vector<ChunkPages> other = {{chunk_bytes, {{3, 4, 5, 6}}}};
+                copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), true, method);
+                copies.begin(arena, other, Direction::into_engine, engine.stream(), false, method);
+            }
+            check_clean();
+        }
+    }
+}
+
+TEST(another_device_gets_its_own_context_only) {
+    reset(Pace::random, 1, 2);
+    {
+        const Mapped memory(arena_bytes);
+        cudaSetDevice(1);
+        Engine engine;
+        const PinnedMemory arena(memory.bytes());
+        DevicePages copies(1, engine.kv());
+        copies.wait(copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), true));
+        int device = 0;
+        cudaGetDevice(&device);
+        CHECK(device == 1 && has_context(1) && !has_context(0));
+    }
+    check_clean();
+}
+
+// Pinned by a thread on one device, for copies by a thread on another one, of pages on a third one.
+TEST(copies_run_on_the_device_of_their_pages) {
+    for (const CopyMethod method : methods) {
+        reset(Pace::random, 1, 3);
+        {
+            const Mapped memory(arena_bytes);
+            const PinnedMemory arena(memory.bytes());
+            use_device(1);
+            Engine engine;
+            use_device(2);
+            DevicePages copies(1, engine.kv());
+            copies.wait(copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), true, method));
+            int device = 0;
+            cudaGetDevice(&device);
+            CHECK(device == 2);
+        }
+        check_clean();
+    }
+}
+
+// As the arena is pinned and unpinned, in threads of their own.
+TEST(a_thread_that_pins_creates_no_context_on_device_0) {
+    reset(Pace::random, 1, 2);
+    const Mapped memory(arena_bytes);
+    std::unique_ptr<PinnedMemory> arena;
+    std::thread([&] {
+        use_device(1);
+        arena = std::make_unique<PinnedMemory>(memory.bytes());
+    }).join();
+    std::thread([&] {
+        use_device(1);
+        arena.reset();
+    }).join();
+    CHECK(has_context(1) && !has_context(0));
+    check_clean();
+}
+
+TEST(invalid_blocks_start_nothing) {
+    reset(Pace::late);
+    {
+        Engine engine;
+        const Mapped memory(arena_bytes);
+        const PinnedMemory arena(memory.bytes());
+        DevicePages copies(0, engine.kv());
+        const std::size_t before = calls().size();
+        const std::vector<ChunkPages> bad = {{0, {{1}}}, {0, {{pages}}}};
+        CHECK_THROWS(std::out_of_range, copies.begin(arena, bad, Direction::into_engine, engine.stream(), false));
+        CHECK(calls().size() == before);
+    }
+    check_clean();
+}
+
+int main() { return kvtier::test::run(); }
