@@ -22,4 +22,4 @@ def test_library_example_runs() -> None:
     result = subprocess.run(
         [sys.executable, "-c", example], env=environment, capture_output=True, text=True, check=False
     )
-    assert (result.returncode, result.stdout) == (0, "768 tokens came back\n"), result.stderr
+    assert (result.returncode, result.stdout) == (0, "1000 tokens came back\n"), result.stderr

@@ -708,7 +708,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
 def test_catalog_agrees_with_the_model() -> None:
     run_state_machine_as_test(
-        CatalogMachine, settings=hypothesis_settings(max_examples=100, stateful_step_count=50, deadline=None)
+        CatalogMachine, settings=hypothesis_settings(max_examples=60, stateful_step_count=50, deadline=None)
     )
 
 

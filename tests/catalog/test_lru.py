@@ -231,5 +231,5 @@ class LruMachine(RuleBasedStateMachine):
 
 def test_policy_agrees_with_a_list() -> None:
     run_state_machine_as_test(
-        LruMachine, settings=hypothesis_settings(max_examples=150, stateful_step_count=40, deadline=None)
+        LruMachine, settings=hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
     )

@@ -90,7 +90,7 @@ class HoldersMachine(RuleBasedStateMachine):
 
 TestHolders = HoldersMachine.TestCase
 TestHolders.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -250,4 +250,4 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArenaMachine = ArenaMachine.TestCase
-TestArenaMachine.settings = hypothesis_settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestArenaMachine.settings = hypothesis_settings(max_examples=60, stateful_step_count=50, deadline=None)

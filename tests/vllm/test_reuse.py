@@ -182,6 +182,7 @@ def test_tensor_parallel(llama: Path, cache: CacheProcess, start: StartEngine, o
     assert len(status["engines"]) == 1
 
 
+@pytest.mark.slow
 def test_head_of_two_ranks_is_stored_once(
     tmp_path: Path, cache: CacheProcess, start: StartEngine, engines: Engines
 ) -> None:

@@ -22,7 +22,7 @@ from tests.vllm.engine import Answer, Engine, Engines
 from tests.vllm.models import prompt
 from tests.vllm.test_disaggregated import Hosts
 
-NEW = 48
+NEW, BLOCK = 48, 32
 LENGTHS = [1000, 3 * CHUNK, 3 * CHUNK + 1, 5 * CHUNK + 90]
 PROMPTS = [prompt(length, start=5000 * at) for at, length in enumerate(LENGTHS)]
 LAYER_BYTES = 2 * 2 * 64 * 4
@@ -54,8 +54,13 @@ class Method:
         return self.target(directory / "target"), {"speculative_config": settings}
 
     def hit(self, tokens: int) -> int:
-        """Return how many tokens of a prompt are hit if all of its chunks are stored."""
-        return (tokens - self.lookahead) // CHUNK * CHUNK
+        """Return how many tokens of a prompt are hit if it and its answer are stored, in whole chunks."""
+        whole = (tokens - self.lookahead) // CHUNK * CHUNK
+        stored = (tokens + NEW - max(1, self.lookahead)) // CHUNK * CHUNK
+        if stored == whole:
+            return whole
+        # The last chunk is used in part: with a lookahead, without the last block that is equal.
+        return max(whole, (tokens // BLOCK - bool(self.lookahead)) * BLOCK)
 
 
 def make_target_of_eagle3(directory: Path) -> Path:
@@ -149,7 +154,7 @@ def test_cold_and_warm(
 def test_chunks_are_hit_only_with_the_tokens_that_their_drafts_have_read_ahead(
     cache: CacheProcess, start: StartEngine, engines: Engines, tmp_path: Path
 ) -> None:
-    """Two prompts branch at the end of a chunk: the KV of its last draft is not the same."""
+    """Two prompts branch at the end of a chunk: the KV of its last draft, in its last block, differs."""
     model, arguments = METHODS["eagle"].arguments(tmp_path)
     shared = prompt(3 * CHUNK)
     prompts = [shared + prompt(100, start=9000 * at) for at in (1, 2)]
@@ -160,7 +165,7 @@ def test_chunks_are_hit_only_with_the_tokens_that_their_drafts_have_read_ahead(
             cache.wait_until_idle()
             engine.reset_prefix_cache()
     assert prompts[0][3 * CHUNK] != prompts[1][3 * CHUNK]
-    assert cached == [0, 2 * CHUNK, 3 * CHUNK, 3 * CHUNK]
+    assert cached == [0, 3 * CHUNK - BLOCK, 3 * CHUNK + 2 * BLOCK, 3 * CHUNK + 2 * BLOCK]
 
 
 @pytest.mark.slow
@@ -189,7 +194,10 @@ def test_chat_reuses_decoded_tokens(
             cache.wait_until_idle()
             engine.reset_prefix_cache()
     assert [answer.tokens for answer in answers] == expected.tokens
-    assert [answer.cached for answer in answers] == [tokens // CHUNK * CHUNK for tokens in known]
+    assert all(
+        tokens // CHUNK * CHUNK <= answer.cached <= tokens
+        for answer, tokens in zip(answers, known, strict=True)
+    )
     assert accepted == expected.accepted
 
 
@@ -223,7 +231,8 @@ def test_sliding_window(hybrid: Path, cache: CacheProcess, start: StartEngine, o
     with start(hybrid, cache, speculative_config={"num_speculative_tokens": 3, **NGRAM}) as engine:
         store(engine, cache, PROMPTS[0])
         warm = engine.generate(PROMPTS[0])
-    assert warm == Answer(oracle(hybrid, PROMPTS[0]), LENGTHS[0] // CHUNK * CHUNK, "length")
+    assert warm.tokens == oracle(hybrid, PROMPTS[0])
+    assert warm.cached >= LENGTHS[0] // CHUNK * CHUNK
 
 
 def store(engine: Engine, cache: CacheProcess, tokens: list[int]) -> None:

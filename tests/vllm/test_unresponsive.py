@@ -43,7 +43,8 @@ def test_paused_cache_process_delays_no_step_and_serves_again(
         cache.wait_until_stored(2 * WHOLE_CHUNKS)
         engine.reset_prefix_cache()
         warm = engine.generate(PROMPTS[1], NEW)
-        assert (warm.tokens, warm.cached) == (expected[1], WHOLE_CHUNKS)
+        assert warm.tokens == expected[1]
+        assert warm.cached >= WHOLE_CHUNKS
     log = engine.log.read_text()
     assert log.count("the cache process has not answered for") == 1
     assert log.count("the cache process answers again") >= 1

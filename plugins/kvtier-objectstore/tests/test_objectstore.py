@@ -207,9 +207,9 @@ async def test_hosts_share_the_store(kind: str, tmp_path: Path, request: pytest.
     tokens = list(range(2000))
     rows = bytearray(noise(b"rows", len(tokens) * TOKEN_BYTES))
     async with TieredCache.open(settings) as cache:
-        assert await cache.model("llama", token_bytes=TOKEN_BYTES).store(tokens, rows) == 1792
+        assert await cache.model("llama", token_bytes=TOKEN_BYTES).store(tokens, rows) == 2000
         assert await cache.drain(20)
     async with TieredCache.open(settings) as cache:
         read = bytearray(len(rows))
-        assert await cache.model("llama", token_bytes=TOKEN_BYTES).retrieve(tokens, read) == 1792
-        assert read[: 1792 * TOKEN_BYTES] == rows[: 1792 * TOKEN_BYTES]
+        assert await cache.model("llama", token_bytes=TOKEN_BYTES).retrieve(tokens, read) == 2000
+        assert read == rows
