@@ -342,7 +342,8 @@ class TieredCache:
         """Add a chunk that begins like the first one of ``keys`` that is not held."""
         if found.marks is None:
             return
-        chunk = self.hierarchy.catalog.beginning_with(*found.marks.after(keys[: found.count]))
+        parent, marks = found.marks.after(keys[: found.count])
+        chunk = self.hierarchy.catalog.beginning_with(parent, marks) if marks else None
         if chunk is not None:
             before = found.count
             self._extend_from_tiers(found, [chunk], ALL_TIERS)

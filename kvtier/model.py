@@ -89,7 +89,8 @@ class ModelCache:
         for index, key in enumerate(keys):
             source = self._slice(view, index, len(tokens))
             blocks = hashes[index * self._hashes_bytes : (index + 1) * self._hashes_bytes]
-            header = ChunkHeader(key, parents[index], self._namespace, len(source), blocks)
+            length = len(source) // self._token_bytes
+            header = ChunkHeader(key, parents[index], self._namespace, len(source), blocks, length)
             reservation = self._cache.reserve(header, hints)
             if reservation is not None:
                 reservations.append(reservation)

@@ -91,7 +91,8 @@ class Engine:
         self._whole_bytes = object_bytes(self._whole_payload)
         self._state_bytes = object_bytes(self.layout.payload_bytes(STATE_TOKENS))
         step = self.layout.granularity
-        self._blocks_a_chunk = self.layout.chunk_tokens // step if step else 0
+        self._hashes_bytes = self.layout.chunk_tokens // step * BLOCK_HASH_BYTES if step else 0
+        """Of the block hashes of a whole chunk."""
         self._cache = cache
         self._numbers = numbers
         self._granted: dict[int, Grant] = {}
@@ -135,11 +136,11 @@ class Engine:
         return answer, found
 
     def _marks(self, request: LookupRequest) -> PromptMarks | None:
-        if not request.root or not self._blocks_a_chunk:
+        if not request.root or not self._hashes_bytes:
             return None
         if len(request.root) != KEY_BYTES:
             raise ProtocolError(f"a root key of {len(request.root)} bytes")
-        return PromptMarks(ChunkKey(request.root), request.marks, self._blocks_a_chunk)
+        return PromptMarks(ChunkKey(request.root), request.marks, self._hashes_bytes // BLOCK_HASH_BYTES)
 
     @property
     def _buffers(self) -> Staging | None:
@@ -194,9 +195,18 @@ class Engine:
         try:
             chunk = ChunkHeader.parse(header)
         except CorruptChunk:
+            chunk = None
+        if chunk is None or not self._fits(chunk):
             return structs.replace(found, last_tokens=self.layout.chunk_tokens)
-        stored = self.layout.stored_tokens(chunk.payload_bytes)
-        return structs.replace(found, block_hashes=chunk.block_hashes, last_tokens=stored)
+        return structs.replace(found, block_hashes=chunk.block_hashes, last_tokens=chunk.tokens)
+
+    def _fits(self, chunk: ChunkHeader) -> bool:
+        """Return whether the number of tokens in a header, which may come from a peer, fits its payload."""
+        layout = self.layout
+        return (
+            0 < chunk.tokens <= layout.chunk_tokens
+            and layout.payload_bytes(chunk.tokens) == chunk.payload_bytes
+        )
 
     def cancel(self, number: int) -> None:
         """End a lookup and every lease that it was granted."""
@@ -286,14 +296,14 @@ class Engine:
                 f"parent key of {len(run.parent)} bytes"
             )
         parents = [ChunkKey(run.parent), *keys[:-1]]
-        size = BLOCK_HASH_BYTES * self._blocks_a_chunk
+        size = self._hashes_bytes
         if len(run.block_hashes) > size * len(keys):
             raise ProtocolError(f"invalid run: {len(run.block_hashes)} bytes of block hashes")
         hashes = [run.block_hashes[at * size : (at + 1) * size] for at in range(len(keys))]
-        payloads = [self._whole_payload] * len(keys)
+        tokens, payloads = [self.layout.chunk_tokens] * len(keys), [self._whole_payload] * len(keys)
         if run.last_tokens != self.layout.chunk_tokens and keys:
-            payloads[-1] = self.layout.payload_bytes(run.last_tokens)
-        return list(map(ChunkHeader, keys, parents, repeat(self.namespace), payloads, hashes))
+            tokens[-1], payloads[-1] = run.last_tokens, self.layout.payload_bytes(run.last_tokens)
+        return list(map(ChunkHeader, keys, parents, repeat(self.namespace), payloads, hashes, tokens))
 
     def commit(self, leases: Sequence[int], rank: int) -> None:
         """Record that a rank has filled its slices; chunks that all ranks have filled become READY.
@@ -315,7 +325,7 @@ class Engine:
             if filling.continued:
                 self._cache.supersede_states(ChunkKey(filling.continued))
             if header.block_hashes:
-                whole = header.payload_bytes == self._whole_payload
+                whole = len(header.block_hashes) == self._hashes_bytes
                 self._cache.supersede_tails(header.key, whole=whole)
         self._discard(void)
 

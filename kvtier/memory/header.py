@@ -19,8 +19,9 @@ offset  bytes  field (little-endian)
 96      32     namespace
 128     16     checksum of the payload as stored
 144     256    block hashes of 16 bytes each
-400     8      XXH3-64 of the preceding bytes
-408     40     reserved, zero
+400     4      number of tokens, 0 if unknown
+404     8      XXH3-64 of the preceding bytes
+412     36     reserved, zero
 ======  =====  ==========================================================
 
 Payloads in the arena are not encoded. The namespace includes the fingerprint of the layout
@@ -54,7 +55,7 @@ The xxhash package holds the GIL, for 3 ms per 32 MiB.
 
 _START = struct.Struct("<8sH")
 _HASHES = MAX_BLOCK_HASHES * BLOCK_HASH_BYTES
-_FIELDS = struct.Struct(f"<8sHHHHQQ32s32s32s16s{_HASHES}s")
+_FIELDS = struct.Struct(f"<8sHHHHQQ32s32s32s16s{_HASHES}sI")
 _NO_CHECKSUM = bytes(16)
 _RESERVED = bytes(HEADER_BYTES - _FIELDS.size - 8)
 _PARENT = slice(64, 96)
@@ -88,6 +89,12 @@ class ChunkHeader(NamedTuple):
     payload_bytes: int
     block_hashes: bytes = b""
     """Of the leading blocks, so that a prompt that leaves this chunk in its middle can use a part of it."""
+    tokens: int = 0
+    """How many tokens the blocks belong to, which decides where in the payload they are; 0 if unknown.
+
+    The length of the payload does not tell: with an attention window, chunks of several lengths have as many
+    bytes.
+    """
 
     def packed(self, checksum: bytes | None = None) -> bytes:
         """Return this header as :data:`HEADER_BYTES` bytes, unsealed if ``checksum`` is ``None``."""
@@ -169,9 +176,8 @@ class StoredHeader(NamedTuple):
             raise CorruptChunk("has a header that does not match its checksum")
         if head[_FIELDS.size + 8 :] != _RESERVED:
             raise CorruptChunk("has reserved bytes set")
-        _, _, algorithm, codec, count, payload_bytes, stored_bytes, key, parent, space, checksum, hashes = (
-            _FIELDS.unpack(fields)
-        )
+        _, _, algorithm, codec, count, payload_bytes, stored_bytes, *rest = _FIELDS.unpack(fields)
+        key, parent, space, checksum, hashes, tokens = rest
         if count > MAX_BLOCK_HASHES:
             raise CorruptChunk("has {} block hashes, more than {}", count, MAX_BLOCK_HASHES)
         if codec == IDENTITY and stored_bytes != payload_bytes:
@@ -179,7 +185,7 @@ class StoredHeader(NamedTuple):
         if algorithm not in (_ALGORITHM_NONE, _ALGORITHM_XXH3):
             raise CorruptChunk("has unknown checksum algorithm {}", algorithm)
         blocks = hashes[: count * BLOCK_HASH_BYTES]
-        header = ChunkHeader(ChunkKey(key), ChunkKey(parent), space, payload_bytes, blocks)
+        header = ChunkHeader(ChunkKey(key), ChunkKey(parent), space, payload_bytes, blocks, tokens)
         return cls(header, codec, stored_bytes, checksum if algorithm == _ALGORITHM_XXH3 else None)
 
     @classmethod
@@ -212,7 +218,7 @@ def write_headers(memory: memoryview, objects: Iterable[tuple[int, ChunkHeader]]
 
 
 def _packed(header: ChunkHeader, codec: int, stored_bytes: int, checksum: bytes | None) -> bytes:
-    key, parent, space, payload_bytes, hashes = header
+    key, parent, space, payload_bytes, hashes, tokens = header
     fields = _FIELDS.pack(
         MAGIC,
         VERSION,
@@ -226,6 +232,7 @@ def _packed(header: ChunkHeader, codec: int, stored_bytes: int, checksum: bytes 
         space,
         checksum or _NO_CHECKSUM,
         hashes,
+        tokens,
     )
     return fields + xxh3_64_digest(fields) + _RESERVED
 

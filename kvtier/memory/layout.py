@@ -35,7 +35,8 @@ class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
     """One KV cache group: layers that share a block table.
 
     ``page_bytes`` holds, per layer, the bytes of one block on one rank. ``window`` is the attention window in
-    tokens, or 0 for full attention. With a window, only blocks visible to a query after the chunk are stored.
+    tokens, or 0 for full attention. With a window, only blocks visible to a query after the chunk's last
+    whole block are stored: a prompt that differs in the tokens after it can use the chunk as well.
     With ``state``, a block holds the state after its last token, and ``page_bytes`` the bytes of states.
     ``shards`` has a number for each rank: ranks with the same number hold the same bytes. Without ``shards``,
     no two ranks do. With context parallelism, a block of ``block_tokens`` tokens is divided between ranks.
@@ -52,7 +53,8 @@ class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
         if self.state:
             return range(tokens == STATE_TOKENS)
         stop = -(-tokens // self.block_tokens)
-        first = max(0, tokens - self.window + 1) // self.block_tokens if self.window else 0
+        whole = tokens // self.block_tokens * self.block_tokens
+        first = max(0, whole - self.window + 1) // self.block_tokens if self.window else 0
         return range(min(first, stop), stop)
 
     def shard(self, rank: int) -> int:
@@ -139,13 +141,6 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
                 return end
         return 0
 
-    def stored_tokens(self, payload_bytes: int) -> int:
-        """Return how many tokens the blocks of a payload hold, or those of a chunk for another length."""
-        for tokens in range(self.unit_tokens, self.chunk_tokens + 1, self.unit_tokens):
-            if self.payload_bytes(tokens) == payload_bytes:
-                return tokens
-        return self.chunk_tokens
-
     @property
     def has_states(self) -> bool:
         """Whether a prefix can only be used where a state is stored."""
@@ -184,7 +179,7 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
 
     def fingerprint(self) -> bytes:
         """Return 32 bytes that differ whenever a chunk's bytes have another meaning."""
-        return blake3(msgspec.msgpack.encode(self), derive_key_context="kvtier layout v1").digest()
+        return blake3(msgspec.msgpack.encode(self), derive_key_context="kvtier layout v2").digest()
 
 
 @lru_cache(maxsize=64)

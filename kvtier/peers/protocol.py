@@ -189,6 +189,8 @@ class Reserve(Request, frozen=True, array_like=True, tag=22):
     """
     block_hashes: list[bytes] = msgspec.field(default_factory=list)
     """Those of each chunk, if any has some: see :func:`kvtier.memory.keys.block_hashes`."""
+    tokens: list[int] = msgspec.field(default_factory=list)
+    """The number of tokens of each chunk, if any is known."""
 
 
 class Reserved(Reply, frozen=True, array_like=True, tag=23):

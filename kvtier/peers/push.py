@@ -146,6 +146,7 @@ class Target:
             parents=join_keys([header.parent for header in headers]),
             payload_lengths=[header.payload_bytes for header in headers],
             block_hashes=[header.block_hashes for header in headers],
+            tokens=[header.tokens for header in headers],
             staging=staging,
         )
         return await self.source.endpoint.call(request, Reserved, settle).reply(give_back)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import anyio
@@ -43,7 +43,7 @@ MAX_ANNOUNCED = 131_072
 """Limits per peer: announcements, and chunks in all of them. Lookups do not wait for more."""
 MAX_ANNOUNCED_BY_ALL = 524_288
 """Chunks announced by all peers; about 80 MB of Python objects."""
-MAX_PAYLOAD = 1 << 48
+MAX_PAYLOAD, MAX_TOKENS = 1 << 48, (1 << 32) - 1
 STRAGGLER_SECONDS = 5.0
 """Timeout for a lost connection to release memory that was rewritten over a new one."""
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.001, 0.1
@@ -322,7 +322,7 @@ def _headers(request: Reserve) -> list[ChunkHeader]:
     valid = range(0, (MAX_BLOCK_HASHES + 1) * BLOCK_HASH_BYTES, BLOCK_HASH_BYTES)
     if len(hashes) != len(keys) or any(len(each) not in valid for each in hashes):
         raise ProtocolError("its block hashes are inconsistent")
-    return [
-        ChunkHeader(key, parent, request.namespace, length, blocks)
-        for key, parent, length, blocks in zip(keys, parents, lengths, hashes, strict=True)
-    ]
+    tokens = request.tokens or [0] * len(keys)
+    if len(tokens) != len(keys) or any(not 0 <= each <= MAX_TOKENS for each in tokens):
+        raise ProtocolError("its numbers of tokens are inconsistent")
+    return list(map(ChunkHeader, keys, parents, repeat(request.namespace), lengths, hashes, tokens))

@@ -250,7 +250,7 @@ async def test_reserved_chunks_have_headers_and_are_pending_in_order() -> None:
             header = ChunkHeader.parse(cache.arena.view(offset, OBJECT_BYTES))
             tokens = CHUNK_TOKENS if at < 11 else 10
             parent = KEYS[at - 1] if at else ROOT
-            assert header == ChunkHeader(key, parent, NAMESPACE, LAYOUT.payload_bytes(tokens))
+            assert header == ChunkHeader(key, parent, NAMESPACE, LAYOUT.payload_bytes(tokens), b"", tokens)
             assert cache.hierarchy.catalog.state(key, FIRST) is State.PENDING
         engine.commit(reserved.leases, 0)
         assert cache.hierarchy.catalog.victims(FIRST) == KEYS[::-1]

@@ -109,11 +109,6 @@ def test_granularity(chunk: int, block: int, granularity: int) -> None:
     assert ChunkLayout(chunk, (GroupLayout(block, (64,)),)).granularity == granularity
 
 
-def test_stored_tokens_follow_from_the_length_of_the_payload() -> None:
-    for tokens in range(1, CHUNK + 1):
-        assert LAYOUT.stored_tokens(LAYOUT.payload_bytes(tokens)) == -(-tokens // BLOCK) * BLOCK
-
-
 def test_a_part_of_a_hit() -> None:
     hit = Hit(CHUNK + 32, 2, CHUNK)
     assert hit.up_to(CHUNK + 32, CHUNK) == hit

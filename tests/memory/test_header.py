@@ -30,10 +30,12 @@ SPACE = b"n" * 32
 PAYLOAD = b"hello"
 
 
-def sealed(payload: bytes = PAYLOAD, *, checksum: bool = True, block_hashes: bytes = b"") -> bytearray:
+def sealed(
+    payload: bytes = PAYLOAD, *, checksum: bool = True, block_hashes: bytes = b"", tokens: int = 0
+) -> bytearray:
     chunk = bytearray(object_bytes(len(payload)))
     chunk[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-    header = ChunkHeader(KEY, PARENT, SPACE, len(payload), block_hashes)
+    header = ChunkHeader(KEY, PARENT, SPACE, len(payload), block_hashes, tokens)
     header.seal(memoryview(chunk), checksum=checksum)
     return chunk
 
@@ -71,10 +73,11 @@ def test_format_is_stable() -> None:
         "b5e9c1ad071b3e7fc779cfaa5e523818",
         hashes.hex(),
     )
-    chunk = sealed(block_hashes=hashes)
+    chunk = sealed(block_hashes=hashes, tokens=0x01020304)
     assert bytes(chunk[:176]).hex() == "".join(fields)
     assert not any(chunk[176:400])
-    assert bytes(chunk[408:]) == bytes(40) + PAYLOAD + bytes(OBJECT_ALIGNMENT - HEADER_BYTES - len(PAYLOAD))
+    assert bytes(chunk[400:404]).hex() == "04030201"
+    assert bytes(chunk[412:]) == bytes(36) + PAYLOAD + bytes(OBJECT_ALIGNMENT - HEADER_BYTES - len(PAYLOAD))
 
 
 @pytest.mark.parametrize("count", [0, 1, MAX_BLOCK_HASHES])
@@ -85,10 +88,15 @@ def test_block_hashes_come_back(count: int) -> None:
     assert parent_and_marks(memoryview(chunk)) == (PARENT, hashes[::BLOCK_HASH_BYTES])
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 241, 2**32 - 1])
+def test_number_of_tokens_comes_back(tokens: int) -> None:
+    assert verify(sealed(tokens=tokens)).tokens == tokens
+
+
 def test_too_many_block_hashes_are_rejected() -> None:
     chunk = sealed()
     chunk[14] = MAX_BLOCK_HASHES + 1
-    chunk[400:408] = xxh3_64_digest(chunk[:400])
+    chunk[404:412] = xxh3_64_digest(chunk[:404])
     with pytest.raises(CorruptChunk, match="has 17 block hashes, more than 16"):
         verify(chunk)
 
@@ -96,7 +104,7 @@ def test_too_many_block_hashes_are_rejected() -> None:
 def test_plain_payload_of_two_lengths_is_rejected() -> None:
     chunk = sealed()
     chunk[24] += 1
-    chunk[400:408] = xxh3_64_digest(chunk[:400])
+    chunk[404:412] = xxh3_64_digest(chunk[:404])
     with pytest.raises(CorruptChunk, match="has 5 bytes of payload, stored as 6"):
         verify(chunk)
 

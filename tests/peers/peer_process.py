@@ -37,7 +37,7 @@ def store(instance: Instance, numbers: Sequence[int], payload: int) -> None:
     """Store chunks in memory, as an engine does."""
     for number in numbers:
         key = make_key(number)
-        header = ChunkHeader(key, make_key(number - 1), bytes(32), payload, key)  # As two block hashes.
+        header = ChunkHeader(key, make_key(number - 1), bytes(32), payload, key, 37)  # As two block hashes.
         reservation = instance.cache.reserve(header)
         assert reservation is not None, "no room"
         reservation.lease.view[HEADER_BYTES : HEADER_BYTES + payload] = payload_of(key, payload)

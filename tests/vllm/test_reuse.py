@@ -134,20 +134,6 @@ def test_decoded_tokens_are_not_stored_without_save_decode(
         assert cache.status()["tiers"][0]["chunks"] == 300 // CHUNK
 
 
-def test_partial_last_chunk_is_reused_with_partial_chunks(
-    llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
-) -> None:
-    cache = make_cache(partial_chunks=True)
-    cache.start()
-    with start(llama, cache) as engine:
-        engine.generate(prompt(LENGTH), 1)
-        cache.wait_until_stored(LENGTH)
-        engine.reset_prefix_cache()
-        warm = engine.generate(prompt(LENGTH))
-    assert warm.tokens == oracle(llama, prompt(LENGTH))
-    assert warm.cached > WHOLE_CHUNKS
-
-
 def test_prompt_of_whole_chunks(llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle) -> None:
     with start(llama, cache) as engine:
         engine.generate(prompt(WHOLE_CHUNKS))

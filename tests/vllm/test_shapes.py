@@ -16,7 +16,7 @@ from tests.vllm import models
 from tests.vllm.cache_process import START_SECONDS, TIMEOUT_SECONDS, CacheProcess
 from tests.vllm.conftest import MakeCache
 from tests.vllm.forks import forks
-from tests.vllm.shapes import Shape, serve
+from tests.vllm.shapes import BLOCK, Shape, serve
 
 CHUNK = 128
 SECRET = "sixteen or more characters"
@@ -138,6 +138,25 @@ def test_shape_on_one_host(shape: Shape, make_cache: MakeCache, start: Start) ->
     cache.start()
     engine = start(shape, cache)
     assert engine.generate(PROMPTS) == WARM
+
+
+def test_ends_of_prompts_of_every_length_with_windows(make_cache: MakeCache, start: Start) -> None:
+    """Which blocks of a window a chunk has depends on its exact length."""
+    cache = make_cache(partial_chunks=True)
+    cache.start()
+    engine = start(Shape(windows=True, layers=2), cache)
+    ends = {length: models.prompt(length, start=400 * length) for length in range(CHUNK // 2, CHUNK + 40)}
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    for attempt in itertools.count():
+        engine.generate(list(ends.values()), 1)
+        cache.wait_until_idle()
+        engine.reset()
+        hits = engine.generate([tokens + [attempt] * 50 for tokens in ends.values()], 1)
+        engine.reset()
+        worse = {length: hit for length, hit in zip(ends, hits, strict=True) if hit < length // BLOCK * BLOCK}
+        if not worse:
+            break
+        assert time.monotonic() < deadline, worse
 
 
 @pytest.fixture

@@ -206,7 +206,8 @@ class Saves:
     def plan(self, state: RequestState, computed: int, limit: int, *, finished: bool = False) -> int:
         """Plan the chunks that are :meth:`due`, up to ``limit`` and a partial one; return their number.
 
-        With ``finished``, the end of the answer is a partial chunk as well.
+        With ``finished``, the partial chunk goes on to the end of the answer, unless a decode instance waits
+        for that of the prompt.
         """
         first = state.next_chunk
         keys = state.extend(computed, first)
@@ -214,7 +215,9 @@ class Saves:
             keys, computed = keys[: max(limit, 0)], 0
         sizes = [self._layout.chunk_tokens] * len(keys)
         state.next_chunk = first + len(keys)
-        end = self._longer_tail(state, computed) if finished else self._prompt_tail(state, computed)
+        end = self._prompt_tail(state, computed)
+        if finished and (not end or state.kv_transfer is None):
+            end = self._longer_tail(state, computed) or end
         if end:
             state.tail_end, state.tail_planned = end, True
             tail = state.tail_key(end)
@@ -257,11 +260,9 @@ class Saves:
         if not self._bridge.responsive:
             self.drop(state)
             return False
-        # A longer partial chunk replaces that of the prompt, unless a decode instance waits for that one.
-        finished = not self._prompt_tail(state, computed) or state.kv_transfer is None
         if self.due(state, computed) or self._longer_tail(state, computed):
             fresh = self._fresh(state, computed, state.settled or 0)
-            self.plan(state, computed, min(fresh + self.backlog, self.room), finished=finished)
+            self.plan(state, computed, min(fresh + self.backlog, self.room), finished=True)
             left = computed // self._layout.chunk_tokens - state.next_chunk
             self._stats.add("not_stored_chunks", max(0, left))
         self._forget_states(state)
