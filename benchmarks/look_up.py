@@ -4,13 +4,15 @@
 
     python benchmarks/look_up.py                # a prompt of 32,768 tokens
     python benchmarks/look_up.py --runs 20
+    python benchmarks/look_up.py --busy         # beside three spinning processes per core
     python benchmarks/look_up.py --pool redis   # an unknown prompt is also looked up in a real Redis
 
 All chunks are READY in the first tier of a real cache process. The limit is a plain round trip of as many
-bytes over a Unix socket to a process that does nothing else. Reserving, confirming and committing as many
-chunks is measured as well: besides the copy, that is the cost of a store and a load for the engine. With a
-pool, a prompt unknown to this host is looked up there before the answer is final. The last line is the lookup
-of an engine that spans hosts, over TCP on loopback through a second cache process.
+bytes over a Unix socket to a process that does nothing else. The CPU time of both processes includes that of
+releasing the leases. Reserving, confirming and committing as many chunks is measured as well: besides the
+copy, that is the cost of a store and a load for the engine. With a pool, a prompt unknown to this host is
+looked up there before the answer is final. The last line is the lookup of an engine that spans hosts, over
+TCP on loopback through a second cache process.
 """
 
 from __future__ import annotations
@@ -26,26 +28,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from benchmarks.common import confirm, reserve, show
+from benchmarks.loads import saturated
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello
 from kvtier.catalog.siblings import marks_of
 from kvtier.errors import ChannelError
-from kvtier.memory.keys import KEY_BYTES, ChunkKey, block_hashes, chunk_keys, root_key
+from kvtier.memory.keys import KEY_BYTES, ChunkKey, block_hashes, chunk_keys, encode_tokens, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.testing.servers import free_port
 from tests.servers import SERVERS
 
 AnswerT = TypeVar("AnswerT")
+Row = tuple[str, float, float, float, float | str]
 
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
+PAUSE_SECONDS = 0.01
 PAYLOAD_BYTES = 16 << 10
 ANSWER_BYTES_PER_CHUNK = 10
 NAMESPACE = bytes(32)
@@ -57,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure a lookup, including hashing and the socket.")
     parser.add_argument("--tokens", type=int, default=32_768, help="default: %(default)s")
     parser.add_argument("--runs", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--busy", action="store_true", help="beside three spinning processes per core")
     parser.add_argument("--pool", choices=SERVERS, help="add a tier on a real server of this kind")
     options = parser.parse_args(arguments)
     tokens = random.Random(0).choices(range(100_000), k=options.tokens)
@@ -65,11 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         pool_tiers(options.pool) as pools,
         cache_process(pools, listen=address) as path,
         cache_process([], listen=f"127.0.0.1:{free_port()}") as elsewhere,
+        saturated() if options.busy else nullcontext(),
     ):
         worker, scheduler = WorkerBridge(hello("worker"), path), SchedulerBridge(hello("scheduler"), path)
         worker.connect()
         scheduler.connect()
-        rows = measure(scheduler, worker, tokens, options.runs)
+        rows = measure(scheduler, worker, tokens, options.runs, status(path)["pid"])
         scheduler.close()
         remote = SchedulerBridge(msgspec.structs.replace(hello("scheduler"), to=address), elsewhere)
         remote.connect()
@@ -78,20 +85,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         worker.close()
     show(
         f"a prompt of {options.tokens:,} tokens, {options.runs} runs of each call",
-        ("call", "median µs", "p99 µs"),
+        ("call", "median µs", "p99 µs", "CPU µs", "CPU µs of the cache process"),
         rows,
     )
 
 
 def measure(
-    scheduler: SchedulerBridge, worker: WorkerBridge, tokens: list[int], runs: int
-) -> list[tuple[str, float, float]]:
+    scheduler: SchedulerBridge, worker: WorkerBridge, tokens: list[int], runs: int, cache: int
+) -> list[Row]:
+    encoded = encode_tokens(tokens)
     keys = chunk_keys(ROOT, tokens, CHUNK_TOKENS)
     store_all(scheduler, worker, keys)
 
     def hash_and_look_up() -> list[int]:
-        marks = marks_of(block_hashes(tokens, BLOCK_TOKENS))
-        return look_up(scheduler, chunk_keys(ROOT, tokens, CHUNK_TOKENS), marks)
+        encoded = encode_tokens(tokens)
+        marks = marks_of(block_hashes(encoded, BLOCK_TOKENS))
+        return look_up(scheduler, chunk_keys(ROOT, encoded, CHUNK_TOKENS), marks)
 
     def socket_only() -> list[int]:
         return look_up(scheduler, keys)
@@ -99,6 +108,10 @@ def measure(
     def release(leases: list[int]) -> None:
         assert len(leases) == len(keys)
         scheduler.release(leases)
+
+    def pause(leases: list[int]) -> None:
+        release(leases)
+        time.sleep(PAUSE_SECONDS)
 
     def reserve_and_abandon() -> None:
         fresh = [ChunkKey(os.urandom(KEY_BYTES)) for _ in keys]
@@ -128,10 +141,12 @@ def measure(
     with echo_process(len(keys) * ANSWER_BYTES_PER_CHUNK) as round_trip:
         question = bytes(len(keys) * KEY_BYTES)
         return [
-            timed("lookup: hashing and the socket", hash_and_look_up, runs, release),
-            timed("  hashing of chunks only", lambda: chunk_keys(ROOT, tokens, CHUNK_TOKENS), runs),
-            timed("  hashing of blocks only", lambda: block_hashes(tokens, BLOCK_TOKENS), runs),
-            timed("  socket only", socket_only, runs, release),
+            timed("lookup: hashing and the socket", hash_and_look_up, runs, release, cache),
+            timed(f"  {PAUSE_SECONDS * 1000:g} ms after the last one", hash_and_look_up, runs, pause, cache),
+            timed("  conversion of the tokens only", lambda: encode_tokens(tokens), runs),
+            timed("  hashing of chunks only", lambda: chunk_keys(ROOT, encoded, CHUNK_TOKENS), runs),
+            timed("  hashing of blocks only", lambda: block_hashes(encoded, BLOCK_TOKENS), runs),
+            timed("  socket only", socket_only, runs, release, cache),
             timed("limit: plain round trip of as many bytes", lambda: round_trip(question), runs),
             timed("lookup of an unknown prompt", look_up_unknown, runs),
             timed("reserve and abandon all chunks", reserve_and_abandon, runs),
@@ -139,7 +154,7 @@ def measure(
         ]
 
 
-def measure_remote(scheduler: SchedulerBridge, tokens: list[int], runs: int) -> tuple[str, float, float]:
+def measure_remote(scheduler: SchedulerBridge, tokens: list[int], runs: int) -> Row:
     """Measure the lookup of an engine on several hosts, through the cache process of the scheduler's host."""
     keys = chunk_keys(ROOT, tokens, CHUNK_TOKENS)
 
@@ -171,21 +186,38 @@ def look_up(scheduler: SchedulerBridge, keys: Sequence[ChunkKey], marks: bytes =
 
 
 def timed(
-    name: str, call: Callable[[], AnswerT], runs: int, cleanup: Callable[[AnswerT], None] = lambda _: None
-) -> tuple[str, float, float]:
-    """Return the name, median and 99th percentile in microseconds, without 10 % warm-up runs.
+    name: str,
+    call: Callable[[], AnswerT],
+    runs: int,
+    cleanup: Callable[[AnswerT], None] = lambda _: None,
+    cache: int | None = None,
+) -> Row:
+    """Return the name, median, 99th percentile and CPU time in microseconds, without 10 % warm-up runs.
 
-    ``cleanup`` is not timed, because an engine releases leases only after the load.
+    ``cleanup`` is not timed, because an engine releases leases only after the load. ``cache``: the id of the
+    process whose CPU time is measured as well.
     """
     seconds = []
+    before = 0.0, 0.0
     for run in range(-(runs // 10) - 1, runs):
+        if run == 0:
+            before = time.process_time(), cpu_seconds(cache)
         started = time.perf_counter()
         answer = call()
         if run >= 0:
             seconds.append(time.perf_counter() - started)
         cleanup(answer)
+    ours, theirs = time.process_time() - before[0], cpu_seconds(cache) - before[1]
     seconds.sort()
-    return name, statistics.median(seconds) * 1e6, seconds[int(0.99 * (runs - 1))] * 1e6
+    median, p99 = statistics.median(seconds), seconds[int(0.99 * (runs - 1))]
+    return name, median * 1e6, p99 * 1e6, ours / runs * 1e6, theirs / runs * 1e6 if theirs else ""
+
+
+def cpu_seconds(process: int | None) -> float:
+    """Return the CPU time of the main thread of a process, exactly; 0 without a process."""
+    if process is None:
+        return 0.0
+    return int(Path(f"/proc/{process}/schedstat").read_text().split()[0]) / 1e9
 
 
 def hello(role: protocol.Role) -> Hello:

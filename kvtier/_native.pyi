@@ -32,6 +32,9 @@ def chunk_keys(
     the bytes are not whole words, the parent key is not 32 bytes long, or ``chunk_tokens`` is 0.
     """
 
+def encode_tokens(tokens: object, start: int, stop: int) -> bytes:
+    """Encode the tokens in ``[start, stop)``: see :func:`kvtier.memory.keys.encode_tokens`. Keeps the GIL."""
+
 def exchange(
     socket: int,
     operations: Sequence[tuple[int, Sequence[bytes | memoryview]]],

@@ -17,6 +17,7 @@ from kvtier.memory.keys import (
     ChunkKey,
     block_hashes,
     chunk_keys,
+    encode_tokens,
     equal_blocks,
     root_key,
 )
@@ -68,7 +69,7 @@ class ModelCache:
         self._hashes_bytes = chunk_tokens // self._layout.granularity * BLOCK_HASH_BYTES
         """Of the block hashes of a whole chunk."""
 
-    def keys(self, tokens: Sequence[int]) -> list[ChunkKey]:
+    def keys(self, tokens: Sequence[int] | bytes) -> list[ChunkKey]:
         """Return the keys of a prompt's chunks in prefix order."""
         return chunk_keys(self._root, tokens, self._layout.chunk_tokens, tail=self._partial)
 
@@ -83,8 +84,9 @@ class ModelCache:
             raise LayoutError(
                 f"{len(tokens)} tokens with {self._token_bytes} bytes of KV each do not fit {len(view)} bytes"
             )
-        keys = self.keys(tokens)
-        parents, hashes = [self._root, *keys], self._hashes(tokens)
+        encoded = encode_tokens(tokens)
+        keys, hashes = self.keys(encoded), self._hashes(encoded)
+        parents = [self._root, *keys]
         reservations, copies = [], []
         for index, key in enumerate(keys):
             source = self._slice(view, index, len(tokens))
@@ -110,7 +112,8 @@ class ModelCache:
 
         ``hints`` replace those of the chunks that are found.
         """
-        view, keys, hashes = _bytes_of(rows), self.keys(tokens), self._hashes(tokens)
+        view, encoded = _bytes_of(rows), encode_tokens(tokens)
+        keys, hashes = self.keys(encoded), self._hashes(encoded)
         marks = PromptMarks(self._root, marks_of(hashes), self._hashes_bytes // BLOCK_HASH_BYTES)
         found = self._cache.look_up(keys, self._expected(len(tokens)), hints=hints, marks=marks)
         try:
@@ -131,7 +134,7 @@ class ModelCache:
         finally:
             found.release()
 
-    def _hashes(self, tokens: Sequence[int]) -> bytes:
+    def _hashes(self, tokens: bytes) -> bytes:
         return block_hashes(tokens, self._layout.granularity)
 
     def _equal(self, chunk: memoryview, hashes: bytes) -> int:

@@ -66,15 +66,18 @@ nb::bytes block_hashes(nb::handle tokens, std::size_t block_tokens, std::size_t 
     const TokenIds ids(tokens.ptr());
     const keys::Words words = ids.all();
     std::vector<Hash> hashes(words.size() / block_tokens);
-    std::vector<std::uint8_t> joined(hashes.size() * hash_bytes);
+    const auto size = static_cast<Py_ssize_t>(hashes.size() * hash_bytes);
+    const nb::object joined = nb::steal(PyBytes_FromStringAndSize(nullptr, size));
+    if (!joined.is_valid()) throw nb::python_error();
+    char* const first = PyBytes_AS_STRING(joined.ptr());
     std::optional<nb::gil_scoped_release> released;
     if (words.size() > max_tokens_with_gil) released.emplace();
     keys::block_hashes(words, block_tokens, hashes);
     for (std::size_t at = 0; at < hashes.size(); ++at) {
-        std::memcpy(joined.data() + at * hash_bytes, hashes[at].data(), hash_bytes);
+        std::memcpy(first + at * hash_bytes, hashes[at].data(), hash_bytes);
     }
     released.reset();
-    return nb::bytes(joined.data(), joined.size());
+    return nb::borrow<nb::bytes>(joined);
 }
 
 nb::bytes blake3(const nb::bytes& input) {
@@ -90,6 +93,7 @@ void bind_keys(nb::module_& module) {
     module.def("chunk_keys", &chunk_keys, nb::arg("parent"), nb::arg("tokens"), nb::arg("chunk_tokens"),
                nb::arg("tail"), nb::arg("extras"));
     module.def("block_hashes", &block_hashes, nb::arg("tokens"), nb::arg("block_tokens"), nb::arg("hash_bytes"));
+    module.def("encode_tokens", &encode_tokens, nb::arg("tokens"), nb::arg("start"), nb::arg("stop"));
     module.def("blake3", &blake3, nb::arg("data"));
 }
 

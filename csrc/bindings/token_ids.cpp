@@ -1,5 +1,6 @@
 #include "token_ids.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <string_view>
 #include <utility>
@@ -42,6 +43,24 @@ std::uint32_t read_any(PyObject* object) {
     const long long value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
     if (overflow != 0 || !std::in_range<std::uint32_t>(value)) raise_too_large();
     return static_cast<std::uint32_t>(value);
+}
+
+Py_ssize_t to_index(std::size_t size) {
+    return static_cast<Py_ssize_t>(std::min(size, static_cast<std::size_t>(PY_SSIZE_T_MAX)));
+}
+
+// Read items of a list or tuple from `start` on, which must have that many.
+void read_items(const nb::object& sequence, std::size_t start, std::span<std::uint32_t> words) {
+    for (std::size_t at = 0;; ++at) {
+        PyObject* const* items = PySequence_Fast_ITEMS(sequence.ptr()) + start;
+        while (at < words.size() && read_small(items[at], words[at])) ++at;
+        if (at == words.size()) return;
+        words[at] = read_any(nb::borrow(items[at]).ptr());
+        // __index__ can run any code, and may have changed the list.
+        if (static_cast<std::size_t>(PySequence_Fast_GET_SIZE(sequence.ptr())) < start + words.size()) {
+            raise(PyExc_RuntimeError, "the token ids changed while they were read");
+        }
+    }
 }
 
 }  // namespace
@@ -87,11 +106,15 @@ bool TokenIds::take_buffer(PyObject* object) {
     return true;
 }
 
-// Copies, because the buffer may be unaligned; that is cheap compared with hashing.
 void TokenIds::take_words() {
     const auto length = static_cast<std::size_t>(buffer_.len);
     if (length % sizeof(std::uint32_t) != 0) raise(PyExc_ValueError, "the length of the bytes is not a multiple of 4");
-    std::memcpy(make_words(length / sizeof(std::uint32_t)).data(), buffer_.buf, length);
+    if (reinterpret_cast<std::uintptr_t>(buffer_.buf) % alignof(std::uint32_t) != 0) {
+        std::memcpy(make_words(length / sizeof(std::uint32_t)).data(), buffer_.buf, length);
+        return;
+    }
+    words_ = static_cast<const std::uint32_t*>(buffer_.buf);
+    size_ = length / sizeof(std::uint32_t);
 }
 
 template <typename Integer>
@@ -109,17 +132,22 @@ void TokenIds::take_items(PyObject* object) {
     const nb::object sequence = nb::steal(PySequence_Fast(object, "token ids must be a sequence of integers"));
     if (!sequence.is_valid()) throw nb::python_error();
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
-    std::uint32_t* const words = make_words(static_cast<std::size_t>(count)).data();
-    for (Py_ssize_t at = 0;; ++at) {
-        PyObject* const* items = PySequence_Fast_ITEMS(sequence.ptr());
-        while (at < count && read_small(items[at], words[at])) ++at;
-        if (at == count) return;
-        words[at] = read_any(nb::borrow(items[at]).ptr());
-        // __index__ can run any code, and may have changed the list.
-        if (PySequence_Fast_GET_SIZE(sequence.ptr()) < count) {
-            raise(PyExc_RuntimeError, "the token ids changed while they were read");
-        }
+    read_items(sequence, 0, make_words(static_cast<std::size_t>(count)));
+}
+
+nb::bytes encode_tokens(nb::handle tokens, std::size_t start, std::size_t stop) {
+    const auto size = static_cast<std::size_t>(PyList_CheckExact(tokens.ptr()) ? PyList_GET_SIZE(tokens.ptr()) : 0);
+    if (start > stop || stop > size) {  // Not a list, or not in it.
+        const nb::object slice = nb::steal(PySequence_GetSlice(tokens.ptr(), to_index(start), to_index(stop)));
+        if (!slice.is_valid()) throw nb::python_error();
+        const TokenIds ids(slice.ptr());
+        return nb::bytes(ids.all().data(), ids.all().size_bytes());
     }
+    const std::size_t count = stop - start;
+    const nb::object encoded = nb::steal(PyBytes_FromStringAndSize(nullptr, to_index(count * sizeof(std::uint32_t))));
+    if (!encoded.is_valid()) throw nb::python_error();
+    read_items(nb::borrow(tokens), start, {reinterpret_cast<std::uint32_t*>(PyBytes_AS_STRING(encoded.ptr())), count});
+    return nb::borrow<nb::bytes>(encoded);
 }
 
 }  // namespace kvtier::bindings

@@ -28,9 +28,9 @@ class TokenIds {
    private:
     bool take_buffer(PyObject* object);
     void take_words();
+    void take_items(PyObject* object);
     template <typename Integer>
     void take_integers();
-    void take_items(PyObject* object);
     std::span<std::uint32_t> make_words(std::size_t count);
 
     Py_buffer buffer_{};
@@ -38,5 +38,9 @@ class TokenIds {
     const std::uint32_t* words_ = nullptr;
     std::unique_ptr<std::uint32_t[]> own_;
 };
+
+// Encode the token ids in [start, stop) as little-endian 32-bit words. Creates no slice of a list, which would take as
+// long as encoding it. Accepts and raises the same as TokenIds.
+nanobind::bytes encode_tokens(nanobind::handle tokens, std::size_t start, std::size_t stop);
 
 }  // namespace kvtier::bindings

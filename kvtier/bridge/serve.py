@@ -23,6 +23,7 @@ from kvtier.bridge.spawn import default_address
 from kvtier.cache import TieredCache
 from kvtier.concurrency.files import FileLocked, LockFile
 from kvtier.concurrency.signals import stop_on_signals
+from kvtier.concurrency.slices import shorten_slices
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelError
 from kvtier.instance import Instance
@@ -42,6 +43,7 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
     Raises :class:`ChannelError` if another process serves on this socket or on ``metrics.listen``, and the
     errors of :meth:`Instance.open`.
     """
+    shorten_slices()  # So that engines need not wait for whole slices of what else computes on their CPUs.
     path = socket or settings.socket or default_address(settings)
     serving, draining = CancelScope(), CancelScope()
     async with _claim(path), Instance.open(settings) as instance, open_tasks() as tasks:

@@ -1,7 +1,7 @@
 """Cache process's end of the bridge. The state of an engine ends with its last connection.
 
-One task per connection handles messages in order. :class:`~kvtier.cache.TieredCache` decides answers
-synchronously; only waiting for a fetch is a separate task.
+Messages of a connection are handled in order, most of them by the event loop as soon as it has read them:
+:class:`~kvtier.cache.TieredCache` decides answers synchronously. Waiting for a fetch is a task of its own.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Connection:
             self._welcome()
             if self._engine is not None:
                 self._start(self._engine, hello)
-            raise await self._endpoint.run(self._handle, refuses=False)
+            raise await self._endpoint.run(self._handle, at_once=self._handle_at_once, refuses=False)
         except ProtocolError as error:
             logger.warning("rejected an engine: %s", error)
             # The engine keeps its leases until it closes the connection, because it may still be copying.
@@ -289,16 +289,11 @@ class Connection:
         )
         self._endpoint.send(welcome, [] if self._remote else [cache.arena.fd])
 
-    async def _handle(self, message: protocol.FromEngine) -> None:
+    def _handle_at_once(self, message: protocol.FromEngine) -> bool:
+        """Handle a message. Return ``True`` if that must be left to :meth:`_handle`."""
         engine = self._engine
-        if isinstance(message, protocol.Status):
-            self.send(protocol.StatusReport(message.ticket, json.dumps(self._server.status()).encode()))
-            return
-        if isinstance(message, protocol.ClearWeights):
-            await self._clear_weights(message)
-            return
-        if engine is None or isinstance(message, protocol.Hello):
-            raise ProtocolError(f"unexpected {type(message).__name__}: from an observer, or a second Hello")
+        if engine is None:
+            return True
         match message:
             case protocol.Lookup():
                 answer, fetched = engine.look_up(message)
@@ -312,12 +307,6 @@ class Connection:
                     self.send(engine.reserve(message, self._kv_transfers.find))
             case protocol.Confirm():
                 self.send(protocol.Confirmed(message.ticket, engine.holds(message.leases)))
-            case protocol.Clear():
-                self._endpoint.uncork()
-                # Named tiers: pools are still queried if an engine uses these weights again.
-                tiers = [tier.name for tier in self._server.cache.hierarchy.tiers]
-                cleared = await self._server.cache.clear(namespace=engine.namespace, tiers=tiers)
-                self.send(protocol.Cleared(message.ticket, cleared.chunks))
             case protocol.UseWeights():
                 self._server.use_weights(engine, message.weights)
             case protocol.Commit():
@@ -340,6 +329,25 @@ class Connection:
                 self._kv_transfer(message)
             case protocol.Watch():
                 self._watch(message)
+            case _:
+                return True
+        return False
+
+    async def _handle(self, message: protocol.FromEngine) -> None:
+        match message:
+            case protocol.Status():
+                self.send(protocol.StatusReport(message.ticket, json.dumps(self._server.status()).encode()))
+            case protocol.ClearWeights():
+                await self._clear_weights(message)
+            case protocol.Clear() if self._engine is not None:
+                self._endpoint.uncork()
+                # Named tiers: pools are still queried if an engine uses these weights again.
+                tiers = [tier.name for tier in self._server.cache.hierarchy.tiers]
+                cleared = await self._server.cache.clear(namespace=self._engine.namespace, tiers=tiers)
+                self.send(protocol.Cleared(message.ticket, cleared.chunks))
+            case _:
+                kind = type(message).__name__
+                raise ProtocolError(f"unexpected {kind}: from an observer, or a second Hello")
 
     def _watch(self, message: protocol.Watch) -> None:
         if self._watched is None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import IntEnum
+from functools import cache
 from itertools import compress, pairwise
 from operator import getitem, itemgetter
 from struct import Struct
@@ -34,6 +35,30 @@ _KEY = Struct(f"{KEY_BYTES}s")
 _FIRST_BYTE = itemgetter(0)
 _FASTEST = [(mask & -mask).bit_length() - 1 for mask in range(1 << MAX_TIERS)]
 """The lowest tier number in a bit mask of tiers; -1 for an empty mask."""
+
+
+_MAX_SINGLE_ROWS = 8
+"""After so many chunks that are not in the row after that of the chunk before, all others are looked up."""
+_NO_TIER = 255
+
+
+@cache
+def _fastest_of(among: int) -> bytes:
+    """Return the lowest tier number of each bit mask of tiers, among those of another bit mask."""
+    return bytes(_FASTEST[mask & among] % 256 for mask in range(1 << MAX_TIERS))
+
+
+def _equal_keys(keys: bytes | bytearray, others: bytes) -> int:
+    """Return how many leading keys are equal, at least one, given that the first is."""
+    equal, step = 1, 1
+    while step:
+        start, stop = equal * KEY_BYTES, (equal + step) * KEY_BYTES
+        if stop <= len(others) and keys[start:stop] == others[start:stop]:
+            equal += step
+            step *= 2
+        else:
+            step //= 2
+    return equal
 
 
 class State(IntEnum):
@@ -407,16 +432,40 @@ class Catalog:
             pass  # The first chunk in no tier. Cheaper than a test for each chunk.
         return found
 
-    def prefix_rows(self, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> tuple[list[int], list[int]]:
-        """Return the rows of the chunks of :meth:`prefix`, and their fastest tiers."""
+    def prefix_rows(self, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> tuple[list[int], bytes]:
+        """Return the rows of the chunks of :meth:`prefix`, and their fastest tiers.
+
+        Chunks that were stored together are in consecutive rows, which are found with one comparison.
+        """
         rows: list[int] = []
+        joined, masks, single = b"".join(keys), bytearray(), 0
         with suppress(KeyError):  # The first chunk in no tier. What was found before it remains in ``rows``.
-            rows.extend(map(getitem, map(self._rows.__getitem__, map(_FIRST_BYTE, keys)), keys))
-        tiers = [_FASTEST[self._ready[row] & among] for row in rows]
-        if -1 in tiers:
-            end = tiers.index(-1)
-            del rows[end:], tiers[end:]
-        return rows, tiers
+            while len(rows) < len(keys) and single < _MAX_SINGLE_ROWS:
+                key = keys[len(rows)]
+                row = self._rows[key[0]][key]
+                length = self._run(row, joined[len(rows) * KEY_BYTES :])
+                rows += range(row, row + length)
+                masks += self._ready[row : row + length]
+                single += length == 1
+            rest = keys[len(rows) :]
+            rows.extend(map(getitem, map(self._rows.__getitem__, map(_FIRST_BYTE, rest)), rest))
+        masks += bytes(map(self._ready.__getitem__, rows[len(masks) :]))
+        tiers = bytes(masks).translate(_fastest_of(among))
+        held = tiers.find(_NO_TIER)
+        return (rows, tiers) if held < 0 else (rows[:held], tiers[:held])
+
+    def _run(self, row: int, keys: bytes) -> int:
+        """Return how many of the joined ``keys``, at least one, are those of the rows from ``row`` on.
+
+        All but the first are READY in some tier: the row of a chunk that is in no tier may have its former
+        key.
+        """
+        length = len(keys) // KEY_BYTES
+        column = self.columns.keys[row * KEY_BYTES : (row + length) * KEY_BYTES]
+        if column != keys:
+            length = _equal_keys(column, keys)
+        left = self._ready.find(0, row + 1, row + length)
+        return length if left < 0 else left - row
 
     def set_marks(self, key: ChunkKey, parent: ChunkKey, marks: bytes) -> None:
         """Record what a chunk begins with (:mod:`kvtier.catalog.siblings`), if it is in some tier."""

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import anyio
@@ -16,7 +17,7 @@ from kvtier.logs import printable
 from kvtier.rpc.calls import MAX_CALLS, Call, Calls, ReplyT, ResultT, Settle
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, encode_body
 from kvtier.rpc.relay import relay
-from kvtier.rpc.wire import SocketWire, Wire
+from kvtier.rpc.wire import Wire
 
 DRAIN_BYTES = 1 << 20
 """A side whose messages are not read handles no further ones while more than this is queued."""
@@ -27,6 +28,8 @@ REFUSAL_SECONDS = 1.0
 
 MessageT = TypeVar("MessageT", bound=Message)
 Handle = Callable[[Any], Awaitable[None]]
+HandleAtOnce = Callable[[Any], bool | None]
+"""Handles a message without waiting. Returns ``True`` if it leaves the message to the :data:`Handle`."""
 
 
 class Endpoint:
@@ -158,7 +161,7 @@ class Endpoint:
         self,
         handle: Handle | None = None,
         *,
-        at_once: Callable[[Any], None] | None = None,
+        at_once: HandleAtOnce | None = None,
         refuses: bool = True,
         drains: bool = True,
     ) -> ChannelError:
@@ -169,10 +172,10 @@ class Endpoint:
         closed. Without ``refuses``, both are left to the caller. Without ``drains``, messages are handled
         even while much is queued: for two sides that both send unasked, and might wait for each other.
 
-        ``at_once`` replaces ``handle`` for a trusted process at the other end of a socket: a function that
-        the event loop calls as soon as it has read, without the latency of another task. ``idle_timeout`` and
-        ``drains`` do not apply.
+        ``at_once`` gets messages first. The event loop calls it as soon as it has read from a socket, which
+        saves a task switch and five system calls for each message. Not with an ``idle_timeout``.
         """
+        assert at_once is None or self._idle_timeout is None
 
         async def until_failure(work: Callable[[], Awaitable[None]]) -> None:
             try:
@@ -180,16 +183,11 @@ class Endpoint:
             except ChannelError as error:
                 self.end(error)
 
-        async def receive() -> None:
-            if at_once is None:
-                await self._receive_all(handle, drains)
-            else:
-                await self._receive_at_once(at_once)
-
         try:
             async with anyio.create_task_group() as tasks:
                 self._running = tasks.cancel_scope
                 if self.error is None:
+                    receive = partial(self._receive_all, handle, at_once, drains)
                     tasks.start_soon(until_failure, receive)
                     tasks.start_soon(until_failure, self._send_all)
             if refuses and isinstance(self.error, ProtocolError):
@@ -202,12 +200,12 @@ class Endpoint:
         assert self.error is not None
         return self.error
 
-    async def _receive_all(self, handle: Handle | None, drains: bool) -> None:
+    async def _receive_all(self, handle: Handle | None, at_once: HandleAtOnce | None, drains: bool) -> None:
         bodies: Sequence[bytes] = tuple(self._received)
         while True:
             self._corked = True
             try:
-                await self._handle_all(bodies, handle, drains)
+                await self._handle_all(bodies, handle, at_once, drains)
             finally:
                 self._corked = False
             self._flush()
@@ -216,17 +214,27 @@ class Endpoint:
                 await self.drain()
             # If there is always more to read, receiving never yields.
             await anyio.lowlevel.checkpoint()
-            bodies = await self._receive_next()
+            if at_once is None:
+                bodies = await self._receive_next()
+            else:
+                bodies = await self._wire.receive_rest(partial(self._handle_at_once, at_once, drains))
 
-    async def _receive_at_once(self, handle: Callable[[Any], None]) -> None:
-        def receive(body: bytes) -> None:
-            message = self._rejecting(self._decode(body))
-            if not self._answers(message):
-                handle(message)
-
-        assert isinstance(self._wire, SocketWire)
-        assert not self._received
-        await self._wire.receive_all(receive)
+    def _handle_at_once(
+        self, at_once: HandleAtOnce, drains: bool, bodies: Sequence[bytes]
+    ) -> Sequence[bytes]:
+        """Handle messages from the event loop; return those that need a task, or that are too many."""
+        self._corked = True
+        try:
+            for index, body in enumerate(bodies):
+                if index == TURN_MESSAGES or (drains and self._wire.unsent > DRAIN_BYTES):
+                    return bodies[index:]
+                message = self._rejecting(self._decode(body))
+                if not self._answers(message) and at_once(message):
+                    return bodies[index:]
+        finally:
+            self._corked = False
+        self._flush()
+        return ()
 
     async def _receive_next(self) -> Sequence[bytes]:
         if self._idle_timeout is None:
@@ -235,13 +243,16 @@ class Endpoint:
             return await self._wire.receive()
         raise ChannelClosed(f"no message for {self._idle_timeout:g} s")
 
-    async def _handle_all(self, bodies: Sequence[bytes], handle: Handle | None, drains: bool) -> None:
+    async def _handle_all(
+        self, bodies: Sequence[bytes], handle: Handle | None, at_once: HandleAtOnce | None, drains: bool
+    ) -> None:
         for index, body in enumerate(bodies, 1):
             message = self._rejecting(self._decode(body))
             if not self._answers(message):
-                if handle is None:
-                    raise ProtocolError(f"unexpected {type(message).__name__}")
-                await handle(message)
+                if at_once is None or at_once(message):
+                    if handle is None:
+                        raise ProtocolError(f"unexpected {type(message).__name__}")
+                    await handle(message)
                 if drains and self._wire.unsent > DRAIN_BYTES:  # Long answers to short requests.
                     await self.drain()
             if not index % TURN_MESSAGES:

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
+import anyio.lowlevel
 
 from kvtier.errors import ChannelClosed
 from kvtier.rpc.frames import LENGTH, FrameReader
@@ -22,6 +23,10 @@ TURN_SECONDS = 0.001
 _CREDENTIALS = struct.Struct("3i")
 
 
+Take = Callable[[Sequence[bytes]], Sequence[bytes]]
+"""Handles the bodies of frames without waiting, and returns those that it leaves to its caller."""
+
+
 class Wire(ABC):
     """Transfers frame bodies in order, in both directions, for an :class:`~kvtier.rpc.endpoint.Endpoint`."""
 
@@ -33,6 +38,15 @@ class Wire(ABC):
     @abstractmethod
     async def receive(self) -> Sequence[bytes]:
         """Wait for frames; return at least one body. Raises :class:`kvtier.errors.ChannelError`."""
+
+    async def receive_rest(self, take: Take) -> Sequence[bytes]:
+        """Pass bodies to ``take`` as they arrive, until it leaves some of them; return these.
+
+        Raises what ``take`` raises, and :class:`kvtier.errors.ChannelError`.
+        """
+        while not (rest := take(await self.receive())):
+            await anyio.lowlevel.checkpoint()
+        return rest
 
     @abstractmethod
     def write(self, body: bytes, fds: Sequence[int] = ()) -> None:
@@ -163,29 +177,36 @@ class SocketWire(Wire):
                 await self._wait(anyio.wait_readable)
         return bodies
 
-    async def receive_all(self, handle: Callable[[bytes], None]) -> None:
-        """Call ``handle`` with each body as soon as it arrives. For Unix and TCP sockets, not for TLS.
+    async def receive_rest(self, take: Take) -> Sequence[bytes]:
+        """Pass bodies to ``take`` as they arrive, until it leaves some of them; return these.
 
-        Raises what ``handle`` raises, and :class:`kvtier.errors.ChannelError`.
+        The event loop calls ``take`` as soon as it has read. Raises what ``take`` raises, and
+        :class:`kvtier.errors.ChannelError`.
         """
+        if type(self.frames.socket) is not socket.socket:  # TLS may have read what the loop cannot see.
+            return await super().receive_rest(take)
         import asyncio  # Slow, and not needed by a NIXL process.
 
         loop = asyncio.get_running_loop()
-        failed = loop.create_future()
+        ended: asyncio.Future[Sequence[bytes]] = loop.create_future()
         number = self.frames.socket.fileno()
 
         def receive() -> None:
             try:
-                for body in self.frames.read() or ():
-                    handle(body)
+                rest = take(self.frames.read() or ())
             except Exception as error:
-                loop.remove_reader(number)
-                if not failed.done():
-                    failed.set_exception(error)
+                if not ended.done():
+                    ended.set_exception(error)
+            else:
+                if not rest:
+                    return
+                if not ended.done():
+                    ended.set_result(rest)
+            loop.remove_reader(number)
 
         loop.add_reader(number, receive)
         try:
-            await failed
+            return await ended
         finally:
             loop.remove_reader(number)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
 import runpy
 import sys
 import time
@@ -21,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier.catalog.catalog import MAX_TIERS, Catalog, State
+from kvtier.catalog.catalog import ALL_TIERS, MAX_TIERS, Catalog, State
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.lru import LruPolicy
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
@@ -171,6 +172,29 @@ def test_prefix_ends_before_the_first_chunk_that_is_not_ready(catalog: Catalog) 
     catalog.remove(A, RAM)
     assert catalog.prefix(PROMPT) == []
     assert catalog.prefix([]) == []
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_rows_of_a_prefix_are_those_of_its_chunks_wherever_they_are(seed: int) -> None:
+    """Chunks are stored in any order and in runs, removed, and stored again in other rows."""
+    chance = random.Random(seed)
+    catalog = Catalog([LruPolicy.factory() for _ in range(2)])
+    prompts = [chunk_keys(root_key(bytes(32), str(number)), range(40), 1) for number in range(3)]
+    for _ in range(60):
+        prompt, tier = chance.choice(prompts), chance.randrange(2)
+        start = chance.randrange(len(prompt))
+        run = prompt[start : start + chance.choice([1, 1, 2, 5, 20, 40])]
+        if chance.random() < 0.6:
+            absent = [key for key in run if catalog.state(key, tier) is ABSENT]
+            state = chance.choice([READY, READY, READY, PENDING])
+            catalog.add_chain(absent, tier, [LENGTH] * len(absent), state)
+        else:
+            catalog.remove_all([key for key in run if catalog.state(key, tier) is not ABSENT], tier)
+        for keys in (prompt, run, chance.sample(prompt, 20), prompt[:start] + prompts[0]):
+            for among in (1, 2, ALL_TIERS):
+                rows, tiers = catalog.prefix_rows(keys, among)
+                assert list(tiers) == catalog.prefix(keys, among)
+                assert rows == [catalog.row(key) for key in keys[: len(rows)]]
 
 
 # Victims.

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from kvtier.bridge.client import LookupState
+from kvtier.integrations.vllm import request as request_module
 from kvtier.integrations.vllm.hits import Hit, hit_of
 from kvtier.integrations.vllm.request import RequestState, request_root
-from kvtier.memory.keys import BLOCK_HASH_BYTES, block_hashes, equal_blocks
+from kvtier.memory.keys import BLOCK_HASH_BYTES, block_hashes, chunk_keys, encode_tokens, equal_blocks
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from tests.integrations.test_request import CHUNK, NAMESPACE, TOKENS, image, request
 
@@ -51,6 +52,28 @@ def test_blocks_of_an_image_are_the_same_however_they_become_known() -> None:
     for stop in range(0, len(TOKENS), 7):
         state.block_hashes(0, stop)
     assert state.block_hashes(0, len(TOKENS)) == hashes(source)
+
+
+def test_tokens_are_converted_once_for_keys_and_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    converted = []
+
+    def counting(tokens: Any, start: int = 0, stop: int | None = None) -> bytes:
+        converted.append((start, stop))
+        return encode_tokens(tokens, start, stop)
+
+    monkeypatch.setattr(request_module, "encode_tokens", counting)
+    growing = request(all_token_ids=TOKENS[: CHUNK + 40])
+    state = state_of(growing)
+    state.extend(CHUNK + 40)
+    state.block_hashes(0, CHUNK + 40)
+    assert converted == [(0, CHUNK + 40)]
+    growing.all_token_ids = TOKENS
+    state.extend(len(TOKENS))
+    state.block_hashes(0, len(TOKENS))
+    # From the first chunk and the first block on that were not complete.
+    assert converted[1:] == [(CHUNK, len(TOKENS))]
+    assert state.keys == chunk_keys(state.root, TOKENS, CHUNK)
+    assert state.hashes == block_hashes(TOKENS, BLOCK)
 
 
 def test_no_hashes_without_granularity() -> None:

@@ -58,6 +58,19 @@ def test_hashes_of_random_data_match_the_blake3_package(data: bytes) -> None:
     assert native.core.blake3(data) == blake3(data).digest()
 
 
+class ConstantList(Sequence[int]):
+    """A view of a list, as vLLM gives of the tokens of a request."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._tokens[at]
+
+
 @given(
     st.lists(token_ids, max_size=600),
     st.integers(1, 300),
@@ -125,6 +138,35 @@ def test_invalid_token_ids_are_rejected(
         monkeypatch.setattr(native, "available", lambda: False)
     with pytest.raises(error):
         chunk_keys(ROOT, tokens, 1)
+
+
+@pytest.mark.parametrize("with_native", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize(
+    "kind",
+    [list, tuple, range, lambda tokens: array("q", tokens), np.array, encode_tokens, ConstantList],
+    ids=["list", "tuple", "range", "array", "numpy", "bytes", "view"],
+)
+@pytest.mark.parametrize(("start", "stop"), [(0, None), (3, 700), (999, 1000), (7, 7), (9, 3), (990, 2000)])
+def test_a_part_of_the_tokens_is_encoded(
+    kind: Any, start: int, stop: int | None, with_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = range(1000) if kind is range else random.Random(1).choices(range(2**31), k=1000)
+    given = tokens if kind is range else kind(tokens)
+    monkeypatch.setattr(native, "available", lambda: with_native)
+    assert encode_tokens(given, start, stop) == array("I", tokens[start:stop]).tobytes()
+
+
+def test_list_that_shrinks_while_a_part_is_encoded_is_rejected() -> None:
+    tokens: list[Any] = []
+
+    class Shrinking:
+        def __index__(self) -> int:
+            del tokens[55:]
+            return 1
+
+    tokens += [*range(50), Shrinking(), *range(100)]
+    with pytest.raises(RuntimeError, match="changed while they were read"):
+        encode_tokens(tokens, 40, 60)
 
 
 def test_objects_with_index_are_accepted() -> None:

@@ -401,6 +401,61 @@ async def test_messages_are_handled_at_once() -> None:
         await call.reply()
 
 
+class OtherSocket(socket.socket):
+    """Not a plain socket, like those with TLS, whose data the event loop may not see."""
+
+
+@pytest.mark.parametrize("kind", [socket.socket, OtherSocket])
+async def test_messages_that_are_not_handled_at_once_keep_their_place(kind: type[socket.socket]) -> None:
+    ours, theirs = sides()
+    plain = ours.wire.frames.socket
+    ours.wire.frames.socket = kind(fileno=plain.detach())
+    seen: list[str] = []
+
+    def at_once(message: Note | Ask) -> bool:
+        if isinstance(message, Note):
+            seen.append(message.data.decode())
+        return isinstance(message, Ask)
+
+    async def handle(message: Ask) -> None:
+        await anyio.sleep(0.002)
+        seen.append(message.text)
+        ours.endpoint.send(Answer(message.ticket, "done"))
+
+    numbers = [str(number) for number in range(2 * TURN_MESSAGES)]
+    messages = [Ask(1, text) if text.endswith("7") else Note(text.encode()) for text in numbers]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(ours.endpoint.run, handle, at_once=at_once))
+        for message in messages:
+            theirs.wire.frames.socket.send(encode(message))
+            await anyio.lowlevel.checkpoint()
+        await until(lambda: len(seen) == len(messages))
+        theirs.wire.frames.socket.send(b"".join(map(encode, messages)))
+        await until(lambda: len(seen) == 2 * len(messages))
+        tasks.cancel_scope.cancel()
+    assert seen == 2 * numbers
+
+
+@pytest.mark.parametrize("kind", [socket.socket, OtherSocket])
+async def test_slow_reader_is_waited_for_before_more_is_handled_at_once(kind: type[socket.socket]) -> None:
+    ours, theirs = sides()
+    plain = ours.wire.frames.socket
+    ours.wire.frames.socket = kind(fileno=plain.detach())
+    count, received = 8, 0
+
+    def at_once(message: Ask) -> None:
+        ours.endpoint.send(Answer(message.ticket, "x" * DRAIN_BYTES))
+
+    theirs.wire.frames.socket.send(b"".join(encode(Ask(number, "")) for number in range(1, count + 1)))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(ours.endpoint.run, at_once=at_once))
+        while received < count:
+            received += len(await theirs.wire.receive())
+            assert ours.endpoint.unsent <= 2 * DRAIN_BYTES + 100
+            await anyio.sleep(0.001)
+        tasks.cancel_scope.cancel()
+
+
 @pytest.mark.parametrize("seconds", [0, 0.01])
 async def test_connection_that_is_closed_while_messages_are_handled_at_once(seconds: float) -> None:
     ours, _ = sides()

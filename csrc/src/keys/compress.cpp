@@ -1,4 +1,3 @@
-#include <bit>
 #include <cstring>
 
 #include "blake3_schedule.hpp"
@@ -8,46 +7,66 @@ namespace kvtier::keys {
 
 namespace {
 
-std::uint32_t little_endian(const std::uint8_t* bytes) {
-    return static_cast<std::uint32_t>(bytes[0]) | static_cast<std::uint32_t>(bytes[1]) << 8 |
-           static_cast<std::uint32_t>(bytes[2]) << 16 | static_cast<std::uint32_t>(bytes[3]) << 24;
+// A row of the state, which is a matrix of 4 by 4 words. Uses the portable vector extensions of GCC and Clang.
+typedef std::uint32_t Row __attribute__((vector_size(16)));
+
+template <int bits>
+inline Row rotated(Row row) {
+    return (row >> bits) | (row << (32 - bits));
 }
 
-void mix(std::uint32_t& a, std::uint32_t& b, std::uint32_t& c, std::uint32_t& d, std::uint32_t x, std::uint32_t y) {
+// Mix the words of each column.
+inline void mix(Row& a, Row& b, Row& c, Row& d, Row x, Row y) {
     a += b + x;
-    d = std::rotr(d ^ a, 16);
+    d = rotated<16>(d ^ a);
     c += d;
-    b = std::rotr(b ^ c, 12);
+    b = rotated<12>(b ^ c);
     a += b + y;
-    d = std::rotr(d ^ a, 8);
+    d = rotated<8>(d ^ a);
     c += d;
-    b = std::rotr(b ^ c, 7);
+    b = rotated<7>(b ^ c);
+}
+
+inline Row shifted_by_1(Row row) {
+    return Row{row[1], row[2], row[3], row[0]};
+}
+
+inline Row shifted_by_2(Row row) {
+    return Row{row[2], row[3], row[0], row[1]};
+}
+
+inline Row shifted_by_3(Row row) {
+    return Row{row[3], row[0], row[1], row[2]};
 }
 
 }  // namespace
 
 void compress(ChainingValue& value, const Block& block) {
-    std::array<std::uint32_t, 16> words;
-    for (std::size_t word = 0; word < 16; ++word) words[word] = little_endian(block.bytes + 4 * word);
-    std::array<std::uint32_t, 16> v;
-    std::memcpy(v.data(), value.data(), sizeof(value));
-    std::memcpy(v.data() + 8, initial_value.data(), 4 * sizeof(std::uint32_t));
-    v[12] = static_cast<std::uint32_t>(block.counter);
-    v[13] = static_cast<std::uint32_t>(block.counter >> 32);
-    v[14] = block.length;
-    v[15] = block.flags;
+    std::uint32_t words[16];
+    std::memcpy(words, block.bytes, sizeof(words));
+    Row a, b, c;
+    std::memcpy(&a, value.data(), sizeof(a));
+    std::memcpy(&b, value.data() + 4, sizeof(b));
+    std::memcpy(&c, initial_value.data(), sizeof(c));
+    const auto low = static_cast<std::uint32_t>(block.counter), high = static_cast<std::uint32_t>(block.counter >> 32);
+    Row d{low, high, block.length, block.flags};
+#pragma GCC unroll 7
     for (const auto& order : schedule) {
         const auto word = [&](std::size_t place) { return words[order[place]]; };
-        mix(v[0], v[4], v[8], v[12], word(0), word(1));
-        mix(v[1], v[5], v[9], v[13], word(2), word(3));
-        mix(v[2], v[6], v[10], v[14], word(4), word(5));
-        mix(v[3], v[7], v[11], v[15], word(6), word(7));
-        mix(v[0], v[5], v[10], v[15], word(8), word(9));
-        mix(v[1], v[6], v[11], v[12], word(10), word(11));
-        mix(v[2], v[7], v[8], v[13], word(12), word(13));
-        mix(v[3], v[4], v[9], v[14], word(14), word(15));
+        mix(a, b, c, d, Row{word(0), word(2), word(4), word(6)}, Row{word(1), word(3), word(5), word(7)});
+        // Make columns of the diagonals, and diagonals of the columns again.
+        b = shifted_by_1(b);
+        c = shifted_by_2(c);
+        d = shifted_by_3(d);
+        mix(a, b, c, d, Row{word(8), word(10), word(12), word(14)}, Row{word(9), word(11), word(13), word(15)});
+        b = shifted_by_3(b);
+        c = shifted_by_2(c);
+        d = shifted_by_1(d);
     }
-    for (std::size_t word = 0; word < 8; ++word) value[word] = v[word] ^ v[word + 8];
+    a ^= c;
+    b ^= d;
+    std::memcpy(value.data(), &a, sizeof(a));
+    std::memcpy(value.data() + 4, &b, sizeof(b));
 }
 
 }  // namespace kvtier::keys

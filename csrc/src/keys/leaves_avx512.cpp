@@ -1,6 +1,7 @@
 #if defined(__x86_64__)
 
-#define KVTIER_TARGET __attribute__((target("avx512f")))
+#define KVTIER_TARGET __attribute__((target("avx512f,avx2")))
+#define KVTIER_AVX2
 #include "leaves.hpp"
 
 namespace kvtier::keys {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvtier.integrations.vllm.hints import NO_HINTS, Hints
 from kvtier.memory.keys import (
     BLOCK_HASH_BYTES,
+    TOKEN_BYTES,
     ChunkKey,
     ExtraKeys,
     block_hashes,
@@ -83,14 +84,9 @@ class RequestState:
 
         A chunk has no key until the tokens after it that its KV depends on are known.
         """
-        if self.lookahead:
-            tokens = min(tokens, len(self.request.all_token_ids) - self.lookahead)
-        whole, known = tokens // self.chunk_tokens, len(self.keys)
-        if whole > known:
-            start, stop = known * self.chunk_tokens, whole * self.chunk_tokens
-            fresh = self.request.all_token_ids[start:stop]
-            extra = self._extra_from(start) if self.lookahead or self.request.mm_features else None
-            self.keys += chunk_keys(self.parent(known), fresh, self.chunk_tokens, extra=extra)
+        whole = self._whole_chunks(tokens)
+        if whole > len(self.keys):
+            self._hash(tokens)
         return self.keys[first:whole]
 
     def block_hashes(self, start: int, stop: int) -> bytes:
@@ -98,14 +94,34 @@ class RequestState:
         step = self.granularity
         if not step:
             return b""
-        known, blocks = len(self.hashes) // BLOCK_HASH_BYTES, stop // step
-        if blocks > known:
-            fresh = bytearray(block_hashes(self.request.all_token_ids[known * step : blocks * step], step))
-            for block, extra in _block_extras(self.request, step, known, blocks):
-                at = slice((block - known) * BLOCK_HASH_BYTES, (block + 1 - known) * BLOCK_HASH_BYTES)
-                fresh[at] = extend_block_hash(bytes(fresh[at]), extra)
-            self.hashes += fresh
-        return bytes(self.hashes[start // step * BLOCK_HASH_BYTES : blocks * BLOCK_HASH_BYTES])
+        if stop // step > len(self.hashes) // BLOCK_HASH_BYTES:
+            self._hash(stop)
+        return bytes(self.hashes[start // step * BLOCK_HASH_BYTES : stop // step * BLOCK_HASH_BYTES])
+
+    def _whole_chunks(self, tokens: int) -> int:
+        if self.lookahead:
+            tokens = min(tokens, len(self.request.all_token_ids) - self.lookahead)
+        return tokens // self.chunk_tokens
+
+    def _hash(self, tokens: int) -> None:
+        """Hash the chunks and blocks of the first ``tokens`` tokens that are not hashed yet."""
+        known, whole, step = len(self.keys), self._whole_chunks(tokens), self.granularity
+        blocks = len(self.hashes) // BLOCK_HASH_BYTES
+        first = min(known * self.chunk_tokens, blocks * step) if step else known * self.chunk_tokens
+        encoded = encode_tokens(token_list(self.request), first, tokens)
+        if whole > known:
+            start, stop = known * self.chunk_tokens, whole * self.chunk_tokens
+            fresh = encoded[(start - first) * TOKEN_BYTES : (stop - first) * TOKEN_BYTES]
+            extra = self._extra_from(start) if self.lookahead or self.request.mm_features else None
+            self.keys += chunk_keys(self.parent(known), fresh, self.chunk_tokens, extra=extra)
+        if step:
+            fresh = encoded[(blocks * step - first) * TOKEN_BYTES :]
+            hashes = bytearray(block_hashes(fresh, step))
+            stop = blocks + len(hashes) // BLOCK_HASH_BYTES
+            for block, extras in _block_extras(self.request, step, blocks, stop):
+                at = slice((block - blocks) * BLOCK_HASH_BYTES, (block + 1 - blocks) * BLOCK_HASH_BYTES)
+                hashes[at] = extend_block_hash(bytes(hashes[at]), extras)
+            self.hashes += hashes
 
     def _extra_from(self, base: int) -> ExtraKeys:
         return lambda start, stop: _extra(self.request, base + start, base + stop, self.lookahead)
@@ -121,12 +137,18 @@ class RequestState:
         if start >= tokens or self.lookahead > 1:
             return None
         self.extend(tokens, whole)
-        rest = encode_tokens(self.request.all_token_ids[start:tokens])
+        rest = encode_tokens(token_list(self.request), start, tokens)
         return chunk_key(self.parent(whole), rest, _extra(self.request, start, tokens))
 
     def parent(self, index: int) -> ChunkKey:
         """Return the key before the chunk at ``index``."""
         return self.keys[index - 1] if index else self.root
+
+
+def token_list(request: Request) -> Sequence[int]:
+    """Return the tokens of a request as the list itself: vLLM's view of it creates a list for each slice."""
+    tokens: Sequence[int] = getattr(request, "_all_token_ids", request.all_token_ids)
+    return tokens
 
 
 def cacheable(request: Request) -> bool:

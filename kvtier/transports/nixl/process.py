@@ -268,7 +268,7 @@ class NixlProcess:
     async def _run(self) -> None:
         """Receive until the connection ends. Then kill and reap the process."""
         try:
-            await self._endpoint.run(at_once=self._handle)
+            await self._endpoint.run(at_once=self._handle, drains=False)
         finally:
             await self._reap()
             self.exited.set()
