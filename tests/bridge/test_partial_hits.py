@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import anyio
 import pytest
 from xxhash import xxh3_64_digest
 
@@ -21,6 +20,7 @@ from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey, block_hashes, chunk_keys, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.plugins import Plugins
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -56,12 +56,6 @@ def store(engine: Engine, tokens: list[int]) -> int:
     reserved = engine.reserve(Reserve(1, [run]))
     engine.commit([lease for lease in reserved.leases if lease], 0)
     return reserved.offsets[-1]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(60):
-        while not condition():
-            await anyio.sleep(0.01)
 
 
 def look_up(engine: Engine, tokens: list[int]) -> Found:

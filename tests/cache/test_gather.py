@@ -92,6 +92,17 @@ async def test_failing_source_is_reported(settings: MakeSettings, prompt: Prompt
         assert failed.reason
 
 
+async def test_only_what_stays_in_the_target_is_gathered(settings: MakeSettings, prompt: Prompt) -> None:
+    """Room up to the high watermark, 0.95 of the capacity: more would be evicted at once."""
+    tokens = prompt(24 * 256)
+    async with opened(settings, "near", ssd=20, disk={"write": "never"}) as harness:
+        await harness.fill(tokens, "near")
+        fitting = gathering(harness, tokens, "ssd")
+        await fitting.run()
+        assert fitting.held() == harness.model.keys(tokens)[:19]
+        assert "ssd" in str(fitting.reason)
+
+
 async def test_exception_of_a_provider_propagates(settings: MakeSettings, prompt: Prompt) -> None:
     async def ask(keys: Sequence[ChunkKey]) -> list[int]:
         raise ChannelClosed("closed")

@@ -13,6 +13,7 @@ import pytest
 from kvtier import LayoutError, ModelCache, Settings, SettingsError, TieredCache
 from kvtier import model as model_module
 from kvtier.catalog.siblings import marks_of
+from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import block_hashes
 
 from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
@@ -39,9 +40,13 @@ async def retrieve(model: ModelCache, tokens: list[int]) -> tuple[int, bytearray
 
 
 async def test_store_and_retrieve(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings(ssd=0)) as (_, model):
+    async with opened(settings(ssd=0)) as (cache, model):
         tokens = prompt(1100)
         assert await model.store(tokens, rows(tokens)) == 1100
+        found = cache.look_up(model.keys(tokens))
+        headers = [ChunkHeader.parse(chunk.lease.view) for chunk in found.chunks]
+        found.release()
+        assert [header.tokens for header in headers] == [256, 256, 256, 256, 76]
         hit, out = await retrieve(model, tokens)
         assert hit == 1100
         assert out[: hit * TOKEN_BYTES] == rows(tokens)[: hit * TOKEN_BYTES]

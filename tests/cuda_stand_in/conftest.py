@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-
-import pytest
-
-from kvtier.memory.arena import Arena, ArenaMap
+from tests.arenas import arena
 from tests.cuda_stand_in.fixtures import stand_in
 
 __all__ = ["arena", "stand_in"]
-
-
-@pytest.fixture
-def arena() -> Iterator[ArenaMap]:
-    """Return an engine's mapping of an arena."""
-    created = Arena.create(4 << 20)
-    mapped = ArenaMap(os.dup(created.fd), created.capacity)
-    yield mapped
-    mapped.close()
-    created.close()

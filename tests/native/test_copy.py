@@ -17,7 +17,7 @@ from xxhash import xxh3_128_digest
 from kvtier import native
 from kvtier.integrations.vllm.copies import ChunkCopy, NativeCopies, PageCopies, TorchCopies
 from kvtier.integrations.vllm.page_copies import page_copies
-from kvtier.memory.arena import Arena, ArenaMap
+from kvtier.memory.arena import ArenaMap
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout
 
@@ -42,15 +42,6 @@ LAYOUTS = {
 }
 PADDING = 28
 """Bytes after each state."""
-
-
-@pytest.fixture
-def arena() -> Iterator[ArenaMap]:
-    created = Arena.create(4 << 20)
-    mapped = ArenaMap(os.dup(created.fd), created.capacity)
-    yield mapped
-    mapped.close()
-    created.close()
 
 
 def engine(layout: ChunkLayout, seed: int) -> list[list[torch.Tensor]]:
