@@ -342,11 +342,11 @@ class TieredCache:
         """Add a chunk that begins like the first one of ``keys`` that is not held."""
         if found.marks is None:
             return
-        chunk = self.hierarchy.catalog.beginning_with(*found.marks.after(keys[: found.count]))
+        chunk, blocks = self.hierarchy.catalog.beginning_with(*found.marks.after(keys[: found.count]))
         if chunk is not None:
             before = found.count
             self._extend_from_tiers(found, [chunk], ALL_TIERS)
-            found.partial = found.count > before
+            found.partial = blocks if found.count > before else 0
 
     def _extend_from_tiers(self, found: Lookup, keys: Sequence[ChunkKey], among: int) -> bool:
         hierarchy, memory = self.hierarchy, self.hierarchy.memory
@@ -408,7 +408,7 @@ class TieredCache:
     async def settle(self, found: Lookup, progress: ReportProgress | None = None) -> None:
         """Wait for pushed chunks, then for fetched chunks according to ``prefetch.policy``; drop the rest.
 
-        Calls ``progress`` when chunks have arrived and more are in flight.
+        Calls ``progress`` when chunks have arrived and more are in flight; it may take those.
         """
         prefetch = self.settings.prefetch
         if found.pushed is not None:
@@ -417,11 +417,12 @@ class TieredCache:
             found.keep(found.ready)
             return
         deadline = prefetch.deadline if prefetch.policy == "timeout" else None
-        total, started = found.count, time.monotonic()
+        total, started = found.total, time.monotonic()
         await found.settle(deadline, progress)
-        if deadline is not None and time.monotonic() - started >= deadline and found.ready < total:
+        missing = total - found.total
+        if deadline is not None and time.monotonic() - started >= deadline and missing > 0:
             message = "prefetch.deadline of %g s exceeded: %d of %d chunks did not arrive and are recomputed"
-            self.hierarchy.warn("deadline", message, deadline, total - found.ready, total)
+            self.hierarchy.warn("deadline", message, deadline, missing, total)
 
     def reserve(self, header: ChunkHeader, hints: ChunkHints | None = None) -> Reservation | None:
         """Reserve arena memory for one chunk. Return ``None`` if it is already held or memory is full."""

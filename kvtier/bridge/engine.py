@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
@@ -155,6 +156,13 @@ class Engine:
             lengths[-1:] = [object_bytes(self.layout.payload_bytes(last))] if chunks else []
         return Expected(self.namespace, lengths)
 
+    def progress(self, number: int, found: Lookup) -> Found | None:
+        """Return what has arrived since the last answer of a lookup, or ``None`` if it was cancelled."""
+        ticket = self._tickets.get(number)
+        if ticket is None or ticket.cancelled:
+            return None
+        return self._grant(ticket, found, fetching=found.in_flight)
+
     def fetched(self, number: int, found: Lookup) -> Found | None:
         """Return the final answer of a lookup, or ``None`` if it was cancelled."""
         ticket = self._tickets.get(number)
@@ -170,10 +178,12 @@ class Engine:
         staging = self._buffers
         staging_source = len(self._cache.hierarchy.tiers)
         buffer = 0 if staging is None else staging.number
-        found = Found(ticket.number, [], [], [], fetching, buffer, lookup.held)
+        found = Found(ticket.number, [], [], [], fetching, buffer, lookup.held, needed=lookup.needed)
         ready = lookup.take_ready()
-        if lookup.partial and not lookup.count:
-            found, lookup.partial = self._with_block_hashes(found, ready), False
+        if fetching:
+            found = self._with_coming(found, lookup)
+        elif lookup.partial:
+            found, lookup.partial = self._with_block_hashes(found, ready), 0
         for chunks in ready:
             count = len(chunks.leases)
             numbers = list(islice(self._numbers, count))
@@ -197,6 +207,19 @@ class Engine:
             return structs.replace(found, last_tokens=self.layout.chunk_tokens)
         stored = self.layout.stored_tokens(chunk.payload_bytes)
         return structs.replace(found, block_hashes=chunk.block_hashes, last_tokens=stored)
+
+    @cached_property
+    def _object_tokens(self) -> dict[int, int]:
+        """How many tokens the blocks of a chunk hold, by the size of the chunk object."""
+        lengths = range(self.layout.chunk_tokens, 0, -self.layout.unit_tokens)
+        return {object_bytes(self.layout.payload_bytes(tokens)): tokens for tokens in lengths}
+
+    def _with_coming(self, found: Found, lookup: Lookup) -> Found:
+        """Add what is expected of the chunks in flight."""
+        if lookup.partial:
+            tokens = self._object_tokens.get(lookup.chunks[-1].lease.length, self.layout.chunk_tokens)
+            found = structs.replace(found, last_tokens=tokens, likely_blocks=lookup.partial)
+        return structs.replace(found, coming=lookup.coming())
 
     def cancel(self, number: int) -> None:
         """End a lookup and every lease that it was granted."""
@@ -225,7 +248,7 @@ class Engine:
         self._forget_if_empty(grant.ticket)
 
     def _forget_if_empty(self, ticket: Ticket) -> None:
-        if ticket.held:
+        if ticket.held or (ticket.pending is not None and not ticket.cancelled):
             return
         ticket.grants.clear()  # Grants refer to the ticket: break the cycle, so that no GC run is needed.
         if self._tickets.get(ticket.number) is ticket:  # The engine may have reused its number.

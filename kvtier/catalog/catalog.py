@@ -429,11 +429,11 @@ class Catalog:
         row = self._rows[key[0]].get(key)
         return row is not None and self._siblings.has(row)
 
-    def beginning_with(self, parent: ChunkKey, marks: bytes) -> ChunkKey | None:
-        """Return the chunk after ``parent`` that shares most leading blocks; ``None`` if none shares any."""
+    def beginning_with(self, parent: ChunkKey, marks: bytes) -> tuple[ChunkKey | None, int]:
+        """Return the chunk after ``parent`` that shares most leading marks, and how many, if any does."""
         above = self._rows[parent[0]].get(parent)
         row, shared = self._siblings.best(parent if above is None else above, marks)
-        return self.columns.key(row) if shared else None
+        return (self.columns.key(row), shared) if shared else (None, 0)
 
     def superseded(self, key: ChunkKey, *, whole: bool) -> list[ChunkKey]:
         """Return the shorter chunks that a chunk makes useless, unless they are pinned.

@@ -117,12 +117,14 @@ class Lookup:
         self.staged = staged
         self.hints = hints
         self.marks = marks
-        self.partial = False
-        """Whether the last chunk is not one of the prompt, but begins like it. Compare its block hashes."""
+        self.partial = 0
+        """If the last chunk only begins like the prompt: how many blocks seem equal. Compare their hashes."""
         self.held = 0
         """For a model with states: how many leading chunks are held, also beyond the last state."""
         self.needed = 0
         """How many chunks there must be. With fewer, all are useless and none is returned."""
+        self.taken = 0
+        """Number of chunks that were removed by :meth:`take_ready`."""
         self.unknown = 0
         """How many more chunks may still be found.
 
@@ -147,6 +149,11 @@ class Lookup:
     def count(self) -> int:
         """Number of chunks."""
         return len(self._chunks) + (0 if self._head is None else len(self._head[1]))
+
+    @property
+    def total(self) -> int:
+        """Number of chunks, including those that were taken."""
+        return self.taken + self.count
 
     @property
     def answered(self) -> anyio.Event:
@@ -193,8 +200,7 @@ class Lookup:
 
         In prefix order, with one :class:`Ready` for each run of chunks in the arena or in staging.
         """
-        if self.ready < self.needed:
-            return []
+        self.taken += self.ready
         if self._head is not None and not self._chunks:
             leases, self._head = self._head[1], None
             return [Ready(leases, [FIRST] * len(leases))] if len(leases) else []
@@ -207,24 +213,35 @@ class Lookup:
         """Wait for the chunks in flight, then drop those that did not arrive.
 
         Stops early if nothing arrives for ``seconds``; ``None`` waits without a timeout. Calls ``progress``
-        whenever the query's answer or some chunks have arrived while others are in flight.
+        whenever the query's answer or some chunks have arrived while others are in flight; it may take them.
         """
-        answer_arrived = self.unknown > 0 and await wait_for_event(self.answered, seconds)
-        for chunk in self._chunks:
+        news = self.unknown > 0 and await wait_for_event(self.answered, seconds)
+        at = 0
+        while at < len(self._chunks):
+            chunk = self._chunks[at]
             if chunk.flight is None or chunk.arrived:
+                at, news = at + 1, True
                 continue
-            if progress is not None and (answer_arrived or chunk is not self._chunks[0]):
+            if progress is not None and news:
+                news, waiting = False, len(self._chunks) - at
                 await progress()
+                at = max(0, len(self._chunks) - waiting)  # It may have taken the others, or released all.
+                continue
             if not await wait_for_event(chunk.flight.done, seconds) or not chunk.arrived:
                 break
         self.keep(self.ready)
 
+    def coming(self) -> list[tuple[int, int]]:
+        """Return the sources of the chunks that were not taken, in prefix order: each tier, and how many."""
+        return [(source, sum(1 for _ in run)) for source, run in groupby(c.source for c in self.chunks)]
+
     def keep(self, count: int) -> None:
         """Keep only the first ``count`` chunks. Release the others and stop waiting for more."""
-        if count < self.needed:
+        if self.taken + count < self.needed:
             count = 0
         self.unknown = 0
-        self.partial &= count >= self.count
+        if count < self.count:
+            self.partial = 0
         if self.pushed is not None:
             self.pushed.end()
         if self._head is not None and not count:

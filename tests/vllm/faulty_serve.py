@@ -4,6 +4,7 @@
 - ``hang-get``, ``hang-put``: no read or write completes
 - ``slow-get``, ``slow-put``: each batch takes a third of a second longer
 - ``hold-get``, ``hold-put``: no read or write completes while the file ``HOLD`` exists
+- ``holdrest-get``, ``failrest-get``: so do all but the first two reads, each of one chunk
 """
 
 from __future__ import annotations
@@ -18,16 +19,29 @@ import anyio
 from kvtier.backends.base import Outcome
 from kvtier.backends.disk.backend import DiskBackend
 from kvtier.cli import main
+from kvtier.tiers import batches
 
 SLOW_SECONDS = 0.33
+HEALTHY_CALLS = 2
 POLL_SECONDS = 0.02
 
 
 def inject_fault(name: str, how: str, hold: Path) -> None:
     """Wrap one method of the disk backend with a fault."""
     healthy = getattr(DiskBackend, name)
+    later = how.removesuffix("rest")
+    calls = 0
+    if later != how:
+        batches.BATCH_BYTES = 1
 
     async def faulty(self: DiskBackend, items: Sequence[Any]) -> Sequence[Outcome]:
+        nonlocal calls, how
+        if later != how:
+            calls += 1
+            if calls <= HEALTHY_CALLS:
+                result: Sequence[Outcome] = await healthy(self, items)
+                return result
+            how = later
         if how == "fail":
             return [Outcome.FAILED] * len(items)
         while how == "hang" or (how == "hold" and hold.exists()):
