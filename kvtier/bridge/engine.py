@@ -116,8 +116,9 @@ class Engine:
         """Return the immediate answer, and the lookup itself if parts of it are still in flight."""
         keys = split_keys(request.keys)
         expected = self._expected(len(keys), request.tokens)
+        compute = max(0.0, request.compute_seconds) / max(1, len(keys))
         if self.layout.has_states:
-            found = self._cache.look_up_state(keys, expected, self._state_bytes, request.hints)
+            found = self._cache.look_up_state(keys, expected, self._state_bytes, request.hints, compute)
         else:
             found = self._cache.look_up(
                 keys,
@@ -127,6 +128,7 @@ class Engine:
                 staged=self._buffers,
                 hints=request.hints,
                 marks=self._marks(request),
+                compute=compute,
             )
         ticket = self._tickets[request.ticket] = Ticket(request.ticket)
         answer = self._grant(ticket, found, fetching=found.in_flight)

@@ -127,6 +127,8 @@ class Lookup(Request, frozen=True, array_like=True, tag=10):
     the prompt is not held, but one that begins like it."""
     marks: bytes = b""
     """One byte of each block hash of the prompt."""
+    compute_seconds: float = 0.0
+    """How long the engine is expected to compute the prompt; 0 if that is unknown."""
 
 
 class Found(Reply, frozen=True, array_like=True, tag=11):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +18,11 @@ from kvtier.memory.slices import Lease, Leases
 from kvtier.pipeline.expect import Expectation
 from kvtier.pipeline.prefetch import Flight
 from kvtier.tiers.router import FIRST
+
+COMPUTE_TIMES = 2.0
+"""A request waits for its next chunk at most this many times as long as it would compute all missing ones."""
+MIN_TIMEOUT_SECONDS = 0.1
+"""And this much longer: a cache process gets no CPU for as long on a busy machine."""
 
 
 class Staged(Protocol):
@@ -109,14 +115,20 @@ class Lookup:
         staged: Staged | None = None,
         hints: ChunkHints | None = None,
         marks: PromptMarks | None = None,
+        compute: float = 0.0,
     ) -> None:
         """``staged``: a staging buffer to search besides the tiers. ``hints``: for the chunks found.
 
         ``marks``: those of the prompt, to find a chunk that begins like the first one that is not held.
+        ``compute``: the seconds in which the engine computes a chunk; 0 if that is unknown.
         """
         self.staged = staged
         self.hints = hints
         self.marks = marks
+        self.compute = compute
+        self.began_at = time.monotonic()
+        self.expected: float | None = 0.0
+        """In how many seconds the chunks in flight are expected; ``None`` if unknown."""
         self.partial = 0
         """If the last chunk only begins like the prompt: how many blocks seem equal. Compare their hashes."""
         self.held = 0
@@ -227,9 +239,15 @@ class Lookup:
                 await progress()
                 at = max(0, len(self._chunks) - waiting)  # It may have taken the others, or released all.
                 continue
-            if not await wait_for_event(chunk.flight.done, seconds) or not chunk.arrived:
+            if not await wait_for_event(chunk.flight.done, self._timeout(seconds)) or not chunk.arrived:
                 break
         self.keep(self.ready)
+
+    def _timeout(self, seconds: float | None) -> float | None:
+        """Return how long to wait for the next chunk: not much longer than all of them take to compute."""
+        if seconds is None or not self.compute:
+            return seconds
+        return min(seconds, MIN_TIMEOUT_SECONDS + COMPUTE_TIMES * self.compute * self._waiting)
 
     def coming(self) -> list[tuple[int, int]]:
         """Return the sources of the chunks that were not taken, in prefix order: each tier, and how many."""

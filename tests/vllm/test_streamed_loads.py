@@ -74,6 +74,12 @@ def test_cache_process_killed_between_two_chunks(
     cache.kill()
     assert engine.answer(number).tokens == oracle(llama, PROMPT)
     engine.wait_until_free()
+    cache.release_disk()
+    cache.start()
+    while not cache.status()["engines"]:  # It tries to connect in its steps, at most every 10 s.
+        engine.generate(PROMPT[:CHUNK], 1)
+    engine.reset_prefix_cache()
+    assert engine.generate(PROMPT).tokens == oracle(llama, PROMPT)
 
 
 def test_cancelled_between_two_chunks(

@@ -24,6 +24,7 @@ from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.loading import LOST, Loads, stalled
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferStats
+from kvtier.integrations.vllm.prefill import PrefillSpeed
 from kvtier.integrations.vllm.request import RequestState, cacheable, request_root
 from kvtier.integrations.vllm.saving import Blocks, BlocksOf, Saves
 from kvtier.integrations.vllm.states import States
@@ -81,6 +82,7 @@ class SchedulerSide:
         self._kv_transfers = KVTransfers(settings, self._layout, bridge, self._stats, parts=model.parts)
         self._requests: dict[str, RequestState] = {}
         self._loads = Loads(model, bridge)
+        self._prefill = PrefillSpeed()
         self._saves = Saves(settings, self._layout, bridge, self._stats)
         self._states: States | None = None
         if self._layout.has_states:
@@ -151,6 +153,7 @@ class SchedulerSide:
             hints=state.hints.for_chunks,
             root=state.root if self._layout.granularity else b"",
             marks=marks_of(state.block_hashes(0, request.num_tokens)),
+            compute_seconds=self._prefill.expected(covered),
         )
         state.timeout = self._timeout + expected.seconds
         state.waited = False
@@ -297,7 +300,10 @@ class SchedulerSide:
         due, possible = [], self._saves.possible
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None or not state.stores:
+            if state is None:
+                continue
+            self._prefill.observe(state)
+            if not state.stores:
                 continue
             before, state.settled = state.settled, state.request.num_computed_tokens
             if not possible:
@@ -357,6 +363,8 @@ class SchedulerSide:
         if state is None:
             return False, self._kv_transfers.answer(request, 0)
         self._cancel_lookup(state)
+        if state.computing_since is not None:
+            self._prefill.observe(state)
         if request.status == RequestStatus.FINISHED_ABORTED or request.request_id in self._loads:
             self._loads.stop(request.request_id)
             self._kv_transfers.give_up(state)
