@@ -93,7 +93,7 @@ class Prompts:
 
     def store(self) -> None:
         """Store all prompts, and wait until they are on the disk."""
-        with self._engine(0) as engine:
+        with self.engine(0) as engine:
             for request in self._requests:
                 engine.store(request)
                 while status(self._folder / "socket")["pending_bytes"]:
@@ -101,7 +101,7 @@ class Prompts:
 
     def copy(self) -> float:
         """Return the seconds of one copy of a prompt from memory, once its pages have been touched."""
-        with self._engine(0) as engine:
+        with self.engine(0) as engine:
             engine.load(self._requests[0])
             return statistics.median(engine.copy(self._chunks) for _ in range(5))
 
@@ -109,7 +109,7 @@ class Prompts:
         """Return the medians of all times in milliseconds, and the ratio."""
         reads: list[float] = []
         loads: list[float] = []
-        with self._engine(multiple * self._bytes / copy) as engine:
+        with self.engine(multiple * self._bytes / copy) as engine:
             for first, second in zip(self._requests[::2], self._requests[1::2], strict=True):
                 reads.append(engine.read(first))
                 loads.append(engine.load(second))
@@ -119,7 +119,7 @@ class Prompts:
         return read * 1e3, copy * 1e3, load * 1e3, statistics.median(ratios), spread
 
     @contextmanager
-    def _engine(self, bytes_per_second: float) -> Iterator[Engine]:
+    def engine(self, bytes_per_second: float, **settings: object) -> Iterator[Engine]:
         """Run a cache process with cold memory, and the hooks of an engine."""
         socket = self._folder / "socket"
         tiers = [
@@ -128,11 +128,12 @@ class Prompts:
         ]
         environment = {**os.environ, "KVTIER_TIERS": json.dumps(tiers), "KVTIER_SOCKET": str(socket)}
         program = Path(__file__).with_name("throttled_serve.py")
+        environment |= {f"KVTIER_{name.upper()}": json.dumps(value) for name, value in settings.items()}
         process = subprocess.Popen([sys.executable, str(program), str(bytes_per_second)], env=environment)
         try:
             while not is_ready(socket):
                 time.sleep(0.02)
-            engine = Engine(socket, self._chunks)
+            engine = Engine(socket, self._chunks, **settings)
             yield engine
             engine.close()
         finally:
@@ -143,7 +144,7 @@ class Prompts:
 class Engine:
     """Both sides of the connector, and one set of blocks for all prompts."""
 
-    def __init__(self, socket: Path, chunks: int) -> None:
+    def __init__(self, socket: Path, chunks: int, **more: object) -> None:
         names = [f"layer {layer}" for layer in range(LAYERS)]
         self._blocks = 1 + chunks * CHUNK_TOKENS // BLOCK_TOKENS
         regions = (tuple(Region(name, 0, PAGE_BYTES, PAGE_BYTES, self._blocks) for name in names),)
@@ -157,7 +158,7 @@ class Engine:
         self._bridges = SchedulerBridge(hello("scheduler"), socket), WorkerBridge(hello("worker"), socket)
         self._bridges[1].connect()
         self._bridges[0].connect()
-        settings = Settings(chunk_tokens=CHUNK_TOKENS)
+        settings = Settings(chunk_tokens=CHUNK_TOKENS, **more)  # type: ignore[arg-type]
         self._space = space
         self._scheduler = SchedulerSide(
             settings, model, self._bridges[0], weights=EngineWeights("", lambda _: space)
@@ -190,46 +191,47 @@ class Engine:
         seconds = time.perf_counter() - started
         assert found is not None
         assert len(found.leases) == request.num_tokens // CHUNK_TOKENS
-        self._finish(request)
+        self.finish(request)
         return seconds
 
     def load(self, request: Request) -> float:
         """Return the seconds until all chunks of a prompt are in the blocks."""
         started = time.perf_counter()
-        self._scheduler.on_new_request(request)
-        table = SimpleNamespace(get_block_ids=lambda: (list(range(1, self._blocks)),))
-        allocated, done = False, False
         self._last = []
-        while not done:
-            if not allocated:
-                tokens, _ = self._scheduler.matched_tokens(request, 0)
-                if tokens is not None:
-                    assert tokens == request.num_tokens, tokens
-                    self._scheduler.allocated(request, table, tokens)  # type: ignore[arg-type]
-                    allocated = True
-            done = self._step(request.request_id)
-            if not done:
-                time.sleep(STEP_SECONDS)
+        assert self.start(request) == request.num_tokens
         seconds = time.perf_counter() - started
-        self._finish(request)
+        self.finish(request)
         return seconds
 
-    def _step(self, request_id: str) -> bool:
-        output = SimpleNamespace(
+    def start(self, request: Request) -> int:
+        """Look up a prompt, and load what is found, in steps that compute nothing; return its tokens."""
+        self._scheduler.on_new_request(request)
+        while (tokens := self._scheduler.matched_tokens(request, 0)[0]) is None:
+            self.step(request)
+            time.sleep(STEP_SECONDS)
+        table: Any = SimpleNamespace(get_block_ids=lambda: (list(range(1, self._blocks)),))
+        self._scheduler.allocated(request, table, tokens)
+        while tokens and not self.step(request):
+            time.sleep(STEP_SECONDS)
+        return tokens
+
+    def step(self, request: Request, scheduled: int = 0) -> bool:
+        """Run a step; return whether the load of a request has ended."""
+        output: Any = SimpleNamespace(
             preempted_req_ids=None,
-            num_scheduled_tokens={},
-            total_num_scheduled_tokens=0,
+            num_scheduled_tokens={request.request_id: scheduled} if scheduled else {},
+            total_num_scheduled_tokens=scheduled,
             kv_connector_block_state=None,
         )
-        metadata = self._scheduler.build_metadata(output)  # type: ignore[arg-type]
+        metadata = self._scheduler.build_metadata(output)
         self._last += [chunk for job in metadata.loads for chunk in job.chunks]
         self._worker.load(metadata.loads)
         self._worker.save(metadata.saves)
         _, loaded, failed = self._worker.take_results()
         assert not failed
-        results = SimpleNamespace(finished_recving=loaded, failed_recving=failed)
-        self._scheduler.update_from_output(results)  # type: ignore[arg-type]
-        return request_id in loaded
+        results: Any = SimpleNamespace(finished_recving=loaded, failed_recving=failed)
+        self._scheduler.update_from_output(results)
+        return request.request_id in loaded
 
     def copy(self, chunks: int) -> float:
         """Return the seconds of one copy of the chunks that were loaded last."""
@@ -239,7 +241,8 @@ class Engine:
         self._worker._copies.load(self._bridges[1].arena, self._last[:chunks])
         return time.perf_counter() - started
 
-    def _finish(self, request: Request) -> None:
+    def finish(self, request: Request) -> None:
+        """Finish a request."""
         self._scheduler.finished(request, ([],))
 
     def close(self) -> None:
