@@ -206,17 +206,26 @@ class Engine:
     def start(self, request: Request) -> int:
         """Look up a prompt, and load what is found, in steps that compute nothing; return its tokens."""
         self._scheduler.on_new_request(request)
+        while (tokens := self._ask(request)) and not self._run_load(request, tokens):
+            pass  # Some chunks have not arrived: a shorter hit is loaded.
+        return tokens
+
+    def _ask(self, request: Request) -> int:
         while (tokens := self._scheduler.matched_tokens(request, 0)[0]) is None:
             self.step(request)
             time.sleep(STEP_SECONDS)
-        table: Any = SimpleNamespace(get_block_ids=lambda: (list(range(1, self._blocks)),))
-        self._scheduler.allocated(request, table, tokens)
-        while tokens and not self.step(request):
-            time.sleep(STEP_SECONDS)
         return tokens
 
-    def step(self, request: Request, scheduled: int = 0) -> bool:
-        """Run a step; return whether the load of a request has ended."""
+    def _run_load(self, request: Request, tokens: int) -> bool:
+        """Load a hit; return whether that has succeeded."""
+        table: Any = SimpleNamespace(get_block_ids=lambda: (list(range(1, self._blocks)),))
+        self._scheduler.allocated(request, table, tokens)
+        while (succeeded := self.step(request)) is None:
+            time.sleep(STEP_SECONDS)
+        return succeeded
+
+    def step(self, request: Request, scheduled: int = 0) -> bool | None:
+        """Run a step; return whether the load of a request has succeeded, ``None`` while it has not ended."""
         output: Any = SimpleNamespace(
             preempted_req_ids=None,
             num_scheduled_tokens={request.request_id: scheduled} if scheduled else {},
@@ -228,10 +237,9 @@ class Engine:
         self._worker.load(metadata.loads)
         self._worker.save(metadata.saves)
         _, loaded, failed = self._worker.take_results()
-        assert not failed
         results: Any = SimpleNamespace(finished_recving=loaded, failed_recving=failed)
         self._scheduler.update_from_output(results)
-        return request.request_id in loaded
+        return request.request_id not in failed if request.request_id in loaded else None
 
     def copy(self, chunks: int) -> float:
         """Return the seconds of one copy of the chunks that were loaded last."""

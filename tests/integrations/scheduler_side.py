@@ -32,11 +32,12 @@ from kvtier.bridge.protocol import (
     UseWeights,
     Watch,
 )
-from kvtier.integrations.vllm import loading
+from kvtier.integrations.vllm import loading, prefill
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.memory.keys import split_keys
 from kvtier.rpc.unix import UnixConnection
+from kvtier.tiers.speeds import MIN_SAMPLES
 from tests.bridge.conftest import wait_until
 from tests.bridge.scripted_cache import ScriptedCache
 
@@ -670,6 +671,33 @@ def test_chunk_that_only_begins_like_the_prompt_is_compared_before_it_is_loaded(
     if not equal:
         streamed.begin(CHUNK_TOKENS)
         assert streamed.sent() == [([1], False)]
+
+
+def test_lookup_reports_how_long_the_prompt_takes_to_compute(
+    engine: Engine, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As other prompts have taken, from their first step to their first token. Decoding does not count."""
+    clock = [100.0]
+    monkeypatch.setattr(prefill.time, "monotonic", lambda: clock[0])
+    for _ in range(MIN_SAMPLES):
+        request = make_request(4 * CHUNK_TOKENS, kv_transfer_params={"kvtier": {"cache": "read"}})
+        engine.scheduler.on_new_request(request)
+        look_up = cache.receive(Lookup)
+        assert look_up.compute_seconds == 0
+        cache.send(Found(look_up.ticket, [], [], [], 0))
+        wait_until(lambda request=request: engine.scheduler.matched_tokens(request, 0) == (0, False))
+        engine.scheduler.allocated(request, engine._blocks([]), 0)
+        engine.admit(request)
+        for _ in range(4):
+            engine.step()
+            clock[0] += 0.5
+        request.num_tokens += 1
+        for _ in range(2):
+            engine.step(1)
+            clock[0] += 10
+        engine.finish(request)
+    engine.scheduler.on_new_request(make_request(8 * CHUNK_TOKENS))
+    assert cache.receive(Lookup).compute_seconds == pytest.approx(4.0)
 
 
 def switched(mode: str, **fields: Any) -> Any:

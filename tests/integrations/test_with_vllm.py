@@ -29,7 +29,7 @@ def run(tests: Path, log: Path) -> None:
     [
         ("worker_side.py", 23),
         ("cuda_side.py", 13),
-        ("scheduler_side.py", 42),
+        ("scheduler_side.py", 43),
         ("connector_side.py", 9),
         ("layout_side.py", 56),
         ("saves_side.py", 12),
