@@ -44,6 +44,7 @@ from kvtier.pipeline.held import HeldChunk, parents_first
 from kvtier.pipeline.move import MoveStage
 from kvtier.pipeline.prefetch import PrefetchStage
 from kvtier.pipeline.store import Reservation, StoreStage
+from kvtier.pipeline.worth import Worth
 from kvtier.plugins import Plugins, is_memory
 from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
 from kvtier.tiers.encoder import Encoder, Layouts
@@ -72,6 +73,8 @@ class TieredCache:
         self._evicting = EvictStage(hierarchy)
         self._storing = StoreStage(hierarchy, self._evicting, queue_bytes)
         self._prefetching = PrefetchStage(hierarchy, self._evicting)
+        self.worth = Worth(hierarchy, self._prefetching)
+        """What to load and what to compute."""
         self._discovering = DiscoverStage(hierarchy)
         self._boundaries = Boundaries(hierarchy, self._discovering)
         self.expecting = ExpectStage(hierarchy)
@@ -194,6 +197,7 @@ class TieredCache:
         staged: Staged | None = None,
         hints: ChunkHints | None = None,
         marks: PromptMarks | None = None,
+        compute: float = 0.0,
     ) -> Lookup:
         """Lease the longest held prefix of ``keys``, and start to prefetch chunks of lower tiers.
 
@@ -207,11 +211,12 @@ class TieredCache:
 
         ``staged`` holds chunks that were pushed into staging buffers instead of tiers. ``hints`` replace
         those of the chunks that are found. With ``marks``, a chunk that only begins like the next one of the
-        prompt is added at the end: see :attr:`Lookup.partial`.
+        prompt is added at the end: see :attr:`Lookup.partial`. With ``compute``, the seconds in which a chunk
+        is computed, only those are found that are worth waiting for.
         """
         if not local:  # The hit rate is that of this host's engines, without lookups by peers.
             self.hierarchy.counts["looked_up"] += len(keys)
-        found = Lookup(staged, hints, marks)
+        found = Lookup(staged, hints, marks, self._compute(compute))
         reached = self._extend(found, keys, self._local if local else ALL_TIERS)
         rest = keys[found.count :]
         if not reached:
@@ -230,8 +235,17 @@ class TieredCache:
             self._extend_partially(found, keys)
         return found
 
+    def _compute(self, seconds: float) -> float:
+        prefetch = self.settings.prefetch
+        return seconds if prefetch.adaptive and prefetch.policy == "timeout" else 0.0
+
     def look_up_state(
-        self, keys: Sequence[ChunkKey], expected: Expected, state_bytes: int, hints: ChunkHints | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        expected: Expected,
+        state_bytes: int,
+        hints: ChunkHints | None = None,
+        compute: float = 0.0,
     ) -> Lookup:
         """Lease the longest prefix of whole chunks at whose end a state is stored, and that state.
 
@@ -240,7 +254,7 @@ class TieredCache:
         :meth:`look_up`.
         """
         self.hierarchy.counts["looked_up"] += len(keys)
-        found = Lookup(hints=hints)
+        found = Lookup(hints=hints, compute=self._compute(compute))
         boundary = self._boundaries.last(keys)
         if len(boundary.needed) <= len(keys) and self._discovering.pools(expected.namespace):
             found.unknown = len(keys) + 1
@@ -287,7 +301,7 @@ class TieredCache:
 
     def _extend_to(self, found: Lookup, boundary: Boundary) -> None:
         found.held = boundary.chunks
-        self._extend(found, boundary.needed)
+        self._extend(found, boundary.needed, whole=True)
         found.needed = len(boundary.needed)
         if found.count < found.needed:
             found.release()
@@ -329,10 +343,15 @@ class TieredCache:
             found.unknown = 0
             found.answered.set()
 
-    def _extend(self, found: Lookup, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> bool:
-        """Add the held prefix of ``keys``. Return ``False`` if a known chunk could not be leased."""
+    def _extend(
+        self, found: Lookup, keys: Sequence[ChunkKey], among: int = ALL_TIERS, *, whole: bool = False
+    ) -> bool:
+        """Add the held prefix of ``keys``; ``whole``: it is of use only as a whole.
+
+        Return ``False`` if a known chunk could not be leased, or is not worth waiting for.
+        """
         before = found.count
-        while self._extend_from_tiers(found, keys[found.count - before :], among):
+        while self._extend_from_tiers(found, keys[found.count - before :], among, whole=whole):
             rest = keys[found.count - before :]
             if not rest or not found.add_staged(rest[0]):
                 return True
@@ -346,19 +365,27 @@ class TieredCache:
         chunk = self.hierarchy.catalog.beginning_with(parent, marks) if marks else None
         if chunk is not None:
             before = found.count
-            self._extend_from_tiers(found, [chunk], ALL_TIERS)
-            found.partial = found.count > before
+            self._extend_from_tiers(found, [chunk.key], ALL_TIERS)
+            found.partial = chunk if found.count > before else None
 
-    def _extend_from_tiers(self, found: Lookup, keys: Sequence[ChunkKey], among: int) -> bool:
+    def _extend_from_tiers(
+        self, found: Lookup, keys: Sequence[ChunkKey], among: int, *, whole: bool = False
+    ) -> bool:
         hierarchy, memory = self.hierarchy, self.hierarchy.memory
         rows, sources = hierarchy.catalog.prefix_rows(keys, among)
+        known = len(rows)
+        if found.compute and sources.count(memory.index) < known:
+            worth, found.expected = self.worth.decide(
+                keys[:known], sources, among, found.compute, whole=whole
+            )
+            rows, sources = rows[:worth], sources[:worth]
         held = keys[: len(rows)]
         if found.hints is not None:
             hierarchy.catalog.set_hints(rows, found.hints)
         hierarchy.catalog.touch_rows(rows)
         in_memory = sources.count(memory.index) == len(sources)
         if in_memory and not found.count:
-            return self._extend_from_memory(found, held, rows, among)
+            return self._extend_from_memory(found, held, rows, among) and len(held) == known
         if not in_memory:
             self._prefetching.start(Prefetch(keys=held, priority=Priority.REQUESTED, among=among))
         chunks: list[FoundChunk] = []
@@ -371,7 +398,7 @@ class TieredCache:
         if among == ALL_TIERS:
             for source, count in Counter(chunk.source for chunk in chunks).items():
                 hierarchy.counts[f"found_{hierarchy.tiers[source].name}"] += count
-        return len(chunks) == len(held)
+        return len(chunks) == known
 
     def _extend_from_memory(
         self, found: Lookup, held: Sequence[ChunkKey], rows: Sequence[int], among: int
@@ -409,7 +436,7 @@ class TieredCache:
     async def settle(self, found: Lookup, progress: ReportProgress | None = None) -> None:
         """Wait for pushed chunks, then for fetched chunks according to ``prefetch.policy``; drop the rest.
 
-        Calls ``progress`` when chunks have arrived and more are in flight.
+        Calls ``progress`` when chunks have arrived and more are in flight; it may take those.
         """
         prefetch = self.settings.prefetch
         if found.pushed is not None:
@@ -418,11 +445,14 @@ class TieredCache:
             found.keep(found.ready)
             return
         deadline = prefetch.deadline if prefetch.policy == "timeout" else None
-        total, started = found.count, time.monotonic()
+        total, started = found.total, time.monotonic()
         await found.settle(deadline, progress)
-        if deadline is not None and time.monotonic() - started >= deadline and found.ready < total:
+        missing = total - found.total
+        if found.expected and not missing:
+            self.worth.ended(found.expected, time.monotonic() - found.began_at)
+        if deadline is not None and time.monotonic() - started >= deadline and missing > 0:
             message = "prefetch.deadline of %g s exceeded: %d of %d chunks did not arrive and are recomputed"
-            self.hierarchy.warn("deadline", message, deadline, total - found.ready, total)
+            self.hierarchy.warn("deadline", message, deadline, missing, total)
 
     def reserve(self, header: ChunkHeader, hints: ChunkHints | None = None) -> Reservation | None:
         """Reserve arena memory for one chunk. Return ``None`` if it is already held or memory is full."""

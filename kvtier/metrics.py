@@ -71,6 +71,11 @@ COUNTS = (
     ),
     ("demoted", "kvtier_demoted_chunks", "Evicted chunks that were demoted to a lower tier."),
     ("fallback", "kvtier_fallback_chunks", "Chunks read from a fallback tier after the first one failed."),
+    (
+        "computed_instead",
+        "kvtier_computed_instead_chunks",
+        "Held chunks that an engine computes, because they would arrive later.",
+    ),
     ("prefetch_no_room", "kvtier_truncated_prefetches", "Prefetches cut short because memory was full."),
 )
 """Key in the cache's counts, metric name and help text."""
@@ -185,6 +190,16 @@ class CacheMetrics(Collector):
         counts = self._cache.hierarchy.counts
         for key, name, text in COUNTS:
             yield CounterMetricFamily(name, text, counts[key])
+        worth = self._cache.worth
+        for name, text, seconds in (
+            (
+                "expected",
+                "Expected duration of waits for chunks, where it was known.",
+                worth.expected_seconds,
+            ),
+            ("actual", "Duration of the waits whose duration was expected.", worth.actual_seconds),
+        ):
+            yield CounterMetricFamily(f"kvtier_{name}_wait_seconds", text, seconds)
         text = "Chunks found by lookups, by the tier that held them."
         found = CounterMetricFamily("kvtier_found_chunks", text, labels=["tier"])
         yield _by_tier(found, tiers, lambda tier: counts[f"found_{tier.name}"])

@@ -61,6 +61,10 @@ class LookupState:
     offsets: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     fetching: int = 0
+    coming: list[int] = field(default_factory=list)
+    """The sources of the chunks in flight. Each of them may still fail."""
+    needed: int = 0
+    """With states: how many leases there must be. With fewer, all are useless."""
     staging: int = 0
     """Number of the staging buffer that holds the chunks whose source is one past the last tier."""
     held: int = 0
@@ -68,7 +72,9 @@ class LookupState:
     last_tokens: int = 0
     """If the last chunk is to be used in part: how many tokens its blocks hold."""
     block_hashes: bytes = b""
-    """The block hashes of that chunk."""
+    """The block hashes of that chunk, once it has arrived."""
+    likely_blocks: int = 0
+    """How many of its blocks are expected to be equal. Never more are."""
     updated_at: float = 0.0
     """Time of the last answer (:func:`time.monotonic`); each batch that arrives causes one."""
 
@@ -81,6 +87,16 @@ class LookupState:
     def final(self) -> bool:
         """Whether the lookup is complete."""
         return self.answered and not self.fetching
+
+    @property
+    def located(self) -> bool:
+        """Whether it is known which chunks are held. Chunks in flight may still fail."""
+        return self.answered and len(self.coming) == self.fetching
+
+    @property
+    def total(self) -> int:
+        """The number of leases, including those of chunks in flight."""
+        return len(self.leases) + len(self.coming)
 
 
 class SchedulerBridge(Bridge):
@@ -154,10 +170,12 @@ class SchedulerBridge(Bridge):
         lookup.offsets += found.offsets
         lookup.sources += found.sources
         lookup.fetching = found.fetching
+        lookup.coming = [source for source, count in found.coming for _ in range(count)]
+        lookup.needed = found.needed
         lookup.staging = found.staging
         lookup.held = found.held
-        if found.last_tokens:
-            lookup.last_tokens, lookup.block_hashes = found.last_tokens, found.block_hashes
+        lookup.last_tokens, lookup.block_hashes = found.last_tokens, found.block_hashes
+        lookup.likely_blocks = found.likely_blocks
         lookup.updated_at = time.monotonic()
         self._in_use.update(found.leases)
 
@@ -177,19 +195,29 @@ class SchedulerBridge(Bridge):
         hints: ChunkHints | None = None,
         root: bytes = b"",
         marks: bytes = b"",
+        compute_seconds: float = 0.0,
     ) -> int | None:
         """Send a lookup of leading chunks; return its ticket, or ``None`` without a responsive cache process.
 
         The final answer may take up to ``expect_seconds`` longer: the cache process waits that long for
         chunks among the first ``expect_chunks`` that a peer is pushing. With ``root`` and ``marks``, the last
-        chunk may be one that only begins like the prompt.
+        chunk may be one that only begins like the prompt. ``compute_seconds``: how long the prompt would be
+        computed, 0 if that is unknown.
         """
         if not (keys or marks) or not self.accepts_requests:
             return None
         call = self.call(
             "lookups",
             lambda ticket: protocol.Lookup(
-                ticket, join_keys(keys), tokens, expect_chunks, expect_seconds, hints, root, marks
+                ticket,
+                join_keys(keys),
+                tokens,
+                expect_chunks,
+                expect_seconds,
+                hints,
+                root,
+                marks,
+                compute_seconds,
             ),
             protocol.Found,
             lambda found, _wanted: found,

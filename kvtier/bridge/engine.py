@@ -116,8 +116,9 @@ class Engine:
         """Return the immediate answer, and the lookup itself if parts of it are still in flight."""
         keys = split_keys(request.keys)
         expected = self._expected(len(keys), request.tokens)
+        compute = max(0.0, request.compute_seconds) / max(1, len(keys))
         if self.layout.has_states:
-            found = self._cache.look_up_state(keys, expected, self._state_bytes, request.hints)
+            found = self._cache.look_up_state(keys, expected, self._state_bytes, request.hints, compute)
         else:
             found = self._cache.look_up(
                 keys,
@@ -127,6 +128,7 @@ class Engine:
                 staged=self._buffers,
                 hints=request.hints,
                 marks=self._marks(request),
+                compute=compute,
             )
         ticket = self._tickets[request.ticket] = Ticket(request.ticket)
         answer = self._grant(ticket, found, fetching=found.in_flight)
@@ -156,6 +158,13 @@ class Engine:
             lengths[-1:] = [object_bytes(self.layout.payload_bytes(last))] if chunks else []
         return Expected(self.namespace, lengths)
 
+    def progress(self, number: int, found: Lookup) -> Found | None:
+        """Return what has arrived since the last answer of a lookup, or ``None`` if it was cancelled."""
+        ticket = self._tickets.get(number)
+        if ticket is None or ticket.cancelled:
+            return None
+        return self._grant(ticket, found, fetching=found.in_flight)
+
     def fetched(self, number: int, found: Lookup) -> Found | None:
         """Return the final answer of a lookup, or ``None`` if it was cancelled."""
         ticket = self._tickets.get(number)
@@ -171,10 +180,12 @@ class Engine:
         staging = self._buffers
         staging_source = len(self._cache.hierarchy.tiers)
         buffer = 0 if staging is None else staging.number
-        found = Found(ticket.number, [], [], [], fetching, buffer, lookup.held)
+        found = Found(ticket.number, [], [], [], fetching, buffer, lookup.held, needed=lookup.needed)
         ready = lookup.take_ready()
-        if lookup.partial and not lookup.count:
-            found, lookup.partial = self._with_block_hashes(found, ready), False
+        if fetching:
+            found = self._with_coming(found, lookup)
+        elif lookup.partial:
+            found, lookup.partial = self._with_block_hashes(found, ready), None
         for chunks in ready:
             count = len(chunks.leases)
             numbers = list(islice(self._numbers, count))
@@ -208,6 +219,26 @@ class Engine:
             and layout.payload_bytes(chunk.tokens) == chunk.payload_bytes
         )
 
+    def _with_coming(self, found: Found, lookup: Lookup) -> Found:
+        """Add what is expected of the chunks in flight."""
+        if lookup.partial is not None:
+            tokens = self._likely_tokens(lookup.partial.blocks, lookup.chunks[-1].lease.length)
+            found = structs.replace(found, last_tokens=tokens, likely_blocks=lookup.partial.equal)
+        return structs.replace(found, coming=lookup.coming())
+
+    def _likely_tokens(self, blocks: int, length: int) -> int:
+        """Return a number of tokens for which a chunk has the same blocks, before its header has arrived.
+
+        ``blocks``: its number of block hashes. ``length``: of the chunk object.
+        """
+        layout, step = self.layout, self.layout.granularity
+        for whole in range(blocks * step, (blocks + 1) * step, layout.unit_tokens):
+            # What is stored depends on the whole blocks, and on whether there are tokens after them.
+            for tokens in (whole, whole + 1):
+                if tokens <= layout.chunk_tokens and object_bytes(layout.payload_bytes(tokens)) == length:
+                    return tokens
+        return layout.chunk_tokens
+
     def cancel(self, number: int) -> None:
         """End a lookup and every lease that it was granted."""
         ticket = self._tickets.get(number)
@@ -235,7 +266,7 @@ class Engine:
         self._forget_if_empty(grant.ticket)
 
     def _forget_if_empty(self, ticket: Ticket) -> None:
-        if ticket.held:
+        if ticket.held or (ticket.pending is not None and not ticket.cancelled):
             return
         ticket.grants.clear()  # Grants refer to the ticket: break the cycle, so that no GC run is needed.
         if self._tickets.get(ticket.number) is ticket:  # The engine may have reused its number.

@@ -12,7 +12,8 @@ Sequence::
     scheduler
       Lookup(keys) ───────────────────────►
       ◄──────── Found(leases, fetching=n)       immediately
-      ◄──────── Found(more leases, fetching=0)  when the fetched chunks have arrived, or at the deadline
+      ◄──────── Found(more leases, fetching=m)  whenever fetched chunks have arrived
+      ◄──────── Found(more leases, fetching=0)  when all of them have arrived, or at the deadline
       Reserve(runs) ──────────────────────►     at most once per step, for all scheduled requests
       ◄──────────────────── Reserved(leases)
       Release(leases) ────────────────────►     after the workers have loaded
@@ -51,7 +52,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.layout import ChunkLayout
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
-VERSION = 8
+VERSION = 9
 
 MAX_RESERVED_CHUNKS = 32_768
 """Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
@@ -126,16 +127,15 @@ class Lookup(Request, frozen=True, array_like=True, tag=10):
     the prompt is not held, but one that begins like it."""
     marks: bytes = b""
     """One byte of each block hash of the prompt."""
+    compute_seconds: float = 0.0
+    """How long the engine is expected to compute the prompt; 0 if that is unknown."""
 
 
 class Found(Reply, frozen=True, array_like=True, tag=11):
     """Further leading chunks: a lease, an arena offset and a source tier each, in prefix order.
 
     ``fetching``: number of chunks still in flight or being located; with 0 this is the final answer.
-    An answer without leases and with ``fetching`` reports progress: some chunks have arrived.
-
-    For a layout with states, only the final answer has leases. The last of them is that of the state at the
-    end of the other chunks.
+    Each other one reports progress: chunks have arrived, or were located.
     """
 
     leases: list[int]
@@ -152,7 +152,19 @@ class Found(Reply, frozen=True, array_like=True, tag=11):
     last_tokens: int = 0
     """If the last chunk is not one of the prompt, but begins like it: how many tokens its blocks hold."""
     block_hashes: bytes = b""
-    """The block hashes of that chunk, to compare with those of the prompt."""
+    """The block hashes of that chunk, to compare with those of the prompt. Empty before the final answer."""
+    likely_blocks: int = 0
+    """How many of them are expected to be equal, and never more are, before the final answer."""
+    coming: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    """The sources of the chunks in flight, in prefix order: each tier, and the number of its chunks.
+
+    Their number is at most ``fetching``; the others are being located. Each of them may still fail.
+    """
+    needed: int = 0
+    """For a layout with states: how many leases there must be in the end. With fewer, all are useless.
+
+    The last one is that of the state at the end of the other chunks.
+    """
 
 
 class Cancel(Message, frozen=True, array_like=True, tag=12):

@@ -391,8 +391,10 @@ class Connection:
 
     async def _send_fetched(self, engine: Engine, ticket: int, found: Lookup) -> None:
         async def report_progress() -> None:
-            """Show the engine that the lookup makes progress, so that it keeps waiting."""
-            await self.notify(protocol.Found(ticket, [], [], [], found.in_flight))
+            """Grant what has arrived, which also shows the engine that it should keep waiting."""
+            answer = engine.progress(ticket, found)
+            if answer is not None:
+                await self.notify(answer)
 
         try:
             await self._server.cache.settle(found, report_progress)

@@ -24,7 +24,7 @@ from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, MakePolicy, Removal
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.rows import Rows
 from kvtier.catalog.selection import select_victims
-from kvtier.catalog.siblings import Siblings
+from kvtier.catalog.siblings import Siblings, Similar
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 MAX_TIERS = 8
@@ -478,11 +478,11 @@ class Catalog:
         row = self._rows[key[0]].get(key)
         return row is not None and self._siblings.has(row)
 
-    def beginning_with(self, parent: ChunkKey, marks: bytes) -> ChunkKey | None:
-        """Return the chunk after ``parent`` that shares most leading blocks; ``None`` if none shares any."""
+    def beginning_with(self, parent: ChunkKey, marks: bytes) -> Similar | None:
+        """Return the chunk after ``parent`` that shares most leading marks, if any does."""
         above = self._rows[parent[0]].get(parent)
         row, shared = self._siblings.best(parent if above is None else above, marks)
-        return self.columns.key(row) if shared else None
+        return Similar(self.columns.key(row), shared, self._siblings.count(row)) if shared else None
 
     def superseded(self, key: ChunkKey, *, whole: bool) -> list[ChunkKey]:
         """Return the shorter chunks that a chunk makes useless, unless they are pinned.

@@ -43,6 +43,16 @@ class PromptMarks(NamedTuple):
         return keys[-1] if keys else self.root, self.marks[start : start + self.per_chunk]
 
 
+class Similar(NamedTuple):
+    """A chunk that begins like another one."""
+
+    key: ChunkKey
+    equal: int
+    """How many of its leading marks are equal. As many blocks are likely to be, and never more."""
+    blocks: int
+    """How many marks it has: one for each whole block, or for each few of them."""
+
+
 class Siblings:
     """The children of each chunk, sorted by their marks.
 
@@ -88,6 +98,10 @@ class Siblings:
     def has(self, row: int) -> bool:
         """Return whether a chunk is here."""
         return row < len(self._counts) and self._counts[row] > 0
+
+    def count(self, row: int) -> int:
+        """Return how many marks a chunk has; 0 if it is not here."""
+        return self._counts[row] if self.has(row) else 0
 
     def best(self, parent: int | ChunkKey, marks: bytes) -> tuple[int, int]:
         """Return the child that shares most leading marks, and their number, which is 0 if there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -10,13 +11,18 @@ from typing import NamedTuple, Protocol
 import anyio
 
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.siblings import PromptMarks
+from kvtier.catalog.siblings import PromptMarks, Similar
 from kvtier.concurrency.tasks import wait_for_event
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease, Leases
 from kvtier.pipeline.expect import Expectation
 from kvtier.pipeline.prefetch import Flight
 from kvtier.tiers.router import FIRST
+
+COMPUTE_TIMES = 2.0
+"""A request waits for its next chunk at most this many times as long as it would compute all missing ones."""
+MIN_TIMEOUT_SECONDS = 0.1
+"""And this much longer: a cache process gets no CPU for as long on a busy machine."""
 
 
 class Staged(Protocol):
@@ -109,20 +115,28 @@ class Lookup:
         staged: Staged | None = None,
         hints: ChunkHints | None = None,
         marks: PromptMarks | None = None,
+        compute: float = 0.0,
     ) -> None:
         """``staged``: a staging buffer to search besides the tiers. ``hints``: for the chunks found.
 
         ``marks``: those of the prompt, to find a chunk that begins like the first one that is not held.
+        ``compute``: the seconds in which the engine computes a chunk; 0 if that is unknown.
         """
         self.staged = staged
         self.hints = hints
         self.marks = marks
-        self.partial = False
-        """Whether the last chunk is not one of the prompt, but begins like it. Compare its block hashes."""
+        self.compute = compute
+        self.began_at = time.monotonic()
+        self.expected: float | None = 0.0
+        """In how many seconds the chunks in flight are expected; ``None`` if unknown."""
+        self.partial: Similar | None = None
+        """The last chunk, if it only begins like the prompt. Compare its block hashes."""
         self.held = 0
         """For a model with states: how many leading chunks are held, also beyond the last state."""
         self.needed = 0
         """How many chunks there must be. With fewer, all are useless and none is returned."""
+        self.taken = 0
+        """Number of chunks that were removed by :meth:`take_ready`."""
         self.unknown = 0
         """How many more chunks may still be found.
 
@@ -147,6 +161,11 @@ class Lookup:
     def count(self) -> int:
         """Number of chunks."""
         return len(self._chunks) + (0 if self._head is None else len(self._head[1]))
+
+    @property
+    def total(self) -> int:
+        """Number of chunks, including those that were taken."""
+        return self.taken + self.count
 
     @property
     def answered(self) -> anyio.Event:
@@ -193,8 +212,7 @@ class Lookup:
 
         In prefix order, with one :class:`Ready` for each run of chunks in the arena or in staging.
         """
-        if self.ready < self.needed:
-            return []
+        self.taken += self.ready
         if self._head is not None and not self._chunks:
             leases, self._head = self._head[1], None
             return [Ready(leases, [FIRST] * len(leases))] if len(leases) else []
@@ -207,24 +225,41 @@ class Lookup:
         """Wait for the chunks in flight, then drop those that did not arrive.
 
         Stops early if nothing arrives for ``seconds``; ``None`` waits without a timeout. Calls ``progress``
-        whenever the query's answer or some chunks have arrived while others are in flight.
+        whenever the query's answer or some chunks have arrived while others are in flight; it may take them.
         """
-        answer_arrived = self.unknown > 0 and await wait_for_event(self.answered, seconds)
-        for chunk in self._chunks:
+        news = self.unknown > 0 and await wait_for_event(self.answered, seconds)
+        at = 0
+        while at < len(self._chunks):
+            chunk = self._chunks[at]
             if chunk.flight is None or chunk.arrived:
+                at, news = at + 1, True
                 continue
-            if progress is not None and (answer_arrived or chunk is not self._chunks[0]):
+            if progress is not None and news:
+                news, waiting = False, len(self._chunks) - at
                 await progress()
-            if not await wait_for_event(chunk.flight.done, seconds) or not chunk.arrived:
+                at = max(0, len(self._chunks) - waiting)  # It may have taken the others, or released all.
+                continue
+            if not await wait_for_event(chunk.flight.done, self._timeout(seconds)) or not chunk.arrived:
                 break
         self.keep(self.ready)
 
+    def _timeout(self, seconds: float | None) -> float | None:
+        """Return how long to wait for the next chunk: not much longer than all of them take to compute."""
+        if seconds is None or not self.compute:
+            return seconds
+        return min(seconds, MIN_TIMEOUT_SECONDS + COMPUTE_TIMES * self.compute * self._waiting)
+
+    def coming(self) -> list[tuple[int, int]]:
+        """Return the sources of the chunks that were not taken, in prefix order: each tier, and how many."""
+        return [(source, sum(1 for _ in run)) for source, run in groupby(c.source for c in self.chunks)]
+
     def keep(self, count: int) -> None:
         """Keep only the first ``count`` chunks. Release the others and stop waiting for more."""
-        if count < self.needed:
+        if self.taken + count < self.needed:
             count = 0
         self.unknown = 0
-        self.partial &= count >= self.count
+        if count < self.count:
+            self.partial = None
         if self.pushed is not None:
             self.pushed.end()
         if self._head is not None and not count:

@@ -17,9 +17,10 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import EvictStage
-from kvtier.tiers.batches import batch_size, concurrently
+from kvtier.tiers.batches import BATCH_BYTES, batch_size, concurrently
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.router import Transfer
+from kvtier.tiers.speeds import Throughput
 from kvtier.units import format_size
 
 
@@ -81,6 +82,11 @@ class PrefetchStage:
         self._hierarchy = hierarchy
         self._evicting = evicting
         self.flights: dict[ChunkKey, Flight] = {}
+        self._throughputs = [Throughput(BATCH_BYTES) for _ in hierarchy.tiers]
+
+    def expected(self, source: int, length: int) -> float | None:
+        """Return in how many seconds a tier will have read as many bytes more; ``None`` if unknown."""
+        return self._throughputs[source].expected(length)
 
     def start(self, event: Prefetch) -> None:
         """Start to read the chunks of lower tiers, in prefix order, while there is room. Does not wait."""
@@ -103,6 +109,7 @@ class PrefetchStage:
         begun = zip(keys, leases, memory.begin_copies(keys), strict=True)
         flights = [Flight(key, transfer.source, lease, among, generation) for key, lease, generation in begun]
         self.flights.update(zip(keys, flights, strict=True))
+        self._throughputs[transfer.source].begin(_total_bytes(flights))
         return flights
 
     async def _run(self, event: Prefetch, flights: Sequence[Flight]) -> None:
@@ -179,7 +186,7 @@ class PrefetchStage:
             if source is None:
                 lost.append(flight)
             else:
-                flight.source = source
+                self._redirect(flight, source)
                 retries.append(flight)
         self._hierarchy.counts["fallback"] += len(retries)
         tier = self._hierarchy.tiers[read.source]
@@ -196,7 +203,12 @@ class PrefetchStage:
         affected = [flight for flight in waiting if flight.source == failing]
         for flight, source in zip(affected, self._sources(affected, but=failing), strict=True):
             if source is not None:
-                flight.source = source
+                self._redirect(flight, source)
+
+    def _redirect(self, flight: Flight, source: int) -> None:
+        self._throughputs[flight.source].end(flight.lease.length, 0)
+        self._throughputs[source].begin(flight.lease.length)
+        flight.source = source
 
     def _sources(self, flights: Sequence[Flight], but: int | None = None) -> list[int | None]:
         """Return for each flight the cheapest tier that has not been tried, and is not ``but``."""
@@ -216,6 +228,14 @@ class PrefetchStage:
 
     def _end(self, flights: Sequence[Flight]) -> None:
         """Wake the waiters of flights that have arrived or failed."""
+        for source in {flight.source for flight in flights}:
+            own = [flight for flight in flights if flight.source == source]
+            arrived = _total_bytes([flight for flight in own if flight.arrived])
+            self._throughputs[source].end(_total_bytes(own), arrived)
         for flight in flights:
             self.flights.pop(flight.key, None)
             flight.end()
+
+
+def _total_bytes(flights: Sequence[Flight]) -> int:
+    return sum(flight.lease.length for flight in flights)

@@ -214,6 +214,14 @@ class PrefetchSettings(BaseModel):
         description="With the policy `timeout`: how long a request waits for the next chunk.",
         examples=["2s"],
     )
+    adaptive: bool = Field(
+        default=True,
+        description=(
+            "With the policy `timeout`: whether a request computes the chunks that, by recent measurements, "
+            "would arrive later than it computes them."
+        ),
+        examples=[True],
+    )
 
 
 def _default_tiers() -> list[dict[str, Any]]:

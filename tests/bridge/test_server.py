@@ -131,7 +131,43 @@ async def test_engine_is_notified_of_each_arrived_batch(
         while answers[-1].fetching:
             answers.append(await scheduler.receive())
         assert [answer.fetching for answer in answers] == [6, 5, 4, 3, 2, 1, 0]
-        assert [len(answer.leases) for answer in answers] == [0] * 6 + [6]
+        assert [len(answer.leases) for answer in answers] == [0] + [1] * 6, "each is granted as it arrives"
+        assert [answer.coming for answer in answers] == [[(1, count)] for count in (6, 5, 4, 3, 2, 1)] + [[]]
+
+
+async def test_lookup_outlives_its_first_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine releases what it does not need while other chunks are in flight, or cancels everything."""
+    monkeypatch.setattr(batches, "BATCH_BYTES", 1)
+    monkeypatch.setattr(batches, "IN_FLIGHT", 1)
+    async with (
+        open_host(tmp_path) as host,
+        host.peer() as scheduler,
+        host.peer() as worker0,
+        host.peer() as worker1,
+    ):
+        await scheduler.greet()
+        await worker0.greet("worker", 0)
+        await worker1.greet("worker", 1)
+        await store(scheduler, [worker0, worker1], KEYS)
+        assert await host.server.cache.drain(5)
+        assert await host.server.cache.move(KEYS[1:], "ram", "ssd") == 5
+        answer = await scheduler.request(Lookup(1, join_keys(KEYS), TOKENS))
+        granted = 0
+        while answer.fetching:
+            await scheduler.send(Release(answer.leases))
+            answer = await scheduler.receive()
+            granted += len(answer.leases)
+        assert granted == 5
+        await scheduler.send(Cancel(1))
+        assert await host.server.cache.move(KEYS[1:], "ram", "ssd") == 5
+        first = await scheduler.request(Lookup(2, join_keys(KEYS), TOKENS))
+        assert (len(first.leases), first.fetching) == (1, 5)
+        await scheduler.receive()
+        await scheduler.send(Cancel(2))
+        while (status := (await scheduler.status()))["flights"]:
+            pass
+        assert [(engine["leases"], engine["tickets"]) for engine in status["engines"]] == [(0, 0)]
+        assert status["arena"]["leases"] == 6, "only those of the first tier"
 
 
 async def test_disconnected_engine_leaks_nothing(tmp_path: Path) -> None:

@@ -96,14 +96,14 @@ async def test_disk_is_read_up_to_the_state(settings: MakeSettings) -> None:
         assert catalog.state(KEYS[4], 0) is State.ABSENT, "it is not part of the hit"
 
 
-async def test_nothing_is_granted_before_all_has_arrived(settings: MakeSettings) -> None:
-    """An engine takes the last chunk that it is granted for the state."""
+async def test_number_of_needed_chunks_is_known_before_they_arrive(settings: MakeSettings) -> None:
+    """With fewer, what an engine was granted before is useless: the last one would not be the state."""
     async with opened(settings, ssd=64) as harness:
         store(harness, states=[3])
         assert await harness.cache.drain(60)
         harness.cache.hierarchy.drop([KEYS[2], state_key(KEYS[3])])
         found = harness.cache.look_up_state(KEYS, expected(), object_bytes(STATE))
-        assert (found.in_flight, found.ready, found.take_ready()) == (3, 2, [])
+        assert (found.in_flight, found.ready, found.needed) == (3, 2, 5)
         await harness.cache.settle(found)
         assert contents(found) == [*KEYS[:4], state_key(KEYS[3])]
 

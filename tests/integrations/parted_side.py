@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.vllm.layout import ModelLayout
@@ -23,8 +24,10 @@ class Side:
     def __init__(self, tokens: int | None = 0, *, holds: bool = False) -> None:
         self.tokens = tokens
         self.holds = holds
+        self.short: set[str] = set()
         self.reported: list[Any] = []
         self.calls: list[str] = []
+        self.arguments: list[tuple[Any, ...]] = []
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         return self.tokens, bool(self.tokens)
@@ -35,8 +38,11 @@ class Side:
     def report(self, request: Any) -> None:
         self.reported.append(request)
 
+    def short_loads(self, output: Any) -> set[str]:
+        return self.short
+
     def __getattr__(self, name: str) -> Any:
-        return lambda *_: self.calls.append(name)
+        return lambda *arguments: (self.calls.append(name), self.arguments.append(arguments))
 
 
 def parted(*sides: Side, has_states: bool = False) -> PartedSchedulerSide:
@@ -64,6 +70,14 @@ def test_hit_is_what_all_parts_have(
     assert parted(*sides, has_states=has_states).matched_tokens(REQUEST, 0) == answer
 
 
+def test_parts_load_again_what_all_of_them_have() -> None:
+    sides = Side(), Side()
+    sides[1].short = {"request"}
+    output = KVConnectorOutput(finished_recving={"request"}, failed_recving={"request"})
+    parted(*sides).update_from_output(output)
+    assert [side.arguments for side in sides] == [[(output, {"request"})]] * 2
+
+
 def test_all_workers_report_a_request_of_which_one_part_has_to_save() -> None:
     sides = Side(1, holds=True), Side(2), Side(3)
     assert parted(*sides).finished(REQUEST, ([],)) == (True, {"by": 1})
@@ -78,7 +92,7 @@ def test_all_workers_report_a_request_of_which_one_part_has_to_save() -> None:
     [
         ("on_new_request", [REQUEST]),
         ("allocated", [REQUEST, None, 64]),
-        ("update_from_output", [None]),
+        ("update_from_output", [KVConnectorOutput()]),
         ("bind", [None]),
         ("reset", []),
         ("set_weight_version", ["step-2"]),

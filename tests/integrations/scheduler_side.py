@@ -32,10 +32,12 @@ from kvtier.bridge.protocol import (
     UseWeights,
     Watch,
 )
+from kvtier.integrations.vllm import loading, prefill
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.memory.keys import split_keys
 from kvtier.rpc.unix import UnixConnection
+from kvtier.tiers.speeds import MIN_SAMPLES
 from tests.bridge.conftest import wait_until
 from tests.bridge.scripted_cache import ScriptedCache
 
@@ -490,7 +492,212 @@ def test_load_that_lost_its_cache_process_fails(engine: Engine, cache: Cache) ->
     engine.scheduler.allocated(request, engine._blocks([0] * 64), 2 * CHUNK_TOKENS)
     engine.step()
     [load] = engine.worker.loads  # type: ignore[attr-defined]
-    assert (load.request_id, load.epoch, load.chunks) == (request.request_id, scheduler_module.LOST, [])
+    assert (load.request_id, load.failure, load.chunks) == (request.request_id, loading.LOST, [])
+
+
+def finish_load(engine: Engine, request: Any, *, failed: bool = False) -> None:
+    """Report a load as the workers do."""
+    done = {request.request_id}
+    output: Any = SimpleNamespace(finished_recving=done, failed_recving=done if failed else set())
+    engine.scheduler.update_from_output(output)
+
+
+class Streamed:
+    """A request of four chunks, whose first one is in memory."""
+
+    def __init__(self, engine: Engine, cache: Cache) -> None:
+        self.engine = engine
+        self.cache = cache
+        self.request = make_request(4 * CHUNK_TOKENS)
+        engine.scheduler.on_new_request(self.request)
+        self.ticket = cache.receive(Lookup).ticket
+        self.lookup = engine.bridges[0]._lookups[self.ticket]
+
+    def find(self, leases: list[int], fetching: int, **more: Any) -> None:
+        """Receive an answer to the lookup; the other chunks of it are in flight from the disk."""
+        known = len(self.lookup.leases) + len(leases)
+        more = {"coming": [(1, fetching)] if fetching else [], **more}
+        offsets = [4096 * lease for lease in leases]
+        self.cache.send(Found(self.ticket, leases, offsets, [0] * len(leases), fetching, **more))
+        bridge = self.engine.bridges[0]
+        wait_until(
+            lambda: (bridge.poll(), (len(self.lookup.leases), self.lookup.fetching) == (known, fetching))[1]
+        )
+
+    def matched(self, local: int = 0) -> tuple[int | None, bool]:
+        return self.engine.scheduler.matched_tokens(self.request, local)
+
+    def begin(self, tokens: int = 4 * CHUNK_TOKENS) -> None:
+        """Let vLLM allocate the blocks of a hit."""
+        assert self.matched() == (tokens, True)
+        self.engine.scheduler.allocated(self.request, self.engine._blocks(list(range(1, 65))), tokens)
+
+    def sent(self) -> list[tuple[list[int], bool]]:
+        """Run a step, and return the jobs that the workers receive: their leases, and if more follow."""
+        worker: Any = self.engine.worker
+        worker.loads.clear()
+        self.engine.step()
+        return [(job.leases, job.more) for job in worker.loads]
+
+
+@pytest.fixture
+def streamed(engine: Engine, cache: Cache) -> Streamed:
+    return Streamed(engine, cache)
+
+
+def test_chunks_are_loaded_as_they_arrive(streamed: Streamed, cache: Cache) -> None:
+    streamed.find([1], 3)
+    streamed.begin()
+    assert streamed.sent() == [([1], True)]
+    assert streamed.sent() == []
+    streamed.find([2, 3], 1)
+    assert streamed.sent() == [([2, 3], True)]
+    streamed.find([4], 0)
+    assert streamed.sent() == [([4], False)]
+    assert streamed.sent() == []
+    assert cache.nothing_received(), "the leases are held until the workers have reported the load"
+    finish_load(streamed.engine, streamed.request)
+    assert cache.receive(Cancel).ticket == streamed.ticket
+    assert streamed.engine.bridges[0]._in_use == set()
+
+
+def test_blocks_of_each_job_are_those_of_its_chunks(streamed: Streamed) -> None:
+    streamed.find([1], 3)
+    streamed.begin()
+    streamed.sent()
+    streamed.find([2, 3, 4], 0)
+    streamed.sent()
+    worker: Any = streamed.engine.worker
+    assert [(copy.offset, copy.blocks) for copy in worker.loads[0].chunks] == [
+        (4096 * index, ([2 * index - 1, 2 * index],)) for index in (2, 3, 4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("leases", "coming"), [([], [(1, 4)]), ([1], [(1, 2)])], ids=["nothing arrived", "not located"]
+)
+def test_load_does_not_begin(streamed: Streamed, leases: list[int], coming: list[tuple[int, int]]) -> None:
+    """Before a chunk can be copied, or before it is known how many are held."""
+    streamed.find(leases, 4 - len(leases), coming=coming)
+    assert streamed.matched() == (None, False)
+    streamed.find([2], 2)
+    assert streamed.matched() == ((len(leases) + 3) * CHUNK_TOKENS, True)
+
+
+def test_load_does_not_begin_while_vllm_has_all_that_has_arrived(streamed: Streamed) -> None:
+    streamed.find([1], 3)
+    assert streamed.matched(CHUNK_TOKENS) == (None, False)
+    streamed.find([2], 2)
+    assert streamed.matched(CHUNK_TOKENS) == (3 * CHUNK_TOKENS, True)
+
+
+def test_missing_chunk_costs_only_the_rest(streamed: Streamed, cache: Cache) -> None:
+    """The load fails, and what has arrived is loaded again, without another lookup."""
+    streamed.find([1, 2], 2)
+    streamed.begin()
+    assert streamed.sent() == [([1, 2], True)]
+    streamed.find([3], 0)
+    assert streamed.sent() == [([], False)]
+    worker: Any = streamed.engine.worker
+    assert worker.loads[0].failure == "only 96 of 128 tokens have arrived"
+    finish_load(streamed.engine, streamed.request, failed=True)
+    streamed.begin(3 * CHUNK_TOKENS)
+    assert streamed.sent() == [([1, 2, 3], False)]
+    assert cache.nothing_received()
+    finish_load(streamed.engine, streamed.request, failed=True)
+    assert cache.receive(Cancel).ticket == streamed.ticket
+    assert streamed.matched() == (0, False), "another failure is not retried"
+
+
+def test_cancelled_request_stops_its_load(streamed: Streamed, cache: Cache) -> None:
+    """vLLM frees its blocks once the workers have reported the load, and until then copies may run."""
+    streamed.find([1], 3)
+    streamed.begin()
+    streamed.sent()
+    streamed.find([2], 2)
+    streamed.request.status = RequestStatus.FINISHED_ABORTED
+    streamed.engine.scheduler.finished(streamed.request, ([],))
+    assert streamed.sent() == [([], False)]
+    worker: Any = streamed.engine.worker
+    assert not worker.loads[0].failure
+    assert cache.nothing_received()
+    finish_load(streamed.engine, streamed.request)
+    assert cache.receive(Cancel).ticket == streamed.ticket
+    assert streamed.sent() == []
+
+
+def test_connection_lost_during_a_load(streamed: Streamed) -> None:
+    streamed.find([1], 3)
+    streamed.begin()
+    streamed.sent()
+    streamed.engine.bridges[0]._drop()
+    assert streamed.sent() == [([], False)]
+    worker: Any = streamed.engine.worker
+    assert worker.loads[0].failure == loading.LOST
+    finish_load(streamed.engine, streamed.request, failed=True)
+    assert streamed.matched() == (0, False)
+
+
+def test_stalled_load_fails(streamed: Streamed, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    streamed.find([1], 3)
+    streamed.begin()
+    streamed.sent()
+    timeout = streamed.engine.scheduler._requests[streamed.request.request_id].timeout
+    clock = [time.monotonic() + 0.9 * timeout]
+    monkeypatch.setattr(loading.time, "monotonic", lambda: clock[0])
+    assert streamed.sent() == []
+    clock[0] += 0.2 * timeout
+    assert streamed.sent() == [([], False)]
+    finish_load(streamed.engine, streamed.request, failed=True)
+    assert cache.receive(Cancel).ticket == streamed.ticket
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_chunk_that_only_begins_like_the_prompt_is_compared_before_it_is_loaded(
+    streamed: Streamed, equal: bool
+) -> None:
+    """Until it has arrived, only one byte of each of its block hashes is known."""
+    state = streamed.engine.scheduler._requests[streamed.request.request_id]
+    hashes = state.block_hashes(CHUNK_TOKENS, CHUNK_TOKENS + stepping.BLOCK_TOKENS)
+    found = CHUNK_TOKENS + stepping.BLOCK_TOKENS
+    streamed.find([1], 1, last_tokens=CHUNK_TOKENS, likely_blocks=1)
+    streamed.begin(found)
+    assert streamed.sent() == [([1], True)]
+    if not equal:
+        hashes = bytes(len(hashes))
+    streamed.find([2], 0, last_tokens=CHUNK_TOKENS, block_hashes=hashes)
+    assert streamed.sent() == [([2] if equal else [], False)]
+    finish_load(streamed.engine, streamed.request, failed=not equal)
+    if not equal:
+        streamed.begin(CHUNK_TOKENS)
+        assert streamed.sent() == [([1], False)]
+
+
+def test_lookup_reports_how_long_the_prompt_takes_to_compute(
+    engine: Engine, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As other prompts have taken, from their first step to their first token. Decoding does not count."""
+    clock = [100.0]
+    monkeypatch.setattr(prefill.time, "monotonic", lambda: clock[0])
+    for _ in range(MIN_SAMPLES):
+        request = make_request(4 * CHUNK_TOKENS, kv_transfer_params={"kvtier": {"cache": "read"}})
+        engine.scheduler.on_new_request(request)
+        look_up = cache.receive(Lookup)
+        assert look_up.compute_seconds == 0
+        cache.send(Found(look_up.ticket, [], [], [], 0))
+        wait_until(lambda request=request: engine.scheduler.matched_tokens(request, 0) == (0, False))
+        engine.scheduler.allocated(request, engine._blocks([]), 0)
+        engine.admit(request)
+        for _ in range(4):
+            engine.step()
+            clock[0] += 0.5
+        request.num_tokens += 1
+        for _ in range(2):
+            engine.step(1)
+            clock[0] += 10
+        engine.finish(request)
+    engine.scheduler.on_new_request(make_request(8 * CHUNK_TOKENS))
+    assert cache.receive(Lookup).compute_seconds == pytest.approx(4.0)
 
 
 def switched(mode: str, **fields: Any) -> Any:
@@ -520,7 +727,8 @@ def test_reading_request_stores_nothing(engine: Engine, cache: Cache) -> None:
     engine.step()
     assert [job.leases for job in engine.worker.loads] == [[1]]  # type: ignore[attr-defined]
     engine.step()
-    engine.scheduler._loading.clear()
+    finish_load(engine, request)
+    assert cache.receive(Cancel).ticket == look_up.ticket
     assert not engine.finish(request)
     assert cache.nothing_received()
 

@@ -27,15 +27,15 @@ def run(tests: Path, log: Path) -> None:
 @pytest.mark.parametrize(
     ("tests", "count"),
     [
-        ("worker_side.py", 20),
+        ("worker_side.py", 23),
         ("cuda_side.py", 13),
-        ("scheduler_side.py", 31),
+        ("scheduler_side.py", 43),
         ("connector_side.py", 9),
         ("layout_side.py", 56),
         ("saves_side.py", 12),
         ("kv_events_side.py", 39),
         ("weights_side.py", 14),
-        ("parted_side.py", 25),
+        ("parted_side.py", 26),
     ],
 )
 def test_with_vllm(tmp_path: Path, tests: str, count: int) -> None:

@@ -202,6 +202,46 @@ def test_missing_confirmation_fails_the_load(
     assert side.take_results() == (set(), set(), set())
 
 
+def part(name: str, lease: int, *, epoch: int = 1) -> Job:
+    """Return a job that others of the same load follow."""
+    return Job(name, epoch, job(name, lease).chunks, more=True)
+
+
+def test_load_in_parts_is_reported_and_confirmed_once(
+    side: WorkerSide, bridge: Bridge, copies: Copies
+) -> None:
+    """After the copies of all parts, in whatever order they end."""
+    side.load([part("a", 1), part("b", 2)])
+    side.load([part("a", 3), job("b", 4)])
+    side.load([job("a", 5)])
+    copies.finished.update((2, 3, 4))
+    assert side.take_results() == (set(), set(), set())
+    copies.finished.add(1)
+    assert side.take_results() == (set(), {"a", "b"}, set())
+    assert sorted(bridge.confirmed) == [[1, 3, 5], [2, 4]]
+    stats = side.take_stats()
+    assert stats is not None
+    assert stats.data["loaded_tokens"] == 5 * 64
+
+
+def test_failed_part_fails_its_load_only(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:
+    side.load([part("a", 1, epoch=7), part("b", 2)])
+    copies.finished.update((1, 2))
+    assert side.take_results() == (set(), set(), set()), "more jobs follow"
+    side.load([job("a", 3), job("b", 4)])
+    assert side.take_results() == (set(), {"a", "b"}, {"a"})
+    assert bridge.confirmed == [[2, 4]]
+
+
+def test_load_that_the_scheduler_fails_is_reported_after_its_copies(side: WorkerSide, copies: Copies) -> None:
+    """vLLM frees its blocks then."""
+    side.load([part("a", 1)])
+    side.load([Job("a", 1, [], failure="a chunk is missing")])
+    assert side.take_results() == (set(), set(), set())
+    copies.finished.add(1)
+    assert side.take_results() == (set(), {"a"}, {"a"})
+
+
 @pytest.mark.parametrize("confirms", [True, False])
 def test_idle_step_waits_until_results_arrive(
     side: WorkerSide, bridge: Bridge, copies: Copies, confirms: bool

@@ -36,6 +36,7 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "drain_timeout": ("1m", "60", 60.0),
     "checksum": ("false", "false", False),
     "plugins": ("[a, b]", '["a", "b"]', ["a", "b"]),
+    "prefetch.adaptive": ("false", "false", False),
     "prefetch.policy": ("wait", "wait", "wait"),
     "prefetch.deadline": ("250ms", "250ms", 0.25),
     "peer.listen": ("localhost:8200", "localhost:8200", "localhost:8200"),

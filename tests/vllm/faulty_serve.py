@@ -4,6 +4,8 @@
 - ``hang-get``, ``hang-put``: no read or write completes
 - ``slow-get``, ``slow-put``: each batch takes a third of a second longer
 - ``hold-get``, ``hold-put``: no read or write completes while the file ``HOLD`` exists
+- ``holdrest-get``: likewise, but the first two reads complete; each is of one chunk
+- ``failrest-get``: likewise, and then the others fail
 """
 
 from __future__ import annotations
@@ -18,20 +20,31 @@ import anyio
 from kvtier.backends.base import Outcome
 from kvtier.backends.disk.backend import DiskBackend
 from kvtier.cli import main
+from kvtier.tiers import batches
 
 SLOW_SECONDS = 0.33
+HEALTHY_CALLS = 2
 POLL_SECONDS = 0.02
 
 
 def inject_fault(name: str, how: str, hold: Path) -> None:
     """Wrap one method of the disk backend with a fault."""
     healthy = getattr(DiskBackend, name)
+    rest = how.endswith("rest")
+    calls = 0
+    if rest:
+        batches.BATCH_BYTES = 1
 
     async def faulty(self: DiskBackend, items: Sequence[Any]) -> Sequence[Outcome]:
-        if how == "fail":
-            return [Outcome.FAILED] * len(items)
-        while how == "hang" or (how == "hold" and hold.exists()):
+        nonlocal calls
+        calls += 1
+        if rest and calls <= HEALTHY_CALLS:
+            result: Sequence[Outcome] = await healthy(self, items)
+            return result
+        while how == "hang" or (how in {"hold", "holdrest", "failrest"} and hold.exists()):
             await anyio.sleep(POLL_SECONDS)
+        if how in {"fail", "failrest"}:
+            return [Outcome.FAILED] * len(items)
         await anyio.sleep(SLOW_SECONDS if how == "slow" else 0)
         outcomes: Sequence[Outcome] = await healthy(self, items)
         return outcomes

@@ -31,19 +31,26 @@ class Hit(NamedTuple):
         return min(chunk_tokens, self.tokens - index * chunk_tokens)
 
 
+NO_HIT = Hit(0, 0)
+
+
 def hit_of(lookup: LookupState, state: RequestState, layout: ChunkLayout) -> Hit:
-    """Return what a final lookup has found.
+    """Return what a lookup has found; before its final answer, what it will have found if no chunk fails.
 
     Its last chunk may belong to another prompt: as many of its blocks are used as are equal.
     """
-    chunk, tokens = layout.chunk_tokens, int(state.request.num_tokens)
+    chunk, tokens, chunks = layout.chunk_tokens, int(state.request.num_tokens), lookup.total
+    if chunks < lookup.needed:
+        return NO_HIT
     if not lookup.last_tokens:
         # With states, the last lease is that of the state.
-        chunks = max(0, len(lookup.leases) - layout.has_states)
+        chunks = max(0, chunks - layout.has_states)
         return Hit(min(chunks * chunk, tokens), chunks)
-    chunks = len(lookup.leases)
     start = (chunks - 1) * chunk
-    equal = equal_blocks(state.block_hashes(start, tokens), lookup.block_hashes)
+    if lookup.final:
+        equal = equal_blocks(state.block_hashes(start, tokens), lookup.block_hashes)
+    else:
+        equal = lookup.likely_blocks
     if state.lookahead:  # The KV of the last of these blocks depends on tokens after it.
         equal -= 1
     used = layout.usable(lookup.last_tokens, max(0, equal) * layout.granularity)

@@ -18,6 +18,10 @@ class Job:
     chunks: list[ChunkCopy]
     last: bool = False
     """Whether this is the last save of a finished request, after which vLLM frees its blocks."""
+    more: bool = False
+    """Whether other jobs of the same load follow. It is reported after the last one."""
+    failure: str = ""
+    """Why the load fails."""
 
     @property
     def leases(self) -> list[int]:

@@ -80,8 +80,10 @@ class PartedSchedulerSide:
 
     def update_from_output(self, output: KVConnectorOutput) -> None:
         """See :class:`SchedulerSide`."""
+        # Another part has the chunks that one lacks, and loads fewer of them again.
+        short = set().union(*(side.short_loads(output) for side in self._sides))
         for side in self._sides:
-            side.update_from_output(output)
+            side.update_from_output(output, short)
 
     def finished(self, request: Request, block_ids: Blocks) -> tuple[bool, dict[str, Any] | None]:
         """See :class:`SchedulerSide`. The blocks are kept until the last save of every part."""

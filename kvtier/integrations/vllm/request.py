@@ -78,6 +78,10 @@ class RequestState:
     """Deadline for chunks that a peer pushes here (:func:`time.monotonic`)."""
     timeout: float = 0.0
     """Seconds that the lookup may take without progress."""
+    computing_since: float | None = None
+    """When it was first scheduled (:func:`time.monotonic`); 0 once its prompt has been computed."""
+    computed_before: int = 0
+    """How many of its tokens needed no computation."""
 
     def extend(self, tokens: int, first: int = 0) -> list[ChunkKey]:
         """Return the keys of whole chunks from index ``first`` to ``tokens`` tokens. Hashes no key twice.

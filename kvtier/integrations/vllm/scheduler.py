@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
 from kvtier.bridge.client import LookupState, SchedulerBridge
 from kvtier.catalog.siblings import marks_of
-from kvtier.integrations.vllm.copies import ChunkCopy
 from kvtier.integrations.vllm.engine_blocks import EngineBlocks, published_group
 from kvtier.integrations.vllm.hints import Hints
 from kvtier.integrations.vllm.hits import Hit, hit_of
 from kvtier.integrations.vllm.kv_events import KVEvents
 from kvtier.integrations.vllm.kv_transfer import KVTransfers
 from kvtier.integrations.vllm.layout import ModelLayout
-from kvtier.integrations.vllm.metadata import Job, StepMetadata
+from kvtier.integrations.vllm.loading import LOST, Loads, stalled
+from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferStats
+from kvtier.integrations.vllm.prefill import PrefillSpeed
 from kvtier.integrations.vllm.request import RequestState, cacheable, request_root
-from kvtier.integrations.vllm.saving import Blocks, BlocksOf, Saves, chunk_blocks, state_blocks
+from kvtier.integrations.vllm.saving import Blocks, BlocksOf, Saves
 from kvtier.integrations.vllm.states import States
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.logs import RateLimitedWarning
-from kvtier.memory.layout import STATE_TOKENS
 from kvtier.settings import Settings
 
 if TYPE_CHECKING:
@@ -51,8 +51,6 @@ TIMEOUT_SECONDS = 1.0
 MAX_WAIT_SECONDS = 120.0
 """Timeout of a lookup without progress with ``prefetch.policy: wait``, because a fetch may stall."""
 CLEAR_SECONDS = 1.0
-LOST = -1
-"""In the place of an epoch: no cache process has it."""
 NOTHING = (0, False)
 ASK_AGAIN = (None, False)
 
@@ -83,9 +81,8 @@ class SchedulerSide:
         self._events: KVEvents | None = None
         self._kv_transfers = KVTransfers(settings, self._layout, bridge, self._stats, parts=model.parts)
         self._requests: dict[str, RequestState] = {}
-        self._loading: dict[str, tuple[int, list[int]]] = {}
-        """By request id: the epoch of the cache process, and its leases that workers are reading."""
-        self._loads: list[Job] = []
+        self._loads = Loads(model, bridge)
+        self._prefill = PrefillSpeed()
         self._saves = Saves(settings, self._layout, bridge, self._stats)
         self._states: States | None = None
         if self._layout.has_states:
@@ -156,6 +153,7 @@ class SchedulerSide:
             hints=state.hints.for_chunks,
             root=state.root if self._layout.granularity else b"",
             marks=marks_of(state.block_hashes(0, request.num_tokens)),
+            compute_seconds=self._prefill.expected(covered),
         )
         state.timeout = self._timeout + expected.seconds
         state.waited = False
@@ -166,7 +164,7 @@ class SchedulerSide:
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond ``local_tokens`` can be loaded; ``None`` while that is pending."""
         state = self._requests.get(request.request_id)
-        if state is None or request.request_id in self._loading:
+        if state is None or request.request_id in self._loads:
             return NOTHING
         if state.ticket is None:
             self._kv_transfers.note_preemption(state)
@@ -183,8 +181,10 @@ class SchedulerSide:
         if not self._bridge.responsive:
             self._cancel_lookup(state)
             return NOTHING
-        if not lookup.final:
-            if time.monotonic() < max(state.asked_at, lookup.updated_at) + state.timeout:
+        # Chunks in flight are loaded as they arrive, once there is something to load.
+        begins = lookup.located and len(lookup.leases) > local_tokens // self._layout.chunk_tokens
+        if not lookup.final and not begins:
+            if not stalled(state, lookup):
                 return ASK_AGAIN
             self._warn(
                 "request %s: no chunk has arrived for %.1f s, %d are in flight: computing the prompt instead",
@@ -218,10 +218,10 @@ class SchedulerSide:
         if state is None or state.ticket is None:
             return
         lookup = self._bridge.found(state.ticket)
-        if lookup is None or not lookup.final:
+        if lookup is None or not lookup.located:
             self._cancel_lookup(state)
-            if external_tokens:  # The engine waits for a load: it fails.
-                self._loads.append(Job(request.request_id, LOST, []))
+            if external_tokens:
+                self._loads.fail(state, LOST)
             return
         # Fewer than were found, if another part of the engine has fewer.
         hit = self._hit(state, lookup).up_to(state.local_tokens + external_tokens, self._layout.chunk_tokens)
@@ -233,24 +233,8 @@ class SchedulerSide:
             return
         if hit.tokens % chunk:
             state.tail_end = hit.tokens
-        self._bridge.take(state.ticket)
-        state.ticket = None
-        first, last = state.local_tokens // chunk, count + self._layout.has_states
-        self._bridge.release(lookup.leases[:first] + lookup.leases[last:])
-        block_ids = self._model.blocks(blocks.get_block_ids())
-        chunks = []
-        for index in range(first, count):
-            tokens = hit.stored_tokens(index, chunk)
-            pages = chunk_blocks(self._layout, block_ids, index, tokens, state.local_tokens)
-            staging = lookup.staging if lookup.sources[index] == self._bridge.staging_source else 0
-            lease, offset = lookup.leases[index], lookup.offsets[index]
-            chunks.append(ChunkCopy(lease, offset, tokens, pages, staging))
-        if self._layout.has_states:
-            pages = state_blocks(self._layout, block_ids, hit.tokens)
-            chunks.append(ChunkCopy(lookup.leases[count], lookup.offsets[count], STATE_TOKENS, pages))
-        self._loading[request.request_id] = self._bridge.epoch, lookup.leases[first:last]
-        self._loads.append(Job(request.request_id, self._bridge.epoch, chunks))
-        self._count_hits(state, lookup.sources[:count], external_tokens)
+        self._loads.begin(state, lookup, hit, self._model.blocks(blocks.get_block_ids()))
+        self._count_hits(state, [*lookup.sources, *lookup.coming][:count], external_tokens)
 
     def _count_hits(self, state: RequestState, sources: Sequence[int], external_tokens: int) -> None:
         request, chunk = state.request, self._layout.chunk_tokens
@@ -299,9 +283,7 @@ class SchedulerSide:
             self._kv_transfers.end_finished()
         self._bridge.probe()
         self._waited_before = self._bridge.waited
-        metadata = StepMetadata(self._loads, saves, computes=output.total_num_scheduled_tokens > 0)
-        self._loads = []
-        return metadata
+        return StepMetadata(self._loads.step(), saves, computes=output.total_num_scheduled_tokens > 0)
 
     def _blocks_of(self, output: SchedulerOutput) -> BlocksOf:
         """Return a function for the block tables of the requests that are scheduled in this step."""
@@ -318,7 +300,10 @@ class SchedulerSide:
         due, possible = [], self._saves.possible
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None or not state.stores:
+            if state is None:
+                continue
+            self._prefill.observe(state)
+            if not state.stores:
                 continue
             before, state.settled = state.settled, state.request.num_computed_tokens
             if not possible:
@@ -344,19 +329,30 @@ class SchedulerSide:
 
     # Completion.
 
-    def update_from_output(self, output: KVConnectorOutput) -> None:
-        """Release the leases of loads that the workers have finished."""
-        for request_id in output.finished_recving or ():
-            epoch, leases = self._loading.pop(request_id, (0, []))
-            if epoch == self._bridge.epoch:  # Lease numbers are only valid in the process that granted them.
-                self._bridge.release(leases)
+    def short_loads(self, output: KVConnectorOutput) -> set[str]:
+        """Return the failed loads of which some chunks did not arrive, and the others can be loaded again."""
+        return {request_id for request_id in output.failed_recving or () if self._loads.is_short(request_id)}
+
+    def update_from_output(self, output: KVConnectorOutput, short: Set[str] | None = None) -> None:
+        """Release the leases of loads that the workers have finished.
+
+        ``short``: the loads to repeat; by default :meth:`short_loads`.
+        """
+        again = {
+            request_id
+            for request_id in (self.short_loads(output) if short is None else short)
+            if request_id in self._requests
+        }
         for request_id in output.failed_recving or ():
             self._stats.add("failed_loads", 1)
             state = self._requests.get(request_id)
             if state is not None:
-                state.load_failed = True
                 state.next_chunk = state.tail_end = 0
+            if state is not None and request_id not in again:
+                state.load_failed = True
                 self._kv_transfers.give_up(state)
+        for request_id in output.finished_recving or ():
+            self._loads.finish(request_id, again=request_id in again)
 
     def finished(self, request: Request, block_ids: Blocks) -> tuple[bool, dict[str, Any] | None]:
         """Plan the remaining saves of a finished request.
@@ -367,7 +363,10 @@ class SchedulerSide:
         if state is None:
             return False, self._kv_transfers.answer(request, 0)
         self._cancel_lookup(state)
-        if request.status == RequestStatus.FINISHED_ABORTED or request.request_id in self._loading:
+        if state.computing_since is not None:
+            self._prefill.observe(state)
+        if request.status == RequestStatus.FINISHED_ABORTED or request.request_id in self._loads:
+            self._loads.stop(request.request_id)
             self._kv_transfers.give_up(state)
             self._saves.drop(state)
             return False, self._kv_transfers.answer(request, 0)
@@ -432,20 +431,13 @@ class SchedulerSide:
             self._cancel_lookup(state)
             self._kv_transfers.give_up(state)
         self._saves.drop()
-        self._fail_loads()
+        self._loads.fail_all("the weights have changed")
         self._bridge.use_weights(self._weights.current)
         if self._events is not None:
             self._events.forget_all()
         if not self._weights.is_mixed():
             for state in requests.values():
                 self._track(state.request, state.hints)
-
-    def _fail_loads(self) -> None:
-        """Release the leases of loads in flight, so that workers report these as failed."""
-        for request_id, (epoch, leases) in self._loading.items():
-            if epoch == self._bridge.epoch:
-                self._bridge.release(leases)
-            self._loading[request_id] = epoch, []
 
     def events(self) -> Iterable[KVCacheEvent]:
         """Return the changes of the tiers as vLLM's KV events."""

@@ -60,6 +60,10 @@ class _Batch:
     confirmation: Call[bool] | None = None
     """Whether the leases of the copied chunks were held throughout."""
     asked_at: float = 0.0
+    parts: list[_Batch] = field(default_factory=list)
+    """Earlier batches with parts of the same loads."""
+    seconds: float | None = None
+    """For parts: how long the copies took, once they have ended."""
 
     def fail(self, reason: str) -> None:
         """Mark all of its jobs as failed."""
@@ -97,6 +101,8 @@ class WorkerSide:
         self._stages = stages
         self._staging = StagingBuffer(bridge)
         self._loading: list[_Batch] = []
+        self._parts: dict[str, list[tuple[_Batch, Job]]] = {}
+        """By request id: the jobs of loads whose last job has not been received, and their batches."""
         self._saving: list[_Batch] = []
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
@@ -133,9 +139,22 @@ class WorkerSide:
         """Copy chunks into the engine's blocks. :meth:`take_results` reports the outcome."""
         self._bridge.update()
         self._waited_before = self._bridge.waited
-        if jobs:
-            self._loading.append(self._begin(jobs, self._copies.load))
+        for more in (True, False):
+            if group := [job for job in jobs if job.more is more]:
+                self._begin_load(group, more=more)
         self._poll_copies()
+
+    def _begin_load(self, jobs: Sequence[Job], *, more: bool) -> None:
+        """Copy parts of loads, or the last parts: their batch also reports the earlier ones."""
+        batch = self._begin(jobs, self._copies.load)
+        self._loading.append(batch)
+        for job in jobs:
+            if more:
+                self._parts.setdefault(job.request_id, []).append((batch, job))
+            else:
+                parts = self._parts.pop(job.request_id, [])
+                batch.parts += [part for part, _ in parts]
+                job.chunks = [chunk for _, earlier in parts for chunk in earlier.chunks] + job.chunks
 
     def idle(self) -> None:
         """Do what can wait until a step that computes nothing. The next one may be far."""
@@ -165,6 +184,9 @@ class WorkerSide:
         batch = _Batch(jobs, self._bridge.epoch, time.perf_counter())
         self._refresh()
         for job in jobs:
+            if job.failure:
+                batch.failures[job.request_id] = job.failure
+                continue
             if self._bridge.epoch != job.epoch:
                 self._bridge.retry_now()  # The scheduler is connected, so a cache process is running.
                 batch.failures[job.request_id] = "its cache process is not connected"
@@ -220,6 +242,16 @@ class WorkerSide:
         return end(batch)
 
     def _loaded_all(self, batch: _Batch) -> bool:
+        if batch.jobs[0].more:
+            batch.seconds = time.perf_counter() - batch.started
+            return True
+        if any(part.seconds is None for part in batch.parts):
+            return False
+        for part in batch.parts:
+            for job in batch.jobs:
+                if (reason := part.failures.get(job.request_id)) is not None:
+                    batch.failures.setdefault(job.request_id, reason)
+        batch.copied = [job for job in batch.copied if job.request_id not in batch.failures]
         # Confirm only after the copies: this proves that the copied bytes were valid.
         if batch.copied and not self._confirmed(batch):
             return False
@@ -292,7 +324,7 @@ class WorkerSide:
         self, what: str, verb: str, batch: _Batch, chunks: Sequence[ChunkCopy]
     ) -> tuple[int, int, float]:
         """Count copied chunks; return their tokens and bytes, and the seconds that they took."""
-        seconds = time.perf_counter() - batch.started
+        seconds = time.perf_counter() - batch.started + sum(part.seconds or 0.0 for part in batch.parts)
         sizes = Counter(chunk.tokens for chunk in chunks)
         total = sum(self._layout.rank_bytes(size) * count for size, count in sizes.items())
         tokens = sum(size * count for size, count in sizes.items())

@@ -1,0 +1,265 @@
+"""Measure how long it takes until a prompt on a cold disk is in the engine's blocks.
+
+::
+
+    python -m benchmarks.cold_loads               # needs 2 GiB in the folder, 1 GiB of memory
+    python -m benchmarks.cold_loads --folder /dev/shm
+    python -m benchmarks.cold_loads --small
+
+The hooks of scheduler and worker are called as by vLLM, in steps that compute nothing, with a real cache
+process. ``read``: from the request until all chunks are in the memory of the cache process, with nothing
+copied. ``copy``: one copy of all of them into the blocks, from memory. ``load``: from the request until the
+workers report the load. No load can be faster than the slower of the two; one that copies after it has read
+takes the sum. Each prompt is read once per restart of the cache process, with O_DIRECT, so all are cold;
+prompts are read and loaded in turn. The disk is that of the folder, at its own speed, or throttled to a
+fraction of the speed of the copy. For these rows, a folder in memory is fast enough on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.common import reserve, show
+from benchmarks.look_up import is_ready
+from benchmarks.stepping import Request, make_request
+from kvtier import Settings
+from kvtier.bridge import protocol
+from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.protocol import Hello, Role
+from kvtier.integrations.vllm.layout import ModelLayout, Region
+from kvtier.integrations.vllm.request import request_root
+from kvtier.integrations.vllm.scheduler import SchedulerSide
+from kvtier.integrations.vllm.weights import EngineWeights
+from kvtier.integrations.vllm.worker import WorkerSide
+from kvtier.memory.keys import chunk_keys
+from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
+
+MIB = 1 << 20
+CHUNK_TOKENS, BLOCK_TOKENS, LAYERS = 256, 32, 12
+PAGE_BYTES = 64 << 10
+"""Those of the model of ``kvtier demo``: a chunk has 6 MiB."""
+CHUNK_MIB = CHUNK_TOKENS // BLOCK_TOKENS * LAYERS * PAGE_BYTES // MIB
+STEP_SECONDS = 0.001
+"""The time that vLLM sleeps after a step that computes nothing."""
+SPEEDS = {"not throttled": 0.0, "1/8 of copy": 1 / 8, "1/4 of copy": 1 / 4, "1/2 of copy": 1 / 2}
+LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(BLOCK_TOKENS, (PAGE_BYTES,) * LAYERS),))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Measure loads from a cold disk.")
+    parser.add_argument("--folder", type=Path, default=Path(), help="where to write; default: current folder")
+    parser.add_argument("--mib", type=int, default=192, help="of KV per prompt, default: %(default)s")
+    parser.add_argument("--runs", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--small", action="store_true", help="smoke test with a few megabytes")
+    options = parser.parse_args(arguments)
+    if options.small:
+        options.mib, options.runs = 24, 1
+    chunks = options.mib // CHUNK_MIB
+    requests = [make_request(chunks * CHUNK_TOKENS) for _ in range(2 * options.runs)]
+    rows: list[tuple[object, ...]] = []
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="kvtier-bench-") as folder:
+        prompts = Prompts(Path(folder), requests, chunks)
+        prompts.store()
+        copy = prompts.copy()
+        for name, multiple in SPEEDS.items():
+            rows.append((name, *prompts.measure(copy, multiple)))
+    columns = ("", "read ms", "copy ms", "load ms", "load : slower of both", "range")
+    show(f"loads of {options.mib} MiB, {options.runs} of each", columns, rows)
+
+
+class Prompts:
+    """Prompts whose chunks are on the disk of a cache process."""
+
+    def __init__(self, folder: Path, requests: Sequence[Request], chunks: int) -> None:
+        self._folder = folder
+        self._requests = requests
+        self._chunks = chunks
+        self._bytes = chunks * CHUNK_MIB * MIB
+
+    def store(self) -> None:
+        """Store all prompts, and wait until they are on the disk."""
+        with self.engine(0) as engine:
+            for request in self._requests:
+                engine.store(request)
+                while status(self._folder / "socket")["pending_bytes"]:
+                    time.sleep(0.02)
+
+    def copy(self) -> float:
+        """Return the seconds of one copy of a prompt from memory, once its pages have been touched."""
+        with self.engine(0) as engine:
+            engine.load(self._requests[0])
+            return statistics.median(engine.copy(self._chunks) for _ in range(5))
+
+    def measure(self, copy: float, multiple: float) -> tuple[object, ...]:
+        """Return the medians of all times in milliseconds, and the ratio."""
+        reads: list[float] = []
+        loads: list[float] = []
+        with self.engine(multiple * self._bytes / copy) as engine:
+            for first, second in zip(self._requests[::2], self._requests[1::2], strict=True):
+                reads.append(engine.read(first))
+                loads.append(engine.load(second))
+        ratios = [load / max(read, copy) for read, load in zip(reads, loads, strict=True)]
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        read, load = statistics.median(reads), statistics.median(loads)
+        return read * 1e3, copy * 1e3, load * 1e3, statistics.median(ratios), spread
+
+    @contextmanager
+    def engine(self, bytes_per_second: float, **settings: object) -> Iterator[Engine]:
+        """Run a cache process with cold memory, and the hooks of an engine."""
+        socket = self._folder / "socket"
+        tiers = [
+            {"name": "ram", "type": "cpu", "capacity": 3 * self._bytes},
+            {"name": "ssd", "type": "disk", "path": str(self._folder / "disk"), "capacity": "64GiB"},
+        ]
+        environment = {**os.environ, "KVTIER_TIERS": json.dumps(tiers), "KVTIER_SOCKET": str(socket)}
+        program = Path(__file__).with_name("throttled_serve.py")
+        environment |= {f"KVTIER_{name.upper()}": json.dumps(value) for name, value in settings.items()}
+        process = subprocess.Popen([sys.executable, str(program), str(bytes_per_second)], env=environment)
+        try:
+            while not is_ready(socket):
+                time.sleep(0.02)
+            engine = Engine(socket, self._chunks, **settings)
+            yield engine
+            engine.close()
+        finally:
+            process.terminate()
+            process.wait()
+
+
+class Engine:
+    """Both sides of the connector, and one set of blocks for all prompts."""
+
+    def __init__(self, socket: Path, chunks: int, **more: object) -> None:
+        names = [f"layer {layer}" for layer in range(LAYERS)]
+        self._blocks = 1 + chunks * CHUNK_TOKENS // BLOCK_TOKENS
+        regions = (tuple(Region(name, 0, PAGE_BYTES, PAGE_BYTES, self._blocks) for name in names),)
+        space = namespace("model", LAYOUT)
+        model = ModelLayout(LAYOUT, space, regions, group_ids=(0,), layers=(tuple(names),))
+        number = next(_engines)
+
+        def hello(role: Role) -> Hello:
+            return Hello(protocol.VERSION, f"engine-{number}", role, 0, LAYOUT, space)
+
+        self._bridges = SchedulerBridge(hello("scheduler"), socket), WorkerBridge(hello("worker"), socket)
+        self._bridges[1].connect()
+        self._bridges[0].connect()
+        settings = Settings(chunk_tokens=CHUNK_TOKENS, **more)  # type: ignore[arg-type]
+        self._space = space
+        self._scheduler = SchedulerSide(
+            settings, model, self._bridges[0], weights=EngineWeights("", lambda _: space)
+        )
+        self._worker = WorkerSide(model, self._bridges[1], 0)
+        self._pages = {name: torch.zeros((self._blocks, PAGE_BYTES), dtype=torch.uint8) for name in names}
+        self._worker.register(self._pages)
+        self._last: list[Any] = []
+
+    def store(self, request: Request) -> None:
+        """Store the chunks of a prompt."""
+        scheduler, worker = self._bridges
+        root = request_root(self._space, request)
+        keys = chunk_keys(root, list(request.all_token_ids), CHUNK_TOKENS)
+        slots = reserve(scheduler, root, keys, CHUNK_TOKENS)
+        assert worker.arena is not None
+        for slot in slots:
+            assert slot is not None
+            worker.arena.view(slot.offset + 4096, 64)[:] = os.urandom(64)
+        worker.commit([slot.lease for slot in slots if slot is not None])
+
+    def read(self, request: Request) -> float:
+        """Return the seconds until all chunks of a prompt are in the memory of the cache process."""
+        started = time.perf_counter()
+        self._scheduler.on_new_request(request)
+        ticket = self._scheduler._requests[request.request_id].ticket
+        assert ticket is not None
+        while (found := self._bridges[0].found(ticket)) is not None and not found.final:
+            time.sleep(STEP_SECONDS)
+        seconds = time.perf_counter() - started
+        assert found is not None
+        assert len(found.leases) == request.num_tokens // CHUNK_TOKENS
+        self.finish(request)
+        return seconds
+
+    def load(self, request: Request) -> float:
+        """Return the seconds until all chunks of a prompt are in the blocks."""
+        started = time.perf_counter()
+        self._last = []
+        assert self.start(request) == request.num_tokens
+        seconds = time.perf_counter() - started
+        self.finish(request)
+        return seconds
+
+    def start(self, request: Request) -> int:
+        """Look up a prompt, and load what is found, in steps that compute nothing; return its tokens."""
+        self._scheduler.on_new_request(request)
+        while (tokens := self._ask(request)) and not self._run_load(request, tokens):
+            pass  # Some chunks have not arrived: a shorter hit is loaded.
+        return tokens
+
+    def _ask(self, request: Request) -> int:
+        while (tokens := self._scheduler.matched_tokens(request, 0)[0]) is None:
+            self.step(request)
+            time.sleep(STEP_SECONDS)
+        return tokens
+
+    def _run_load(self, request: Request, tokens: int) -> bool:
+        """Load a hit; return whether that has succeeded."""
+        table: Any = SimpleNamespace(get_block_ids=lambda: (list(range(1, self._blocks)),))
+        self._scheduler.allocated(request, table, tokens)
+        while (succeeded := self.step(request)) is None:
+            time.sleep(STEP_SECONDS)
+        return succeeded
+
+    def step(self, request: Request, scheduled: int = 0) -> bool | None:
+        """Run a step; return whether the load of a request has succeeded, ``None`` while it has not ended."""
+        output: Any = SimpleNamespace(
+            preempted_req_ids=None,
+            num_scheduled_tokens={request.request_id: scheduled} if scheduled else {},
+            total_num_scheduled_tokens=scheduled,
+            kv_connector_block_state=None,
+        )
+        metadata = self._scheduler.build_metadata(output)
+        self._last += [chunk for job in metadata.loads for chunk in job.chunks]
+        self._worker.load(metadata.loads)
+        self._worker.save(metadata.saves)
+        _, loaded, failed = self._worker.take_results()
+        results: Any = SimpleNamespace(finished_recving=loaded, failed_recving=failed)
+        self._scheduler.update_from_output(results)
+        return request.request_id not in failed if request.request_id in loaded else None
+
+    def copy(self, chunks: int) -> float:
+        """Return the seconds of one copy of the chunks that were loaded last."""
+        assert len(self._last) >= chunks
+        assert self._bridges[1].arena is not None
+        started = time.perf_counter()
+        self._worker._copies.load(self._bridges[1].arena, self._last[:chunks])
+        return time.perf_counter() - started
+
+    def finish(self, request: Request) -> None:
+        """Finish a request."""
+        self._scheduler.finished(request, ([],))
+
+    def close(self) -> None:
+        self._scheduler.close()
+        self._worker.close()
+
+
+_engines = itertools.count()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Compare the time to the first token if chunks are always loaded, never, and if it is decided per request.
+
+::
+
+    python -m benchmarks.load_or_compute --folder /dev/shm       # needs 2 GiB there, two minutes
+    python -m benchmarks.load_or_compute --small
+
+The hooks of the connector are called as by vLLM, with a real cache process whose disk is throttled to a
+multiple of the speed at which the engine computes. Computing is sleeping, so that these speeds are exact.
+Each prompt is on the disk only. Before, the engine has computed some prompts, and loaded some others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.cold_loads import CHUNK_MIB, CHUNK_TOKENS, MIB, Engine, Prompts
+from benchmarks.common import show
+from benchmarks.stepping import Request, make_request
+
+SPEEDS = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
+"""Of the disk, as multiples of the speed of computing."""
+LEARNED = 4
+"""Prompts before the measured ones."""
+READ_ONLY = {"kvtier": {"cache": "read"}}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Compare always loading, never loading, and deciding.")
+    parser.add_argument("--folder", type=Path, default=Path(), help="where to write; default: current folder")
+    parser.add_argument("--mib", type=int, default=96, help="of KV per prompt, default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=0.8, help="to compute it, default: %(default)s")
+    parser.add_argument("--runs", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--small", action="store_true", help="smoke test with a few megabytes")
+    options = parser.parse_args(arguments)
+    speeds: Sequence[float] = SPEEDS
+    if options.small:
+        options.mib, options.runs, options.seconds, speeds = 12, 1, 0.05, (4.0,)
+    rows: list[tuple[object, ...]] = []
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="kvtier-bench-") as folder:
+        chunks = options.mib // CHUNK_MIB
+        requests = [
+            make_request(chunks * CHUNK_TOKENS, kv_transfer_params=READ_ONLY)
+            for _ in range(LEARNED + options.runs)
+        ]
+        prompts = Prompts(Path(folder), requests, chunks)
+        prompts.store()
+        for multiple in speeds:
+            speed = multiple * options.mib * MIB / options.seconds
+            always, _ = first_tokens(prompts, requests, speed, options.seconds, adaptive=False)
+            decided, hits = first_tokens(prompts, requests, speed, options.seconds, adaptive=True)
+            better = min(always, options.seconds)
+            row = always * 1e3, options.seconds * 1e3, decided * 1e3, decided / better
+            rows.append((f"{multiple} x computing", *row, f"{hits:.0%}"))
+    columns = ("disk", "always ms", "never ms", "decided ms", "decided : better of both", "loaded")
+    show(f"first token of prompts of {options.mib} MiB, medians of {options.runs}", columns, rows)
+
+
+def first_tokens(
+    prompts: Prompts, requests: Sequence[Request], speed: float, seconds: float, *, adaptive: bool
+) -> tuple[float, float]:
+    """Return the median seconds to the first token, and the median fraction of tokens that were loaded."""
+    with prompts.engine(speed, prefetch={"adaptive": adaptive, "deadline": "30s"}) as engine:
+        for _ in range(LEARNED):
+            fresh = make_request(requests[0].num_tokens, kv_transfer_params=READ_ONLY)
+            first_token(engine, fresh, seconds)
+        measured = [first_token(engine, request, seconds) for request in requests]
+    times, hits = zip(*measured[LEARNED:], strict=True)
+    return statistics.median(times), statistics.median(hits)
+
+
+def first_token(engine: Engine, request: Request, seconds: float) -> tuple[float, float]:
+    """Run a request. Return the seconds to its first token, and the fraction of tokens that were loaded."""
+    started = time.perf_counter()
+    request.num_computed_tokens, request.num_tokens = 0, request.num_prompt_tokens
+    hit = engine.start(request)
+    request.num_computed_tokens = hit
+    rest = request.num_tokens - hit
+    engine.step(request, scheduled=max(1, rest))
+    time.sleep(seconds * rest / request.num_tokens)
+    elapsed = time.perf_counter() - started
+    request.num_tokens += 1
+    engine.finish(request)
+    return elapsed, hit / request.num_prompt_tokens
+
+
+if __name__ == "__main__":
+    main()

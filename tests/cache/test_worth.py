@@ -1,0 +1,162 @@
+"""Load or compute: the decision, and what it does to a lookup."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.memory.keys import ChunkKey
+from kvtier.pipeline.worth import CLEARLY_EARLIER, MIN_GAIN_SECONDS, worth_loading
+from kvtier.tiers.speeds import MIN_SAMPLES
+
+from .conftest import CHUNK_OBJECT_BYTES
+from .faulty_sources import CacheHarness, MakeSettings, opened
+
+Prompt = Callable[..., list[int]]
+ARRIVALS = st.lists(st.floats(0, 100), max_size=12).map(sorted)
+COMPUTE = st.floats(0, 10)
+
+
+def first_token(arrivals: list[float], compute: float, loaded: int) -> float:
+    return (arrivals[loaded - 1] if loaded else 0.0) + compute * (len(arrivals) - loaded)
+
+
+@given(ARRIVALS, COMPUTE)
+def test_first_token_is_as_early_as_with_any_other_number(arrivals: list[float], compute: float) -> None:
+    loaded = worth_loading(arrivals, compute)
+    chosen = first_token(arrivals, compute, loaded)
+    for other in range(len(arrivals) + 1):
+        best = first_token(arrivals, compute, other)
+        assert chosen <= max(best / CLEARLY_EARLIER, best + MIN_GAIN_SECONDS) + 1e-9
+
+
+@given(ARRIVALS, COMPUTE)
+def test_all_or_nothing(arrivals: list[float], compute: float) -> None:
+    loaded = worth_loading(arrivals, compute, whole=True)
+    assert loaded in (0, len(arrivals))
+    chosen = first_token(arrivals, compute, loaded)
+    best = min(first_token(arrivals, compute, number) for number in (0, len(arrivals)))
+    assert chosen <= max(best / CLEARLY_EARLIER, best + MIN_GAIN_SECONDS) + 1e-9
+
+
+@given(ARRIVALS, COMPUTE, st.floats(1, 10))
+def test_slower_engine_loads_as_much_or_more(arrivals: list[float], compute: float, factor: float) -> None:
+    slower = worth_loading(arrivals, compute * factor)
+    assert slower >= worth_loading(arrivals, compute) or slower == len(arrivals)
+
+
+@given(st.integers(0, 10), ARRIVALS, COMPUTE)
+def test_chunks_in_memory_are_always_used(held: int, arrivals: list[float], compute: float) -> None:
+    assert worth_loading([0.0] * held + arrivals, compute) >= held
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "compute", "loaded"),
+    [
+        ([0, 0, 1, 2], 2.0, 4),
+        ([0, 0, 5, 10], 2.0, 2),
+        ([0, 1, 2, 30], 2.0, 3),
+        ([0.5, 1, 1.5, 2], 0.49, 4),
+        ([0.01, 0.02], 0.001, 2),
+        ([], 1.0, 0),
+    ],
+    ids=["faster disk", "slower disk", "slow end", "hardly slower", "too short to matter", "nothing"],
+)
+def test_examples(arrivals: list[float], compute: float, loaded: int) -> None:
+    assert worth_loading(arrivals, compute) == loaded
+
+
+def set_speed(harness: CacheHarness, tier: str, chunks_per_second: float) -> None:
+    """Set the measured throughput of a tier."""
+    throughput = harness.cache._prefetching._throughputs[harness.tier(tier).index]
+    for _ in range(MIN_SAMPLES):
+        throughput._speeds.record(64 * CHUNK_OBJECT_BYTES, 64 / chunks_per_second)
+
+
+async def half_in_memory(harness: CacheHarness, tokens: list[int]) -> list[ChunkKey]:
+    """Store a prompt of eight chunks, of which memory holds the first four and a source all."""
+    await harness.fill(tokens, "near")
+    keys = harness.model.keys(tokens)
+    await harness.cache.prefetch(keys[:4])
+    return keys
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("speed", "compute", "adaptive", "found"),
+    [
+        (1.0, 0.1, True, 4),
+        (1.0, 2.0, True, 8),
+        (100.0, 0.1, True, 8),
+        (None, 0.1, True, 8),
+        (1.0, 0.1, False, 8),
+    ],
+    ids=["slow source", "slow engine", "fast source", "unknown speed", "switched off"],
+)
+async def test_lookup_finds_what_is_worth_waiting_for(
+    settings: MakeSettings,
+    prompt: Prompt,
+    caplog: pytest.LogCaptureFixture,
+    speed: float | None,
+    compute: float,
+    adaptive: bool,
+    found: int,
+) -> None:
+    async with opened(settings, "near", prefetch={"deadline": "60s", "adaptive": adaptive}) as harness:
+        keys = await half_in_memory(harness, prompt(2048))
+        if speed is not None:
+            set_speed(harness, "near", speed)
+        with caplog.at_level(logging.INFO, "kvtier"):
+            lookup = harness.cache.look_up(keys, compute=compute)
+        assert (lookup.count, lookup.in_flight) == (found, found - 4)
+        assert harness.cache.hierarchy.counts["computed_instead"] == 8 - found
+        assert ("4 of 8 chunks are computed" in caplog.text) == (found == 4)
+        await harness.cache.settle(lookup)
+        lookup.release()
+
+
+@pytest.mark.anyio
+async def test_wait_is_compared_with_what_was_expected(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, "near", prefetch={"deadline": "60s"}) as harness:
+        keys = await half_in_memory(harness, prompt(2048))
+        set_speed(harness, "near", 64.0)
+        lookup = harness.cache.look_up(keys, compute=1.0)
+        assert lookup.expected == pytest.approx(4 / 64, rel=0.6)
+        await harness.cache.settle(lookup)
+        lookup.release()
+        worth = harness.cache.worth
+        assert worth.expected_seconds == lookup.expected
+        assert worth.actual_seconds > 0
+
+
+@pytest.mark.anyio
+async def test_speed_is_learned_from_reads(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, "near", prefetch={"deadline": "60s"}) as harness:
+        harness.sources["near"].delays.delay = 0.2
+        for seed in range(MIN_SAMPLES):
+            await half_in_memory(harness, prompt(2048, seed))
+        keys = await half_in_memory(harness, prompt(2048, MIN_SAMPLES))
+        lookup = harness.cache.look_up(keys, compute=0.001)
+        assert lookup.count == 4
+        lookup.release()
+
+
+@pytest.mark.anyio
+async def test_hanging_source_is_waited_for_as_long_as_computing_takes(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    """Even if nothing is known of its speed, and though the deadline is much longer."""
+    async with opened(settings, "near", prefetch={"deadline": "600s"}) as harness:
+        keys = await half_in_memory(harness, prompt(2048))
+        harness.sources["near"].delays.hang()
+        lookup = harness.cache.look_up(keys, compute=0.01)
+        assert lookup.in_flight == 4
+        with anyio.fail_after(300):
+            await harness.cache.settle(lookup)
+        assert lookup.ready == lookup.count == 4
+        lookup.release()

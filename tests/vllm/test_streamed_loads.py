@@ -1,0 +1,120 @@
+"""Loads whose chunks arrive one by one from a disk: failures, kills and cancellations between two chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.cache_process import CHUNK, CacheProcess
+from tests.vllm.conftest import MakeCache, Oracle, StartEngine
+from tests.vllm.engine import Engine
+from tests.vllm.models import prompt
+
+LENGTH = 1500
+PROMPT = prompt(LENGTH)
+WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
+FIRST = 2
+"""The number of chunks that the disk returns at first (``faulty_serve.py``)."""
+
+Restart = Callable[[str], None]
+
+
+@pytest.fixture
+def cache(make_cache: MakeCache) -> CacheProcess:
+    """Its disk deadline exceeds the test."""
+    cache = make_cache(ssd={"deadline": "60s"}, prefetch={"deadline": "60s"})
+    cache.start()
+    return cache
+
+
+@pytest.fixture
+def engine(llama: Path, cache: CacheProcess, start: StartEngine) -> Iterator[Engine]:
+    """An engine with the prompt on disk only, of which the disk returns only the first chunks at first."""
+    with start(llama, cache) as engine:
+        engine.generate(PROMPT)
+        cache.wait_until_stored(WHOLE_CHUNKS)
+    cache.stop()
+    cache.start(fault=["holdrest-get"])
+    with start(llama, cache) as engine:
+        yield engine
+
+
+def begin(engine: Engine, cache: CacheProcess) -> int:
+    """Send the prompt, and return once the engine holds leases of the chunks that have arrived."""
+    number = engine.submit(PROMPT, 16)
+    cache.wait_until(lambda status: leases(status) >= FIRST)
+    return number
+
+
+def leases(status: dict[str, Any]) -> int:
+    return sum(engine["leases"] for engine in status["engines"])
+
+
+def test_other_requests_run_while_chunks_arrive(
+    engine: Engine, cache: CacheProcess, llama: Path, oracle: Oracle
+) -> None:
+    number = begin(engine, cache)
+    other = prompt(200, start=5000)
+    assert engine.generate(other).tokens == oracle(llama, other)
+    assert not engine.finished(number)
+    cache.release_disk()
+    answer = engine.answer(number)
+    assert answer.tokens == oracle(llama, PROMPT)
+    assert answer.cached >= WHOLE_CHUNKS
+    cache.wait_until_idle()
+
+
+def test_cache_process_killed_between_two_chunks(
+    engine: Engine, cache: CacheProcess, llama: Path, oracle: Oracle
+) -> None:
+    number = begin(engine, cache)
+    cache.kill()
+    assert engine.answer(number).tokens == oracle(llama, PROMPT)
+    engine.wait_until_free()
+    cache.release_disk()
+    cache.start()
+    while not cache.status()["engines"]:  # It tries to connect in its steps, at most every 10 s.
+        engine.generate(PROMPT[:CHUNK], 1)
+    engine.reset_prefix_cache()
+    assert engine.generate(PROMPT).tokens == oracle(llama, PROMPT)
+
+
+def test_cancelled_between_two_chunks(
+    engine: Engine, cache: CacheProcess, llama: Path, oracle: Oracle
+) -> None:
+    """Its blocks are free before the other chunks arrive."""
+    engine.abort(begin(engine, cache))
+    engine.wait_until_free()
+    cache.wait_until(lambda status: leases(status) == 0)
+    cache.release_disk()
+    cache.wait_until_idle()
+    assert engine.generate(PROMPT).tokens == oracle(llama, PROMPT)
+
+
+@pytest.mark.parametrize("model", ["llama", "hybrid"])
+def test_failure_costs_only_the_rest(
+    model: str,
+    request: pytest.FixtureRequest,
+    make_cache: MakeCache,
+    start: StartEngine,
+    oracle: Oracle,
+) -> None:
+    directory: Path = request.getfixturevalue(model)
+    cache = make_cache(ssd={"deadline": "60s"}, prefetch={"deadline": "60s"})
+    cache.start()
+    with start(directory, cache) as engine:
+        engine.generate(PROMPT)
+        cache.wait_until_stored(WHOLE_CHUNKS)
+    cache.stop()
+    cache.start(fault=["failrest-get"])
+    with start(directory, cache) as engine:
+        number = begin(engine, cache)
+        engine.generate(prompt(200, start=5000))  # Meanwhile the first chunks are copied.
+        cache.release_disk()
+        answer = engine.answer(number)
+        assert answer.tokens == oracle(directory, PROMPT)
+        assert answer.cached == FIRST * CHUNK
+        assert f"only {FIRST * CHUNK} of " in engine.log.read_text()
