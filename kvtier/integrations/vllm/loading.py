@@ -120,7 +120,10 @@ class Loads:
                 load.short = True
                 load.failure = f"only {found.tokens} of {load.hit.tokens} tokens have arrived"
                 return []
-        elif not self._bridge.responsive or stalled(load.state, lookup):
+        elif not self._bridge.responsive:
+            load.failure = "the cache process does not answer"
+            return []
+        elif stalled(load.state, lookup):
             load.failure = f"no chunk has arrived for {load.state.timeout:.1f} s"
             return []
         else:
