@@ -94,27 +94,21 @@ def test_cancelled_between_two_chunks(
     assert engine.generate(PROMPT).tokens == oracle(llama, PROMPT)
 
 
-@pytest.mark.parametrize("model", ["llama", "hybrid"])
 def test_failure_costs_only_the_rest(
-    model: str,
-    request: pytest.FixtureRequest,
-    make_cache: MakeCache,
-    start: StartEngine,
-    oracle: Oracle,
+    llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
-    directory: Path = request.getfixturevalue(model)
     cache = make_cache(ssd={"deadline": "60s"}, prefetch={"deadline": "60s"})
     cache.start()
-    with start(directory, cache) as engine:
+    with start(llama, cache) as engine:
         engine.generate(PROMPT)
         cache.wait_until_stored(WHOLE_CHUNKS)
     cache.stop()
     cache.start(fault=["failrest-get"])
-    with start(directory, cache) as engine:
+    with start(llama, cache) as engine:
         number = begin(engine, cache)
         engine.generate(prompt(200, start=5000))  # Meanwhile the first chunks are copied.
         cache.release_disk()
         answer = engine.answer(number)
-        assert answer.tokens == oracle(directory, PROMPT)
+        assert answer.tokens == oracle(llama, PROMPT)
         assert answer.cached == FIRST * CHUNK
         assert f"only {FIRST * CHUNK} of " in engine.log.read_text()

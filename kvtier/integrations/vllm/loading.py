@@ -123,12 +123,15 @@ class Loads:
                 return []
             if load.hit.last_tokens:
                 load.hit = found
-        elif not self._bridge.responsive or stalled(load.state, lookup):
+        elif not self._bridge.responsive:
+            load.failure = "the cache process does not answer"
+            return []
+        elif stalled(load.state, lookup):
             load.failure = f"no chunk has arrived for {load.state.timeout:.1f} s"
             return []
         else:
-            # Whether a chunk that only begins like the prompt is the expected one is known at the end.
-            stop = min(stop - bool(load.hit.last_tokens), len(lookup.leases))
+            # The last lease comes with the final answer, so a chunk in part is compared before it is sent.
+            stop = min(stop, len(lookup.leases))
         chunks = [self._copy(load, lookup, index) for index in range(load.sent, stop)]
         load.sent = max(load.sent, stop)
         return chunks
