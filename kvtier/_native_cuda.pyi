@@ -45,10 +45,11 @@ class DevicePages:
         chunks: list[tuple[int, Sequence[Sequence[int]]]],
         engine: int,
         method: CopyMethod = ...,
+        after: Sequence[int] = ...,
     ) -> int:
         """Start to copy the pages of chunks into the engine's memory, after the current work on its stream.
 
-        ``engine``: that stream. Returns a ticket for :meth:`done`, without waiting for the device. Raises
+        ``engine``: that stream. ``after``: the tickets of other copies to wait for, on the device. Returns a ticket for :meth:`done`, without waiting for the device. Raises
         ``IndexError``, before starting anything, if a block or a chunk is out of bounds, and
         :class:`CudaError`.
         """
@@ -59,11 +60,15 @@ class DevicePages:
         chunks: list[tuple[int, Sequence[Sequence[int]]]],
         engine: int,
         method: CopyMethod = ...,
+        after: Sequence[int] = ...,
     ) -> int:
         """Start to copy pages out of the engine's memory. Otherwise like :meth:`load`.
 
-        Later work on ``engine`` waits for the copy.
+        Later work on ``engine`` does not wait for the copy: see :meth:`hold`.
         """
+
+    def hold(self, engine: int, ticket: int) -> None:
+        """Let later work on the engine's stream wait for a copy. Blocks only if CUDA fails, and never raises."""
 
     def done(self, ticket: int) -> bool:
         """Return whether the copy is complete. Does not wait. Raises :class:`CudaError` if it failed."""

@@ -32,10 +32,36 @@ CPP = (
         "",
     ),
     Mutation(
-        "the engine does not wait for a save",
+        "the engine does not wait for a save that is held",
         PAGES,
-        'if (hold_engine) check(cudaStreamWaitEvent(engine, flight->completed, 0), "cudaStreamWaitEvent");',
+        'check(cudaStreamWaitEvent(stream, found->second->completed, 0), "cudaStreamWaitEvent");',
         "",
+    ),
+    Mutation(
+        "the engine goes on if CUDA cannot hold it",
+        PAGES,
+        "        // What comes next may change the pages. done() still reports an error of the copy.\n"
+        "        ignore(found->second->wait());\n",
+        "",
+    ),
+    Mutation(
+        "a load does not wait for saves of its pages",
+        PAGES,
+        "for (const Ticket ticket : after) hold(flight->stream, ticket);",
+        "static_cast<void>(after);",
+    ),
+    Mutation(
+        "the engine waits for every save",
+        PAGES,
+        "        in_flight_.emplace(next_, std::move(flight));",
+        '        check(cudaStreamWaitEvent(engine, flight->completed, 0), "cudaStreamWaitEvent");\n'
+        "        in_flight_.emplace(next_, std::move(flight));",
+    ),
+    Mutation(
+        "a list of moves that is too short is freed",
+        PAGES,
+        "        lists_.push_back(moves);",
+        "        for (Move* const old : lists_) ignore(cudaFreeHost(old));\n        lists_ = {moves};",
     ),
     Mutation(
         "the end of a copy is not recorded",

@@ -28,7 +28,7 @@ def run(tests: Path, log: Path) -> None:
     ("tests", "count"),
     [
         ("worker_side.py", 20),
-        ("cuda_side.py", 13),
+        ("cuda_side.py", 21),
         ("scheduler_side.py", 31),
         ("connector_side.py", 9),
         ("layout_side.py", 56),

@@ -29,6 +29,8 @@ void stand_in_synchronize() { synchronize(); }
 
 void stand_in_calls(char* text, std::size_t room) { write_lines(calls(), text, room); }
 
+void stand_in_trace(char* text, std::size_t room) { write_lines(trace(), text, room); }
+
 void stand_in_fail(std::size_t call, int error, bool lasting) {
     fail({call, static_cast<cudaError_t>(error), lasting});
 }

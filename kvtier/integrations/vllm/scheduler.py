@@ -28,6 +28,7 @@ from kvtier.integrations.vllm.request import RequestState, cacheable, request_ro
 from kvtier.integrations.vllm.saving import Blocks, BlocksOf, Saves, chunk_blocks, state_blocks
 from kvtier.integrations.vllm.states import States
 from kvtier.integrations.vllm.weights import EngineWeights
+from kvtier.integrations.vllm.written import written_blocks
 from kvtier.logs import RateLimitedWarning
 from kvtier.memory.layout import STATE_TOKENS
 from kvtier.settings import Settings
@@ -68,14 +69,19 @@ class SchedulerSide:
         *,
         weights: EngineWeights,
         lookahead: int = 0,
+        deferred: bool = False,
     ) -> None:
-        """``lookahead``: how many tokens after it the KV of a token depends on (``speculation.py``)."""
+        """``lookahead``: how many tokens after it the KV of a token depends on (``speculation.py``).
+
+        ``deferred``: whether workers may still be copying when a step ends.
+        """
         self._settings = settings
         self._model = model
         self._layout = model.layout
         self._bridge = bridge
         self._weights = weights
         self._lookahead = lookahead
+        self._deferred = deferred
         waits = settings.prefetch.policy == "wait"
         self._timeout = MAX_WAIT_SECONDS if waits else settings.prefetch.deadline + TIMEOUT_SECONDS
         self._stats = TransferStats()
@@ -86,7 +92,9 @@ class SchedulerSide:
         self._loading: dict[str, tuple[int, list[int]]] = {}
         """By request id: the epoch of the cache process, and its leases that workers are reading."""
         self._loads: list[Job] = []
-        self._saves = Saves(settings, self._layout, bridge, self._stats)
+        self._saves = Saves(
+            settings, self._layout, bridge, self._stats, blocks=model.num_blocks, deferred=deferred
+        )
         self._states: States | None = None
         if self._layout.has_states:
             self._states = States(model, self._saves, save_decode=settings.save_decode)
@@ -300,6 +308,8 @@ class SchedulerSide:
         self._bridge.probe()
         self._waited_before = self._bridge.waited
         metadata = StepMetadata(self._loads, saves, computes=output.total_num_scheduled_tokens > 0)
+        if self._deferred:
+            metadata.written = written_blocks(output, self._model)
         self._loads = []
         return metadata
 
@@ -346,6 +356,7 @@ class SchedulerSide:
 
     def update_from_output(self, output: KVConnectorOutput) -> None:
         """Release the leases of loads that the workers have finished."""
+        self._saves.freed(output.finished_sending or ())
         for request_id in output.finished_recving or ():
             epoch, leases = self._loading.pop(request_id, (0, []))
             if epoch == self._bridge.epoch:  # Lease numbers are only valid in the process that granted them.
@@ -370,7 +381,9 @@ class SchedulerSide:
         if request.status == RequestStatus.FINISHED_ABORTED or request.request_id in self._loading:
             self._kv_transfers.give_up(state)
             self._saves.drop(state)
-            return False, self._kv_transfers.answer(request, 0)
+            loading = request.request_id in self._loading  # vLLM keeps the blocks until it has ended.
+            held = state.copied and not loading and self._saves.keep(state, self._model.blocks(block_ids))
+            return held, self._kv_transfers.answer(request, 0)
         computed = min(request.num_computed_tokens, request.num_tokens - max(1, self._lookahead))
         if not self._settings.save_decode:
             computed = min(computed, request.num_prompt_tokens)
