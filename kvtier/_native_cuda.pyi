@@ -49,9 +49,9 @@ class DevicePages:
     ) -> int:
         """Start to copy the pages of chunks into the engine's memory, after the current work on its stream.
 
-        ``engine``: that stream. ``after``: the tickets of other copies to wait for, on the device. Returns a ticket for :meth:`done`, without waiting for the device. Raises
-        ``IndexError``, before starting anything, if a block or a chunk is out of bounds, and
-        :class:`CudaError`.
+        ``engine``: that stream. ``after``: the tickets of copies to wait for, on the device. Returns a ticket
+        for :meth:`done`, without waiting for the device. Raises ``IndexError``, before starting anything, if
+        a block or a chunk is out of bounds, and :class:`CudaError`.
         """
 
     def save(
@@ -68,7 +68,10 @@ class DevicePages:
         """
 
     def hold(self, engine: int, ticket: int) -> None:
-        """Let later work on the engine's stream wait for a copy. Blocks only if CUDA fails, and never raises."""
+        """Let later work on the engine's stream wait for a copy.
+
+        Blocks only if CUDA fails, and never raises.
+        """
 
     def done(self, ticket: int) -> bool:
         """Return whether the copy is complete. Does not wait. Raises :class:`CudaError` if it failed."""

@@ -53,10 +53,10 @@ class StandIn:
         """Return the names of all calls of CUDA since the reset."""
         return self._lines(self._library.stand_in_calls)
 
-    def trace(self) -> list[Operation]:
-        """Return the kernels and copies since the reset, in the order in which they were queued."""
+    def trace(self, first: int = 0) -> list[Operation]:
+        """Return the kernels and copies since the reset, from one on, in the order of their calls."""
         found = []
-        for line in self._lines(self._library.stand_in_trace):
+        for line in self._lines(self._library.stand_in_trace, ctypes.c_size_t(first)):
             what, _, after = line.rpartition(":")
             number, stream, name = what.split(" ", 2)
             found.append(Operation(int(number), int(stream), name, tuple(map(int, after.split()))))
@@ -110,14 +110,26 @@ class StandIn:
         self._library.stand_in_fill(ctypes.c_void_p(stream), address, length, value)
 
     def write(self, tensor: torch.Tensor, value: int, stream: int = 0) -> int:
-        """Have a kernel of the engine write a value to a contiguous tensor; return the number of the kernel."""
+        """Have a kernel of the engine write a value to a contiguous tensor; return its number."""
         address, length = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
         self._library.stand_in_fill(ctypes.c_void_p(stream), address, length, value)
         return self.trace()[-1].number
 
-    def _lines(self, function: Any) -> list[str]:
+    def put(self, tensor: torch.Tensor, source: torch.Tensor, *, alone: bool = True) -> None:
+        """Have a kernel of the engine copy ``source`` to a tensor of the same size, both contiguous.
+
+        ``alone``: report it if another operation may be reading these bytes at the same time.
+        """
+        target, data = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_void_p(source.data_ptr())
+        self._library.stand_in_write(None, target, data, ctypes.c_size_t(tensor.nbytes), alone)
+
+    def wait_for_engine(self) -> None:
+        """Wait for the kernels of the engine, as it does for sampled tokens."""
+        self._library.stand_in_wait_for_stream(None)
+
+    def _lines(self, function: Any, *arguments: Any) -> list[str]:
         text = ctypes.create_string_buffer(_ROOM)
-        function(text, ctypes.c_size_t(_ROOM))
+        function(text, ctypes.c_size_t(_ROOM), *arguments)
         return text.value.decode().splitlines()
 
 

@@ -252,7 +252,7 @@ def test_load_waits_for_saves_of_its_blocks_and_the_engine_does_not(
     engine.step([], [job(chunk(3, 5, 6, 9, 10), request="saved"), job(SAVED, request="saved")])
     engine.side.protect([])
     engine.side.load([job(LOADED)])
-    save, load = engine.copies()
+    save, _ = engine.copies()
     assert save in engine.machine.trace()[-1].after
     assert engine.step([11]) == set()
     engine.machine.synchronize()

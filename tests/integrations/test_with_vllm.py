@@ -32,7 +32,7 @@ def run(tests: Path, log: Path) -> None:
         ("scheduler_side.py", 31),
         ("connector_side.py", 9),
         ("layout_side.py", 56),
-        ("saves_side.py", 12),
+        ("saves_side.py", 17),
         ("kv_events_side.py", 39),
         ("weights_side.py", 14),
         ("parted_side.py", 25),

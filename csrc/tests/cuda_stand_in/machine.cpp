@@ -262,6 +262,11 @@ void synchronize() {
     for (Stream& stream : machine->all_streams) machine->synchronize(stream, machine.lock);
 }
 
+void wait_for_stream(cudaStream_t handle) {
+    Locked machine;
+    if (Stream* stream = machine->stream(handle)) machine->synchronize(*stream, machine.lock);
+}
+
 void fail(const Fault& fault) { Locked()->fault = fault; }
 
 void fail_operation(std::size_t number) { Locked()->failing_work = number; }

@@ -28,6 +28,9 @@ std::vector<std::string> finish();
 // Wait for all operations of all streams, and create a context if necessary, as cudaDeviceSynchronize() does.
 void synchronize();
 
+// Wait for the operations of one stream, as the engine does for sampled tokens. Not a call of CUDA.
+void wait_for_stream(cudaStream_t stream);
+
 // The names of all calls since the reset, in order.
 std::vector<std::string> calls();
 

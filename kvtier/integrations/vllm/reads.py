@@ -1,4 +1,4 @@
-"""What the saves in flight on a GPU read, so that the engine waits for a copy only before it changes its blocks."""
+"""What the saves in flight on a GPU read: the engine waits for one only before it changes its blocks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout
 
 MAX_PART_BYTES = 32 << 20
-"""Maximum size of one copy of several chunks. The engine waits for whole copies: 0.6 ms of PCIe 5.0."""
+"""Maximum size of a copy of several chunks. The engine waits for whole copies: 0.6 ms of PCIe 5."""
 MAX_SHARE = 4
-"""Saves in flight read at most one in so many of the engine's blocks, but any number if they are of one step."""
+"""Saves in flight read at most one in so many of the engine's blocks; those of one step, any number."""
 
 
 class Reads:
     """The blocks that each save in flight reads. Not thread-safe.
 
-    vLLM keeps most of them: those of running requests, and of finished ones until their last save. What it has
-    given to another request is in the list of the step in which that may happen (``written.py``). It does not
-    name the blocks of states, which it may overwrite in any step.
+    vLLM keeps most of them: those of running requests, and of finished ones until their last save. What it
+    has given to another request is in the list of the first step that may write it (``written.py``). It does
+    not name the blocks of states, which it may overwrite in any step.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -65,7 +65,7 @@ def blocks_of(chunks: Sequence[ChunkCopy]) -> set[int]:
 
 
 def parts(layout: ChunkLayout, chunks: Sequence[ChunkCopy]) -> Iterator[list[ChunkCopy]]:
-    """Yield the chunks in parts of up to :data:`MAX_PART_BYTES`, states first: the next step waits for these."""
+    """Yield parts of up to :data:`MAX_PART_BYTES`, states first: the next step waits for these."""
     states = [chunk for chunk in chunks if chunk.tokens == STATE_TOKENS]
     part, length = states, MAX_PART_BYTES
     for chunk in chunks:

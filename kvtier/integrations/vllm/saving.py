@@ -278,10 +278,10 @@ class Saves:
         return self.keep(state, blocks)
 
     def keep(self, state: RequestState, blocks: Blocks) -> bool:
-        """Return whether vLLM must keep the ``blocks`` of a finished request until a worker reports its last job.
+        """Return whether vLLM must keep the blocks of a finished request until a worker reports its last job.
 
-        It must if chunks are left to save, which are given up if too many blocks are kept already. It should if
-        workers may still be copying: otherwise, their next use of these blocks waits for that.
+        It must if chunks are left to save, which are given up if too many blocks are kept already. It should
+        if workers may still be copying: otherwise, their next use of these blocks waits for that.
         """
         if id(state) not in self._unsettled() and not state.copied:
             return False

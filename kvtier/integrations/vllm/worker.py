@@ -2,9 +2,9 @@
 
 Copies move batches of whole pages, as opaque bytes, without the GIL. A load is valid only if the cache
 process confirms, after the copy, that its leases were held throughout. On the host, saves run between two
-forward passes and are complete when the hook returns. On a GPU they run beside the next steps: the engine's stream
-waits for one only if a step may change blocks that it reads. No hook waits for a GPU copy, nor longer than
-:data:`CONFIRM_WAIT_SECONDS` for a confirmation: later hooks poll for both.
+forward passes and are complete when the hook returns. On a GPU they run beside the next steps: the engine's
+stream waits for one only if a step may change blocks that it reads. No hook waits for a GPU copy, nor longer
+than :data:`CONFIRM_WAIT_SECONDS` for a confirmation: later hooks poll for both.
 """
 
 from __future__ import annotations

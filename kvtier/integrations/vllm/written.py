@@ -16,9 +16,9 @@ Tables = Sequence[Sequence[int]]
 
 
 def written_blocks(output: SchedulerOutput, model: ModelLayout) -> list[int]:
-    """Return the blocks that are new to the requests of a step, and so the only ones with KV that it may change.
+    """Return the blocks that are new to the requests of a step: it changes no other KV that may be saved.
 
-    A worker knows a request's blocks from these fields alone. Whatever a request had before is either final, or
+    A worker knows a request's blocks from these fields alone. What a request had before is either final, or
     was in the list of an earlier step. So preempted and aborted requests, blocks that have left a window and
     copies on write need no rules of their own. Blocks that a connector loads into are not included.
     """
