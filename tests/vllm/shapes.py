@@ -60,7 +60,7 @@ def vllm_config(model: str, shape: Shape, settings: dict[str, Any]) -> Any:
         skip_tokenizer_init=True,
         dtype="float32",
         block_size=BLOCK,
-        max_model_len=2048,
+        max_model_len=640 if shape.cuda else 2048,  # Fits in few blocks.
         max_num_batched_tokens=256,
         tensor_parallel_size=shape.tp,
         pipeline_parallel_size=shape.pp,
